@@ -1,0 +1,384 @@
+"""Scaler states of other frameworks: values, warnings, and the same trajectory."""
+
+import gzip
+import struct
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_gradscale.formats import (
+    FORMATS,
+    FormatWarning,
+    load_flodl,
+    read_state,
+    recognise,
+    save_flodl,
+    write_state,
+)
+
+TORCH = {
+    "scale": 1024.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 7,
+}
+# One real-shaped state of each framework, and the settings it does not carry.
+STATES = {
+    "torch": (TORCH, {}),
+    "paddle": (
+        {
+            "scale": np.array([1024.0], np.float32),
+            "incr_ratio": 2.0,
+            "decr_ratio": 0.5,
+            "incr_every_n_steps": 2000,
+            "decr_every_n_nan_or_inf": 1,
+            "incr_count": 7,
+            "decr_count": 0,
+            "use_dynamic_loss_scaling": True,
+        },
+        {},
+    ),
+    "flodl": (
+        {"scale": 1024.0, "steps_since_growth": 7},
+        {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
+    ),
+    "keras": (
+        {
+            "loss_scale_optimizer/step_counter": np.int32(7),
+            "loss_scale_optimizer/dynamic_scale": np.float32(1024.0),
+        },
+        {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
+    ),
+    "tf-keras": (
+        {"current_loss_scale": np.float32(1024.0), "good_steps": np.int64(7)},
+        {
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "min_scale": 2.0**-126,
+        },
+    ),
+    "flax": (
+        {
+            "fin_steps": np.int32(7),
+            "scale": np.float32(1024.0),
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 1999,
+            "minimum_scale": np.finfo(np.float32).tiny,
+        },
+        {},
+    ),
+    "jmp": (
+        {
+            "loss_scale": np.float32(1024.0),
+            "counter": np.int32(7),
+            "period": 2000,
+            "factor": 2,
+            "min_loss_scale": np.float32(2.0**-126),
+        },
+        {},
+    ),
+    "megatron": (
+        {"scale": np.array([1024.0]), "growth_tracker": 7},
+        {
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "min_scale": 2.0**-126,
+        },
+    ),
+    "apex": (
+        {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}},
+        {
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "max_scale": 2.0**127,
+        },
+    ),
+    "deepspeed": (
+        {
+            "dynamic_loss_scale": True,
+            "cur_scale": 1024.0,
+            "cur_iter": 18,
+            "scale_factor": 2.0,
+            "scale_window": 2000,
+            "last_overflow_iter": None,
+        },
+        {"_growth_tracker": 7, "min_scale": 2.0**-126},
+    ),
+}
+
+
+def follow(state, pattern):
+    """PyTorch's rule for the five keys; the scales after each step."""
+    scale, tracker = np.float32(state["scale"]), state["_growth_tracker"]
+    for finite in pattern:
+        if not finite:
+            scale, tracker = np.float32(scale * state["backoff_factor"]), 0
+            scale = max(scale, np.float32(state.get("min_scale", 0)))
+        elif tracker + 1 == state["growth_interval"]:
+            grown = np.float32(scale * state["growth_factor"])
+            scale, tracker = grown if np.isfinite(grown) else scale, 0
+        else:
+            tracker += 1
+        yield float(scale)
+
+
+def test_the_table_is_all_tested():
+    assert set(STATES) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_reads_every_format_without_a_word_when_nothing_is_missing(name):
+    state, rest = STATES[name]
+    got = read_state({k: v for k, v in state.items() if v is not None}, name, **rest)
+    assert got == TORCH
+    assert [type(v) for v in got.values()] == [float, float, float, int, int]
+
+
+@pytest.mark.parametrize("name", [n for n in STATES if n != "megatron"])
+def test_recognises_every_format_by_its_keys(name):
+    assert recognise(STATES[name][0]) == name
+
+
+def test_recognises_megatron_and_says_what_it_lost():
+    state = {"scale": np.array([1024.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
+    assert recognise(state) == "megatron"
+    with pytest.warns(FormatWarning) as said:
+        got = read_state(state)
+    text = " ".join(str(w.message) for w in said)
+    for word in ("growth_factor=2.0", "growth_interval=1000", "hysteresis_tracker=2"):
+        assert word in text
+    assert got["growth_interval"] == 1000
+    assert got["min_scale"] == 1.0
+
+
+def test_settings_replace_assumed_values_and_silence_their_warning():
+    state = {"current_loss_scale": 8.0, "good_steps": 3}
+    with pytest.warns(FormatWarning, match="min_scale=1.0") as said:
+        got = read_state(
+            state, growth_interval=50, growth_factor=4.0, backoff_factor=0.25
+        )
+    assert "growth" not in str(said[0].message)
+    assert (got["growth_interval"], got["growth_factor"]) == (50, 4.0)
+
+
+def test_nemo_hysteresis_is_named():
+    with pytest.warns(FormatWarning, match="_hysteresis_tracker"):
+        read_state(TORCH | {"_hysteresis_tracker": 1})
+
+
+def test_several_apex_losses_are_an_error_that_says_how():
+    one = {"loss_scale": 1.0, "unskipped": 0}
+    with pytest.raises(ValueError, match=r"state\['loss_scaler0'\]"):
+        read_state({"loss_scaler0": one, "loss_scaler1": one})
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        ({}, "disabled"),
+        ({"foo": 1}, "Name the format"),
+        (TORCH | {"scale": 0.0}, "scale"),
+        (TORCH | {"scale": float("nan")}, "scale"),
+        (TORCH | {"growth_factor": 0.5}, "growth_factor"),
+        (TORCH | {"backoff_factor": 1.5}, "backoff_factor"),
+        (TORCH | {"growth_interval": 0}, "growth_interval"),
+        (TORCH | {"_growth_tracker": -1}, "_growth_tracker"),
+        (TORCH | {"_growth_tracker": 1.5}, "_growth_tracker"),
+        (TORCH | {"scale": "big"}, "scale"),
+        (TORCH | {"scale": np.zeros(2)}, "scale"),
+    ],
+)
+def test_bad_states_are_refused_by_name(state, word):
+    with pytest.raises(ValueError, match=word):
+        read_state(state)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="Unknown scaler format"):
+        read_state(TORCH, "caffe")
+    with pytest.raises(ValueError, match="choose one of torch, paddle, flodl"):
+        write_state(TORCH, "jmp")
+    with pytest.raises(TypeError, match="interval"):
+        read_state(TORCH, interval=3)
+
+
+scales = st.integers(-100, 100).map(lambda e: 2.0**e)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    scales,
+    st.floats(1.5, 8.0),
+    st.floats(0.1, 0.9),
+    st.integers(1, 10**6),
+    st.integers(0, 10**6),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_paddle_there_and_back(scale, up, down, interval, tracker, n, bad, dynamic):
+    state = dict(zip(TORCH, (scale, up, down, interval, tracker), strict=True))
+    own = {"backoff_interval": n, "_backoff_tracker": bad, "dynamic": dynamic}
+    own = {
+        key: value
+        for key, value in own.items()
+        if value != {"backoff_interval": 1, "_backoff_tracker": 0, "dynamic": True}[key]
+    }
+    written = write_state(state | own, "paddle")
+    assert len(written) == 8
+    assert written["scale"].shape == (1,)
+    assert read_state(written, "paddle") == state | own
+
+
+@pytest.mark.parametrize("name", ["scaler.bin", "scaler.bin.gz"])
+def test_flodl_file(tmp_path, name):
+    path = tmp_path / name
+    save_flodl(path, TORCH)
+    raw = path.read_bytes()
+    raw = gzip.decompress(raw) if name.endswith("gz") else raw
+    assert raw == struct.pack("<dq", 1024.0, 7)
+    assert load_flodl(path) == TORCH
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_flodl_refuses_other_files(tmp_path):
+    path = tmp_path / "scaler.bin"
+    path.write_bytes(b"0123456789")
+    with pytest.raises(ValueError, match="10 bytes"):
+        load_flodl(path)
+    path = tmp_path / "scaler.bin.gz"
+    path.write_bytes(b"0123456789abcdef")
+    with pytest.raises(ValueError, match="gzip"):
+        load_flodl(path)
+
+
+def test_writing_names_what_the_format_cannot_carry():
+    with pytest.warns(FormatWarning, match="torch cannot carry backoff_interval=2"):
+        assert write_state(TORCH | {"backoff_interval": 2}, "torch") == TORCH
+    with pytest.warns(FormatWarning, match="paddle cannot carry min_scale=1.0"):
+        write_state(TORCH | {"min_scale": 1.0}, "paddle")
+    with pytest.warns(FormatWarning, match="flodl cannot carry growth_interval=5"):
+        write_state(TORCH | {"growth_interval": 5}, "flodl")
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(1, 6),
+    st.lists(st.booleans(), max_size=20),
+    st.lists(st.booleans(), max_size=40),
+)
+def test_deepspeed_grows_at_the_same_steps(window, before, after):
+    """DeepSpeed's own rule against PyTorch's rule from the converted state."""
+    state = {"cur_scale": 2.0**40, "cur_iter": 0, "last_overflow_iter": -1}
+
+    def step(finite):
+        since = state["cur_iter"] - state["last_overflow_iter"] - 1
+        if not finite:
+            state["cur_scale"] = max(state["cur_scale"] / 2, 1.0)
+            state["last_overflow_iter"] = state["cur_iter"]
+        elif since > 0 and since % window == 0:
+            state["cur_scale"] *= 2
+        state["cur_iter"] += 1
+        return state["cur_scale"]
+
+    for finite in [*before, True]:  # one finite step: the exact case
+        step(finite)
+    full = dict(state, scale_factor=2.0, scale_window=window, dynamic_loss_scale=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FormatWarning)
+        got = read_state(full)
+    after = after[: after.index(False)] if False in after else after
+    assert list(follow(got, after)) == [step(finite) for finite in after]
+
+
+PATTERN = [True] * 7 + [False, True, True, False] + [True] * 12
+
+
+def test_flax_itself():
+    jnp = pytest.importorskip("jax.numpy")
+    dynamic_scale = pytest.importorskip("flax.training.dynamic_scale")
+    serialization = pytest.importorskip("flax.serialization")
+
+    def run(scaler, finite):
+        bad = 0.0 if finite else float("inf")
+        grad = scaler.value_and_grad(lambda x: x * (1.0 + bad))
+        return grad(jnp.float32(1.0))[0]
+
+    scaler = dynamic_scale.DynamicScale(growth_interval=3, scale=1024.0)
+    for finite in PATTERN[:5]:
+        scaler = run(scaler, finite)
+    got = read_state(scaler)
+    scales = []
+    for finite in PATTERN:
+        scaler = run(scaler, finite)
+        scales.append(float(scaler.scale))
+    assert list(follow(got, PATTERN)) == scales
+    with pytest.warns(FormatWarning, match="growth_interval"):
+        read_state(serialization.to_state_dict(scaler))
+
+
+def test_jmp_itself():
+    jnp = pytest.importorskip("jax.numpy")
+    jmp = pytest.importorskip("jmp")
+    scaler = jmp.DynamicLossScale(jnp.float32(16.0), period=3, factor=4)
+    for finite in PATTERN[:4]:
+        scaler = scaler.adjust(jnp.array(finite))
+    got = read_state(scaler)
+    assert got["min_scale"] == 1.0
+    scales = []
+    for finite in [*PATTERN, False, False, False, False, False, False, False]:
+        scaler = scaler.adjust(jnp.array(finite))
+        scales.append(float(scaler.loss_scale))
+    assert list(follow(got, [*PATTERN, *[False] * 7])) == scales
+
+
+def test_keras_itself():
+    optimizers = pytest.importorskip("keras").optimizers
+    scaler = optimizers.LossScaleOptimizer(
+        optimizers.SGD(), initial_scale=256.0, dynamic_growth_steps=3
+    )
+    scaler.build([])
+    variables = {variable.path: variable for variable in scaler.variables}
+    with pytest.warns(FormatWarning, match="growth_factor"):
+        got = read_state(variables, growth_interval=3)
+    assert (got["scale"], got["_growth_tracker"]) == (256.0, 0)
+
+
+@pytest.mark.filterwarnings("ignore")  # paddle's own, at import
+@pytest.mark.parametrize("every", [1, 2])
+def test_paddle_itself(every):
+    paddle = pytest.importorskip("paddle")
+
+    def load(state):
+        # On a CPU paddle's constructor disables itself; its load_state_dict,
+        # state_dict and update rule are the real ones.
+        scaler = paddle.amp.GradScaler(enable=False)
+        scaler._enable = True
+        scaler.load_state_dict(write_state(state, "paddle"))
+        return scaler
+
+    def run(scaler, finite):
+        scaler._cache_found_inf = not finite
+        scaler._update()
+        return float(scaler._scale.item())
+
+    own = {"backoff_interval": every} if every != 1 else {}
+    start = TORCH | {"growth_interval": 3, "_growth_tracker": 1} | own
+    scaler = load(start)
+    assert read_state(scaler.state_dict()) == start
+    if every == 1:  # PyTorch's rule has no backoff interval
+        scales = [run(scaler, finite) for finite in PATTERN]
+        assert list(follow(start, PATTERN)) == scales
+    else:
+        run(scaler, False)
+        assert read_state(scaler.state_dict())["_backoff_tracker"] == 1
+    again = load(read_state(scaler.state_dict()))
+    assert again.state_dict() == scaler.state_dict()
