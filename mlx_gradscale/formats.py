@@ -1,16 +1,14 @@
 """Scaler states of other frameworks, as one table of keys.
 
 Every format is read into PyTorch's five keys, plus this package's own keys
-(``backoff_interval``, ``_backoff_tracker``, ``dynamic``, ``min_scale``,
-``max_scale``) where the format has more to say. What a format cannot carry is
-named in a :class:`FormatWarning`, never lost silently.
+(``backoff_interval``, ``dynamic``, ``min_scale`` and so on) where the format has
+more to say. What a format cannot carry is named in a :class:`FormatWarning`,
+never lost silently.
 """
 
 import gzip
-import math
 import os
 import struct
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,27 +17,25 @@ from typing import Any
 
 import numpy as np
 
-TORCH_KEYS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
-# This package's own keys, with the value at which they change nothing.
-OWN_DEFAULTS = {
-    "backoff_interval": 1,
-    "_backoff_tracker": 0,
-    "dynamic": True,
-    "min_scale": 2.0**-126,
-    "max_scale": 2.0**127,
+from .files import atomic_path
+from .scale import FIELDS, check
+
+# PyTorch's five keys, in its order, and the field of a scaler's state each one is.
+TORCH_KEYS = {
+    "scale": "scale",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "_growth_tracker": "growth_tracker",
 }
-_TYPES = dict.fromkeys((*TORCH_KEYS, *OWN_DEFAULTS), float) | {
-    "growth_interval": int,
-    "_growth_tracker": int,
-    "backoff_interval": int,
-    "_backoff_tracker": int,
-    "dynamic": bool,
+# This package's own keys, with the value at which they say nothing.
+OWN_DEFAULTS = {
+    key: default
+    for key, (_, default) in FIELDS.items()
+    if key not in TORCH_KEYS.values()
+}
+_TYPES = {key: type(FIELDS[field][1]) for key, field in TORCH_KEYS.items()} | {
+    key: type(default) for key, default in OWN_DEFAULTS.items()
 }
 _FLODL = struct.Struct("<dq")
 
@@ -110,7 +106,7 @@ FORMATS: dict[str, Format] = {
             "growth_interval": "incr_every_n_steps",
             "_growth_tracker": "incr_count",
             "backoff_interval": "decr_every_n_nan_or_inf",
-            "_backoff_tracker": "decr_count",
+            "backoff_tracker": "decr_count",
             "dynamic": "use_dynamic_loss_scaling",
         },
         writes=True,
@@ -381,14 +377,8 @@ def save_flodl(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
     target = Path(path)
     if target.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with atomic_path(target) as temporary:
+        temporary.write_bytes(data)
 
 
 def _row(state: object, format: str | None) -> tuple[Format, str, dict[str, Any]]:
@@ -431,20 +421,8 @@ def _number(value: Any, kind: type, key: str) -> Any:
     return kind(number)
 
 
-def _check(state: dict[str, Any]) -> None:
-    """The values a GradScaler can run with; else an error naming the key."""
-    rules = {
-        "scale": lambda x: math.isfinite(x) and x > 0,
-        "growth_factor": lambda x: math.isfinite(x) and x > 1,
-        "backoff_factor": lambda x: 0 < x < 1,
-        "growth_interval": lambda x: x >= 1,
-        "_growth_tracker": lambda x: x >= 0,
-        "backoff_interval": lambda x: x >= 1,
-        "_backoff_tracker": lambda x: x >= 0,
-    }
-    for key, holds in rules.items():
-        if key in state and not holds(state[key]):
-            raise ValueError(f"{key}={state[key]!r} is not a value a scaler can have.")
+def _check(state: Mapping[str, Any]) -> None:
+    check({TORCH_KEYS.get(key, key): value for key, value in state.items()})
 
 
 def _warn(text: str) -> None:

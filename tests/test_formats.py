@@ -190,7 +190,7 @@ def test_several_apex_losses_are_an_error_that_says_how():
         (TORCH | {"growth_factor": 0.5}, "growth_factor"),
         (TORCH | {"backoff_factor": 1.5}, "backoff_factor"),
         (TORCH | {"growth_interval": 0}, "growth_interval"),
-        (TORCH | {"_growth_tracker": -1}, "_growth_tracker"),
+        (TORCH | {"_growth_tracker": -1}, "growth_tracker"),
         (TORCH | {"_growth_tracker": 1.5}, "_growth_tracker"),
         (TORCH | {"scale": "big"}, "scale"),
         (TORCH | {"scale": np.zeros(2)}, "scale"),
@@ -226,11 +226,11 @@ scales = st.integers(-100, 100).map(lambda e: 2.0**e)
 )
 def test_paddle_there_and_back(scale, up, down, interval, tracker, n, bad, dynamic):
     state = dict(zip(TORCH, (scale, up, down, interval, tracker), strict=True))
-    own = {"backoff_interval": n, "_backoff_tracker": bad, "dynamic": dynamic}
+    own = {"backoff_interval": n, "backoff_tracker": bad, "dynamic": dynamic}
     own = {
         key: value
         for key, value in own.items()
-        if value != {"backoff_interval": 1, "_backoff_tracker": 0, "dynamic": True}[key]
+        if value != {"backoff_interval": 1, "backoff_tracker": 0, "dynamic": True}[key]
     }
     written = write_state(state | own, "paddle")
     assert len(written) == 8
@@ -379,6 +379,6 @@ def test_paddle_itself(every):
         assert list(follow(start, PATTERN)) == scales
     else:
         run(scaler, False)
-        assert read_state(scaler.state_dict())["_backoff_tracker"] == 1
+        assert read_state(scaler.state_dict())["backoff_tracker"] == 1
     again = load(read_state(scaler.state_dict()))
     assert again.state_dict() == scaler.state_dict()
