@@ -1,0 +1,11 @@
+"""Read and write PyTorch's ``.pt`` files without PyTorch.
+
+``load`` runs nothing from a file and holds it to ``Limits``; what it cannot read it
+refuses with a ``CheckpointError``. ``save`` writes what ``torch.load`` reads.
+"""
+
+from .limits import CheckpointError, Limits
+from .reader import load
+from .writer import save, save_bytes
+
+__all__ = ["CheckpointError", "Limits", "load", "save", "save_bytes"]

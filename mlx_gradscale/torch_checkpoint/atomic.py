@@ -1,0 +1,51 @@
+"""Write a file so that it is there whole or not at all."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+
+@contextmanager
+def atomic_write(path: "str | os.PathLike[str]") -> Iterator[BinaryIO]:
+    """Open a temporary file beside ``path`` that takes its place at the end.
+
+    It replaces ``path`` in one step, after its bytes are on the disk. When anything
+    is raised, the old file stays as it was and the temporary one is removed.
+
+    Example:
+
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "scale.bin")
+        >>> with atomic_write(path) as file:
+        ...     _ = file.write(b"65536")
+        >>> os.listdir(os.path.dirname(path))
+        ['scale.bin']
+    """
+    # A symbolic link keeps pointing: its target is replaced.
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    # os.open, not tempfile: the file gets the mode that the umask says, not 0600.
+    temporary = os.path.join(folder, f".{name[:64]}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0)
+    try:
+        with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: str) -> None:
+    # So that the new name survives a power cut; Windows cannot open a folder.
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,213 @@
+"""The closed table of names a pickle may use, and what each one builds here.
+
+Nothing is imported or looked up: a name in a file is a key of ``TABLE`` or an error.
+"""
+
+import inspect
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from .dtypes import BY_NAME, BY_STORAGE, FOREIGN, Element
+from .limits import CheckpointError
+from .tensors import StorageRef, TensorRef, is_count, view
+
+
+class Name:
+    """A class or function of the table; ``build`` makes its value from arguments."""
+
+    __slots__ = ("arity", "build", "element", "path")
+
+    def __init__(
+        self,
+        path: str,
+        build: Callable[..., Any] | None = None,
+        element: Element | None = None,
+    ) -> None:
+        self.path, self.build, self.element = path, build, element
+        wanted = inspect.signature(build).parameters.values() if build else ()
+        required = sum(p.default is p.empty for p in wanted)
+        self.arity = range(required, len(wanted) + 1)
+
+
+def call(name: Any, args: Any) -> Any:
+    """What REDUCE does: build the value of a name in the table, from a tuple."""
+    if not isinstance(name, Name) or name.build is None or type(args) is not tuple:
+        what = name.path if isinstance(name, Name) else type(name).__name__
+        raise CheckpointError(f"The file calls {what}, which is not a known function.")
+    if len(args) not in name.arity:
+        raise CheckpointError(f"The file calls {name.path} with {len(args)} arguments.")
+    return name.build(*args)
+
+
+def _require(args_fit: bool, path: str) -> None:
+    if not args_fit:
+        raise CheckpointError(f"The file calls {path} with arguments of other types.")
+
+
+def _tensor_v2(storage, offset, shape, strides, grad, hooks, metadata=None):
+    return view(storage, offset, shape, strides, metadata=metadata)
+
+
+def _tensor_v3(storage, offset, shape, strides, grad, hooks, dtype, metadata=None):
+    return view(storage, offset, shape, strides, dtype, metadata)
+
+
+def _parameter(data, requires_grad=True, hooks=None, state=None):
+    _require(isinstance(data, TensorRef), "torch._utils._rebuild_parameter")
+    return data
+
+
+def _from_type(function, kind, args, state):
+    # A tensor with Python attributes; an mx.array has no place for them. Only the
+    # plain functions may be inside: this one inside itself would recurse.
+    plain = isinstance(function, Name) and function.path.startswith("torch._utils.")
+    known = isinstance(kind, Name) and kind.path in _TENSOR_CLASSES
+    _require(plain and known, "torch._tensor._rebuild_from_type_v2")
+    return call(function, args)
+
+
+def _ordered_dict():
+    return OrderedDict()
+
+
+def _counter(counts):
+    plain = type(counts) is dict and all(type(n) is int for n in counts.values())
+    _require(plain, "collections.Counter")
+    return Counter(counts)
+
+
+def _size(sizes=()):
+    _require(type(sizes) is tuple and all(map(is_count, sizes)), "torch.Size")
+    return sizes
+
+
+def _device(kind, index=None):
+    fits = type(kind) is str and len(kind) <= 64
+    _require(fits and (index is None or is_count(index)), "torch.device")
+    return kind if index is None else f"{kind}:{index}"
+
+
+def _layout(name):
+    _require(type(name) is str and len(name) <= 64, "torch.serialization._get_layout")
+    return name
+
+
+def _encode(text="", encoding="latin1"):
+    _require(type(text) is str and encoding == "latin1", "_codecs.encode")
+    try:
+        return text.encode("latin1")
+    except UnicodeEncodeError:
+        raise CheckpointError("A bytes value holds characters beyond 255.") from None
+
+
+def _bytes():
+    return b""
+
+
+def _bytearray(data=b"", encoding="latin-1"):
+    if type(data) is str and encoding == "latin-1":
+        data = _encode(data)
+    _require(type(data) is bytes, "builtins.bytearray")
+    return bytearray(data)
+
+
+def _complex(real, imag):
+    _require(type(real) is float and type(imag) is float, "builtins.complex")
+    return complex(real, imag)
+
+
+_TENSOR_CLASSES = (
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.nn.parameter.Buffer",
+)
+_BUILDERS = {
+    "torch._utils._rebuild_tensor": lambda s, o, shape, st: view(s, o, shape, st),
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    # Where torch._tensor was until PyTorch 1.8.
+    "torch.tensor._rebuild_from_type_v2": _from_type,
+    "collections.OrderedDict": _ordered_dict,
+    "collections.Counter": _counter,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.serialization._get_layout": _layout,
+    "_codecs.encode": _encode,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytearray,
+    "builtins.complex": _complex,
+}
+TABLE: dict[str, Any] = {path: Name(path, build) for path, build in _BUILDERS.items()}
+TABLE |= {path: Name(path) for path in _TENSOR_CLASSES}
+# Their members are checked one by one, so the reader builds these two itself.
+SET, FROZENSET = Name("builtins.set"), Name("builtins.frozenset")
+TABLE |= {SET.path: SET, FROZENSET.path: FROZENSET}
+TABLE |= {
+    f"torch.{storage}": Name(f"torch.{storage}", element=element)
+    for storage, element in BY_STORAGE.items()
+}
+UNTYPED = Name("torch.storage.UntypedStorage")
+TABLE |= {UNTYPED.path: UNTYPED, "torch.UntypedStorage": UNTYPED}
+# A dtype in a file is its name as a plain string, e.g. "torch.float16".
+TABLE |= {dtype: dtype for dtype in (*BY_NAME, *FOREIGN)}
+
+# By the first prefix that fits.
+_ADVICE = {
+    "numpy.core.multiarray.scalar": "Save a number with .item() instead.",
+    "numpy._core.multiarray.scalar": "Save a number with .item() instead.",
+    "numpy.": "Save an array with torch.from_numpy() or .tolist() instead.",
+    "torch._utils._rebuild_qtensor": "Dequantize the tensor and save again.",
+    "torch._utils._rebuild_sparse": "Call .to_dense() and save again.",
+    "torch._utils._rebuild_nested": "Save the nested tensor as a list.",
+    "torch._utils._rebuild_meta": "A meta tensor has no data to read.",
+    "torch.distributed": "Gather the full state dict and save that.",
+    "argparse.Namespace": "Save vars(args) instead.",
+    "": "Save state dicts and plain Python values only.",
+}
+
+
+def look_up(module: str, name: str) -> Any:
+    """The table's entry for a name in a file, or an error that names it."""
+    if module == "__builtin__":  # how protocol 2 writes it, for Python 2's sake
+        module = "builtins"
+    path = f"{module}.{name}"
+    if path in TABLE:
+        return TABLE[path]
+    shown = path if len(path) <= 120 and path.isprintable() else ascii(path)[:120]
+    advice = next(text for start, text in _ADVICE.items() if path.startswith(start))
+    raise CheckpointError(
+        f"The file holds {shown}, which is not a plain value or a dense tensor; "
+        f"nothing in a file is imported or run. {advice}"
+    )
+
+
+def storage_of(pid: Any) -> StorageRef:
+    """The storage that a persistent id names."""
+    if type(pid) is tuple and pid and pid[0] == "module":
+        raise CheckpointError(
+            "The file holds a whole model with its source code; save "
+            "model.state_dict() in PyTorch and load that."
+        )
+    if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
+        raise CheckpointError("The file refers to something other than a storage.")
+    _, kind, key, _location, numel, *rest = pid
+    known = isinstance(kind, Name) and (kind is UNTYPED or kind.element is not None)
+    if not known or type(key) is not str or not is_count(numel):
+        raise CheckpointError("The file describes a storage in an unknown way.")
+    storage = StorageRef(key, kind.element, numel)
+    if not rest or rest[0] is None:
+        return storage
+    return _part(storage, rest[0])
+
+
+def _part(whole: StorageRef, part: Any) -> StorageRef:
+    if type(part) is not tuple or len(part) != 3 or not all(map(is_count, part[1:])):
+        raise CheckpointError("The file describes part of a storage in an unknown way.")
+    _, start, numel = part
+    if start + numel > whole.numel:
+        raise CheckpointError("Part of a storage reaches outside it.")
+    return StorageRef(whole.key, whole.element, numel, start)

@@ -1,0 +1,182 @@
+"""Read storages from the file into arrays, each once, and tensors as views of them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .dtypes import BY_NAME, Element
+from .limits import CheckpointError, Limits
+from .source import CHUNK, Source
+from .tensors import MAX_DIM, StorageRef, TensorRef
+
+_WIDE = {"torch.float64": "torch.float32", "torch.complex128": "torch.complex64"}
+
+
+class Extent(NamedTuple):
+    """Where the bytes of a storage are in the file."""
+
+    offset: int
+    size: int
+
+
+class StorageReader:
+    """Makes arrays of tensor references.
+
+    Args:
+        source (Source): The file.
+        extents (mapping): Where each storage is, by key.
+        big_endian (bool): Whether the bytes of elements are swapped.
+        float64 (Dtype or None): What double precision becomes: ``mx.float32``,
+            ``mx.float64``, or None for an error.
+        limits (Limits): How many bytes all tensors together may hold.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        extents: Mapping[str, Extent],
+        big_endian: bool,
+        float64: mx.Dtype | None,
+        limits: Limits,
+    ) -> None:
+        self._source = source
+        self._extents = extents
+        self._big_endian = big_endian
+        self._keep_wide = float64 is not None and float64 == mx.float64
+        self._round_wide = float64 is not None and float64 == mx.float32
+        self._room = 4 * source.size + limits.extra_bytes
+        self._storages: dict[str, tuple[Element, mx.array]] = {}
+        self._tensors: dict[str, mx.array] = {}
+
+    def tensor(self, ref: TensorRef) -> mx.array:
+        """The tensor's array; the same view of the same bytes is the same array."""
+        identity = ref.identity
+        if identity not in self._tensors:
+            self._room -= ref.numel * ref.element.size
+            if self._room < 0:
+                raise CheckpointError(
+                    "the tensors of this file hold over four times its size; if the "
+                    "file is to be trusted, raise limits.extra_bytes."
+                )
+            self._tensors[identity] = self._make(ref)
+        return self._tensors[identity]
+
+    def evaluate(self) -> None:
+        """Make the views now: a lazy array belongs to the thread that made it."""
+        mx.eval(list(self._tensors.values()))
+
+    def _make(self, ref: TensorRef) -> mx.array:
+        target = self._target(ref.element)
+        if ref.numel == 0:
+            return mx.zeros(ref.shape, target.mlx, stream=mx.cpu)
+        array = self._view(ref, target)
+        if ref.conj:
+            array = mx.conjugate(array, stream=mx.cpu)
+        return mx.negative(array, stream=mx.cpu) if ref.neg else array
+
+    def _target(self, element: Element) -> Element:
+        if element.name not in _WIDE:
+            return element
+        if self._round_wide:
+            return BY_NAME[_WIDE[element.name]]
+        if self._keep_wide and element.mlx is not None:
+            return element
+        raise CheckpointError(
+            f"the tensor has dtype {element.name}, which MLX "
+            + ("computes only on the CPU" if element.mlx else "does not have")
+            + "; pass float64=mx.float32 to round such tensors"
+            + (", or float64=mx.float64 to keep them." if element.mlx else ".")
+        )
+
+    def _view(self, ref: TensorRef, target: Element) -> mx.array:
+        start = ref.offset + ref.storage.start
+        stored = self._stored(ref.storage, ref.element)
+        whole = ref.row_contiguous and start == 0 and ref.numel == stored
+        array = self._storage(ref, target, ref.shape if whole else (stored,))
+        if whole and array.shape == ref.shape:
+            return array
+        if array.size > MAX_DIM and not whole:
+            raise CheckpointError(
+                f"the tensor is part of a storage of over {MAX_DIM} elements; call "
+                ".clone() on it in PyTorch and save again."
+            )
+        if whole:
+            return mx.reshape(array, ref.shape, stream=mx.cpu)
+        return mx.as_strided(array, ref.shape, ref.strides, start, stream=mx.cpu)
+
+    def _stored(self, storage: StorageRef, element: Element) -> int:
+        """Elements in the whole storage, as the file's own size has it."""
+        extent = self._extents.get(storage.key)
+        if extent is None:
+            raise CheckpointError("the file does not hold the tensor's data.")
+        stored = extent.size // element.size
+        if (storage.start + storage.numel) * storage.itemsize > extent.size:
+            raise CheckpointError(
+                f"the tensor's storage should have {storage.numel} elements but the "
+                f"file has {extent.size} bytes of it."
+            )
+        return stored
+
+    def _storage(
+        self, ref: TensorRef, target: Element, shape: tuple[int, ...]
+    ) -> mx.array:
+        key = ref.storage.key
+        if key in self._storages:
+            element, array = self._storages[key]
+            if element is ref.element:
+                return array
+            # PyTorch writes one storage under two dtypes only for uint16 to uint64.
+            raise CheckpointError(
+                f"the tensor's storage is used as {element.name} and as "
+                f"{ref.element.name}; call .clone() on one and save again."
+            )
+        if any(size > MAX_DIM for size in shape):
+            raise CheckpointError(
+                f"the tensor is part of a storage of over {MAX_DIM} elements; call "
+                ".clone() on it in PyTorch and save again."
+            )
+        array = self._read(self._extents[key].offset, ref.element, target, shape)
+        self._storages[key] = ref.element, array
+        return array
+
+    def _read(
+        self, offset: int, element: Element, target: Element, shape: tuple[int, ...]
+    ) -> mx.array:
+        # Allocated by MLX and filled in place, so that there is one copy in memory.
+        # bfloat16 is filled as uint16, because a buffer cannot name it.
+        is_bfloat = target.mlx == mx.bfloat16
+        array = mx.zeros(shape, mx.uint16 if is_bfloat else target.mlx, stream=mx.cpu)
+        mx.eval(array)
+        values = np.asarray(memoryview(array)).reshape(-1)
+        if target is element:
+            self._fill(values, offset, element)
+        else:
+            self._fill_rounded(values, offset, element)
+        del values
+        return array.view(mx.bfloat16, stream=mx.cpu) if is_bfloat else array
+
+    def _fill(self, values: np.ndarray, offset: int, element: Element) -> None:
+        what = "A tensor's data"
+        self._source.read_into(offset, memoryview(values.view(np.uint8)), what)
+        if self._big_endian and element.size > 1:
+            # A complex number is two floats, each swapped by itself.
+            parts = values.view("<f4") if element.numpy == "<c8" else values
+            parts.byteswap(inplace=True)
+        if element.name == "torch.bool" and values.view(np.uint8).max() > 1:
+            raise CheckpointError("the tensor is bool and has bytes other than 0 and 1")
+
+    def _fill_rounded(self, values: np.ndarray, offset: int, element: Element) -> None:
+        stored = np.dtype(element.numpy)
+        if self._big_endian:
+            stored = stored.newbyteorder(">")
+        step = CHUNK // element.size
+        for i in range(0, values.size, step):
+            count = min(step, values.size - i)
+            data = self._source.read(
+                offset + i * element.size, count * element.size, "A tensor's data"
+            )
+            # Beyond float32's range becomes inf, as PyTorch's .float() has it.
+            with np.errstate(over="ignore", invalid="ignore"):
+                values[i : i + count] = np.frombuffer(data, stored)

@@ -1,0 +1,105 @@
+"""Write the zip file of a checkpoint as PyTorch lays it out, in one forward pass.
+
+Records are stored as they are, each begins at a multiple of 64 bytes (an extra field
+``FB`` of Zs fills the gap), and sizes and checksums follow the data, so that nothing
+has to be known or kept before it is written. Beyond 4 GiB come zip64 fields.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import BinaryIO
+
+ALIGNMENT = 64
+_MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
+# Bit 3: sizes come after the data; bit 11: names are UTF-8.
+_FLAGS = 0x0808
+
+
+class ZipWriter:
+    """Writes records one after the other to anything that has ``write``."""
+
+    def __init__(self, file: BinaryIO, folder: str) -> None:
+        self._file = file
+        self._folder = folder
+        self._at = 0
+        self._directory = bytearray()
+        self._count = 0
+        self.checksums: dict[str, int] = {}
+
+    def add(self, name: str, size: int, chunks: Iterable[memoryview | bytes]) -> None:
+        """Write a record of ``size`` bytes that come in ``chunks``."""
+        start = self._at
+        path = f"{self._folder}/{name}".encode()
+        self._write(_local_header(path, size, start))
+        checksum = written = 0
+        for chunk in chunks:
+            checksum = zlib.crc32(chunk, checksum)
+            written += len(chunk)
+            self._write(chunk)
+        if written != size:
+            raise ValueError(f"{name} has {written} bytes where {size} were announced.")
+        wide = size >= _MAX32 or start >= _MAX32
+        sizes = struct.pack("<2Q" if wide else "<2L", size, size)
+        self._write(b"PK\x07\x08" + struct.pack("<L", checksum) + sizes)
+        self._directory += _entry(path, size, start, checksum)
+        self._count += 1
+        self.checksums[name] = checksum
+
+    def finish(self) -> None:
+        """Write the directory; always with its zip64 form, as PyTorch does."""
+        start, size, count = self._at, len(self._directory), self._count
+        self._write(self._directory)
+        end = self._at
+        self._write(
+            b"PK\x06\x06"
+            + struct.pack("<Q2H2L", 44, 0x031E, 45, 0, 0)
+            + struct.pack("<4Q", count, count, size, start)
+            + b"PK\x06\x07"
+            + struct.pack("<LQL", 0, end, 1)
+            + b"PK\x05\x06"
+            + struct.pack("<4H", 0, 0, min(count, _MAX16), min(count, _MAX16))
+            + struct.pack("<2LH", min(size, _MAX32), min(start, _MAX32), 0)
+        )
+
+    def _write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        self._at += view.nbytes
+        while view.nbytes:
+            # A raw file may take less than it is given.
+            done = self._file.write(view)
+            view = view[view.nbytes if done is None else done :]
+
+
+def _local_header(path: bytes, size: int, start: int) -> bytes:
+    wide = b""
+    if size >= _MAX32:
+        wide += struct.pack("<2Q", size, 0)
+    if start >= _MAX32:
+        wide += struct.pack("<Q", start)
+    if wide:
+        wide = struct.pack("<2H", 1, len(wide)) + wide
+    gap = -(start + 30 + len(path) + len(wide) + 4) % ALIGNMENT
+    extra = wide + b"FB" + struct.pack("<H", gap) + b"Z" * gap
+    fixed = struct.pack("<5H3L", 0, _FLAGS, 0, 0, 0, 0, 0, 0)
+    return (
+        b"PK\x03\x04" + fixed + struct.pack("<2H", len(path), len(extra)) + path + extra
+    )
+
+
+def _entry(path: bytes, size: int, start: int, checksum: int) -> bytes:
+    wide = b""
+    if size >= _MAX32:
+        wide += struct.pack("<2Q", size, size)
+    if start >= _MAX32:
+        wide += struct.pack("<Q", start)
+    if wide:
+        wide = struct.pack("<2H", 1, len(wide)) + wide
+    shown = min(size, _MAX32)
+    return (
+        b"PK\x01\x02"
+        + struct.pack("<6H3L", 0, 0, _FLAGS, 0, 0, 0, checksum, shown, shown)
+        + struct.pack("<5H2L", len(path), len(wide), 0, 0, 0, 0, min(start, _MAX32))
+        + path
+        + wide
+    )
