@@ -1,5 +1,7 @@
-"""Safe float16 training for MLX."""
+"""Safe float16 training for MLX: loss scaling, master weights, PyTorch checkpoints."""
 
 from ._version import __version__
+from .finite import NonFinite, all_finite, nonfinite
+from .scaler import GradScaler
 
-__all__ = ["__version__"]
+__all__ = ["GradScaler", "NonFinite", "__version__", "all_finite", "nonfinite"]

@@ -1,0 +1,189 @@
+"""The rule: how a loss scale moves, as a pure function over 0-d arrays."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+# The limits keep the scale and its reciprocal normal float32 numbers wherever
+# the hardware flushes subnormals: 1 / 2**-126 is finite, 1 / 2**-149 is not.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**127
+
+# Each setting with its dtype and default. All of them live in the state as
+# arrays, so that a compiled step sees every later change.
+SETTINGS: dict[str, tuple[mx.Dtype, Any]] = {
+    "growth_factor": (mx.float32, 2.0),
+    "backoff_factor": (mx.float32, 0.5),
+    "growth_interval": (mx.int32, 2000),
+    "backoff_interval": (mx.int32, 1),
+    "dynamic": (mx.bool_, True),
+    "min_scale": (mx.float32, SMALLEST_SCALE),
+    "max_scale": (mx.float32, LARGEST_SCALE),
+}
+
+# What the rule moves, and the tallies kept beside it.
+VALUES: dict[str, tuple[mx.Dtype, Any]] = {
+    "scale": (mx.float32, 65536.0),
+    "growth_tracker": (mx.int32, 0),
+    "backoff_tracker": (mx.int32, 0),
+    "skipped_steps": (mx.int32, 0),
+    "consecutive_skips": (mx.int32, 0),
+    "last_step_applied": (mx.bool_, True),
+}
+
+FIELDS = {**VALUES, **SETTINGS}
+
+
+def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
+    """Return what one ``update()`` changes, lazily.
+
+    In words, with ``finite`` true if every gradient since the last update was::
+
+        if not finite:
+            growth_tracker = 0
+            backoff_tracker += 1
+            if backoff_tracker >= backoff_interval:
+                backoff_tracker = 0
+                scale = max(scale * backoff_factor, min_scale)
+        else:
+            backoff_tracker = 0
+            growth_tracker += 1
+            if growth_tracker >= growth_interval:
+                growth_tracker = 0
+                if scale * growth_factor <= max_scale:  # false for inf
+                    scale = scale * growth_factor
+
+    Nothing changes where ``dynamic`` is false.
+    """
+    scale = state["scale"]
+    good = mx.where(finite, state["growth_tracker"] + 1, 0)
+    bad = mx.where(finite, 0, state["backoff_tracker"] + 1)
+    grow = good >= state["growth_interval"]
+    back_off = bad >= state["backoff_interval"]
+    grown = scale * state["growth_factor"]
+    backed_off = mx.maximum(scale * state["backoff_factor"], state["min_scale"])
+    changed = {
+        "scale": mx.where(
+            back_off,
+            backed_off,
+            mx.where(grow & (grown <= state["max_scale"]), grown, scale),
+        ),
+        "growth_tracker": mx.where(grow, 0, good),
+        "backoff_tracker": mx.where(back_off, 0, bad),
+    }
+    return {k: mx.where(state["dynamic"], v, state[k]) for k, v in changed.items()}
+
+
+def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
+    """Return the tallies after one step that was, or was not, applied."""
+    skipped = mx.logical_not(applied).astype(mx.int32)
+    return {
+        "skipped_steps": state["skipped_steps"] + skipped,
+        "consecutive_skips": (state["consecutive_skips"] + 1) * skipped,
+        "last_step_applied": applied,
+    }
+
+
+def within_limits(state: dict[str, mx.array], scale: mx.array) -> mx.array:
+    """Return ``scale`` clamped to the limits, or the old scale if it is no scale."""
+    usable = mx.isfinite(scale) & (scale > 0)
+    clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
+    return mx.where(usable, clamped, state["scale"])
+
+
+def as_array(name: str, value: Any) -> mx.array:
+    """Return a field of the state as the 0-d array that the state holds."""
+    return mx.array(value, FIELDS[name][0])
+
+
+def read(state: dict[str, mx.array]) -> dict[str, Any]:
+    """Read the whole state from the device, as Python numbers."""
+    return {name: read_field(name, value) for name, value in state.items()}
+
+
+def read_field(name: str, value: mx.array) -> Any:
+    """Read one field from the device.
+
+    A factor is the shortest number that gives its float32 value: 1.1 reads 1.1,
+    not 1.100000023841858.
+    """
+    if name in ("growth_factor", "backoff_factor"):
+        return float(str(np.float32(value.item())))
+    return value.item()
+
+
+def check(values: dict[str, Any]) -> None:
+    """Raise if ``values``, a part of the fields, is not a state to train with."""
+    for name, value in values.items():
+        _CHECKS[name](name, value)
+    low, high = values.get("min_scale"), values.get("max_scale")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"min_scale {low} is above max_scale {high}.")
+    scale = values.get("scale")
+    if scale is not None and low is not None and scale < low:
+        raise ValueError(f"The scale {scale} is below min_scale {low}.")
+    if scale is not None and high is not None and scale > high:
+        raise ValueError(f"The scale {scale} is above max_scale {high}.")
+
+
+def check_scale(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a Python number that can be a loss scale."""
+    if not _is_number(value):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be positive and finite, got {value}.")
+    if not SMALLEST_SCALE <= value <= float(np.finfo(np.float32).max):
+        raise ValueError(
+            f"{name} must be between 2**-126 and the largest float32, got {value}."
+        )
+
+
+def _is_number(value: Any, kinds: Iterable[type] = (int, float)) -> bool:
+    return isinstance(value, (*kinds, np.number)) and not isinstance(value, bool)
+
+
+def _check_factor(low: float, high: float):
+    def check_factor(name: str, value: Any) -> None:
+        if not _is_number(value):
+            raise TypeError(f"{name} must be a number, got {value!r}.")
+        # Compared in float32, where 1 + 1e-9 is 1 and would never grow.
+        if not low < np.float32(value) < high:
+            bounds = f"above {low}" if high == math.inf else f"between {low} and {high}"
+            raise ValueError(f"{name} must be {bounds} in float32, got {value}.")
+
+    return check_factor
+
+
+def _check_count(smallest: int):
+    def check_count(name: str, value: Any) -> None:
+        if not _is_number(value, (int,)) or isinstance(value, np.floating):
+            raise TypeError(f"{name} must be an integer, got {value!r}.")
+        if not smallest <= value < 2**31:
+            raise ValueError(f"{name} must be at least {smallest}, got {value}.")
+
+    return check_count
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+_CHECKS = {
+    "scale": check_scale,
+    "min_scale": check_scale,
+    "max_scale": check_scale,
+    "growth_factor": _check_factor(1.0, math.inf),
+    "backoff_factor": _check_factor(0.0, 1.0),
+    "growth_interval": _check_count(1),
+    "backoff_interval": _check_count(1),
+    "growth_tracker": _check_count(0),
+    "backoff_tracker": _check_count(0),
+    "skipped_steps": _check_count(0),
+    "consecutive_skips": _check_count(0),
+    "dynamic": _check_bool,
+    "last_step_applied": _check_bool,
+}
