@@ -1,0 +1,392 @@
+"""Where each tensor of a PyTorch model is in the MLX model, and in which layout.
+
+A :class:`Plan` is made once per checkpoint, from the MLX model's own layers or
+from patterns, and then applied to the weights and to each of the optimizer's
+moments alike, in both directions.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one PyTorch tensor becomes ``parts`` MLX arrays, and back."""
+
+    to_mlx: Callable[[mx.array], list[mx.array]]
+    to_torch: Callable[[list[mx.array]], mx.array]
+    parts: int = 1
+
+
+LAYOUTS: dict[str, Layout] = {
+    "same": Layout(lambda x: [x], lambda xs: xs[0]),
+    # (out, in, *kernel) <-> (out, *kernel, in)
+    "conv": Layout(
+        lambda x: [mx.moveaxis(x, 1, -1)], lambda xs: mx.moveaxis(xs[0], -1, 1)
+    ),
+    # (in, out, *kernel) <-> (out, *kernel, in)
+    "conv_transpose": Layout(
+        lambda x: [mx.moveaxis(x, 0, -1)], lambda xs: mx.moveaxis(xs[0], -1, 0)
+    ),
+    # nn.Bilinear: (out, in1, in2) <-> (out, in2, in1)
+    "bilinear": Layout(
+        lambda x: [mx.swapaxes(x, 1, 2)], lambda xs: mx.swapaxes(xs[0], 1, 2)
+    ),
+    # nn.MultiheadAttention's in_proj: query, key and value in one tensor
+    "split_qkv": Layout(lambda x: mx.split(x, 3), mx.concatenate, parts=3),
+}
+_LAYER_LAYOUTS = {
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d): "conv",
+    (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d): "conv_transpose",
+    (nn.Bilinear,): "bilinear",
+}
+_COUNTER = "num_batches_tracked"  # BatchNorm's step count; MLX keeps none
+
+
+class LayoutError(ValueError):
+    """A tensor whose name or layout on the other side is not known."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user says about names and layouts.
+
+    The patterns are shell patterns (``features.*.weight``, ``*``) on PyTorch
+    names.
+
+    Attributes:
+        rename: PyTorch name -> MLX name, as a mapping, a function, or (regular
+            expression, replacement) pairs tried in turn.
+        conv: convolution weights.
+        conv_transpose: weights of transposed convolutions.
+        split_qkv: fused attention weights to split in query, key and value.
+        keep: tensors of 3 and more dimensions whose layout stays.
+        drop: tensors the MLX model does not have; kept for the way back.
+    """
+
+    rename: Rename = None
+    conv: tuple[str, ...] = ()
+    conv_transpose: tuple[str, ...] = ()
+    split_qkv: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+
+    def named(self, name: str) -> str:
+        """The MLX name the user gives a PyTorch name."""
+        if self.rename is None:
+            return name
+        if isinstance(self.rename, Mapping):
+            return self.rename.get(name, name)
+        if callable(self.rename):
+            return self.rename(name)
+        for pattern, replacement in self.rename:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def layout(self, name: str, ndim: int) -> str | None:
+        """The layout the user's patterns give a tensor; None where they say nothing."""
+        fits = [
+            layout
+            for layout, patterns, least in (
+                ("conv", self.conv, 3),
+                ("conv_transpose", self.conv_transpose, 3),
+                ("split_qkv", self.split_qkv, 1),
+                ("same", self.keep, 0),
+            )
+            if ndim >= least and _matches(name, patterns)
+        ]
+        if len(fits) > 1:
+            raise LayoutError(
+                f"{name} is matched by the patterns for {' and '.join(fits)}: make "
+                "one of them narrower."
+            )
+        return fits[0] if fits else None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One PyTorch tensor: its MLX names (several for a fused one) and layout."""
+
+    torch: str
+    mlx: tuple[str, ...]
+    layout: str = "same"
+
+    def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
+        """The MLX arrays of a PyTorch tensor, weight or moment."""
+        return dict(zip(self.mlx, LAYOUTS[self.layout].to_mlx(tensor), strict=True))
+
+    def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
+        """The PyTorch tensor of the MLX arrays, weight or moment."""
+        return LAYOUTS[self.layout].to_torch([arrays[name] for name in self.mlx])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All tensors of a PyTorch state dict.
+
+    Attributes:
+        entries: by PyTorch name, in the state dict's order.
+        tied: alias -> the name it shares its tensor with; MLX keeps one of them.
+        aside: tensors MLX has no place for (BatchNorm's counters, dropped ones).
+    """
+
+    entries: dict[str, Entry]
+    tied: dict[str, str] = field(default_factory=dict)
+    aside: tuple[str, ...] = ()
+
+    def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """The MLX weights of a PyTorch state dict."""
+        out: dict[str, mx.array] = {}
+        for name, entry in self.entries.items():
+            out |= entry.to_mlx(tensors[name])
+        return out
+
+    def to_torch(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """The PyTorch tensors of MLX weights; aliases are the same object."""
+        missing = [n for e in self.entries.values() for n in e.mlx if n not in weights]
+        if missing:
+            raise LayoutError(f"The MLX weights lack {_listed(missing)}.")
+        out = {name: entry.to_torch(weights) for name, entry in self.entries.items()}
+        return out | {alias: out[name] for alias, name in self.tied.items()}
+
+
+def make_plan(
+    tensors: Mapping[str, mx.array],
+    model: nn.Module | None = None,
+    choices: Choices | None = None,
+) -> Plan:
+    """Plans the conversion of a PyTorch state dict.
+
+    With an MLX model, names and layouts come from its layers (``layers`` of an
+    ``nn.Sequential`` is added, convolutions are transposed, a fused attention
+    weight is split) and every shape is checked. Without one, names change only by
+    ``choices.rename`` and every tensor of 3 and more dimensions needs a pattern.
+
+    Args:
+        tensors: the state dict.
+        model: the MLX model.
+        choices: what the user says; it wins over the model's layers.
+
+    Returns:
+        Plan: for the weights and the moments.
+
+    Example:
+        >>> tensors = {"0.weight": mx.zeros((8, 3, 5, 5)), "0.bias": mx.zeros(8)}
+        >>> plan = make_plan(tensors, nn.Sequential(nn.Conv2d(3, 8, 5)))
+        >>> plan.to_mlx(tensors)["layers.0.weight"].shape
+        (8, 5, 5, 3)
+    """
+    choices = choices or Choices()
+    _check_patterns(choices, tensors)
+    known = _known_names(model) if model is not None else None
+    entries: dict[str, Entry] = {}
+    tied: dict[str, str] = {}
+    aside: list[str] = []
+    lost: list[str] = []
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        owner = first.get(id(tensor))
+        if name.rsplit(".", 1)[-1] == _COUNTER or _matches(name, choices.drop):
+            aside.append(name)
+            continue
+        entry = _entry(name, tensor, known, choices)
+        if owner is not None and (entry is None or known is None):
+            tied[name] = owner  # MLX models tie by using one array, not by two names
+        elif entry is None:
+            lost.append(name)
+        else:
+            first.setdefault(id(tensor), name)
+            entries[name] = entry
+    _check_names(entries, lost, known, choices)
+    return Plan(entries, tied, tuple(aside))
+
+
+@dataclass(frozen=True)
+class _Target:
+    mlx: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layout: str | None  # None: the layer is not one of MLX's own
+
+
+def _known_names(model: nn.Module) -> dict[str, _Target]:
+    """What a PyTorch name (in MLX's spelling or PyTorch's) stands for in the model."""
+    modules = dict(model.named_modules())
+    known: dict[str, _Target] = {}
+    for name, array in tree_flatten(model.parameters()):
+        parts = name.split(".")
+        owner = modules.get(".".join(parts[:-1]))
+        layout = None if array.ndim > 2 else "same"
+        for kinds, special in _LAYER_LAYOUTS.items():
+            if isinstance(owner, kinds) and parts[-1] == "weight":
+                layout = special
+        target = _Target((name,), (array.shape,), layout)
+        known[name] = target
+        known.setdefault(_torch_spelling(parts, modules), target)
+    for path, module in modules.items():
+        if isinstance(module, nn.MultiHeadAttention):
+            known |= _fused(path, module, modules)
+    return known
+
+
+def _torch_spelling(parts: list[str], modules: Mapping[str, nn.Module]) -> str:
+    """Without the "layers" that MLX's nn.Sequential puts before its numbers."""
+    return ".".join(
+        part
+        for i, part in enumerate(parts)
+        if not (
+            part == "layers"
+            and isinstance(modules.get(".".join(parts[:i])), nn.Sequential)
+        )
+    )
+
+
+def _fused(
+    path: str, module: nn.Module, modules: Mapping[str, nn.Module]
+) -> dict[str, _Target]:
+    """The names in_proj_weight and in_proj_bias of PyTorch's attention."""
+    prefix = f"{path}." if path else ""
+    known = {}
+    for leaf in ("weight", "bias"):
+        projections = ("query_proj", "key_proj", "value_proj")
+        if all(leaf in module[projection] for projection in projections):
+            names = tuple(f"{prefix}{projection}.{leaf}" for projection in projections)
+            shapes = tuple(module[p][leaf].shape for p in projections)
+            target = _Target(names, shapes, "split_qkv")
+            fused = f"{prefix}in_proj_{leaf}"
+            known[fused] = target
+            known[_torch_spelling(fused.split("."), modules)] = target
+    return known
+
+
+def _entry(
+    name: str,
+    tensor: mx.array,
+    known: dict[str, _Target] | None,
+    choices: Choices,
+) -> Entry | None:
+    new, said = choices.named(name), choices.layout(name, tensor.ndim)
+    if known is None:
+        return _entry_by_patterns(name, new, said, tensor)
+    target = known.get(new)
+    if target is None:
+        return None
+    layout = said or target.layout or _unchanged(name, tensor, target)
+    if LAYOUTS[layout].parts != len(target.mlx):
+        raise LayoutError(f"{name} cannot be {layout}: in MLX it is {target.mlx}.")
+    if layout == "split_qkv" and tensor.shape[0] % 3:
+        raise LayoutError(f"{name} has shape {tensor.shape}: not a fused attention.")
+    shapes = tuple(x.shape for x in LAYOUTS[layout].to_mlx(tensor))
+    if shapes != target.shapes:
+        raise LayoutError(
+            f"{name} has shape {tensor.shape}, which is {shapes[0]} in MLX's layout "
+            f"({layout}); the model's {target.mlx[0]} has {target.shapes[0]}."
+        )
+    return Entry(name, target.mlx, layout)
+
+
+def _entry_by_patterns(
+    name: str, new: str, said: str | None, tensor: mx.array
+) -> Entry:
+    if new.split(".", 1)[0].isdigit():
+        raise LayoutError(
+            f"{name} starts with a number, which no MLX module's parameter does: give "
+            r"the MLX model, or a rename such as '^(\d+)\.=layers.\1.'."
+        )
+    fused = name.rsplit(".", 1)[-1] in ("in_proj_weight", "in_proj_bias")
+    if said is None and (fused or tensor.ndim > 2):
+        raise LayoutError(
+            f"{name} has shape {tensor.shape} and no layout: give the MLX model, or "
+            "say what it is by a pattern, with --conv, --conv-transpose, --split-qkv "
+            "or (to leave it as it is) --keep-layout."
+        )
+    if said != "split_qkv":
+        return Entry(name, (new,), said or "same")
+    if not fused or tensor.shape[0] % 3:
+        raise LayoutError(
+            f"{name} is not PyTorch's fused attention (in_proj_weight or in_proj_bias "
+            "of three times the size): --split-qkv does not apply."
+        )
+    stem, leaf = new.rsplit("in_proj_", 1)
+    return Entry(
+        name, tuple(f"{stem}{p}_proj.{leaf}" for p in ("query", "key", "value")), said
+    )
+
+
+def _unchanged(name: str, tensor: mx.array, target: _Target) -> str:
+    """A layer of the user's own keeps its layout, unless another one fits as well."""
+    other = [mx.moveaxis(tensor, i, -1).shape for i in (0, 1)]
+    if target.shapes[0] in other:
+        fits = "more than one layout" if tensor.shape in other else "another layout"
+        raise LayoutError(
+            f"{name} has shape {tensor.shape} and belongs to a layer that is not "
+            f"MLX's own; {fits} fits the model's {target.shapes[0]}: say which with "
+            "--conv, --conv-transpose or --keep-layout."
+        )
+    return "same"
+
+
+def _check_patterns(choices: Choices, tensors: Mapping[str, mx.array]) -> None:
+    for kind in ("conv", "conv_transpose", "split_qkv", "keep", "drop"):
+        for pattern in getattr(choices, kind):
+            if not any(fnmatchcase(name, pattern) for name in tensors):
+                raise LayoutError(
+                    f"The pattern {pattern!r} for {kind} matches no tensor; the names "
+                    f"are {_listed(tensors)}."
+                )
+
+
+def _check_names(
+    entries: Mapping[str, Entry],
+    lost: list[str],
+    known: dict[str, _Target] | None,
+    choices: Choices,
+) -> None:
+    taken: dict[str, str] = {}
+    for entry in entries.values():
+        for name in entry.mlx:
+            if name in taken:
+                raise LayoutError(
+                    f"{taken[name]} and {entry.torch} would both become {name}: give "
+                    "renames that keep them apart."
+                )
+            taken[name] = entry.torch
+    wanted = {n for t in known.values() for n in t.mlx} if known is not None else set()
+    missing = [name for name in sorted(wanted) if name not in taken]
+    if lost or missing:
+        raise LayoutError(_mismatch(lost, missing))
+
+
+def _mismatch(lost: list[str], missing: list[str]) -> str:
+    said = []
+    if lost:
+        said.append(f"The MLX model has no place for {_listed(lost)}")
+    if missing:
+        said.append(f"the checkpoint lacks the model's {_listed(missing)}")
+    text = "; ".join(said)
+    prefix = lost[0].split(".", 1)[0] + "." if lost and "." in lost[0] else ""
+    if any(re.search(r"(weight|bias)_[ih]h_l\d", name) for name in lost):
+        hint = "PyTorch's recurrent layers are built differently and not converted."
+    elif prefix and all(name.startswith(prefix) for name in lost):
+        wrapper = re.escape(prefix)
+        hint = f"If {prefix!r} is only a wrapper, rename it away: '^{wrapper}='."
+    else:
+        hint = "Give names with rename=... (--rename), or drop tensors (--drop)."
+    return f"{text[0].upper()}{text[1:]}. {hint}"
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,185 @@
+"""PyTorch's optimizers and MLX's, as one table: names, settings, differences.
+
+Each row was checked against both sources (torch 2.13, mlx 0.32.4) and is run
+against both in the tests. Where MLX computes something else than PyTorch, the
+row says so: either MLX does the same when built in a certain way (``fixed``,
+``schedule``), or the setting is refused (``refused``) until it is accepted by
+name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.optimizers as optim
+
+
+def number(value: Any) -> float:
+    """A Python number from a number or a one-element array."""
+    return value.item() if hasattr(value, "item") else value
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer.
+
+    Attributes:
+        mlx: MLX's class.
+        slots: PyTorch's state name -> MLX's.
+        settings: PyTorch's group key -> MLX's constructor argument.
+        marks: group keys it always has; with ``absent`` they tell it from others.
+        absent: group keys it never has.
+        refused: group key -> (the value that turns it off, what differs).
+        fixed: constructor arguments under which MLX computes the same.
+        schedule: (group) -> a learning rate schedule MLX needs to compute the
+            same, or None.
+        counts: whether PyTorch keeps a step count.
+        notes: sentences to tell the user in any case.
+    """
+
+    mlx: type[optim.Optimizer]
+    slots: dict[str, str]
+    settings: dict[str, str]
+    marks: frozenset[str]
+    absent: frozenset[str]
+    refused: dict[str, tuple[Any, str]]
+    fixed: dict[str, Any] = field(default_factory=dict)
+    schedule: Callable[[Mapping], Callable | None] = lambda group: None
+    counts: bool = True
+    notes: tuple[str, ...] = ()
+
+
+_L2 = "PyTorch adds weight_decay * w to the gradient (L2); MLX's {} has no such term"
+_MAXIMIZE = {
+    "maximize": (False, "MLX only minimizes: negate the loss and set maximize to False")
+}
+
+
+def _l2(name: str) -> dict[str, tuple[Any, str]]:
+    return {"weight_decay": (0, _L2.format(name))} | _MAXIMIZE
+
+
+def _adagrad_schedule(group: Mapping) -> Callable | None:
+    lr, decay = number(group["lr"]), number(group.get("lr_decay", 0))
+    # MLX asks with the steps done, which is the (step - 1) of PyTorch's formula.
+    return (lambda step: lr / (1 + decay * step)) if decay else None
+
+
+def _adamax_schedule(group: Mapping) -> Callable:
+    lr, beta = number(group["lr"]), number(group["betas"][0])
+    return lambda step: lr / (1 - beta ** (step + 1))
+
+
+_ADAM_REFUSED = {
+    "amsgrad": (
+        False,
+        "amsgrad divides by the largest second moment so far, which MLX's Adam does "
+        "not keep",
+    )
+} | _MAXIMIZE
+_ADAM = {
+    "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
+    "marks": frozenset({"betas", "eps", "amsgrad"}),
+    "absent": frozenset({"momentum_decay"}),
+    "fixed": {"bias_correction": True},
+}
+
+ROWS: dict[str, Row] = {
+    "Adam": Row(
+        optim.Adam,
+        settings={"lr": "learning_rate", "betas": "betas", "eps": "eps"},
+        refused=_ADAM_REFUSED | _l2("Adam"),
+        **_ADAM,
+    ),
+    "AdamW": Row(
+        optim.AdamW,
+        settings={
+            "lr": "learning_rate",
+            "betas": "betas",
+            "eps": "eps",
+            "weight_decay": "weight_decay",
+        },
+        refused=_ADAM_REFUSED,
+        **_ADAM,
+    ),
+    "SGD": Row(
+        optim.SGD,
+        slots={"momentum_buffer": "v"},
+        settings={
+            "lr": "learning_rate",
+            "momentum": "momentum",
+            "weight_decay": "weight_decay",
+            "dampening": "dampening",
+            "nesterov": "nesterov",
+        },
+        marks=frozenset({"momentum", "dampening", "nesterov"}),
+        absent=frozenset(),
+        refused=_MAXIMIZE,
+        counts=False,
+    ),
+    "RMSprop": Row(
+        optim.RMSprop,
+        slots={"square_avg": "v"},
+        settings={"lr": "learning_rate", "alpha": "alpha", "eps": "eps"},
+        marks=frozenset({"alpha", "centered", "momentum"}),
+        absent=frozenset(),
+        refused={
+            "momentum": (0, "MLX's RMSprop has no momentum"),
+            "centered": (
+                False,
+                "centered subtracts the squared mean gradient under the root, which "
+                "MLX's RMSprop does not keep",
+            ),
+        }
+        | _l2("RMSprop"),
+    ),
+    "Adagrad": Row(
+        optim.Adagrad,
+        slots={"sum": "v"},
+        settings={"lr": "learning_rate", "eps": "eps"},
+        marks=frozenset({"lr_decay", "eps", "initial_accumulator_value"}),
+        absent=frozenset(),
+        refused=_l2("Adagrad"),
+        schedule=_adagrad_schedule,
+    ),
+    "Adadelta": Row(
+        optim.AdaDelta,
+        slots={"square_avg": "v", "acc_delta": "u"},
+        settings={"lr": "learning_rate", "rho": "rho", "eps": "eps"},
+        marks=frozenset({"rho", "eps"}),
+        absent=frozenset(),
+        refused=_l2("AdaDelta"),
+    ),
+    "Adamax": Row(
+        optim.Adamax,
+        slots={"exp_avg": "m", "exp_inf": "v"},
+        settings={"lr": "learning_rate", "betas": "betas", "eps": "eps"},
+        marks=frozenset({"betas", "eps", "weight_decay"}),
+        absent=frozenset({"amsgrad", "decoupled_weight_decay", "momentum_decay"}),
+        refused=_l2("Adamax"),
+        schedule=_adamax_schedule,
+        notes=(
+            "Adamax: PyTorch adds eps to |g| inside the maximum, MLX to the "
+            "denominator; updates differ by a factor of at most 1 + eps / v.",
+        ),
+    ),
+    # The layout that google/automl, lion-pytorch and timm share: one exp_avg.
+    "Lion": Row(
+        optim.Lion,
+        slots={"exp_avg": "m"},
+        settings={
+            "lr": "learning_rate",
+            "betas": "betas",
+            "weight_decay": "weight_decay",
+        },
+        marks=frozenset({"betas", "weight_decay"}),
+        absent=frozenset({"eps"}),
+        refused={
+            "caution": (False, "MLX's Lion has no cautious masking"),
+            "cautious_factor": (1, "MLX's Lion has no cautious masking"),
+            "corrected_weight_decay": (False, "MLX's Lion decays by lr * weight_decay"),
+        }
+        | _MAXIMIZE,
+        counts=False,
+    ),
+}

@@ -1,0 +1,443 @@
+"""Each optimizer's state, both ways, against PyTorch's own next steps."""
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_gradscale.layouts import Entry
+from mlx_gradscale.torch_optimizers import (
+    ROWS,
+    OptimizerMismatch,
+    build,
+    check,
+    differences,
+    mlx_differences,
+    recognise,
+    settings,
+)
+from mlx_gradscale.torch_optimizers.state import to_mlx, to_torch
+
+torch = pytest.importorskip("torch")
+
+SHAPES = {"a.weight": (3, 4), "a.bias": (4,), "b": (2, 3, 2)}
+ENTRIES = {name: Entry(name, (name,)) for name in SHAPES}
+NAMES = dict(enumerate(SHAPES))
+# Both sides compute in float32 in another order of operations: a few units in the
+# last place (2**-24 = 6e-8) per step and operation. MLX's bias correction 1 - beta**t
+# is float32 (PyTorch's float64), which costs up to 1.3e-5 / 2 relative in an update.
+# Over 20 updates of at most 0.05 on weights of order 1 that stays below 1e-5.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+class Lion(torch.optim.Optimizer):
+    """The rule and the state of the Lion packages: one exp_avg, decoupled decay."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (b1, b2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                state = self.state[p]
+                m = state.setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.sub_(lr * torch.sign(b1 * m + (1 - b1) * p.grad))
+                state["exp_avg"] = b2 * m + (1 - b2) * p.grad
+
+
+KINDS = {
+    "Adam": (torch.optim.Adam, {"lr": 0.02, "betas": (0.8, 0.99), "eps": 1e-6}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.02}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
+    "SGD nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05},
+    ),
+    "SGD dampening": (
+        torch.optim.SGD,
+        {"lr": 0.02, "momentum": 0.9, "dampening": 0.3},
+    ),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "eps": 1e-5}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
+    "Adagrad decay": (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5, "rho": 0.95}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01, "betas": (0.8, 0.99)}),
+    "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
+}
+EVERY = pytest.mark.parametrize("kind", KINDS)
+
+
+def gradients(seed):
+    rng = np.random.default_rng(seed)
+    return {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+
+
+def torch_side(kind, **changes):
+    cls, arguments = KINDS[kind]
+    start = gradients(99)
+    params = {n: torch.nn.Parameter(torch.tensor(start[n])) for n in SHAPES}
+    return params, cls(list(params.values()), **(arguments | changes))
+
+
+def torch_steps(params, optimizer, seeds):
+    for seed in seeds:
+        for name, g in gradients(seed).items():
+            params[name].grad = torch.tensor(g)
+        optimizer.step()
+
+
+def mlx_steps(tree, optimizer, seeds):
+    for seed in seeds:
+        grads = tree_unflatten([(n, mx.array(g)) for n, g in gradients(seed).items()])
+        tree = optimizer.apply_gradients(grads, tree)
+    return tree
+
+
+def as_mlx(value):
+    """The object in a file, as torch_checkpoint.load gives it."""
+    if isinstance(value, torch.Tensor):
+        return mx.array(value.detach().numpy())
+    if isinstance(value, dict):
+        return {k: as_mlx(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(as_mlx(v) for v in value)
+    return value
+
+
+def as_torch(value):
+    if isinstance(value, mx.array):
+        return torch.tensor(np.array(value))
+    if isinstance(value, dict):
+        return {k: as_torch(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(as_torch(v) for v in value)
+    return value
+
+
+def convert(params, optimizer, **options):
+    tensors = {n: as_mlx(p) for n, p in params.items()}
+    done = to_mlx(as_mlx(optimizer.state_dict()), NAMES, ENTRIES, tensors, **options)
+    return tree_unflatten(list(tensors.items())), done
+
+
+def resumed(done):
+    """The MLX optimizer that goes on from a converted state."""
+    record = done.record
+    groups = record["groups"][:1] if record["joined"] else record["groups"]
+    made = build(record["name"], groups, record["names"])
+    made.state = tree_unflatten(list(done.flat.items()))
+    return made
+
+
+def close(tree, params):
+    for name, array in tree_flatten(tree):
+        np.testing.assert_allclose(
+            np.array(array), params[name].detach().numpy(), **TOLERANCE, err_msg=name
+        )
+
+
+@EVERY
+@pytest.mark.parametrize("k", [1, 7])
+def test_mlx_goes_on_where_pytorch_stopped(kind, k):
+    params, optimizer = torch_side(kind)
+    torch_steps(params, optimizer, range(k))
+    tree, done = convert(params, optimizer)
+    mlx = resumed(done)
+    tree = mlx_steps(tree, mlx, range(k, k + 20))
+    torch_steps(params, optimizer, range(k, k + 20))
+    close(tree, params)
+
+
+@EVERY
+def test_pytorch_goes_on_where_mlx_stopped(kind):
+    params, optimizer = torch_side(kind)
+    torch_steps(params, optimizer, range(2))
+    tree, done = convert(params, optimizer)
+    mlx = resumed(done)
+    tree = mlx_steps(tree, mlx, range(2, 9))
+    state, notes = to_torch(dict(tree_flatten(mlx.state)), done.record, ENTRIES)
+    assert notes == []
+
+    fresh, other = torch_side(kind)
+    for name, array in tree_flatten(tree):
+        fresh[name].data = torch.tensor(np.array(array))
+    other.load_state_dict(as_torch(state))
+    torch_steps(fresh, other, range(9, 29))
+    torch_steps(params, optimizer, range(2, 29))
+    close(tree_unflatten([(n, as_mlx(p)) for n, p in fresh.items()]), params)
+    if ROWS[done.record["name"]].counts:
+        assert other.state_dict()["state"][0]["step"].item() == 29
+
+
+@EVERY
+@pytest.mark.parametrize("k", [0, 3])
+def test_there_and_back_is_equal_in_every_bit(kind, k):
+    params, optimizer = torch_side(kind)
+    torch_steps(params, optimizer, range(k))
+    if k == 0 and kind == "SGD dampening":
+        optimizer.param_groups[0]["dampening"] = 0  # else refused, see below
+    _, done = convert(params, optimizer)
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    want = optimizer.state_dict()
+    assert back["param_groups"] == want["param_groups"]
+    assert back["state"].keys() == want["state"].keys()
+    for index, state in want["state"].items():
+        got = as_torch(back["state"][index])
+        assert got.keys() == state.keys()
+        for key, tensor in state.items():
+            assert got[key].dtype == tensor.dtype
+            assert got[key].numpy().tobytes() == tensor.numpy().tobytes()
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "SGD dampening"])
+def test_a_pytorch_that_has_not_stepped_starts_the_same(kind):
+    params, optimizer = torch_side(kind)
+    tree, done = convert(params, optimizer)
+    mlx = resumed(done)
+    tree = mlx_steps(tree, mlx, range(20))
+    torch_steps(params, optimizer, range(20))
+    close(tree, params)
+
+
+@EVERY
+def test_the_state_is_the_one_mlx_itself_writes(kind):
+    params, optimizer = torch_side(kind)
+    torch_steps(params, optimizer, range(3))
+    tree, done = convert(params, optimizer)
+    mlx = build(done.record["name"], done.record["groups"])
+    mlx.init(tree)
+    own = dict(tree_flatten(mlx.state))
+    assert own.keys() == done.flat.keys()
+    for key, array in own.items():
+        assert (array.dtype, array.shape) == (
+            done.flat[key].dtype,
+            done.flat[key].shape,
+        )
+
+
+@EVERY
+def test_the_optimizer_is_known_by_its_keys(kind):
+    params, optimizer = torch_side(kind)
+    torch_steps(params, optimizer, range(1))
+    want = kind.split()[0]
+    assert recognise(optimizer.state_dict()) == want
+    with pytest.raises(ValueError, match="is not that of"):
+        recognise(optimizer.state_dict(), "Lion" if want != "Lion" else "Adam")
+
+
+@pytest.mark.parametrize(
+    "cls", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop, torch.optim.ASGD]
+)
+def test_other_optimizers_are_refused(cls):
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = cls([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(ValueError, match="of none of the known kinds"):
+        recognise(optimizer.state_dict())
+
+
+def test_old_adam_with_decay_needs_its_name():
+    params, optimizer = torch_side("AdamW")
+    torch_steps(params, optimizer, range(1))
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["decoupled_weight_decay"]
+    with pytest.raises(ValueError, match="Adam's or AdamW's"):
+        recognise(state)
+    assert recognise(state, "AdamW") == "AdamW"
+    state["param_groups"][0]["weight_decay"] = 0
+    assert recognise(state) == "Adam"
+
+
+REFUSED = [
+    ("Adam", {"weight_decay": 0.1}, "weight_decay"),
+    ("Adam", {"amsgrad": True}, "amsgrad"),
+    ("AdamW", {"amsgrad": True, "betas": (0.9, 0.5)}, "amsgrad"),
+    ("AdamW", {"maximize": True}, "maximize"),
+    ("SGD", {"maximize": True}, "maximize"),
+    ("RMSprop", {"momentum": 0.9}, "momentum"),
+    ("RMSprop", {"centered": True}, "centered"),
+    ("RMSprop", {"weight_decay": 0.1}, "weight_decay"),
+    ("Adagrad", {"weight_decay": 0.1}, "weight_decay"),
+    ("Adadelta", {"weight_decay": 0.1}, "weight_decay"),
+    ("Adamax", {"weight_decay": 0.1}, "weight_decay"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "key"), REFUSED)
+def test_what_mlx_does_not_compute_is_refused_until_accepted(kind, changes, key):
+    params, optimizer = torch_side(kind, **changes)
+    torch_steps(params, optimizer, range(2))
+    with pytest.raises(OptimizerMismatch, match=f"(?s){key}.*accept"):
+        convert(params, optimizer)
+    _, done = convert(params, optimizer, accept=[key])
+    assert any(key in note for note in done.notes)
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    other = KINDS[kind][0](list(params.values()), **KINDS[kind][1])
+    other.load_state_dict(as_torch(back))
+    torch_steps(params, other, range(1))  # the dropped setting stays dropped
+    assert not other.param_groups[0][key]
+
+
+@pytest.mark.parametrize(("kind", "changes", "key"), REFUSED)
+def test_what_is_refused_really_differs(kind, changes, key):
+    """No refusal without a reason: the same steps end somewhere else."""
+    params, optimizer = torch_side(kind, **changes)
+    torch_steps(params, optimizer, range(2))
+    tree, done = convert(params, optimizer, accept=[key])
+    tree = mlx_steps(tree, resumed(done), range(2, 22))
+    torch_steps(params, optimizer, range(2, 22))
+    with pytest.raises(AssertionError):
+        close(tree, params)
+
+
+def test_dampening_before_the_first_step_is_refused():
+    params, optimizer = torch_side("SGD dampening")
+    with pytest.raises(OptimizerMismatch, match="dampening"):
+        convert(params, optimizer)
+    without = {"momentum": 0, "dampening": 0.5}
+    assert differences("SGD", without, complete=False) == []
+
+
+def test_what_pytorch_does_not_compute_is_refused():
+    assert mlx_differences("AdamW", {"bias_correction": True}) == []
+    for name, used in (
+        ("Adam", {"bias_correction": False}),
+        ("Adamax", {"schedule": False}),
+    ):
+        with pytest.raises(OptimizerMismatch, match="bias_correction"):
+            check(mlx_differences(name, used))
+
+
+def test_an_mlx_momentum_at_zero_goes_on_dampened_in_pytorch():
+    params, optimizer = torch_side("SGD dampening")
+    tree, done = convert(params, optimizer, accept=["dampening"])
+    state, _ = to_torch(done.flat, done.record, ENTRIES)
+    optimizer.load_state_dict(as_torch(state))
+    tree = mlx_steps(tree, resumed(done), range(5))
+    torch_steps(params, optimizer, range(5))
+    close(tree, params)
+
+
+def test_different_steps_are_an_error():
+    params, optimizer = torch_side("Adam")
+    torch_steps(params, optimizer, range(2))
+    optimizer.state[params["b"]]["step"] += 1
+    with pytest.raises(ValueError, match=r"different steps \(a.weight at 2, b at 3\)"):
+        convert(params, optimizer)
+
+
+def test_groups_become_a_multi_optimizer():
+    params, _ = torch_side("AdamW")
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [params["a.weight"], params["b"]], "lr": 0.05},
+            {"params": [params["a.bias"]], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        weight_decay=0.2,
+    )
+    torch_steps(params, optimizer, range(3))
+    tensors = {n: as_mlx(p) for n, p in params.items()}
+    names = {0: "a.weight", 1: "b", 2: "a.bias"}
+    state = as_mlx(optimizer.state_dict())
+    done = to_mlx(state, names, ENTRIES, tensors)
+    assert not done.record["joined"]
+    mlx = resumed(done)
+    assert isinstance(mlx, optim.MultiOptimizer)
+    tree = mlx_steps(tree_unflatten(list(tensors.items())), mlx, range(3, 13))
+    back, _ = to_torch(dict(tree_flatten(mlx.state)), done.record, ENTRIES)
+    torch_steps(params, optimizer, range(3, 13))
+    close(tree, params)
+    assert [g["lr"] for g in back["param_groups"]] == [0.05, 0.01]
+    assert [g["params"] for g in back["param_groups"]] == [[0, 1], [2]]
+    single = {"step": mx.array(1), "learning_rate": mx.array(0.1)}
+    with pytest.raises(ValueError, match="need a MultiOptimizer"):
+        to_torch(single, done.record, ENTRIES)
+
+
+def test_equal_groups_become_one_optimizer():
+    params, _ = torch_side("SGD")
+    values = list(params.values())
+    groups = [{"params": values[:1]}, {"params": values[1:]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
+    torch_steps(params, optimizer, range(2))
+    _, done = convert(params, optimizer)
+    assert done.record["joined"]
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    assert back["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("like", ["int", "float", "vector"])
+def test_step_counts_of_older_pytorch_come_back_as_they_were(like):
+    params, optimizer = torch_side("Adam")
+    torch_steps(params, optimizer, range(3))
+    state = as_mlx(optimizer.state_dict())
+    step = {"int": 3, "float": 3.0, "vector": mx.array([3.0])}[like]
+    for each in state["state"].values():
+        each["step"] = step
+    tensors = {n: as_mlx(p) for n, p in params.items()}
+    done = to_mlx(state, NAMES, ENTRIES, tensors)
+    assert done.flat["step"].item() == 3
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    got = back["state"][0]["step"]
+    assert type(got) is type(step)
+    assert mx.array_equal(got, step) if like == "vector" else got == step
+
+
+def test_learning_rate_keeps_its_digits_or_follows_mlx():
+    params, optimizer = torch_side("Adam", lr=0.001)
+    torch_steps(params, optimizer, range(1))
+    _, done = convert(params, optimizer)
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    assert back["param_groups"][0]["lr"] == 0.001
+    changed = done.flat | {"learning_rate": mx.array(0.5)}
+    assert to_torch(changed, done.record, ENTRIES)[0]["param_groups"][0]["lr"] == 0.5
+
+
+def test_a_tensor_learning_rate_stays_one():
+    params, optimizer = torch_side("Adam", lr=torch.tensor(0.25))
+    torch_steps(params, optimizer, range(1))
+    _, done = convert(params, optimizer)
+    assert settings("Adam", done.record["groups"][0])["learning_rate"] == 0.25
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    assert isinstance(back["param_groups"][0]["lr"], mx.array)
+
+
+def test_parameters_without_state_are_named():
+    params, optimizer = torch_side("Adam")
+    for name, g in gradients(0).items():
+        params[name].grad = torch.tensor(g) if name != "b" else None
+    optimizer.step()
+    _, done = convert(params, optimizer)
+    assert any("no optimizer state (b" in note for note in done.notes)
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    assert back["state"].keys() == optimizer.state_dict()["state"].keys() == {0, 1}
+
+
+def test_changed_settings_of_the_mlx_run_are_written():
+    params, optimizer = torch_side("AdamW")
+    torch_steps(params, optimizer, range(1))
+    _, done = convert(params, optimizer)
+    used = settings("AdamW", done.record["groups"][0]) | {
+        "betas": [0.5, 0.6],
+        "weight_decay": 0.7,
+    }
+    back, _ = to_torch(done.flat, done.record, ENTRIES, used=[used])
+    group = back["param_groups"][0]
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.7)
+    with pytest.raises(OptimizerMismatch, match="bias"):
+        to_torch(
+            done.flat,
+            done.record,
+            ENTRIES,
+            used=[used | {"bias_correction": False}],
+        )
