@@ -208,6 +208,6 @@ def _part(whole: StorageRef, part: Any) -> StorageRef:
     if type(part) is not tuple or len(part) != 3 or not all(map(is_count, part[1:])):
         raise CheckpointError("The file describes part of a storage in an unknown way.")
     _, start, numel = part
-    if start + numel > whole.numel:
+    if whole.element is None or start + numel > whole.numel:
         raise CheckpointError("Part of a storage reaches outside it.")
     return StorageRef(whole.key, whole.element, numel, start)

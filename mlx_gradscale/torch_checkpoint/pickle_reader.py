@@ -13,9 +13,13 @@ from typing import Any
 from .limits import CheckpointError, CutOffError, Limits
 from .names import FROZENSET, SET, call, look_up
 
+_U8, _U16, _U32, _U64, _I32, _F64 = map(
+    struct.Struct, ("B", "<H", "<I", "<Q", "<i", ">d")
+)
 _PLAIN_KEYS = frozenset({str, float, bool, bytes, type(None)})
 # A dict, an OrderedDict or a set takes about four times the memory of a number.
 _CONTAINER_COST = 4
+_STOP = ord(".")
 
 
 class PickleReader:
@@ -46,24 +50,15 @@ class PickleReader:
         self.hard_keys = limits.hard_keys
 
     def read(self) -> Any:
-        data, end = self.data, len(self.data)
         start = self.position
         try:
-            while True:
-                if self.position >= end:
-                    raise CutOffError("the pickle ends before its STOP.")
-                code = data[self.position]
-                self.position += 1
+            while (code := self.number(_U8)) != _STOP:
                 self.budget -= 1
                 if self.budget < 0:
                     raise CheckpointError(
                         f"the pickle has more than {self.limits.opcodes} instructions; "
                         "if the file is to be trusted, raise limits.opcodes."
                     )
-                if code == 0x2E:  # STOP
-                    if self.outer or len(self.stack) != 1:
-                        raise CheckpointError("the pickle stops in the middle.")
-                    return self.stack[0]
                 step = _STEPS.get(code)
                 if step is None:
                     raise CheckpointError(
@@ -71,6 +66,9 @@ class PickleReader:
                         "checkpoints use."
                     )
                 step(self)
+            if self.outer or len(self.stack) != 1:
+                raise CheckpointError("the pickle stops in the middle.")
+            return self.stack[0]
         except CheckpointError as error:
             where = f"Pickle, byte {self.position - start}: "
             text = str(error)
@@ -91,8 +89,12 @@ class PickleReader:
         self.position = end
         return piece
 
-    def number(self, code: str) -> Any:
-        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
+    def number(self, form: struct.Struct) -> Any:
+        start = self.position
+        self.position += form.size
+        if self.position > len(self.data):
+            raise CutOffError("the pickle is cut off.")
+        return form.unpack_from(self.data, start)[0]
 
     def line(self) -> str:
         # Names of modules and classes: 1000 characters are plenty.
@@ -228,18 +230,18 @@ def _opcode_name(code: int) -> str:
 
 
 def _proto(r: PickleReader) -> None:
-    version = r.number("B")
+    version = r.number(_U8)
     if not 2 <= version <= 5:
         raise CheckpointError(f"pickle protocol {version} is not one of 2 to 5.")
 
 
 def _long1(r: PickleReader) -> None:
-    r.stack.append(int.from_bytes(r.take(r.number("B")), "little", signed=True))
+    r.stack.append(int.from_bytes(r.take(r.number(_U8)), "little", signed=True))
 
 
 def _frame(r: PickleReader) -> None:
     # Only a hint for buffering: the instructions simply go on.
-    if r.number("<Q") > len(r.data) - r.position:
+    if r.number(_U64) > len(r.data) - r.position:
         raise CutOffError("the pickle is cut off.")
 
 
@@ -285,22 +287,22 @@ _STEPS: dict[int, Callable[[PickleReader], None]] = {
     ord("N"): lambda r: r.stack.append(None),
     0x88: lambda r: r.stack.append(True),
     0x89: lambda r: r.stack.append(False),
-    ord("K"): lambda r: r.stack.append(r.number("B")),
-    ord("M"): lambda r: r.stack.append(r.number("<H")),
-    ord("J"): lambda r: r.stack.append(r.number("<i")),
-    ord("G"): lambda r: r.stack.append(r.number(">d")),
+    ord("K"): lambda r: r.stack.append(r.number(_U8)),
+    ord("M"): lambda r: r.stack.append(r.number(_U16)),
+    ord("J"): lambda r: r.stack.append(r.number(_I32)),
+    ord("G"): lambda r: r.stack.append(r.number(_F64)),
     0x8A: _long1,
     # Text: BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and Python 2's str.
-    ord("X"): lambda r: r.stack.append(_utf8(r.take(r.number("<I")))),
-    0x8C: lambda r: r.stack.append(_utf8(r.take(r.number("B")))),
-    0x8D: lambda r: r.stack.append(_utf8(r.take(r.number("<Q")))),
-    ord("U"): lambda r: r.stack.append(_utf8(r.take(r.number("B")))),
-    ord("T"): lambda r: r.stack.append(_utf8(r.take(r.number("<I")))),
+    ord("X"): lambda r: r.stack.append(_utf8(r.take(r.number(_U32)))),
+    0x8C: lambda r: r.stack.append(_utf8(r.take(r.number(_U8)))),
+    0x8D: lambda r: r.stack.append(_utf8(r.take(r.number(_U64)))),
+    ord("U"): lambda r: r.stack.append(_utf8(r.take(r.number(_U8)))),
+    ord("T"): lambda r: r.stack.append(_utf8(r.take(r.number(_U32)))),
     # Bytes: BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8.
-    ord("B"): lambda r: r.stack.append(r.take(r.number("<I"))),
-    ord("C"): lambda r: r.stack.append(r.take(r.number("B"))),
-    0x8E: lambda r: r.stack.append(r.take(r.number("<Q"))),
-    0x96: lambda r: r.stack.append(bytearray(r.take(r.number("<Q")))),
+    ord("B"): lambda r: r.stack.append(r.take(r.number(_U32))),
+    ord("C"): lambda r: r.stack.append(r.take(r.number(_U8))),
+    0x8E: lambda r: r.stack.append(r.take(r.number(_U64))),
+    0x96: lambda r: r.stack.append(bytearray(r.take(r.number(_U64)))),
     # Containers.
     ord("("): _mark,
     ord(")"): lambda r: r.stack.append(()),
@@ -324,9 +326,9 @@ _STEPS: dict[int, Callable[[PickleReader], None]] = {
     ord("b"): lambda r: r.build(),
     ord("Q"): lambda r: r.stack.append(r.persistent_load(r.stack.pop())),
     # References: BINPUT, LONG_BINPUT, MEMOIZE, BINGET, LONG_BINGET.
-    ord("q"): lambda r: r.put(r.number("B")),
-    ord("r"): lambda r: r.put(r.number("<I")),
+    ord("q"): lambda r: r.put(r.number(_U8)),
+    ord("r"): lambda r: r.put(r.number(_U32)),
     0x94: lambda r: r.put(len(r.memo)),
-    ord("h"): lambda r: r.get(r.number("B")),
-    ord("j"): lambda r: r.get(r.number("<I")),
+    ord("h"): lambda r: r.get(r.number(_U8)),
+    ord("j"): lambda r: r.get(r.number(_U32)),
 }

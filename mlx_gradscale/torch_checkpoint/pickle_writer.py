@@ -340,5 +340,6 @@ _SAVERS: dict[type, Callable[[PickleWriter, Any], None]] = {
     set: PickleWriter._set,
     mx.array: PickleWriter._array,
     np.ndarray: PickleWriter._array,
+    np.memmap: PickleWriter._array,
 }
 _NESTING = frozenset({tuple, list, dict, OrderedDict, Counter})

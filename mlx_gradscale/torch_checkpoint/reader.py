@@ -59,7 +59,7 @@ def load(
         value, extents, big_endian = read(source, limits)
         storages = StorageReader(source, extents, big_endian, float64, limits)
         value = TreeFinisher(storages.tensor, limits).finish(value)
-    storages.evaluate()
+        storages.fill()
     return value
 
 

@@ -17,8 +17,9 @@ _LEAVES = frozenset(
 
 def show_key(key: Any) -> str:
     """A key as it is shown in errors: short, on one line."""
-    text = ascii(key) if type(key) in (str, bytes, int, float, bool) else "..."
-    return f"[{text if len(text) <= 80 else text[:77] + '...'}]"
+    if type(key) in (str, bytes) and len(key) > 80:
+        return f"[{key[:80]!a}...]"
+    return f"[{key!a}]" if type(key) in (str, bytes, int, float, bool) else "[...]"
 
 
 class TreeFinisher:
@@ -52,12 +53,12 @@ class TreeFinisher:
         kind = type(value)
         if kind in _LEAVES:
             return value, 0, 1
-        if kind is TensorRef:
-            try:
-                return self._make_array(value), 0, 1
-            except CheckpointError as error:
-                raise self._fail(str(error)) from None
         if id(value) in self._done:
+            return self._done[id(value)]
+        # Kept, so that no other object can get the id while the walk lasts.
+        self._keep.append(value)
+        if kind is TensorRef:
+            self._done[id(value)] = self._array(value), 0, 1
             return self._done[id(value)]
         if kind not in (dict, OrderedDict, Counter, list, tuple):
             raise self._fail(_what_is(value))
@@ -66,12 +67,16 @@ class TreeFinisher:
         if len(self._open) >= self._limits.depth:
             raise self._fail(f"containers are nested over {self._limits.depth} deep.")
         self._open.add(id(value))
-        # Kept, so that no other object can get the id while the walk lasts.
-        self._keep.append(value)
         result = self._visit_items(value)
         self._open.discard(id(value))
         self._done[id(value)] = result
         return result
+
+    def _array(self, ref: TensorRef) -> mx.array:
+        try:
+            return self._make_array(ref)
+        except CheckpointError as error:
+            raise self._fail(str(error)) from None
 
     def _visit_items(self, value: Any) -> tuple[Any, int, int]:
         height, count = 0, 1

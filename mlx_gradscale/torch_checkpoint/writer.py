@@ -46,9 +46,11 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
     writer = PickleWriter()
     pickle = writer.write(obj)
     if isinstance(file, (str, os.PathLike)):
-        # PyTorch names the folder in the zip file after the file.
+        # PyTorch names the folder in the zip file after the file, if it is ASCII.
+        stem = Path(file).stem
+        folder = stem if stem and stem.isascii() else "archive"
         with atomic_write(file) as raw:
-            _write(raw, Path(file).stem or "archive", pickle, writer.arrays)
+            _write(raw, folder, pickle, writer.arrays)
     elif hasattr(file, "write"):
         _write(file, "archive", pickle, writer.arrays)
     else:
@@ -73,20 +75,19 @@ def save_bytes(obj: Any) -> bytes:
 
 
 def _write(file: BinaryIO, folder: str, pickle: bytes, arrays: list[Array]) -> None:
-    archive = ZipWriter(file, folder)
+    with ZipWriter(file, folder) as archive:
 
-    def add(name: str, data: bytes) -> None:
-        archive.add(name, len(data), [data])
+        def add(name: str, data: bytes) -> None:
+            archive.add(name, len(data), [data])
 
-    add("data.pkl", pickle)
-    add(".format_version", b"1")
-    add(".storage_alignment", str(ALIGNMENT).encode())
-    add("byteorder", b"little")
-    for number, array in enumerate(arrays):
-        archive.add(f"data/{number}", array.nbytes, _chunks(array))
-    add("version", b"3\n")
-    add(".data/serialization_id", _serialization_id(archive.checksums))
-    archive.finish()
+        add("data.pkl", pickle)
+        add(".format_version", b"1")
+        add(".storage_alignment", str(ALIGNMENT).encode())
+        add("byteorder", b"little")
+        for number, array in enumerate(arrays):
+            archive.add(f"data/{number}", array.nbytes, _chunks(array))
+        add("version", b"3\n")
+        add(".data/serialization_id", _serialization_id(archive.checksums))
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:
