@@ -147,6 +147,11 @@ def mlx_differences(name: str, used: Mapping[str, Any]) -> list[Difference]:
         'bias_correction'
     """
     found = []
+    mine = ROWS[name].mlx.__name__
+    if used.get("class", mine) != mine:
+        raise OptimizerMismatch(
+            f"The MLX run used {used['class']}, the PyTorch checkpoint holds {name}."
+        )
     if ROWS[name].fixed and not used.get("bias_correction", True):
         found.append(Difference(
             "bias_correction",

@@ -141,12 +141,15 @@ def to_torch(
     row, states, groups = ROWS[name], {}, []
     _check_parts(flat, record)
     found: list[Difference] = []
+    notes: list[str] = []
     for i, group in enumerate(record["groups"]):
         prefix = "" if joined else f"states.{i}."
         step = _required(flat, f"{prefix}step").item()
         group = dict(group)
         mine = dict(used[0 if joined else i]) if used else settings(name, group)
         found += mlx_differences(name, mine)
+        if used and mine.get("schedule") and row.schedule(group) is None:
+            notes = ["PyTorch gets the current value of MLX's learning rate schedule."]
         group.update(_group_settings(name, group, mine))
         held = _required(flat, f"{prefix}learning_rate")
         group["lr"] = _learning_rate(name, group, held)
@@ -166,7 +169,7 @@ def to_torch(
             counted = {"step": _step_like(record["step_like"], step)}
             states[index] = (counted if row.counts else {}) | slots
         groups.append(group)
-    return {"state": states, "param_groups": groups}, check(found, accept)
+    return {"state": states, "param_groups": groups}, notes + check(found, accept)
 
 
 def _check_parts(flat: Mapping[str, mx.array], record: Mapping[str, Any]) -> None:

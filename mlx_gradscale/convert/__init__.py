@@ -1,0 +1,31 @@
+"""Whole checkpoints between PyTorch and MLX, as functions and as a command."""
+
+from ..layouts import Choices
+from .command import main
+from .folder import read_run, read_torch, write_run, write_torch
+from .resume import (
+    Resumed,
+    build_optimizer,
+    load_optimizer_state,
+    load_run,
+    save_run,
+)
+from .whole import Options, Run, from_torch, to_torch
+
+__all__ = [
+    "Choices",
+    "Options",
+    "Resumed",
+    "Run",
+    "build_optimizer",
+    "from_torch",
+    "load_optimizer_state",
+    "load_run",
+    "main",
+    "read_run",
+    "read_torch",
+    "save_run",
+    "to_torch",
+    "write_run",
+    "write_torch",
+]

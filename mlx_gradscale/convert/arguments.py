@@ -1,0 +1,107 @@
+"""The flags of ``mlx_gradscale.convert``, as a table."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..formats import FORMATS
+from ..torch_optimizers import ROWS
+
+
+def _pattern(help: str) -> dict[str, Any]:
+    return {"action": "append", "default": [], "metavar": "PATTERN", "help": help}
+
+
+def _switch(help: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": help}
+
+
+def _key(part: str) -> dict[str, Any]:
+    help = f"where the {part} state is in the checkpoint; '' leaves it out"
+    return {"metavar": "KEY/KEY", "help": help}
+
+
+_PATHS: dict[str, dict[str, Any]] = {
+    "--torch-path": {
+        "required": True,
+        "type": Path,
+        "help": "a .pt file, or a folder of files as Accelerate writes it",
+    },
+    "--mlx-path": {"required": True, "type": Path, "help": "a folder"},
+    "--to": {"choices": ("mlx", "torch"), "help": "needed where both paths exist"},
+    "--overwrite": _switch("replace what is there"),
+    "--dry-run": _switch("print the plan and write nothing"),
+}
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "--model": {
+        "metavar": "MODULE:NAME",
+        "help": "the MLX model, or a function that makes it: names, layouts and "
+        "shapes come from its layers",
+    },
+    "--conv": _pattern("convolution weights"),
+    "--conv-transpose": _pattern("weights of transposed convolutions"),
+    "--split-qkv": _pattern("fused attention weights to split in three"),
+    "--keep-layout": _pattern("tensors of 3 and more dimensions to leave as they are"),
+    "--drop": _pattern("tensors the MLX model does not have"),
+    "--rename": {
+        "action": "append",
+        "default": [],
+        "metavar": "OLD=NEW",
+        "help": "a regular expression on PyTorch names, and its replacement",
+    },
+}
+_REST: dict[str, dict[str, Any]] = {
+    "--model-key": _key("model"),
+    "--optimizer-key": _key("optimizer"),
+    "--scaler-key": _key("scaler"),
+    "--optimizer": {"choices": tuple(ROWS), "help": "by default known by its keys"},
+    "--scaler-format": {
+        "choices": tuple(FORMATS),
+        "help": "by default known by its keys",
+    },
+    "--names": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "the optimizer's parameters in order, one PyTorch name a line",
+    },
+    "--step": {"type": int, "help": "the step count, where the optimizer keeps none"},
+    "--accept": {
+        "action": "append",
+        "default": [],
+        "metavar": "SETTING",
+        "help": "convert in spite of this difference, and drop the setting",
+    },
+    "--float64": {
+        "choices": ("float32", "float64"),
+        "help": "what double precision becomes; without it, it is an error",
+    },
+    "--like": {
+        "type": Path,
+        "metavar": "PATH",
+        "help": "to PyTorch, for a run that did not come from there: a checkpoint of "
+        "the same model, whose names, order and shape are taken",
+    },
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments.
+
+    Example:
+        >>> parser().parse_args(["--torch-path", "a.pt", "--mlx-path", "a"]).dry_run
+        False
+    """
+    made = argparse.ArgumentParser(
+        prog="mlx_gradscale.convert",
+        description="Convert a training run between PyTorch and MLX: model, optimizer "
+        "and GradScaler state. The path that exists is read, the other is written.",
+    )
+    for title, flags in (
+        (None, _PATHS),
+        ("names and layouts (patterns are shell patterns on PyTorch names)", _LAYOUTS),
+        ("what the checkpoint does not tell", _REST),
+    ):
+        group = made.add_argument_group(title) if title else made
+        for flag, options in flags.items():
+            group.add_argument(flag, **options)
+    return made

@@ -1,0 +1,203 @@
+"""Where the model, the optimizer and the scaler are in a checkpoint of any shape."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from .. import formats
+
+Path = tuple[str | int, ...]
+_DEEPEST = 4
+# Where several dicts of tensors are found (a model and its average, say), the one
+# at such a name is the model.
+_MODEL_NAMES = (
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "module",
+    "net",
+    "network",
+    "weights",
+    "model.safetensors",
+    "pytorch_model.bin",
+)
+
+
+class PartsError(ValueError):
+    """A checkpoint in which the parts cannot be told."""
+
+
+class Part(str):
+    """The place in a checkpoint where a part was cut out; its value is its name."""
+
+
+def is_model(value: Any) -> bool:
+    """A dict of named tensors, at least one of them a floating one."""
+    return (
+        isinstance(value, Mapping)
+        and len(value) > 0
+        and all(isinstance(key, str) for key in value)
+        and all(isinstance(x, mx.array) for x in value.values())
+        and any(mx.issubdtype(x.dtype, mx.floating) and x.ndim for x in value.values())
+    )
+
+
+def is_optimizer(value: Any) -> bool:
+    """What ``torch.optim.Optimizer.state_dict`` gives."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+        and all(isinstance(g, Mapping) and "params" in g for g in value["param_groups"])
+    )
+
+
+def is_scaler(value: Any) -> bool:
+    """A scaler state that :mod:`mlx_gradscale.formats` knows by its keys."""
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+        return False
+    try:
+        return bool(value) and bool(formats.recognise(value))
+    except ValueError:
+        return False
+
+
+_TESTS = {"optimizer": is_optimizer, "scaler": is_scaler, "model": is_model}
+
+
+def find_parts(
+    checkpoint: Any, keys: Mapping[str, str] | None = None
+) -> dict[str, Path]:
+    """Finds the parts of a checkpoint by what they contain.
+
+    Args:
+        checkpoint: a dict of any shape, or a bare state dict.
+        keys: part -> its place, as ``"optimizer_states/0"``, where it is known; an
+            empty string leaves the part out.
+
+    Returns:
+        dict: part (``"model"``, ``"optimizer"``, ``"scaler"``) -> its path.
+
+    Raises:
+        PartsError: if several places fit, or a named one does not.
+
+    Example:
+        >>> find_parts({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3})
+        {'model': ('net',)}
+    """
+    keys = dict(keys or {})
+    found: dict[str, list[Path]] = {part: [] for part in _TESTS}
+    for path, value in _walk(checkpoint):
+        for part, test in _TESTS.items():
+            if test(value):
+                found[part].append(path)
+                break
+    parts: dict[str, Path] = {}
+    for part in ("model", "optimizer", "scaler"):
+        if part in keys:
+            if keys[part]:
+                parts[part] = _named(checkpoint, part, keys[part])
+        elif found[part]:
+            parts[part] = _only(part, found[part])
+    if not parts:
+        raise PartsError(
+            "The checkpoint holds no model, optimizer or scaler that could be "
+            "recognised: name them with --model-key, --optimizer-key, --scaler-key."
+        )
+    return parts
+
+
+def get(checkpoint: Any, path: Path) -> Any:
+    """The value at a path.
+
+    Example:
+        >>> get({"optimizers": [{"lr": 1}]}, ("optimizers", 0, "lr"))
+        1
+    """
+    for key in path:
+        checkpoint = checkpoint[key]
+    return checkpoint
+
+
+def cut(checkpoint: Any, parts: Mapping[str, Path]) -> Any:
+    """The checkpoint with a :class:`Part` in the place of each part."""
+    return _replace(checkpoint, (), {path: Part(part) for part, path in parts.items()})
+
+
+def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
+    """The checkpoint with the parts back in their places; absent ones are left out.
+
+    Example:
+        >>> paste({"net": Part("model"), "scaler": Part("scaler")}, {"model": 1})
+        {'net': 1}
+    """
+    if isinstance(skeleton, Part):
+        return values[skeleton]
+    if isinstance(skeleton, Mapping):
+        return type(skeleton)(
+            (key, paste(value, values))
+            for key, value in skeleton.items()
+            if not (isinstance(value, Part) and value not in values)
+        )
+    if type(skeleton) in (list, tuple):
+        return type(skeleton)(paste(value, values) for value in skeleton)
+    return skeleton
+
+
+def _replace(value: Any, path: Path, by: Mapping[Path, Part]) -> Any:
+    if path in by:
+        return by[path]
+    if not any(target[: len(path)] == path for target in by):
+        return value
+    if isinstance(value, Mapping):
+        return type(value)((k, _replace(v, (*path, k), by)) for k, v in value.items())
+    return type(value)(_replace(v, (*path, i), by) for i, v in enumerate(value))
+
+
+def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The dicts of a checkpoint, from the outside; not those inside a part."""
+    if isinstance(value, Mapping):
+        yield path, value
+        if any(test(value) for test in _TESTS.values()):
+            return
+        inner = value.items()
+    elif isinstance(value, (list, tuple)):
+        inner = enumerate(value)
+    else:
+        return
+    if len(path) < _DEEPEST:
+        for key, item in inner:
+            yield from _walk(item, (*path, key))
+
+
+def _only(part: str, paths: list[Path]) -> Path:
+    if len(paths) > 1:
+        preferred = [p for p in paths if p and p[-1] in _MODEL_NAMES]
+        if part != "model" or len(preferred) != 1:
+            places = ", ".join("/".join(map(str, path)) for path in paths)
+            raise PartsError(
+                f"The checkpoint holds {len(paths)} that could be the {part}: say "
+                f"which with --{part}-key, one of {places}."
+            )
+        return preferred[0]
+    return paths[0]
+
+
+def _named(checkpoint: Any, part: str, key: str) -> Path:
+    path: list[str | int] = []
+    value = checkpoint
+    for word in key.split("/"):
+        if isinstance(value, (list, tuple)) and word.isdigit():
+            word = int(word)
+        try:
+            value = value[word]
+        except (KeyError, IndexError, TypeError):
+            raise PartsError(
+                f"--{part}-key {key}: there is no {word!r} in the checkpoint."
+            ) from None
+        path.append(word)
+    if not _TESTS[part](value):
+        raise PartsError(f"--{part}-key {key}: what is there is no {part} state.")
+    return tuple(path)

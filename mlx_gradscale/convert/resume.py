@@ -1,0 +1,188 @@
+"""From a converted folder into a live MLX run, and from the run into the folder."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten
+
+from .. import torch_optimizers
+from ..scaler import GradScaler
+from .folder import TRAINING, read_run, write_run
+from .whole import Run, plan_of
+
+
+@dataclass
+class Resumed:
+    """What goes on training.
+
+    Attributes:
+        optimizer: built with PyTorch's settings, its state filled; or None.
+        scaler: filled; or None.
+        record: the run's, with PyTorch's own ``record["checkpoint"]`` (epoch and so
+            on).
+    """
+
+    optimizer: optim.Optimizer | None
+    scaler: GradScaler | None
+    record: dict[str, Any]
+
+
+def load_run(folder: str | os.PathLike, model: nn.Module) -> Resumed:
+    """Puts a converted run into an MLX model, and makes its optimizer and scaler.
+
+    Args:
+        folder: written by the command or by :func:`save_run`.
+        model: gets the weights; every name and shape must fit.
+
+    Returns:
+        Resumed: the optimizer computes what PyTorch's computed (bias correction
+        and schedule included). If anything does not fit, nothing was changed.
+
+    Example:
+        >>> import tempfile
+        >>> from mlx_gradscale.convert import from_torch, load_run, write_run
+        >>> tensors = {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_run(folder, from_torch({"model": tensors, "epoch": 3}))
+        ...     model = nn.Linear(2, 1)
+        ...     load_run(folder, model).record["checkpoint"]["epoch"]
+        3
+        >>> model.weight
+        array([[1, 1]], dtype=float32)
+    """
+    run = read_run(folder)
+    optimizer = scaler = None
+    if run.scaler is not None:
+        scaler = GradScaler()
+        scaler.load_state_dict(run.scaler)
+    if run.optimizer is not None:
+        if "optimizer" not in run.record:
+            raise ValueError(f"{folder} has an optimizer state but no {TRAINING}.")
+        optimizer = build_optimizer(run.record)
+        optimizer.init(model.trainable_parameters())
+        load_optimizer_state(optimizer, run.optimizer)
+    if run.weights is not None:
+        model.load_weights(list(run.weights.items()), strict=True)
+    # Arrays of a file are read when used: now, before the file can change.
+    mx.eval(model.parameters(), optimizer.state if optimizer else [])
+    return Resumed(optimizer, scaler, run.record)
+
+
+def save_run(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    optimizer: optim.Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a live MLX run to a folder, for the command to take back to PyTorch.
+
+    Args:
+        folder: is replaced.
+        model: its parameters are saved.
+        optimizer: its state and settings are saved.
+        scaler: its state is saved.
+        record: from :func:`load_run`; by default that of the folder, if it is there.
+    """
+    folder = Path(folder)
+    if record is None and (folder / TRAINING).exists():
+        record = read_run(folder).record
+    run = Run(weights=dict(tree_flatten(model.parameters())), record=dict(record or {}))
+    if optimizer is not None:
+        run.optimizer = dict(tree_flatten(optimizer.state))
+        run.record["used"] = optimizer_settings(optimizer)
+    if scaler is not None and scaler.is_enabled():
+        run.scaler = scaler.state_dict()
+    mx.eval(run.weights, run.optimizer or {})
+    write_run(folder, run, overwrite=True)
+
+
+def build_optimizer(record: Mapping[str, Any]) -> optim.Optimizer:
+    """The MLX optimizer of a run's record, without its state.
+
+    Args:
+        record: a run's; see :func:`load_run`.
+
+    Returns:
+        optim.Optimizer: a ``MultiOptimizer`` where PyTorch's groups differ.
+    """
+    mine, entries = record["optimizer"], plan_of(record).entries
+    groups = mine["groups"][:1] if mine["joined"] else mine["groups"]
+    members = [[n for t in names for n in entries[t].mlx] for names in mine["names"]]
+    return torch_optimizers.build(mine["name"], groups, members)
+
+
+def load_optimizer_state(
+    optimizer: optim.Optimizer, flat: Mapping[str, mx.array]
+) -> None:
+    """Writes a flat state into an optimizer's own dicts, or changes nothing.
+
+    Replacing ``optimizer.state`` would detach it from a step that is already
+    compiled; this does not.
+
+    Args:
+        optimizer: after ``init``.
+        flat: ``tree_flatten(optimizer.state)`` as a dict.
+
+    Raises:
+        ValueError: if a name or shape does not fit.
+
+    Example:
+        >>> first, second = optim.Adam(0.1), optim.Adam(0.1)
+        >>> first.init({"w": mx.ones(2)}), second.init({"w": mx.ones(2)})
+        (None, None)
+        >>> first.state["w"]["m"] = mx.array([1.0, 2.0])
+        >>> load_optimizer_state(second, dict(tree_flatten(first.state)))
+        >>> second.state["w"]["m"]
+        array([1, 2], dtype=float32)
+    """
+    state = optimizer.state
+    own = dict(tree_flatten(state))
+    missing, spare = sorted(own.keys() - flat.keys()), sorted(flat.keys() - own.keys())
+    if missing or spare:
+        raise ValueError(
+            f"The optimizer state lacks {missing[:4] or 'nothing'} and has "
+            f"{spare[:4] or 'nothing'} too much for this optimizer and model: "
+            "freeze or unfreeze the model's parameters as they were in PyTorch."
+        )
+    for key, array in own.items():
+        if array.shape != flat[key].shape:
+            raise ValueError(
+                f"{key} has shape {flat[key].shape}, the optimizer needs {array.shape}."
+            )
+    for key, array in flat.items():
+        *path, leaf = key.split(".")
+        place = state
+        for word in path:
+            place = (
+                place[int(word)] if isinstance(place, (list, tuple)) else place[word]
+            )
+        place[leaf] = array
+
+
+def optimizer_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
+    """What an MLX optimizer runs with, one dict per part of a ``MultiOptimizer``.
+
+    Example:
+        >>> optimizer_settings(optim.Lion(0.1, betas=[0.8, 0.9]))
+        [{'class': 'Lion', 'betas': [0.8, 0.9], 'weight_decay': 0.0, 'schedule': False}]
+    """
+    if isinstance(optimizer, optim.MultiOptimizer):
+        return [s for part in optimizer.optimizers for s in optimizer_settings(part)]
+    rows = [r for r in torch_optimizers.ROWS.values() if type(optimizer) is r.mlx]
+    if not rows:
+        known = ", ".join(row.mlx.__name__ for row in torch_optimizers.ROWS.values())
+        raise ValueError(
+            f"{type(optimizer).__name__} has no PyTorch counterpart here: {known} do."
+        )
+    names = {*rows[0].settings.values(), *rows[0].fixed} - {"learning_rate"}
+    used = {name: getattr(optimizer, name) for name in sorted(names)}
+    used |= {k: list(v) for k, v in used.items() if isinstance(v, (list, tuple))}
+    scheduled = "learning_rate" in optimizer._schedulers
+    return [{"class": type(optimizer).__name__, **used, "schedule": scheduled}]

@@ -1,0 +1,102 @@
+"""Plain text for the commands: tables, sizes, a progress bar."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import mlx.core as mx
+
+# Below this an evaluation is over before a bar could be read.
+_BIG = 256 * 2**20
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns of text, two spaces apart.
+
+    Example:
+        >>> print(table(("name", "size"), [("a.weight", 12), ("b", 3)]))
+        name      size
+        a.weight  12
+        b         3
+    """
+    lines = [[str(cell) for cell in line] for line in (header, *rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def size(number: int) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> size(512), size(3_400_000)
+        ('512 B', '3.4 MB')
+    """
+    value = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def shape(array: mx.array) -> str:
+    """A shape as "3x4"; "scalar" for a 0-d array.
+
+    Example:
+        >>> shape(mx.zeros((3, 4))), shape(mx.array(1))
+        ('3x4', 'scalar')
+    """
+    return "x".join(map(str, array.shape)) or "scalar"
+
+
+def dtype(array: mx.array) -> str:
+    """The name of an array's dtype.
+
+    Example:
+        >>> dtype(mx.zeros(2))
+        'float32'
+    """
+    return str(array.dtype).removeprefix("mlx.core.")
+
+
+def evaluate(arrays: Mapping[str, mx.array], label: str = "converting") -> None:
+    """Computes arrays one by one; with a progress bar if they are big.
+
+    The bar is tqdm's where it is installed, and goes to a terminal only.
+    """
+    total = sum(array.nbytes for array in arrays.values())
+    if total < _BIG or not sys.stderr.isatty():
+        mx.eval(*arrays.values())
+        return
+    with _bar(total, label) as bar:
+        for array in arrays.values():
+            mx.eval(array)
+            bar.update(array.nbytes)
+
+
+def _bar(total: int, label: str):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _PlainBar(total, label)
+    return tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr)
+
+
+class _PlainBar:
+    def __init__(self, total: int, label: str) -> None:
+        self.total, self.label, self.done = total, label, 0
+
+    def __enter__(self) -> "_PlainBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        print(file=sys.stderr)
+
+    def update(self, count: int) -> None:
+        self.done += count
+        share = f"{size(self.done)} of {size(self.total)}"
+        print(f"\r{self.label}: {share}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,271 @@
+"""Whole checkpoints: a PyTorch checkpoint object <-> everything an MLX run needs."""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import formats
+from ..layouts import Choices, Entry, Plan, make_plan
+from ..torch_optimizers import state as optimizer_state
+from .order import parameter_names
+from .parts import cut, find_parts, get, paste
+
+
+@dataclass
+class Run:
+    """A training run in MLX's terms.
+
+    Attributes:
+        weights: MLX's flat weights; None where there is no model.
+        optimizer: ``tree_flatten(optimizer.state)`` as a dict, or None.
+        scaler: a ``GradScaler.state_dict``, or None.
+        record: all that only PyTorch knows, for the way back.
+        notes: sentences for the user.
+    """
+
+    weights: dict[str, mx.array] | None = None
+    optimizer: dict[str, mx.array] | None = None
+    scaler: dict[str, Any] | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user says about a checkpoint.
+
+    Attributes:
+        choices: names and layouts.
+        keys: part -> its place (see :func:`~mlx_gradscale.convert.parts.find_parts`).
+        optimizer: the PyTorch optimizer's class name.
+        accept: differences between the optimizers to convert in spite of.
+        names: the parameters' PyTorch names in the optimizer's order.
+        step: the step count, for optimizers that keep none.
+        scaler_format: a key of :data:`mlx_gradscale.formats.FORMATS`.
+    """
+
+    choices: Choices = field(default_factory=Choices)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    optimizer: str | None = None
+    accept: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = None
+    step: int | None = None
+    scaler_format: str | None = None
+
+
+def from_torch(
+    checkpoint: Any, model: nn.Module | None = None, options: Options | None = None
+) -> Run:
+    """Converts a PyTorch checkpoint, as ``torch_checkpoint.load`` gives it.
+
+    Args:
+        checkpoint: a dict of any shape, or a bare state dict.
+        model: the MLX model; gives names, layouts and shapes. It is not changed.
+        options: what the checkpoint does not tell.
+
+    Returns:
+        Run: ready to be written or resumed. Nothing is lost: what MLX has no place
+        for is in its ``record``.
+
+    Example:
+        >>> weight = mx.array([[1.0, 2.0]])
+        >>> run = from_torch({"model": {"fc.weight": weight}, "epoch": 3})
+        >>> list(run.weights), run.record["checkpoint"]["epoch"]
+        (['fc.weight'], 3)
+    """
+    options = options or Options()
+    parts = find_parts(checkpoint, options.keys)
+    run = Run(record={"checkpoint": cut(checkpoint, parts)})
+    if "model" in parts:
+        tensors = get(checkpoint, parts["model"])
+        plan = make_plan(tensors, model, options.choices)
+        run.weights = plan.to_mlx(tensors)
+        run.record["model"] = _model_record(tensors, plan)
+        run.notes += _model_notes(plan)
+    if "optimizer" in parts:
+        if "model" not in parts:
+            raise ValueError(
+                "The checkpoint holds an optimizer but no model: without the model's "
+                "names its state cannot be converted. Name the model (--model-key), or "
+                "leave the optimizer out (--optimizer-key '')."
+            )
+        state = get(checkpoint, parts["optimizer"])
+        names, source = parameter_names(state, tensors, plan, options.names)
+        converted = optimizer_state.to_mlx(
+            state,
+            names,
+            plan.entries,
+            tensors,
+            optimizer=options.optimizer,
+            accept=options.accept,
+            step=options.step,
+        )
+        run.optimizer = converted.flat
+        run.record["optimizer"] = converted.record
+        run.notes += converted.notes
+        if len(state["param_groups"]) > 1 and source.startswith("the model"):
+            run.notes.append(f"The optimizer's parameters were named by {source}.")
+    if "scaler" in parts:
+        _take_scaler(run, get(checkpoint, parts["scaler"]), options.scaler_format)
+    run.notes += _left_notes(run.record["checkpoint"])
+    return run
+
+
+def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
+    """Makes the PyTorch checkpoint of a run.
+
+    Args:
+        run: from :func:`from_torch`, or read from a folder, with newer values.
+        accept: differences between the optimizers to convert in spite of.
+
+    Returns:
+        tuple: the checkpoint, of the same shape as the one the run came from, for
+        ``torch_checkpoint.save``; and sentences for the user.
+
+    Example:
+        >>> start = {"model": {"fc.weight": mx.array([[1.0, 2.0]])}, "epoch": 3}
+        >>> to_torch(from_torch(start))[0]["epoch"]
+        3
+    """
+    record = run.record
+    if "checkpoint" not in record:
+        raise ValueError(
+            "The run does not say how its PyTorch checkpoint looks: give one of the "
+            "same model as a pattern (--like)."
+        )
+    values: dict[str, Any] = {}
+    notes: list[str] = []
+    if "model" in record:
+        if run.weights is None:
+            raise ValueError("The run has no weights.")
+        plan = plan_of(record)
+        values["model"] = _state_dict(plan.to_torch(run.weights), record["model"])
+        spare = set(run.weights) - {n for e in plan.entries.values() for n in e.mlx}
+        if spare:
+            raise ValueError(
+                f"The MLX weights have {sorted(spare)}, which PyTorch's model has not."
+            )
+    if "optimizer" in record and run.optimizer is not None:
+        values["optimizer"], said = optimizer_state.to_torch(
+            run.optimizer,
+            record["optimizer"],
+            plan.entries,
+            used=record.get("used"),
+            accept=accept,
+        )
+        notes += said
+    if "scaler" in record and run.scaler is not None:
+        values["scaler"], said = _give_scaler(run.scaler, record["scaler"]["format"])
+        notes += said
+    for part in ("optimizer", "scaler"):
+        if part in record and part not in values:
+            notes.append(f"The run has no {part} state: it is left out.")
+        if part not in record and getattr(run, part) is not None:
+            notes.append(f"PyTorch's checkpoint has no place for the {part} state.")
+    return paste(record["checkpoint"], values), notes
+
+
+def plan_of(record: Mapping[str, Any]) -> Plan:
+    """The plan in a run's record."""
+    model = record["model"]
+    entries = {
+        name: Entry(name, tuple(entry["mlx"]), entry["layout"])
+        for name, entry in model["entries"].items()
+    }
+    return Plan(entries, dict(model["tied"]), tuple(model["aside"]))
+
+
+def _model_record(tensors: Mapping[str, mx.array], plan: Plan) -> dict[str, Any]:
+    return {
+        "order": list(tensors),
+        "entries": {
+            name: {"mlx": list(entry.mlx), "layout": entry.layout}
+            for name, entry in plan.entries.items()
+        },
+        "tied": plan.tied,
+        "aside": {name: tensors[name] for name in plan.aside},
+        "ordered": isinstance(tensors, OrderedDict),
+        # torch.nn.Module.state_dict hangs the versions of its modules here.
+        "metadata": getattr(tensors, "_metadata", None),
+    }
+
+
+def _state_dict(
+    tensors: Mapping[str, mx.array], record: Mapping[str, Any]
+) -> dict[str, mx.array]:
+    both = {**tensors, **record["aside"]}
+    out = OrderedDict((name, both[name]) for name in record["order"])
+    if not record["ordered"]:
+        return dict(out)
+    if record["metadata"] is not None:
+        out._metadata = record["metadata"]
+    return out
+
+
+def _model_notes(plan: Plan) -> list[str]:
+    notes = []
+    if plan.tied:
+        said = ", ".join(f"{alias} = {name}" for alias, name in plan.tied.items())
+        notes.append(f"Tied weights are kept once: {said}.")
+    counters = [n for n in plan.aside if n.endswith("num_batches_tracked")]
+    if counters:
+        notes.append(
+            f"{len(counters)} BatchNorm counters (num_batches_tracked) are kept for "
+            "the way back; MLX has none, so they will not count its steps."
+        )
+    dropped = [n for n in plan.aside if n not in counters]
+    if dropped:
+        notes.append(f"Kept only for the way back: {', '.join(dropped)}.")
+    return notes
+
+
+def _take_scaler(run: Run, state: Mapping[str, Any], format: str | None) -> None:
+    format = format or formats.recognise(state)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", formats.FormatWarning)
+        run.scaler = formats.read_state(state, format)
+    run.record["scaler"] = {"format": format}
+    run.notes += [str(warning.message) for warning in said]
+
+
+def _give_scaler(state: dict[str, Any], format: str) -> tuple[Any, list[str]]:
+    row = formats.FORMATS[format]
+    if format == "torch":
+        # PyTorch ignores keys it does not know, and the way back needs them.
+        rules = ("backoff_interval", "dynamic", "min_scale", "max_scale")
+        ignored = [key for key in rules if key in state]
+        said = f"PyTorch's GradScaler ignores {', '.join(ignored)}."
+        return dict(state), [said] if ignored else []
+    target = format if row.writes and format != "flodl" else "torch"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", formats.FormatWarning)
+        out = formats.write_state(state, target)
+    notes = [str(warning.message) for warning in said]
+    if target != format:
+        notes.append(
+            f"The scaler state came from {format}; it is written as PyTorch's."
+        )
+    return out, notes
+
+
+def _left_notes(skeleton: Any) -> list[str]:
+    """A word on learning rate schedulers, which have no counterpart to convert to."""
+    if not isinstance(skeleton, Mapping):
+        return []
+    found = [
+        str(key)
+        for key, value in skeleton.items()
+        for state in (value if isinstance(value, list) else [value])
+        if isinstance(state, Mapping) and "last_epoch" in state
+    ]
+    if not found:
+        return []
+    return [
+        f"{', '.join(dict.fromkeys(found))}: a PyTorch schedule is kept for the way "
+        "back and not run; in MLX give the optimizer a schedule of its step."
+    ]

@@ -1,0 +1,261 @@
+"""The command ``mlx_gradscale.inspect``: what is in a checkpoint file or folder."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from . import files, torch_optimizers
+from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run, read_torch
+from .convert.parts import Part, PartsError, cut, find_parts, get
+from .convert.text import dtype, shape, size, table
+from .torch_optimizers import number
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """What is in a ``.pt`` or ``.safetensors`` file, a scaler's file or a folder.
+
+    Args:
+        path: the file or folder.
+
+    Returns:
+        dict: ready for JSON: ``kind``, ``tensors`` (name, shape, dtype, bytes),
+        ``optimizer``, ``scaler`` and ``rest``, those that are there.
+
+    Example:
+        >>> import os, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "model.safetensors")
+        ...     mx.save_safetensors(path, {"w": mx.zeros((2, 3))})
+        ...     describe(path)["tensors"]
+        [{'name': 'w', 'shape': [2, 3], 'dtype': 'float32', 'bytes': 24}]
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"There is no {path}.")
+    if path.is_dir() and any((path / n).exists() for n in (TRAINING, OPTIMIZER)):
+        found = _describe_run(path)
+    elif path.suffix == ".safetensors":
+        found = _describe_safetensors(path)
+    elif path.name.endswith((".json", ".json.gz")):
+        found = {"kind": "scaler state", "scaler": _plain(files.load_state(path))}
+    else:
+        kind = "folder of PyTorch files" if path.is_dir() else "PyTorch checkpoint"
+        # float64 is kept: nothing is computed here.
+        found = {"kind": kind, **_describe_torch(read_torch(path, mx.float64)[0])}
+    return {"path": str(path), **found}
+
+
+def _describe_run(folder: Path) -> dict[str, Any]:
+    run = read_run(folder)
+    found: dict[str, Any] = {"kind": "MLX run"}
+    if run.weights is not None:
+        found["tensors"] = _tensors(_sorted(run.weights))
+    if run.optimizer is not None:
+        found["optimizer"] = _flat_optimizer(run.optimizer)
+        if "optimizer" in run.record:
+            record = run.record["optimizer"]
+            found["optimizer"] |= _groups(record["name"], record["groups"])
+    if run.scaler is not None:
+        found["scaler"] = _plain(run.scaler)
+    if "checkpoint" in run.record:
+        found |= _rest(run.record["checkpoint"])
+    return found
+
+
+def _describe_safetensors(path: Path) -> dict[str, Any]:
+    try:
+        arrays, metadata = mx.load(str(path), return_metadata=True)
+    except RuntimeError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    found = {"kind": "safetensors", "tensors": _tensors(_sorted(arrays))}
+    if metadata:
+        found["metadata"] = metadata
+    if {"step", "learning_rate"} <= arrays.keys() or "states.0.step" in arrays:
+        found["optimizer"] = _flat_optimizer(arrays)
+    return found
+
+
+def _describe_torch(checkpoint: Any) -> dict[str, Any]:
+    try:
+        parts = find_parts(checkpoint)
+    except PartsError:
+        parts = {}  # several models, or none: the tensors are listed where they are
+    found: dict[str, Any] = {}
+    if "model" in parts:
+        found["tensors"] = _tensors(get(checkpoint, parts["model"]))
+    if "optimizer" in parts:
+        state = get(checkpoint, parts["optimizer"])
+        found["optimizer"] = _torch_optimizer(state)
+    if "scaler" in parts:
+        found["scaler"] = _plain(get(checkpoint, parts["scaler"]))
+    return found | _rest(cut(checkpoint, parts) if parts else checkpoint)
+
+
+def _tensors(arrays: Mapping[str, mx.array]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "shape": list(array.shape),
+            "dtype": dtype(array),
+            "bytes": array.nbytes,
+        }
+        for name, array in arrays.items()
+    ]
+
+
+def _sorted(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """By name, numbers as numbers: mx.load gives them in any order."""
+
+    def key(name: str) -> list[tuple[bool, int, str]]:
+        words = name.split(".")
+        return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]
+
+    return {name: arrays[name] for name in sorted(arrays, key=key)}
+
+
+def _torch_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        name = torch_optimizers.recognise(state)
+    except ValueError:
+        name = "unknown"
+    steps = {number(s["step"]) for s in state["state"].values() if "step" in s}
+    slots = {k for s in state["state"].values() for k in s if k != "step"}
+    arrays = [x for _, x in tree_flatten(state["state"]) if isinstance(x, mx.array)]
+    return {
+        "steps": sorted(steps),
+        "slots": sorted(slots),
+        "bytes": sum(x.nbytes for x in arrays),
+        **_groups(name, state["param_groups"]),
+    }
+
+
+def _groups(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    said = []
+    for group in groups:
+        kept = {k: _plain(v) for k, v in group.items() if k != "param_names"}
+        said.append({**kept, "params": len(group["params"])})
+    return {"name": name, "groups": said}
+
+
+def _flat_optimizer(flat: Mapping[str, mx.array]) -> dict[str, Any]:
+    def ends(word: str) -> list[Any]:
+        places = [k for k in _sorted(flat) if k == word or k.startswith("states.")]
+        return [flat[k].item() for k in places if k.rsplit(".", 1)[-1] == word]
+
+    slots = {key.rsplit(".", 1)[-1] for key in flat} - {"step", "learning_rate"}
+    return {
+        "steps": ends("step"),
+        "learning_rates": ends("learning_rate"),
+        "slots": sorted(slots),
+        "bytes": sum(array.nbytes for array in flat.values()),
+    }
+
+
+def _rest(skeleton: Any) -> dict[str, Any]:
+    if not isinstance(skeleton, Mapping):
+        return {}
+    rest = {str(k): _plain(v) for k, v in skeleton.items() if not isinstance(v, Part)}
+    return {"rest": rest} if rest else {}
+
+
+def _plain(value: Any) -> Any:
+    """JSON for people: a tensor is told by its shape, unless it is one number."""
+    if isinstance(value, mx.array):
+        return value.item() if value.size == 1 else f"{dtype(value)} {shape(value)}"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The description as text.
+
+    Example:
+        >>> print(render({"path": "a.pt", "kind": "PyTorch checkpoint",
+        ...               "rest": {"epoch": 3}}))
+        a.pt: PyTorch checkpoint
+        <BLANKLINE>
+        epoch  3
+    """
+    lines = [f"{found['path']}: {found['kind']}"]
+    if "tensors" in found:
+        rows = [
+            (t["name"], "x".join(map(str, t["shape"])) or "scalar", t["dtype"],
+             size(t["bytes"]))
+            for t in found["tensors"]
+        ]  # fmt: skip
+        count, total = len(rows), sum(t["bytes"] for t in found["tensors"])
+        lines += ["", table(("tensor", "shape", "dtype", "size"), rows)]
+        lines += [f"{count} tensors, {size(total)}"]
+    if "optimizer" in found:
+        lines += ["", *_optimizer_lines(found["optimizer"])]
+    if "scaler" in found:
+        lines += ["", table(("scaler", ""), found["scaler"].items())]
+    for key in ("metadata", "rest"):
+        if key in found:
+            rows = [(k, _short(v)) for k, v in found[key].items()]
+            lines += ["", table(rows[0], rows[1:])]
+    return "\n".join(lines)
+
+
+def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
+    steps = ", ".join(f"{step:g}" for step in optimizer["steps"]) or "none"
+    slots = ", ".join(optimizer["slots"]) or "none"
+    rows = [
+        ("optimizer", optimizer.get("name", "an MLX optimizer")),
+        ("step", steps),
+        ("state", f"{slots}, {size(optimizer['bytes'])}"),
+    ]
+    if "learning_rates" in optimizer:
+        rates = ", ".join(f"{rate:g}" for rate in optimizer["learning_rates"])
+        rows.append(("learning rate", rates))
+    for i, group in enumerate(optimizer.get("groups", ())):
+        shown = {k: v for k, v in group.items() if k != "params" and v}
+        said = ", ".join(f"{key}={value}" for key, value in shown.items())
+        rows.append((f"group {i}", f"{group['params']} parameters, {said}"))
+    return table(rows[0], rows[1:]).splitlines()
+
+
+def _short(value: Any, most: int = 60) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: the arguments; by default those of the process.
+
+    Returns:
+        int: 0, or 1 after an error, which is printed in one line.
+    """
+    parser = argparse.ArgumentParser(
+        prog="mlx_gradscale.inspect",
+        description="Print what is in a PyTorch checkpoint, a safetensors file, a "
+        "scaler's file or a converted folder. Nothing in a file is executed.",
+    )
+    parser.add_argument("path", metavar="FILE", type=Path, help=f"also a folder with "
+                        f"{MODEL} and {TRAINING}")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        found = describe(arguments.path)
+        print(json.dumps(found, indent=1) if arguments.json else render(found))
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
