@@ -48,4 +48,7 @@ _FOREIGN_NAMES = (
     "bits16 bits1x8 bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 "
     "int1 int2 int3 int4 int5 int6 int7"
 )
-FOREIGN = frozenset(f"torch.{name}" for name in _FOREIGN_NAMES.split())
+FOREIGN = {
+    f"torch.{name}": Element(f"torch.{name}", None, None, "", 1)
+    for name in _FOREIGN_NAMES.split()
+}

@@ -97,31 +97,37 @@ class StorageReader:
         return mx.negative(array, stream=mx.cpu) if ref.neg else array
 
     def _target(self, element: Element) -> Element:
-        if element.name not in _WIDE:
+        """What the elements become; an error for those MLX cannot hold."""
+        if element.name not in _WIDE and element.mlx is not None:
             return element
-        if self._round_wide:
+        if element.name in _WIDE and self._round_wide:
             return BY_NAME[_WIDE[element.name]]
-        if self._keep_wide and element.mlx is not None:
+        if element.mlx is not None and self._keep_wide:
             return element
+        if element.mlx is not None:
+            raise CheckpointError(
+                f"the tensor has dtype {element.name}, which MLX computes only on the "
+                "CPU; pass float64=mx.float32 to round such tensors, or "
+                "float64=mx.float64 to keep them."
+            )
         raise CheckpointError(
-            f"the tensor has dtype {element.name}, which MLX "
-            + ("computes only on the CPU" if element.mlx else "does not have")
-            + "; pass float64=mx.float32 to round such tensors"
-            + (", or float64=mx.float64 to keep them." if element.mlx else ".")
+            f"the tensor has dtype {element.name}, which MLX does not have; "
+            + ("pass float64=mx.float32 to round it, or " * (element.name in _WIDE))
+            + "convert it in PyTorch and save again."
         )
 
     def _view(self, ref: TensorRef, target: Element) -> mx.array:
         start = ref.offset + ref.storage.start
         stored = self._stored(ref.storage, ref.element)
         whole = ref.row_contiguous and start == 0 and ref.numel == stored
-        array = self._storage(ref, target, ref.shape if whole else (stored,))
-        if whole and array.shape == ref.shape:
-            return array
-        if array.size > MAX_DIM and not whole:
+        if stored > MAX_DIM and not whole:
             raise CheckpointError(
                 f"the tensor is part of a storage of over {MAX_DIM} elements; call "
                 ".clone() on it in PyTorch and save again."
             )
+        array = self._storage(ref, target, ref.shape if whole else (stored,))
+        if whole and array.shape == ref.shape:
+            return array
         if whole:
             return mx.reshape(array, ref.shape, stream=mx.cpu)
         return mx.as_strided(array, ref.shape, ref.strides, start, stream=mx.cpu)
@@ -151,11 +157,6 @@ class StorageReader:
             raise CheckpointError(
                 f"the tensor's storage is used as {element.name} and as "
                 f"{ref.element.name}; call .clone() on one and save again."
-            )
-        if any(size > MAX_DIM for size in shape):
-            raise CheckpointError(
-                f"the tensor is part of a storage of over {MAX_DIM} elements; call "
-                ".clone() on it in PyTorch and save again."
             )
         array = self._allocate(self._extents[key].offset, ref.element, target, shape)
         self._storages[key] = ref.element, array

@@ -117,13 +117,9 @@ def view(
 
 
 def element_named(dtype: Any) -> Element:
-    if type(dtype) is str and dtype in BY_NAME:
-        return BY_NAME[dtype]
-    if type(dtype) is str and dtype in FOREIGN:
-        raise CheckpointError(
-            f"A tensor has dtype {dtype}, which MLX does not have; "
-            "convert it in PyTorch, e.g. with .to(torch.bfloat16), and save again."
-        )
+    element = BY_NAME.get(dtype) or FOREIGN.get(dtype) if type(dtype) is str else None
+    if element is not None:
+        return element
     raise CheckpointError("A tensor is rebuilt without a known dtype.")
 
 

@@ -6,7 +6,8 @@ be read from it.
 """
 
 import struct
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from .limits import CheckpointError, Limits
 from .names import storage_of
@@ -22,15 +23,18 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX32 = 0xFFFFFFFF
 
 
+class _Entry(NamedTuple):
+    """What the directory says of a record; ``header`` is where it begins."""
+
+    header: int
+    size: int
+    is_stored: bool
+
+
 def read_zip(source: Source, limits: Limits) -> tuple[Any, dict[str, Extent], bool]:
     """The pickled object, where its storages are, and whether it is big-endian."""
     records = _records(source, limits)
-    folder = next(iter(records), "").split("/", 1)[0] + "/"
-    if folder + "constants.pkl" in records:
-        raise CheckpointError(
-            "This is a TorchScript archive (torch.jit.save), which holds code; save "
-            "the state_dict() of the model with torch.save() instead."
-        )
+    folder = _folder(records)
     if folder + "data.pkl" not in records:
         raise CheckpointError("This zip file is not a PyTorch checkpoint: no data.pkl.")
 
@@ -68,23 +72,32 @@ def _records(source: Source, limits: Limits) -> dict[str, Extent]:
             "be trusted, raise limits.records."
         )
     directory = source.read(start, size, "The zip directory")
-    records: dict[str, Extent] = {}
-    taken = []
+    entries: dict[str, _Entry] = {}
     at = 0
     for _ in range(count):
-        name, header, stored, at = _entry(directory, at)
-        if name in records:
+        name, entry, at = _entry(directory, at)
+        if name in entries:
             raise CheckpointError(f"The zip file has two records {_shown(name)}.")
-        records[name] = _locate(source, name, header, stored)
-        taken.append((header, sum(records[name])))
+        entries[name] = entry
     if at != len(directory):
         raise CheckpointError("The zip directory has more than it says.")
+    if _folder(entries) + "constants.pkl" in entries:
+        raise CheckpointError(
+            "This is a TorchScript archive (torch.jit.save), which holds code; save "
+            "the state_dict() of the model with torch.save() instead."
+        )
+    records = {name: _locate(source, name, entry) for name, entry in entries.items()}
     end = 0
-    for header, stop in sorted(taken):
-        if header < end or stop > start:
+    for name in sorted(entries, key=lambda name: entries[name].header):
+        if entries[name].header < end or sum(records[name]) > start:
             raise CheckpointError("Records of the zip file overlap.")
-        end = stop
+        end = sum(records[name])
     return records
+
+
+def _folder(names: Iterable[str]) -> str:
+    """PyTorch takes the folder of the first record for that of all."""
+    return next(iter(names), "").split("/", 1)[0] + "/"
 
 
 def _find_directory(source: Source) -> tuple[int, int, int]:
@@ -121,8 +134,8 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _entry(directory: bytes, at: int) -> tuple[str, int, int, int]:
-    """Name, place of the local header, stored size, and where the next entry is."""
+def _entry(directory: bytes, at: int) -> tuple[str, _Entry, int]:
+    """The name and place of a record, and where the next entry begins."""
     if at + _CENTRAL.size > len(directory):
         raise CheckpointError("The zip directory is cut off.")
     fields = _CENTRAL.unpack_from(directory, at)
@@ -136,12 +149,11 @@ def _entry(directory: bytes, at: int) -> tuple[str, int, int, int]:
     name = directory[at : at + name_size].decode("utf-8", "surrogateescape")
     extra = directory[at + name_size : at + name_size + extra_size]
     size, packed, header = _wide(extra, [size, packed, header])
-    if method or flags & 1 or packed != size:
-        raise CheckpointError(
-            f"The record {_shown(name)} is compressed or encrypted; PyTorch stores "
-            "records as they are. Unpack and save again."
-        )
-    return name, header, size, stop
+    return (
+        name,
+        _Entry(header, size, not method and not flags & 1 and packed == size),
+        stop,
+    )
 
 
 def _wide(extra: bytes, values: list[int]) -> list[int]:
@@ -160,10 +172,15 @@ def _wide(extra: bytes, values: list[int]) -> list[int]:
     return values
 
 
-def _locate(source: Source, name: str, header: int, size: int) -> Extent:
+def _locate(source: Source, name: str, entry: _Entry) -> Extent:
     what = f"The record {_shown(name)}"
+    if not entry.is_stored:
+        raise CheckpointError(
+            f"{what} is compressed or encrypted; PyTorch stores records as they are. "
+            "Unpack the file and save its object again."
+        )
     raw_name = name.encode("utf-8", "surrogateescape")
-    data = source.read(header, _LOCAL.size + len(raw_name), what)
+    data = source.read(entry.header, _LOCAL.size + len(raw_name), what)
     fields = _LOCAL.unpack_from(data)
     flags, method = fields[2:4]
     name_size, extra_size = fields[-2:]
@@ -171,7 +188,7 @@ def _locate(source: Source, name: str, header: int, size: int) -> Extent:
         raise CheckpointError(f"{what} has a damaged header.")
     if name_size != len(raw_name) or data[_LOCAL.size :] != raw_name:
         raise CheckpointError(f"{what} has two names.")
-    extent = Extent(header + len(data) + extra_size, size)
+    extent = Extent(entry.header + len(data) + extra_size, entry.size)
     source.check(*extent, what)
     return extent
 

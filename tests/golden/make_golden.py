@@ -1,0 +1,147 @@
+"""Write the golden ``.pt`` files with PyTorch; the tests read them without it.
+
+    python tests/golden/make_golden.py
+
+What the files hold is written here once, as numpy arrays and plain values, for the
+script to save and for the tests to compare with.
+"""
+
+import collections
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+
+_GRID = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+# By PyTorch's dtype. bfloat16, which numpy has not, is given by its bits.
+DTYPES = {
+    "float32": np.array([0.0, -0.0, 1.5, np.inf, np.nan, 1e-45], np.float32),
+    "float16": np.array([0.0, 1.5, 65504.0, 6e-8], np.float16),
+    "bfloat16": np.array([0x3F80, 0xC000, 0x7F80, 0x0001], np.uint16),
+    "complex64": np.array([1 + 2j, -3.5j], np.complex64),
+    "bool": np.array([True, False, True]),
+    "uint8": np.array([0, 255], np.uint8),
+    "int8": np.array([-128, 127], np.int8),
+    "int16": np.array([-(2**15), 2**15 - 1], np.int16),
+    "int32": np.array([-(2**31), 2**31 - 1], np.int32),
+    "int64": np.array([-(2**63), 2**63 - 1], np.int64),
+    "uint16": np.array([0, 2**16 - 1], np.uint16),
+    "uint32": np.array([0, 2**32 - 1], np.uint32),
+    "uint64": np.array([0, 2**64 - 1], np.uint64),
+}
+
+VIEWS = {
+    "whole": _GRID,
+    "transposed": _GRID.T,
+    "column": _GRID[:, 1],
+    "steps": _GRID[::2, 1::2],
+    "tail": _GRID[1:],
+    "expanded": np.broadcast_to(_GRID[0], (5, 4)),
+    "scalar": _GRID[2, 3],
+    "empty": np.zeros((3, 0, 2), np.float32),
+}
+
+PLAIN = {
+    "none": None,
+    "bools": [True, False],
+    "ints": [0, -1, 255, 256, 65535, 65536, 2**31, -(2**31), 2**63, -(2**100)],
+    "floats": [0.1, -0.0, float("inf"), 5e-324],
+    "texts": ["", "weight", "größe", "\U0001f600", "nul\0"],
+    "bytes": [b"", b"\x00\xff"],
+    "bytearray": bytearray(b"abc"),
+    "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
+    "nested": {"a": [{"b": ({"c": None},)}]},
+    "keys": {1: "int", 2.5: "float", None: "none", (1, "x"): "tuple", False: "bool"},
+    "set": {1, 2, 3},
+    "frozenset": frozenset({"x"}),
+    "complex": 1 - 2j,
+    "counter": collections.Counter("abca"),
+    "ordered": collections.OrderedDict([("z", 1), ("a", 2)]),
+    "long": list(range(2500)),
+}
+
+
+def _tensors(torch):
+    def tensor(name):
+        if name == "bfloat16":
+            return torch.from_numpy(DTYPES[name].copy()).view(torch.bfloat16)
+        return torch.from_numpy(DTYPES[name].copy())
+
+    grid = torch.from_numpy(_GRID.copy())
+    views = {
+        "whole": grid,
+        "transposed": grid.T,
+        "column": grid[:, 1],
+        "steps": grid[::2, 1::2],
+        "tail": grid[1:],
+        "expanded": grid[0].expand(5, 4),
+        "scalar": grid[2, 3],
+        "empty": torch.zeros(3, 0, 2),
+    }
+    return {"dtypes": {name: tensor(name) for name in DTYPES}, "views": views}
+
+
+def _training(torch):
+    """Three steps of Adam with a GradScaler, as people save them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(8, 3)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "parameters": list(model.parameters()),
+        "dtype": torch.float16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
+        "epoch": 3,
+    }
+
+
+def _torchscript(torch):
+    """A TorchScript archive, without the records that name this machine's folders."""
+    path = HERE / "refused_torchscript.pt"
+    torch.jit.script(torch.nn.Linear(1, 1)).save(path)
+    with zipfile.ZipFile(path) as archive:
+        records = {i: archive.read(i) for i in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for info, data in records.items():
+            if not info.filename.endswith(".debug_pkl"):
+                archive.writestr(info.filename, data, info.compress_type)
+
+
+def main() -> None:
+    import torch
+
+    tensors, training = _tensors(torch), _training(torch)
+    everything = {**tensors, "plain": PLAIN}
+    torch.save(everything, HERE / "zip.pt")
+    torch.save(everything, HERE / "zip_protocol5.pt", pickle_protocol=5)
+    old = {"_use_new_zipfile_serialization": False}
+    torch.save(everything, HERE / "legacy.pt", **old)
+    torch.save(everything, HERE / "legacy_protocol4.pt", pickle_protocol=4, **old)
+    torch.save(training, HERE / "training.pt")
+    torch.save({"x": torch.ones(2, dtype=torch.float64)}, HERE / "float64.pt")
+    # Files that have to be refused.
+    _torchscript(torch)
+    torch.save({"x": np.float32(1)}, HERE / "refused_numpy.pt")
+    torch.save({"x": torch.eye(2).to_sparse()}, HERE / "refused_sparse.pt")
+    torch.save(torch.nn.Linear(1, 1), HERE / "refused_module.pt")
+    float8 = torch.ones(2).to(torch.float8_e4m3fn)
+    torch.save({"x": float8}, HERE / "refused_float8.pt")
+    itself: list = []
+    itself.append(itself)
+    torch.save({"x": itself}, HERE / "refused_cycle.pt")
+
+
+if __name__ == "__main__":
+    main()
