@@ -2,6 +2,14 @@
 
 from ._version import __version__
 from .finite import NonFinite, all_finite, nonfinite
+from .optimizer import LossScaleOptimizer
 from .scaler import GradScaler
 
-__all__ = ["GradScaler", "NonFinite", "__version__", "all_finite", "nonfinite"]
+__all__ = [
+    "GradScaler",
+    "LossScaleOptimizer",
+    "NonFinite",
+    "__version__",
+    "all_finite",
+    "nonfinite",
+]

@@ -1,5 +1,6 @@
 """Is this tree finite, how large is it at most, and which leaves are not."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -137,23 +138,47 @@ def _count_nonfinite(x: mx.array) -> mx.array:
     return mx.stack([mx.sum(kind) for kind in kinds])
 
 
+def global_norm(tree: Any, factor: mx.array) -> mx.array:
+    """Return the norm of ``tree * factor`` over all leaves, as lazy 0-d float32.
+
+    It is inf or NaN where a value in the tree is, and where the sum of squares
+    does not fit in float32.
+    """
+    leaves = [x for x in arrays(tree) if is_floating(x) and x.size]
+    return _norm(leaves, factor) if leaves else mx.array(0.0)
+
+
 @mx.compile
 def _largest(leaves: list[mx.array]) -> mx.array:
+    found = []
+    for pieces in _grouped(leaves):
+        bits, mask = _MAGNITUDE_BITS[pieces[0].dtype]
+        mask = mx.array(mask, bits)
+        largest = mx.max(_join(mx.maximum, [x.view(bits) & mask for x in pieces]))
+        value = largest.view(pieces[0].dtype).astype(mx.float32)
+        found.append(value.view(mx.uint32))
+    return _join(mx.maximum, found).view(mx.float32)
+
+
+@mx.compile
+def _norm(leaves: list[mx.array], factor: mx.array) -> mx.array:
+    sums = []
+    for pieces in _grouped(leaves):
+        squares = [mx.square(x.astype(mx.float32) * factor) for x in pieces]
+        sums.append(mx.sum(_join(mx.add, squares)))
+    return mx.sqrt(_join(mx.add, sums))
+
+
+def _grouped(leaves: list[mx.array]) -> Iterator[list[mx.array]]:
     alike: dict[Any, list[mx.array]] = {}
     for leaf in leaves:
         if leaf.dtype == mx.complex64:
             leaf = leaf.reshape(-1).view(mx.float32)
         for piece in _cut(leaf):
             alike.setdefault((piece.dtype, piece.shape), []).append(piece)
-    found = []
-    for (dtype, _), pieces in alike.items():
-        bits, mask = _MAGNITUDE_BITS[dtype]
-        mask = mx.array(mask, bits)
+    for pieces in alike.values():
         for i in range(0, len(pieces), _JOIN):
-            magnitudes = [x.view(bits) & mask for x in pieces[i : i + _JOIN]]
-            largest = mx.max(_join(magnitudes)).view(dtype)
-            found.append(largest.astype(mx.float32).view(mx.uint32))
-    return _join(found).view(mx.float32)
+            yield pieces[i : i + _JOIN]
 
 
 def _cut(leaf: mx.array) -> list[mx.array]:
@@ -169,10 +194,10 @@ def _cut(leaf: mx.array) -> list[mx.array]:
     return [x for x in mx.split(leaf, cuts, axis=axis) if x.size]
 
 
-def _join(values: list[mx.array]) -> mx.array:
+def _join(operation: Callable, values: list[mx.array]) -> mx.array:
     # Pairwise, because a fused kernel is at most 11 operations deep.
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=False)
         odd = values[len(values) & ~1 :]
-        values = [mx.maximum(a, b) for a, b in pairs] + odd
+        values = [operation(a, b) for a, b in pairs] + odd
     return values[0]

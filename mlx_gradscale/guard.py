@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from .finite import is_floating
 
-_HALF = (mx.float16, mx.bfloat16)
+HALF = (mx.float16, mx.bfloat16)
 _CONTAINERS = (dict, list, tuple)
 
 
@@ -38,6 +38,7 @@ def guarded_apply(
     parameters: Any,
     inverse_scale: mx.array,
     apply: mx.array,
+    masters: dict[str, mx.array] | None = None,
 ) -> Any:
     """Return the parameters after one optimizer step, or before it.
 
@@ -56,6 +57,8 @@ def guarded_apply(
         parameters (Any): A tree that holds at least the gradients' leaves.
         inverse_scale (array): What to multiply the gradients with.
         apply (array): A 0-d bool array.
+        masters (dict, optional): Float32 masters of parameters, by their path;
+            written in place.
 
     Returns:
         Any: A tree of new parameters with the structure of ``gradients``.
@@ -71,9 +74,13 @@ def guarded_apply(
     # place is how MLX's own trees mark a leaf that is not trained.
     trained = tree_map(lambda g: g if is_floating(g) else {}, gradients)
     slots = list(_slots(optimizer.state))
+    masters = {} if masters is None else masters
     step = _stepper(optimizer, trained)
-    new, state = step(_read(slots), trained, parameters, inverse_scale, apply)
+    new, new_masters, state = step(
+        _read(slots), trained, parameters, masters, inverse_scale, apply
+    )
     _write(slots, state)
+    masters.update(new_masters)
     return tree_map_with_path(
         lambda path, _, p: new.get(path, p), gradients, parameters
     )
@@ -92,6 +99,10 @@ def fitting_parameters(gradients: Any, parameters: Any, path: str = "") -> Any:
             raise ValueError(f"There are gradients below {path!r} but no parameters.")
         part = {}
         for key, gradient in _items(gradients):
+            if isinstance(gradient, _CONTAINERS) and not gradient:
+                # Frozen or not a parameter at all: mlx-lm's Llama has strings there.
+                part[key] = gradient
+                continue
             where = f"{path}.{key}" if path else str(key)
             try:
                 parameter = parameters[key]
@@ -128,7 +139,7 @@ def initialize(optimizer: Optimizer, parameters: Any) -> None:
             floating = tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree)
             part.init(floating)
     for box, key in _slots(optimizer.state):
-        if box[key].dtype in _HALF:
+        if box[key].dtype in HALF:
             box[key] = box[key].astype(mx.float32)
 
 
@@ -168,16 +179,19 @@ def _run(
     state: list[mx.array],
     gradients: Any,
     parameters: Any,
+    masters: dict[str, mx.array],
     inverse_scale: mx.array,
     apply: mx.array,
-) -> tuple[dict[str, mx.array], list[mx.array]]:
+) -> tuple[dict[str, mx.array], dict[str, mx.array], list[mx.array]]:
     """Step from ``state`` and select; the optimizer itself comes out untouched."""
     slots = list(_slots(optimizer.state))
     before = _read(slots)
     _write(slots, state)
     try:
-        masters = tree_map(to_float32, parameters)
-        new = _apply(optimizer, unscale(gradients, inverse_scale), masters)
+        full = tree_map_with_path(
+            lambda path, p: _full_precision(p, masters.get(path)), parameters
+        )
+        new = _apply(optimizer, unscale(gradients, inverse_scale), full)
         if len(list(_slots(optimizer.state))) != len(slots):
             raise TypeError(
                 f"{type(optimizer).__name__} added arrays to its state in a step, "
@@ -187,17 +201,38 @@ def _run(
             if box[key] is not old:
                 box[key] = mx.where(apply, box[key], old).astype(old.dtype)
         outputs: dict[str, mx.array] = {}
+        new_masters: dict[str, mx.array] = {}
         for part, tree in _parts(optimizer, gradients):
             moments = _arrays_by_owner(part.state)
 
-            def select(path, _, parameter, master, new, moments=moments):
-                keep = _rooted(master, moments.get(path, []))
-                outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
+            def select(path, _, parameter, full, new, moments=moments):
+                old = masters.get(path, full)
+                value = mx.where(apply, new, _rooted(old, moments.get(path, [])))
+                outputs[path] = value.astype(parameter.dtype)
+                if path in masters:
+                    new_masters[path] = value
+                    outputs[path] = mx.where(apply, outputs[path], parameter)
 
-            tree_map_with_path(select, tree, parameters, masters, new)
-        return outputs, _read(slots)
+            tree_map_with_path(select, tree, parameters, full, new)
+        return outputs, new_masters, _read(slots)
     finally:
         _write(slots, before)
+
+
+def _full_precision(parameter: mx.array, master: mx.array | None) -> mx.array:
+    """Return the master, or the parameter where it is not its master's rounding.
+
+    A weight that the user replaced is further from the old master than rounding
+    can bring it, half an eps; the master gives way, element by element. Rounding
+    the master to compare exactly costs a conversion more: 1.8 instead of 1.4 times
+    a bare AdamW on a CPU, whose float16 conversion is scalar code.
+    """
+    value = to_float32(parameter)
+    if master is None:
+        return value
+    info = mx.finfo(parameter.dtype)
+    rounding = mx.maximum(mx.abs(master), info.smallest_normal) * (info.eps / 2)
+    return mx.where(mx.abs(master - value) <= rounding, master, value)
 
 
 def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:

@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 
 from . import files, precision
 from .finite import all_finite, arrays, is_finite_bits, largest_magnitude
-from .guard import guarded_apply, unscale
+from .guard import HALF, guarded_apply, unscale
 from .scale import (
     FIELDS,
     SETTINGS,
@@ -75,15 +75,16 @@ class GradScaler:
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
         >>> from mlx_gradscale import GradScaler
-        >>> model, optimizer, scaler = nn.Linear(4, 1), optim.AdamW(1e-3), GradScaler()
-        >>> loss_and_grad = scaler.value_and_grad(
-        ...     model, lambda x, y: nn.losses.mse_loss(model(x), y), mx.float16
-        ... )
+        >>> model, optimizer = nn.Linear(4, 1), optim.AdamW(1e-3)
+        >>> scaler = GradScaler(init_scale=1024.0)
+        >>> def loss_fn(x, y):
+        ...     return nn.losses.mse_loss(model(x).astype(mx.float32), y)
+        >>> loss_and_grad = scaler.value_and_grad(model, loss_fn, mx.float16)
         >>> loss, grads = loss_and_grad(mx.ones((2, 4)), mx.zeros((2, 1)))
         >>> scaler.minimize(optimizer, model, grads)
         array(True, dtype=bool)
         >>> scaler.get_scale()
-        65536.0
+        1024.0
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class GradScaler:
         Example:
             >>> import mlx.core as mx
             >>> from mlx_gradscale import GradScaler
-            >>> GradScaler(init_scale=8.0).scale({"loss": mx.array(0.5, mx.float16)})
+            >>> GradScaler(init_scale=8.0).scale({"loss": mx.array(0.5)})
             {'loss': array(4, dtype=float32)}
         """
         if not self._enabled:
@@ -211,12 +212,12 @@ class GradScaler:
             >>> import mlx.core as mx, mlx.nn as nn
             >>> from mlx_gradscale import GradScaler
             >>> model = nn.Linear(2, 1)
-            >>> fn = GradScaler().value_and_grad(
+            >>> fn = GradScaler(init_scale=1024.0).value_and_grad(
             ...     model, lambda x: model(x).astype(mx.float32).mean(), mx.float16
             ... )
-            >>> loss, grads = fn(mx.ones((3, 2)))
+            >>> loss, grads = fn(mx.ones((4, 2)))
             >>> grads["bias"], model.weight.dtype
-            (array([65536], dtype=float32), mlx.core.float32)
+            (array([1024], dtype=float32), mlx.core.float32)
         """
         loss_fn = self.scale_loss(loss_fn)
         if compute_dtype is None:
@@ -325,10 +326,10 @@ class GradScaler:
             finite = record.finite & self._agreed(all_finite(grads))
         else:
             inverse, finite = self._inspect(grads)
-        self._warn_about_half(grads, parameters)
         new = guarded_apply(optimizer, grads, parameters, inverse, finite)
+        self._warn_about_half(new)
         self._records[optimizer] = _Record(finite, stepped=True)
-        self._state.update(count_step(self._state, finite))
+        self._count(finite)
         return new
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
@@ -346,8 +347,7 @@ class GradScaler:
             self._state["scale"] = within_limits(self._state, _as_scale(new_scale))
         elif self._records:
             finite = [record.finite for record in self._records.values()]
-            finite = reduce(mx.logical_and, finite)
-            self._state.update(next_scale(self._state, finite))
+            self._move(reduce(mx.logical_and, finite))
         else:
             raise RuntimeError(
                 "update() found nothing recorded: call step() or unscale_() first. "
@@ -361,8 +361,17 @@ class GradScaler:
         self.update()
         return applied
 
+    def _count(self, applied: mx.array) -> None:
+        self._state.update(count_step(self._state, applied))
+
+    def _move(self, finite: mx.array) -> None:
+        self._state.update(next_scale(self._state, finite))
+
+    def _inverse(self) -> mx.array:
+        return 1.0 / self._state["scale"] if self._enabled else mx.array(1.0)
+
     def _inspect(self, grads: Any) -> tuple[mx.array, mx.array]:
-        inverse = 1.0 / self._state["scale"]
+        inverse = self._inverse()
         # The product is what the optimizer gets: with a scale below 1 a finite
         # gradient can overflow in it. Rounding is monotonic, so the largest tells.
         finite = is_finite_bits(largest_magnitude(grads) * inverse)
@@ -391,15 +400,14 @@ class GradScaler:
                 "gradients from value_and_grad(), scale_loss() or scale() first."
             )
 
-    def _warn_about_half(self, grads: Any, parameters: Any) -> None:
-        message = (
-            "Some parameters are float16 or bfloat16 and have no float32 master: "
-            "updates smaller than half a unit in their last place are lost. Keep "
-            "float32 parameters and use value_and_grad(..., compute_dtype), or use "
-            "LossScaleOptimizer."
-        )
-        if message not in self._warned and _has_half(grads, parameters):
-            self._warn_once(message)
+    def _warn_about_half(self, parameters: Any) -> None:
+        if any(x.dtype in HALF for x in arrays(parameters)):
+            self._warn_once(
+                "Some parameters are float16 or bfloat16 and have no float32 master: "
+                "updates smaller than half a unit in their last place are lost. Keep "
+                "float32 parameters and use value_and_grad(..., compute_dtype), or use "
+                "LossScaleOptimizer."
+            )
 
     # Settings
 
@@ -554,11 +562,3 @@ def _as_number(value: Any) -> Any:
     # PyTorch keeps a scale as a 0-d tensor if it was loaded as one.
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
     return value.item() if is_scalar else value
-
-
-def _has_half(grads: Any, parameters: Any) -> bool:
-    half = (mx.float16, mx.bfloat16)
-    if isinstance(grads, mx.array):
-        return isinstance(parameters, mx.array) and parameters.dtype in half
-    items = grads.items() if isinstance(grads, dict) else enumerate(grads)
-    return any(_has_half(g, parameters[k]) for k, g in items)

@@ -1,0 +1,281 @@
+"""``LossScaleOptimizer``: loss scaling and float32 masters as a drop-in optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .finite import global_norm, is_finite_bits, is_floating, nonfinite
+from .guard import HALF, fitting_parameters, guarded_apply, initialize
+from .scale import check, read
+from .scaler import GradScaler
+
+
+class LossScaleOptimizer(Optimizer):
+    """Wrap an optimizer for float16 training with scaled gradients.
+
+    For each float16 or bfloat16 parameter a float32 master lives in the state; the
+    inner optimizer sees only float32. A step with a gradient that is not finite
+    changes nothing but the scale, decided on the device.
+
+    Args:
+        optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
+        scaler (GradScaler, optional): The scaler to use. Default: a new one.
+        max_grad_norm (float, optional): Clip the global norm of the unscaled
+            gradients to this; ``float("inf")`` only measures it for
+            :attr:`grad_norm`. Default: ``None``.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
+        >>> model = nn.Linear(4, 1)
+        >>> model.set_dtype(mx.float16)
+        >>> scaler = GradScaler(init_scale=1024.0)
+        >>> optimizer = LossScaleOptimizer(optim.AdamW(1e-3), scaler)
+        >>> def loss_fn(x, y):
+        ...     return nn.losses.mse_loss(model(x).astype(mx.float32), y)
+        >>> loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(loss_fn))
+        >>> loss, grads = loss_and_grad(mx.ones((2, 4), mx.float16), mx.zeros((2, 1)))
+        >>> optimizer.update(model, grads)
+        >>> optimizer.step, optimizer.scaler.last_step_applied
+        (array(1, dtype=uint64), array(True, dtype=bool))
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: GradScaler | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        **inner: Any,
+    ):
+        if inner:
+            raise TypeError(
+                f"{', '.join(inner)} belongs to the optimizer inside: write "
+                "LossScaleOptimizer(AdamW(..., weight_decay=0.1)), for example."
+            )
+        if isinstance(optimizer, LossScaleOptimizer):
+            raise TypeError("This optimizer is a LossScaleOptimizer already.")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"Expected an optimizer of mlx.optimizers, got {optimizer!r}. Write "
+                "LossScaleOptimizer(AdamW(1e-4)), for example."
+            )
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
+        super().__init__()
+        self.optimizer = optimizer
+        self.scaler = GradScaler() if scaler is None else scaler
+        self.max_grad_norm = max_grad_norm
+        self._known: set[str] = set()
+        self._loaded: dict[str, mx.array] | None = None
+        # One dict for life: compiled steps have captured it.
+        self._state = {
+            "optimizer": optimizer.state,
+            "masters": {},
+            "scaler": self.scaler.state,
+            "grad_norm": mx.array(0.0),
+        }
+
+    # The step
+
+    def scale_loss(self, loss_fn: Callable) -> Callable:
+        """Return ``loss_fn`` with the same value and a scaled gradient.
+
+        See :meth:`GradScaler.scale_loss`.
+        """
+        return self.scaler.scale_loss(loss_fn)
+
+    def init(self, parameters: Any) -> None:
+        """Make the masters and the inner optimizer's state for ``parameters``.
+
+        Args:
+            parameters (Any): Usually ``model.trainable_parameters()``.
+        """
+        initialize(self.optimizer, parameters)
+        masters = self._state["masters"]
+        for path, parameter in tree_flatten(parameters):
+            if parameter.dtype in HALF and path not in masters:
+                masters[path] = parameter.astype(mx.float32)
+        self._known |= {p for p, x in tree_flatten(parameters) if is_floating(x)}
+        self._initialized = True
+        if self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
+            self._write(loaded)
+
+    def update(self, model: nn.Module, gradients: Any) -> None:
+        """Update the model's parameters in place, or leave them where they are.
+
+        Args:
+            model (nn.Module): The model to update.
+            gradients (Any): Gradients of a loss from :meth:`scale_loss`.
+        """
+        if not self._initialized:
+            self.init(model.trainable_parameters())
+        model.update(self.apply_gradients(gradients, model))
+
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        """Return the new parameters, in the structure of ``gradients``.
+
+        Args:
+            gradients (Any): Gradients of a loss from :meth:`scale_loss`.
+            parameters (Any): A tree of parameters, at least those with gradients.
+        """
+        fitting = fitting_parameters(gradients, parameters)
+        if not self._initialized:
+            self.init(fitting)
+        self._check_known(gradients, parameters)
+        if self.scaler.is_enabled():
+            self.scaler._check_optimizer(self.optimizer, "update")
+        inverse, finite = self._inspect(gradients)
+        new = guarded_apply(
+            self.optimizer,
+            gradients,
+            parameters,
+            inverse,
+            finite,
+            self._state["masters"],
+        )
+        if self.scaler.is_enabled():
+            self.scaler._count(finite)
+            self.scaler._move(finite)
+        return new
+
+    def _inspect(self, gradients: Any) -> tuple[mx.array, mx.array]:
+        if not self.scaler.is_enabled() and self.max_grad_norm is None:
+            return self.scaler._inverse(), mx.array(True)
+        if self.max_grad_norm is None:
+            return self.scaler._inspect(gradients)
+        # One pass gives the norm and tells whether all is finite, and clipping is
+        # a factor in the unscaling. As in mlx.optimizers.clip_grad_norm.
+        inverse = self.scaler._inverse()
+        norm = global_norm(gradients, inverse)
+        self._state["grad_norm"] = norm
+        clip = mx.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
+        return inverse * clip, self.scaler._agreed(is_finite_bits(norm))
+
+    def _check_known(self, gradients: Any, parameters: Any) -> None:
+        given = {p for p, x in tree_flatten(gradients) if is_floating(x)}
+        for path in sorted(given - self._known):
+            raise ValueError(
+                f"{path!r} was not there, or was frozen, when this optimizer was "
+                "initialised. Make a new LossScaleOptimizer for the changed model."
+            )
+        if self._known - given:
+            there = {path for path, _ in tree_flatten(parameters)}
+            for path in sorted(self._known - given - there):
+                raise ValueError(
+                    f"{path!r} is gone since this optimizer was initialised. Make a "
+                    "new LossScaleOptimizer for the changed model."
+                )
+
+    # What a user reads and sets
+
+    @property
+    def step(self) -> mx.array:
+        """How many steps were applied."""
+        return _first(self.optimizer).step
+
+    @property
+    def learning_rate(self) -> mx.array:
+        """The inner optimizer's learning rate."""
+        return self.optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: float | mx.array) -> None:
+        self.optimizer.learning_rate = learning_rate
+
+    @property
+    def grad_norm(self) -> mx.array | None:
+        """The unscaled norm of the last step's gradients, before clipping, lazily.
+
+        None without ``max_grad_norm``, where it would cost a pass of its own.
+        """
+        return None if self.max_grad_norm is None else self._state["grad_norm"]
+
+    def masters(self, parameters: Any) -> Any:
+        """Return ``parameters`` in float32: the masters of those that have one.
+
+        Args:
+            parameters (Any): Usually ``model.trainable_parameters()``.
+        """
+        flat = tree_flatten(parameters)
+        masters = self._state["masters"]
+        return tree_unflatten([(path, masters.get(path, x)) for path, x in flat])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All there is to save: a tree of arrays. Setting it writes in place."""
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        loaded = dict(tree_flatten(state))
+        if self._initialized:
+            self._write(loaded)
+        else:
+            # The structure is known only from the parameters: tree_flatten
+            # drops empty containers, so the tree may be shorter than they are.
+            self._validate(loaded)
+            self._loaded = loaded
+
+    def _write(self, loaded: dict[str, mx.array]) -> None:
+        own = dict(tree_flatten(self._state))
+        for path in [*own, *loaded]:
+            if path not in loaded:
+                raise ValueError(f"The state has no {path!r}, this optimizer has.")
+            if path not in own:
+                raise ValueError(
+                    f"The state has {path!r}, this optimizer has not: it belongs to "
+                    "another model or optimizer."
+                )
+            if own[path].shape != loaded[path].shape:
+                raise ValueError(
+                    f"{path!r} has shape {loaded[path].shape} in the state, "
+                    f"{own[path].shape} in this optimizer."
+                )
+        self._validate(loaded)
+        values = {path: loaded[path].astype(x.dtype) for path, x in own.items()}
+        mx.eval(values)
+        _write_leaves(self._state, "", values)
+
+    def _validate(self, loaded: dict[str, Any]) -> None:
+        for path, x in loaded.items():
+            if not isinstance(x, mx.array):
+                raise TypeError(f"{path!r} must be an array, got {x!r}.")
+        scaler = {
+            path.removeprefix("scaler."): x
+            for path, x in loaded.items()
+            if path.startswith("scaler.")
+        }
+        if set(scaler) != set(self.scaler.state):
+            raise ValueError(
+                "This is not the state of a LossScaleOptimizer: it has no scaler in it."
+            )
+        check(read(scaler))
+        # An overflowing step leaves its norm behind, so that one may be inf.
+        kept = {path: x for path, x in loaded.items() if path != "grad_norm"}
+        bad = nonfinite([kept[path] for path in kept])
+        if bad:
+            path = list(kept)[int(bad[0].path)]
+            raise ValueError(f"{path!r} in the state holds NaN or inf.")
+
+
+def _write_leaves(tree: Any, path: str, values: dict[str, mx.array]) -> None:
+    for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(child, mx.array):
+            tree[key] = values[where]
+        elif isinstance(child, (dict, list, tuple)):
+            _write_leaves(child, where, values)
+
+
+def _first(optimizer: Optimizer) -> Optimizer:
+    while hasattr(optimizer, "optimizers"):
+        optimizer = optimizer.optimizers[0]
+    return optimizer
