@@ -1,0 +1,25 @@
+"""What the numbers look like: overflow reports, histograms and histories."""
+
+from .alarm import SkipAlarm, SkippedStepsError, SkippedStepsWarning, check_skips
+from .callback import LossScaleCallback
+from .explain import OverflowReport, explain_overflow
+from .histogram import GradientHistogram, Shares, gradient_histogram
+from .history import ScaleHistory
+from .overflow import overflow_table
+from .records import ScaleRecord
+
+__all__ = [
+    "GradientHistogram",
+    "LossScaleCallback",
+    "OverflowReport",
+    "ScaleHistory",
+    "ScaleRecord",
+    "Shares",
+    "SkipAlarm",
+    "SkippedStepsError",
+    "SkippedStepsWarning",
+    "check_skips",
+    "explain_overflow",
+    "gradient_histogram",
+    "overflow_table",
+]

@@ -1,0 +1,140 @@
+"""Say so when every step is skipped, where the user reads from the device anyway."""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..finite import nonfinite
+from .overflow import overflow_table
+from .reading import power, scaler_of
+
+_ACTIONS = ("warn", "raise")
+
+
+class SkippedStepsWarning(UserWarning):
+    """Many steps in a row were skipped."""
+
+
+class SkippedStepsError(RuntimeError):
+    """Many steps in a row were skipped, and the user asked for an error."""
+
+
+class SkipAlarm:
+    """Warn, or raise, after so many skipped steps in a row.
+
+    A scaler has one as its ``skip_alarm``: set another, or None for silence. It is
+    looked at only where numbers are read anyway, never by the training step.
+
+    Args:
+        limit (int): How many skipped steps in a row are too many. Default: ``50``.
+        action (str): ``"warn"`` or ``"raise"``. A warning comes again each time
+            the number of skipped steps has doubled. Default: ``"warn"``.
+        explain (Callable, optional): Is called, without arguments, only when the
+            alarm goes off; what it returns ends the message. Use it to rerun a
+            batch with :func:`explain_overflow`.
+
+    Example:
+        >>> from mlx_gradscale import GradScaler
+        >>> from mlx_gradscale.diagnostics import SkipAlarm, check_skips
+        >>> scaler = GradScaler()
+        >>> scaler.skip_alarm = SkipAlarm(limit=10, action="raise")
+        >>> check_skips(scaler)
+        0
+    """
+
+    def __init__(
+        self,
+        limit: int = 50,
+        action: str = "warn",
+        explain: Callable[[], Any] | None = None,
+    ):
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise ValueError(
+                f"limit must be a positive integer, got {limit!r}. To turn the alarm "
+                "off set the scaler's skip_alarm to None."
+            )
+        if action not in _ACTIONS:
+            raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
+        self.limit = limit
+        self.action = action
+        self.explain = explain
+        self._told = 0
+        self._remembered: list[tuple[str, weakref.ref]] = []
+
+    def remember(self, grads: Any) -> None:
+        """Note gradients for the table, without keeping them alive."""
+        leaves = tree_flatten(grads)
+        self._remembered = [
+            (path, weakref.ref(x)) for path, x in leaves if isinstance(x, mx.array)
+        ]
+
+    def see(self, skips: int, scale: float, grads: Any = None) -> None:
+        """Go off if ``skips``, a number of skipped steps in a row, is too many."""
+        if skips < self.limit:
+            self._told = 0
+            return
+        if self.action == "warn" and skips < 2 * self._told:
+            return
+        self._told = skips
+        message = self._message(skips, scale, grads)
+        if self.action == "raise":
+            raise SkippedStepsError(message)
+        warnings.warn(message, SkippedStepsWarning, stacklevel=3)
+
+    def _message(self, skips: int, scale: float, grads: Any) -> str:
+        parts = [
+            f"{skips} steps in a row were skipped: their gradients were not finite. "
+            f"Nothing was trained in them. The loss scale is {power(scale)} now."
+        ]
+        if grads is None:
+            grads = {path: x() for path, x in self._remembered if x() is not None}
+        records = nonfinite(grads)
+        if records:
+            parts.append(overflow_table(records))
+        if self.explain is not None:
+            parts.append(str(self.explain()))
+        else:
+            parts.append(
+                "explain_overflow(model, loss_fn, *batch) of mlx_gradscale.diagnostics "
+                "finds the layer where it begins."
+            )
+        return "\n".join(parts)
+
+
+def check_skips(source: Any, grads: Any = None) -> int:
+    """Read how many steps in a row were skipped; let the scaler's alarm see it.
+
+    Args:
+        source (GradScaler or LossScaleOptimizer): Whose steps. Without a
+            ``skip_alarm`` it gets a :class:`SkipAlarm` of 50 steps; if it is None
+            there is no alarm.
+        grads (Any, optional): The latest gradients, scaled or not, for the table
+            of those that overflow.
+
+    Returns:
+        int: How many of the latest steps in a row changed nothing.
+
+    Example:
+        >>> from mlx_gradscale import GradScaler
+        >>> from mlx_gradscale.diagnostics import check_skips
+        >>> check_skips(GradScaler())
+        0
+    """
+    scaler = scaler_of(source)
+    skips = scaler.state["consecutive_skips"].item()
+    alarm = alarm_of(scaler)
+    if alarm is not None:
+        alarm.see(skips, scaler.state["scale"].item(), grads)
+    return skips
+
+
+def alarm_of(source: Any) -> SkipAlarm | None:
+    """Return the alarm of a scaler, a new one if it never had any."""
+    scaler = scaler_of(source)
+    if not hasattr(scaler, "skip_alarm"):
+        scaler.skip_alarm = SkipAlarm()
+    return scaler.skip_alarm

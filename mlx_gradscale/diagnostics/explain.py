@@ -1,0 +1,245 @@
+"""Find the first layer, forward or backward, where a value is not finite."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .. import precision
+from ..finite import NonFinite, all_finite, nonfinite
+from ..scale import SMALLEST_SCALE
+from .overflow import overflow_table
+from .probes import Event, Probes, probed, unchanged
+from .reading import power, scale_of
+
+# Small enough that what overflowed at the scale asked for cannot any more.
+_SMALLER = 2.0**-40
+
+# A layer's path, "" for the model, None for the loss function; and a sentence.
+_Place = tuple[str | None, str]
+_NOWHERE: _Place = (None, "")
+
+_ADVICE = {
+    "nothing": "Loss and gradients are finite.",
+    "batch": "The batch holds values that are not finite. No loss scale helps: leave "
+    "such samples out, or repair them.",
+    "parameters": "Parameters are not finite in the forward pass, the table says "
+    "which. No loss scale helps: go back to a checkpoint from before, or keep them in "
+    "float32 if they are finite there and too large for float16.",
+    "forward": "The forward pass overflows. Loss scaling works on gradients and cannot "
+    "help: keep this layer in float32 (keep= of value_and_grad), make its inputs "
+    "smaller, or compute in bfloat16.",
+    "loss": "The model's outputs are finite and the loss is not. Loss scaling cannot "
+    "help: compute the loss in float32, from logits.astype(mx.float32), and look for a "
+    "logarithm or a division of zero.",
+    "gradients": "Only the gradients overflow; loss and forward pass are finite. A "
+    "smaller loss scale helps, and a dynamic scaler finds it by itself.",
+    "derivative": "Loss and forward pass are finite, but the gradients are not at any "
+    "loss scale: a derivative itself is infinite or NaN, as that of sqrt or of a norm "
+    "at zero. Loss scaling cannot help: add an epsilon there.",
+}
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """What :func:`explain_overflow` found; print it to read it.
+
+    Attributes:
+        cause: "nothing", "batch", "parameters", "forward", "loss", "gradients" or
+            "derivative".
+        scaling_helps: whether a smaller loss scale makes the gradients finite.
+        layer: the path of the first layer with a value that is not finite; "" is
+            the model itself, None the loss function or none at all.
+        where: the same in words, with what was found there.
+        loss: the true loss.
+        scale: the loss scale of the backward pass.
+        leaves: the leaves that are not finite, of the batch, the parameters or the
+            gradients, whichever the cause is in.
+    """
+
+    cause: str
+    layer: str | None
+    where: str
+    loss: float
+    scale: float
+    leaves: list[NonFinite] = field(default_factory=list)
+
+    @property
+    def scaling_helps(self) -> bool:
+        return self.cause == "gradients"
+
+    def __str__(self) -> str:
+        lines = [_ADVICE[self.cause], self.where]
+        lines.append(
+            f"The loss is {self.loss:.6g}, the loss scale {power(self.scale)}."
+        )
+        if self.leaves:
+            lines.append(overflow_table(self.leaves))
+        return "\n".join(filter(None, lines))
+
+
+def explain_overflow(
+    model: nn.Module,
+    loss_fn: Callable,
+    *batch: Any,
+    scale: Any = 1.0,
+    compute_dtype: mx.Dtype | None = None,
+) -> OverflowReport:
+    """Rerun one batch and name the first layer where a value is not finite.
+
+    The pass is run layer by layer without compilation and keeps what is needed to
+    look at each: use it on a batch that was skipped, not on every one. Model and
+    random state are the same after it, also if it fails.
+
+    Args:
+        model (nn.Module): The model.
+        loss_fn (Callable): As for ``nn.value_and_grad``: is called with the batch
+            and returns the loss, or a tuple that starts with it.
+        batch (Any): What ``loss_fn`` takes. mlx-lm's losses take the model first.
+        scale (float, GradScaler or LossScaleOptimizer): The loss scale; after an
+            overflow a scaler has lowered its own already. Leave it out if
+            ``loss_fn`` comes from ``scale_loss``. Default: ``1.0``.
+        compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale.diagnostics import explain_overflow
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        >>> model.layers[1].weight = mx.array([[6000.0, 6000.0]])
+        >>> report = explain_overflow(
+        ...     model,
+        ...     lambda x: (0.01 * model(x)).astype(mx.float32).sum(),
+        ...     mx.ones((1, 2)),
+        ...     scale=65536.0,
+        ...     compute_dtype=mx.float16,
+        ... )
+        >>> report.cause, report.layer
+        ('gradients', 'layers.1')
+    """
+    scale = scale_of(scale)
+    if not tree_flatten(model.trainable_parameters()):
+        raise ValueError("The model has no trainable parameters: unfreeze some.")
+    with probed(model) as probes:
+        loss, grads = _differentiate(
+            model, probes.ends_with(loss_fn), batch, scale, compute_dtype
+        )
+        probes.read()
+    loss, leaves = loss.item(), nonfinite(grads)
+    sound = math.isfinite(loss)
+
+    def report(cause: str, place: _Place, leaves: list[NonFinite]) -> OverflowReport:
+        return OverflowReport(cause, *place, loss, scale, leaves)
+
+    if sound and not leaves:
+        return report("nothing", _NOWHERE, [])
+    # A mask of -inf is no fault.
+    found = [r for r in nonfinite(_arrays(batch)) if r.nan or r.positive_inf]
+    if found:
+        return report("batch", _NOWHERE, found)
+    found = nonfinite(_as_computed(model, compute_dtype))
+    if found:
+        return report("parameters", (found[0].path.rpartition(".")[0], ""), found)
+    place = _first_forward(probes, sound)
+    if place:
+        return report("forward", place, leaves)
+    if not sound:
+        return report("loss", _NOWHERE, leaves)
+    place = _first_backward(probes, leaves)
+    with unchanged(model):
+        smaller = max(scale * _SMALLER, SMALLEST_SCALE)
+        _, grads = _differentiate(model, loss_fn, batch, smaller, compute_dtype)
+        scaling_helps = all_finite(grads).item()
+    return report("gradients" if scaling_helps else "derivative", place, leaves)
+
+
+def _differentiate(
+    model: nn.Module,
+    loss_fn: Callable,
+    batch: tuple,
+    scale: float,
+    compute_dtype: mx.Dtype | None,
+) -> tuple[mx.array, Any]:
+    scaled = precision.with_scaled_gradient(loss_fn, lambda: mx.array(scale))
+    if compute_dtype is None:
+        function = nn.value_and_grad(model, scaled)
+    else:
+        function = precision.value_and_grad(model, scaled, compute_dtype)
+    outputs, grads = function(*batch)
+    return outputs[0] if isinstance(outputs, tuple) else outputs, grads
+
+
+def _arrays(batch: tuple) -> list[mx.array]:
+    leaves = tree_flatten(batch, is_leaf=lambda x: isinstance(x, nn.Module))
+    return [x for _, x in leaves if isinstance(x, mx.array)]
+
+
+def _as_computed(model: nn.Module, compute_dtype: mx.Dtype | None) -> Any:
+    """Return the parameters as the forward pass has them."""
+
+    def cast(x: mx.array) -> mx.array:
+        floating = mx.issubdtype(x.dtype, mx.floating)
+        return x.astype(compute_dtype) if compute_dtype and floating else x
+
+    trainable = tree_flatten(model.trainable_parameters(), destination={})
+    every = tree_flatten(model.parameters(), destination={})
+    return every | {path: cast(x) for path, x in trainable.items()}
+
+
+def _first_forward(probes: Probes, loss_is_finite: bool) -> _Place | None:
+    for event in probes.forward:
+        nan, positive, _ = event.counts
+        # If the loss is finite, only what has a gradient can have spoilt one; and
+        # -inf without a gradient is a mask.
+        at_fault = event.differentiated or (not loss_is_finite and (nan or positive))
+        if any(event.counts) and at_fault:
+            if event.side == "output":
+                return event.path, f"First in the output of {_name(event)}: {event}."
+            return event.caller, (
+                f"First in what {_caller(event)} hands to {_name(event)}: {event}."
+            )
+    return None
+
+
+def _first_backward(probes: Probes, leaves: list[NonFinite]) -> _Place:
+    # A weight's gradient is ready after the gradient of its layer's output.
+    ready: dict[str, int] = {}
+    bad = len(probes.backward)
+    for i, event in enumerate(probes.backward):
+        if event.side == "output":
+            ready.setdefault(event.path, i)
+        if any(event.counts):
+            bad = i
+            break
+    of_layers = [(r.path.rpartition(".")[0], r) for r in leaves]
+    done = [(ready[path], path, r) for path, r in of_layers if path in ready]
+    done = [item for item in done if item[0] < bad]
+    if done:
+        _, path, record = min(done, key=lambda item: item[0])
+        return path, f"First in the gradient of the parameter {record.path}."
+    if bad == len(probes.backward):
+        record = leaves[0]
+        path = record.path.rpartition(".")[0]
+        return path, f"First in the gradient of the parameter {record.path}."
+    event = probes.backward[bad]
+    if event.side == "input":
+        return event.path, (
+            f"First in the gradient that {_name(event)} hands back: {event}."
+        )
+    return event.caller, (
+        f"First in the gradient that {_caller(event)} hands back to {_name(event)}: "
+        f"{event}."
+    )
+
+
+def _name(event: Event) -> str:
+    return event.path or "the model"
+
+
+def _caller(event: Event) -> str:
+    if event.caller is None:
+        return "the loss function"
+    return event.caller or "the model"

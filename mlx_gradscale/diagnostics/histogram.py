@@ -1,0 +1,244 @@
+"""Where gradients lie between underflow and overflow, by powers of two."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..finite import arrays, is_floating
+from .reading import percent, power, scale_of
+from .tables import align
+
+# float16: the smallest power of two that does not round to zero (2**-24 is the
+# smallest number, and all above half of it round up), the smallest with all 11
+# bits, and the largest.
+ROUNDS_UP, NORMAL, LARGEST = -25, -14, 15
+# The powers of float32, subnormals included; one more, which a number just below
+# 2**128 rounds to in 11 bits. Bins: zero, the powers, inf, NaN.
+LOWEST, HIGHEST = -149, 128
+_INF = HIGHEST - LOWEST + 2
+_BINS = _INF + 2
+# The bits of a magnitude: as which integer, how many of mantissa, and the power
+# of the smallest subnormal.
+_LAYOUTS = {
+    mx.float16: (mx.uint16, 10, -24),
+    mx.bfloat16: (mx.uint16, 7, -133),
+    mx.float32: (mx.uint32, 23, -149),
+}
+# Gradients fill some twenty bins: adding to 64 copies of each keeps a GPU's
+# atomic additions apart, for a sixth more time on a CPU.
+_LANES = 64
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What becomes of gradients in float16 at one loss scale, in shares of all.
+
+    Attributes:
+        zero: were zero before.
+        underflow: round to zero.
+        subnormal: stay, with fewer than float16's 11 bits.
+        normal: stay.
+        overflow: become infinite.
+        nonfinite: were inf or NaN before.
+    """
+
+    zero: float
+    underflow: float
+    subnormal: float
+    normal: float
+    overflow: float
+    nonfinite: float
+
+
+@dataclass(frozen=True, eq=False)
+class GradientHistogram:
+    """Counts by power of two: what :func:`gradient_histogram` returns.
+
+    Attributes:
+        bins: counts of zero, of the powers of two from -149, of inf and of NaN,
+            of the values as they were given.
+        scale: what the given values were scaled by.
+        leaves: path -> the histogram of this leaf alone.
+    """
+
+    bins: np.ndarray
+    scale: float
+    leaves: dict[str, "GradientHistogram"] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many values were counted."""
+        return int(self.bins.sum())
+
+    @property
+    def nonfinite(self) -> int:
+        """How many of them were inf or NaN."""
+        return int(self.bins[_INF:].sum())
+
+    def by_power(self, scale: float = 1.0) -> dict[int, int]:
+        """Return {p: count of magnitudes from 2**p to 2**(p + 1)} at a scale.
+
+        Magnitudes are rounded to float16's 11 bits first, so that whatever
+        overflows is counted from 2**16 on.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_gradscale.diagnostics import gradient_histogram
+            >>> gradient_histogram({"w": mx.array([1.0, 1.5, -8.0, 0.0])}).by_power()
+            {0: 2, 3: 1}
+        """
+        shift = round(math.log2(scale / self.scale))
+        powers = self.bins[1:_INF]
+        found = np.flatnonzero(powers)
+        return {int(i) + LOWEST + shift: int(powers[i]) for i in found}
+
+    def at(self, scale: float) -> Shares:
+        """Return what becomes of these gradients in float16 at a loss scale.
+
+        Args:
+            scale (float): The loss scale, taken at the nearest power of two.
+        """
+        size = max(self.size, 1)
+        counts = dict.fromkeys(("underflow", "subnormal", "normal", "overflow"), 0)
+        for p, count in self.by_power(scale).items():
+            counts[_kind(p)] += count
+        return Shares(
+            zero=int(self.bins[0]) / size,
+            nonfinite=self.nonfinite / size,
+            **{kind: count / size for kind, count in counts.items()},
+        )
+
+    @property
+    def unscaled(self) -> Shares:
+        """What would become of them in float16 without loss scaling."""
+        return self.at(1.0)
+
+    @property
+    def scaled(self) -> Shares:
+        """What becomes of them in float16 at :attr:`scale`."""
+        return self.at(self.scale)
+
+    @property
+    def best_scale(self) -> float | None:
+        """The power of two that loses least, or None if nothing tells.
+
+        That is: nothing overflows, as one overflow costs the whole step; then the
+        fewest underflow; then the fewest are subnormal. Of scales that are equal
+        in this it is the one in the middle. Where values are not finite already,
+        it is smaller than :attr:`scale`.
+        """
+        powers = self.by_power()
+        if not powers:
+            return None
+        top = LARGEST - max(powers)
+        if self.nonfinite:
+            top = min(top, round(math.log2(self.scale)) - 1)
+        top = max(min(top, 127), -126)
+
+        def lost(p: int) -> tuple[float, float]:
+            shares = self.at(2.0**p)
+            return shares.underflow, shares.subnormal
+
+        bottom, least = top, lost(top)
+        while bottom > -126 and lost(bottom - 1) == least:
+            bottom -= 1
+        return 2.0 ** ((bottom + top) // 2)
+
+    def __str__(self) -> str:
+        names = ("zero", "underflow", "subnormal", "normal", "overflow", "nonfinite")
+        scales = {"without scaling": 1.0}
+        if self.scale != 1.0:
+            scales[f"at scale {power(self.scale)}"] = self.scale
+        if self.best_scale is not None:
+            scales[f"at the best, {power(self.best_scale)}"] = self.best_scale
+        rows = [(f"{self.size} values in float16", *names)]
+        for name, scale in scales.items():
+            shares = self.at(scale)
+            rows.append((name, *(percent(getattr(shares, n)) for n in names)))
+        return align(rows)
+
+
+def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
+    """Count gradients by power of two, over all leaves and per leaf.
+
+    The counting is one pass over the gradients on the device; only the counts are
+    read from it. Call it now and then, not on every step.
+
+    Gradients that went through float16 have lost already what they lose: what
+    underflowed is counted as zero. To see it all, take the gradients of one batch
+    in float32.
+
+    Args:
+        grads (Any): A tree of arrays; leaves that are not floating are left out.
+        scale (float, GradScaler or LossScaleOptimizer): What the gradients are
+            scaled by. Default: ``1.0``, for true gradients.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale.diagnostics import gradient_histogram
+        >>> grads = {"w": mx.array([0.0, 2.0**-30, 2.0**-20, 1.0])}
+        >>> histogram = gradient_histogram(grads)
+        >>> histogram.unscaled.underflow, histogram.at(2.0**15).underflow
+        (0.25, 0.0)
+        >>> histogram.best_scale
+        1024.0
+    """
+    scale = scale_of(scale)
+    arrays(grads)
+    leaves = [(path, x) for path, x in tree_flatten(grads) if is_floating(x) and x.size]
+    if not leaves:
+        return GradientHistogram(np.zeros(_BINS, np.int64), scale)
+    table = np.array(_count([x for _, x in leaves])).astype(np.int64)
+    parts = {
+        path: GradientHistogram(row, scale)
+        for (path, _), row in zip(leaves, table, strict=True)
+    }
+    return GradientHistogram(table.sum(axis=0), scale, parts)
+
+
+def _kind(p: int) -> str:
+    if p < ROUNDS_UP:
+        return "underflow"
+    if p < NORMAL:
+        return "subnormal"
+    return "normal" if p <= LARGEST else "overflow"
+
+
+@mx.compile
+def _count(leaves: list[mx.array]) -> mx.array:
+    return mx.stack([_count_leaf(x) for x in leaves])
+
+
+def _count_leaf(x: mx.array) -> mx.array:
+    if x.dtype == mx.complex64:
+        x = x.reshape(-1).view(mx.float32)
+    if x.dtype not in _LAYOUTS:
+        x = x.astype(mx.float32)
+    x = mx.atleast_1d(x)
+    lanes = mx.arange(x.shape[-1], dtype=mx.uint32) & (_LANES - 1)
+    bins = mx.zeros((_LANES * _BINS,), mx.int32)
+    bins = bins.at[_bin(x) + lanes * _BINS].add(mx.array(1, mx.int32))
+    return bins.reshape(_LANES, _BINS).sum(axis=0)
+
+
+def _bin(x: mx.array) -> mx.array:
+    # All on integers: no flushing of subnormals on the way can hide them.
+    dtype, mantissa, smallest = _LAYOUTS[x.dtype]
+    sign = 8 * x.dtype.size - 1
+    bits = x.view(dtype).astype(mx.uint32) & ((1 << sign) - 1)
+    # A number is rounded to float16's 10 bits of mantissa by adding half of the
+    # last of them: 65520 and more become 2**16, which is where float16 overflows.
+    half = 1 << (mantissa - 11) if mantissa > 10 else 0
+    normal = ((bits + half) >> mantissa) + (smallest + mantissa - LOWEST)
+    # The mantissa of a subnormal is its value in units of the smallest; as a
+    # float32 of its own it is normal and shows its power in the exponent.
+    own = (bits.astype(mx.float32).view(mx.uint32) + half) >> 23
+    subnormal = own - (127 - (smallest - LOWEST) - 1)
+    index = mx.where(bits < (1 << mantissa), subnormal, normal)
+    infinite = ((1 << (sign - mantissa)) - 1) << mantissa
+    index = mx.where(bits >= infinite, _INF + (bits > infinite), index)
+    return mx.where(bits == 0, 0, index)

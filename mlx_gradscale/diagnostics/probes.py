@@ -1,0 +1,221 @@
+"""Watch every layer of a model, forward and backward, and put all back after."""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+
+# Modules are called by these; a tied embedding is also the output layer.
+_METHODS = ("__call__", "as_linear")
+
+
+@dataclass
+class Event:
+    """An array that entered or left a layer, or its gradient.
+
+    Attributes:
+        path: the layer's; "" is the whole model.
+        caller: the path of the layer that called it; None for the loss function.
+        side: "input" or "output".
+        dtype: of the array.
+        size: of the array.
+        counts: of NaN, +inf and -inf; lazily until :meth:`Probes.read`.
+        differentiated: whether a gradient came back through it.
+    """
+
+    path: str
+    caller: str | None
+    side: str
+    dtype: mx.Dtype
+    size: int
+    counts: Any
+    differentiated: bool = False
+
+    def __str__(self) -> str:
+        counts = zip(("NaN", "+inf", "-inf"), self.counts, strict=True)
+        found = ", ".join(f"{n} {name}" for name, n in counts if n)
+        return f"{found} of {self.size}, {str(self.dtype).rpartition('.')[2]}"
+
+
+@dataclass
+class Probes:
+    """What happened in one forward and backward pass, in the order it did."""
+
+    paths: list[str]
+    forward: list[Event] = field(default_factory=list)
+    backward: list[Event] = field(default_factory=list)
+    forward_done: bool = False
+    _running: list[str] = field(default_factory=list)
+
+    def call(self, path: str, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Call a layer's function with probes on what goes in and comes out."""
+        caller = self._caller(path)
+        args, kwargs = self._tap((args, kwargs), path, caller, "input")
+        self._running.append(path)
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            self._running.pop()
+        return self._tap(outputs, path, caller, "output")
+
+    def ends_with(self, loss_fn: Callable) -> Callable:
+        """Wrap the loss function: where it returns, the forward pass is done."""
+
+        @wraps(loss_fn)
+        def watched(*args, **kwargs):
+            outputs = loss_fn(*args, **kwargs)
+            self.forward_done = True
+            return outputs
+
+        return watched
+
+    def read(self) -> None:
+        """Read the counts of all events from the device, at once."""
+        events = self.forward + self.backward
+        if events:
+            table = np.array(mx.stack([event.counts for event in events]))
+            for event, row in zip(events, table.tolist(), strict=True):
+                event.counts = row
+
+    def _caller(self, path: str) -> str | None:
+        if self._running:
+            return self._running[-1]
+        if self.forward_done and path:
+            # A checkpointed layer runs again in the backward pass, where nothing
+            # shows who called it: take the module that it is in.
+            above = [p for p in self.paths if not p or path.startswith(f"{p}.")]
+            return max(above, key=len)
+        return None
+
+    def _tap(self, tree: Any, path: str, caller: str | None, side: str) -> Any:
+        def tap(x: Any) -> Any:
+            if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating):
+                return x
+            event = Event(path, caller, side, x.dtype, x.size, _count(x))
+            if not self.forward_done:
+                self.forward.append(event)
+            return self._watch_gradient(x, event)
+
+        return tree_map(tap, tree, is_leaf=_is_leaf)
+
+    def _watch_gradient(self, x: mx.array, event: Event) -> mx.array:
+        @mx.custom_function
+        def identity(x):
+            return x
+
+        @identity.vjp
+        def identity_vjp(_, cotangent, __):
+            event.differentiated = True
+            counts = _count(cotangent)
+            self.backward.append(replace(event, dtype=cotangent.dtype, counts=counts))
+            return cotangent
+
+        return identity(x)
+
+
+@contextlib.contextmanager
+def probed(model: nn.Module) -> Iterator[Probes]:
+    """Watch the layers of ``model``, which comes out as it was."""
+    # A call is looked up on the type, so each layer gets a class of its own for
+    # the while. Shared layers go by their first name.
+    layers: dict[int, tuple[str, nn.Module]] = {}
+    for path, layer in sorted(model.named_modules(), key=lambda item: item[0]):
+        layers.setdefault(id(layer), (path, layer))
+    probes = Probes([path for path, _ in layers.values()])
+    with unchanged(model):
+        for path, layer in layers.values():
+            object.__setattr__(layer, "__class__", _watched(type(layer), path, probes))
+        yield probes
+
+
+def _watched(cls: type, path: str, probes: Probes) -> type:
+    def watch(function: Callable) -> Callable:
+        def method(self, *args, **kwargs):
+            def bound(*args, **kwargs):
+                return function(self, *args, **kwargs)
+
+            return probes.call(path, bound, args, kwargs)
+
+        return method
+
+    body = {name: watch(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Undo whatever happens to a model, the random state and compilation."""
+    containers = list(_containers(model))
+    contents = [_copy(x) for x in containers]
+    attributes = [
+        (x, type(x), dict(vars(x))) for x in containers if isinstance(x, nn.Module)
+    ]
+    high, low = mx.random.state[0].tolist()
+    compiles = _compiles()
+    # Inside a compiled function a layer's values cannot be seen.
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        if compiles:
+            mx.enable_compile()
+        # A key is its seed in two halves.
+        mx.random.seed(high << 32 | low)
+        for container, content in zip(containers, contents, strict=True):
+            if isinstance(container, dict):
+                dict.clear(container)
+                dict.update(container, content)
+            else:
+                container[:] = content
+        for module, cls, own in attributes:
+            object.__setattr__(module, "__class__", cls)
+            vars(module).clear()
+            vars(module).update(own)
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _containers(tree: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Yield every dict, module and list in a tree, once."""
+    seen = set() if seen is None else seen
+    if not isinstance(tree, (dict, list, tuple)) or id(tree) in seen:
+        return
+    seen.add(id(tree))
+    if not isinstance(tree, tuple):
+        yield tree
+    for value in tree.values() if isinstance(tree, dict) else tree:
+        yield from _containers(value, seen)
+
+
+def _compiles() -> bool:
+    """Tell whether ``mx.compile`` is on, which MLX does not say."""
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        return x + 1
+
+    compiled = mx.compile(function)
+    for _ in range(2):
+        compiled(mx.array(0))
+    return len(calls) == 1
+
+
+def _count(x: mx.array) -> mx.array:
+    """Count NaN, +inf and -inf, lazily."""
+    return mx.stack([mx.sum(f(x)) for f in (mx.isnan, mx.isposinf, mx.isneginf)])
+
+
+def _is_leaf(x: Any) -> bool:
+    # A module or a cache among the arguments stays itself: tree_map would rebuild
+    # it as a plain dict or list.
+    return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")
