@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         convert(arguments)
-    except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
+    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError) as error:
         text = " ".join(str(error).split()) or type(error).__name__
         print(f"error: {text}", file=sys.stderr)
         return 1

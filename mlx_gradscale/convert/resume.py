@@ -12,6 +12,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from .. import torch_optimizers
+from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from .folder import TRAINING, read_run, write_run
 from .whole import Run, plan_of
@@ -22,7 +23,8 @@ class Resumed:
     """What goes on training.
 
     Attributes:
-        optimizer: built with PyTorch's settings, its state filled; or None.
+        optimizer: built with PyTorch's settings, its state filled; or None. With
+            ``loss_scaling`` it is a ``LossScaleOptimizer`` around that.
         scaler: filled; or None.
         record: the run's, with PyTorch's own ``record["checkpoint"]`` (epoch and so
             on).
@@ -33,12 +35,22 @@ class Resumed:
     record: dict[str, Any]
 
 
-def load_run(folder: str | os.PathLike, model: nn.Module) -> Resumed:
+def load_run(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    *,
+    loss_scaling: bool = False,
+    max_grad_norm: float | None = None,
+) -> Resumed:
     """Puts a converted run into an MLX model, and makes its optimizer and scaler.
 
     Args:
         folder: written by the command or by :func:`save_run`.
         model: gets the weights; every name and shape must fit.
+        loss_scaling: wrap the optimizer in a ``LossScaleOptimizer``. The weights
+            are then cast to the model's own dtypes, and its masters are the
+            uncast ones: ``model.set_dtype(mx.float16)`` first.
+        max_grad_norm: for the ``LossScaleOptimizer``.
 
     Returns:
         Resumed: the optimizer computes what PyTorch's computed (bias correction
@@ -67,8 +79,20 @@ def load_run(folder: str | os.PathLike, model: nn.Module) -> Resumed:
         optimizer = build_optimizer(run.record)
         optimizer.init(model.trainable_parameters())
         load_optimizer_state(optimizer, run.optimizer)
-    if run.weights is not None:
-        model.load_weights(list(run.weights.items()), strict=True)
+    elif loss_scaling:
+        raise ValueError(f"{folder} has no optimizer state to scale the loss for.")
+    weights = run.weights or {}
+    if loss_scaling:
+        dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
+        cast = {name: _cast(x, dtypes.get(name)) for name, x in weights.items()}
+        optimizer = LossScaleOptimizer(optimizer, scaler, max_grad_norm=max_grad_norm)
+        optimizer.init(model.trainable_parameters())
+        model.load_weights(list(cast.items()), strict=True)
+        masters = optimizer.state["masters"]
+        masters.update({name: weights[name].astype(mx.float32) for name in masters})
+        scaler = optimizer.scaler
+    elif weights:
+        model.load_weights(list(weights.items()), strict=True)
     # Arrays of a file are read when used: now, before the file can change.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
     return Resumed(optimizer, scaler, run.record)
@@ -86,7 +110,8 @@ def save_run(
     Args:
         folder: is replaced.
         model: its parameters are saved.
-        optimizer: its state and settings are saved.
+        optimizer: its state and settings are saved; of a ``LossScaleOptimizer`` the
+            inner one's, its scaler's, and its masters in the place of the weights.
         scaler: its state is saved.
         record: from :func:`load_run`; by default that of the folder, if it is there.
     """
@@ -94,6 +119,10 @@ def save_run(
     if record is None and (folder / TRAINING).exists():
         record = read_run(folder).record
     run = Run(weights=dict(tree_flatten(model.parameters())), record=dict(record or {}))
+    if isinstance(optimizer, LossScaleOptimizer):
+        run.weights |= optimizer.state["masters"]
+        scaler = optimizer.scaler if scaler is None else scaler
+        optimizer = optimizer.optimizer
     if optimizer is not None:
         run.optimizer = dict(tree_flatten(optimizer.state))
         run.record["used"] = optimizer_settings(optimizer)
@@ -101,6 +130,12 @@ def save_run(
         run.scaler = scaler.state_dict()
     mx.eval(run.weights, run.optimizer or {})
     write_run(folder, run, overwrite=True)
+
+
+def _cast(array: mx.array, dtype: mx.Dtype | None) -> mx.array:
+    # A Dtype cannot be compared with None.
+    floating = mx.issubdtype(array.dtype, mx.floating)
+    return array.astype(dtype) if floating and isinstance(dtype, mx.Dtype) else array
 
 
 def build_optimizer(record: Mapping[str, Any]) -> optim.Optimizer:
