@@ -41,7 +41,7 @@ from mlx_gradscale.convert import (
 )
 from mlx_gradscale.convert.jsonable import decode, encode
 from mlx_gradscale.convert.order import OrderError, parameter_names
-from mlx_gradscale.convert.parts import PartsError, find_parts
+from mlx_gradscale.convert.parts import PartsError, Unordered, find_parts
 from mlx_gradscale.layouts import make_plan
 
 GOLDEN = Path(__file__).parent / "golden_convert"
@@ -567,6 +567,17 @@ def test_doubt_is_an_error_that_says_how():
     state, _ = adam_state([["a", "b", "c"]], named(a=(3,), b=(4,), c=(3,)))
     with pytest.raises(OrderError, match="No order"):
         parameter_names(state, tensors, plan)
+
+
+def test_a_safetensors_file_does_not_tell_the_order():
+    tensors = Unordered(named(a=(3,), b=(3, 2), c=(4,)))
+    state, want = adam_state([["b", "c", "a"]], tensors)
+    assert parameter_names(state, tensors, make_plan(tensors))[0] == want
+    tensors = Unordered(named(a=(3,), b=(3,)))
+    state, want = adam_state([["b", "a"]], tensors)
+    with pytest.raises(OrderError, match=r"safetensors.*--names"):
+        parameter_names(state, tensors, make_plan(tensors))
+    assert parameter_names(state, tensors, make_plan(tensors), ["b", "a"])[0] == want
 
 
 def test_named_parameters_of_pytorch_are_used(tmp_path):

@@ -19,6 +19,9 @@ from .folder import read_run, read_torch, write_run, write_torch
 from .text import dtype, evaluate, shape, table
 from .whole import Options, Run, from_torch, plan_of, to_torch
 
+# RuntimeError is what MLX raises where a file cannot be read or written.
+_EXPECTED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         convert(arguments)
-    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError) as error:
+    except _EXPECTED as error:
         text = " ".join(str(error).split()) or type(error).__name__
         print(f"error: {text}", file=sys.stderr)
         return 1

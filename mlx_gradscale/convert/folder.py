@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from .. import files, torch_checkpoint
 from .jsonable import decode, encode
+from .parts import Unordered
 from .whole import Run
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -191,7 +192,7 @@ def _tensors(path: Path) -> dict[str, mx.array] | None:
 
 def _read_torch_file(path: Path, float64: mx.Dtype | None) -> Any:
     if path.suffix == ".safetensors":
-        return _tensors(path)
+        return Unordered(sorted(_tensors(path).items()))
     return torch_checkpoint.load(path, float64=float64)
 
 

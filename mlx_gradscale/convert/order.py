@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..layouts import Plan
+from .parts import Unordered
 
 _BUFFERS = ("running_mean", "running_var")
 # Ways to place the names that are followed at once; beyond it, it is a guess.
@@ -57,6 +58,8 @@ def parameter_names(
     elif all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
         given = [name for group in groups for name in group["param_names"]]
         source = "param_names"
+    elif isinstance(tensors, Unordered):
+        return _matched(state_dict, tensors, plan), "their shapes alone"
     else:
         return _placed(state_dict, tensors, plan), "the model's order, by shape"
     if len(given) != len(indices):
@@ -75,6 +78,31 @@ def parameter_names(
     return found, source
 
 
+def _matched(
+    state_dict: Mapping[str, Any], tensors: Mapping[str, mx.array], plan: Plan
+) -> dict[int, str]:
+    """Names by shape alone, where each shape comes once."""
+    indices = [
+        index for group in state_dict["param_groups"] for index in group["params"]
+    ]
+    names: dict[Any, list[str]] = {}
+    for name in _candidates(plan):
+        names.setdefault(tensors[name].shape, []).append(name)
+    shapes = [_shape(state_dict["state"].get(index, {})) for index in indices]
+    doubtful = any(len(names.get(shape, ())) != 1 for shape in shapes)
+    if doubtful or len(set(shapes)) != len(shapes):
+        raise OrderError(
+            "The model was read from a safetensors file, which does not keep the order "
+            f"of its tensors, and their shapes do not tell them apart. {_HOW}"
+        )
+    found = zip(indices, shapes, strict=True)
+    return {index: names[shape][0] for index, shape in found}
+
+
+def _candidates(plan: Plan) -> list[str]:
+    return [name for name in plan.entries if name.rsplit(".", 1)[-1] not in _BUFFERS]
+
+
 def _placed(
     state_dict: Mapping[str, Any], tensors: Mapping[str, mx.array], plan: Plan
 ) -> dict[int, str]:
@@ -85,7 +113,7 @@ def _placed(
         for group in groups
         for index in group
     }
-    names = [n for n in plan.entries if n.rsplit(".", 1)[-1] not in _BUFFERS]
+    names = _candidates(plan)
     may_skip = len(names) > len(shapes)
     # A placing is how many of each group are dealt; it maps to the number of ways
     # there (2 stands for many) and one of them, as linked (index, name) pairs.

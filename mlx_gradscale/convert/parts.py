@@ -29,6 +29,10 @@ class PartsError(ValueError):
     """A checkpoint in which the parts cannot be told."""
 
 
+class Unordered(dict):
+    """A state dict from a file that does not keep the model's order (safetensors)."""
+
+
 class Part(str):
     """The place in a checkpoint where a part was cut out; its value is its name."""
 

@@ -108,7 +108,7 @@ def from_torch(
         run.optimizer = converted.flat
         run.record["optimizer"] = converted.record
         run.notes += converted.notes
-        if len(state["param_groups"]) > 1 and source.startswith("the model"):
+        if len(state["param_groups"]) > 1 and "shape" in source:
             run.notes.append(f"The optimizer's parameters were named by {source}.")
     if "scaler" in parts:
         _take_scaler(run, get(checkpoint, parts["scaler"]), options.scaler_format)
