@@ -53,11 +53,11 @@ class PickleWriter:
         save = _SAVERS.get(type(value))
         if save is None:
             raise self._fail(_refusal(value))
+        if id(value) in self._open:
+            raise self._fail("contains itself, which cannot be saved.")
         if id(value) in self._memo:
             self._get(self._memo[id(value)][0])
         elif type(value) in _NESTING:
-            if id(value) in self._open:
-                raise self._fail("contains itself, which cannot be saved.")
             if len(self._open) >= DEFAULT_LIMITS.depth:
                 raise self._fail(f"is nested over {DEFAULT_LIMITS.depth} deep.")
             self._open.add(id(value))

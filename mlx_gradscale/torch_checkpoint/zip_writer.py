@@ -48,24 +48,23 @@ class ZipWriter:
     ) -> None:
         self._thread.shutdown()
         if kind is None:
-            self._finish()
+            start = self._at
+            self._write(self._directory)
+            self._write(end_records(start, len(self._directory), self._count))
 
     def add(self, name: str, size: int, chunks: Iterable[memoryview | bytes]) -> None:
         """Write a record of ``size`` bytes that come in ``chunks``."""
         start = self._at
         path = f"{self._folder}/{name}".encode()
-        self._write(_local_header(path, size, start))
+        self._write(local_header(path, size, start))
         checksum = written = 0
         for chunk in chunks:
             checksum = self._write_summed(chunk, checksum)
             written += len(chunk)
         if written != size:
             raise ValueError(f"{name} has {written} bytes where {size} were announced.")
-        if size:
-            wide = size >= _MAX32 or start >= _MAX32
-            sizes = struct.pack("<2Q" if wide else "<2L", size, size)
-            self._write(b"PK\x07\x08" + struct.pack("<L", checksum) + sizes)
-        self._directory += _entry(path, size, start, checksum)
+        self._write(sizes_after(size, start, checksum))
+        self._directory += directory_entry(path, size, start, checksum)
         self._count += 1
         self.checksums[name] = checksum
 
@@ -78,21 +77,6 @@ class ZipWriter:
         self._write(chunk)
         return pending.result()
 
-    def _finish(self) -> None:
-        start, size, count = self._at, len(self._directory), self._count
-        self._write(self._directory)
-        end = self._at
-        self._write(
-            b"PK\x06\x06"
-            + struct.pack("<Q2H2L", 44, 0x031E, 45, 0, 0)
-            + struct.pack("<4Q", count, count, size, start)
-            + b"PK\x06\x07"
-            + struct.pack("<LQL", 0, end, 1)
-            + b"PK\x05\x06"
-            + struct.pack("<4H", 0, 0, min(count, _MAX16), min(count, _MAX16))
-            + struct.pack("<2LH", min(size, _MAX32), min(start, _MAX32), 0)
-        )
-
     def _write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
         self._at += view.nbytes
@@ -102,35 +86,30 @@ class ZipWriter:
             view = view[view.nbytes if done is None else done :]
 
 
-def _flags(size: int) -> int:
-    # PyTorch writes no sizes after a record that is empty.
-    return _UTF8 | _SIZES_FOLLOW if size else _UTF8
-
-
-def _local_header(path: bytes, size: int, start: int) -> bytes:
-    wide = b""
-    if size >= _MAX32:
-        wide += struct.pack("<2Q", size, 0)
-    if start >= _MAX32:
-        wide += struct.pack("<Q", start)
-    if wide:
-        wide = struct.pack("<2H", 1, len(wide)) + wide
+def local_header(path: bytes, size: int, start: int) -> bytes:
+    """What precedes a record that begins at ``start``; zip64 if it has to be."""
+    wide = _wide_field(size, 0, start)
     gap = -(start + 30 + len(path) + len(wide) + 4) % ALIGNMENT
     extra = wide + b"FB" + struct.pack("<H", gap) + b"Z" * gap
-    fixed = struct.pack("<5H3L", 0, _flags(size), 0, 0, 0, 0, 0, 0)
     return (
-        b"PK\x03\x04" + fixed + struct.pack("<2H", len(path), len(extra)) + path + extra
+        b"PK\x03\x04"
+        + struct.pack("<5H3L", 0, _flags(size), 0, 0, 0, 0, 0, 0)
+        + struct.pack("<2H", len(path), len(extra))
+        + path
+        + extra
     )
 
 
-def _entry(path: bytes, size: int, start: int, checksum: int) -> bytes:
-    wide = b""
-    if size >= _MAX32:
-        wide += struct.pack("<2Q", size, size)
-    if start >= _MAX32:
-        wide += struct.pack("<Q", start)
-    if wide:
-        wide = struct.pack("<2H", 1, len(wide)) + wide
+def sizes_after(size: int, start: int, checksum: int) -> bytes:
+    """What follows a record; PyTorch writes nothing after an empty one."""
+    if not size:
+        return b""
+    form = "<2Q" if size >= _MAX32 or start >= _MAX32 else "<2L"
+    return b"PK\x07\x08" + struct.pack("<L", checksum) + struct.pack(form, size, size)
+
+
+def directory_entry(path: bytes, size: int, start: int, checksum: int) -> bytes:
+    wide = _wide_field(size, size, start)
     shown = min(size, _MAX32)
     return (
         b"PK\x01\x02"
@@ -139,3 +118,31 @@ def _entry(path: bytes, size: int, start: int, checksum: int) -> bytes:
         + path
         + wide
     )
+
+
+def end_records(start: int, size: int, count: int) -> bytes:
+    """The end of the file, for a directory at ``start``; always in both forms."""
+    return (
+        b"PK\x06\x06"
+        + struct.pack("<Q2H2L", 44, 0x031E, 45, 0, 0)
+        + struct.pack("<4Q", count, count, size, start)
+        + b"PK\x06\x07"
+        + struct.pack("<LQL", 0, start + size, 1)
+        + b"PK\x05\x06"
+        + struct.pack("<4H", 0, 0, min(count, _MAX16), min(count, _MAX16))
+        + struct.pack("<2LH", min(size, _MAX32), min(start, _MAX32), 0)
+    )
+
+
+def _flags(size: int) -> int:
+    return _UTF8 | _SIZES_FOLLOW if size else _UTF8
+
+
+def _wide_field(size: int, packed: int, start: int) -> bytes:
+    """The zip64 field for what does not fit in 32 bits."""
+    wide = b""
+    if size >= _MAX32:
+        wide += struct.pack("<2Q", size, packed)
+    if start >= _MAX32:
+        wide += struct.pack("<Q", start)
+    return struct.pack("<2H", 1, len(wide)) + wide if wide else b""

@@ -10,8 +10,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_gradscale import torch_checkpoint
-
 GOLDEN = Path(__file__).parent.parent / "golden"
 CONTENTS = runpy.run_path(str(GOLDEN / "make_golden.py"))
 
@@ -56,6 +54,9 @@ def assert_equals_torch(actual: Any, expected: Any, where: str = "obj") -> None:
         assert len(actual) == len(expected), where
         for i, item in enumerate(expected):
             assert_equals_torch(actual[i], item, f"{where}[{i}]")
+    elif isinstance(expected, set):
+        assert type(actual) is set, where
+        assert actual == expected, where
     else:
         assert type(actual) is type(expected), where
         assert repr(actual) == repr(expected), where  # tells -0.0 and nan too
@@ -137,5 +138,3 @@ def tensor(
         + name("collections", "OrderedDict")
         + b")RtR"
     )
-
-

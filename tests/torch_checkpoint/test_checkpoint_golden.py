@@ -56,7 +56,11 @@ def test_training_checkpoint():
     assert run["scaler"]["_growth_tracker"] == 3
     # The same tensor under two names is one array.
     assert run["parameters"][0] is run["model"]["0.weight"]
-    assert (run["dtype"], run["device"], run["size"]) == ("torch.float16", "cpu", (2, 3))
+    assert (run["dtype"], run["device"], run["size"]) == (
+        "torch.float16",
+        "cpu",
+        (2, 3),
+    )
 
 
 @pytest.mark.parametrize(

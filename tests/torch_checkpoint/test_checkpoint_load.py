@@ -1,0 +1,308 @@
+"""Whatever ``torch.save`` writes of plain training state, ``load`` reads the same."""
+
+import gzip
+import io
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from checkpoint_helpers import (
+    assert_equals_torch,
+    assert_same_bits,
+    integer,
+    pack,
+    pickled,
+    records,
+    text,
+    torch_bytes,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.torch_checkpoint import CheckpointError
+from mlx_gradscale.torch_checkpoint.limits import DEFAULT_LIMITS
+from mlx_gradscale.torch_checkpoint.source import open_source
+from mlx_gradscale.torch_checkpoint.storages import StorageReader
+from mlx_gradscale.torch_checkpoint.zip_reader import read_zip
+
+torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+WRITERS = {
+    **{f"zip, protocol {p}": {"pickle_protocol": p} for p in (2, 3, 4, 5)},
+    **{
+        f"legacy, protocol {p}": {
+            "pickle_protocol": p,
+            "_use_new_zipfile_serialization": False,
+        }
+        for p in (2, 3, 4, 5)
+    },
+}
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+
+
+def random_tensor(numel: int, dtype, seed: int):
+    data = torch.randint(
+        0, 256, (numel * dtype.itemsize,), generator=torch.manual_seed(seed)
+    ).to(torch.uint8)
+    return data % 2 == 1 if dtype == torch.bool else data.view(dtype)
+
+
+@st.composite
+def strided_tensors(draw):
+    """Any view of a storage that PyTorch itself allows."""
+    dtype = draw(st.sampled_from(DTYPES))
+    base = random_tensor(draw(st.integers(1, 200)), dtype, draw(st.integers(0, 99)))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    strides = [draw(st.integers(0, 9)) for _ in shape]
+    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n)
+    offset = draw(st.integers(0, 20))
+    if 0 not in shape and offset + reach >= len(base):
+        offset, strides = 0, [0] * len(shape)
+    return torch.as_strided(base, shape, strides, offset)
+
+
+plain_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.binary().map(bytearray)
+    | st.complex_numbers()
+    | st.sets(st.integers(-(2**63), 2**63))
+    | st.sampled_from([torch.float16, torch.device("cuda", 1), torch.Size([2, 3])])
+    | strided_tensors(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(
+            st.text() | st.integers(-(2**63), 2**63 - 1) | st.none(), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
+@settings(deadline=None, max_examples=40)
+@given(obj=plain_values)
+def test_anything_plain_comes_back_equal(options, obj):
+    assert_equals_torch(torch_checkpoint.load(torch_bytes(obj, **options)), obj)
+
+
+def training_state():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.LSTM(2, 3)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "module parameters": dict(model.named_parameters()),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+    }
+
+
+@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
+def test_training_state(options, tmp_path):
+    state = training_state()
+    path = tmp_path / "run.pt"
+    torch.save(state, path, **options)
+    loaded = torch_checkpoint.load(path)
+    expected = {**state, "module parameters": dict(state["module parameters"])}
+    assert_equals_torch(loaded, expected)
+    # A Parameter and its entry in the state dict are one array.
+    weight = loaded["model"]["0.weight"]
+    assert loaded["module parameters"]["0.weight"] is weight
+
+
+def test_tensors_with_python_attributes_lose_only_those():
+    plain, parameter = torch.ones(2), torch.nn.Parameter(torch.zeros(2))
+    plain.note, parameter.note = "x", "y"
+    obj = {"plain": plain, "parameter": parameter, "b": torch.nn.Buffer(torch.ones(1))}
+    assert_equals_torch(torch_checkpoint.load(torch_bytes(obj)), obj)
+
+
+@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
+def test_lazy_conjugate_and_negative(options):
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    for lazy in (z.conj(), z.conj().imag, z.conj().imag.view(1, 2)):
+        assert lazy.is_conj() or lazy.is_neg()
+        assert_equals_torch(torch_checkpoint.load(torch_bytes(lazy, **options)), lazy)
+
+
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_shared_storages_are_in_memory_once(options):
+    base = torch.randn(1_000_000)
+    obj = [base, base.view(1000, 1000).T, base[::2], base[10:].view(-1, 10)] * 3
+    data = torch_bytes(obj, **options)
+    before = mx.get_active_memory()
+    loaded = torch_checkpoint.load(data)
+    assert mx.get_active_memory() - before < 1.05 * 4_000_000
+    assert loaded[0] is loaded[4]
+    assert_equals_torch(loaded, obj)
+
+
+def test_a_view_survives_a_change_of_the_other():
+    base = torch.zeros(4)
+    loaded = torch_checkpoint.load(torch_bytes({"a": base, "b": base[1:]}))
+    loaded["a"][1] = 5.0
+    assert loaded["b"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_old_zip_files_without_the_newer_records():
+    # PyTorch 1.6 to 2.0: no byteorder, no version of the format, keys that are
+    # addresses, data in any order and not aligned.
+    obj = {"a": torch.arange(3.0), "b": torch.arange(3)}
+    new = records(torch_bytes(obj))
+    pickle = (
+        new["data.pkl"].replace(text("0"), text("93826")).replace(text("1"), text("10"))
+    )
+    old = {
+        "data.pkl": pickle,
+        "data/10": new["data/1"],
+        "data/93826": new["data/0"],
+        "version": b"3\n",
+    }
+    data = pack(old, "model_final")
+    assert torch.load(io.BytesIO(data), weights_only=True)["b"].equal(obj["b"])
+    assert_equals_torch(torch_checkpoint.load(data), obj)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.complex128])
+def test_big_endian_files(dtype):
+    value = random_tensor(6, dtype, 1)
+    contents = records(torch_bytes({"x": value}))
+    part = dtype.itemsize // (2 if dtype.is_complex else 1)
+    swapped = np.frombuffer(contents["data/0"], f"u{part}").byteswap().tobytes()
+    data = pack({**contents, "byteorder": b"big", "data/0": swapped})
+    # PyTorch 2.13 itself does not swap these three, whose storage is untyped.
+    if dtype not in (torch.uint16, torch.uint32, torch.uint64):
+        read = torch.load(io.BytesIO(data), weights_only=True)["x"]
+        assert read.view(torch.uint8).equal(value.view(torch.uint8))
+    if dtype == torch.float64:
+        kept = torch_checkpoint.load(data, float64=mx.float64)["x"]
+        assert_same_bits(kept, value.numpy())
+    if dtype in (torch.float64, torch.complex128):
+        value = value.to(torch.float32 if dtype == torch.float64 else torch.complex64)
+        assert_same_bits(
+            torch_checkpoint.load(data, float64=mx.float32)["x"], value.numpy()
+        )
+    else:
+        assert_equals_torch(torch_checkpoint.load(data)["x"], value)
+
+
+def test_double_precision_is_rounded_in_pieces_as_pytorch_rounds():
+    obj = torch.randn(700_000, dtype=torch.float64)
+    obj[:3] = torch.tensor([1e300, float("nan"), 1e-300])
+    data = torch_bytes({"x": obj, "z": torch.complex(obj, obj)})
+    loaded = torch_checkpoint.load(data, float64=mx.float32)
+    assert_equals_torch(
+        loaded, {"x": obj.float(), "z": torch.complex(obj, obj).to(torch.complex64)}
+    )
+
+
+def test_complex128_cannot_be_kept():
+    data = torch_bytes({"z": torch.ones(1, dtype=torch.complex128)})
+    with pytest.raises(CheckpointError, match=r"\['z'\].*complex128.*does not have"):
+        torch_checkpoint.load(data, float64=mx.float64)
+
+
+def test_storage_views_of_old_sequential_files():
+    # PyTorch 0.1 to 0.3 wrote parts of a storage as ("storage", ..., view).
+    data = torch_bytes(torch.arange(8.0), _use_new_zipfile_serialization=False)
+    part = b"(" + text("part") + integer(2) + integer(4) + b"t"
+    # The last two values before the id's end are the numel and None for "no view".
+    at = data.index(b"K\x08N") + 2
+    viewed = data[:at] + part + data[at + 1 :]
+    shape = viewed.index(b"K\x08\x85")
+    viewed = viewed[:shape] + b"K\x03" + viewed[shape + 2 :]
+    assert torch_checkpoint.load(viewed).tolist() == [2.0, 3.0, 4.0]
+
+
+def test_python_2_texts():
+    data = pickled(b"}(U\x01aK\x01T\x01\x00\x00\x00bK\x02u")
+    assert torch_checkpoint.load(data) == {"a": 1, "b": 2}
+
+
+def test_paths_bytes_and_file_objects(tmp_path):
+    data = torch_bytes({"x": torch.arange(3)})
+    path = tmp_path / "x.pt"
+    path.write_bytes(data)
+    after_header = io.BytesIO(b"header" + data)
+    after_header.seek(6)
+    packed = gzip.GzipFile(fileobj=io.BytesIO(gzip.compress(data)))
+    for source in (path, str(path), data, bytearray(data), after_header, packed):
+        assert torch_checkpoint.load(source)["x"].tolist() == [0, 1, 2]
+    with open(path, "rb") as file:
+        assert torch_checkpoint.load(file)["x"].tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match="takes a path"):
+        torch_checkpoint.load(3)
+    with pytest.raises(FileNotFoundError):
+        torch_checkpoint.load(tmp_path / "missing.pt")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "not a file"),
+        (b"hello", "not a file"),
+        (gzip.compress(b"x"), "gzip"),
+        (bytes(257) + b"ustar\x0000", "tar file"),
+        (b"\x80\x02K\x07.", "cut off|not a PyTorch"),
+        (b"\x80\x02K\x07.\x80\x02K\x07.", "not a PyTorch"),
+    ],
+)
+def test_other_files_are_refused_with_a_sentence(data, says):
+    with pytest.raises(CheckpointError, match=says):
+        torch_checkpoint.load(data)
+
+
+def test_a_zip_of_something_else():
+    with pytest.raises(CheckpointError, match=r"no data\.pkl"):
+        torch_checkpoint.load(pack({"readme.txt": b"x"}))
+
+
+def test_files_beyond_4_gib(tmp_path):
+    # Sparse on disk: PyTorch writes only the sizes of these tensors.
+    with FakeTensorMode():
+        big = torch.empty(5 * 2**10, 2**20, dtype=torch.uint8)
+        obj = {"big": big, "part": big[1:], "small": torch.empty(3)}
+    path = tmp_path / "big.pt"
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(obj, path)
+    assert path.stat().st_size > 5 * 2**30
+    with open_source(path) as source:
+        value, extents, big_endian = read_zip(source, DEFAULT_LIMITS)
+        assert extents["0"].size == 5 * 2**30
+        assert extents["1"].offset > 5 * 2**30
+
+        reader = StorageReader(source, extents, big_endian, None, DEFAULT_LIMITS)
+        assert reader.tensor(value["small"]).shape == (3,)
+        reader.fill()
+        assert reader.tensor(value["small"]).tolist() == [0.0, 0.0, 0.0]
+        # More elements than an int32 counts: whole they are fine, not filled here.
+        assert reader.tensor(value["big"]).shape == (5 * 2**10, 2**20)
+        with pytest.raises(CheckpointError, match="over 2147483647 elements"):
+            reader.tensor(value["part"])
