@@ -36,6 +36,7 @@ from mlx_gradscale.convert import (
     read_run,
     read_torch,
     save_run,
+    text,
     to_torch,
     write_run,
 )
@@ -855,6 +856,25 @@ def test_a_loaded_state_reaches_a_compiled_step(tmp_path):
     assert optimizer.step.item() == 6
     with pytest.raises(ValueError, match="too much"):
         load_optimizer_state(optimizer, saved | {"x.v": mx.zeros(1)})
+
+
+@pytest.mark.parametrize("tqdm", [True, False])
+def test_big_arrays_have_a_progress_bar_on_a_terminal(monkeypatch, capsys, tqdm):
+    if tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    arrays = {"a": mx.zeros(1000), "b": mx.ones(500) + 1}
+    text.evaluate(arrays)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(text, "_BIG", 1)
+    text.evaluate(arrays)
+    assert capsys.readouterr().err == ""  # not a terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    text.evaluate(arrays)
+    said = capsys.readouterr().err
+    assert "converting" in said
+    assert "100%" in said if tqdm else "6.0 kB of 6.0 kB" in said
 
 
 def test_choices_from_python():
