@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from mlx_gradscale.convert.jsonable import decode, encode
 from mlx_gradscale.convert.order import OrderError, parameter_names
 from mlx_gradscale.convert.parts import PartsError, Unordered, find_parts
 from mlx_gradscale.layouts import make_plan
+from mlx_gradscale.torch_optimizers import ROWS
 
 GOLDEN = Path(__file__).parent / "golden_convert"
 RUNS = [f"{k}_{o}" for k in ("conv", "transformer") for o in ("adam", "adamw", "sgd")]
@@ -226,7 +228,7 @@ def test_mlx_there_and_back_is_the_same_run(name, tmp_path):
     assert after.scaler == before.scaler
 
 
-@EVERY
+@pytest.mark.parametrize("name", [*RUNS, "conv_groups", "transformer_groups"])
 def test_a_live_pytorch_run_goes_on_in_mlx_and_back(name, tmp_path):
     """With PyTorch itself: there, 10 steps in MLX, and back with strict loading."""
     torch = pytest.importorskip("torch")
@@ -509,6 +511,77 @@ def test_json_keeps_every_tensor(dtype, shape):
     back = decode(json.loads(text), tensors)["x"][0]
     assert (back.dtype, back.shape) == (value.dtype, value.shape)
     assert mx.array_equal(back, value)
+
+
+_MORE = {"maximize": False, "foreach": None, "params": []}
+GROUPS = {  # as torch 2.13 writes them
+    "Adam": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0,
+             "amsgrad": False, "decoupled_weight_decay": False},
+    "AdamW": {"lr": 0.003, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.01,
+              "amsgrad": False, "decoupled_weight_decay": True},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.1,
+            "nesterov": True},
+    "RMSprop": {"lr": 0.01, "momentum": 0, "alpha": 0.99, "eps": 1e-8,
+                "centered": False, "weight_decay": 0},
+    "Adagrad": {"lr": 0.01, "lr_decay": 0.3, "eps": 1e-10, "weight_decay": 0,
+                "initial_accumulator_value": 0},
+    "Adadelta": {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0},
+    "Adamax": {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0},
+    "Lion": {"lr": 0.002, "betas": (0.9, 0.99), "weight_decay": 0.1},
+}  # fmt: skip
+
+
+@st.composite
+def checkpoints(draw):
+    """A state dict of nested names and any layouts, with an optimizer's state."""
+    shapes = draw(
+        st.dictionaries(
+            st.from_regex(r"[a-c](\.[0-3])?\.[w-z]", fullmatch=True),
+            st.lists(st.integers(1, 4), min_size=1, max_size=5),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 100)))
+
+    def array(shape):
+        return mx.array(rng.normal(size=shape).astype(np.float32))
+
+    model = OrderedDict((name, array(shape)) for name, shape in shapes.items())
+    kind = draw(st.sampled_from(sorted(GROUPS)))
+    row = ROWS[kind]
+    counted = {"step": mx.array(7.0)} if row.counts else {}
+    state = {
+        i: counted | {slot: array(shape) for slot in row.slots}
+        for i, shape in enumerate(shapes.values())
+    }
+    cut = draw(st.integers(0, len(shapes)))
+    names = list(shapes)
+    groups = []
+    for part, lr in ((range(cut), 0.5), (range(cut, len(names)), None)):
+        group = {**_MORE, **GROUPS[kind], "params": list(part)}
+        group["param_names"] = [names[i] for i in part]
+        if lr is not None and draw(st.booleans()):
+            group["lr"] = lr
+        groups.append(group)
+    optimizer = {"state": state, "param_groups": groups}
+    deep = [name for name, shape in shapes.items() if len(shape) > 2]
+    layouts = {name: draw(st.sampled_from(["conv", "conv_transpose", "keep"]))
+               for name in deep}  # fmt: skip
+    chosen = {kind: tuple(n for n in deep if layouts[n] == kind)
+              for kind in ("conv", "conv_transpose", "keep")}  # fmt: skip
+    return {"net": model, "opt": optimizer, "n": 1}, Options(Choices(**chosen))
+
+
+@settings(deadline=None, max_examples=60)
+@given(checkpoints())
+def test_any_model_and_optimizer_there_and_back(drawn):
+    checkpoint, options = drawn
+    with tempfile.TemporaryDirectory() as folder:
+        write_run(folder, from_torch(checkpoint, options=options))
+        run = read_run(folder)
+        back, _ = to_torch(run)
+        identical(back, checkpoint)
 
 
 # The order of parameters -----------------------------------------------------------

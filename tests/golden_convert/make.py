@@ -86,6 +86,15 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+def two_groups(parameters):
+    """Weight decay on the matrices only, and another learning rate."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim > 1]
+    rest = [p for p in parameters if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": rest, "lr": 0.005, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
 MODELS = {"conv": ConvNet, "transformer": Transformer}
 
 
@@ -96,7 +105,8 @@ class Training:
         torch.manual_seed(0)
         self.kind = kind
         self.model = MODELS[kind]()
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        make = OPTIMIZERS.get(optimizer, two_groups)
+        self.optimizer = make(self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
         self.scaler.scale(torch.zeros(()))  # else PyTorch makes its state later
 
