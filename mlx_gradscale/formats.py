@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .files import atomic_path
 from .scale import FIELDS, check
+from .torch_checkpoint.atomic import atomic_write
 
 # PyTorch's five keys, in its order, and the field of a scaler's state each one is.
 TORCH_KEYS = {
@@ -377,8 +377,8 @@ def save_flodl(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
     target = Path(path)
     if target.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    with atomic_path(target) as temporary:
-        temporary.write_bytes(data)
+    with atomic_write(target) as file:
+        file.write(data)
 
 
 def _row(state: object, format: str | None) -> tuple[Format, str, dict[str, Any]]:

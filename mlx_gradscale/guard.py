@@ -191,7 +191,13 @@ def _run(
         full = tree_map_with_path(
             lambda path, p: _full_precision(p, masters.get(path)), parameters
         )
-        new = _apply(optimizer, unscale(gradients, inverse_scale), full)
+        # One by one and joined by path: the tree_merge of a MultiOptimizer's own
+        # apply_gradients fails where a list has a frozen module in a gap.
+        unscaled = unscale(gradients, inverse_scale)
+        steps = [
+            (part, tree, _apply(part, tree, full))
+            for part, tree in _parts(optimizer, unscaled)
+        ]
         if len(list(_slots(optimizer.state))) != len(slots):
             raise TypeError(
                 f"{type(optimizer).__name__} added arrays to its state in a step, "
@@ -202,7 +208,7 @@ def _run(
                 box[key] = mx.where(apply, box[key], old).astype(old.dtype)
         outputs: dict[str, mx.array] = {}
         new_masters: dict[str, mx.array] = {}
-        for part, tree in _parts(optimizer, gradients):
+        for part, tree, new in steps:
             moments = _arrays_by_owner(part.state)
 
             def select(path, _, parameter, full, new, moments=moments):

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -44,6 +43,7 @@ _OWN_KEYS = [k for k in FIELDS if k not in _TORCH_KEYS.values()]
 class _Record:
     """What happened with one optimizer since the last ``update()``."""
 
+    optimizer: Optimizer
     finite: mx.array
     stepped: bool = False
 
@@ -126,9 +126,8 @@ class GradScaler:
         self._fill({name: values.get(name, FIELDS[name][1]) for name in FIELDS})
 
     def _forget_iteration(self) -> None:
-        self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = (
-            weakref.WeakKeyDictionary()
-        )
+        # By id, because an optimizer may define equality. The record keeps it.
+        self._records: dict[int, _Record] = {}
         self._scale_was_applied = False
         self._warned: set[str] = set()
 
@@ -259,7 +258,7 @@ class GradScaler:
         if not self._enabled:
             return grads
         self._check_optimizer(optimizer, "unscale_")
-        record = self._records.get(optimizer)
+        record = self._records.get(id(optimizer))
         if record and record.stepped:
             raise RuntimeError(
                 "unscale_() comes after step(): unscale, then step, then update."
@@ -270,7 +269,7 @@ class GradScaler:
                 "update(): the gradients would be divided by the scale twice."
             )
         inverse, finite = self._inspect(grads)
-        self._records[optimizer] = _Record(finite)
+        self._records[id(optimizer)] = _Record(optimizer, finite)
         return unscale(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
@@ -314,7 +313,7 @@ class GradScaler:
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
         self._check_optimizer(optimizer, "step")
-        record = self._records.get(optimizer)
+        record = self._records.get(id(optimizer))
         if record and record.stepped:
             raise RuntimeError(
                 "step() was called twice for this optimizer since the last update(): "
@@ -328,7 +327,7 @@ class GradScaler:
             inverse, finite = self._inspect(grads)
         new = guarded_apply(optimizer, grads, parameters, inverse, finite)
         self._warn_about_half(new)
-        self._records[optimizer] = _Record(finite, stepped=True)
+        self._records[id(optimizer)] = _Record(optimizer, finite, stepped=True)
         self._count(finite)
         return new
 
@@ -529,7 +528,7 @@ class GradScaler:
         self.load_state_dict(files.load_state(path))
 
     def __getstate__(self) -> dict[str, Any]:
-        if len(self._records):
+        if self._records:
             raise RuntimeError(
                 "A GradScaler can be pickled or copied only between iterations: call "
                 "update() first."

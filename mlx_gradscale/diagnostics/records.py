@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
-from ..files import atomic_path
+from ..torch_checkpoint.atomic import atomic_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def write_records(path: Path, records: list[ScaleRecord]) -> None:
     """Write a whole file in the format of its suffix, or leave it as it was."""
     header, line, _ = _format(path)
     text = header + "".join(map(line, records))
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="")
+    with atomic_write(path) as file:
+        file.write(text.encode())
 
 
 def append_records(path: Path, records: list[ScaleRecord]) -> None:

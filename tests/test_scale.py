@@ -1,0 +1,96 @@
+"""The rule against its plain-Python reference."""
+
+from dataclasses import asdict
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import Reference
+
+from mlx_gradscale import scale as rule
+
+patterns = st.lists(st.booleans(), max_size=60)
+settings_of_a_run = st.fixed_dictionaries(
+    {},
+    optional={
+        "scale": st.sampled_from([2.0**-126, 2.0**-125, 0.3, 1.0, 65536.0, 2.0**127]),
+        "growth_factor": st.floats(1.001, 1000.0),
+        "backoff_factor": st.floats(0.001, 0.999),
+        "growth_interval": st.integers(1, 9),
+        "backoff_interval": st.integers(1, 4),
+        "dynamic": st.booleans(),
+        "min_scale": st.sampled_from([2.0**-126, 2.0**-126 * 1.5]),
+        "max_scale": st.sampled_from([2.0**127, float(np.finfo(np.float32).max)]),
+    },
+)
+
+
+def state_of(reference):
+    return {k: rule.as_array(k, v) for k, v in asdict(reference).items()}
+
+
+@given(settings_of_a_run, patterns)
+def test_every_pattern_gives_the_reference_trajectory(settings, pattern):
+    reference = Reference(**settings)
+    reference.set_scale(reference.scale)
+    state = state_of(reference)
+    for finite in pattern:
+        applied = mx.array(finite)
+        state |= rule.count_step(state, applied)
+        state |= rule.next_scale(state, applied)
+        reference.count(finite)
+        reference.update(finite)
+        for name, value in asdict(reference).items():
+            if not name.endswith("_factor"):
+                assert state[name].item() == np.float32(value), name
+
+
+@given(settings_of_a_run, patterns)
+def test_scale_and_reciprocal_stay_finite_and_in_bounds(settings, pattern):
+    reference = Reference(**settings)
+    reference.set_scale(reference.scale)
+    state = state_of(reference)
+    for finite in pattern:
+        state |= rule.next_scale(state, mx.array(finite))
+        assert state["min_scale"].item() <= state["scale"].item()
+        assert state["scale"].item() <= state["max_scale"].item()
+        assert np.isfinite((1.0 / state["scale"]).item())
+
+
+def test_one_overflow_halves_and_interval_doubles():
+    state = state_of(Reference(growth_interval=2))
+    scales = []
+    for finite in [True, True, False, True, True, True]:
+        state |= rule.next_scale(state, mx.array(finite))
+        scales.append(state["scale"].item())
+    assert scales == [65536, 131072, 65536, 65536, 131072, 131072]
+
+
+def test_paddles_two_overflows_in_a_row():
+    # The pattern and the row "Paddle n2" of the survey of peers.
+    pattern = [c == "." for c in "XX.X..XXX....X"]
+    expected = [1024, 512, 512, 512, 512, 512, 512, 256, 256, 256, 256, 512, 512, 512]
+    state = state_of(Reference(scale=1024.0, growth_interval=3, backoff_interval=2))
+    scales = []
+    for finite in pattern:
+        state |= rule.next_scale(state, mx.array(finite))
+        scales.append(state["scale"].item())
+    assert scales == expected
+
+
+def test_lowering_the_interval_below_the_tracker_grows_at_the_next_step():
+    # PyTorch compares with == and would not grow until the next overflow.
+    state = state_of(Reference(growth_interval=3, growth_tracker=7))
+    assert rule.next_scale(state, mx.array(True))["scale"].item() == 131072
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_an_array_that_is_no_scale_leaves_the_scale(value):
+    state = state_of(Reference())
+    assert rule.within_limits(state, mx.array(value)).item() == 65536
+
+
+def test_a_factor_reads_as_it_was_written():
+    assert rule.read_field("growth_factor", mx.array(1.1)) == 1.1

@@ -1,0 +1,663 @@
+"""``GradScaler`` as a user meets it: steps, settings, misuse, saving."""
+
+import copy
+import json
+import pickle
+import warnings
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from helpers import (
+    BAD_VALUES,
+    INF,
+    NAN,
+    OPTIMIZERS,
+    Mlp,
+    Traced,
+    batch,
+    bits,
+    mse,
+    same,
+)
+from mlx.utils import tree_map
+
+from mlx_gradscale import GradScaler
+
+
+def used(scaler=None):
+    """A scaler that has scaled a loss, so that step() is allowed."""
+    scaler = scaler or GradScaler()
+    scaler.scale(mx.array(1.0))
+    return scaler
+
+
+def apply(scaler, optimizer, value, weights=None):
+    weights = weights or {"w": mx.array([1.0])}
+    gradients = {"w": scaler.scale(mx.array([value]))}
+    return scaler.apply_gradients(optimizer, gradients, weights)
+
+
+# Scaling
+
+
+def test_scale_takes_arrays_and_trees_and_keeps_their_containers():
+    from collections import namedtuple
+
+    Pair = namedtuple("Pair", "a b")
+    scaler = GradScaler(init_scale=4.0)
+    out = scaler.scale({"x": [mx.array(1.0)], "y": Pair(mx.array(2), mx.array([3.0]))})
+    assert out["x"][0].item() == 4.0
+    assert isinstance(out["y"], Pair)
+    assert out["y"].a.item() == 8.0
+    assert out["y"].b.tolist() == [12.0]
+
+
+def test_scale_works_in_float32_and_is_differentiable():
+    scaler = GradScaler()
+    with pytest.warns(UserWarning, match="float16"):
+        assert scaler.scale(mx.array(2.0, mx.float16)).item() == 131072.0
+    gradient = mx.grad(lambda x: scaler.scale(x * x))(mx.array(3.0))
+    assert gradient.item() == 6 * 65536
+
+
+@pytest.mark.parametrize("outputs", ["loss", 1.0, None, {"a": 1}, [mx.array(1.0), 2]])
+def test_scale_refuses_what_is_no_array(outputs):
+    with pytest.raises(TypeError, match="tree of arrays"):
+        GradScaler().scale(outputs)
+
+
+def test_scale_loss_keeps_the_value_and_scales_the_gradient():
+    scaler = GradScaler(init_scale=2.0**127)
+    loss_fn = scaler.scale_loss(lambda w, *, k: (mx.sum(w * k), {"k": k}))
+    (loss, aux), gradient = mx.value_and_grad(loss_fn)(mx.array([0.5, 1.0]), k=100.0)
+    assert loss.item() == 150.0  # 150 * 2**127 would be inf
+    assert aux == {"k": 100.0}
+    assert np.isinf(np.array(gradient)).all()
+    scaler.update(2.0)
+    _, gradient = mx.value_and_grad(loss_fn)(mx.array([0.5, 1.0]), k=100.0)
+    assert gradient.tolist() == [200.0, 200.0]
+
+
+def test_a_float16_loss_warns_once_and_backs_off_until_it_fits():
+    model = Mlp(dtype=mx.float16)
+    scaler, optimizer = GradScaler(init_scale=2.0**18), optim.SGD(1e-3)
+    x, y = batch(dtype=mx.float16)
+
+    def loss_fn(x, y):
+        return mx.mean(mx.square(model(x) - y.astype(mx.float16)) * 0.01)
+
+    loss_and_grad = scaler.value_and_grad(model, loss_fn)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            loss, gradients = loss_and_grad(x, y)
+            assert loss.dtype == mx.float32
+            scaler.minimize(optimizer, model, gradients)
+    assert sum("Reduce the loss in float32" in str(w.message) for w in caught) == 1
+    assert scaler.get_scale() <= 32768
+    assert scaler.last_step_applied.item()
+
+
+def test_a_loss_that_is_no_array_is_named():
+    with pytest.raises(TypeError, match="The loss must be an array"):
+        GradScaler().scale_loss(lambda: 1.0)()
+
+
+# Stepping
+
+
+@pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_an_overflow_skips_backs_off_and_is_counted(value):
+    model, optimizer, scaler = Mlp(), optim.AdamW(1e-2), GradScaler()
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    _, gradients = loss_and_grad(*batch())
+    assert scaler.minimize(optimizer, model, gradients).item()
+    before = bits([model.parameters(), optimizer.state])
+    gradients["layers"][1]["bias"] = mx.array([value])
+    assert not scaler.minimize(optimizer, model, gradients).item()
+    assert bits([model.parameters(), optimizer.state]) == before
+    assert scaler.get_scale() == 32768
+    assert scaler.skipped_steps.item() == scaler.consecutive_skips.item() == 1
+    assert not scaler.last_step_applied.item()
+
+
+def test_a_finite_step_is_the_plain_optimizers_on_unscaled_gradients():
+    models = [Mlp(), Mlp()]
+    models[1].update(models[0].parameters())
+    optimizers = [optim.AdamW(1e-2), optim.AdamW(1e-2)]
+    scaler = GradScaler()
+    scaled = scaler.value_and_grad(models[0], mse(models[0]))
+    plain = nn.value_and_grad(models[1], mse(models[1]))
+    for seed in range(5):
+        loss, gradients = scaled(*batch(seed))
+        scaler.minimize(optimizers[0], models[0], gradients)
+        expected, gradients = plain(*batch(seed))
+        optimizers[1].update(models[1], gradients)
+        assert loss.item() == expected.item()
+    # 65536 is a power of two, so scaling there and back loses nothing.
+    assert same(models[0].parameters(), models[1].parameters())
+
+
+def test_whole_step_compiled_one_trace_no_sync_and_everything_can_change():
+    model, optimizer = Mlp(), optim.AdamW(optim.linear_schedule(1e-2, 1e-3, 50))
+    scaler = GradScaler(growth_interval=3)
+    optimizer.init(model.trainable_parameters())
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    state = [model.state, optimizer.state, scaler.state]
+
+    def step(x, y):
+        loss, gradients = loss_and_grad(x, y)
+        gradients = scaler.unscale_(optimizer, gradients)
+        gradients, _ = optim.clip_grad_norm(gradients, 10.0)
+        applied = scaler.step(optimizer, model, gradients)
+        scaler.update()
+        return loss, applied
+
+    traced = Traced(step)
+    # Anything read from the device inside would raise while tracing.
+    compiled = mx.compile(traced, inputs=state, outputs=state)
+    x, y = batch()
+    scales, steps = [], []
+    for i in range(20):
+        if i == 5:
+            scaler.set_growth_interval(1)
+        if i == 8:
+            scaler.update(256.0)
+        if i == 10:
+            scaler.set_growth_factor(4.0)
+        if i == 12:
+            scaler.load_state_dict(GradScaler(init_scale=64.0).state_dict())
+        if i == 14:
+            scaler.set_backoff_factor(0.25)
+        compiled(x * (INF if i in (3, 15) else 1), y)
+        scales.append(scaler.get_scale())
+        steps.append(optimizer.step.item())
+    assert traced.count == 1
+    assert scales[8] == 512
+    assert scales[10] == scales[9] * 4
+    assert scales[12] == 64
+    assert scales[15] == scales[14] / 4
+    assert steps[3] == steps[2]
+    assert steps[15] == steps[14]
+    assert scaler.skipped_steps.item() >= 1
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW schedule", "MultiOptimizer"])
+def test_a_disabled_scaler_is_bit_for_bit_the_plain_script(name):
+    def scaled(model, optimizer):
+        scaler = GradScaler(enabled=False)
+        loss_and_grad = scaler.value_and_grad(model, mse(model))
+        for seed in range(5):
+            loss, gradients = loss_and_grad(*batch(seed))
+            gradients = scaler.unscale_(optimizer, gradients)
+            assert scaler.step(optimizer, model, gradients).item()
+            scaler.update()
+        return loss
+
+    def plain(model, optimizer):
+        loss_and_grad = nn.value_and_grad(model, mse(model))
+        for seed in range(5):
+            loss, gradients = loss_and_grad(*batch(seed))
+            optimizer.update(model, gradients)
+        return loss
+
+    results = []
+    for train in (scaled, plain):
+        mx.random.seed(3)
+        model, optimizer = Mlp(), OPTIMIZERS[name]()
+        loss = train(model, optimizer)
+        results.append(bits([model.parameters(), optimizer.state, loss]))
+    assert results[0] == results[1]
+
+
+def test_a_disabled_scaler_answers_and_does_nothing():
+    scaler = GradScaler(enabled=False, growth_interval=7)
+    assert scaler.scale("anything") == "anything"
+    assert not scaler.is_enabled()
+    assert scaler.get_scale() == 1.0
+    assert scaler.get_growth_interval() == 7
+    assert scaler.get_growth_factor() == 2.0
+    assert scaler.get_backoff_factor() == 0.5
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({"anything": 1})
+    scaler.load_state_dict({})
+    scaler.update()
+    scaler.update(4.0)
+    assert apply(scaler, optim.SGD(1.0), 1.0)["w"].item() == 0.0
+    assert pickle.loads(pickle.dumps(scaler)).is_enabled() is False
+
+
+def test_several_optimizers_share_one_scale():
+    scaler, a, b = used(), optim.SGD(1.0), optim.SGD(1.0)
+    assert apply(scaler, a, 1.0)["w"].item() == 0.0
+    assert scaler.last_step_applied.item()
+    assert apply(scaler, b, INF)["w"].item() == 1.0
+    scaler.update()
+    assert scaler.get_scale() == 32768
+    assert (a.step.item(), b.step.item()) == (1, 0)
+
+
+def test_unscale_alone_is_enough_for_update():
+    scaler, optimizer = used(), optim.SGD(1.0)
+    scaler.unscale_(optimizer, {"w": mx.array([INF])})
+    scaler.update()
+    assert scaler.get_scale() == 32768
+
+
+def test_unscale_then_clip_then_step():
+    scaler, optimizer = used(), optim.SGD(1.0)
+    gradients = {"w": scaler.scale(mx.array([3.0, 4.0]))}
+    gradients = scaler.unscale_(optimizer, gradients)
+    assert gradients["w"].tolist() == [3.0, 4.0]
+    gradients, norm = optim.clip_grad_norm(gradients, 1.0)
+    new = scaler.apply_gradients(optimizer, gradients, {"w": mx.zeros(2)})
+    assert norm.item() == 5.0
+    assert np.allclose(np.array(new["w"]), [-0.6, -0.8], atol=1e-6)
+
+
+@pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_a_gradient_made_bad_after_unscale_is_caught(value):
+    scaler, optimizer = used(), optim.SGD(1.0)
+    gradients = scaler.unscale_(optimizer, {"w": mx.array([1.0])})
+    gradients["w"] = gradients["w"] * value
+    new = scaler.apply_gradients(optimizer, gradients, {"w": mx.array([1.0])})
+    scaler.update()
+    assert new["w"].item() == 1.0
+    assert scaler.get_scale() == 32768
+
+
+def test_an_overflow_that_clipping_hid_is_still_skipped():
+    scaler, optimizer = used(), optim.SGD(1.0)
+    gradients = scaler.unscale_(optimizer, {"w": mx.array([INF, 1.0])})
+    gradients = {"w": mx.zeros(2)}
+    new = scaler.apply_gradients(optimizer, gradients, {"w": mx.ones(2)})
+    assert new["w"].tolist() == [1.0, 1.0]
+    assert optimizer.step.item() == 0
+
+
+def test_a_finite_gradient_that_unscaling_overflows_is_skipped():
+    # PyTorch looks only at the scaled gradient and applies the inf.
+    scaler = GradScaler(init_scale=2.0**-100)
+    scaler.scale(mx.array(1.0))
+    new = scaler.apply_gradients(
+        optim.SGD(1.0), {"w": mx.array([1e10])}, {"w": mx.array([1.0])}
+    )
+    assert new["w"].item() == 1.0
+    assert not scaler.last_step_applied.item()
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1.0, 3.0, 2.0**127])
+def test_smallest_and_largest_scales_train(scale):
+    scaler = GradScaler(init_scale=scale)
+    new = apply(scaler, optim.SGD(1.0), 0.5)
+    assert new["w"].item() == 0.5
+
+
+def test_an_empty_tree_is_finite_and_applies_nothing():
+    scaler, model = used(), Mlp()
+    before = bits(model.parameters())
+    assert scaler.minimize(optim.Adam(0.1), model, {}).item()
+    assert bits(model.parameters()) == before
+
+
+def test_frozen_and_quantized_layers():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    nn.quantize(model, class_predicate=lambda path, m: path == "layers.0")
+    model.layers[1].freeze()
+    scaler, optimizer = GradScaler(init_scale=128.0), optim.AdamW(1e-2)
+    loss_fn = scaler.value_and_grad(
+        model, lambda x: mx.mean(model(x).astype(mx.float32)), mx.float16
+    )
+    before = bits(model.parameters())
+    _, gradients = loss_fn(mx.ones((2, 64)))
+    assert scaler.minimize(optimizer, model, gradients).item()
+    changed = {k for k, v in bits(model.parameters()).items() if before[k] != v}
+    # The bias of a quantized layer is trained; its packed weight is not.
+    assert changed == {"layers.0.bias", "layers.2.weight", "layers.2.bias"}
+
+
+def test_half_parameters_warn_once_about_masters():
+    model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
+    scaler = GradScaler(init_scale=256.0)
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            _, gradients = loss_and_grad(*batch(seed, dtype=mx.float16))
+            assert scaler.minimize(optimizer, model, gradients).item()
+    assert ["no float32 master" in str(w.message) for w in caught] == [True]
+    assert model.layers[0].weight.dtype == mx.float16
+    assert optimizer.state["layers"][0]["weight"]["v"].dtype == mx.float32
+
+
+def test_a_static_scale_stays_and_still_skips():
+    scaler = GradScaler(dynamic=False, init_scale=8.0, growth_interval=1)
+    for value in (1.0, INF, 1.0, INF, INF):
+        apply(scaler, optim.SGD(1.0), value)
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert scaler.skipped_steps.item() == 3
+    assert scaler.consecutive_skips.item() == 2
+
+
+# Misuse
+
+
+def unscale_twice(scaler, optimizer):
+    scaler.unscale_(optimizer, {"w": mx.ones(1)})
+    scaler.unscale_(optimizer, {"w": mx.ones(1)})
+
+
+def unscale_after_step(scaler, optimizer):
+    apply(scaler, optimizer, 1.0)
+    scaler.unscale_(optimizer, {"w": mx.ones(1)})
+
+
+def step_twice(scaler, optimizer):
+    apply(scaler, optimizer, 1.0)
+    apply(scaler, optimizer, 1.0)
+
+
+def update_first(scaler, optimizer):
+    scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (unscale_twice, "twice"),
+        (unscale_after_step, "after step"),
+        (step_twice, "call update"),
+        (update_first, "nothing recorded"),
+    ],
+)
+def test_calls_out_of_order_are_refused(misuse, message):
+    with pytest.raises(RuntimeError, match=message):
+        misuse(used(), optim.SGD(1.0))
+
+
+@pytest.mark.parametrize("method", ["step", "unscale_", "apply_gradients"])
+def test_stepping_without_ever_scaling_is_refused(method):
+    model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler()
+    _, gradients = nn.value_and_grad(model, mse(model))(*batch())
+    before = bits(model.parameters())
+    arguments = {
+        "step": (optimizer, model, gradients),
+        "unscale_": (optimizer, gradients),
+        "apply_gradients": (optimizer, gradients, model),
+    }[method]
+    with pytest.raises(RuntimeError, match="never scaled a loss"):
+        getattr(scaler, method)(*arguments)
+    assert bits(model.parameters()) == before
+
+
+def test_after_a_refused_step_the_iteration_can_go_on():
+    scaler, optimizer = used(), optim.SGD(1.0)
+    with pytest.raises(ValueError, match="no such parameter"):
+        scaler.apply_gradients(optimizer, {"x": mx.ones(1)}, {"w": mx.ones(1)})
+    assert scaler.skipped_steps.item() == 0
+    apply(scaler, optimizer, 1.0)
+    scaler.update()
+
+
+@pytest.mark.parametrize("first", ["adam", None, 0.1, optim.Adam, Mlp()])
+def test_what_is_no_optimizer_is_refused(first):
+    with pytest.raises(TypeError, match="optimizer of mlx"):
+        used().apply_gradients(first, {"w": mx.ones(1)}, {"w": mx.ones(1)})
+
+
+def test_step_wants_a_model():
+    with pytest.raises(TypeError, match="takes a model"):
+        used().step(optim.SGD(0.1), {"w": mx.ones(1)}, {"w": mx.ones(1)})
+
+
+def test_keep_needs_a_compute_dtype():
+    with pytest.raises(ValueError, match="compute_dtype"):
+        GradScaler().value_and_grad(Mlp(), lambda: None, keep=lambda *_: True)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"growth_factor": 1.0}, ValueError),
+        ({"growth_factor": 1.0 + 1e-9}, ValueError),
+        ({"growth_factor": INF}, ValueError),
+        ({"growth_factor": NAN}, ValueError),
+        ({"growth_factor": True}, TypeError),
+        ({"growth_factor": "2"}, TypeError),
+        ({"backoff_factor": 0.0}, ValueError),
+        ({"backoff_factor": 1.0}, ValueError),
+        ({"backoff_factor": -0.5}, ValueError),
+        ({"backoff_factor": None}, TypeError),
+        ({"growth_interval": 0}, ValueError),
+        ({"growth_interval": 2.0}, TypeError),
+        ({"growth_interval": True}, TypeError),
+        ({"growth_interval": 2**31}, ValueError),
+        ({"backoff_interval": 0}, ValueError),
+        ({"backoff_interval": 1.5}, TypeError),
+        ({"init_scale": 0.0}, ValueError),
+        ({"init_scale": -1.0}, ValueError),
+        ({"init_scale": INF}, ValueError),
+        ({"init_scale": NAN}, ValueError),
+        ({"init_scale": True}, TypeError),
+        ({"init_scale": 2.0**-127}, ValueError),
+        ({"init_scale": 1e39}, ValueError),
+        ({"min_scale": 0.0}, ValueError),
+        ({"min_scale": 4.0, "max_scale": 2.0}, ValueError),
+        ({"init_scale": 1.0, "min_scale": 2.0}, ValueError),
+        ({"init_scale": 4.0, "max_scale": 2.0}, ValueError),
+        ({"dynamic": 1}, TypeError),
+        ({"enabled": "yes"}, TypeError),
+        ({"init_scale": "cuda"}, TypeError),
+        ({"init_scale": "mps"}, TypeError),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused(arguments, error):
+    with pytest.raises(error, match=r"must be|above|below|leave out"):
+        GradScaler(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("growth_factor", 0.5),
+        ("backoff_factor", 2.0),
+        ("growth_interval", 0),
+        ("growth_interval", False),
+    ],
+)
+def test_a_refused_setter_changes_nothing(name, bad):
+    scaler = GradScaler()
+    before = scaler.state_dict()
+    with pytest.raises((TypeError, ValueError), match="must be"):
+        getattr(scaler, f"set_{name}")(bad)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("value", [128, 128.0, mx.array(128.0), np.float32(128)])
+def test_the_scale_can_be_set_and_forgets_what_was_recorded(value):
+    scaler, optimizer = used(), optim.SGD(1.0)
+    apply(scaler, optimizer, INF)
+    scaler.update(value)
+    assert scaler.get_scale() == 128.0
+    apply(scaler, optimizer, 1.0)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, NAN, INF, True, "8", mx.ones(1), [2.0]])
+def test_a_bad_new_scale_is_refused(value):
+    scaler = GradScaler()
+    with pytest.raises((TypeError, ValueError), match="new_scale must be"):
+        scaler.update(value)
+    assert scaler.get_scale() == 65536.0
+
+
+def test_a_new_scale_is_clamped_to_the_limits():
+    scaler = GradScaler(min_scale=2.0, max_scale=2.0**20)
+    scaler.update(1.0)
+    assert scaler.get_scale() == 2.0
+    scaler.update(mx.array(1e9))
+    assert scaler.get_scale() == 2.0**20
+
+
+# Saving
+
+
+def trained(**settings):
+    scaler, optimizer = GradScaler(**settings), optim.SGD(0.1)
+    for value in (1.0, INF, 1.0, 1.0):
+        apply(scaler, optimizer, value)
+        scaler.update()
+    return scaler
+
+
+def test_the_state_dict_is_pytorchs_with_its_types():
+    state = GradScaler(init_scale=4, growth_factor=1.1).state_dict()
+    assert state == {
+        "scale": 4.0,
+        "growth_factor": 1.1,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+    assert [type(x) for x in state.values()] == [float, float, float, int, int]
+
+
+def test_own_settings_are_saved_only_where_they_differ():
+    state = trained(backoff_interval=3, min_scale=1.0).state_dict()
+    extra = set(state) - set(GradScaler().state_dict())
+    assert extra == {"backoff_interval", "min_scale", "skipped_steps"}
+
+
+@pytest.mark.parametrize(
+    "suffix", [".json", ".json.gz", ".safetensors", ".pt", ".pt.gz"]
+)
+def test_files_give_back_the_whole_state(tmp_path, suffix):
+    scaler = trained(growth_factor=1.5, backoff_interval=2, max_scale=2.0**30)
+    path = tmp_path / f"scaler{suffix}"
+    scaler.save(path)
+    other = GradScaler()
+    state = other.state
+    other.load(path)
+    assert other.state is state
+    assert other.state_dict() == scaler.state_dict()
+    assert same(other.state, scaler.state)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, None])
+def test_pickle_and_copy_between_iterations(copied):
+    scaler = trained(growth_interval=3)
+    other = copied(scaler) if copied else pickle.loads(pickle.dumps(scaler))
+    assert other.state_dict() == scaler.state_dict()
+    assert other.state is not scaler.state
+    apply(scaler, optimizer := optim.SGD(0.1), 1.0)
+    with pytest.raises(RuntimeError, match="between iterations"):
+        pickle.dumps(scaler)
+    scaler.update()
+    pickle.dumps(scaler)
+    assert optimizer.step.item() == 1
+
+
+GOOD = GradScaler(init_scale=512.0).state_dict()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        [1],
+        "state",
+        {k: v for k, v in GOOD.items() if k != "_growth_tracker"},
+        {"scale": 2.0},
+        {**GOOD, "scale": "abc"},
+        {**GOOD, "scale": 0.0},
+        {**GOOD, "scale": NAN},
+        {**GOOD, "scale": True},
+        {**GOOD, "growth_factor": 0.5},
+        {**GOOD, "backoff_factor": 9},
+        {**GOOD, "growth_interval": 0},
+        {**GOOD, "growth_interval": 3.7},
+        {**GOOD, "_growth_tracker": -1},
+        {**GOOD, "_growth_tracker": 3.7},
+        {**GOOD, "backoff_interval": 0},
+        {**GOOD, "min_scale": 1024.0},
+        {**GOOD, "dynamic": 3},
+    ],
+    ids=str,
+)
+def test_a_bad_state_dict_changes_nothing(bad):
+    scaler = trained()
+    before = bits(scaler.state)
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        scaler.load_state_dict(bad)
+    assert bits(scaler.state) == before
+
+
+def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
+    scaler = GradScaler(backoff_interval=3)
+    scaler.load_state_dict(
+        {**GOOD, "scale": mx.array(2.0), "_growth_tracker": np.int64(7), "new": object}
+    )
+    assert scaler.state_dict() == {
+        **GOOD,
+        "scale": 2.0,
+        "_growth_tracker": 7,
+        "backoff_interval": 3,
+    }
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz", ".safetensors", ".pt"])
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"[1, 2]", None])
+def test_a_truncated_or_foreign_file_changes_nothing(tmp_path, suffix, content):
+    path = tmp_path / f"scaler{suffix}"
+    if content is None:
+        trained().save(path)
+        content = path.read_bytes()[:-9]
+    path.write_bytes(content)
+    scaler = GradScaler()
+    with pytest.raises(ValueError, match="scaler"):
+        scaler.load(path)
+    assert scaler.state_dict() == GradScaler().state_dict()
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path):
+    import gzip
+
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b" " * 2**24))
+    with pytest.raises(ValueError, match="holds more"):
+        GradScaler().load(path)
+
+
+def test_an_unknown_suffix_names_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"\.safetensors"):
+        GradScaler().save(tmp_path / "scaler.bin")
+    with pytest.raises(FileNotFoundError):
+        GradScaler().load(tmp_path / "missing.json")
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "scaler.json"
+    GradScaler(init_scale=2.0).save(path)
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        GradScaler(init_scale=4.0).save(path)
+    monkeypatch.undo()
+    assert json.loads(path.read_text())["scale"] == 2.0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_no_warning_in_ordinary_use():
+    model, optimizer, scaler = Mlp(), optim.Adam(1e-3), GradScaler()
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, gradients = loss_and_grad(*batch())
+        scaler.minimize(optimizer, model, tree_map(lambda g: g, gradients))
