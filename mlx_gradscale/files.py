@@ -44,7 +44,8 @@ def load_state(path: str | os.PathLike) -> dict[str, Any]:
     _, decode = _format(path)
     with open(path, "rb") as file:
         try:
-            state = decode(_read(gzip.open(file) if _is_gzip(path) else file))
+            source = gzip.GzipFile(fileobj=file) if _is_gzip(path) else file
+            state = decode(_read(source))
         except (ValueError, RuntimeError, OSError, EOFError) as error:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
     if not isinstance(state, dict):
