@@ -584,6 +584,15 @@ def test_any_model_and_optimizer_there_and_back(drawn):
         identical(back, checkpoint)
 
 
+def test_json_tells_tensors_of_one_name_apart():
+    big = [mx.full(20, i) for i in range(3)]
+    value = {"a.b": big[0], "a": {"b": big[1], "c": big[0]}, "d": big[2]}
+    tensors = {}
+    back = decode(json.loads(json.dumps(encode(value, tensors, "x"))), tensors)
+    assert mx.array_equal(back["a.b"], big[0])
+    assert mx.array_equal(back["a"]["b"], big[1])
+
+
 # The order of parameters -----------------------------------------------------------
 
 
@@ -759,6 +768,20 @@ def test_a_refused_setting_can_be_accepted(tmp_path, capsys):
     assert "[WARNING] SGD has maximize=True" in capsys.readouterr().err
 
 
+def test_parts_that_are_gone_are_left_out_with_a_word(tmp_path, capsys):
+    where = paths(tmp_path, usual())
+    assert main(where) == 0
+    (tmp_path / "a.pt").unlink()
+    (tmp_path / "run" / "optimizer.safetensors").unlink()
+    assert main(where) == 0
+    assert "no optimizer state: it is left out" in capsys.readouterr().err
+    assert list(torch_checkpoint.load(tmp_path / "a.pt")) == [
+        "model",
+        "scaler",
+        "epoch",
+    ]
+
+
 def test_names_from_a_file(tmp_path):
     checkpoint = usual()
     model = {"a": mx.zeros(2), "b": mx.ones(2)}
@@ -829,6 +852,24 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path):
         write_run(tmp_path / "run", run, overwrite=True)
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_place_that_cannot_be_taken_keeps_the_old_folder(tmp_path, monkeypatch):
+    run = from_torch(usual())
+    write_run(tmp_path / "run", run)
+    rename, calls = Path.rename, []
+
+    def second_fails(self, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", second_fails)
+    with pytest.raises(OSError, match="no"):
+        write_run(tmp_path / "run", run, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert read_run(tmp_path / "run").scaler == run.scaler
 
 
 class Small(nn.Module):

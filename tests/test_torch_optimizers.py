@@ -423,6 +423,38 @@ def test_parameters_without_state_are_named():
     assert back["state"].keys() == optimizer.state_dict()["state"].keys() == {0, 1}
 
 
+def test_a_parameter_that_stayed_at_zero_in_mlx_has_counted_the_steps():
+    params, optimizer = torch_side("Adam")
+    _, done = convert(params, optimizer)
+    later = done.flat | {"step": mx.array(5, mx.uint64)}
+    back, _ = to_torch(later, done.record, ENTRIES)
+    assert [state["step"].item() for state in back["state"].values()] == [5, 5, 5]
+
+
+def test_equal_groups_at_different_steps_stay_apart():
+    params, _ = torch_side("Adam")
+    values = list(params.values())
+    groups = [{"params": values[:1]}, {"params": values[1:]}]
+    optimizer = torch.optim.Adam(groups)
+    torch_steps(params, optimizer, range(2))
+    optimizer.state[values[0]]["step"] += 1
+    _, done = convert(params, optimizer)
+    assert not done.record["joined"]
+    steps = [done.flat[f"states.{i}.step"].item() for i in (0, 1)]
+    assert steps == [3, 2]
+
+
+@pytest.mark.parametrize("kind", ["Adamax", "Adagrad decay", "Adam"])
+def test_the_learning_rate_is_the_one_mlx_would_hold(kind):
+    params, optimizer = torch_side(kind)
+    torch_steps(params, optimizer, range(4))
+    _, done = convert(params, optimizer)
+    mlx = build(done.record["name"], done.record["groups"])
+    start = {n: mx.array(g) for n, g in gradients(99).items()}
+    mlx_steps(tree_unflatten(list(start.items())), mlx, range(4))
+    assert done.flat["learning_rate"].item() == mlx.learning_rate.item()
+
+
 def test_changed_settings_of_the_mlx_run_are_written():
     params, optimizer = torch_side("AdamW")
     torch_steps(params, optimizer, range(1))
