@@ -112,7 +112,7 @@ def explain_overflow(
         >>> model.layers[1].weight = mx.array([[6000.0, 6000.0]])
         >>> report = explain_overflow(
         ...     model,
-        ...     lambda x: (0.01 * model(x)).astype(mx.float32).sum(),
+        ...     lambda x: 0.01 * model(x).astype(mx.float32).sum(),
         ...     mx.ones((1, 2)),
         ...     scale=65536.0,
         ...     compute_dtype=mx.float16,

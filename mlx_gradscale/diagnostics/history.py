@@ -76,6 +76,9 @@ class ScaleHistory:
         scaler = scaler_of(source)
         if grad_norm is None:
             grad_norm = getattr(source, "grad_norm", None)
+        for x in (grad_norm, loss):
+            if isinstance(x, mx.array) and x.size != 1:
+                raise ValueError(f"Expected one number per step, got shape {x.shape}.")
         self._source = scaler
         self._step = self._step + 1 if step is None else step
         state = scaler.state
@@ -151,7 +154,8 @@ class ScaleHistory:
 
 def _read(pending: list[tuple[int, list[Any]]]) -> Iterable[ScaleRecord]:
     lazy = [x for _, values in pending for x in values if isinstance(x, mx.array)]
-    known = iter(np.array(mx.stack([_as_float(x) for x in lazy])))
+    floats = [x.reshape(()).astype(mx.float32) for x in lazy]
+    known = iter(np.array(mx.stack(floats)))
 
     def number(x: Any) -> float | None:
         if isinstance(x, mx.array):
@@ -162,9 +166,3 @@ def _read(pending: list[tuple[int, list[Any]]]) -> Iterable[ScaleRecord]:
     for step, values in pending:
         scale, applied, grad_norm, loss = map(number, values)
         yield ScaleRecord(step, scale, bool(applied), grad_norm, loss)
-
-
-def _as_float(x: mx.array) -> mx.array:
-    if x.size != 1:
-        raise ValueError(f"Expected one number per step, got shape {x.shape}.")
-    return x.reshape(()).astype(mx.float32)

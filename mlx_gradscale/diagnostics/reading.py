@@ -9,7 +9,8 @@ import mlx.core as mx
 def scaler_of(source: Any) -> Any:
     """Return the ``GradScaler`` that ``source`` is, or has as its ``scaler``."""
     scaler = getattr(source, "scaler", source)
-    if not isinstance(getattr(scaler, "state", None), dict):
+    state = getattr(scaler, "state", None)
+    if not isinstance(state, dict) or "consecutive_skips" not in state:
         raise TypeError(
             f"Expected a GradScaler or a LossScaleOptimizer, got {source!r}."
         )

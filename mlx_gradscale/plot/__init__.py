@@ -1,0 +1,7 @@
+"""Pictures of a run and of its gradients; they need the extra ``plot``."""
+
+from .command import main
+from .gradients import plot_gradients
+from .history import plot_history
+
+__all__ = ["main", "plot_gradients", "plot_history"]

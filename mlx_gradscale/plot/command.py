@@ -1,0 +1,32 @@
+"""The command ``mlx_gradscale.plot``: draw a run from its file."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .history import plot_history
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw the history in a file: ``mlx_gradscale.plot run.csv -o run.png``."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_gradscale.plot",
+        description="Draw a run that a ScaleHistory has written: loss, loss scale with "
+        "a mark on every skipped step, and gradient norm.",
+    )
+    parser.add_argument("history", help="a .csv or .jsonl file of a ScaleHistory")
+    parser.add_argument(
+        "-o", "--output", help="the picture to write; default: beside it, as .png"
+    )
+    parser.add_argument("--dark", action="store_true", help="for a dark page")
+    parser.add_argument("--title", help="above the picture")
+    options = parser.parse_args(arguments)
+    output = options.output or Path(options.history).with_suffix(".png")
+    try:
+        plot_history(options.history, output, dark=options.dark, title=options.title)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"mlx_gradscale.plot: {error}", file=sys.stderr)
+        return 1
+    print(output)
+    return 0

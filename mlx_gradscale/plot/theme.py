@@ -1,0 +1,100 @@
+"""Colours and canvas: pictures that sit on a light or a dark page."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..torch_checkpoint.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# GitHub's page and text colours, so that a picture in a README sits on the page.
+_LIGHT: dict[str, Any] = {
+    "page": "#ffffff",
+    "text": "#24292f",
+    "faint": "#d0d7de",
+    "line": "#0969da",
+    "second": "#8250df",
+    "alarm": "#cf222e",
+    "bar": "#57606a",
+    "lost": "#ff818266",
+    "subnormal": "#d4a72c4d",
+    "normal": "#4ac26b33",
+    "map": ("#b6d7ff", "#0a3069"),
+}
+_DARK: dict[str, Any] = {
+    "page": "#0d1117",
+    "text": "#e6edf3",
+    "faint": "#30363d",
+    "line": "#58a6ff",
+    "second": "#bc8cff",
+    "alarm": "#ff7b72",
+    "bar": "#c9d1d9",
+    "lost": "#f8514966",
+    "subnormal": "#bb800966",
+    "normal": "#2ea04340",
+    "map": ("#1f4b7a", "#ddf4ff"),
+}
+
+
+@contextlib.contextmanager
+def canvas(
+    rows: int, columns: int, dark: bool, size: tuple[float, float]
+) -> Iterator[tuple["Figure", Any, dict[str, Any]]]:
+    """Yield a figure, its array of axes, and the colours of its theme."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Pictures need matplotlib: pip install 'mlx_gradscale[plot]'."
+        ) from error
+    colors = _DARK if dark else _LIGHT
+    settings = {
+        "axes.edgecolor": colors["faint"],
+        "axes.facecolor": colors["page"],
+        "axes.grid": True,
+        "axes.labelcolor": colors["text"],
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlecolor": colors["text"],
+        "axes.titlesize": 9,
+        "figure.facecolor": colors["page"],
+        "font.size": 9,
+        "grid.color": colors["faint"],
+        "grid.linewidth": 0.5,
+        "legend.labelcolor": colors["text"],
+        "savefig.facecolor": colors["page"],
+        "text.color": colors["text"],
+        "xtick.color": colors["text"],
+        "ytick.color": colors["text"],
+    }
+    # A figure without pyplot: no window, no backend, nothing global left behind.
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=size, dpi=130, layout="constrained")
+        share = {"sharex": columns == 1, "sharey": columns > 1}
+        yield figure, figure.subplots(rows, columns, squeeze=False, **share), colors
+
+
+def ramp(colors: dict[str, Any]) -> Any:
+    """Return the colour map of a theme; its ends stand out from the page."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("ramp", colors["map"])
+
+
+def saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
+    """Write the figure to a file, atomically, if there is a path."""
+    if path is not None:
+        path = Path(path)
+        known = figure.canvas.get_supported_filetypes()
+        if path.suffix[1:] not in known:
+            raise ValueError(
+                f"Cannot draw to {path.name!r}: use one of .{', .'.join(known)}."
+            )
+        with atomic_write(path) as file:
+            figure.savefig(file, format=path.suffix[1:])
+    return figure

@@ -1,0 +1,292 @@
+"""explain_overflow names the layer, and leaves everything as it was."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_gradscale import GradScaler
+from mlx_gradscale.diagnostics import explain_overflow
+
+
+class Block(nn.Module):
+    """A block with a computation of its own between its two layers."""
+
+    def __init__(self, gain=1.0, out_gain=1.0):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 8, bias=False)
+        self.fc2 = nn.Linear(8, 8, bias=False)
+        self.fc1.weight = mx.eye(8)
+        self.fc2.weight = mx.eye(8)
+        self.gain = gain
+        self.out_gain = out_gain
+
+    def __call__(self, x):
+        return self.fc2(self.gain * self.fc1(x)) * self.out_gain
+
+
+class Net(nn.Module):
+    def __init__(self, **gains):
+        super().__init__()
+        self.blocks = [Block(), Block(**gains), Block()]
+        self.norm = nn.BatchNorm(8)
+        self.dropout = nn.Dropout(0.5)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.dropout(x)
+
+
+def snapshot(model):
+    values = tree_map(mx.array, model.parameters())
+    types = [(path, type(m), dict(vars(m))) for path, m in model.named_modules()]
+    return values, types, mx.random.state[0].tolist()
+
+
+def assert_same(model, before):
+    values, types, key = before
+    assert [(p, type(m), dict(vars(m))) for p, m in model.named_modules()] == types
+    assert mx.random.state[0].tolist() == key
+    now = tree_flatten(model.parameters())
+    then = tree_flatten(values)
+    assert [path for path, _ in now] == [path for path, _ in then]
+    for (_, a), (_, b) in zip(now, then, strict=True):
+        assert a.dtype == b.dtype
+        assert mx.array_equal(a, b, equal_nan=True).item()
+
+
+def mean_square(model):
+    return lambda x: model(x).astype(mx.float32).square().mean()
+
+
+def explain(model, x=None, loss_fn=None, **options):
+    before = snapshot(model)
+    x = mx.ones((4, 8)) if x is None else x
+    options = {"compute_dtype": mx.float16, **options}
+    report = explain_overflow(model, loss_fn or mean_square(model), x, **options)
+    assert_same(model, before)
+    assert str(report)
+    return report
+
+
+def test_nothing_is_wrong():
+    report = explain(Net())
+    assert (report.cause, report.layer, report.leaves) == ("nothing", None, [])
+    assert not report.scaling_helps
+
+
+def test_a_layer_overflows_forward():
+    model = Net()
+    model.blocks[1].fc2.weight = mx.eye(8) * 3e4
+    report = explain(model, mx.full((4, 8), 4.0))
+    assert (report.cause, report.layer) == ("forward", "blocks.1.fc2")
+    assert not report.scaling_helps
+    assert "32 +inf of 32, float16" in str(report)
+    assert "cannot help" in str(report)
+
+
+def test_a_float16_model_overflows_forward():
+    model = Net()
+    model.blocks[2].fc1.weight = mx.eye(8) * 3e4
+    model.set_dtype(mx.float16)
+    x = mx.full((4, 8), 4.0, mx.float16)
+    report = explain(model, x, compute_dtype=None)
+    assert (report.cause, report.layer) == ("forward", "blocks.2.fc1")
+
+
+def test_what_overflows_between_two_layers_is_their_callers():
+    report = explain(Net(gain=6e4), mx.full((4, 8), 4.0))
+    assert (report.cause, report.layer) == ("forward", "blocks.1")
+    assert "blocks.1 hands to blocks.1.fc2" in str(report)
+    report = explain(Net(out_gain=6e4), mx.full((4, 8), 4.0))
+    assert (report.cause, report.layer) == ("forward", "blocks.1")
+    assert "in the output of blocks.1:" in str(report)
+
+
+def test_a_layer_overflows_only_backward():
+    # Forward 1e-4 * 1e4 is 1; backward the gradient is 1e4 times as large.
+    model = Net()
+    model.blocks[1].fc1.weight = mx.eye(8) * 1e4
+    model.eval()
+    x = mx.full((4, 8), 1e-4)
+    report = explain(model, x, scale=2.0**10)
+    assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
+    assert report.scaling_helps
+    assert "hands back" in str(report)
+    assert {r.path for r in report.leaves} == {
+        "blocks.0.fc1.weight",
+        "blocks.0.fc2.weight",
+    }
+    assert explain(model, x, scale=1.0).cause == "nothing"
+
+
+def test_backward_between_two_layers_is_the_callers():
+    model = Net(gain=1e4)
+    model.eval()
+    report = explain(model, mx.full((4, 8), 1e-4), scale=2.0**10)
+    assert (report.cause, report.layer) == ("gradients", "blocks.1")
+
+
+def test_only_a_weights_gradient_overflows():
+    model = Net()
+    model.eval()
+
+    # The input of fc2 is 3e4 and its output's gradient is small, so that the
+    # gradient of its weight alone, their product, is too large.
+    def loss_fn(x):
+        return model.blocks[1].fc2(x).astype(mx.float32).sum() * 16
+
+    report = explain(model, mx.full((4, 8), 3e4), loss_fn)
+    assert (report.cause, report.layer) == ("gradients", "blocks.1.fc2")
+    assert "parameter blocks.1.fc2.weight" in str(report)
+
+
+def test_the_loss_itself_is_at_fault():
+    model = Net()
+    model.eval()
+    report = explain(model, mx.full((4, 8), 300.0), lambda x: model(x).square().sum())
+    assert (report.cause, report.layer) == ("loss", None)
+    assert "compute the loss in float32" in str(report)
+
+
+def test_a_loss_reduced_in_float16_cannot_take_a_scale_of_65536():
+    model = Net()
+    model.eval()
+    report = explain(model, None, lambda x: model(x).mean(), scale=65536.0)
+    assert (report.cause, report.layer) == ("gradients", None)
+    assert "the loss function hands back to the model" in str(report)
+
+
+def test_a_derivative_that_is_infinite_at_any_scale():
+    model = Net()
+    model.eval()
+
+    def loss_fn(x):
+        return mx.sqrt(model(x)).astype(mx.float32).mean()
+
+    report = explain(model, mx.zeros((4, 8)), loss_fn, scale=2.0**10)
+    assert report.cause == "derivative"
+    assert not report.scaling_helps
+
+
+def test_the_batch_is_at_fault():
+    x = mx.ones((4, 8))
+    x[1, 2] = float("nan")
+    report = explain(Net(), x)
+    assert (report.cause, report.layer) == ("batch", None)
+    assert report.leaves[0].nan == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e5])
+def test_a_parameter_is_at_fault(value):
+    model = Net()
+    model.blocks[1].fc1.weight = mx.full((8, 8), value)
+    report = explain(model)
+    assert (report.cause, report.layer) == ("parameters", "blocks.1.fc1")
+    assert [r.path for r in report.leaves] == ["blocks.1.fc1.weight"]
+
+
+class Masked(nn.Module):
+    """Attention with a mask of -inf that a layer of its own makes."""
+
+    class Mask(nn.Module):
+        def __call__(self, n, dtype):
+            upper = mx.triu(mx.ones((n, n)), 1)
+            return mx.where(upper, -float("inf"), 0.0).astype(dtype)
+
+    def __init__(self):
+        super().__init__()
+        self.mask = self.Mask()
+        self.before = nn.Linear(8, 8, bias=False)
+        self.after = nn.Linear(8, 8, bias=False)
+        self.before.weight = self.after.weight = mx.eye(8) * 1e3
+
+    def __call__(self, x):
+        x = self.before(x)
+        scores = mx.softmax(x @ x.T * 0 + self.mask(x.shape[0], x.dtype), axis=-1)
+        return self.after(scores @ x)
+
+
+def test_a_mask_is_no_overflow():
+    model = Masked()
+    report = explain(model, mx.full((4, 8), 1e-3), scale=2.0**8)
+    assert (report.cause, report.layer) == ("gradients", "after")
+    report = explain(model, mx.full((4, 8), 0.07))
+    assert (report.cause, report.layer) == ("forward", "after")
+
+
+def test_a_model_as_an_argument_aux_outputs_and_kwargs():
+    model = Net()
+    model.eval()
+
+    def loss_fn(model, x, *, extra=None):
+        return model(x).astype(mx.float32).mean(), mx.array(4)
+
+    before = snapshot(model)
+    report = explain_overflow(model, loss_fn, model, mx.ones((2, 8)))
+    assert report.cause == "nothing"
+    assert_same(model, before)
+
+
+def test_checkpointed_and_compiled_layers_are_seen():
+    model = Net()
+    model.eval()
+    model.blocks[1].fc1.weight = mx.eye(8) * 1e4
+    block = model.blocks[1]
+
+    def loss_fn(x):
+        h = model.blocks[0](x)
+        h = nn.utils.checkpoint(block)(h)
+        h = mx.compile(model.blocks[2])(h)
+        return h.astype(mx.float32).square().mean()
+
+    x = mx.full((4, 8), 1e-4)
+    report = explain(model, x, loss_fn, scale=2.0**10)
+    assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
+
+
+def test_compilation_is_on_again_after():
+    explain(Net())
+    calls = []
+    compiled = mx.compile(lambda x: calls.append(1) or x + 1)
+    compiled(mx.array(1))
+    compiled(mx.array(1))
+    assert len(calls) == 1
+
+
+def test_all_is_as_it_was_after_an_error():
+    model = Net()
+    before = snapshot(model)
+
+    def loss_fn(x):
+        model.norm(model(x))  # replaces the running statistics
+        model.blocks.append(Block())
+        model.extra = mx.ones(3)
+        model.note = "changed"
+        raise KeyError("no such column")
+
+    for dtype in (None, mx.float16):
+        with pytest.raises(KeyError, match="no such column"):
+            explain_overflow(model, loss_fn, mx.ones((4, 8)), compute_dtype=dtype)
+        assert_same(model, before)
+
+
+def test_running_statistics_stay():
+    model = Net()
+
+    def loss_fn(x):
+        return model.norm(model(x)).astype(mx.float32).square().mean()
+
+    explain(model, mx.random.normal((4, 8)), loss_fn, compute_dtype=None)
+
+
+def test_it_takes_the_scale_of_a_scaler():
+    assert explain(Net(), scale=GradScaler(init_scale=512.0)).scale == 512.0
+
+
+def test_a_frozen_model_is_told():
+    model = Net()
+    model.freeze()
+    with pytest.raises(ValueError, match="unfreeze"):
+        explain_overflow(model, mean_square(model), mx.ones((4, 8)))
