@@ -1,0 +1,61 @@
+"""flodl's scaler file: 16 bytes, gzip by suffix."""
+
+import gzip
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..torch_checkpoint.atomic import atomic_write
+from .state import FLODL, read_state, write_state
+from .table import USUAL
+
+
+def load_flodl(path: str | os.PathLike) -> dict[str, Any]:
+    """Reads flodl's 16-byte scaler file; gzip by the suffix ``.gz``.
+
+    Args:
+        path: the file.
+
+    Returns:
+        dict: as :func:`read_state` gives. flodl's factors are fixed (2, 0.5, 2000),
+        so nothing is guessed.
+    """
+    data = Path(path).read_bytes()
+    if Path(path).suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError) as error:
+            raise ValueError(f"{path} is not a gzip file: {error}.") from error
+    if len(data) != FLODL.size:
+        raise ValueError(
+            f"{path} has {len(data)} bytes; a flodl scaler file has {FLODL.size}."
+        )
+    scale, steps = FLODL.unpack(data)
+    state = {"scale": scale, "steps_since_growth": steps}
+    return read_state(state, "flodl", **USUAL)
+
+
+def save_flodl(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
+    """Writes flodl's 16-byte scaler file, atomically; gzip by the suffix ``.gz``.
+
+    Args:
+        path: the file.
+        state: what ``GradScaler.state_dict`` gives.
+
+    Example:
+        >>> import os, tempfile
+        >>> from mlx_gradscale.formats import load_flodl, save_flodl
+        >>> state = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+        ...          "growth_interval": 2000, "_growth_tracker": 7}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_flodl(os.path.join(folder, "scaler.bin.gz"), state)
+        ...     load_flodl(os.path.join(folder, "scaler.bin.gz")) == state
+        True
+    """
+    data = write_state(state, "flodl")
+    target = Path(path)
+    if target.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)
+    with atomic_write(target) as file:
+        file.write(data)
