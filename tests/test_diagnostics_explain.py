@@ -170,6 +170,22 @@ def test_a_derivative_that_is_infinite_at_any_scale():
     assert not report.scaling_helps
 
 
+def test_a_layer_that_is_kept_in_float32_does_not_overflow():
+    model = Net()
+    model.eval()
+    model.blocks[1].fc2.weight = mx.eye(8) * 1e5
+    x = mx.full((4, 8), 0.1)
+    assert explain(model, x).cause == "parameters"
+
+    def loss_fn(x):
+        return mean_square(model)(x) * 1e-6
+
+    def keep(path, _):
+        return path.startswith("blocks.1.fc2")
+
+    assert explain(model, x, loss_fn, keep=keep).cause == "nothing"
+
+
 def test_the_batch_is_at_fault():
     x = mx.ones((4, 8))
     x[1, 2] = float("nan")

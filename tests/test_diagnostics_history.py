@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_gradscale import GradScaler
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.diagnostics import (
     ScaleHistory,
     ScaleRecord,
@@ -88,6 +88,18 @@ def test_a_step_that_is_noted_reads_nothing():
         return x
 
     step(mx.array(1.0))
+
+
+def test_an_optimizer_brings_its_gradient_norm():
+    model = nn.Linear(3, 1)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), max_grad_norm=1.0)
+    grads = {"weight": mx.array([[3.0, 0.0, 4.0]]), "bias": mx.zeros(1)}
+    optimizer.scale_loss(lambda x: x)
+    scaled = {k: g * optimizer.scaler.get_scale() for k, g in grads.items()}
+    optimizer.update(model, scaled)
+    history = ScaleHistory()
+    history.record(optimizer)
+    assert history[0] == ScaleRecord(1, 65536.0, True, grad_norm=5.0)
 
 
 @settings(deadline=None, max_examples=40)

@@ -16,11 +16,30 @@ _ACTIONS = ("warn", "raise")
 
 
 class SkippedStepsWarning(UserWarning):
-    """Many steps in a row were skipped."""
+    """Many steps in a row were skipped.
+
+    Example:
+        >>> import warnings
+        >>> from mlx_gradscale.diagnostics import SkipAlarm, SkippedStepsWarning
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", SkippedStepsWarning)
+        ...     SkipAlarm(limit=50).see(50, scale=2.0**-34)
+        >>> len(caught)
+        1
+    """
 
 
 class SkippedStepsError(RuntimeError):
-    """Many steps in a row were skipped, and the user asked for an error."""
+    """Many steps in a row were skipped, and the user asked for an error.
+
+    Example:
+        >>> from mlx_gradscale.diagnostics import SkipAlarm, SkippedStepsError
+        >>> try:
+        ...     SkipAlarm(limit=50, action="raise").see(50, scale=2.0**-34)
+        ... except SkippedStepsError as error:
+        ...     print(str(error).splitlines()[0].partition(":")[0])
+        50 steps in a row were skipped
+    """
 
 
 class SkipAlarm:

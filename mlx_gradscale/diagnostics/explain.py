@@ -51,7 +51,6 @@ class OverflowReport:
     Attributes:
         cause: "nothing", "batch", "parameters", "forward", "loss", "gradients" or
             "derivative".
-        scaling_helps: whether a smaller loss scale makes the gradients finite.
         layer: the path of the first layer with a value that is not finite; "" is
             the model itself, None the loss function or none at all.
         where: the same in words, with what was found there.
@@ -59,6 +58,15 @@ class OverflowReport:
         scale: the loss scale of the backward pass.
         leaves: the leaves that are not finite, of the batch, the parameters or the
             gradients, whichever the cause is in.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale.diagnostics import explain_overflow
+        >>> model = nn.Linear(2, 1)
+        >>> report = explain_overflow(model, lambda x: mx.log(model(x) * 0).sum(),
+        ...                           mx.ones((1, 2)))
+        >>> report.cause, report.scaling_helps
+        ('loss', False)
     """
 
     cause: str
@@ -70,6 +78,7 @@ class OverflowReport:
 
     @property
     def scaling_helps(self) -> bool:
+        """Whether a smaller loss scale makes the gradients finite."""
         return self.cause == "gradients"
 
     def __str__(self) -> str:
@@ -88,6 +97,7 @@ def explain_overflow(
     *batch: Any,
     scale: Any = 1.0,
     compute_dtype: mx.Dtype | None = None,
+    keep: Callable[[str, mx.array], bool] | None = None,
 ) -> OverflowReport:
     """Rerun one batch and name the first layer where a value is not finite.
 
@@ -104,6 +114,7 @@ def explain_overflow(
             overflow a scaler has lowered its own already. Leave it out if
             ``loss_fn`` comes from ``scale_loss``. Default: ``1.0``.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
+        keep (Callable, optional): As for ``GradScaler.value_and_grad``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -123,10 +134,12 @@ def explain_overflow(
     scale = scale_of(scale)
     if not tree_flatten(model.trainable_parameters()):
         raise ValueError("The model has no trainable parameters: unfreeze some.")
+
+    def differentiate(function: Callable, scale: float) -> tuple[mx.array, Any]:
+        return _differentiate(model, function, batch, scale, compute_dtype, keep)
+
     with probed(model) as probes:
-        loss, grads = _differentiate(
-            model, probes.ends_with(loss_fn), batch, scale, compute_dtype
-        )
+        loss, grads = differentiate(probes.ends_with(loss_fn), scale)
         probes.read()
     loss, leaves = loss.item(), nonfinite(grads)
     sound = math.isfinite(loss)
@@ -140,7 +153,7 @@ def explain_overflow(
     found = [r for r in nonfinite(_arrays(batch)) if r.nan or r.positive_inf]
     if found:
         return report("batch", _NOWHERE, found)
-    found = nonfinite(_as_computed(model, compute_dtype))
+    found = nonfinite(_as_computed(model, compute_dtype, keep))
     if found:
         return report("parameters", (found[0].path.rpartition(".")[0], ""), found)
     place = _first_forward(probes, sound)
@@ -150,8 +163,7 @@ def explain_overflow(
         return report("loss", _NOWHERE, leaves)
     place = _first_backward(probes, leaves)
     with unchanged(model):
-        smaller = max(scale * _SMALLER, SMALLEST_SCALE)
-        _, grads = _differentiate(model, loss_fn, batch, smaller, compute_dtype)
+        _, grads = differentiate(loss_fn, max(scale * _SMALLER, SMALLEST_SCALE))
         scaling_helps = all_finite(grads).item()
     return report("gradients" if scaling_helps else "derivative", place, leaves)
 
@@ -162,12 +174,13 @@ def _differentiate(
     batch: tuple,
     scale: float,
     compute_dtype: mx.Dtype | None,
+    keep: Callable[[str, mx.array], bool] | None,
 ) -> tuple[mx.array, Any]:
     scaled = precision.with_scaled_gradient(loss_fn, lambda: mx.array(scale))
     if compute_dtype is None:
         function = nn.value_and_grad(model, scaled)
     else:
-        function = precision.value_and_grad(model, scaled, compute_dtype)
+        function = precision.value_and_grad(model, scaled, compute_dtype, keep)
     outputs, grads = function(*batch)
     return outputs[0] if isinstance(outputs, tuple) else outputs, grads
 
@@ -177,16 +190,19 @@ def _arrays(batch: tuple) -> list[mx.array]:
     return [x for _, x in leaves if isinstance(x, mx.array)]
 
 
-def _as_computed(model: nn.Module, compute_dtype: mx.Dtype | None) -> Any:
+def _as_computed(
+    model: nn.Module,
+    compute_dtype: mx.Dtype | None,
+    keep: Callable[[str, mx.array], bool] | None,
+) -> Any:
     """Return the parameters as the forward pass has them."""
-
-    def cast(x: mx.array) -> mx.array:
-        floating = mx.issubdtype(x.dtype, mx.floating)
-        return x.astype(compute_dtype) if compute_dtype and floating else x
-
-    trainable = tree_flatten(model.trainable_parameters(), destination={})
-    every = tree_flatten(model.parameters(), destination={})
-    return every | {path: cast(x) for path, x in trainable.items()}
+    parameters = tree_flatten(model.parameters(), destination={})
+    if compute_dtype is not None:
+        for path, x in tree_flatten(model.trainable_parameters()):
+            floating = mx.issubdtype(x.dtype, mx.floating)
+            if floating and not (keep and keep(path, x)):
+                parameters[path] = x.astype(compute_dtype)
+    return parameters
 
 
 def _first_forward(probes: Probes, loss_is_finite: bool) -> _Place | None:

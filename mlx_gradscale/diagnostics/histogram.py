@@ -44,6 +44,13 @@ class Shares:
         normal: stay.
         overflow: become infinite.
         nonfinite: were inf or NaN before.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale.diagnostics import gradient_histogram
+        >>> shares = gradient_histogram([mx.array([0.0, 1e-9, 1e-6, 1.0])]).unscaled
+        >>> shares.zero, shares.underflow, shares.subnormal, shares.normal
+        (0.25, 0.25, 0.25, 0.25)
     """
 
     zero: float
@@ -63,6 +70,15 @@ class GradientHistogram:
             of the values as they were given.
         scale: what the given values were scaled by.
         leaves: path -> the histogram of this leaf alone.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale.diagnostics import gradient_histogram
+        >>> grads = {"a": mx.full((3,), 1e-9), "b": mx.ones(1)}
+        >>> print(gradient_histogram(grads))
+        4 values in float16  zero  underflow  subnormal  normal  overflow  nonfinite
+        without scaling         0     75.00%          0  25.00%         0          0
+        at the best, 2^15       0          0     75.00%  25.00%         0          0
     """
 
     bins: np.ndarray
@@ -127,8 +143,8 @@ class GradientHistogram:
         """The power of two that loses least, or None if nothing tells.
 
         That is: nothing overflows, as one overflow costs the whole step; then the
-        fewest underflow; then the fewest are subnormal. Of scales that are equal
-        in this it is the one in the middle. Where values are not finite already,
+        fewest underflow; then subnormals lose the fewest bits. Of scales that lose
+        nothing it is the one in the middle. Where values are not finite already,
         it is smaller than :attr:`scale`.
         """
         powers = self.by_power()
@@ -139,9 +155,10 @@ class GradientHistogram:
             top = min(top, round(math.log2(self.scale)) - 1)
         top = max(min(top, 127), -126)
 
-        def lost(p: int) -> tuple[float, float]:
-            shares = self.at(2.0**p)
-            return shares.underflow, shares.subnormal
+        def lost(p: int) -> tuple[int, int]:
+            missing = {NORMAL - (q + p): count for q, count in powers.items()}
+            underflow = sum(n for q, n in missing.items() if q > NORMAL - ROUNDS_UP)
+            return underflow, sum(q * n for q, n in missing.items() if q > 0)
 
         bottom, least = top, lost(top)
         while bottom > -126 and lost(bottom - 1) == least:
@@ -185,7 +202,7 @@ def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
         >>> histogram.unscaled.underflow, histogram.at(2.0**15).underflow
         (0.25, 0.0)
         >>> histogram.best_scale
-        1024.0
+        32768.0
     """
     scale = scale_of(scale)
     arrays(grads)

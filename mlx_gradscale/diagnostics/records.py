@@ -21,6 +21,11 @@ class ScaleRecord:
         applied: False if it was skipped.
         grad_norm: the norm of the unscaled gradients, or None.
         loss: the true loss, or None.
+
+    Example:
+        >>> from mlx_gradscale.diagnostics import ScaleRecord
+        >>> ScaleRecord(step=1, scale=65536.0, applied=True, loss=0.5)
+        ScaleRecord(step=1, scale=65536.0, applied=True, grad_norm=None, loss=0.5)
     """
 
     step: int

@@ -9,7 +9,29 @@ from .history import plot_history
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the history in a file: ``mlx_gradscale.plot run.csv -o run.png``."""
+    """Draw the history in a file: ``mlx_gradscale.plot run.csv -o run.png``.
+
+    Args:
+        arguments (list): Default: those of the process.
+
+    Returns:
+        int: 0, or 1 if there is nothing that can be drawn, which is said.
+
+    Example:
+        >>> import contextlib, os, tempfile
+        >>> from mlx_gradscale import GradScaler
+        >>> from mlx_gradscale.diagnostics import ScaleHistory
+        >>> from mlx_gradscale.plot import main
+        >>> history = ScaleHistory()
+        >>> history.record(GradScaler(), loss=0.5)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "run.csv")
+        ...     history.save(path)
+        ...     with contextlib.redirect_stdout(None):
+        ...         code = main([path, "--dark"])
+        ...     sorted(os.listdir(folder))
+        ['run.csv', 'run.png']
+    """
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale.plot",
         description="Draw a run that a ScaleHistory has written: loss, loss scale with "
