@@ -106,7 +106,9 @@ class LossScaleOptimizer(Optimizer):
         self._initialized = True
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
-            self._write(loaded)
+            # The scaler has its state since the load, and may have moved on.
+            scaler = {f"scaler.{k}": x for k, x in self.scaler.state.items()}
+            self._write(loaded | scaler)
 
     def update(self, model: nn.Module, gradients: Any) -> None:
         """Update the model's parameters in place, or leave them where they are.
@@ -216,13 +218,18 @@ class LossScaleOptimizer(Optimizer):
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         loaded = dict(tree_flatten(state))
+        self._validate(loaded)
+        # Now, while the file is there, and not inside a trace.
+        mx.eval(loaded)
         if self._initialized:
             self._write(loaded)
         else:
             # The structure is known only from the parameters: tree_flatten
             # drops empty containers, so the tree may be shorter than they are.
-            self._validate(loaded)
+            # The scale is needed before, by the first loss.
             self._loaded = loaded
+            for name in self.scaler.state:
+                self.scaler.state[name] = loaded[f"scaler.{name}"]
 
     def _write(self, loaded: dict[str, mx.array]) -> None:
         own = dict(tree_flatten(self._state))
@@ -234,15 +241,13 @@ class LossScaleOptimizer(Optimizer):
                     f"The state has {path!r}, this optimizer has not: it belongs to "
                     "another model or optimizer."
                 )
-            if own[path].shape != loaded[path].shape:
+            here, there = own[path], loaded[path]
+            if (here.shape, here.dtype) != (there.shape, there.dtype):
                 raise ValueError(
-                    f"{path!r} has shape {loaded[path].shape} in the state, "
-                    f"{own[path].shape} in this optimizer."
+                    f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
+                    f"{here.dtype} of shape {here.shape} in this optimizer."
                 )
-        self._validate(loaded)
-        values = {path: loaded[path].astype(x.dtype) for path, x in own.items()}
-        mx.eval(values)
-        _write_leaves(self._state, "", values)
+        _write_leaves(self._state, "", loaded)
 
     def _validate(self, loaded: dict[str, Any]) -> None:
         for path, x in loaded.items():
