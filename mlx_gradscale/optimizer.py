@@ -6,10 +6,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from .finite import global_norm, is_finite_bits, is_floating, nonfinite
-from .guard import HALF, fitting_parameters, guarded_apply, initialize
+from .distributed import average_gradients
+from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
+from .finite import is_finite_bits, is_floating, nonfinite
+from .guard import (
+    HALF,
+    fitting_parameters,
+    guarded_apply,
+    initialize,
+    to_float32,
+    unscale,
+)
 from .scale import check, read
 from .scaler import GradScaler
 
@@ -27,6 +36,16 @@ class LossScaleOptimizer(Optimizer):
         max_grad_norm (float, optional): Clip the global norm of the unscaled
             gradients to this; ``float("inf")`` only measures it for
             :attr:`grad_norm`. Default: ``None``.
+        group (mx.distributed.Group, optional): The ranks that train together: all
+            take a step, or none. Without ``average`` the gradients are taken for
+            shards, and the norm is over all of them. Default: ``None``.
+        average (str, optional): Average the gradients over the group first.
+            ``"float32"`` unscales them and sums in float32; ``"scaled"`` sums them
+            scaled in their own dtype: half the bytes for float16, and a sum that
+            does not fit skips the step. Default: ``None``.
+        sharded (Callable, optional): Told path and gradient, whether this is a shard;
+            others are copies, which count once in the norm, or are averaged. Default:
+            all are, or with ``average`` none.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -50,6 +69,9 @@ class LossScaleOptimizer(Optimizer):
         scaler: GradScaler | None = None,
         *,
         max_grad_norm: float | None = None,
+        group: mx.distributed.Group | None = None,
+        average: str | None = None,
+        sharded: Sharded | None = None,
         **inner: Any,
     ):
         if inner:
@@ -68,10 +90,29 @@ class LossScaleOptimizer(Optimizer):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
+        if average not in (None, "float32", "scaled"):
+            raise ValueError(f'average must be "float32" or "scaled", got {average!r}.')
+        if group is None and (average or sharded):
+            raise ValueError(
+                "average= and sharded= need a group: pass group=mx.distributed.init()."
+            )
         super().__init__()
         self.optimizer = optimizer
         self.scaler = GradScaler() if scaler is None else scaler
         self.max_grad_norm = max_grad_norm
+        self.average = average
+        self._group = group
+        self._sharded = sharded
+        # A scaler with a group of its own decides over that: shards in one group
+        # can be averaged over another. Averages alone are equal already.
+        self._deciders = self.scaler._group
+        if self._deciders is None and (average is None or sharded):
+            self._deciders = group
+        elif average is None and group not in (None, self._deciders):
+            raise ValueError(
+                "The scaler has another group than this optimizer: leave one out, or "
+                "say with average= that gradients are averaged over the optimizer's."
+            )
         self._known: set[str] = set()
         self._loaded: dict[str, mx.array] | None = None
         # One dict for life: compiled steps have captured it.
@@ -110,31 +151,52 @@ class LossScaleOptimizer(Optimizer):
             scaler = {f"scaler.{k}": x for k, x in self.scaler.state.items()}
             self._write(loaded | scaler)
 
-    def update(self, model: nn.Module, gradients: Any) -> None:
+    def update(
+        self,
+        model: nn.Module,
+        gradients: Any,
+        weight: float | mx.array | None = None,
+    ) -> None:
         """Update the model's parameters in place, or leave them where they are.
 
         Args:
             model (nn.Module): The model to update.
-            gradients (Any): Gradients of a loss from :meth:`scale_loss`.
+            gradients (Any): Gradients of a loss from :meth:`scale_loss`. With
+                ``average`` a rank that has none passes ``{}``.
+            weight (float or array, optional): With ``average``, how much this rank
+                counts: how many micro-batches the gradients are the mean of, for
+                example. Default: 1, or 0 without gradients.
         """
         if not self._initialized:
             self.init(model.trainable_parameters())
-        model.update(self.apply_gradients(gradients, model))
+        model.update(self.apply_gradients(gradients, model, weight))
 
-    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+    def apply_gradients(
+        self,
+        gradients: Any,
+        parameters: Any,
+        weight: float | mx.array | None = None,
+    ) -> Any:
         """Return the new parameters, in the structure of ``gradients``.
 
         Args:
             gradients (Any): Gradients of a loss from :meth:`scale_loss`.
             parameters (Any): A tree of parameters, at least those with gradients.
+            weight (float or array, optional): As for :meth:`update`.
         """
         fitting = fitting_parameters(gradients, parameters)
         if not self._initialized:
+            if self.average and not tree_flatten(gradients):
+                raise ValueError(
+                    "A rank without gradients in its first step must call "
+                    "init(parameters) before it."
+                )
             self.init(fitting)
         self._check_known(gradients, parameters)
         if self.scaler.is_enabled():
             self.scaler._check_optimizer(self.optimizer, "update")
-        inverse, finite = self._inspect(gradients)
+        gradients, inverse = self._averaged(gradients, parameters, weight)
+        inverse, finite = self._inspect(gradients, inverse)
         new = guarded_apply(
             self.optimizer,
             gradients,
@@ -148,18 +210,41 @@ class LossScaleOptimizer(Optimizer):
             self.scaler._move(finite)
         return new
 
-    def _inspect(self, gradients: Any) -> tuple[mx.array, mx.array]:
-        if not self.scaler.is_enabled() and self.max_grad_norm is None:
-            return self.scaler._inverse(), mx.array(True)
+    def _averaged(
+        self, gradients: Any, parameters: Any, weight: float | mx.array | None
+    ) -> tuple[Any, mx.array]:
+        inverse = self.scaler._inverse()
+        if self.average is None or is_alone(self._group):
+            return gradients, inverse
+        like = None
+        if not tree_flatten(gradients):
+            flat = tree_flatten(parameters)
+            like = tree_unflatten([(p, x) for p, x in flat if p in self._known])
+        if self.average == "float32":
+            gradients, inverse = unscale(gradients, inverse), mx.array(1.0)
+            like = like and tree_map(to_float32, like)
+        sharded = self._sharded
+        gradients = average_gradients(
+            gradients,
+            self._group,
+            weight=weight,
+            like=like,
+            only=sharded and (lambda path, x: not sharded(path, x)),
+        )
+        return gradients, inverse
+
+    def _inspect(self, gradients: Any, inverse: mx.array) -> tuple[mx.array, mx.array]:
         if self.max_grad_norm is None:
-            return self.scaler._inspect(gradients)
+            if not self.scaler.is_enabled():
+                return inverse, mx.array(True)
+            finite = self.scaler._finite(gradients, inverse)
+            return inverse, agreed(finite, self._deciders)
         # One pass gives the norm and tells whether all is finite, and clipping is
         # a factor in the unscaling. As in mlx.optimizers.clip_grad_norm.
-        inverse = self.scaler._inverse()
-        norm = global_norm(gradients, inverse)
+        norm = norm_over_ranks(gradients, inverse, self._deciders, self._sharded)
         self._state["grad_norm"] = norm
         clip = mx.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
-        return inverse * clip, self.scaler._agreed(is_finite_bits(norm))
+        return inverse * clip, is_finite_bits(norm)
 
     def _check_known(self, gradients: Any, parameters: Any) -> None:
         given = {p for p, x in tree_flatten(gradients) if is_floating(x)}

@@ -12,7 +12,8 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
-from . import files, precision
+from . import distributed, files, precision
+from .distributed.decision import agreed
 from .finite import all_finite, arrays, is_finite_bits, largest_magnitude
 from .guard import HALF, guarded_apply, unscale
 from .scale import (
@@ -70,7 +71,9 @@ class GradScaler:
         min_scale (float): The scale is never below. Default: ``2**-126``.
         max_scale (float): The scale never grows above. Default: ``2**127``.
         group (mx.distributed.Group, optional): Overflow on one member skips the
-            step on all. Needed where gradients are sharded. Default: ``None``.
+            step on all, by one all-reduce of four bytes for each step. Needed where
+            gradients are sharded; averaged ones are equal already, and so is the
+            decision. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -268,7 +271,9 @@ class GradScaler:
                 "unscale_() was called twice for this optimizer since the last "
                 "update(): the gradients would be divided by the scale twice."
             )
-        inverse, finite = self._inspect(grads)
+        inverse = self._inverse()
+        # This rank's own: step() or update() asks the others, once.
+        finite = self._finite(grads, inverse)
         self._records[id(optimizer)] = _Record(optimizer, finite)
         return unscale(grads, inverse)
 
@@ -322,9 +327,11 @@ class GradScaler:
             )
         if record:
             inverse = mx.array(1.0)
-            finite = record.finite & self._agreed(all_finite(grads))
+            finite = record.finite & all_finite(grads)
         else:
-            inverse, finite = self._inspect(grads)
+            inverse = self._inverse()
+            finite = self._finite(grads, inverse)
+        finite = agreed(finite, self._group)
         new = guarded_apply(optimizer, grads, parameters, inverse, finite)
         self._warn_about_half(new)
         self._records[id(optimizer)] = _Record(optimizer, finite, stepped=True)
@@ -345,7 +352,11 @@ class GradScaler:
         if new_scale is not None:
             self._state["scale"] = within_limits(self._state, _as_scale(new_scale))
         elif self._records:
-            finite = [record.finite for record in self._records.values()]
+            records = self._records.values()
+            finite = [record.finite for record in records if record.stepped]
+            unscaled = [record.finite for record in records if not record.stepped]
+            if unscaled:
+                finite.append(agreed(reduce(mx.logical_and, unscaled), self._group))
             self._move(reduce(mx.logical_and, finite))
         else:
             raise RuntimeError(
@@ -369,18 +380,10 @@ class GradScaler:
     def _inverse(self) -> mx.array:
         return 1.0 / self._state["scale"] if self._enabled else mx.array(1.0)
 
-    def _inspect(self, grads: Any) -> tuple[mx.array, mx.array]:
-        inverse = self._inverse()
+    def _finite(self, grads: Any, inverse: mx.array) -> mx.array:
         # The product is what the optimizer gets: with a scale below 1 a finite
         # gradient can overflow in it. Rounding is monotonic, so the largest tells.
-        finite = is_finite_bits(largest_magnitude(grads) * inverse)
-        return inverse, self._agreed(finite)
-
-    def _agreed(self, finite: mx.array) -> mx.array:
-        if self._group is None or self._group.size() == 1:
-            return finite
-        bad = mx.logical_not(finite).astype(mx.int32)
-        return mx.distributed.all_sum(bad, group=self._group) == 0
+        return is_finite_bits(largest_magnitude(grads) * inverse)
 
     def _check_optimizer(self, optimizer: Optimizer, caller: str) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -463,6 +466,18 @@ class GradScaler:
     def last_step_applied(self) -> mx.array:
         """Whether the latest step changed something, lazily."""
         return self._state["last_step_applied"]
+
+    def assert_in_sync(self, group: mx.distributed.Group | None = None) -> None:
+        """Raise, on every rank, if this scaler is not in the same state on all.
+
+        See :func:`mlx_gradscale.distributed.assert_in_sync`, which says which rank
+        differs in what.
+
+        Args:
+            group (mx.distributed.Group, optional): Default: the scaler's own group,
+                else the global one.
+        """
+        distributed.assert_in_sync(self._state, group or self._group)
 
     # Saving
 

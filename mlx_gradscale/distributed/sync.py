@@ -1,0 +1,195 @@
+"""Are all ranks in the same state; bring them there from rank 0."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..finite import arrays
+from .decision import Group, is_alone
+
+_LISTED = 8
+
+
+def assert_in_sync(tree: Any, group: Group | None = None) -> None:
+    """Raise, on every rank, if a leaf of ``tree`` is not the same on all ranks.
+
+    Every rank of the group must call this. It reads the whole tree from the device:
+    call it after loading a checkpoint or every thousand steps, not on every step.
+
+    Args:
+        tree (Any): A tree of arrays that should be equal everywhere, bit for bit.
+        group (Group, optional): Default: the global group.
+
+    Raises:
+        RuntimeError: Says which rank differs from most others, and in what.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale.distributed import assert_in_sync
+        >>> assert_in_sync(nn.Linear(2, 2).parameters(), mx.distributed.init())
+    """
+    group = mx.distributed.init() if group is None else group
+    arrays(tree)
+    if is_alone(group):
+        return
+    tables = _gather({path: _digest(x) for path, x in tree_flatten(tree)}, group)
+    lines = []
+    for path in dict.fromkeys(path for table in tables for path in table):
+        values = [table.get(path) for table in tables]
+        usual = _most_common(values)
+        lines += [
+            f"Rank {rank} differs in {path!r}: it has {_text(value)}, rank "
+            f"{values.index(usual)} has {_text(usual)}."
+            for rank, value in enumerate(values)
+            if value != usual
+        ]
+    if lines:
+        more = len(lines) - _LISTED
+        lines = lines[:_LISTED] + [f"There are {more} more."] * (more > 0)
+        lines.append("Load the last checkpoint on all ranks, with from_rank_0().")
+        raise RuntimeError("\n".join(lines))
+
+
+def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
+    """Call ``load`` on rank 0 and return what it returned, on every rank.
+
+    Every rank of the group must call this; only rank 0 needs the file. If ``load``
+    raises on rank 0, every rank raises.
+
+    Args:
+        load (Callable): Returns a tree (dict, list, tuple) of arrays and of Python
+            numbers, strings and None.
+        group (Group, optional): Default: the global group.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale import GradScaler
+        >>> from mlx_gradscale.distributed import from_rank_0
+        >>> group = mx.distributed.init()
+        >>> scaler, saved = GradScaler(group=group), GradScaler(init_scale=512.0)
+        >>> scaler.load_state_dict(from_rank_0(saved.state_dict, group))
+        >>> scaler.get_scale()
+        512.0
+    """
+    group = mx.distributed.init() if group is None else group
+    if is_alone(group):
+        return load()
+    found: list[mx.array] = []
+    error, plan = None, None
+    if group.rank() == 0:
+        try:
+            plan = _describe(load(), found)
+            # Here, because a file that cannot be read fails only when evaluated.
+            mx.eval(found)
+        except Exception as e:
+            error = e
+    failure = error and f"{type(error).__name__}: {error}"
+    plan, failure = _gather([plan, failure], group)[0]
+    if error is not None:
+        raise error
+    if failure is not None:
+        raise RuntimeError(f"Rank 0 could not load: {failure}")
+    sent = iter(found)
+    return _rebuild(plan, (_broadcast(x, sent, group) for x in _shapes(plan)))
+
+
+def _gather(value: Any, group: Group) -> list[Any]:
+    """Return what JSON can say, of every rank, on every rank."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.array(mx.distributed.all_gather(mx.array([len(text)]), group=group))
+    padded = np.zeros((1, lengths.max()), np.uint8)
+    padded[0, : len(text)] = text
+    rows = np.array(mx.distributed.all_gather(mx.array(padded), group=group))
+    return [
+        json.loads(row[:length].tobytes())
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def _bytes(x: mx.array) -> mx.array:
+    return x.reshape(-1).view(mx.uint8)
+
+
+def _digest(x: mx.array) -> list[Any]:
+    data = np.array(_bytes(x)).tobytes() if x.size else b""
+    value = str(x.item()) if x.size == 1 else None
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    return [list(x.shape), str(x.dtype), value, digest]
+
+
+def _most_common(values: list[Any]) -> Any:
+    # Of equally common ones this is the first counted: the lowest rank's.
+    return json.loads(Counter(map(json.dumps, values)).most_common(1)[0][0])
+
+
+def _text(entry: list[Any] | None) -> str:
+    if entry is None:
+        return "no such leaf"
+    shape, dtype, value, digest = entry
+    if value is not None:
+        return value
+    return f"{dtype.removeprefix('mlx.core.')}{shape} with checksum {digest[:8]}"
+
+
+_DTYPES = {
+    str(dtype): dtype for dtype in vars(mx).values() if isinstance(dtype, mx.Dtype)
+}
+
+
+def _describe(tree: Any, found: list[mx.array]) -> Any:
+    if isinstance(tree, mx.array):
+        found.append(tree)
+        return {"array": [list(tree.shape), str(tree.dtype)]}
+    if isinstance(tree, dict):
+        for key in tree:
+            if not isinstance(key, str):
+                raise TypeError(f"Expected strings as keys of a dict, got {key!r}.")
+        return {"dict": {key: _describe(x, found) for key, x in tree.items()}}
+    if isinstance(tree, (list, tuple)):
+        kind = "list" if isinstance(tree, list) else "tuple"
+        return {kind: [_describe(x, found) for x in tree]}
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return {"value": tree}
+    raise TypeError(f"Expected a tree of arrays, numbers and strings, got {tree!r}.")
+
+
+def _shapes(plan: Any) -> Iterator[tuple[list[int], mx.Dtype]]:
+    [(kind, content)] = plan.items()
+    if kind == "array":
+        yield content[0], _DTYPES[content[1]]
+    elif kind != "value":
+        for child in content.values() if kind == "dict" else content:
+            yield from _shapes(child)
+
+
+def _rebuild(plan: Any, received: Iterator[mx.array]) -> Any:
+    [(kind, content)] = plan.items()
+    if kind == "array":
+        return next(received)
+    if kind == "dict":
+        return {key: _rebuild(child, received) for key, child in content.items()}
+    if kind == "value":
+        return content
+    children = [_rebuild(child, received) for child in content]
+    return children if kind == "list" else tuple(children)
+
+
+def _broadcast(
+    like: tuple[list[int], mx.Dtype], found: Iterator[mx.array], group: Group
+) -> mx.array:
+    shape, dtype = like
+    mine = next(found, None)
+    size = int(np.prod(shape, dtype=np.int64))
+    if size == 0:
+        return mx.zeros(shape, dtype)
+    # Summed as bytes with zeros elsewhere: exact for every dtype, -0.0 and NaN.
+    sent = mx.zeros(size * dtype.size, mx.uint8) if mine is None else _bytes(mine)
+    total = mx.distributed.all_sum(sent, group=group)
+    mx.eval(total)
+    return total.view(dtype).reshape(shape)
