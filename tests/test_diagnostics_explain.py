@@ -8,6 +8,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_gradscale import GradScaler
 from mlx_gradscale.diagnostics import explain_overflow
 
+HALF = mx.float16
+
 
 class Block(nn.Module):
     """A block with a computation of its own between its two layers."""
@@ -232,6 +234,22 @@ def test_a_mask_is_no_overflow():
     assert (report.cause, report.layer) == ("forward", "after")
 
 
+def test_a_mask_in_the_batch_is_no_fault():
+    model = Net()
+    model.eval()
+    model.blocks[1].fc1.weight = mx.eye(8) * 1e4
+    mask = mx.array([0.0] * 4 + [-float("inf")] * 4)
+
+    def loss_fn(x, mask):
+        weights = mx.softmax(mask.astype(mx.float32))
+        return (weights * model(x).astype(mx.float32).square()).mean()
+
+    report = explain_overflow(
+        model, loss_fn, mx.full((4, 8), 1e-4), mask, scale=2.0**14, compute_dtype=HALF
+    )
+    assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
+
+
 def test_a_model_as_an_argument_aux_outputs_and_kwargs():
     model = Net()
     model.eval()
@@ -252,14 +270,28 @@ def test_checkpointed_and_compiled_layers_are_seen():
     block = model.blocks[1]
 
     def loss_fn(x):
-        h = model.blocks[0](x)
+        # Of an array that is no argument: that is when mx.compile really compiles
+        # while a function is differentiated.
+        h = mx.compile(lambda x: model.blocks[0](x))(mx.full((4, 8), 1e-4, HALF))
         h = nn.utils.checkpoint(block)(h)
         h = mx.compile(model.blocks[2])(h)
         return h.astype(mx.float32).square().mean()
 
-    x = mx.full((4, 8), 1e-4)
-    report = explain(model, x, loss_fn, scale=2.0**10)
+    report = explain(model, None, loss_fn, scale=2.0**10)
     assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
+
+
+class Checkpointed(Net):
+    def __call__(self, x):
+        x = self.blocks[0](x)
+        return nn.utils.checkpoint(self.blocks[1])(x * 1e-4) * 1e4
+
+
+def test_who_called_a_checkpointed_layer_is_known():
+    # The gradient overflows in the model, by its 1e4, on the way to the layer.
+    report = explain(Checkpointed(), scale=2.0**10)
+    assert (report.cause, report.layer) == ("gradients", "")
+    assert "the model hands back to blocks.1" in str(report)
 
 
 def test_compilation_is_on_again_after():

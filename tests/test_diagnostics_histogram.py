@@ -48,6 +48,18 @@ def test_float32_subnormals_are_counted():
     assert histogram.by_power() == {-149: 2, -148: 2, -127: 1, -126: 1}
 
 
+def test_what_rounds_up_to_infinity_overflows():
+    edge = np.array([65504, 65519, 65519.99, 65520, 65535, 65536], np.float32)
+    assert np.count_nonzero(np.isinf(cast(edge))) == 3
+    assert gradient_histogram([mx.array(edge)]).unscaled.overflow == 0.5
+
+
+def test_of_scales_that_lose_nothing_the_middle_is_best():
+    # From 2**-14 on it is normal, up to 2**15 it is finite.
+    assert gradient_histogram([mx.array([1.0])]).best_scale == 1.0
+    assert gradient_histogram([mx.array([2.0**-10])]).best_scale == 1024.0
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(FLOATS, min_size=1, max_size=40),
