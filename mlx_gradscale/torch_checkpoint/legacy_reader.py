@@ -46,7 +46,7 @@ def _read_pickles(
 
     def load_storage(pid: Any) -> StorageRef:
         part = storage_of(pid)
-        whole = StorageRef(part.key, part.element, pid[4])
+        whole = StorageRef(part.key, part.element, part.total, 0, part.total)
         if known.setdefault(part.key, whole) != whole:
             raise CheckpointError("One storage is described in two ways.")
         return part

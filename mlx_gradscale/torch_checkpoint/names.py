@@ -198,7 +198,7 @@ def storage_of(pid: Any) -> StorageRef:
     known = isinstance(kind, Name) and (kind is UNTYPED or kind.element is not None)
     if not known or type(key) is not str or not is_count(numel):
         raise CheckpointError("The file describes a storage in an unknown way.")
-    storage = StorageRef(key, kind.element, numel)
+    storage = StorageRef(key, kind.element, numel, 0, numel)
     if not rest or rest[0] is None:
         return storage
     return _part(storage, rest[0])
@@ -210,4 +210,4 @@ def _part(whole: StorageRef, part: Any) -> StorageRef:
     _, start, numel = part
     if whole.element is None or start + numel > whole.numel:
         raise CheckpointError("Part of a storage reaches outside it.")
-    return StorageRef(whole.key, whole.element, numel, start)
+    return StorageRef(whole.key, whole.element, whole.total, start, numel)

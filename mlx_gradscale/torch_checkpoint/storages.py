@@ -89,9 +89,10 @@ class StorageReader:
 
     def _make(self, ref: TensorRef) -> mx.array:
         target = self._target(ref.element)
+        stored = self._stored(ref.storage, ref.element)
         if ref.numel == 0:
             return mx.zeros(ref.shape, target.mlx, stream=mx.cpu)
-        array = self._view(ref, target)
+        array = self._view(ref, target, stored)
         if ref.conj:
             array = mx.conjugate(array, stream=mx.cpu)
         return mx.negative(array, stream=mx.cpu) if ref.neg else array
@@ -116,9 +117,8 @@ class StorageReader:
             + "convert it in PyTorch and save again."
         )
 
-    def _view(self, ref: TensorRef, target: Element) -> mx.array:
+    def _view(self, ref: TensorRef, target: Element, stored: int) -> mx.array:
         start = ref.offset + ref.storage.start
-        stored = self._stored(ref.storage, ref.element)
         whole = ref.row_contiguous and start == 0 and ref.numel == stored
         if stored > MAX_DIM and not whole:
             raise CheckpointError(
@@ -137,13 +137,12 @@ class StorageReader:
         extent = self._extents.get(storage.key)
         if extent is None:
             raise CheckpointError("the file does not hold the tensor's data.")
-        stored = extent.size // element.size
-        if (storage.start + storage.numel) * storage.itemsize > extent.size:
+        if storage.total * storage.itemsize != extent.size:
             raise CheckpointError(
-                f"the tensor's storage should have {storage.numel} elements but the "
+                f"the tensor's storage should have {storage.total} elements but the "
                 f"file has {extent.size} bytes of it."
             )
-        return stored
+        return extent.size // element.size
 
     def _storage(
         self, ref: TensorRef, target: Element, shape: tuple[int, ...]

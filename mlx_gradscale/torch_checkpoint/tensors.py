@@ -14,16 +14,18 @@ MAX_NDIM = 64
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A block of bytes in the file, and the piece of it that is meant.
+    """A block of elements in the file, and the part of it that is meant.
 
-    ``element`` is None for an UntypedStorage, whose ``numel`` counts bytes.
-    ``start`` is not 0 only for the storage views of old sequential files.
+    ``element`` is None for an UntypedStorage, whose elements are bytes. The part,
+    ``numel`` from ``start`` on, is all of the ``total`` except for the storage views
+    of old sequential files.
     """
 
     key: str
     element: Element | None
+    total: int
+    start: int
     numel: int
-    start: int = 0
 
     @property
     def itemsize(self) -> int:

@@ -21,6 +21,7 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s4B4HL2L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX32 = 0xFFFFFFFF
+_FOLDER = 0x10
 
 
 class _Entry(NamedTuple):
@@ -38,18 +39,15 @@ def read_zip(source: Source, limits: Limits) -> tuple[Any, dict[str, Extent], bo
     if folder + "data.pkl" not in records:
         raise CheckpointError("This zip file is not a PyTorch checkpoint: no data.pkl.")
 
-    def read(name: str, at_most: int) -> bytes:
-        offset, size = records[folder + name]
-        if size > at_most:
-            raise CheckpointError(f"{name} has {size} bytes; {at_most} is the limit.")
-        return source.read(offset, size, name)
-
     order = b"little"
     if folder + "byteorder" in records:
-        order = read("byteorder", 16)
+        offset, size = records[folder + "byteorder"]
+        order = source.read(offset, min(size, 16), "byteorder")
         if order not in (b"little", b"big"):
             raise CheckpointError(f"The byte order {order!r} is unknown.")
-    pickle = read("data.pkl", limits.pickle_bytes)
+    offset, size = records[folder + "data.pkl"]
+    _check_size("data.pkl", size, limits)
+    pickle = source.read(offset, size, "data.pkl")
     reader = PickleReader(pickle, 0, storage_of, limits)
     value = reader.read()
     if reader.position != len(pickle):
@@ -66,11 +64,12 @@ def read_zip(source: Source, limits: Limits) -> tuple[Any, dict[str, Extent], bo
 def _records(source: Source, limits: Limits) -> dict[str, Extent]:
     """Where the data of each record is, in the order of the directory."""
     start, size, count = _find_directory(source)
-    if count > limits.records or size > limits.pickle_bytes:
+    if count > limits.records:
         raise CheckpointError(
             f"The zip file has more than {limits.records} records; if the file is to "
             "be trusted, raise limits.records."
         )
+    _check_size("The zip directory", size, limits)
     directory = source.read(start, size, "The zip directory")
     entries: dict[str, _Entry] = {}
     at = 0
@@ -93,6 +92,14 @@ def _records(source: Source, limits: Limits) -> dict[str, Extent]:
             raise CheckpointError("Records of the zip file overlap.")
         end = sum(records[name])
     return records
+
+
+def _check_size(what: str, size: int, limits: Limits) -> None:
+    if size > limits.pickle_bytes:
+        raise CheckpointError(
+            f"{what} has {size} bytes; if the file is to be trusted, raise "
+            "limits.pickle_bytes."
+        )
 
 
 def _folder(names: Iterable[str]) -> str:
@@ -141,7 +148,7 @@ def _entry(directory: bytes, at: int) -> tuple[str, _Entry, int]:
     fields = _CENTRAL.unpack_from(directory, at)
     flags, method = fields[5:7]
     packed, size, name_size, extra_size, comment_size, disk = fields[10:16]
-    header = fields[18]
+    attributes, header = fields[17:19]
     at += _CENTRAL.size
     stop = at + name_size + extra_size + comment_size
     if fields[0] != b"PK\x01\x02" or stop > len(directory) or disk:
@@ -149,11 +156,10 @@ def _entry(directory: bytes, at: int) -> tuple[str, _Entry, int]:
     name = directory[at : at + name_size].decode("utf-8", "surrogateescape")
     extra = directory[at + name_size : at + name_size + extra_size]
     size, packed, header = _wide(extra, [size, packed, header])
-    return (
-        name,
-        _Entry(header, size, not method and not flags & 1 and packed == size),
-        stop,
-    )
+    if size and (attributes & _FOLDER or name.endswith("/")):
+        raise CheckpointError(f"The record {_shown(name)} is a folder with data.")
+    is_stored = not method and not flags & 1 and packed == size
+    return name, _Entry(header, size, is_stored), stop
 
 
 def _wide(extra: bytes, values: list[int]) -> list[int]:
