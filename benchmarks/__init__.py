@@ -1,0 +1,1 @@
+"""What the scaler costs, measured on this machine: ``python -m benchmarks``."""

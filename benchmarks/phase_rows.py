@@ -1,0 +1,137 @@
+"""Rows of the optimizer phase: gradients in, new parameters and state out."""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+
+from . import trees, variants
+from .rows import Figure, Row, rows_of
+from .timing import interleave
+from .trees import Shapes
+from .variants import OPTIMIZERS, Phase
+
+SECTION = "optimizer phase"
+
+
+def compare(case: str, makers: dict[str, Callable[[], Phase]], rounds: int) -> list:
+    """Time phases against the first one; they are freed afterwards."""
+    phases = {name: make() for name, make in makers.items()}
+    runs = {name: phase.run for name, phase in phases.items()}
+    found = rows_of(SECTION, case, interleave(runs, rounds))
+    del phases, runs
+    gc.collect()
+    mx.clear_cache()
+    return found
+
+
+def every_way(name: str, shapes: Shapes, dtype: mx.Dtype) -> dict[str, Callable]:
+    """All the ways to do a step with one optimizer."""
+    make = OPTIMIZERS[name]
+    return {
+        "bare compiled": lambda: variants.bare(make, shapes, dtype),
+        "scaler compiled": lambda: variants.scaler(make, shapes, dtype),
+        "bare eager": lambda: variants.bare(make, shapes, dtype, compiled=False),
+        "scaler eager": lambda: variants.scaler(make, shapes, dtype, compiled=False),
+        "by hand, eager": lambda: variants.by_hand(make, shapes, dtype),
+        "plain where, compiled": lambda: variants.plain_where(make, shapes, dtype),
+    }
+
+
+def only_compiled(ways: dict[str, Callable]) -> dict[str, Callable]:
+    """The two that a bar is about."""
+    return {name: ways[name] for name in ("bare compiled", "scaler compiled")}
+
+
+def masters_and_clipping(shapes: Shapes) -> Iterator[tuple[str, dict[str, Callable]]]:
+    """LossScaleOptimizer against the same work without scaling, by case."""
+    make = OPTIMIZERS["AdamW"]
+    half = {"dtype": mx.float16, "model_dtype": mx.float16}
+    yield (
+        "AdamW, float32, clipped",
+        {
+            "bare + clip_grad_norm": lambda: variants.bare_clipped(make, shapes),
+            "LossScaleOptimizer": lambda: variants.loss_scale_optimizer(
+                make, shapes, clip=True
+            ),
+        },
+    )
+    for case, clip in (("masters", False), ("masters, clipped", True)):
+        yield (
+            f"AdamW, float16 model, {case}",
+            {
+                "bare on masters + cast": lambda clip=clip: variants.bare_masters(
+                    make, shapes, clip=clip
+                ),
+                "LossScaleOptimizer": lambda clip=clip: variants.loss_scale_optimizer(
+                    make, shapes, clip=clip, **half
+                ),
+            },
+        )
+
+
+def measure(rounds: int, quick: bool) -> list[Row]:
+    """Measure all cases of the optimizer phase."""
+    main = trees.shapes_of(trees.MAIN)
+    shapes = main[:8] if quick else main
+    size = f"{trees.size(shapes) / 1e6:g} M in {len(shapes)}"
+    found = compare(
+        f"AdamW, float32, {size}", every_way("AdamW", shapes, mx.float32), rounds
+    )
+    if quick:
+        return found
+    found += compare(
+        f"AdamW, float16, {size}", every_way("AdamW", shapes, mx.float16), rounds
+    )
+    for name in ("SGD", "Adam", "Lion", "Adafactor"):
+        for dtype, label in ((mx.float32, "float32"), (mx.float16, "float16")):
+            ways = every_way(name, shapes, dtype)
+            if dtype == mx.float16:
+                ways = only_compiled(ways)
+            found += compare(f"{name}, {label}, {size}", ways, rounds)
+    # Muon is matmuls: 8 M would take a minute per step on a reference BLAS.
+    small = [(128, 128)] * 6
+    ways = only_compiled(every_way("Muon", small, mx.float32))
+    found += compare("Muon, float32, 6 of 128x128", ways, rounds)
+    for case, makers in masters_and_clipping(shapes):
+        found += compare(f"{case}, {size}", makers, rounds)
+    for name in [*list(trees.SHAPES)[1:], trees.TRANSFORMER]:
+        ways = every_way("AdamW", trees.shapes_of(name), mx.float32)
+        if name == "one leaf of 64 M":
+            ways = only_compiled(ways)
+        found += compare(f"AdamW, float32, {name}", ways, max(rounds // 2, 5))
+    return found
+
+
+def skipped(rounds: int, shapes: Shapes) -> list[Row]:
+    """A step that is skipped against one that is applied."""
+    phase = variants.scaler(OPTIMIZERS["AdamW"], shapes)
+    good, bad = phase.gradients, trees.with_inf(phase.gradients)
+
+    def run(gradients):
+        phase.gradients = gradients
+        phase.run()
+
+    runs = {"applied": lambda: run(good), "skipped": lambda: run(bad)}
+    case = f"AdamW, {len(shapes)} leaves"
+    return rows_of("skipped steps", case, interleave(runs, rounds))
+
+
+def figures(rows: list[Row]) -> list[Figure]:
+    """The figures that have a bar, from the rows of the full suite."""
+    by_name = {(row.case, row.variant): row for row in rows}
+    main = next(row.case for row in rows)
+    ours = by_name[main, "scaler compiled"]
+    lora = by_name[f"AdamW, float32, {trees.LORA}", "scaler compiled"]
+    eager, bare = by_name[main, "scaler eager"], by_name[main, "bare eager"]
+    floor = ours.milliseconds / bare.milliseconds
+    return [
+        Figure("optimizer phase / bare compiled", ours.ratio, bar=1.20, note=main),
+        Figure("LoRA-like tree / bare compiled", lora.ratio, bar=1.25),
+        Figure(
+            "eager loop / bare eager",
+            eager.milliseconds / bare.milliseconds,
+            bar=0.55,
+            note=f"the compiled step is {floor:.2f} of bare eager",
+        ),
+    ]
