@@ -140,6 +140,7 @@ _VIEWS = {
     "Slice",
     "Split",
     "View",
+    "Contiguous",
     "Flatten",
     "Unflatten",
 }
