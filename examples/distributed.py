@@ -1,0 +1,126 @@
+"""Train in float16 on several Macs, or on several processes of one.
+
+Start it with ``mlx.launch -n 2 -- python examples/distributed.py``, or on two
+machines with ``mlx.launch --hosts 10.0.0.1,10.0.0.2 -- python
+examples/distributed.py``. Add ``--checkpoint run.safetensors`` to save every 20
+steps and to go on from there, on as many ranks as you like.
+
+Every rank has its own part of the data. The optimizer unscales the gradients,
+averages them over the ranks and steps on all ranks or on none: a rank whose
+float16 gradients overflow makes all of them skip, on the device, without a wait.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale.distributed import assert_in_sync, from_rank_0
+
+
+def main() -> None:
+    args = parse_arguments()
+    group = mx.distributed.init()
+    # The same seed everywhere: data parallel ranks start from equal parameters.
+    mx.random.seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    model.set_dtype(mx.float16)
+    optimizer = LossScaleOptimizer(
+        optim.AdamW(3e-3),
+        GradScaler(growth_interval=100),
+        max_grad_norm=1.0,
+        group=group,
+        average=args.average,
+    )
+    optimizer.init(model.trainable_parameters())
+    start = resume(args.checkpoint, model, optimizer, group)
+
+    def loss_fn(x, y):
+        return nn.losses.mse_loss(model(x).astype(mx.float32), y)
+
+    loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(loss_fn))
+    state = [model.state, optimizer.state]
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        optimizer.update(model, grads)
+        return mx.distributed.all_sum(loss, group=group) / group.size()
+
+    compiled = mx.compile(step, inputs=state, outputs=state)
+    for i in range(start, start + args.steps):
+        loss = compiled(*my_batch(i, group))
+        mx.eval(loss, state)
+        if (i + 1) % 20 == 0:
+            if group.rank() == 0:
+                scale = optimizer.scaler.get_scale()
+                skipped = optimizer.scaler.skipped_steps.item()
+                print(f"step {i + 1} loss {loss.item():.4f} {scale=} {skipped=}")
+            save(args.checkpoint, i + 1, model, optimizer, group)
+
+    assert_in_sync({"model": model.parameters(), "optimizer": optimizer.state}, group)
+    if group.rank() == 0:
+        print(f"{group.size()} ranks, in sync after {start + args.steps} steps")
+
+
+def my_batch(step: int, group: mx.distributed.Group) -> tuple[mx.array, mx.array]:
+    """Return this rank's part of 64 samples; at step 30 rank 0's part overflows."""
+    x = mx.random.normal((64, 16), key=mx.random.key(step))
+    y = mx.sin(x[:, :1] * 2) + x[:, 1:2] * x[:, 2:3]
+    if step == 30:
+        x[0] = x[0] * 30000
+    n = 64 // group.size()
+    mine = slice(group.rank() * n, (group.rank() + 1) * n)
+    return x[mine].astype(mx.float16), y[mine]
+
+
+def save(
+    path: Path | None,
+    step: int,
+    model: nn.Module,
+    optimizer: LossScaleOptimizer,
+    group: mx.distributed.Group,
+) -> None:
+    """Write the checkpoint on rank 0: a crash leaves the last one whole."""
+    if path is None or group.rank() != 0:
+        return
+    tree = {
+        "step": mx.array(step),
+        "model": model.parameters(),
+        "optimizer": optimizer.state,
+    }
+    beside = path.with_name("beside-" + path.name)
+    mx.save_safetensors(str(beside), dict(tree_flatten(tree)))
+    os.replace(beside, path)
+
+
+def resume(
+    path: Path | None,
+    model: nn.Module,
+    optimizer: LossScaleOptimizer,
+    group: mx.distributed.Group,
+) -> int:
+    """Load on rank 0, if there is something, and send it to all; return the step."""
+    if not from_rank_0(lambda: path is not None and path.exists(), group):
+        return 0
+    loaded = from_rank_0(lambda: mx.load(str(path)), group)
+    tree = tree_unflatten(list(loaded.items()))
+    model.update(tree["model"])
+    optimizer.state = tree["optimizer"]
+    return tree["step"].item()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--average", choices=("float32", "scaled"), default="float32")
+    parser.add_argument("--checkpoint", type=Path, help="a .safetensors file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Pieces that the workers of test_distributed.py and their judge share."""
+
+import hashlib
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from helpers import Traced, batch, bits, kernels, mse
+
+
+def overflows(steps, ranks):
+    """Which rank overflows in which step: (steps, ranks) of bool."""
+    return np.random.default_rng(7).random((steps, ranks)) < 0.05
+
+
+def rank_batch(step, rank, overflow, n=4):
+    """A rank's own batch; its products overflow in float16 where it is to."""
+    x, y = batch(1000 * rank + step, n, mx.float16)
+    return (x * 30000, y) if overflow else (x, y)
+
+
+def fingerprint(tree):
+    """One text for a whole tree, equal only if it is bit-identical."""
+    return hashlib.sha256(
+        repr(sorted(bits(_arrays(tree)).items())).encode()
+    ).hexdigest()
+
+
+def _arrays(tree):
+    if isinstance(tree, dict):
+        return {key: _arrays(x) for key, x in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_arrays(x) for x in tree]
+    return tree if isinstance(tree, mx.array) else mx.array([])
+
+
+def all_reduces(outputs):
+    """How many all-reduces computing ``outputs`` takes."""
+    return sum("AllReduce" in name for name in kernels(outputs))
+
+
+def compiled_step(model, optimizer):
+    """One compiled training step that evaluates; ``.compiled`` does not."""
+    loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(mse(model)))
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state]
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    traced = Traced(step)
+    compiled = mx.compile(traced, inputs=state, outputs=state)
+
+    def run(x, y):
+        loss = compiled(x, y)
+        mx.eval(loss, state)
+        return loss
+
+    run.traced, run.compiled = traced, compiled
+    return run
+
+
+class Deep(nn.Module):
+    """As many parameters as one likes."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = [nn.Linear(8, 8) for _ in range(depth)]
+        self.out = nn.Linear(8, 1)
+        self.set_dtype(mx.float16)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nn.relu(layer(x))
+        return self.out(x)
