@@ -8,6 +8,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
     "inspect": ("inspect", "print what is in a checkpoint"),
+    "plot": ("plot", "draw the history of a run"),
 }
 
 

@@ -333,6 +333,8 @@ class GradScaler:
             finite = self._finite(grads, inverse)
         finite = agreed(finite, self._group)
         new = guarded_apply(optimizer, grads, parameters, inverse, finite)
+        if alarm := getattr(self, "skip_alarm", None):
+            alarm.remember(grads)
         self._warn_about_half(new)
         self._records[id(optimizer)] = _Record(optimizer, finite, stepped=True)
         self._count(finite)
@@ -414,8 +416,18 @@ class GradScaler:
     # Settings
 
     def get_scale(self) -> float:
-        """Read the scale from the device; 1.0 when disabled."""
-        return self._state["scale"].item() if self._enabled else 1.0
+        """Read the scale from the device; 1.0 when disabled.
+
+        This is also where too many skipped steps in a row are noticed: see
+        :class:`mlx_gradscale.diagnostics.SkipAlarm`, or set ``skip_alarm`` to None.
+        """
+        if not self._enabled:
+            return 1.0
+        # Here, because diagnostics reads scalers: it comes after this file.
+        from .diagnostics import check_skips
+
+        check_skips(self)
+        return self._state["scale"].item()
 
     def is_enabled(self) -> bool:
         """Tell whether the scaler does anything."""

@@ -343,6 +343,22 @@ def test_a_static_scale_stays_and_still_skips():
     assert scaler.consecutive_skips.item() == 2
 
 
+def test_reading_the_scale_of_a_run_that_only_skips_is_not_silent():
+    from mlx_gradscale.diagnostics import SkipAlarm, SkippedStepsError
+
+    scaler, optimizer = GradScaler(), optim.SGD(1.0)
+    scaler.skip_alarm = SkipAlarm(limit=3, action="raise")
+    gradients = {"w": scaler.scale(mx.array([INF]))}
+    for i in range(3):
+        assert scaler.get_scale() == 65536 / 2**i
+        scaler.apply_gradients(optimizer, gradients, {"w": mx.ones(1)})
+        scaler.update()
+    with pytest.raises(SkippedStepsError, match=r"w +float32"):
+        scaler.get_scale()
+    scaler.skip_alarm = None
+    assert scaler.get_scale() == 8192
+
+
 # Misuse
 
 
