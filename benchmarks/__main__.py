@@ -2,8 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import mlx.core as mx
 
 from . import (
     counts,
@@ -30,6 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write all numbers.")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Write a picture.")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(sections(1, 1)), help="Sections to run."
+    )
     parser.add_argument("--rounds", type=int, help="Rounds of each comparison.")
     parser.add_argument(
         "--largest",
@@ -41,56 +46,68 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def quick(rounds: int) -> tuple[list[Row], list[Figure]]:
-    """The counts, and enough rows to see that the suite works."""
-    rows = phase_rows.measure(rounds, quick=True)
-    rows += phase_rows.skipped(rounds, trees.shapes_of(trees.MAIN)[:8])
-    found, figures = reading.measure(rounds, trees.shapes_of(trees.MAIN))
-    return rows + found, [*counts.measure(), *figures]
+# MLX's CPU allocator keeps 32 MB of free buffers, Metal's as good as all. With 32
+# MB a step of 8 M parameters gives 64 MB back to the system and faults 7,600 pages
+# in again, in some runs and not in others: 25 ms or 43 ms for the same work.
+CACHE_LIMIT = 4 * 2**30
+
+Results = tuple[list[Row], list[Figure]]
 
 
-def full(rounds: int, largest: int) -> tuple[list[Row], list[Figure]]:
-    """Everything."""
+def sections(rounds: int, largest: int) -> dict[str, Callable[[], Results]]:
+    """Every section by its name, in the order of the table."""
     main = trees.shapes_of(trees.MAIN)
-    figures = counts.measure()
-    rows = phase_rows.measure(rounds, quick=False)
-    figures += phase_rows.figures(rows)
-    rows += phase_rows.skipped(rounds, main)
-    for found, more in (
-        reading.measure(rounds, main),
-        whole_step.measure(rounds, 128, 2),
-        growth.with_parameters(rounds, largest),
-        growth.with_leaves(rounds, 5000),
-    ):
-        rows += found
-        figures += more
-    figures += first_call.measure(32)
-    if torch_peer.available():
-        found, added = torch_peer.measure(rounds, main)
-        rows += found
-        figures += torch_peer.figures(added, _added(rows))
+    return {
+        "counts": lambda: ([], counts.measure()),
+        "phase": lambda: phase_rows.measure(rounds),
+        "skipped": lambda: (phase_rows.skipped(rounds, main), []),
+        "reading": lambda: reading.measure(rounds, main),
+        "step": lambda: whole_step.measure(rounds, 128, 2),
+        "parameters": lambda: growth.with_parameters(rounds, largest),
+        "leaves": lambda: growth.with_leaves(rounds, 5000),
+        "first-call": lambda: ([], first_call.measure(32)),
+        "torch": lambda: torch_peer.measure(rounds, main),
+    }
+
+
+def quick_sections(rounds: int) -> dict[str, Callable[[], Results]]:
+    """The counts, and enough rows to see that the suite works."""
+    main = trees.shapes_of(trees.MAIN)
+    return {
+        "counts": lambda: ([], counts.measure()),
+        "phase": lambda: phase_rows.quick(rounds),
+        "skipped": lambda: (phase_rows.skipped(rounds, main[:8]), []),
+        "reading": lambda: reading.measure(rounds, main),
+    }
+
+
+def run(chosen: dict[str, Callable[[], Results]]) -> Results:
+    """Measure the sections and print each at once: somebody may stop the run."""
+    rows: list[Row] = []
+    figures: list[Figure] = []
+    for measure in chosen.values():
+        more_rows, more_figures = measure()
+        print(f"\n{report.tables(more_rows, more_figures)}", flush=True)
+        rows += more_rows
+        figures += more_figures
     return rows, figures
-
-
-def _added(rows: list[Row]) -> float:
-    bare, ours = (
-        next(r for r in rows if r.variant == variant and "AdamW, float32" in r.case)
-        for variant in ("bare compiled", "scaler compiled")
-    )
-    millions = trees.size(trees.shapes_of(trees.MAIN)) / 1e6
-    return (ours.milliseconds - bare.milliseconds) / 1e3 / millions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a count is wrong, never because of seconds."""
     options = build_parser().parse_args(arguments)
-    rounds = options.rounds or (5 if options.quick else 15)
     if options.quick:
-        rows, figures = quick(rounds)
+        chosen = quick_sections(options.rounds or 5)
     else:
-        rows, figures = full(rounds, options.largest)
+        chosen = sections(options.rounds or 15, options.largest)
     print("\n".join(f"{k}: {v}" for k, v in report.environment().items()))
-    print(f"\n{report.table(rows)}\n\n{report.figure_table(figures)}")
+    before = mx.set_cache_limit(CACHE_LIMIT)
+    try:
+        rows, figures = run(
+            {n: f for n, f in chosen.items() if not options.only or n in options.only}
+        )
+    finally:
+        mx.set_cache_limit(before)
     if options.json:
         options.json.write_text(report.as_json(rows, figures))
     if options.plot:

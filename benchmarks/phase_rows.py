@@ -70,37 +70,37 @@ def masters_and_clipping(shapes: Shapes) -> Iterator[tuple[str, dict[str, Callab
         )
 
 
-def measure(rounds: int, quick: bool) -> list[Row]:
+def quick(rounds: int) -> tuple[list[Row], list[Figure]]:
+    """All ways to do a step, on a quarter of the main tree."""
+    shapes = trees.shapes_of(trees.MAIN)[:8]
+    ways = every_way("AdamW", shapes, mx.float32)
+    return compare("AdamW, float32, 2 M in 8 leaves", ways, rounds), []
+
+
+def measure(rounds: int) -> tuple[list[Row], list[Figure]]:
     """Measure all cases of the optimizer phase."""
-    main = trees.shapes_of(trees.MAIN)
-    shapes = main[:8] if quick else main
-    size = f"{trees.size(shapes) / 1e6:g} M in {len(shapes)}"
-    found = compare(
-        f"AdamW, float32, {size}", every_way("AdamW", shapes, mx.float32), rounds
-    )
-    if quick:
-        return found
-    found += compare(
-        f"AdamW, float16, {size}", every_way("AdamW", shapes, mx.float16), rounds
-    )
-    for name in ("SGD", "Adam", "Lion", "Adafactor"):
+    shapes = trees.shapes_of(trees.MAIN)
+    few = max(rounds // 2, 5)
+    found = []
+    for name in ("AdamW", "Adam", "SGD", "Lion", "Adafactor"):
         for dtype, label in ((mx.float32, "float32"), (mx.float16, "float16")):
             ways = every_way(name, shapes, dtype)
-            if dtype == mx.float16:
+            if name != "AdamW":
                 ways = only_compiled(ways)
-            found += compare(f"{name}, {label}, {size}", ways, rounds)
+            case = f"{name}, {label}, {trees.MAIN}"
+            found += compare(case, ways, rounds if name == "AdamW" else few)
     # Muon is matmuls: 8 M would take a minute per step on a reference BLAS.
-    small = [(128, 128)] * 6
-    ways = only_compiled(every_way("Muon", small, mx.float32))
-    found += compare("Muon, float32, 6 of 128x128", ways, rounds)
+    ways = only_compiled(every_way("Muon", [(128, 128)] * 6, mx.float32))
+    found += compare("Muon, float32, 6 of 128x128", ways, few)
     for case, makers in masters_and_clipping(shapes):
-        found += compare(f"{case}, {size}", makers, rounds)
-    for name in [*list(trees.SHAPES)[1:], trees.TRANSFORMER]:
+        found += compare(f"{case}, {trees.MAIN}", makers, rounds)
+    for name in (trees.LORA, *trees.OTHERS):
         ways = every_way("AdamW", trees.shapes_of(name), mx.float32)
-        if name == "one leaf of 64 M":
+        if name != trees.LORA:
             ways = only_compiled(ways)
-        found += compare(f"AdamW, float32, {name}", ways, max(rounds // 2, 5))
-    return found
+        case = f"AdamW, float32, {name}"
+        found += compare(case, ways, rounds if name == trees.LORA else few)
+    return found, figures(found)
 
 
 def skipped(rounds: int, shapes: Shapes) -> list[Row]:

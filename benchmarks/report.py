@@ -42,6 +42,12 @@ def _version(name: str) -> str | None:
         return None
 
 
+def tables(rows: list[Row], figures: list[Figure]) -> str:
+    """The rows and the figures of a section."""
+    found = [table(rows)] if rows else []
+    return "\n\n".join(found + ([figure_table(figures)] if figures else []))
+
+
 def table(rows: list[Row]) -> str:
     """Rows as a Markdown table, which is one on the screen too."""
     lines = [

@@ -1,11 +1,11 @@
 """The same step in PyTorch, where it is installed: bare, and with its GradScaler."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from . import variants
 from .rows import Figure, Row, rows_of
-from .timing import interleave
+from .timing import Timing, interleave
 from .trees import Shapes, size
 from .variants import SCALE
 
@@ -46,44 +46,56 @@ class _Peer:
             self.scaler.update()
 
 
-def measure(rounds: int, shapes: Shapes) -> tuple[list[Row], dict[str, float]]:
-    """Return rows, and the added seconds per million parameters of each kind.
+def measure(rounds: int, shapes: Shapes) -> tuple[list[Row], list[Figure]]:
+    """Time PyTorch's scaler and this one, and what each adds to a bare step.
 
     One thread, as MLX's CPU backend uses.
     """
+    if not available():
+        return [], []
     import torch
 
     torch.set_num_threads(1)
-    rows: list[Row] = []
-    added: dict[str, float] = {}
+    make = variants.OPTIMIZERS["AdamW"]
+    pairs: dict[str, tuple[Any, Any]] = {
+        "this package": (variants.bare(make, shapes), variants.scaler(make, shapes)),
+    }
     for name, kind in KINDS.items():
-        peers = {
-            f"torch {name}": _Peer(torch, shapes, kind, scaled=False),
-            f"torch {name} + GradScaler": _Peer(torch, shapes, kind, scaled=True),
-        }
-        runs: dict[str, Callable] = {key: peer.run for key, peer in peers.items()}
-        timings = interleave(
-            runs, rounds, before=lambda key, peers=peers: peers[key].refill()
+        pairs[f"torch {name}"] = tuple(
+            _Peer(torch, shapes, kind, scaled) for scaled in (False, True)
         )
-        bare, scaled = timings.values()
-        rows += rows_of("PyTorch, AdamW", name, timings)
-        added[name] = (scaled.median - bare.median) / (size(shapes) / 1e6)
-    return rows, added
+    runs, refill = {}, {}
+    for name, (bare, scaled) in pairs.items():
+        runs |= {f"{name}, bare": bare.run, f"{name}, scaled": scaled.run}
+        if name != "this package":
+            refill |= {f"{name}, bare": bare.refill, f"{name}, scaled": scaled.refill}
+    timings = interleave(
+        runs, rounds, before=lambda name: refill.get(name, lambda: None)()
+    )
+    added = {
+        name: _added(timings[f"{name}, scaled"], timings[f"{name}, bare"], shapes)
+        for name in pairs
+    }
+    return rows_of("PyTorch", f"AdamW, {len(shapes)} leaves", timings), _figures(added)
 
 
-def figures(added: dict[str, float], ours: float) -> list[Figure]:
-    """The added time per million parameters, ours beside PyTorch's.
+def _added(scaled: Timing, bare: Timing, shapes: Shapes) -> float:
+    # Of the best rounds: a difference of medians is mostly noise where the rounds
+    # of one variant differ by more than what the scaler adds.
+    return (scaled.best - bare.best) * 1e3 / (size(shapes) / 1e6)
 
-    The for-loop is PyTorch's default for tensors on the CPU.
-    """
-    found = [Figure("added by this package", ours * 1e3, "ms per M parameters")]
-    for name, seconds in added.items():
-        found.append(
-            Figure(f"added by PyTorch, {name}", seconds * 1e3, "ms per M parameters")
-        )
-    default = added["for-loop"]
+
+def _figures(added: dict[str, float]) -> list[Figure]:
+    found = [
+        Figure(f"added by {name}", value, "ms per M parameters")
+        for name, value in added.items()
+    ]
+    # The for-loop is PyTorch's default for tensors on the CPU.
+    default, ours = added["torch for-loop"], added["this package"]
     if default > 0:
+        note = "PyTorch's default on the CPU"
+        ratio = ours / default
         found.append(
-            Figure("added / added by PyTorch's default", ours / default, bar=1.0)
+            Figure("added / added by torch for-loop", ratio, bar=1.0, note=note)
         )
     return found

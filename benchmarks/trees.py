@@ -18,6 +18,7 @@ SHAPES: dict[str, Shapes] = {
 MAIN = "8 M in 32 leaves"
 LORA = "LoRA-like, 448 of 16,000"
 TRANSFORMER = "transformer, 12 layers of 256"
+OTHERS = ("4,000 leaves of 64", "one leaf of 64 M", TRANSFORMER)
 
 
 def shapes_of(name: str) -> Shapes:
