@@ -4,8 +4,9 @@
 
 Every measurement is a process of its own, and the contenders take turns, so that a
 noisy machine is noisy for all. Time is that of the one call, on the clock and of all
-processors together; memory is by how much the process's peak grew in it. ``save`` here writes atomically and syncs to the disk, which
-``torch.save`` does not: it is measured bare and with the same sync.
+processors together; memory is by how much the process's peak grew in it. ``save`` here
+writes atomically and syncs to the disk, which ``torch.save`` does not: that is measured
+bare and with the same sync.
 """
 
 import argparse

@@ -5,6 +5,7 @@ and then the storages: eight bytes for the number of elements and their bytes. T
 are little-endian whatever machine wrote them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from .limits import CheckpointError, CutOffError, Limits
@@ -14,6 +15,8 @@ from .source import Source
 from .storages import Extent
 from .tensors import StorageRef
 
+# A header takes one to thirty instructions.
+_FEW = 100
 MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
 
@@ -51,18 +54,20 @@ def _read_pickles(
             raise CheckpointError("One storage is described in two ways.")
         return part
 
-    def read_next() -> Any:
+    def read_next(opcodes: int) -> Any:
         nonlocal at
-        reader = PickleReader(head, at, load_storage, limits)
+        few = replace(limits, opcodes=min(opcodes, limits.opcodes))
+        reader = PickleReader(head, at, load_storage, few)
         value = reader.read()
         at = reader.position
         return value
 
-    magic, version = read_next(), read_next()
-    if magic != MAGIC or version != VERSION:
+    if read_next(_FEW) != MAGIC or read_next(_FEW) != VERSION:
         raise CheckpointError("This pickle is not a PyTorch checkpoint.")
-    read_next()  # the machine that wrote it, which changes nothing
-    value, keys = read_next(), read_next()
+    read_next(_FEW)  # the machine that wrote it, which changes nothing
+    value = read_next(limits.opcodes)
+    # A key and its number in the memo are two instructions.
+    keys = read_next(_FEW + 3 * len(known))
     return value, keys, known, at
 
 

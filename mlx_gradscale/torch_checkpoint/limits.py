@@ -29,7 +29,7 @@ class Limits:
         nodes (int): Values in the object when everything shared is written out:
             forty lists, each holding the previous one twice, are 2**40 values.
         pickle_bytes (int): Size of the pickle, and of the zip directory, which are
-            held in memory.
+            held in memory. A text can take four times its bytes there.
         records (int): Records in the zip file; each storage is one.
         hard_keys (int): Tuples and complex numbers as dict keys or set members;
             their hashes can be made to collide, and collisions cost their square.
@@ -42,7 +42,7 @@ class Limits:
     memo: int = 4_000_000
     depth: int = 128
     nodes: int = 10_000_000
-    pickle_bytes: int = 2**28
+    pickle_bytes: int = 2**26
     records: int = 1_000_000
     hard_keys: int = 4096
     extra_bytes: int = 2**30

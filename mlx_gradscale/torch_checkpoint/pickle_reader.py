@@ -124,7 +124,9 @@ class PickleReader:
 
     def get(self, index: int) -> None:
         if index not in self.memo:
-            raise CheckpointError(f"the pickle refers to object {index} before it is.")
+            raise CheckpointError(
+                f"the pickle refers to object {index}, which it has not."
+            )
         self.stack.append(self.memo[index])
 
     def container(self, value: Any) -> None:

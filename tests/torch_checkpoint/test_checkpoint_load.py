@@ -2,6 +2,7 @@
 
 import gzip
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -241,6 +242,15 @@ def test_storage_views_of_old_sequential_files():
     assert torch_checkpoint.load(viewed).tolist() == [2.0, 3.0, 4.0]
 
 
+def test_a_long_pickle_in_a_sequential_file():
+    # Longer than the first piece of it that is read.
+    obj = {"texts": ["x" * 1000] * 2 + [str(i) * 99 for i in range(9000)], "n": 1}
+    obj["t"] = torch.arange(3)
+    data = torch_bytes(obj, _use_new_zipfile_serialization=False)
+    assert len(data) > 2**20
+    assert_equals_torch(torch_checkpoint.load(data), obj)
+
+
 def test_python_2_texts():
     data = pickled(b"}(U\x01aK\x01T\x01\x00\x00\x00bK\x02u")
     assert torch_checkpoint.load(data) == {"a": 1, "b": 2}
@@ -261,6 +271,13 @@ def test_paths_bytes_and_file_objects(tmp_path):
         torch_checkpoint.load(3)
     with pytest.raises(FileNotFoundError):
         torch_checkpoint.load(tmp_path / "missing.pt")
+
+
+def test_arrays_loaded_in_another_thread_can_be_used_in_this_one():
+    data = torch_bytes({"x": torch.arange(6.0).view(2, 3).T})
+    with ThreadPoolExecutor(1) as thread:
+        x = thread.submit(torch_checkpoint.load, data).result()["x"]
+    assert (x + 1).tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
 
 
 @pytest.mark.parametrize(
