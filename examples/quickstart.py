@@ -124,7 +124,7 @@ def ways() -> dict[str, tuple[mx.Dtype, Callable[[], optim.Optimizer]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--picture", default="quickstart.png")
     options = parser.parse_args()
 
