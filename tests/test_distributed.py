@@ -25,7 +25,7 @@ from mlx_gradscale.distributed import average_gradients
 TESTS = Path(__file__).parent
 EXAMPLE = TESTS.parent / "examples" / "distributed.py"
 # A hang must end; how long the ranks take is no part of any test.
-LIMIT = 240
+LIMIT = 600
 
 
 def free_ports(n, consecutive=False):
@@ -44,9 +44,17 @@ def free_ports(n, consecutive=False):
     raise RuntimeError("There are no free ports on the loopback interface.")
 
 
-def finish(processes):
-    """Wait for all, and leave none behind, whatever happens."""
+def finish(commands):
+    """Run all at once, and leave none behind, whatever happens.
+
+    Args:
+        commands: Pairs of a command line and what to add to the environment.
+    """
+    # Open and silent: mlx.launch spins on an input that is at its end.
+    silence, kept_open = os.pipe()
+    processes = []
     try:
+        processes += [start(*command, silence) for command in commands]
         outputs = [p.communicate(timeout=LIMIT)[0] for p in processes]
     finally:
         for p in processes:
@@ -55,18 +63,19 @@ def finish(processes):
                 os.killpg(p.pid, signal.SIGKILL)
             p.wait()
             p.stdout.close()
+        os.close(silence)
+        os.close(kept_open)
     return [p.returncode for p in processes], "\n".join(outputs)
 
 
-def start(command, **env):
+def start(command, env, stdin):
     return subprocess.Popen(
         command,
-        # Open and silent: mlx.launch spins on a closed one.
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(TESTS)} | env,
+        env=os.environ | env,
         start_new_session=True,
     )
 
@@ -78,8 +87,7 @@ def run_ranks(n, folder, script, *args):
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
     command = [sys.executable, str(TESTS / script), str(folder), *map(str, args)]
     env = {"MLX_HOSTFILE": str(hosts)} if n > 1 else {}
-    processes = [start(command, MLX_RANK=str(rank), **env) for rank in range(n)]
-    codes, output = finish(processes)
+    codes, output = finish([(command, env | {"MLX_RANK": str(r)}) for r in range(n)])
     return codes, reports(n, folder), output
 
 
@@ -95,7 +103,7 @@ def mlx_launch(n, folder, script, *args):
     port = free_ports(n, consecutive=True)[0]
     ring = ["--backend", "ring", "-n", str(n), "--starting-port", str(port)]
     command = [launcher, *ring, "--", sys.executable, str(script), *map(str, args)]
-    _, output = finish([start(command, TMPDIR=str(folder))])
+    _, output = finish([(command, {"TMPDIR": str(folder)})])
     return output
 
 
