@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> LossScaleOptimizer:
 
     model = make_model(options.full)
     training, validation = make_data()
-    schedule = optim.cosine_decay(1e-2, options.iters)
+    schedule = optim.cosine_decay(3e-3, options.iters)
     optimizer = LossScaleOptimizer(optim.AdamW(schedule), max_grad_norm=1.0)
     with tempfile.TemporaryDirectory() as folder:
         train(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import numpy as np
 import pytest
 from helpers import bits
 from mlx.utils import tree_flatten
@@ -30,6 +31,7 @@ class Reports:
 
 
 def fit(model, optimizer, folder, loss, iters=24, **arguments):
+    np.random.seed(0)  # noqa: NPY002 - the trainer shuffles with this one
     reports = Reports()
     training, validation = mlx_lm_lora.make_data(length=32)
     train(
@@ -68,7 +70,7 @@ def test_the_example_trains(full, capsys):
 @pytest.mark.parametrize("full", [False, True], ids=["LoRA", "full"])
 def test_it_learns_reports_true_losses_and_keeps_float16(full, tmp_path):
     model = mlx_lm_lora.make_model(full)
-    optimizer = LossScaleOptimizer(optim.AdamW(optim.cosine_decay(1e-2, 24)))
+    optimizer = LossScaleOptimizer(optim.AdamW(optim.cosine_decay(3e-3, 24)))
     calls = []
 
     def loss(*arguments):
@@ -82,7 +84,8 @@ def test_it_learns_reports_true_losses_and_keeps_float16(full, tmp_path):
     assert reports.validation[-1] < reports.validation[0] - 0.3
     assert reports.train[-1]["train_loss"] < reports.train[0]["train_loss"]
     assert reports.train[-1]["learning_rate"] < 1e-3
-    assert optimizer.step.item() == 24
+    assert optimizer.step.item() + optimizer.scaler.skipped_steps.item() == 24
+    assert optimizer.step.item() > 20
     assert dict(tree_flatten(model.parameters())).popitem()[1].dtype == mx.float16
     # Two traces of the step, as for any optimizer that is not initialised before;
     # the other calls are the validation's, one batch each.
@@ -99,7 +102,7 @@ def test_plain_float16_adamw_is_lost_at_once(tmp_path):
 def test_an_overflow_changes_nothing_and_training_recovers(tmp_path):
     model = mlx_lm_lora.make_model(full=True)
     optimizer = LossScaleOptimizer(
-        optim.AdamW(1e-2), GradScaler(init_scale=2.0**30), max_grad_norm=1.0
+        optim.AdamW(3e-3), GradScaler(init_scale=2.0**30), max_grad_norm=1.0
     )
     optimizer.init(model.trainable_parameters())
     fit(model, optimizer, tmp_path, optimizer.scale_loss(default_loss), iters=3)
