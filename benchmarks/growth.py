@@ -15,7 +15,7 @@ LEAVES = (10, 50, 250, 1000, 5000)
 
 
 def with_parameters(rounds: int, most: int) -> tuple[list[Row], list[Figure]]:
-    """Grow the tree in leaves of 1 M. Lion, because 256 M have to fit.
+    """Grow the tree in leaves of 1 M. SGD with momentum, so that 256 M fit in 5 GB.
 
     One variant after the other at 256 M: both at once are 10 GB.
     """
@@ -25,7 +25,7 @@ def with_parameters(rounds: int, most: int) -> tuple[list[Row], list[Figure]]:
         shapes = [(1000, 1000)] * millions
         few = max(3, rounds // millions) if millions > 4 else rounds
         rows += _pair(
-            "growth, parameters", f"{millions} M", "Lion", shapes, few, millions < 100
+            "growth, parameters", f"{millions} M", "SGD", shapes, few, millions < 100
         )
     return rows, _slopes(rows, sizes, "ms per M parameters", 1.0)
 
