@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def load_state(path: str | os.PathLike) -> dict[str, Any]:
         try:
             source = gzip.GzipFile(fileobj=file) if _is_gzip(path) else file
             state = decode(_read(source))
-        except (ValueError, RuntimeError, OSError, EOFError) as error:
+        except (ValueError, RuntimeError, OSError, EOFError, zlib.error) as error:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
     if not isinstance(state, dict):
         raise ValueError(

@@ -164,9 +164,17 @@ def _largest(leaves: list[mx.array]) -> mx.array:
 def _norm(leaves: list[mx.array], factor: mx.array) -> mx.array:
     sums = []
     for pieces in _alike(leaves):
-        squares = [mx.square(x.astype(mx.float32) * factor) for x in pieces]
+        squares = [mx.square(_own_float32(x) * factor) for x in pieces]
         sums.append(mx.sum(_join(mx.add, squares)))
     return mx.sqrt(_join(mx.add, sums))
+
+
+def _own_float32(x: mx.array) -> mx.array:
+    # By way of a view, so that mx.compile does not merge this cast with that of the
+    # update: the common result would be a float32 copy of every gradient.
+    if x.dtype in (mx.float16, mx.bfloat16):
+        x = x.view(mx.uint16).view(x.dtype)
+    return x.astype(mx.float32)
 
 
 def _alike(leaves: list[mx.array]) -> Iterable[list[mx.array]]:

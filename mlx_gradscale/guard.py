@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -69,6 +70,8 @@ def guarded_apply(
             f"got {type(gradients).__name__}."
         )
     parameters = fitting_parameters(gradients, parameters)
+    if not any(is_floating(g) for _, g in tree_flatten(gradients)):
+        return tree_map(lambda _, p: p, gradients, parameters)
     initialize(optimizer, parameters)
     # Integer leaves are no business of an optimizer. An empty dict in their
     # place is how MLX's own trees mark a leaf that is not trained.
@@ -77,7 +80,13 @@ def guarded_apply(
     masters = {} if masters is None else masters
     step = _stepper(optimizer, trained)
     new, new_masters, state = step(
-        _read(slots), trained, parameters, masters, inverse_scale, apply
+        _read(slots),
+        _scheduled(optimizer, trained),
+        trained,
+        parameters,
+        masters,
+        inverse_scale,
+        apply,
     )
     _write(slots, state)
     masters.update(new_masters)
@@ -128,14 +137,16 @@ def fitting_parameters(gradients: Any, parameters: Any, path: str = "") -> Any:
     return parameters
 
 
-def initialize(optimizer: Optimizer, parameters: Any) -> None:
+def initialize(optimizer: Optimizer, parameters: Any, again: bool = False) -> None:
     """Make sure that the optimizer has a float32 state for every parameter.
+
+    With ``again`` also for those that came after its first initialisation.
 
     MLX itself initialises from the gradients, in their dtype: Adam's second
     moment in float16 is zero for every gradient below 2.4e-4.
     """
     for part, tree in _parts(optimizer, parameters):
-        if not part._initialized:
+        if again or not part._initialized:
             floating = tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree)
             part.init(floating)
     for box, key in _slots(optimizer.state):
@@ -177,6 +188,7 @@ def _write(slots: list[tuple[Any, Any]], values: list[mx.array]) -> None:
 def _run(
     optimizer: Optimizer,
     state: list[mx.array],
+    scheduled: list[dict[str, mx.array]],
     gradients: Any,
     parameters: Any,
     masters: dict[str, mx.array],
@@ -186,7 +198,10 @@ def _run(
     """Step from ``state`` and select; the optimizer itself comes out untouched."""
     slots = list(_slots(optimizer.state))
     before = _read(slots)
+    schedulers = [part._schedulers for part, _ in _parts(optimizer, gradients)]
     _write(slots, state)
+    for (part, _), values in zip(_parts(optimizer, gradients), scheduled, strict=True):
+        part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
     try:
         full = tree_map_with_path(
             lambda path, p: _full_precision(p, masters.get(path)), parameters
@@ -198,10 +213,14 @@ def _run(
             (part, tree, _apply(part, tree, full))
             for part, tree in _parts(optimizer, unscaled)
         ]
-        if len(list(_slots(optimizer.state))) != len(slots):
+        known = {(id(box), key) for box, key in slots}
+        added = [s for s in _slots(optimizer.state) if (id(s[0]), s[1]) not in known]
+        if added:
+            for box, key in added:
+                del box[key]
             raise TypeError(
-                f"{type(optimizer).__name__} added arrays to its state in a step, "
-                "which a skipped step cannot take back. Make them in init_single."
+                f"{type(optimizer).__name__} added {added[0][1]!r} to its state in a "
+                "step, which a skipped step cannot take back. Make it in init_single."
             )
         for (box, key), old in zip(slots, state, strict=True):
             if box[key] is not old:
@@ -211,34 +230,45 @@ def _run(
         for part, tree, new in steps:
             moments = _arrays_by_owner(part.state)
 
-            def select(path, _, parameter, full, new, moments=moments):
-                old = masters.get(path, full)
-                value = mx.where(apply, new, _rooted(old, moments.get(path, [])))
-                outputs[path] = value.astype(parameter.dtype)
+            def select(path, _, parameter, new, moments=moments):
                 if path in masters:
-                    new_masters[path] = value
-                    outputs[path] = mx.where(apply, outputs[path], parameter)
+                    new = new_masters[path] = mx.where(apply, new, masters[path])
+                # In float32, then cast: a skipped half comes back bit for bit, and
+                # a select on float16 is 10 percent of the whole step on a CPU.
+                keep = _rooted(to_float32(parameter), moments.get(path, []))
+                outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
 
-            tree_map_with_path(select, tree, parameters, full, new)
+            tree_map_with_path(select, tree, parameters, new)
         return outputs, new_masters, _read(slots)
     finally:
         _write(slots, before)
+        for (part, _), old in zip(
+            _parts(optimizer, gradients), schedulers, strict=True
+        ):
+            part._schedulers = old
+
+
+def _scheduled(optimizer: Optimizer, gradients: Any) -> list[dict[str, mx.array]]:
+    # Outside of what is compiled: a schedule is Python and may read anything.
+    return [
+        {name: mx.array(fn(part.step)) for name, fn in part._schedulers.items()}
+        for part, _ in _parts(optimizer, gradients)
+    ]
 
 
 def _full_precision(parameter: mx.array, master: mx.array | None) -> mx.array:
-    """Return the master, or the parameter where it is not its master's rounding.
+    """Return the master, or the parameter where it is not the master's rounding.
 
-    A weight that the user replaced is further from the old master than rounding
-    can bring it, half an eps; the master gives way, element by element. Rounding
-    the master to compare exactly costs a conversion more: 1.8 instead of 1.4 times
-    a bare AdamW on a CPU, whose float16 conversion is scalar code.
+    So a weight that the user replaced counts, and its old master does not, element
+    by element, also in a step that is compiled.
     """
     value = to_float32(parameter)
     if master is None:
         return value
-    info = mx.finfo(parameter.dtype)
-    rounding = mx.maximum(mx.abs(master), info.smallest_normal) * (info.eps / 2)
-    return mx.where(mx.abs(master - value) <= rounding, master, value)
+    # Nothing but the cast itself rounds as it does. On a GPU that is free; MLX's
+    # CPU backend casts float16 in scalar code, for a third of the step's time.
+    rounded = to_float32(master.astype(parameter.dtype))
+    return mx.where(rounded == value, master, value)
 
 
 def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
@@ -282,15 +312,27 @@ _steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None]] = (
 
 def _stepper(optimizer: Optimizer, gradients: Any) -> Callable:
     mark = _fingerprint(optimizer, gradients)
+    if type(optimizer).__hash__ is None:
+        return partial(_run, optimizer)
     last_mark, compiled = _steppers.get(optimizer, (None, None))
     if mark is None or mark != last_mark:
         _steppers[optimizer] = (mark, None)
-        return partial(_run, optimizer)
+        return partial(_run_plain, optimizer)
     if compiled is None:
         owner = weakref.ref(optimizer)
         compiled = mx.compile(lambda *inputs: _run(owner(), *inputs))
         _steppers[optimizer] = (mark, compiled)
     return compiled
+
+
+def _run_plain(optimizer: Optimizer, *inputs: Any) -> Any:
+    # An optimizer that draws random numbers would draw the same ones in every call
+    # of a compiled function: without a mark it is never compiled.
+    before = mx.random.state[0]
+    results = _run(optimizer, *inputs)
+    if mx.random.state[0] is not before:
+        _steppers[optimizer] = (None, None)
+    return results
 
 
 class _Opaque(Exception):
@@ -317,7 +359,7 @@ def _state_leaves(optimizer: Optimizer) -> list[Any]:
     return [value for _, value in tree_flatten(optimizer.state)]
 
 
-_NOT_SETTINGS = ("_state", "_initialized")
+_NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
 _PLAIN = (type(None), bool, int, float, complex, str, mx.Dtype, np.generic)
 
 
@@ -328,8 +370,6 @@ def _mark(value: Any) -> Any:
         return [(key, _mark(x)) for key, x in value.items()]
     if isinstance(value, (list, tuple)):
         return [type(value), *(_mark(x) for x in value)]
-    if callable(value):
-        cells = [cell.cell_contents for cell in getattr(value, "__closure__", 0) or ()]
-        settings = [*cells, *getattr(value, "__dict__", {}).values()]
-        return weakref.ref(value), [_mark(x) for x in settings if type(x) in _PLAIN]
+    if isinstance(value, FunctionType) and not value.__closure__:
+        return weakref.ref(value)
     raise _Opaque

@@ -1,5 +1,6 @@
 """``LossScaleOptimizer``: loss scaling and float32 masters as a drop-in optimizer."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from .guard import (
     unscale,
 )
 from .scale import check, read
-from .scaler import GradScaler
+from .scaler import GradScaler, is_wrapped
 
 
 class LossScaleOptimizer(Optimizer):
@@ -79,17 +80,31 @@ class LossScaleOptimizer(Optimizer):
                 f"{', '.join(inner)} belongs to the optimizer inside: write "
                 "LossScaleOptimizer(AdamW(..., weight_decay=0.1)), for example."
             )
-        if isinstance(optimizer, LossScaleOptimizer):
-            raise TypeError("This optimizer is a LossScaleOptimizer already.")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"Expected an optimizer of mlx.optimizers, got {optimizer!r}. Write "
                 "LossScaleOptimizer(AdamW(1e-4)), for example."
             )
+        if is_wrapped(optimizer):
+            raise TypeError(
+                "This optimizer is, or holds, a LossScaleOptimizer already: wrap only "
+                "once, outermost."
+            )
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
+        if scaler is not None and scaler._owner is not None and scaler._owner():
+            raise ValueError(
+                "This scaler belongs to another LossScaleOptimizer, which moves its "
+                "scale at each step: give each its own."
+            )
+        if max_grad_norm is not None and (
+            not isinstance(max_grad_norm, (int, float))
+            or isinstance(max_grad_norm, bool)
+            or not max_grad_norm > 0
+        ):
+            raise ValueError(
+                f"max_grad_norm must be a positive number, got {max_grad_norm!r}."
+            )
         if average not in (None, "float32", "scaled"):
             raise ValueError(f'average must be "float32" or "scaled", got {average!r}.')
         if group is None and (average or sharded):
@@ -99,7 +114,8 @@ class LossScaleOptimizer(Optimizer):
         super().__init__()
         self.optimizer = optimizer
         self.scaler = GradScaler() if scaler is None else scaler
-        self.max_grad_norm = max_grad_norm
+        self.scaler._owner = weakref.ref(self)
+        self._max_grad_norm = max_grad_norm
         self.average = average
         self._group = group
         self._sharded = sharded
@@ -138,18 +154,18 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
-        initialize(self.optimizer, parameters)
+        initialize(self.optimizer, parameters, again=True)
         masters = self._state["masters"]
         for path, parameter in tree_flatten(parameters):
             if parameter.dtype in HALF and path not in masters:
                 masters[path] = parameter.astype(mx.float32)
         self._known |= {p for p, x in tree_flatten(parameters) if is_floating(x)}
-        self._initialized = True
         if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
             # The scaler has its state since the load, and may have moved on.
             scaler = {f"scaler.{k}": x for k, x in self.scaler.state.items()}
-            self._write(loaded | scaler)
+            self._write(self._loaded | scaler)
+            self._loaded = None
+        self._initialized = True
 
     def update(
         self,
@@ -167,8 +183,13 @@ class LossScaleOptimizer(Optimizer):
                 counts: how many micro-batches the gradients are the mean of, for
                 example. Default: 1, or 0 without gradients.
         """
+        trainable = model.trainable_parameters()
         if not self._initialized:
-            self.init(model.trainable_parameters())
+            self.init(trainable)
+        there = {path for path, _ in tree_flatten(trainable)}
+        for path, _ in tree_flatten(gradients):
+            if path in self._known and path not in there:
+                raise ValueError(f"There is a gradient for {path!r}, which is frozen.")
         model.update(self.apply_gradients(gradients, model, weight))
 
     def apply_gradients(
@@ -193,6 +214,12 @@ class LossScaleOptimizer(Optimizer):
                 )
             self.init(fitting)
         self._check_known(gradients, parameters)
+        for path, parameter in tree_flatten(fitting):
+            if parameter.dtype in HALF and path not in self._state["masters"]:
+                raise ValueError(
+                    f"{path!r} became {parameter.dtype} after this optimizer was "
+                    "initialised, and has no float32 master. Call init() again."
+                )
         if self.scaler.is_enabled():
             self.scaler._check_optimizer(self.optimizer, "update")
         gradients, inverse = self._averaged(gradients, parameters, weight)
@@ -278,6 +305,11 @@ class LossScaleOptimizer(Optimizer):
         self.optimizer.learning_rate = learning_rate
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to clip to, fixed at construction: compiled steps hold it."""
+        return self._max_grad_norm
+
+    @property
     def grad_norm(self) -> mx.array | None:
         """The unscaled norm of the last step's gradients, before clipping, lazily.
 
@@ -298,6 +330,9 @@ class LossScaleOptimizer(Optimizer):
     @property
     def state(self) -> dict[str, Any]:
         """All there is to save: a tree of arrays. Setting it writes in place."""
+        # Again each time: a MultiOptimizer makes a new dict, and the user may have
+        # replaced the inner optimizer's.
+        self._state["optimizer"] = self.optimizer.state
         return self._state
 
     @state.setter
@@ -354,6 +389,23 @@ class LossScaleOptimizer(Optimizer):
         if bad:
             path = list(kept)[int(bad[0].path)]
             raise ValueError(f"{path!r} in the state holds NaN or inf.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_state": None, "_extra": self._own_state()}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        extra = pickled.pop("_extra")
+        self.__dict__.update(pickled)
+        # The same dicts as the parts have, not copies of them.
+        self._state = {
+            "optimizer": self.optimizer.state,
+            "scaler": self.scaler.state,
+            **extra,
+        }
+        self.scaler._owner = weakref.ref(self)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {k: self._state[k] for k in ("masters", "grad_norm")}
 
 
 def _write_leaves(tree: Any, path: str, values: dict[str, mx.array]) -> None:

@@ -46,6 +46,8 @@ def with_scaled_gradient(
         see_loss(loss)
         # In float32 before the scale comes in: 65536 is inf in float16.
         loss = scale_gradient(loss.astype(mx.float32), get_scale())
+        if hasattr(outputs, "_fields"):
+            return type(outputs)(loss, *aux)
         return (loss, *aux) if isinstance(outputs, tuple) else loss
 
     return scaled_loss_fn

@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# The limits keep the scale and its reciprocal normal float32 numbers wherever
-# the hardware flushes subnormals: 1 / 2**-126 is finite, 1 / 2**-149 is not.
+# The smallest normal float32, whose reciprocal is finite; that of 2**-149 is not.
+# The largest is where PyTorch stops; its reciprocal is a subnormal, which hardware
+# may flush to zero. No loss needs a scale anywhere near it.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**127
 
@@ -162,7 +163,9 @@ def _check_count(smallest: int):
         if not _is_number(value, (int,)) or isinstance(value, np.floating):
             raise TypeError(f"{name} must be an integer, got {value!r}.")
         if not smallest <= value < 2**31:
-            raise ValueError(f"{name} must be at least {smallest}, got {value}.")
+            raise ValueError(
+                f"{name} must be at least {smallest} and fit in int32, got {value}."
+            )
 
     return check_count
 

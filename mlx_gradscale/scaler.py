@@ -2,6 +2,7 @@
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -14,7 +15,13 @@ from mlx.utils import tree_map
 
 from . import distributed, files, precision
 from .distributed.decision import agreed
-from .finite import all_finite, arrays, is_finite_bits, largest_magnitude
+from .finite import (
+    all_finite,
+    arrays,
+    is_finite_bits,
+    is_floating,
+    largest_magnitude,
+)
 from .guard import HALF, guarded_apply, unscale
 from .scale import (
     FIELDS,
@@ -47,6 +54,12 @@ class _Record:
     optimizer: Optimizer
     finite: mx.array
     stepped: bool = False
+    # The scaled leaves that unscale_() was given, without keeping them alive.
+    scaled: tuple[weakref.ref, ...] = ()
+
+    def was_given(self, grads: Any) -> bool:
+        given = {id(ref()) for ref in self.scaled if ref() is not None}
+        return any(id(x) in given for x in arrays(grads))
 
 
 class GradScaler:
@@ -132,6 +145,7 @@ class GradScaler:
         # By id, because an optimizer may define equality. The record keeps it.
         self._records: dict[int, _Record] = {}
         self._scale_was_applied = False
+        self._owner: weakref.ref | None = None
         self._warned: set[str] = set()
 
     def _fill(self, values: dict[str, Any]) -> None:
@@ -269,12 +283,14 @@ class GradScaler:
         if record:
             raise RuntimeError(
                 "unscale_() was called twice for this optimizer since the last "
-                "update(): the gradients would be divided by the scale twice."
+                "update(): the gradients would be divided by the scale twice. After "
+                "an iteration that failed halfway, update(new_scale) starts afresh."
             )
         inverse = self._inverse()
         # This rank's own: step() or update() asks the others, once.
         finite = self._finite(grads, inverse)
-        self._records[id(optimizer)] = _Record(optimizer, finite)
+        scaled = tuple(weakref.ref(x) for x in arrays(grads) if is_floating(x))
+        self._records[id(optimizer)] = _Record(optimizer, finite, scaled=scaled)
         return unscale(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
@@ -324,6 +340,11 @@ class GradScaler:
                 "step() was called twice for this optimizer since the last update(): "
                 "call update() once at the end of each iteration. Inside mx.compile, "
                 "call it in the same function."
+            )
+        if record and record.was_given(grads):
+            raise RuntimeError(
+                "These are the gradients that unscale_() was given, still scaled. "
+                "MLX arrays do not change in place: pass on what unscale_() returned."
             )
         if record:
             inverse = mx.array(1.0)
@@ -393,7 +414,7 @@ class GradScaler:
                 f"{caller}() takes an optimizer of mlx.optimizers first, got "
                 f"{type(optimizer).__name__}."
             )
-        if isinstance(getattr(optimizer, "scaler", None), GradScaler):
+        if is_wrapped(optimizer):
             raise TypeError(
                 "A LossScaleOptimizer has a scaler of its own: call its update(), or "
                 "give this scaler the optimizer inside it."
@@ -575,10 +596,17 @@ class GradScaler:
         self._fill(pickled["values"])
 
 
+def is_wrapped(optimizer: Optimizer) -> bool:
+    """Tell whether a ``LossScaleOptimizer`` is in there, to any depth."""
+    inside = getattr(optimizer, "optimizers", [])
+    scaler = getattr(optimizer, "scaler", None)
+    return isinstance(scaler, GradScaler) or any(map(is_wrapped, inside))
+
+
 def _as_scale(value: Any) -> mx.array:
     if isinstance(value, mx.array):
-        if value.size != 1 or value.ndim:
-            raise ValueError(f"new_scale must be 0-d, got shape {value.shape}.")
+        if value.ndim or value.dtype == mx.bool_:
+            raise ValueError(f"new_scale must be one number, got {value!r}.")
         return value.astype(mx.float32)
     check_scale("new_scale", value)
     return mx.array(value, mx.float32)

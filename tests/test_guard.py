@@ -275,6 +275,55 @@ def trained_pair():
     return weakref.ref(optimizer), weakref.ref(model)
 
 
+def test_a_schedule_may_read_anything():
+    class Settings:
+        rate = 1.0
+
+    settings = Settings()
+    optimizer = optim.SGD(lambda step: mx.array(settings.rate))
+    for i in range(6):
+        settings.rate = float(i)
+        new = guarded_apply(
+            optimizer,
+            {"w": mx.ones(1)},
+            {"w": mx.zeros(1)},
+            mx.array(1.0),
+            mx.array(True),
+        )
+        assert new["w"].item() == -i
+
+
+def test_an_optimizer_that_draws_random_numbers_draws_new_ones():
+    class Noisy(optim.SGD):
+        def apply_single(self, gradient, parameter, state):
+            return parameter + mx.random.normal(parameter.shape)
+
+    optimizer, seen = Noisy(0.1), set()
+    for _ in range(6):
+        new = guarded_apply(
+            optimizer,
+            {"w": mx.ones(1)},
+            {"w": mx.zeros(1)},
+            mx.array(1.0),
+            mx.array(True),
+        )
+        seen.add(new["w"].item())
+    assert len(seen) == 6
+
+
+def test_an_optimizer_that_cannot_be_hashed_works():
+    class Equal(optim.SGD):
+        def __eq__(self, other):
+            return True
+
+    optimizer, weights = Equal(1.0), {"w": mx.zeros(1)}
+    for _ in range(3):
+        weights = guarded_apply(
+            optimizer, {"w": mx.ones(1)}, weights, mx.array(1.0), mx.array(True)
+        )
+    assert weights["w"].item() == -3
+
+
 def test_nothing_outlives_optimizer_and_model():
     optimizer, model = trained_pair()
     gc.collect()
@@ -308,14 +357,17 @@ def test_an_optimizer_that_grows_its_state_in_a_step_is_refused():
             state["extra"] = gradient
             return super().apply_single(gradient, parameter, state)
 
-    with pytest.raises(TypeError, match="init_single"):
-        guarded_apply(
-            Growing(0.1),
-            {"w": mx.ones(1)},
-            {"w": mx.ones(1)},
-            mx.array(1.0),
-            mx.array(True),
-        )
+    optimizer = Growing(0.1)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="added 'extra' to its state"):
+            guarded_apply(
+                optimizer,
+                {"w": mx.ones(1)},
+                {"w": mx.ones(1)},
+                mx.array(1.0),
+                mx.array(True),
+            )
+    assert set(optimizer.state["w"]) == {"v"}
 
 
 def test_integer_and_empty_leaves_and_bare_containers_pass_through():
@@ -339,6 +391,10 @@ def test_integer_and_empty_leaves_and_bare_containers_pass_through():
 def test_an_empty_tree_applies_nothing():
     optimizer = optim.Adam(0.1)
     assert guarded_apply(optimizer, {}, {}, mx.array(1.0), mx.array(True)) == {}
+    assert optimizer.step.item() == 0
+    weights = {"w": mx.ones(1)}
+    guarded_apply(optimizer, weights, weights, mx.array(1.0), mx.array(True))
+    assert optimizer.step.item() == 1
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,17 @@ def test_a_gradient_made_bad_after_unscale_is_caught(value):
     assert scaler.get_scale() == 32768
 
 
+def test_passing_on_the_scaled_gradients_after_unscale_is_refused():
+    # PyTorch's unscale_ works in place, so people drop the result.
+    scaler, optimizer = used(), optim.SGD(1.0)
+    gradients = {"w": scaler.scale(mx.array([1.0]))}
+    unscaled = scaler.unscale_(optimizer, gradients)
+    with pytest.raises(RuntimeError, match="what unscale_\\(\\) returned"):
+        scaler.apply_gradients(optimizer, gradients, {"w": mx.zeros(1)})
+    new = scaler.apply_gradients(optimizer, unscaled, {"w": mx.zeros(1)})
+    assert new["w"].item() == -1.0
+
+
 def test_an_overflow_that_clipping_hid_is_still_skipped():
     scaler, optimizer = used(), optim.SGD(1.0)
     gradients = scaler.unscale_(optimizer, {"w": mx.array([INF, 1.0])})
@@ -506,7 +517,9 @@ def test_the_scale_can_be_set_and_forgets_what_was_recorded(value):
     apply(scaler, optimizer, 1.0)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, NAN, INF, True, "8", mx.ones(1), [2.0]])
+@pytest.mark.parametrize(
+    "value", [0, -1.0, NAN, INF, True, "8", mx.ones(1), mx.array(True), [2.0]]
+)
 def test_a_bad_new_scale_is_refused(value):
     scaler = GradScaler()
     with pytest.raises((TypeError, ValueError), match="new_scale must be"):
@@ -649,6 +662,16 @@ def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path):
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b" " * 2**24))
     with pytest.raises(ValueError, match="holds more"):
+        GradScaler().load(path)
+
+
+def test_a_damaged_gzip_is_a_value_error(tmp_path):
+    path = tmp_path / "scaler.json.gz"
+    trained().save(path)
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="scaler"):
         GradScaler().load(path)
 
 
