@@ -21,9 +21,9 @@ class Limits:
 
     Args:
         opcodes (int): Pickle instructions; those that make a dict or a set count
-            four times. A tensor takes about 45, so the default is room for some
+            four times. A tensor takes about 40, so the default is room for some
             200,000 tensors, and a file made of nothing but empty containers costs
-            at most about 700 MB.
+            at most 1 GB (100 bytes an instruction).
         memo (int): Objects the pickle may refer back to.
         depth (int): Containers inside containers.
         nodes (int): Values in the object when everything shared is written out:

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from .limits import CheckpointError
 
-# One read into memory that is reused; also what a byte swap keeps in cache.
+# What is rounded, or written, at a time.
 CHUNK = 2**22
 
 
