@@ -38,6 +38,7 @@ VALUES: dict[str, tuple[mx.Dtype, Any]] = {
 FIELDS = {**VALUES, **SETTINGS}
 
 
+@mx.compile
 def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
     """Return what one ``update()`` changes, lazily.
 
@@ -75,17 +76,27 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
         "growth_tracker": mx.where(grow, 0, good),
         "backoff_tracker": mx.where(back_off, 0, bad),
     }
-    return {k: mx.where(state["dynamic"], v, state[k]) for k, v in changed.items()}
+    changed = {k: mx.where(state["dynamic"], v, state[k]) for k, v in changed.items()}
+    return _rooted(changed, "scale")
 
 
+@mx.compile
 def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
     """Return the tallies after one step that was, or was not, applied."""
-    skipped = mx.logical_not(applied).astype(mx.int32)
-    return {
-        "skipped_steps": state["skipped_steps"] + skipped,
-        "consecutive_skips": (state["consecutive_skips"] + 1) * skipped,
-        "last_step_applied": applied,
+    counted = {
+        "skipped_steps": state["skipped_steps"] + mx.where(applied, 0, 1),
+        "consecutive_skips": mx.where(applied, 0, state["consecutive_skips"] + 1),
     }
+    return {**_rooted(counted, "skipped_steps"), "last_step_applied": applied}
+
+
+def _rooted(values: dict[str, mx.array], name: str) -> dict[str, mx.array]:
+    # One value computed from all, bit for bit what it was: mx.compile makes one
+    # kernel of what ends in one node, and a kernel for each node without.
+    root = values[name]
+    for other in values.values():
+        root = mx.where(mx.array(False), other.astype(root.dtype), root)
+    return {**values, name: root}
 
 
 def within_limits(state: dict[str, mx.array], scale: mx.array) -> mx.array:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import kernels
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import Reference
@@ -94,3 +95,11 @@ def test_an_array_that_is_no_scale_leaves_the_scale(value):
 
 def test_a_factor_reads_as_it_was_written():
     assert rule.read_field("growth_factor", mx.array(1.1)) == 1.1
+
+
+def test_the_whole_rule_is_one_kernel_and_so_are_the_tallies():
+    state = state_of(Reference())
+    finite = mx.array(True)
+    mx.eval(state, finite)
+    assert len(kernels(rule.next_scale(state, finite))) == 1
+    assert len(kernels(rule.count_step(state, finite))) == 1
