@@ -28,7 +28,15 @@ _CUT_SIZE = 2**20
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A leaf that holds values which are not finite."""
+    """A leaf that holds values which are not finite.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale import nonfinite
+        >>> record = nonfinite({"w": mx.array([1.0, float("-inf")])})[0]
+        >>> record.path, record.negative_inf, record.count
+        ('w', 1, 1)
+    """
 
     path: str
     shape: tuple[int, ...]

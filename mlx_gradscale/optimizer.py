@@ -322,6 +322,15 @@ class LossScaleOptimizer(Optimizer):
 
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
+
+        Example:
+            >>> import mlx.core as mx, mlx.optimizers as optim
+            >>> from mlx_gradscale import LossScaleOptimizer
+            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1))
+            >>> weights = {"w": mx.ones(2, mx.float16)}
+            >>> optimizer.init(weights)
+            >>> optimizer.masters(weights)
+            {'w': array([1, 1], dtype=float32)}
         """
         flat = tree_flatten(parameters)
         masters = self._state["masters"]

@@ -303,6 +303,15 @@ class GradScaler:
 
         Returns:
             array: A lazy 0-d bool array, True where the step was applied.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+            >>> from mlx_gradscale import GradScaler
+            >>> model, optimizer, scaler = nn.Linear(1, 1), optim.SGD(1.0), GradScaler()
+            >>> loss_fn = scaler.value_and_grad(model, lambda x: mx.mean(model(x)))
+            >>> _, grads = loss_fn(mx.array([[float("inf")]]))
+            >>> scaler.step(optimizer, model, grads)
+            array(False, dtype=bool)
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -369,6 +378,13 @@ class GradScaler:
                 It is clamped to ``min_scale`` and ``max_scale``; an array that is
                 not a positive finite number leaves the scale as it is, because
                 looking at it would wait for the device.
+
+        Example:
+            >>> from mlx_gradscale import GradScaler
+            >>> scaler = GradScaler()
+            >>> scaler.update(1024)
+            >>> scaler.get_scale()
+            1024.0
         """
         if not self._enabled:
             return
@@ -459,7 +475,15 @@ class GradScaler:
         return self._get("growth_factor")
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, also for a step that is already compiled."""
+        """Set the growth factor, also for a step that is already compiled.
+
+        Example:
+            >>> from mlx_gradscale import GradScaler
+            >>> scaler = GradScaler()
+            >>> scaler.set_growth_factor(1.5)
+            >>> scaler.get_growth_factor()
+            1.5
+        """
         self._set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -492,7 +516,13 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """How many of the latest steps in a row changed nothing, lazily."""
+        """How many of the latest steps in a row changed nothing, lazily.
+
+        Example:
+            >>> from mlx_gradscale import GradScaler
+            >>> GradScaler().consecutive_skips
+            array(0, dtype=int32)
+        """
         return self._state["consecutive_skips"]
 
     @property
@@ -568,6 +598,16 @@ class GradScaler:
         Args:
             path (str): Ends in ``.json``, ``.safetensors`` or ``.pt``; ``.json.gz``
                 and ``.pt.gz`` are compressed.
+
+        Example:
+            >>> import os, tempfile
+            >>> from mlx_gradscale import GradScaler
+            >>> path = os.path.join(tempfile.mkdtemp(), "scaler.pt")
+            >>> GradScaler(init_scale=512.0).save(path)
+            >>> scaler = GradScaler()
+            >>> scaler.load(path)
+            >>> scaler.get_scale()
+            512.0
         """
         files.save_state(path, self.state_dict())
 
