@@ -61,3 +61,15 @@ def test_each_says_when_to_use_it(name):
     text = (EXAMPLES / name).read_text()
     assert "Use this" in text or "Use it" in text
     assert len(text.splitlines()) < 120
+
+
+def test_torch_resume():
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    output = run("torch_resume.py")
+    line = r"loss ([\d.]+) \(PyTorch ([\d.]+)\), scale (\d+) .*?(\d+)\)"
+    steps = re.findall(line, output)
+    assert len(steps) == 10
+    for ours, theirs, scale, their_scale in steps:
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
+        assert scale == their_scale
+    assert "PyTorch goes on" in output
