@@ -37,6 +37,15 @@ VALUES: dict[str, tuple[mx.Dtype, Any]] = {
 
 FIELDS = {**VALUES, **SETTINGS}
 
+# PyTorch's five keys, in its order, and the fields behind them.
+TORCH_KEYS = {
+    "scale": "scale",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "_growth_tracker": "growth_tracker",
+}
+
 
 @mx.compile
 def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:

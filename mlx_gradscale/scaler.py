@@ -26,6 +26,7 @@ from .guard import HALF, guarded_apply, unscale
 from .scale import (
     FIELDS,
     SETTINGS,
+    TORCH_KEYS,
     as_array,
     check,
     check_scale,
@@ -36,15 +37,7 @@ from .scale import (
     within_limits,
 )
 
-# PyTorch's five keys, in its order, and the fields behind them.
-_TORCH_KEYS = {
-    "scale": "scale",
-    "growth_factor": "growth_factor",
-    "backoff_factor": "backoff_factor",
-    "growth_interval": "growth_interval",
-    "_growth_tracker": "growth_tracker",
-}
-_OWN_KEYS = [k for k in FIELDS if k not in _TORCH_KEYS.values()]
+_OWN_KEYS = [k for k in FIELDS if k not in TORCH_KEYS.values()]
 
 
 @dataclass
@@ -556,7 +549,7 @@ class GradScaler:
             return {}
         values = read(self._state)
         own = {k: values[k] for k in _OWN_KEYS if values[k] != FIELDS[k][1]}
-        return {key: values[name] for key, name in _TORCH_KEYS.items()} | own
+        return {key: values[name] for key, name in TORCH_KEYS.items()} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class or of PyTorch's, or raise.
@@ -581,12 +574,12 @@ class GradScaler:
                 "The state dict is empty, as a disabled GradScaler writes it: there "
                 "is nothing to load."
             )
-        missing = [key for key in _TORCH_KEYS if key not in state_dict]
+        missing = [key for key in TORCH_KEYS if key not in state_dict]
         if missing:
             raise KeyError(f"The state dict has no {', '.join(missing)}.")
         kept = {k: self._get(k) for k in SETTINGS}
         fresh = {k: default for k, (_, default) in FIELDS.items() if k not in SETTINGS}
-        given = {n: _as_number(state_dict[k]) for k, n in _TORCH_KEYS.items()}
+        given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
         own = {k: _as_number(state_dict[k]) for k in _OWN_KEYS if k in state_dict}
         values = kept | fresh | given | own
         check(values)

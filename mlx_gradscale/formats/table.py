@@ -4,16 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..scale import FIELDS
+from ..scale import FIELDS, TORCH_KEYS
 
-# PyTorch's five keys, in its order, and the field of a scaler's state each one is.
-TORCH_KEYS = {
-    "scale": "scale",
-    "growth_factor": "growth_factor",
-    "backoff_factor": "backoff_factor",
-    "growth_interval": "growth_interval",
-    "_growth_tracker": "growth_tracker",
-}
 # This package's own keys, with the value at which they say nothing.
 OWN_DEFAULTS = {
     key: default
