@@ -137,8 +137,8 @@ def main() -> None:
 
     lost = gradient_histogram(results["float32"]["gradients"]).unscaled
     print(
-        f"\nOf the float32 gradients, {lost.underflow:.3%} would be zero in float16 and "
-        f"{lost.subnormal:.0%} would lose bits.\n"
+        f"\nOf the float32 gradients, {lost.underflow:.3%} would be zero in float16 "
+        f"and {lost.subnormal:.0%} would lose bits.\n"
     )
     print(f"{'':30}{'test loss':>10}{'scale':>10}{'skipped':>9}")
     for name, result in results.items():
