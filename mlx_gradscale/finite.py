@@ -1,4 +1,4 @@
-"""Is this tree finite, how large is it at most, and which leaves are not."""
+"""Is this tree finite, how long is it, and which leaves are not."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,12 +11,14 @@ from mlx.utils import tree_flatten
 
 # The bits of |x| compare as integers like |x| itself, with inf above every
 # finite number and NaN above inf: one integer maximum finds both, exactly.
+# Signed, because the vector units of older CPUs compare only that.
 _MAGNITUDE_BITS = {
-    mx.float16: (mx.uint16, 0x7FFF),
-    mx.bfloat16: (mx.uint16, 0x7FFF),
-    mx.float32: (mx.uint32, 0x7FFFFFFF),
-    mx.float64: (mx.uint64, 0x7FFFFFFFFFFFFFFF),
+    mx.float16: (mx.int16, 0x7FFF),
+    mx.bfloat16: (mx.int16, 0x7FFF),
+    mx.float32: (mx.int32, 0x7FFFFFFF),
+    mx.float64: (mx.int64, 0x7FFFFFFFFFFFFFFF),
 }
+_INF_BITS = 0x7F800000
 
 # Eight leaves joined elementwise before the reduction cost an eighth of a pass
 # more than reading them; with more the CPU's compiler stops vectorising.
@@ -70,25 +72,29 @@ def all_finite(tree: Any) -> mx.array:
     """
     leaves = arrays(tree)
     doubles = [mx.all(mx.isfinite(x)) for x in leaves if x.dtype == mx.float64]
-    others = largest_magnitude([x for x in leaves if x.dtype != mx.float64])
-    return reduce(mx.logical_and, doubles, is_finite_bits(others))
+    others = [x for x in leaves if x.dtype != mx.float64]
+    return reduce(mx.logical_and, doubles, _all_finite(others))
 
 
-def largest_magnitude(tree: Any) -> mx.array:
-    """Return the largest ``abs`` in ``tree`` as a lazy 0-d float32 array.
+def all_finite_times(tree: Any, factor: mx.array) -> mx.array:
+    """Tell, lazily, whether every floating value is finite in ``tree * factor``.
 
-    It is inf or NaN where a value in the tree is, and inf where a float64 value
-    does not fit in float32.
+    The product is what an optimizer gets from a scaler: with a scale below 1 a finite
+    gradient can overflow in it. A float64 value that does not fit in float32 counts
+    as inf.
+
+    Args:
+        tree (Any): A tree of arrays.
+        factor (array): A positive 0-d float32 array.
     """
-    leaves = [x for x in arrays(tree) if is_floating(x) and x.size]
-    return _largest(leaves) if leaves else mx.array(0.0)
+    return _all_finite(arrays(tree), factor)
 
 
-def is_finite_bits(x: mx.array) -> mx.array:
-    """Like ``mx.isfinite`` for float32, by the bits: no compiler's fast maths,
-    which may assume that there is no NaN, can touch it.
+def is_finite_magnitude(x: mx.array) -> mx.array:
+    """Like ``mx.isfinite`` for float32 that is not negative, by the bits: no
+    compiler's fast maths, which may assume that there is no NaN, can touch it.
     """
-    return (x.view(mx.uint32) & 0x7FFFFFFF) < 0x7F800000
+    return x.view(mx.uint32) < mx.array(_INF_BITS, mx.uint32)
 
 
 def arrays(tree: Any) -> list[mx.array]:
@@ -156,8 +162,13 @@ def global_norm(tree: Any, factor: mx.array) -> mx.array:
     return _norm(leaves, factor) if leaves else mx.array(0.0)
 
 
+def _all_finite(leaves: list[mx.array], *factor: mx.array) -> mx.array:
+    leaves = [x for x in leaves if is_floating(x) and x.size]
+    return _largest_is_finite(leaves, *factor) if leaves else mx.array(True)
+
+
 @mx.compile
-def _largest(leaves: list[mx.array]) -> mx.array:
+def _largest_is_finite(leaves: list[mx.array], *factor: mx.array) -> mx.array:
     found = []
     for pieces in _alike(leaves):
         dtype = pieces[0].dtype
@@ -165,7 +176,9 @@ def _largest(leaves: list[mx.array]) -> mx.array:
         mask = mx.array(mask, bits)
         largest = mx.max(_join(mx.maximum, [x.view(bits) & mask for x in pieces]))
         found.append(largest.view(dtype).astype(mx.float32).view(mx.uint32))
-    return _join(mx.maximum, found).view(mx.float32)
+    largest = _join(mx.maximum, found).view(mx.float32)
+    # Rounding is monotonic: if the largest stays finite, all do.
+    return is_finite_magnitude(reduce(mx.multiply, factor, largest))
 
 
 @mx.compile

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from .distributed import average_gradients
 from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
-from .finite import is_finite_bits, is_floating, nonfinite
+from .finite import all_finite_times, is_finite_magnitude, is_floating, nonfinite
 from .guard import (
     HALF,
     fitting_parameters,
@@ -264,14 +264,14 @@ class LossScaleOptimizer(Optimizer):
         if self.max_grad_norm is None:
             if not self.scaler.is_enabled():
                 return inverse, mx.array(True)
-            finite = self.scaler._finite(gradients, inverse)
+            finite = all_finite_times(gradients, inverse)
             return inverse, agreed(finite, self._deciders)
         # One pass gives the norm and tells whether all is finite, and clipping is
         # a factor in the unscaling. As in mlx.optimizers.clip_grad_norm.
         norm = norm_over_ranks(gradients, inverse, self._deciders, self._sharded)
         self._state["grad_norm"] = norm
         clip = mx.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
-        return inverse * clip, is_finite_bits(norm)
+        return inverse * clip, is_finite_magnitude(norm)
 
     def _check_known(self, gradients: Any, parameters: Any) -> None:
         given = {p for p, x in tree_flatten(gradients) if is_floating(x)}

@@ -15,13 +15,7 @@ from mlx.utils import tree_map
 
 from . import distributed, files, precision
 from .distributed.decision import agreed
-from .finite import (
-    all_finite,
-    arrays,
-    is_finite_bits,
-    is_floating,
-    largest_magnitude,
-)
+from .finite import all_finite, all_finite_times, arrays, is_floating
 from .guard import HALF, guarded_apply, unscale
 from .scale import (
     FIELDS,
@@ -281,7 +275,7 @@ class GradScaler:
             )
         inverse = self._inverse()
         # This rank's own: step() or update() asks the others, once.
-        finite = self._finite(grads, inverse)
+        finite = all_finite_times(grads, inverse)
         scaled = tuple(weakref.ref(x) for x in arrays(grads) if is_floating(x))
         self._records[id(optimizer)] = _Record(optimizer, finite, scaled=scaled)
         return unscale(grads, inverse)
@@ -353,7 +347,7 @@ class GradScaler:
             finite = record.finite & all_finite(grads)
         else:
             inverse = self._inverse()
-            finite = self._finite(grads, inverse)
+            finite = all_finite_times(grads, inverse)
         finite = agreed(finite, self._group)
         new = guarded_apply(optimizer, grads, parameters, inverse, finite)
         if alarm := getattr(self, "skip_alarm", None):
@@ -411,11 +405,6 @@ class GradScaler:
 
     def _inverse(self) -> mx.array:
         return 1.0 / self._state["scale"] if self._enabled else mx.array(1.0)
-
-    def _finite(self, grads: Any, inverse: mx.array) -> mx.array:
-        # The product is what the optimizer gets: with a scale below 1 a finite
-        # gradient can overflow in it. Rounding is monotonic, so the largest tells.
-        return is_finite_bits(largest_magnitude(grads) * inverse)
 
     def _check_optimizer(self, optimizer: Optimizer, caller: str) -> None:
         if not isinstance(optimizer, Optimizer):

@@ -82,9 +82,24 @@ def test_float64_and_complex_leaves():
     assert nonfinite(mx.array([complex(1, NAN)]))[0].nan == 1
 
 
-def test_largest_magnitude():
-    tree = {"a": mx.array([-3.0]), "b": mx.array([2.0], mx.float16), "n": mx.array(9)}
-    assert module.largest_magnitude(tree).item() == 3.0
+@given(
+    st.lists(st.floats(width=32), min_size=1, max_size=5),
+    st.floats(2.0**-126, 2.0**127, width=32),
+)
+def test_a_product_that_overflows_is_not_finite(values, factor):
+    with np.errstate(over="ignore", invalid="ignore"):
+        products = np.float32(values) * np.float32(factor)
+    found = module.all_finite_times(mx.array(values), mx.array(factor))
+    assert found.item() == np.isfinite(products).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_product_of_halves_overflows_in_float32(dtype):
+    tree = {"w": mx.array([-4.0], dtype), "i": mx.array([9])}
+    assert module.all_finite_times(tree, mx.array(2.0**125)).item()
+    assert not module.all_finite_times(tree, mx.array(2.0**126)).item()
+    # The reciprocal of a scale can underflow, and inf times zero is a negative NaN.
+    assert not module.all_finite_times([mx.array(INF, dtype)], mx.array(0.0)).item()
 
 
 def test_global_norm_is_the_norm_and_tells_overflow():
