@@ -58,8 +58,11 @@ def load(
         read = _format(source)
         value, extents, big_endian = read(source, limits)
         storages = StorageReader(source, extents, big_endian, float64, limits)
+        # All of the object is checked before any memory is taken for its tensors.
+        value = TreeFinisher(storages.check, limits).finish(value)
+        storages.read()
         value = TreeFinisher(storages.tensor, limits).finish(value)
-        storages.fill()
+        storages.evaluate()
     return value
 
 

@@ -1,17 +1,20 @@
 """Read storages from the file into arrays, each once, and tensors as views of them."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .dtypes import BY_NAME, Element
+from .direct_read import read_array
+from .dtypes import BY_NAME, BY_NUMPY, Element
 from .limits import CheckpointError, Limits
 from .source import CHUNK, Source
 from .tensors import MAX_DIM, StorageRef, TensorRef
 
-_BATCH = 2**24
+# Below this, a copy is cheaper than MLX's own way to read a file.
+_LARGE = 2**20
 _WIDE = {"torch.float64": "torch.float32", "torch.complex128": "torch.complex64"}
 
 
@@ -22,17 +25,17 @@ class Extent(NamedTuple):
     size: int
 
 
-class _Unread(NamedTuple):
-    """An array whose memory is still to be allocated and filled."""
+class _Storage(NamedTuple):
+    """A storage to be read: where it is, what it holds, what its array will be."""
 
-    array: mx.array
+    offset: int
     element: Element
     target: Element
-    offset: int
+    shape: tuple[int, ...]
 
 
 class StorageReader:
-    """Makes arrays of tensor references, and fills them when all are known.
+    """Checks all tensors of an object, then reads what they need, then makes them.
 
     Args:
         source (Source): The file.
@@ -57,42 +60,48 @@ class StorageReader:
         self._keep_wide = float64 is not None and float64 == mx.float64
         self._round_wide = float64 is not None and float64 == mx.float32
         self._room = 4 * source.size + limits.extra_bytes
-        self._storages: dict[str, tuple[Element, mx.array]] = {}
-        self._unread: list[_Unread] = []
+        self._checked: set[str] = set()
+        self._storages: dict[str, _Storage] = {}
+        self._arrays: dict[str, mx.array] = {}
         self._tensors: dict[str, mx.array] = {}
+
+    def check(self, ref: TensorRef) -> TensorRef:
+        """Return the tensor as it is, or raise if it cannot be made."""
+        if ref.identity in self._checked:
+            return ref
+        self._checked.add(ref.identity)
+        self._room -= ref.numel * ref.element.size
+        if self._room < 0:
+            raise CheckpointError(
+                "the tensors of this file hold over four times its size; if the "
+                "file is to be trusted, raise limits.extra_bytes."
+            )
+        target = self._target(ref.element)
+        stored = self._stored(ref.storage, ref.element)
+        if ref.numel:
+            self._check_storage(ref, target, stored)
+        return ref
+
+    def read(self) -> None:
+        """Read the storages of all tensors that were checked."""
+        self._arrays = {key: self._read(x) for key, x in self._storages.items()}
 
     def tensor(self, ref: TensorRef) -> mx.array:
         """The tensor's array; the same view of the same bytes is the same array."""
         identity = ref.identity
         if identity not in self._tensors:
-            self._room -= ref.numel * ref.element.size
-            if self._room < 0:
-                raise CheckpointError(
-                    "the tensors of this file hold over four times its size; if the "
-                    "file is to be trusted, raise limits.extra_bytes."
-                )
             self._tensors[identity] = self._make(ref)
         return self._tensors[identity]
 
-    def fill(self) -> None:
-        """Read the data; nothing is allocated before the whole object is checked."""
-        batches = _batches(self._unread)
-        for i, batch in enumerate(batches):
-            # MLX allocates the next arrays in its own thread while these are read.
-            for ahead in batches[i : i + 2]:
-                mx.async_eval([unread.array for unread in ahead])
-            mx.eval([unread.array for unread in batch])
-            for unread in batch:
-                self._fill(unread)
-        # A lazy array belongs to the thread that made it, so make the views now.
+    def evaluate(self) -> None:
+        """Make the views now: a lazy array belongs to the thread that made it."""
         mx.eval(list(self._tensors.values()))
 
     def _make(self, ref: TensorRef) -> mx.array:
-        target = self._target(ref.element)
-        stored = self._stored(ref.storage, ref.element)
         if ref.numel == 0:
+            target = self._target(ref.element)
             return mx.zeros(ref.shape, target.mlx, stream=mx.cpu)
-        array = self._view(ref, target, stored)
+        array = self._view(ref, self._arrays[ref.storage.key])
         if ref.conj:
             array = mx.conjugate(array, stream=mx.cpu)
         return mx.negative(array, stream=mx.cpu) if ref.neg else array
@@ -117,20 +126,13 @@ class StorageReader:
             + "convert it in PyTorch and save again."
         )
 
-    def _view(self, ref: TensorRef, target: Element, stored: int) -> mx.array:
-        start = ref.offset + ref.storage.start
-        whole = ref.row_contiguous and start == 0 and ref.numel == stored
-        if stored > MAX_DIM and not whole:
-            raise CheckpointError(
-                f"the tensor is part of a storage of over {MAX_DIM} elements; call "
-                ".clone() on it in PyTorch and save again."
-            )
-        array = self._storage(ref, target, ref.shape if whole else (stored,))
-        if whole and array.shape == ref.shape:
+    def _view(self, ref: TensorRef, array: mx.array) -> mx.array:
+        if not _is_whole(ref, array.size):
+            start = ref.offset + ref.storage.start
+            return mx.as_strided(array, ref.shape, ref.strides, start, stream=mx.cpu)
+        if array.shape == ref.shape:
             return array
-        if whole:
-            return mx.reshape(array, ref.shape, stream=mx.cpu)
-        return mx.as_strided(array, ref.shape, ref.strides, start, stream=mx.cpu)
+        return mx.reshape(array, ref.shape, stream=mx.cpu)
 
     def _stored(self, storage: StorageRef, element: Element) -> int:
         """Elements in the whole storage, as the file's own size has it."""
@@ -144,46 +146,52 @@ class StorageReader:
             )
         return extent.size // element.size
 
-    def _storage(
-        self, ref: TensorRef, target: Element, shape: tuple[int, ...]
-    ) -> mx.array:
+    def _check_storage(self, ref: TensorRef, target: Element, stored: int) -> None:
+        is_whole = _is_whole(ref, stored)
+        if stored > MAX_DIM and not is_whole:
+            raise CheckpointError(
+                f"the tensor is part of a storage of over {MAX_DIM} elements; call "
+                ".clone() on it in PyTorch and save again."
+            )
         key = ref.storage.key
-        if key in self._storages:
-            element, array = self._storages[key]
-            if element is ref.element:
-                return array
+        if key not in self._storages:
+            shape = ref.shape if is_whole else (stored,)
+            offset = self._extents[key].offset
+            self._storages[key] = _Storage(offset, ref.element, target, shape)
+        elif self._storages[key].element is not ref.element:
             # PyTorch writes one storage under two dtypes only for uint16 to uint64.
             raise CheckpointError(
-                f"the tensor's storage is used as {element.name} and as "
-                f"{ref.element.name}; call .clone() on one and save again."
+                f"the tensor's storage is used as {self._storages[key].element.name} "
+                f"and as {ref.element.name}; call .clone() on one and save again."
             )
-        array = self._allocate(self._extents[key].offset, ref.element, target, shape)
-        self._storages[key] = ref.element, array
+
+    def _read(self, storage: _Storage) -> mx.array:
+        offset, element, target, shape = storage
+        if target is not element:
+            # Filled in place, so that there is one copy in memory.
+            array = mx.zeros(shape, target.mlx, stream=mx.cpu)
+            mx.eval(array)
+            self._fill_rounded(_values_of(array), offset, element)
+            return array
+        if prod(shape) * element.size < _LARGE:
+            data = bytearray(prod(shape) * element.size)
+            self._source.read_into(offset, memoryview(data), "A tensor's data")
+            values = np.frombuffer(data, element.numpy)
+            self._put_right(values, element)
+            array = mx.array(values.reshape(shape), BY_NUMPY[element.numpy].mlx)
+        else:
+            array = read_array(self._source, offset, element.numpy, shape)
+            self._put_right(_values_of(array), element)
+        if target.mlx == mx.bfloat16:
+            array = array.view(mx.bfloat16, stream=mx.cpu)
         return array
 
-    def _allocate(
-        self, offset: int, element: Element, target: Element, shape: tuple[int, ...]
-    ) -> mx.array:
-        # Allocated by MLX and filled in place, so that there is one copy in memory.
-        # (MLX 0.32.4 still sets an empty array to zero: 0.1 s and more for 1 GB.)
-        # bfloat16 is filled as uint16, because a buffer cannot name it.
-        is_bfloat = target.mlx == mx.bfloat16
-        array = mx.empty(shape, mx.uint16 if is_bfloat else target.mlx, stream=mx.cpu)
-        self._unread.append(_Unread(array, element, target, offset))
-        return array.view(mx.bfloat16, stream=mx.cpu) if is_bfloat else array
-
-    def _fill(self, unread: _Unread) -> None:
-        values = np.asarray(memoryview(unread.array)).reshape(-1)
-        element, what = unread.element, "A tensor's data"
-        if unread.target is not element:
-            return self._fill_rounded(values, unread.offset, element)
-        data = values.view(np.uint8)
-        self._source.read_into(unread.offset, memoryview(data), what)
+    def _put_right(self, values: np.ndarray, element: Element) -> None:
         if self._big_endian and element.size > 1:
             # A complex number is two floats, each swapped by itself.
             parts = values.view("<f4") if element.numpy == "<c8" else values
             parts.byteswap(inplace=True)
-        if element.name == "torch.bool" and data.max() > 1:
+        if element.name == "torch.bool" and values.view(np.uint8).max() > 1:
             raise CheckpointError("A bool tensor has bytes other than 0 and 1.")
 
     def _fill_rounded(self, values: np.ndarray, offset: int, element: Element) -> None:
@@ -201,14 +209,11 @@ class StorageReader:
                 values[i : i + count] = np.frombuffer(data, stored)
 
 
-def _batches(unread: list[_Unread]) -> list[list[_Unread]]:
-    """In groups of some 16 MiB: waiting for MLX costs 0.1 ms, as much as 1 MiB."""
-    batches: list[list[_Unread]] = []
-    size = _BATCH
-    for item in unread:
-        if size >= _BATCH:
-            batches.append([])
-            size = 0
-        batches[-1].append(item)
-        size += item.array.nbytes
-    return batches
+def _is_whole(ref: TensorRef, stored: int) -> bool:
+    start = ref.offset + ref.storage.start
+    return ref.row_contiguous and start == 0 and ref.numel == stored
+
+
+def _values_of(array: mx.array) -> np.ndarray:
+    """The array's memory, to write to."""
+    return np.asarray(memoryview(array)).reshape(-1)

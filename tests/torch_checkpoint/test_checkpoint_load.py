@@ -2,6 +2,9 @@
 
 import gzip
 import io
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -316,10 +319,75 @@ def test_files_beyond_4_gib(tmp_path):
         assert extents["1"].offset > 5 * 2**30
 
         reader = StorageReader(source, extents, big_endian, None, DEFAULT_LIMITS)
-        assert reader.tensor(value["small"]).shape == (3,)
-        reader.fill()
+        reader.check(value["small"])
+        reader.read()
         assert reader.tensor(value["small"]).tolist() == [0.0, 0.0, 0.0]
-        # More elements than an int32 counts: whole they are fine, not filled here.
-        assert reader.tensor(value["big"]).shape == (5 * 2**10, 2**20)
+        # More elements than an int32 counts: whole they are fine, not read here.
+        reader.check(value["big"])
         with pytest.raises(CheckpointError, match="over 2147483647 elements"):
-            reader.tensor(value["part"])
+            reader.check(value["part"])
+
+
+# Large enough that MLX reads it, by two threads.
+LARGE = 2**20 + 3
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "bfloat16", "complex64", "bool", "uint8", "int64"]
+)
+def test_large_tensors(tmp_path, dtype):
+    values = torch.arange(LARGE * 2).reshape(2, LARGE).to(getattr(torch, dtype))
+    torch.save(
+        {"a": values, "view": values.T[5:9], "small": values[0, :3]}, tmp_path / "a.pt"
+    )
+    loaded = torch_checkpoint.load(tmp_path / "a.pt")
+    data = (tmp_path / "a.pt").read_bytes()
+    for found in (loaded, torch_checkpoint.load(data)):
+        for key, expected in (("a", values), ("view", values.T[5:9])):
+            as_numpy = expected.float() if dtype == "bfloat16" else expected
+            got = found[key].astype(mx.float32) if dtype == "bfloat16" else found[key]
+            assert np.array_equal(np.array(got), as_numpy.numpy())
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(LARGE)}, path)
+    with open_source(path) as source:
+        value, extents, _ = read_zip(source, DEFAULT_LIMITS)
+        reader = StorageReader(source, extents, False, None, DEFAULT_LIMITS)
+        reader.check(value["a"])
+        os.truncate(path, extents["0"].offset + LARGE)
+        with pytest.raises(CheckpointError, match="became shorter"):
+            reader.read()
+
+
+def test_a_file_object_that_fails(tmp_path):
+    class Failing(io.BytesIO):
+        def readinto(self, buffer):
+            raise OSError("the disk is gone")
+
+    torch.save({"a": torch.ones(LARGE)}, tmp_path / "a.pt")
+    with pytest.raises(OSError, match="the disk is gone"):
+        torch_checkpoint.load(Failing((tmp_path / "a.pt").read_bytes()))
+
+
+def test_a_process_that_ends_right_after_loading(tmp_path):
+    torch.save({str(i): torch.ones(LARGE) for i in range(4)}, tmp_path / "a.pt")
+    code = (
+        "import sys\nfrom mlx_gradscale import torch_checkpoint\n"
+        "kept = torch_checkpoint.load(sys.argv[1])"
+    )
+    for _ in range(3):
+        command = [sys.executable, "-c", code, str(tmp_path / "a.pt")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_loading_in_threads(tmp_path):
+    torch.save({"a": torch.arange(LARGE), "b": torch.ones(3)}, tmp_path / "a.pt")
+    with ThreadPoolExecutor(4) as pool:
+        loads = [
+            pool.submit(torch_checkpoint.load, tmp_path / "a.pt") for _ in range(8)
+        ]
+        for load in loads:
+            assert load.result()["a"][-1].item() == LARGE - 1
