@@ -70,7 +70,13 @@ def guarded_apply(
             f"got {type(gradients).__name__}."
         )
     parameters = fitting_parameters(gradients, parameters)
-    if not any(is_floating(g) for _, g in tree_flatten(gradients)):
+    leaves = tree_flatten(gradients)
+    if len(dict(leaves)) < len(leaves):
+        raise ValueError(
+            "Two gradients have the same path when it is written with dots, as those "
+            "of {'a.b': x, 'a': {'b': y}}. Rename one of the parameters."
+        )
+    if not any(is_floating(g) for _, g in leaves):
         return tree_map(lambda _, p: p, gradients, parameters)
     initialize(optimizer, parameters)
     # Integer leaves are no business of an optimizer. An empty dict in their
@@ -318,11 +324,23 @@ def _stepper(optimizer: Optimizer, gradients: Any) -> Callable:
     if mark is None or mark != last_mark:
         _steppers[optimizer] = (mark, None)
         return partial(_run_plain, optimizer)
-    if compiled is None:
-        owner = weakref.ref(optimizer)
-        compiled = mx.compile(lambda *inputs: _run(owner(), *inputs))
-        _steppers[optimizer] = (mark, compiled)
-    return compiled
+    return compiled or partial(_compile_and_run, optimizer, mark)
+
+
+def _compile_and_run(optimizer: Optimizer, mark: Any, *inputs: Any) -> Any:
+    owner = weakref.ref(optimizer)
+
+    def step(*inputs: Any) -> Any:
+        return _run(owner(), *inputs)
+
+    compiled = mx.compile(step)
+    try:
+        results = compiled(*inputs)
+    except ValueError:
+        # An optimizer that reads an array in its step cannot be compiled.
+        results, compiled = step(*inputs), step
+    _steppers[optimizer] = (mark, compiled)
+    return results
 
 
 def _run_plain(optimizer: Optimizer, *inputs: Any) -> Any:

@@ -311,6 +311,33 @@ def test_an_optimizer_that_draws_random_numbers_draws_new_ones():
     assert len(seen) == 6
 
 
+def test_an_optimizer_that_reads_an_array_works_in_an_eager_loop():
+    class Reading(optim.SGD):
+        def apply_single(self, gradient, parameter, state):
+            return parameter - min(gradient.item(), 2.0)
+
+    optimizer, weights = Reading(1.0), {"w": mx.zeros(1)}
+    for gradient, expected in ((1.0, -1), (1.0, -2), (5.0, -4), (1.0, -5)):
+        weights = guarded_apply(
+            optimizer,
+            {"w": mx.array([gradient])},
+            weights,
+            mx.array(1.0),
+            mx.array(True),
+        )
+        assert weights["w"].item() == expected
+    kept = guarded_apply(
+        optimizer, {"w": mx.ones(1)}, weights, mx.array(1.0), mx.array(False)
+    )
+    assert kept["w"].item() == -5
+
+
+def test_paths_that_are_the_same_with_dots_are_refused():
+    tree = {"a.b": mx.ones(1), "a": {"b": mx.zeros(1)}}
+    with pytest.raises(ValueError, match="Rename one"):
+        guarded_apply(optim.SGD(1.0), tree, tree, mx.array(1.0), mx.array(True))
+
+
 def test_an_optimizer_that_cannot_be_hashed_works():
     class Equal(optim.SGD):
         def __eq__(self, other):

@@ -14,7 +14,7 @@ from .source import CHUNK, Source
 from .tensors import MAX_DIM, StorageRef, TensorRef
 
 # Below this, a copy is cheaper than MLX's own way to read a file.
-_LARGE = 2**20
+LARGE = 2**20
 _WIDE = {"torch.float64": "torch.float32", "torch.complex128": "torch.complex64"}
 
 
@@ -173,7 +173,7 @@ class StorageReader:
             mx.eval(array)
             self._fill_rounded(_values_of(array), offset, element)
             return array
-        if prod(shape) * element.size < _LARGE:
+        if prod(shape) * element.size < LARGE:
             data = bytearray(prod(shape) * element.size)
             self._source.read_into(offset, memoryview(data), "A tensor's data")
             values = np.frombuffer(data, element.numpy)
