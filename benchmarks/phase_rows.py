@@ -57,17 +57,19 @@ def masters_and_clipping(shapes: Shapes) -> Iterator[tuple[str, dict[str, Callab
         },
     )
     for case, clip in (("masters", False), ("masters, clipped", True)):
-        yield (
-            f"AdamW, float16 model, {case}",
-            {
-                "bare on masters + cast": lambda clip=clip: variants.bare_masters(
-                    make, shapes, clip=clip
-                ),
-                "LossScaleOptimizer": lambda clip=clip: variants.loss_scale_optimizer(
-                    make, shapes, clip=clip, **half
-                ),
-            },
-        )
+        ways = {
+            "bare on masters + cast": lambda clip=clip: variants.bare_masters(
+                make, shapes, clip=clip
+            ),
+            "LossScaleOptimizer": lambda clip=clip: variants.loss_scale_optimizer(
+                make, shapes, clip=clip, **half
+            ),
+        }
+        if not clip:
+            ways["bare, gradients left in float16"] = lambda: variants.bare_masters(
+                make, shapes, cast=False
+            )
+        yield f"AdamW, float16 model, {case}", ways
 
 
 def quick(rounds: int) -> tuple[list[Row], list[Figure]]:

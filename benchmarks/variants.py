@@ -145,14 +145,19 @@ def bare_clipped(make: Callable, shapes, dtype=mx.float32, compiled=True) -> Pha
     return Phase(step, [parameters, optimizer.state], gradients, compiled)
 
 
-def bare_masters(make: Callable, shapes, compiled=True, clip=False) -> Phase:
-    """The optimizer on float32 masters of a float16 model, then a cast."""
+def bare_masters(make: Callable, shapes, clip=False, cast=True) -> Phase:
+    """The optimizer on float32 masters of a float16 model, then a cast.
+
+    With ``cast`` its float16 gradients become float32 first; without, MLX multiplies
+    them in float16.
+    """
     masters, optimizer = trees.make(shapes), make()
     optimizer.init(masters)
     parameters = tree_map(lambda x: x.astype(mx.float16), masters)
 
     def step(gradients):
-        gradients = tree_map(lambda g: g.astype(mx.float32), gradients)
+        if cast:
+            gradients = tree_map(lambda g: g.astype(mx.float32), gradients)
         if clip:
             gradients, _ = optim.clip_grad_norm(gradients, 1.0)
         masters.update(optimizer.apply_gradients(gradients, masters))
@@ -160,7 +165,7 @@ def bare_masters(make: Callable, shapes, compiled=True, clip=False) -> Phase:
 
     gradients = trees.make(shapes, mx.float16, 0.01)
     state = [parameters, masters, optimizer.state]
-    return Phase(step, state, gradients, compiled)
+    return Phase(step, state, gradients, compiled=True)
 
 
 def loss_scale_optimizer(

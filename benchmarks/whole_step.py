@@ -72,7 +72,8 @@ def measure(rounds: int, dims: int, layers: int) -> tuple[list[Row], list[Figure
             "without": _step(False, dtype, dims, layers),
             "with the scaler": _step(True, dtype, dims, layers),
         }
-        timings = interleave(runs, rounds)
+        # One step varies by 10 percent here; the bar is 2.
+        timings = interleave(runs, 6 * rounds)
         case = f"{label}, transformer {layers}x{dims}, 128 tokens"
         rows += rows_of("whole step", case, timings)
         ratio = timings["with the scaler"].ratio

@@ -154,6 +154,24 @@ def kernels(outputs):
     return [name for name in names if name.split()[0] not in _VIEWS]
 
 
+def bytes_moved(before, after):
+    """The bytes of these two trees that computing ``after`` reads and writes.
+
+    Only what kernels take as it is: not what they read through a view, as the finite
+    check does, not what goes from one to another, and no scalars.
+    """
+    arrays = [x for _, x in tree_flatten([before, after]) if x.ndim]
+    names = {f"x{i}": x for i, x in enumerate(arrays)}
+    file = io.StringIO()
+    mx.export_to_dot(file, [x for _, x in tree_flatten(after)], **names)
+    nodes = re.findall(r'(\d+) \[label ="([^"]*)", shape', file.getvalue())
+    launched = {node for node, name in nodes if name.split()[0] not in _VIEWS}
+    reads = re.findall(r'"(x\d+)" -> (\d+)', file.getvalue())
+    writes = re.findall(r'(\d+) -> "(x\d+)"', file.getvalue())
+    moved = [*reads, *((name, node) for node, name in writes)]
+    return sum(names[name].nbytes for name, node in moved if node in launched)
+
+
 class Traced:
     """Count how often a function is run: inside ``mx.compile``, how often traced."""
 
