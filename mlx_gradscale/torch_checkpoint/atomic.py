@@ -3,10 +3,12 @@
 import os
 import secrets
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from io import FileIO
 from typing import Any
+
+from .aside import start_aside
 
 # So much is written before the disk is set to work on it.
 _FLUSH_EVERY = 2**26
@@ -18,15 +20,13 @@ class _FlushingFile(FileIO):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb")
         self._unsent = 0
-        self._thread: ThreadPoolExecutor | None = None
-        self._flush: Future[None] | None = None
+        self._flush: Future | None = None
 
     def write(self, data: Any) -> int:
         written = super().write(data)
         self._unsent += written
         if self._unsent >= _FLUSH_EVERY and (not self._flush or self._flush.done()):
-            self._thread = self._thread or ThreadPoolExecutor(1)
-            self._flush = self._thread.submit(os.fsync, self.fileno())
+            self._flush = start_aside(os.fsync, self.fileno())
             self._unsent = 0
         return written
 
@@ -36,8 +36,8 @@ class _FlushingFile(FileIO):
         os.fsync(self.fileno())
 
     def close(self) -> None:
-        if self._thread:
-            self._thread.shutdown()
+        if self._flush:
+            wait([self._flush])
         super().close()
 
 

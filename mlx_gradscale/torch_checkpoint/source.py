@@ -3,10 +3,10 @@
 import io
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import BinaryIO
 
+from .aside import start_aside
 from .limits import CheckpointError
 
 # What is rounded, or written, at a time.
@@ -41,9 +41,11 @@ class Source:
             self._file.seek(self._start + offset)
             return _fill(buffer, self._file.readinto, what)
         half = buffer.nbytes // 2
-        with ThreadPoolExecutor(1) as pool:
-            rest = pool.submit(self._read_at, offset + half, buffer[half:], what)
+        rest = start_aside(self._read_at, offset + half, buffer[half:], what)
+        try:
             self._read_at(offset, buffer[:half], what)
+        finally:
+            # Also after an error: the buffer is written to until then.
             rest.result()
 
     def _read_at(self, offset: int, buffer: memoryview, what: str) -> None:

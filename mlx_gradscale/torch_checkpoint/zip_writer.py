@@ -8,9 +8,10 @@ has to be known or kept before it is written. Beyond 4 GiB come zip64 fields.
 import struct
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import BinaryIO
+
+from .aside import start_aside
 
 ALIGNMENT = 64
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
@@ -34,7 +35,6 @@ class ZipWriter:
         self._at = 0
         self._directory = bytearray()
         self._count = 0
-        self._thread = ThreadPoolExecutor(1)
         self.checksums: dict[str, int] = {}
 
     def __enter__(self) -> "ZipWriter":
@@ -46,7 +46,6 @@ class ZipWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._thread.shutdown()
         if kind is None:
             start = self._at
             self._write(self._directory)
@@ -73,7 +72,7 @@ class ZipWriter:
             self._write(chunk)
             return zlib.crc32(chunk, checksum)
         # Both release the interpreter's lock: the sum costs no time of its own.
-        pending = self._thread.submit(zlib.crc32, chunk, checksum)
+        pending = start_aside(zlib.crc32, chunk, checksum)
         self._write(chunk)
         return pending.result()
 

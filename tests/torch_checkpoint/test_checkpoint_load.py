@@ -391,3 +391,33 @@ def test_loading_in_threads(tmp_path):
         ]
         for load in loads:
             assert load.result()["a"][-1].item() == LARGE - 1
+
+
+ENDING = """
+import atexit, sys, threading, time
+import mlx.core as mx
+from mlx_gradscale import torch_checkpoint
+
+kept = {"w": mx.arange(2**20)}
+mx.eval(kept)
+
+def work():
+    torch_checkpoint.save(sys.argv[1], kept)
+    print(torch_checkpoint.load(sys.argv[1])["w"][-1].item())
+
+def last():
+    threading.main_thread().join()
+    work()
+
+if sys.argv[2] == "thread":
+    threading.Thread(target=last).start()
+else:
+    atexit.register(work)
+"""
+
+
+@pytest.mark.parametrize("when", ["thread", "atexit"])
+def test_saving_and_loading_while_the_process_ends(tmp_path, when):
+    command = [sys.executable, "-c", ENDING, str(tmp_path / "a.pt"), when]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{2**20 - 1}\n", "")
