@@ -240,7 +240,8 @@ def test_other_optimizers_are_refused(cls):
     optimizer = cls([p])
     p.grad = torch.ones(3)
     optimizer.step()
-    with pytest.raises(ValueError, match="of none of the known kinds"):
+    said = "of none of the known kinds.*--optimizer-key ''"
+    with pytest.raises(ValueError, match=said):
         recognise(optimizer.state_dict())
 
 
@@ -473,3 +474,91 @@ def test_changed_settings_of_the_mlx_run_are_written():
             ENTRIES,
             used=[used | {"bias_correction": False}],
         )
+
+
+class LARS(torch.optim.SGD):
+    """Another rule in SGD's clothes: its groups hold one key more."""
+
+    def __init__(self, params, lr, trust_coefficient=0.001):
+        super().__init__(params, lr, momentum=0.9)
+        for group in self.param_groups:
+            group["trust_coefficient"] = trust_coefficient
+
+
+def test_a_group_key_that_is_not_the_optimizers_is_an_error_until_accepted():
+    params, _ = torch_side("SGD")
+    optimizer = LARS(list(params.values()), 0.1)
+    torch_steps(params, optimizer, range(2))
+    with pytest.raises(OptimizerMismatch, match=r"'trust_coefficient'.*--accept"):
+        convert(params, optimizer)
+    _, done = convert(params, optimizer, accept=["trust_coefficient"])
+    assert any("'trust_coefficient'" in note for note in done.notes)
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    assert back["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def schedules(optimizer):
+    """Every schedule that notes something in the groups."""
+    schedule = torch.optim.lr_scheduler
+    cycles = {"cycle_momentum": True}
+    if "nesterov" in optimizer.param_groups[0]:
+        schedule.CyclicLR(optimizer, 0.01, 0.1, **cycles)
+    has_momentum = {"momentum", "betas"} & set(optimizer.param_groups[0])
+    cycles["cycle_momentum"] = bool(has_momentum)
+    schedule.OneCycleLR(optimizer, 0.1, total_steps=10, **cycles)
+    schedule.LambdaLR(optimizer, lambda step: 1.0)
+    torch.optim.swa_utils.SWALR(optimizer, 0.05)
+
+
+@EVERY
+def test_what_pytorch_itself_puts_in_the_groups_is_carried(kind):
+    params, optimizer = torch_side(kind)
+    if kind in ("SGD", "Lion", "RMSprop"):
+        optimizer.param_groups[0]["name"] = "all"
+    else:
+        schedules(optimizer)
+    optimizer.param_groups[0].update(foreach=True, differentiable=False)
+    torch_steps(params, optimizer, range(1))
+    _, done = convert(params, optimizer)
+    back, _ = to_torch(done.flat, done.record, ENTRIES)
+    assert back["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_the_state_of_parameters_without_a_place_is_kept_aside():
+    params, optimizer = torch_side("Adam")
+    torch_steps(params, optimizer, range(3))
+    state = as_mlx(optimizer.state_dict())
+    tensors = {n: as_mlx(p) for n, p in params.items()}
+    kept = {n: e for n, e in ENTRIES.items() if n != "a.bias"}
+    done = to_mlx(state, NAMES, kept, tensors)
+    assert not any("a.bias" in key for key in done.flat)
+    assert any("of a.bias is kept for the way back" in note for note in done.notes)
+    back, _ = to_torch(done.flat, done.record, kept)
+    assert list(back["state"]) == [0, 1, 2]
+    assert back["param_groups"] == state["param_groups"]
+    for slot in ("step", "exp_avg", "exp_avg_sq"):
+        assert mx.array_equal(back["state"][1][slot], state["state"][1][slot])
+
+
+def test_a_group_without_a_place_keeps_its_optimizer():
+    params, _ = torch_side("SGD")
+    values = list(params.values())
+    groups = [{"params": values[2:], "lr": 0.5}, {"params": values[:2]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    torch_steps(params, optimizer, range(2))
+    names = {0: "b", 1: "a.weight", 2: "a.bias"}
+    kept = {n: e for n, e in ENTRIES.items() if n != "b"}
+    tensors = {n: as_mlx(p) for n, p in params.items()}
+    done = to_mlx(as_mlx(optimizer.state_dict()), names, kept, tensors)
+    tree = tree_unflatten([(n, tensors[n]) for n in kept])
+    mlx = build("SGD", done.record["groups"], done.record["names"])
+    mlx.init(tree)
+    assert dict(tree_flatten(mlx.state)).keys() == done.flat.keys()
+    mlx.state = tree_unflatten(list(done.flat.items()))
+    for seed in range(2, 8):
+        grads = {n: mx.array(g) for n, g in gradients(seed).items() if n in kept}
+        tree = mlx.apply_gradients(tree_unflatten(list(grads.items())), tree)
+    torch_steps(params, optimizer, range(2, 8))
+    close(tree, params)
+    back, _ = to_torch(dict(tree_flatten(mlx.state)), done.record, kept)
+    assert back["state"].keys() == {0, 1, 2}

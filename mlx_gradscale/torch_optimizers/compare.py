@@ -61,11 +61,18 @@ def recognise(state_dict: Mapping[str, Any], name: str | None = None) -> str:
         return _adam_or_adamw(groups)
     if len(fits) == 1:
         return fits[0]
-    what = f"could be {' or '.join(fits)}" if fits else "is of none of the known kinds"
+    if fits:
+        what = f"could be {' or '.join(fits)}"
+        what_to_do = "name one with optimizer=... (--optimizer)"
+    else:
+        what = "is of none of the known kinds"
+        what_to_do = (
+            "any other is left out, and kept for the way back, with "
+            "keys={'optimizer': ''} (--optimizer-key '')"
+        )
     raise ValueError(
         f"The optimizer state {what}: its groups have {sorted(groups[0])} and its "
-        f"state has {sorted(held)}. Known are {', '.join(ROWS)}; name one with "
-        "optimizer=... (--optimizer)."
+        f"state has {sorted(held)}. Known are {', '.join(ROWS)}; {what_to_do}."
     )
 
 
@@ -120,6 +127,14 @@ def differences(
         for key, (off, text) in row.refused.items()
         if number(group.get(key)) not in (off, None)
     ]
+    found += [
+        Difference(
+            key,
+            f"The optimizer's groups have {key!r}, which PyTorch's {name} has not: "
+            "it may be another optimizer, and MLX leaves what the key means out.",
+        )
+        for key in row.unknown(group)
+    ]
     has_momentum = name == "SGD" and number(group.get("momentum", 0))
     dampening = number(group.get("dampening", 0)) if has_momentum else 0
     if dampening and (dampening < 0 or not complete):
@@ -172,7 +187,7 @@ def check(found: Iterable[Difference], accept: Iterable[str] = ()) -> list[str]:
 
     Args:
         found: from :func:`differences` or :func:`mlx_differences`.
-        accept: keys to convert in spite of; the setting is then dropped.
+        accept: keys to convert in spite of; the setting is then left out.
 
     Returns:
         list: a sentence for each accepted difference.
@@ -187,6 +202,6 @@ def check(found: Iterable[Difference], accept: Iterable[str] = ()) -> list[str]:
         keys = ", ".join(dict.fromkeys(each.key for each in bad))
         raise OptimizerMismatch(
             " ".join(each.text for each in bad) + " To convert all the same and "
-            f"drop it, accept it by name: {keys} (accept=..., --accept)."
+            f"leave it out, accept it by name: {keys} (accept=..., --accept)."
         )
     return [each.text for each in found]

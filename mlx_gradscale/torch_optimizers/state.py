@@ -48,17 +48,19 @@ def to_mlx(
     Args:
         state_dict: with ``"state"`` and ``"param_groups"``.
         names: index -> the parameter's PyTorch name.
-        entries: PyTorch name -> where it is in MLX (a plan's entries).
+        entries: PyTorch name -> where it is in MLX (a plan's entries). Parameters
+            that are not in it have no place in MLX: their state is kept aside.
         tensors: the PyTorch model's tensors.
         optimizer: the class name, where the keys do not tell it.
         accept: differences to convert in spite of.
         step: the step count, for optimizers that keep none (SGD, Lion).
 
     Returns:
-        Converted: ``record`` holds ``name``, ``groups`` (PyTorch's own), ``names``
-        (per group), ``joined`` (all groups became one optimizer), ``steps``,
-        ``step_like`` (how PyTorch wrote its counts) and ``fresh`` (parameters that
-        had no state yet).
+        Converted: ``record`` holds ``name``, ``groups`` (PyTorch's own), ``indices``
+        and ``names`` (of the converted parameters, per group), ``aside`` (index ->
+        state of the others), ``joined`` (all groups became one optimizer),
+        ``steps``, ``step_like`` (how PyTorch wrote its counts) and ``fresh``
+        (parameters that had no state yet).
     """
     name = recognise(state_dict, optimizer)
     row, states = ROWS[name], state_dict["state"]
@@ -66,12 +68,14 @@ def to_mlx(
     notes = list(row.notes)
     fresh: dict[str, dict] = {}
     found: list[Difference] = []
-    for group in groups:
-        mine = [states.get(index, {}) for index in group["params"]]
+    members = [[i for i in g["params"] if names[i] in entries] for g in groups]
+    aside = {i: n for i, n in names.items() if n not in entries}
+    for group, indices in zip(groups, members, strict=True):
+        mine = [states.get(index, {}) for index in indices]
         empty = [_lacks(state, row.slots) for state in mine]
         fresh |= {
             names[index]: dict(state)
-            for index, state, lacks in zip(group["params"], mine, empty, strict=True)
+            for index, state, lacks in zip(indices, mine, empty, strict=True)
             if lacks
         }
         found += differences(name, group, complete=not any(empty))
@@ -82,7 +86,12 @@ def to_mlx(
             for key, (off, _) in row.refused.items()
             if number(group.get(key)) not in (off, None)
         })  # fmt: skip
-    steps, like = _steps(groups, states, names, step or 0)
+    if aside:
+        notes.append(
+            f"The optimizer state of {', '.join(aside.values())} is kept for the way "
+            "back, as the MLX model has no such parameters."
+        )
+    steps, like = _steps(members, states, names, step or 0)
     if fresh and any(steps) and row.counts:
         notes.append(
             f"{len(fresh)} parameters had no optimizer state ({next(iter(fresh))}, "
@@ -96,7 +105,7 @@ def to_mlx(
         prefix = "" if joined else f"states.{i}."
         flat[f"{prefix}step"] = mx.array(steps[i], mx.uint64)
         flat[f"{prefix}learning_rate"] = scheduled_rate(name, group, steps[i])
-        for index in group["params"]:
+        for index in members[i]:
             flat |= _slots_to_mlx(
                 prefix,
                 row.slots,
@@ -108,7 +117,9 @@ def to_mlx(
         "name": name,
         "joined": joined,
         "groups": groups,
-        "names": [[names[index] for index in group["params"]] for group in groups],
+        "indices": members,
+        "names": [[names[index] for index in indices] for indices in members],
+        "aside": {index: dict(states[index]) for index in aside if index in states},
         "steps": steps,
         "step_like": like,
         "fresh": fresh,
@@ -153,7 +164,9 @@ def to_torch(
         group.update(_group_settings(name, group, mine))
         held = _required(flat, f"{prefix}learning_rate")
         group["lr"] = _learning_rate(name, group, held)
-        for index, torch_name in zip(group["params"], record["names"][i], strict=True):
+        # Records of older versions have no indices: all parameters were converted.
+        indices = record["indices"][i] if "indices" in record else group["params"]
+        for index, torch_name in zip(indices, record["names"][i], strict=True):
             slots = _slots_to_torch(flat, prefix, row.slots, entries[torch_name])
             # PyTorch starts a momentum buffer that is not there with the undampened
             # gradient, MLX with the dampened one: written as zeros, they agree.
@@ -169,7 +182,10 @@ def to_torch(
             counted = {"step": _step_like(record["step_like"], step)}
             states[index] = (counted if row.counts else {}) | slots
         groups.append(group)
-    return {"state": states, "param_groups": groups}, notes + check(found, accept)
+    states |= {index: dict(state) for index, state in record.get("aside", {}).items()}
+    order = [i for group in groups for i in group["params"] if i in states]
+    state_dict = {"state": {i: states[i] for i in order}, "param_groups": groups}
+    return state_dict, notes + check(found, accept)
 
 
 def _check_parts(flat: Mapping[str, mx.array], record: Mapping[str, Any]) -> None:
@@ -196,13 +212,13 @@ def _signature(name: str, group: Mapping[str, Any]) -> str:
 
 
 def _steps(
-    groups: list[dict], states: Mapping, names: Mapping[int, str], default: int
+    members: list[list[int]], states: Mapping, names: Mapping[int, str], default: int
 ) -> tuple[list[int], str]:
     """One step count per group, and how PyTorch wrote it."""
     steps, like = [], "scalar"
-    for group in groups:
+    for indices in members:
         counts = {}
-        for index in group["params"]:
+        for index in indices:
             step = states.get(index, {}).get("step")
             if step is None:
                 continue

@@ -35,6 +35,8 @@ class Row:
             same, or None.
         counts: whether PyTorch keeps a step count.
         notes: sentences to tell the user in any case.
+        carried: further group keys that change nothing in MLX; they come back as
+            they were.
     """
 
     mlx: type[optim.Optimizer]
@@ -47,8 +49,21 @@ class Row:
     schedule: Callable[[Mapping], Callable | None] = lambda group: None
     counts: bool = True
     notes: tuple[str, ...] = ()
+    carried: frozenset[str] = frozenset()
+
+    def unknown(self, group: Mapping[str, Any]) -> list[str]:
+        """Group keys that are none of this optimizer's: a subclass's, say."""
+        known = {*self.settings, *self.marks, *self.refused, *self.carried, *_CARRIED}
+        return [key for key in group if key not in known]
 
 
+# What torch.optim's groups of 1.6 to 2.13 hold besides the settings of the rule: how
+# it is computed, and what the schedules of torch.optim.lr_scheduler note there.
+_CARRIED = frozenset({
+    *("params", "param_names", "name"),
+    *("foreach", "capturable", "differentiable", "fused"),
+    *("initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum"),
+})  # fmt: skip
 _L2 = "PyTorch adds weight_decay * w to the gradient (L2); MLX's {} has no such term"
 _MAXIMIZE = {
     "maximize": (False, "MLX only minimizes: negate the loss and set maximize to False")
@@ -82,6 +97,7 @@ _ADAM = {
     "marks": frozenset({"betas", "eps", "amsgrad"}),
     "absent": frozenset({"momentum_decay"}),
     "fixed": {"bias_correction": True},
+    "carried": frozenset({"decoupled_weight_decay"}),
 }
 
 ROWS: dict[str, Row] = {
