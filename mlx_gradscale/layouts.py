@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .layout_hints import listed, mismatch
+
 Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
 
 
@@ -49,6 +51,7 @@ _LAYER_LAYOUTS = {
     (nn.Bilinear,): "bilinear",
 }
 _COUNTER = "num_batches_tracked"  # BatchNorm's step count; MLX keeps none
+_EXTRA = "_extra_state"  # what torch.nn.Module.get_extra_state gave, of any type
 
 
 class LayoutError(ValueError):
@@ -113,19 +116,30 @@ class Choices:
 
 @dataclass(frozen=True)
 class Entry:
-    """One PyTorch tensor: its MLX names (several for a fused one) and layout."""
+    """One PyTorch tensor: its MLX names and layout.
+
+    A fused tensor has several names. So has a tied one whose names are parameters
+    of their own in MLX: all get its values, and the first gives them back.
+    """
 
     torch: str
     mlx: tuple[str, ...]
     layout: str = "same"
 
+    @property
+    def places(self) -> list[tuple[str, ...]]:
+        """The MLX names of each copy; more than one where a tie is undone."""
+        parts = LAYOUTS[self.layout].parts
+        return [self.mlx[i : i + parts] for i in range(0, len(self.mlx), parts)]
+
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
         """The MLX arrays of a PyTorch tensor, weight or moment."""
-        return dict(zip(self.mlx, LAYOUTS[self.layout].to_mlx(tensor), strict=True))
+        arrays = LAYOUTS[self.layout].to_mlx(tensor)
+        return dict(zip(self.mlx, arrays * len(self.places), strict=True))
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """The PyTorch tensor of the MLX arrays, weight or moment."""
-        return LAYOUTS[self.layout].to_torch([arrays[name] for name in self.mlx])
+        return LAYOUTS[self.layout].to_torch([arrays[name] for name in self.places[0]])
 
 
 @dataclass(frozen=True)
@@ -134,8 +148,9 @@ class Plan:
 
     Attributes:
         entries: by PyTorch name, in the state dict's order.
-        tied: alias -> the name it shares its tensor with; MLX keeps one of them.
-        aside: tensors MLX has no place for (BatchNorm's counters, dropped ones).
+        tied: alias -> the name it shares its tensor with, whose entry it is in.
+        aside: what MLX has no place for (BatchNorm's counters, dropped tensors, extra
+            states of modules and other values that are no tensors).
     """
 
     entries: dict[str, Entry]
@@ -153,7 +168,9 @@ class Plan:
         """The PyTorch tensors of MLX weights; aliases are the same object."""
         missing = [n for e in self.entries.values() for n in e.mlx if n not in weights]
         if missing:
-            raise LayoutError(f"The MLX weights lack {_listed(missing)}.")
+            raise LayoutError(f"The MLX weights lack {listed(missing)}.")
+        for entry in self.entries.values():
+            _check_equal(entry, weights)
         out = {name: entry.to_torch(weights) for name, entry in self.entries.items()}
         return out | {alias: out[name] for alias, name in self.tied.items()}
 
@@ -189,24 +206,61 @@ def make_plan(
     known = _known_names(model) if model is not None else None
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
-    aside: list[str] = []
     lost: list[str] = []
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        owner = first.get(id(tensor))
-        if name.rsplit(".", 1)[-1] == _COUNTER or _matches(name, choices.drop):
-            aside.append(name)
-            continue
+    owners: dict[int, str] = {}
+    aside = [n for n, x in tensors.items() if _has_no_place(n, x, choices)]
+    for name in (name for name in tensors if name not in aside):
+        tensor = tensors[name]
+        owner = owners.get(id(tensor))
         entry = _entry(name, tensor, known, choices)
-        if owner is not None and (entry is None or known is None):
-            tied[name] = owner  # MLX models tie by using one array, not by two names
+        if owner is not None:
+            tied[name] = owner
+            if entry is not None and known is not None:
+                entries[owner] = _with_copy(entries[owner], entry)
         elif entry is None:
             lost.append(name)
         else:
-            first.setdefault(id(tensor), name)
+            owners[id(tensor)] = name
             entries[name] = entry
-    _check_names(entries, lost, known, choices)
-    return Plan(entries, tied, tuple(aside))
+    # A dropped name of a tensor that is kept under another one must follow it.
+    tied |= {n: owners[id(tensors[n])] for n in aside if id(tensors[n]) in owners}
+    for alias in [name for name in lost if id(tensors[name]) in owners]:
+        tied[alias] = owners[id(tensors[alias])]
+        lost.remove(alias)
+    _check_names(entries, lost, known)
+    return Plan(entries, tied, tuple(name for name in aside if name not in tied))
+
+
+def _has_no_place(name: str, value: object, choices: Choices) -> bool:
+    is_tensor = isinstance(value, mx.array)
+    own = name.rsplit(".", 1)[-1] in (_COUNTER, _EXTRA)
+    return own or not is_tensor or _matches(name, choices.drop)
+
+
+def _with_copy(entry: Entry, alias: Entry) -> Entry:
+    """The entry of a tied tensor that is a parameter of its own in MLX as well."""
+    if alias.mlx in entry.places:
+        return entry
+    if alias.layout != entry.layout:
+        raise LayoutError(
+            f"{alias.torch} and {entry.torch} are one tensor in PyTorch, but have "
+            f"different layouts in MLX ({alias.layout}, {entry.layout}): untie them "
+            "in PyTorch before saving."
+        )
+    return Entry(entry.torch, entry.mlx + alias.mlx, entry.layout)
+
+
+def _check_equal(entry: Entry, weights: Mapping[str, mx.array]) -> None:
+    first, *others = entry.places
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            if not mx.array_equal(weights[a], weights[b], equal_nan=True).item():
+                raise LayoutError(
+                    f"{a} and {b} are one tensor in PyTorch ({entry.torch}) and have "
+                    "different values in MLX, so there is no way back: tie them in "
+                    "the MLX model (embedding.as_linear, say) before training on, or "
+                    "give both the same values."
+                )
 
 
 @dataclass(frozen=True)
@@ -339,7 +393,7 @@ def _check_patterns(choices: Choices, tensors: Mapping[str, mx.array]) -> None:
             if not any(fnmatchcase(name, pattern) for name in tensors):
                 raise LayoutError(
                     f"The pattern {pattern!r} for {kind} matches no tensor; the names "
-                    f"are {_listed(tensors)}."
+                    f"are {listed(tensors)}."
                 )
 
 
@@ -347,7 +401,6 @@ def _check_names(
     entries: Mapping[str, Entry],
     lost: list[str],
     known: dict[str, _Target] | None,
-    choices: Choices,
 ) -> None:
     taken: dict[str, str] = {}
     for entry in entries.values():
@@ -361,32 +414,8 @@ def _check_names(
     wanted = {n for t in known.values() for n in t.mlx} if known is not None else set()
     missing = [name for name in sorted(wanted) if name not in taken]
     if lost or missing:
-        raise LayoutError(_mismatch(lost, missing))
-
-
-def _mismatch(lost: list[str], missing: list[str]) -> str:
-    said = []
-    if lost:
-        said.append(f"The MLX model has no place for {_listed(lost)}")
-    if missing:
-        said.append(f"the checkpoint lacks the model's {_listed(missing)}")
-    text = "; ".join(said)
-    prefix = lost[0].split(".", 1)[0] + "." if lost and "." in lost[0] else ""
-    if any(re.search(r"(weight|bias)_[ih]h_l\d", name) for name in lost):
-        hint = "PyTorch's recurrent layers are built differently and not converted."
-    elif prefix and all(name.startswith(prefix) for name in lost):
-        wrapper = re.escape(prefix)
-        hint = f"If {prefix!r} is only a wrapper, rename it away: '^{wrapper}='."
-    else:
-        hint = "Give names with rename=... (--rename), or drop tensors (--drop)."
-    return f"{text[0].upper()}{text[1:]}. {hint}"
+        raise LayoutError(mismatch(lost, missing))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _listed(names: Iterable[str], most: int = 8) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -210,6 +210,71 @@ def test_tied_weights_are_kept_once():
         make_plan(apart, Tied())
 
 
+class Untied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+
+
+def test_tied_weights_of_two_mlx_parameters_stay_one_in_pytorch():
+    weight = mx.arange(15, dtype=mx.float32).reshape(5, 3)
+    tensors = {"embed.weight": weight, "head.weight": weight}
+    plan = convert(tensors, Untied())
+    assert plan.tied == {"head.weight": "embed.weight"}
+    names = ("embed.weight", "head.weight")
+    assert plan.entries == {"embed.weight": Entry("embed.weight", names)}
+    weights = plan.to_mlx(tensors)
+    back = plan.to_torch(weights)
+    assert back["head.weight"] is back["embed.weight"]
+    weights["head.weight"] = weights["head.weight"] + 1
+    with pytest.raises(LayoutError, match=r"head\.weight are one tensor in PyTorch"):
+        plan.to_torch(weights)
+
+
+def test_a_tied_name_without_a_place_may_come_first_or_be_dropped():
+    weight = mx.ones((5, 3))
+    tensors = {"a": weight, "table": weight}
+    want = {"a": "table"}
+    assert make_plan(tensors, Custom(5, 3)).tied == want
+    # Put aside, it would come back with its old values, and win in PyTorch.
+    plan = make_plan(tensors, choices=Choices(drop=("a",)))
+    assert (plan.tied, plan.aside) == (want, ())
+
+
+def test_what_is_no_tensor_is_put_aside():
+    tensors = net_tensors() | {"blocks.0._extra_state": {"n": 1}, "temperature": 0.5}
+    plan = make_plan(tensors, Net())
+    assert plan.aside == ("blocks.0._extra_state", "temperature")
+    tensors["blocks.0._extra_state"] = mx.zeros(3, mx.uint8)
+    assert make_plan(tensors, Net()).aside == plan.aside
+
+
+def hint(lost, *rest):
+    tensors = net_tensors() | {name: mx.zeros((2, 2)) for name in (lost, *rest)}
+    with pytest.raises(LayoutError) as raised:
+        make_plan(tensors, Net())
+    return str(raised.value)
+
+
+def test_what_stands_for_a_weight_in_pytorch_is_explained():
+    said = hint("fc.parametrizations.weight.original0")
+    assert "remove_parametrizations" in said
+    assert "--optimizer-key ''" in said
+    assert "remove_weight_norm" in hint("fc.weight_g", "fc.weight_v")
+    assert "--rename" in hint("fc.weight_v")
+    assert "prune.remove" in hint("fc.weight_orig", "fc.weight_mask")
+    # Nothing is missing, so the common first word is no wrapper.
+    assert "wrapper" not in hint("head.weight", "head.bias")
+
+
+def test_parametrizations_of_pytorch_are_explained():
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    with pytest.raises(LayoutError, match="remove_parametrizations"):
+        make_plan(state_dict(layer), nn.Linear(2, 2))
+
+
 class Custom(nn.Module):
     def __init__(self, *shape):
         super().__init__()
