@@ -1,6 +1,8 @@
 """Which parameter each index of a PyTorch optimizer state means."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -8,13 +10,13 @@ import mlx.core as mx
 from ..layouts import Plan
 from .parts import Unordered
 
-_BUFFERS = ("running_mean", "running_var")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "_extra_state")
 # Ways to place the names that are followed at once; beyond it, it is a guess.
 _MOST_PLACINGS = 10_000
-_HOW = (
-    "Save the optimizer with named parameters (optimizer(model.named_parameters())), "
-    "or give the names in order: names=... (--names FILE), from "
-    "[name for name, _ in model.named_parameters()]."
+# Words that DistributedDataParallel, torch.compile, FullyShardedDataParallel and
+# activation checkpointing put into the names of what they wrap.
+_WRAPPERS = re.compile(
+    r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 
 
@@ -27,7 +29,8 @@ def parameter_names(
     tensors: Mapping[str, mx.array],
     plan: Plan,
     names: Iterable[str] | None = None,
-) -> tuple[dict[int, str], str]:
+    rename: Callable[[str], str] = lambda name: name,
+) -> tuple[dict[int, str], list[str]]:
     """Finds the PyTorch name behind each index of an optimizer's state.
 
     Args:
@@ -35,12 +38,15 @@ def parameter_names(
         tensors: the model's state dict.
         plan: its plan; buffers and tied names are not parameters.
         names: all names in the optimizer's order, where they are known.
+        rename: what the user makes of a name; names that it makes equal (with and
+            without a wrapper's prefix, say) are taken for each other.
 
     Returns:
-        tuple: index -> name, and a word on where the names came from.
+        tuple: index -> name in ``tensors``; and sentences for the user, where the
+        model's order was taken and shapes could not check it.
 
     Raises:
-        OrderError: if more than one assignment fits, or none.
+        OrderError: if more than one assignment fits in the model's order, or none.
 
     Example:
         >>> from mlx_gradscale.layouts import make_plan
@@ -48,59 +54,121 @@ def parameter_names(
         >>> groups = [{"params": [0]}, {"params": [1]}]
         >>> states = {0: {"exp_avg": mx.zeros(3)}, 1: {"exp_avg": mx.zeros((2, 3))}}
         >>> parameter_names({"state": states, "param_groups": groups}, tensors,
-        ...                 make_plan(tensors))[0]
-        {0: 'b', 1: 'a'}
+        ...                 make_plan(tensors))
+        ({0: 'b', 1: 'a'}, [])
     """
     groups = state_dict["param_groups"]
-    indices = [index for group in groups for index in group["params"]]
     if names is not None:
-        given, source = list(names), "given"
-    elif all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
-        given = [name for group in groups for name in group["param_names"]]
-        source = "param_names"
-    elif isinstance(tensors, Unordered):
-        return _matched(state_dict, tensors, plan), "their shapes alone"
-    else:
-        return _placed(state_dict, tensors, plan), "the model's order, by shape"
+        return _given(state_dict, list(names), tensors, plan, rename), []
+    if all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
+        saved = [name for group in groups for name in group["param_names"]]
+        return _given(state_dict, saved, tensors, plan, rename), []
+    if isinstance(tensors, Unordered):
+        return _matched(state_dict, tensors, plan), []
+    found = _placed(state_dict, tensors, plan)
+    return found, _doubts(found, state_dict, tensors, plan)
+
+
+def _how(some_are_left: bool = False) -> str:
+    trained = "[name for name, p in model.named_parameters() if p.requires_grad]"
+    every = "[name for name, _ in model.named_parameters()]"
+    names = trained if some_are_left else every
+    return (
+        "Save the optimizer with named parameters "
+        "(optimizer(model.named_parameters())), or give the names in the optimizer's "
+        f"order: names=... (--names FILE), from {names}."
+    )
+
+
+def _given(
+    state_dict: Mapping[str, Any],
+    given: list[str],
+    tensors: Mapping[str, mx.array],
+    plan: Plan,
+    rename: Callable[[str], str],
+) -> dict[int, str]:
+    indices = _indices(state_dict)
     if len(given) != len(indices):
         raise OrderError(
-            f"{len(given)} names for the optimizer's {len(indices)} parameters. {_HOW}"
+            f"{len(given)} names for the optimizer's {len(indices)} parameters. "
+            f"{_how(len(given) > len(indices))}"
         )
+
+    def plain(name: str) -> str:
+        return _WRAPPERS.sub("", rename(name))
+
+    spelled: dict[str, list[str]] = {}
+    for name in tensors:
+        spelled.setdefault(plain(name), []).append(name)
     found = {}
     for index, name in zip(indices, given, strict=True):
-        name = plan.tied.get(name, name)
-        if name not in plan.entries:
+        fits = [name] if name in tensors else spelled.get(plain(name), [])
+        if len(fits) != 1 or not isinstance(tensors[fits[0]], mx.array):
+            what = f"could be {' or '.join(fits)}" if fits[1:] else "is not"
             raise OrderError(
-                f"The optimizer's parameter {name!r} is not in the model's state "
-                f"dict. {_HOW}"
+                f"The optimizer's parameter {name!r} {what} in the model's state "
+                f"dict. {_how()}"
             )
-        found[index] = name
-    return found, source
+        found[index] = plan.tied.get(fits[0], fits[0])
+    twice = [name for name, n in Counter(found.values()).items() if n > 1]
+    if twice:
+        raise OrderError(f"The names give {twice[0]!r} more than once. {_how()}")
+    return found
+
+
+def _doubts(
+    found: Mapping[int, str],
+    state_dict: Mapping[str, Any],
+    tensors: Mapping[str, mx.array],
+    plan: Plan,
+) -> list[str]:
+    """A word where another assignment would fit the shapes as well."""
+    held = any(_shape(state) is not None for state in state_dict["state"].values())
+    if not held and len(state_dict["param_groups"]) == 1:
+        return []  # nothing to mix up
+    shapes = Counter(tensors[name].shape for name in _candidates(tensors, plan))
+    alike = [name for name in found.values() if shapes[tensors[name].shape] > 1]
+    if not alike:
+        return []
+    return [
+        "The optimizer does not name its parameters: the model's order was taken, as "
+        f"in optimizer(model.parameters()). {len(alike)} of {len(found)} have the "
+        f"shape of another ({', '.join(alike[:2])}, ...), so if the optimizer was "
+        f"given another order, their moments are now mixed up. To be sure: {_how()}"
+    ]
+
+
+def _indices(state_dict: Mapping[str, Any]) -> list[int]:
+    return [index for group in state_dict["param_groups"] for index in group["params"]]
 
 
 def _matched(
     state_dict: Mapping[str, Any], tensors: Mapping[str, mx.array], plan: Plan
 ) -> dict[int, str]:
     """Names by shape alone, where each shape comes once."""
-    indices = [
-        index for group in state_dict["param_groups"] for index in group["params"]
-    ]
+    indices = _indices(state_dict)
     names: dict[Any, list[str]] = {}
-    for name in _candidates(plan):
+    for name in _candidates(tensors, plan):
         names.setdefault(tensors[name].shape, []).append(name)
     shapes = [_shape(state_dict["state"].get(index, {})) for index in indices]
     doubtful = any(len(names.get(shape, ())) != 1 for shape in shapes)
     if doubtful or len(set(shapes)) != len(shapes):
         raise OrderError(
             "The model was read from a safetensors file, which does not keep the order "
-            f"of its tensors, and their shapes do not tell them apart. {_HOW}"
+            f"of its tensors, and their shapes do not tell them apart. {_how()}"
         )
     found = zip(indices, shapes, strict=True)
     return {index: names[shape][0] for index, shape in found}
 
 
-def _candidates(plan: Plan) -> list[str]:
-    return [name for name in plan.entries if name.rsplit(".", 1)[-1] not in _BUFFERS]
+def _candidates(tensors: Mapping[str, mx.array], plan: Plan) -> list[str]:
+    """What may be a parameter, in the model's order; dropped ones may be, too."""
+    names = {}  # a tied tensor stands at its first name
+    for name, tensor in tensors.items():
+        is_buffer = name.rsplit(".", 1)[-1] in _BUFFERS
+        if isinstance(tensor, mx.array) and not is_buffer:
+            names[plan.tied.get(name, name)] = None
+    return list(names)
 
 
 def _placed(
@@ -113,7 +181,7 @@ def _placed(
         for group in groups
         for index in group
     }
-    names = _candidates(plan)
+    names = _candidates(tensors, plan)
     may_skip = len(names) > len(shapes)
     # A placing is how many of each group are dealt; it maps to the number of ways
     # there (2 stands for many) and one of them, as linked (index, name) pairs.
@@ -132,13 +200,13 @@ def _placed(
                 _add(following, dealt, ways, path)
         placings = following
         if len(placings) > _MOST_PLACINGS:
-            raise OrderError(f"Too many orders of the parameters fit. {_HOW}")
+            raise OrderError(f"Too many orders of the parameters fit. {_how(may_skip)}")
     ways, path = placings.get(tuple(map(len, groups)), (0, None))
     if ways != 1:
         how_many = "More than one order" if ways else "No order"
         raise OrderError(
             f"{how_many} of the model's {len(names)} tensors fits the optimizer's "
-            f"{len(shapes)} parameters. {_HOW}"
+            f"{len(shapes)} parameters. {_how(may_skip)}"
         )
     found = {}
     while path is not None:

@@ -69,8 +69,11 @@ def from_torch(
         options: what the checkpoint does not tell.
 
     Returns:
-        Run: ready to be written or resumed. Nothing is lost: what MLX has no place
-        for is in its ``record``.
+        Run: ready to be written or resumed. What MLX has no place for is in its
+        ``record`` and comes back as it was: dropped tensors with their moments,
+        averaged copies of the model (in PyTorch's layout, and not averaged further),
+        schedules, counters. Not so a dtype, device or size of PyTorch's: it is a
+        string or a tuple by the time it gets here, and comes back as that.
 
     Example:
         >>> weight = mx.array([[1.0, 2.0]])
@@ -95,7 +98,9 @@ def from_torch(
                 "leave the optimizer out (--optimizer-key '')."
             )
         state = get(checkpoint, parts["optimizer"])
-        names, source = parameter_names(state, tensors, plan, options.names)
+        names, doubts = parameter_names(
+            state, tensors, plan, options.names, options.choices.named
+        )
         converted = optimizer_state.to_mlx(
             state,
             names,
@@ -107,9 +112,7 @@ def from_torch(
         )
         run.optimizer = converted.flat
         run.record["optimizer"] = converted.record
-        run.notes += converted.notes
-        if len(state["param_groups"]) > 1 and "shape" in source:
-            run.notes.append(f"The optimizer's parameters were named by {source}.")
+        run.notes += converted.notes + doubts
     if "scaler" in parts:
         _take_scaler(run, get(checkpoint, parts["scaler"]), options.scaler_format)
     run.notes += _left_notes(run.record["checkpoint"])
@@ -159,6 +162,12 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
             accept=accept,
         )
         notes += said
+        notes += [
+            f"PyTorch's {entry.torch} gets the optimizer state of "
+            f"{' and '.join(entry.places[0])}, not of {' and '.join(other)}."
+            for entry in plan.entries.values()
+            for other in entry.places[1:]
+        ]
     if "scaler" in record and run.scaler is not None:
         values["scaler"], said = _give_scaler(run.scaler, record["scaler"]["format"])
         notes += said
@@ -209,9 +218,22 @@ def _state_dict(
 
 def _model_notes(plan: Plan) -> list[str]:
     notes = []
-    if plan.tied:
-        said = ", ".join(f"{alias} = {name}" for alias, name in plan.tied.items())
-        notes.append(f"Tied weights are kept once: {said}.")
+    untied = {e.torch: e.places for e in plan.entries.values() if len(e.places) > 1}
+    tied = {alias: name for alias, name in plan.tied.items() if name not in untied}
+    if tied:
+        said = ", ".join(f"{alias} = {name}" for alias, name in tied.items())
+        notes.append(
+            f"Tied weights are kept once: {said}. For an MLX model with a parameter of "
+            "its own there, give the model (--model)."
+        )
+    for name, places in untied.items():
+        said = " and ".join(", ".join(place) for place in places)
+        notes.append(
+            f"{name} is one tensor in PyTorch under several names, and {said} are "
+            "different parameters in the MLX model: all get its values and its "
+            "optimizer state, but they will train apart, and then there is no way "
+            "back. To keep them tied, use one array in MLX (embedding.as_linear, say)."
+        )
     counters = [n for n in plan.aside if n.endswith("num_batches_tracked")]
     if counters:
         notes.append(
