@@ -14,7 +14,9 @@ from mlx.utils import tree_flatten
 from . import files, torch_optimizers
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run, read_torch
 from .convert.parts import Part, PartsError, cut, find_parts, get
-from .convert.text import dtype, shape, size, table
+from .convert.resume import current_groups
+from .convert.text import dtype, printable, shape, size, table
+from .convert.whole import Run
 from .torch_optimizers import number
 
 
@@ -61,12 +63,20 @@ def _describe_run(folder: Path) -> dict[str, Any]:
         found["optimizer"] = _flat_optimizer(run.optimizer)
         if "optimizer" in run.record:
             record = run.record["optimizer"]
-            found["optimizer"] |= _groups(record["name"], record["groups"])
+            found["optimizer"] |= _groups(record["name"], _run_groups(run))
     if run.scaler is not None:
         found["scaler"] = _plain(run.scaler)
     if "checkpoint" in run.record:
         found |= _rest(run.record["checkpoint"])
     return found
+
+
+def _run_groups(run: Run) -> list[dict[str, Any]]:
+    try:
+        return current_groups(run)
+    except ValueError:  # the state is another optimizer's: only the record is left
+        recorded = run.record["optimizer"]["groups"]
+        return [{k: v for k, v in g.items() if k != "lr"} for g in recorded]
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
@@ -147,7 +157,7 @@ def _groups(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _flat_optimizer(flat: Mapping[str, mx.array]) -> dict[str, Any]:
     def ends(word: str) -> list[Any]:
         places = [k for k in _sorted(flat) if k == word or k.startswith("states.")]
-        return [flat[k].item() for k in places if k.rsplit(".", 1)[-1] == word]
+        return [_plain(flat[k]) for k in places if k.rsplit(".", 1)[-1] == word]
 
     slots = {key.rsplit(".", 1)[-1] for key in flat} - {"step", "learning_rate"}
     return {
@@ -159,8 +169,14 @@ def _flat_optimizer(flat: Mapping[str, mx.array]) -> dict[str, Any]:
 
 
 def _rest(skeleton: Any) -> dict[str, Any]:
-    if not isinstance(skeleton, Mapping):
+    if isinstance(skeleton, Part):
         return {}
+    if isinstance(skeleton, mx.array):
+        return {"tensors": _tensors({"the file itself": skeleton})}
+    if isinstance(skeleton, (list, tuple)):
+        skeleton = dict(enumerate(skeleton))
+    if not isinstance(skeleton, Mapping):
+        skeleton = {"the file itself": skeleton}
     rest = {str(k): _plain(v) for k, v in skeleton.items() if not isinstance(v, Part)}
     return {"rest": rest} if rest else {}
 
@@ -168,7 +184,8 @@ def _rest(skeleton: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """JSON for people: a tensor is told by its shape, unless it is one number."""
     if isinstance(value, mx.array):
-        return value.item() if value.size == 1 else f"{dtype(value)} {shape(value)}"
+        told = f"{dtype(value)} {shape(value)}"
+        return _plain(value.item()) if value.size == 1 else told
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -190,7 +207,9 @@ def render(found: Mapping[str, Any]) -> str:
         <BLANKLINE>
         epoch  3
     """
-    lines = [f"{found['path']}: {found['kind']}"]
+    lines = [printable(f"{found['path']}: {found['kind']}")]
+    if not found.keys() - {"path", "kind"}:
+        lines.append("It is empty.")
     if "tensors" in found:
         rows = [
             (t["name"], "x".join(map(str, t["shape"])) or "scalar", t["dtype"],
@@ -212,7 +231,7 @@ def render(found: Mapping[str, Any]) -> str:
 
 
 def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
-    steps = ", ".join(f"{step:g}" for step in optimizer["steps"]) or "none"
+    steps = ", ".join(map(_digits, optimizer["steps"])) or "none"
     slots = ", ".join(optimizer["slots"]) or "none"
     rows = [
         ("optimizer", optimizer.get("name", "an MLX optimizer")),
@@ -220,13 +239,17 @@ def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
         ("state", f"{slots}, {size(optimizer['bytes'])}"),
     ]
     if "learning_rates" in optimizer:
-        rates = ", ".join(f"{rate:g}" for rate in optimizer["learning_rates"])
+        rates = ", ".join(map(_digits, optimizer["learning_rates"]))
         rows.append(("learning rate", rates))
     for i, group in enumerate(optimizer.get("groups", ())):
         shown = {k: v for k, v in group.items() if k != "params" and v}
         said = ", ".join(f"{key}={value}" for key, value in shown.items())
         rows.append((f"group {i}", f"{group['params']} parameters, {said}"))
     return table(rows[0], rows[1:]).splitlines()
+
+
+def _digits(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _short(value: Any, most: int = 60) -> str:
@@ -255,7 +278,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = describe(arguments.path)
         print(json.dumps(found, indent=1) if arguments.json else render(found))
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
+        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 1
     return 0

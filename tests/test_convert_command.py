@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from convert_helpers import (
     GOLDEN,
@@ -17,14 +18,18 @@ from convert_helpers import (
     usual,
 )
 
-from mlx_gradscale import torch_checkpoint
+from mlx_gradscale import inspect, torch_checkpoint
 from mlx_gradscale.convert import (
     Choices,
     Options,
+    folder,
     from_torch,
+    load_run,
     main,
     read_run,
+    save_run,
     text,
+    write_run,
 )
 
 
@@ -46,7 +51,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
 
 def test_direction_and_existing_files(tmp_path, capsys):
     where = paths(tmp_path)
-    assert "Neither path exists" in fails(capsys, *where)
+    said = fails(capsys, *where)
+    assert "nothing to read" in said
+    assert str(tmp_path / "a.pt") in said
     where = paths(tmp_path, usual())
     assert "nothing at --mlx-path" in fails(capsys, *where, "--to", "torch")
     assert main(where) == 0
@@ -57,7 +64,7 @@ def test_direction_and_existing_files(tmp_path, capsys):
     (tmp_path / "run" / "other").write_text("x")
     assert main([*where, "--to", "mlx", "--overwrite"]) == 0
     assert (tmp_path / "run" / "training.json").read_bytes() == before
-    assert not (tmp_path / "run" / "other").exists()
+    assert (tmp_path / "run" / "other").read_text() == "x"
     assert main([*where, "--to", "torch", "--overwrite"]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"a.pt", "run"}
 
@@ -86,6 +93,246 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([])
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("rename", ["(=x", r"^a=\2", r"fc=\g<x>"])
+def test_a_bad_rename_is_one_line(rename, tmp_path, capsys):
+    said = fails(capsys, *paths(tmp_path, usual()), "--rename", rename)
+    assert f"--rename {rename}: " in said
+
+
+def test_a_rename_is_split_at_the_last_equals_sign(tmp_path):
+    where = paths(tmp_path, usual())
+    assert main([*where, "--rename", r"^(?=fc\.)=layers.0."]) == 0
+    names = read_run(tmp_path / "run").weights.keys()
+    assert names == {"layers.0.fc.weight", "layers.0.fc.bias"}
+
+
+def no_attribute():
+    return object().nothing
+
+
+def leaves():
+    sys.exit("enough")
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_a_model_that_raises_is_one_line(tmp_path, capsys):
+    where = paths(tmp_path, usual())
+    said = fails(capsys, *where, "--model", f"{__name__}:no_attribute")
+    assert f"{__name__}:no_attribute raised AttributeError" in said
+    assert "SystemExit: enough" in fails(
+        capsys, *where, "--model", f"{__name__}:leaves"
+    )
+
+
+def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    where = paths(tmp_path, usual())
+    assert main([*where, "--model", f"{__name__}:interrupted"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(folder.files, "save_state", lambda *_: interrupted())
+    where[-1] = str(tmp_path / "new" / "deep" / "run")
+    assert main(where) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_unknown_words_to_accept_are_an_error(tmp_path, capsys):
+    where = paths(tmp_path, usual())
+    said = fails(capsys, *where, "--accept", "amsgrda")
+    assert "amsgrad" in said
+    assert main([*where, "--accept", "amsgrad"]) == 0
+    (tmp_path / "a.pt").unlink()
+    assert "dampening" in fails(capsys, *where, "--accept", "x")
+
+
+@pytest.mark.parametrize("inside", ["run.pt", "deep/run.pt", "."])
+@pytest.mark.parametrize("way", ["mlx", "torch"])
+def test_a_source_in_the_target_is_refused(inside, way, tmp_path, capsys):
+    """--overwrite deleted the checkpoint it had read."""
+    run = tmp_path / "run"
+    file = run / inside
+    for needed in (run, file.parent):
+        needed.mkdir(parents=True, exist_ok=True)
+    if inside != ".":
+        torch_checkpoint.save(file, usual())
+    before = sorted(run.rglob("*"))
+    where = ["--torch-path", str(file), "--mlx-path", str(run), "--overwrite"]
+    assert "one lies in the other" in fails(capsys, *where, "--to", way)
+    assert sorted(run.rglob("*")) == before
+    if way == "mlx" and inside == "run.pt":  # the other way about
+        link = tmp_path / "link"
+        link.symlink_to(run)
+        where = ["--torch-path", str(link), "--mlx-path", str(run / "x")]
+        assert "one lies in the other" in fails(capsys, *where)
+
+
+def test_other_files_of_a_replaced_folder_stay(tmp_path):
+    where = [*paths(tmp_path, usual()), "--to", "mlx", "--overwrite"]
+    assert main(where) == 0
+    run = tmp_path / "run"
+    (run / "notes.txt").write_text("mine")
+    (run / "plots").mkdir()
+    (run / "plots" / "a.csv").write_text("1")
+    (run / "dead").symlink_to("nowhere")
+    run.chmod(0o750)
+    bare = {"model": usual()["model"]}  # the old optimizer and scaler must go
+    torch_checkpoint.save(tmp_path / "a.pt", bare)
+    assert main(where) == 0
+    assert {p.name for p in run.iterdir()} == {
+        "model.safetensors",
+        "training.json",
+        "notes.txt",
+        "plots",
+        "dead",
+    }
+    assert (run / "plots" / "a.csv").read_text() == "1"
+    assert run.stat().st_mode & 0o777 == 0o750
+    assert {p.name for p in tmp_path.iterdir()} == {"a.pt", "run"}
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_failed_swap_is_undone(failing, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    write_run(run, from_torch(usual()))
+    for name in ("a.txt", "b.txt"):
+        (run / name).write_text(name)
+    before = {p.name: p.read_bytes() for p in run.iterdir()}
+    rename, calls = Path.rename, []
+
+    def one_fails(self, target):
+        calls.append(target)
+        if len(calls) == failing + 1:
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", one_fails)
+    with pytest.raises(OSError, match="no"):
+        write_run(run, from_torch({"w": mx.ones(2)}), overwrite=True)
+    assert {p.name: p.read_bytes() for p in run.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_link_is_followed_and_a_file_is_refused(tmp_path, capsys):
+    where = [*paths(tmp_path, usual()), "--to", "mlx", "--overwrite"]
+    (tmp_path / "run").write_text("hello")
+    for flags in ([], ["--dry-run"]):
+        assert "is a file" in fails(capsys, *where, *flags)
+    assert (tmp_path / "run").read_text() == "hello"
+    (tmp_path / "run").unlink()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "keep.txt").write_text("x")
+    (tmp_path / "run").symlink_to("real")
+    assert main(where) == 0
+    assert (tmp_path / "run").is_symlink()
+    assert (tmp_path / "real" / "keep.txt").exists()
+    assert (tmp_path / "real" / "model.safetensors").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"a.pt", "run", "real"}
+
+
+def test_places_that_cannot_be_written_to(tmp_path, capsys, monkeypatch):
+    where = paths(tmp_path, usual())
+    assert main(where) == 0
+    where[1] = str(tmp_path / "no" / "back.pt")
+    said = fails(capsys, *where)
+    assert f"no folder {tmp_path / 'no'}" in said
+    assert ".tmp" not in said
+    (tmp_path / "there").mkdir()
+    where[1] = str(tmp_path / "there")
+    assert "is a folder" in fails(capsys, *where, "--to", "torch")
+    monkeypatch.chdir(tmp_path / "there")
+    where = ["--torch-path", "../a.pt", "--mlx-path", ".", "--to", "mlx"]
+    assert "the folder you are in" in fails(capsys, *where, "--overwrite")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_to_safetensors(tmp_path, capsys):
+    """It wrote a zip file under that name."""
+    where = paths(tmp_path, usual())
+    assert main(where) == 0
+    where[1] = str(tmp_path / "back.safetensors")
+    assert "ends in .pt" in fails(capsys, *where)
+    assert not (tmp_path / "back.safetensors").exists()
+    model = dict(usual()["model"])
+    mx.save_safetensors(str(tmp_path / "in.safetensors"), model)
+    where[1] = str(tmp_path / "in.safetensors")
+    assert main([*where, "--to", "mlx", "--overwrite"]) == 0
+    where[1] = str(tmp_path / "back.safetensors")
+    assert main(where) == 0
+    back, metadata = mx.load(where[1], return_metadata=True)
+    assert metadata == {"format": "pt"}
+    assert back.keys() == model.keys()
+    assert all(mx.array_equal(back[key], model[key]) for key in model)
+
+
+def test_a_dry_run_shows_and_fails_as_the_real_one(tmp_path, capsys):
+    model = nn.Module()
+    model.fc = nn.Linear(3, 2)
+    where = paths(tmp_path, usual())
+    assert main(where) == 0
+    resumed = load_run(tmp_path / "run", model)
+    resumed.optimizer.learning_rate = 0.025
+    resumed.optimizer.state["step"] = mx.array(41, mx.uint64)
+    save_run(tmp_path / "run", model, resumed.optimizer, resumed.scaler)
+    where += ["--to", "torch", "--dry-run"]
+    assert "is there already" in fails(capsys, *where)
+    (tmp_path / "a.pt").unlink()
+    assert main(where) == 0
+    lines = [" ".join(x.split()) for x in capsys.readouterr().out.splitlines()]
+    assert any(x.startswith("0 SGD 2 0.02500000") and x.endswith(" 41") for x in lines)
+    inspect.main([str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    assert "lr=0.025" in said
+    assert "lr=0.1" not in said
+
+
+def test_errors_in_a_folder_name_the_file(tmp_path, capsys):
+    there = tmp_path / "there"
+    there.mkdir()
+    torch_checkpoint.save(there / "pytorch_model.bin", usual()["model"])
+    (there / "optimizer.bin").write_bytes(b"garbage")
+    where = ["--torch-path", str(there), "--mlx-path", str(tmp_path / "run")]
+    assert str(there / "optimizer.bin") in fails(capsys, *where)
+    (there / "optimizer.bin").unlink()
+    assert main(where) == 0
+    path = tmp_path / "run" / "training.json"
+    path.write_text(path.read_text().replace('"$part"', '"$strange"'))
+    where[1] = str(tmp_path / "back")
+    assert str(path) in fails(capsys, *where)
+
+
+def test_a_folder_of_pytorch_files_keeps_what_is_not_its_own(tmp_path, capsys):
+    there, back = tmp_path / "there", tmp_path / "back"
+    for folder_ in (there, back):
+        folder_.mkdir()
+    torch_checkpoint.save(there / "pytorch_model.bin", usual()["model"])
+    where = ["--torch-path", str(there), "--mlx-path", str(tmp_path / "run")]
+    assert main(where) == 0
+    where[1] = str(back)
+    where += ["--to", "torch", "--overwrite"]
+    (back / "notes.txt").write_text("mine")
+    (back / "best.pt").write_text("mine")
+    assert "best.pt" in fails(capsys, *where)
+    (back / "best.pt").unlink()
+    assert main(where) == 0
+    assert {p.name for p in back.iterdir()} == {"notes.txt", "pytorch_model.bin"}
+
+
+def test_shards_are_to_be_merged(tmp_path, capsys):
+    there = tmp_path / "there"
+    there.mkdir()
+    for i, name in enumerate(("a", "b")):
+        path = there / f"model-0000{i + 1}-of-00002.safetensors"
+        mx.save_safetensors(str(path), {name: mx.zeros(2)})
+    target = str(tmp_path / "run")
+    for source in (there, path):
+        where = ["--torch-path", str(source), "--mlx-path", target]
+        assert "merge them" in fails(capsys, *where)
+    where = ["--torch-path", str(tmp_path / "a.pt"), "--mlx-path", str(there)]
+    assert "merge them" in fails(capsys, *where)
 
 
 def test_a_refused_setting_can_be_accepted(tmp_path, capsys):
@@ -128,9 +375,31 @@ def test_float64_needs_a_decision(tmp_path, capsys):
     torch = pytest.importorskip("torch")
     torch.save({"w": torch.ones(3, dtype=torch.float64)}, tmp_path / "a.pt")
     where = paths(tmp_path)
-    fails(capsys, *where)
+    said = fails(capsys, *where)
+    assert "--float64 float32" in said
+    assert "mx." not in said
+    said = fails(capsys, *where, "--float64", "float64")
+    assert "w is float64" in said
+    assert "--float64 float32" in said
+    fails(capsys, *where, "--float64", "float64", "--dry-run")
     assert main([*where, "--float64", "float32"]) == 0
     assert read_run(tmp_path / "run").weights["w"].dtype == mx.float32
+
+
+def test_doubles_beside_the_model_are_kept(tmp_path):
+    """--float64 float64 could write nothing at all."""
+    torch = pytest.importorskip("torch")
+    best = torch.tensor([[1 / 3, float("nan"), float("-inf")]], dtype=torch.float64)
+    history = torch.rand(100, dtype=torch.float64)
+    checkpoint = {"model": {"w": torch.ones(3)}, "best": best, "history": history}
+    torch.save(checkpoint, tmp_path / "a.pt")
+    assert main([*paths(tmp_path), "--float64", "float64"]) == 0
+    (tmp_path / "a.pt").unlink()
+    assert main(paths(tmp_path)) == 0
+    back = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert torch.equal(back["history"], history)
+    assert torch.equal(back["best"].nan_to_num(), best.nan_to_num())
+    assert back["best"].dtype == torch.float64
 
 
 def test_an_optimizer_without_a_model_is_refused(tmp_path, capsys):

@@ -122,6 +122,30 @@ def test_unknown_parts_are_still_listed(tmp_path):
     assert describe(tmp_path / "a.pt")["optimizer"]["name"] == "unknown"
 
 
+def test_control_characters_are_escaped(tmp_path, capsys):
+    odd = "w\x1b[2J\n\u202e"
+    checkpoint = {"model": {odd: mx.zeros(2)}, "note\x07": "a\r\x1b]0;b"}
+    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
+    text = said(capsys, tmp_path / "a.pt")
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert r"w\x1b[2J\n\u202e" in text
+    assert r"a\r\x1b]0;b" in text
+
+
+def test_what_is_no_dict_is_told(tmp_path, capsys):
+    file = tmp_path / "a.pt"
+    for value, words in (
+        (mx.zeros((2, 3)), "2x3"),
+        ([mx.zeros((4, 5)), 7], "float32 4x5"),
+        ("text", "text"),
+        ({}, "empty"),
+        ({"z": mx.array(1j), "inf": mx.array(float("inf"))}, "inf"),
+    ):
+        torch_checkpoint.save(file, value)
+        assert words in said(capsys, file)
+        json.loads(said(capsys, file, "--json"), parse_constant=pytest.fail)
+
+
 def test_errors_are_one_line(tmp_path, capsys):
     for name in ("missing.pt", "bad.pt", "bad.safetensors", "bad.json"):
         if name.startswith("bad"):

@@ -7,6 +7,14 @@ from typing import Any
 from ..formats import FORMATS
 from ..torch_optimizers import ROWS
 
+# What optimizers refuse until it is accepted (torch_optimizers.compare).
+ACCEPTED = tuple(
+    sorted(
+        {key for row in ROWS.values() for key in row.refused}
+        | {"bias_correction", "dampening"}
+    )
+)
+
 
 def _pattern(help: str) -> dict[str, Any]:
     return {"action": "append", "default": [], "metavar": "PATTERN", "help": help}
@@ -29,7 +37,7 @@ _PATHS: dict[str, dict[str, Any]] = {
     },
     "--mlx-path": {"required": True, "type": Path, "help": "a folder"},
     "--to": {"choices": ("mlx", "torch"), "help": "needed where both paths exist"},
-    "--overwrite": _switch("replace what is there"),
+    "--overwrite": _switch("replace the run that is there; other files stay"),
     "--dry-run": _switch("print the plan and write nothing"),
 }
 _LAYOUTS: dict[str, dict[str, Any]] = {
@@ -47,7 +55,8 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
         "action": "append",
         "default": [],
         "metavar": "OLD=NEW",
-        "help": "a regular expression on PyTorch names, and its replacement",
+        "help": "a regular expression on PyTorch names, and its replacement, which "
+        "is all after the last =",
     },
 }
 _REST: dict[str, dict[str, Any]] = {
@@ -69,11 +78,14 @@ _REST: dict[str, dict[str, Any]] = {
         "action": "append",
         "default": [],
         "metavar": "SETTING",
-        "help": "convert in spite of this difference, and drop the setting",
+        "help": "convert in spite of this difference, and drop the setting: a key of "
+        "the optimizer's groups, or one of " + ", ".join(ACCEPTED),
     },
     "--float64": {
         "choices": ("float32", "float64"),
-        "help": "what double precision becomes; without it, it is an error",
+        "help": "what double precision becomes; without it, it is an error. MLX's "
+        "files hold no float64: with float64, only what is neither the model's nor "
+        "the optimizer's can have it, and is kept for the way back",
     },
     "--like": {
         "type": Path,

@@ -3,8 +3,9 @@
 import argparse
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,30 @@ from mlx.utils import tree_flatten
 
 from ..layouts import Choices
 from ..torch_optimizers import number
-from .arguments import parser
-from .folder import read_run, read_torch, write_run, write_torch
-from .text import dtype, evaluate, shape, table
+from .arguments import ACCEPTED, parser
+from .folder import (
+    check_run,
+    check_torch,
+    read_run,
+    read_torch,
+    refuse_shards,
+    write_run,
+    write_torch,
+)
+from .parts import find_parts, get
+from .place import check_folder, contains
+from .resume import current_groups
+from .text import dtype, evaluate, printable, shape, table
 from .whole import Options, Run, from_torch, plan_of, to_torch
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
+_INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ended
+# Functions name their arguments in errors; the command has flags for them.
+_FLAGS = (
+    ("float64=mx.float32", "--float64 float32"),
+    ("float64=mx.float64", "--float64 float64"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,22 +48,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; by default those of the process.
 
     Returns:
-        int: 0, or 1 after an error, which is printed in one line. Wrong usage
-        exits with 2.
+        int: 0, 1 after an error, 130 after Ctrl-C, both told in one line. Wrong
+        usage exits with 2.
     """
     arguments = parser().parse_args(argv)
     try:
         convert(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except _EXPECTED as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        print(f"error: {text}", file=sys.stderr)
+        for argument, flag in _FLAGS:
+            text = text.replace(argument, flag)
+        print(f"error: {printable(text)}", file=sys.stderr)
         return 1
     return 0
 
 
 def convert(arguments: argparse.Namespace) -> None:
     """What the command does, with errors raised."""
-    if direction(arguments) == "mlx":
+    way = direction(arguments)
+    if contains(arguments.mlx_path, arguments.torch_path) or contains(
+        arguments.torch_path, arguments.mlx_path
+    ):
+        raise ValueError(
+            f"--torch-path {arguments.torch_path} and --mlx-path {arguments.mlx_path} "
+            "are the same, or one lies in the other: give two places apart."
+        )
+    if way == "mlx":
         to_mlx_folder(arguments)
     else:
         to_torch_file(arguments)
@@ -53,53 +84,82 @@ def convert(arguments: argparse.Namespace) -> None:
 
 def direction(arguments: argparse.Namespace) -> str:
     """Which way, by the path that exists."""
-    there = {
-        "torch": arguments.mlx_path.exists(),
-        "mlx": arguments.torch_path.exists(),
-    }
+    paths = {"mlx": arguments.torch_path, "torch": arguments.mlx_path}
+    there = {way: path.exists() for way, path in paths.items()}
     if arguments.to is not None:
         if not there[arguments.to]:
             source = "torch" if arguments.to == "mlx" else "mlx"
-            raise FileNotFoundError(f"There is nothing at --{source}-path to read.")
+            raise FileNotFoundError(
+                f"There is nothing at --{source}-path {paths[arguments.to]} to read."
+            )
         return arguments.to
-    if there["mlx"] == there["torch"]:
-        both = "Both paths exist" if there["mlx"] else "Neither path exists"
-        raise ValueError(f"{both}: say which way with --to mlx or --to torch.")
+    if not any(there.values()):
+        raise FileNotFoundError(
+            "Neither path exists: there is nothing to read at --torch-path "
+            f"{arguments.torch_path} or --mlx-path {arguments.mlx_path}."
+        )
+    if all(there.values()):
+        raise ValueError("Both paths exist: say which way with --to mlx or --to torch.")
     return "mlx" if there["mlx"] else "torch"
 
 
 def to_mlx_folder(arguments: argparse.Namespace) -> None:
+    check_folder(arguments.mlx_path, arguments.overwrite)
+    options, model = _options(arguments), _model(arguments.model)
+    refuse_shards(arguments.torch_path)
     checkpoint, notes = read_torch(arguments.torch_path, _float64(arguments))
-    run = from_torch(checkpoint, _model(arguments.model), _options(arguments))
+    _check_accepted(arguments.accept, _groups_in(checkpoint, options))
+    run = from_torch(checkpoint, model, options)
     run.record["folder"] = arguments.torch_path.is_dir()
     _say(notes + run.notes)
+    check_run(run)
     if arguments.dry_run:
         print(_plan(run, arguments.torch_path, arguments.mlx_path))
         return
     write_run(arguments.mlx_path, run, arguments.overwrite, evaluate)
-    print(f"Wrote {arguments.mlx_path}.")
+    print(f"Wrote {printable(arguments.mlx_path)}.")
 
 
 def to_torch_file(arguments: argparse.Namespace) -> None:
     run = read_run(arguments.mlx_path)
     if arguments.like is not None:
         run.record = {**_record_like(arguments), "used": run.record.get("used")}
+    _check_accepted(arguments.accept, run.record.get("optimizer", {}).get("groups", ()))
     checkpoint, notes = to_torch(run, arguments.accept)
     _say(notes)
+    is_folder = bool(run.record.get("folder"))
+    place = (arguments.torch_path, checkpoint, is_folder, arguments.overwrite)
+    check_torch(*place)
     if arguments.dry_run:
+        if run.optimizer is not None and "optimizer" in run.record:
+            run.record["optimizer"]["groups"] = current_groups(run)
         print(_plan(run, arguments.mlx_path, arguments.torch_path))
         return
     evaluate(_arrays(checkpoint))
-    write_torch(
-        arguments.torch_path,
-        checkpoint,
-        bool(run.record.get("folder")),
-        arguments.overwrite,
-    )
-    print(f"Wrote {arguments.torch_path}.")
+    write_torch(*place)
+    print(f"Wrote {printable(arguments.torch_path)}.")
+
+
+def _groups_in(checkpoint: Any, options: Options) -> Sequence[Mapping[str, Any]]:
+    parts = find_parts(checkpoint, options.keys)
+    if "optimizer" not in parts:
+        return ()
+    return get(checkpoint, parts["optimizer"])["param_groups"]
+
+
+def _check_accepted(accept: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+    keys = {str(key) for group in groups for key in group} - {"params", "param_names"}
+    known = sorted({*ACCEPTED, *keys})
+    for word in accept:
+        if word not in known:
+            raise ValueError(
+                f"--accept {word}: there is no such setting; known are "
+                f"{', '.join(known)}."
+            )
 
 
 def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
+    refuse_shards(arguments.like)
     checkpoint, _ = read_torch(arguments.like, _float64(arguments))
     options = _options(arguments)
     # The pattern's own momentum is not used, so it may be missing.
@@ -111,12 +171,7 @@ def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    renames = []
-    for text in arguments.rename:
-        old, equals, new = text.partition("=")
-        if not equals:
-            raise ValueError(f"--rename {text}: give it as OLD=NEW.")
-        renames.append((old, new))
+    renames = [_rename(text) for text in arguments.rename]
     keys = {
         part: getattr(arguments, f"{part}_key")
         for part in ("model", "optimizer", "scaler")
@@ -141,6 +196,21 @@ def _options(arguments: argparse.Namespace) -> Options:
     )
 
 
+def _rename(text: str) -> tuple[str, str]:
+    # The last one: a pattern may hold "=", as in (?=...), and no name does.
+    old, equals, new = text.rpartition("=")
+    if not equals:
+        raise ValueError(f"--rename {text}: give it as OLD=NEW.")
+    try:
+        re.compile(old).sub(new, "")  # the replacement is checked without a match too
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f"--rename {text}: {error}. OLD is a regular expression, NEW what "
+            "re.sub puts in its place."
+        ) from None
+    return old, new
+
+
 def _model(place: str | None) -> nn.Module | None:
     """The user's MLX model, from MODULE:NAME."""
     if place is None:
@@ -150,14 +220,24 @@ def _model(place: str | None) -> nn.Module | None:
         raise ValueError(f"--model {place}: give it as MODULE:NAME.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        made = getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise ValueError(f"--model {place}: {module} has no {name}.") from None
-    made = made if isinstance(made, nn.Module) else made()
+    holder = _users(place, lambda: importlib.import_module(module))
+    if not hasattr(holder, name):
+        raise ValueError(f"--model {place}: {module} has no {name}.")
+    made = getattr(holder, name)
+    if not isinstance(made, nn.Module):
+        made = _users(place, made)
     if not isinstance(made, nn.Module):
         raise ValueError(f"--model {place} gives no mlx.nn.Module.")
     return made
+
+
+def _users(place: str, code: Callable[[], Any]) -> Any:
+    try:
+        return code()
+    except (Exception, SystemExit) as error:  # it may raise anything
+        kind = type(error).__name__
+        said = f"{kind}: {error}" if str(error) else kind
+        raise ValueError(f"--model {place} raised {said}") from error
 
 
 def _float64(arguments: argparse.Namespace) -> mx.Dtype | None:
@@ -171,11 +251,11 @@ def _arrays(checkpoint: Any) -> dict[str, mx.array]:
 
 def _say(notes: Sequence[str]) -> None:
     for note in notes:
-        print(f"[WARNING] {note}", file=sys.stderr)
+        print(f"[WARNING] {printable(note)}", file=sys.stderr)
 
 
 def _plan(run: Run, source: Path, target: Path) -> str:
-    lines = [f"{source} -> {target}"]
+    lines = [printable(f"{source} -> {target}")]
     if run.weights is not None and "model" in run.record:
         plan = plan_of(run.record)
         rows = []
@@ -191,7 +271,9 @@ def _plan(run: Run, source: Path, target: Path) -> str:
         record = run.record["optimizer"]
         rows = []
         for i, group in enumerate(record["groups"]):
-            count, step = len(record["names"][i]), record["steps"][i]
+            prefix = "" if record["joined"] else f"states.{i}."
+            step = run.optimizer[f"{prefix}step"].item()
+            count = len(record["names"][i])
             rows.append((i, record["name"], count, number(group["lr"]), step))
         header = ("group", "optimizer", "parameters", "learning rate", "step")
         one = "one optimizer" if record["joined"] else "a MultiOptimizer"

@@ -5,24 +5,26 @@ Every write is all or nothing: a folder is built beside its place and then takes
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from .. import files, torch_checkpoint
+from ..torch_checkpoint.atomic import atomic_write
 from .jsonable import decode, encode
 from .parts import Unordered
+from .place import check_file, check_folder, new_folder
 from .whole import Run
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SCALER, TRAINING, EXTRA = "scaler.json", "training.json", "extra.safetensors"
+OURS = (MODEL, OPTIMIZER, SCALER, TRAINING, EXTRA)
 _FORMAT, _VERSION = "mlx_gradscale", 1
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.\w+$")
 
 Progress = Callable[[dict[str, mx.array]], None]
 
@@ -38,7 +40,7 @@ def write_run(
     Args:
         folder: is made; if it is there, ``overwrite`` must be True.
         run: what to write; parts that are None have no file.
-        overwrite: replace the folder, and all that is in it.
+        overwrite: replace the run that is there; other files in the folder stay.
         progress: called with each dict of arrays before it is written.
 
     Example:
@@ -57,7 +59,8 @@ def write_run(
     record |= {key: encode(value, extra, key) for key, value in run.record.items()}
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     arrays = {MODEL: run.weights, OPTIMIZER: run.optimizer, EXTRA: extra or None}
-    with new_folder(folder, overwrite) as place:
+    check_run(run)
+    with new_folder(folder, OURS, overwrite) as place:
         for name, content in arrays.items():
             if content is not None:
                 if progress is not None:
@@ -66,6 +69,17 @@ def write_run(
         if run.scaler is not None:
             files.save_state(place / SCALER, run.scaler)
         (place / TRAINING).write_text(text)
+
+
+def check_run(run: Run) -> None:
+    """Raises on a run that :func:`write_run` has no format for."""
+    for arrays in (run.weights, run.optimizer):
+        for name, array in (arrays or {}).items():
+            if array.dtype == mx.float64:
+                raise ValueError(
+                    f"{name} is float64, which MLX's safetensors files cannot hold: "
+                    "read the checkpoint with float64=mx.float32."
+                )
 
 
 def read_run(folder: str | os.PathLike) -> Run:
@@ -83,6 +97,7 @@ def read_run(folder: str | os.PathLike) -> Run:
         raise ValueError(f"{folder} is not a folder.")
     found = {name: _tensors(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
     if found[MODEL] is None and not (folder / SCALER).exists():
+        refuse_shards(folder)
         raise ValueError(f"{folder} has neither {MODEL} nor {SCALER}.")
     scaler = files.load_state(folder / SCALER) if (folder / SCALER).exists() else None
     run = Run(found[MODEL], found[OPTIMIZER], scaler)
@@ -111,7 +126,7 @@ def read_torch(
     content: dict[str, Any] = {}
     skipped = []
     for file in sorted(path.iterdir()):
-        if file.suffix in (*_TORCH_SUFFIXES, ".safetensors"):
+        if file.suffix in _TORCH_SUFFIXES:
             content[file.name] = _read_torch_file(file, float64)
         else:
             skipped.append(file.name)
@@ -136,49 +151,53 @@ def write_torch(
         overwrite: replace what is there.
     """
     path = Path(path)
+    check_torch(path, checkpoint, is_folder, overwrite)
     if not is_folder:
-        _refuse_existing(path, overwrite)
-        torch_checkpoint.save(path, checkpoint)
+        _write_torch_file(path, checkpoint)
         return
-    with new_folder(path, overwrite) as place:
+    with new_folder(path, checkpoint.keys(), overwrite) as place:
         for name, content in checkpoint.items():
-            if name.endswith(".safetensors"):
-                # Transformers and Accelerate refuse a file without this word.
-                mx.save_safetensors(str(place / name), dict(content), {"format": "pt"})
-            else:
-                torch_checkpoint.save(place / name, content)
+            _write_torch_file(place / name, content)
 
 
-@contextmanager
-def new_folder(path: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to fill, which takes its place when nothing was raised."""
+def check_torch(
+    path: str | os.PathLike,
+    checkpoint: Any,
+    is_folder: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Raises what :func:`write_torch` would, before anything is written."""
     path = Path(path)
-    _refuse_existing(path, overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    old = temporary.with_name(temporary.name + ".old")
-    try:
-        yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)  # mkdtemp gives 0700
-        if path.exists():
-            path.rename(old)
-        try:
-            temporary.rename(path)
-        except BaseException:
-            if old.exists():
-                old.rename(path)
-            raise
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    if not is_folder:
+        check_file(path, overwrite)
+        checkpoint = {path.name: checkpoint}
+    elif check_folder(path, overwrite).is_dir():
+        found = {p.name for p in path.iterdir() if p.suffix in _TORCH_SUFFIXES}
+        spare = sorted(found - checkpoint.keys())
+        if spare:
+            raise FileExistsError(
+                f"{path} holds {', '.join(spare)}, which this run has not: it would "
+                "be taken for a part of it. Remove it, or give another folder."
+            )
+    for name, content in checkpoint.items():
+        if name.lower().endswith(".safetensors") and not _is_flat(content):
+            raise ValueError(
+                f"{name}: a safetensors file holds named tensors and nothing else, "
+                "this checkpoint holds more. Give a path that ends in .pt."
+            )
 
 
-def _refuse_existing(path: Path, overwrite: bool) -> None:
-    if not overwrite and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
-        raise FileExistsError(f"{path} is there already: give --overwrite.")
+def refuse_shards(path: str | os.PathLike) -> None:
+    """Raises on a model in several files, in a folder or as one of them."""
+    path = Path(path)
+    names = [p.name for p in path.iterdir()] if path.is_dir() else [path.name]
+    for name in sorted(names):
+        found = _SHARD.search(name)
+        if found and int(found[2]) > 1:
+            raise ValueError(
+                f"{path} has a model in {int(found[2])} files, as {name}: merge them "
+                "into one first (load it in PyTorch and save its state_dict)."
+            )
 
 
 def _tensors(path: Path) -> dict[str, mx.array] | None:
@@ -192,8 +211,32 @@ def _tensors(path: Path) -> dict[str, mx.array] | None:
 
 def _read_torch_file(path: Path, float64: mx.Dtype | None) -> Any:
     if path.suffix == ".safetensors":
+        if not path.exists():
+            raise FileNotFoundError(f"There is no {path}.")
         return Unordered(sorted(_tensors(path).items()))
-    return torch_checkpoint.load(path, float64=float64)
+    try:
+        return torch_checkpoint.load(path, float64=float64)
+    except torch_checkpoint.CheckpointError as error:
+        raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
+
+
+def _write_torch_file(path: Path, content: Any) -> None:
+    try:
+        if path.suffix.lower() == ".safetensors":
+            with atomic_write(path) as file:
+                # Transformers and Accelerate refuse a file without this word.
+                mx.save_safetensors(file, dict(content), {"format": "pt"})
+        else:
+            torch_checkpoint.save(path, content)
+    except OSError as error:  # it names a hidden temporary file
+        raise OSError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+
+def _is_flat(content: Any) -> bool:
+    return isinstance(content, Mapping) and all(
+        isinstance(key, str) and isinstance(value, mx.array)
+        for key, value in content.items()
+    )
 
 
 def _read_record(path: Path, extra: dict[str, mx.array]) -> dict[str, Any]:
@@ -203,10 +246,13 @@ def _read_record(path: Path, extra: dict[str, mx.array]) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
         raise ValueError(f"{path} was not written by mlx_gradscale.")
-    if record["version"] != _VERSION:
-        raise ValueError(f"{path} has version {record['version']}, not {_VERSION}.")
-    return {
-        key: decode(value, extra)
-        for key, value in record.items()
-        if key not in ("format", "version")
-    }
+    if record.get("version") != _VERSION:
+        raise ValueError(f"{path} has version {record.get('version')}, not {_VERSION}.")
+    try:
+        return {
+            key: decode(value, extra)
+            for key, value in record.items()
+            if key not in ("format", "version")
+        }
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .parts import Part
 
@@ -110,7 +111,10 @@ def _encode_mapping(
 
 def _encode_array(value: mx.array, tensors: dict[str, mx.array], name: str) -> Any:
     dtype = str(value.dtype).removeprefix("mlx.core.")
-    inline = value.size <= _MOST_INLINE and dtype not in ("complex64", "float64")
+    if dtype == "float64":  # MLX's safetensors have none
+        data = base64.b64encode(np.array(value).astype("<f8").tobytes()).decode()
+        return {"$float64": {"shape": value.shape, "data": data}}
+    inline = value.size <= _MOST_INLINE and dtype != "complex64"
     if inline and bool(mx.all(mx.isfinite(value)).item()):
         data = value.reshape(-1).tolist()
         return {"$array": {"dtype": dtype, "shape": value.shape, "data": data}}
@@ -134,6 +138,11 @@ def _decode_array(held: dict[str, Any]) -> mx.array:
     return mx.array(held["data"], dtype).reshape(held["shape"])
 
 
+def _decode_float64(held: dict[str, Any]) -> mx.array:
+    data = np.frombuffer(base64.b64decode(held["data"]), "<f8")
+    return mx.array(data.reshape(held["shape"]), mx.float64)
+
+
 _LEAVES = {
     "$part": Part,
     "$float": float,
@@ -141,4 +150,5 @@ _LEAVES = {
     "$bytes": lambda held: base64.b64decode(held),
     "$bytearray": lambda held: bytearray(base64.b64decode(held)),
     "$array": _decode_array,
+    "$float64": _decode_float64,
 }

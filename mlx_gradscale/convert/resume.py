@@ -138,6 +138,26 @@ def _cast(array: mx.array, dtype: mx.Dtype | None) -> mx.array:
     return array.astype(dtype) if floating and isinstance(dtype, mx.Dtype) else array
 
 
+def current_groups(run: Run) -> list[dict[str, Any]]:
+    """PyTorch's parameter groups as the run would write them now.
+
+    Args:
+        run: with an optimizer state, and its record.
+
+    Returns:
+        list: with the current learning rate and settings, not the recorded ones.
+    """
+    record = run.record["optimizer"]
+    state, _ = torch_optimizers.state.to_torch(
+        run.optimizer,
+        record,
+        plan_of(run.record).entries,
+        used=run.record.get("used"),
+        accept=("bias_correction", *{key for g in record["groups"] for key in g}),
+    )
+    return state["param_groups"]
+
+
 def build_optimizer(record: Mapping[str, Any]) -> optim.Optimizer:
     """The MLX optimizer of a run's record, without its state.
 

@@ -9,8 +9,21 @@ import mlx.core as mx
 _BIG = 256 * 2**20
 
 
+def printable(value: object) -> str:
+    """Text without what could move a terminal's cursor or hide other text.
+
+    Example:
+        >>> print(printable("a\x1b[2J\\nb"))
+        a\\x1b[2J\\nb
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in str(value)
+    )
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns of text, two spaces apart.
+    """Columns of text, two spaces apart; what cannot be printed is escaped.
 
     Example:
         >>> print(table(("name", "size"), [("a.weight", 12), ("b", 3)]))
@@ -18,7 +31,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         a.weight  12
         b         3
     """
-    lines = [[str(cell) for cell in line] for line in (header, *rows)]
+    lines = [[printable(cell) for cell in line] for line in (header, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
         "  ".join(
