@@ -311,3 +311,102 @@ def test_a_loaded_state_reaches_a_compiled_step(tmp_path):
     assert optimizer.step.item() == 6
     with pytest.raises(ValueError, match="too much"):
         load_optimizer_state(optimizer, saved | {"x.v": mx.zeros(1)})
+
+
+class Apart(nn.Module):
+    """What PyTorch ties is two parameters here."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_tied_weights_that_mlx_keeps_apart(groups, tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb = torch.nn.Embedding(5, 3)
+            self.head = torch.nn.Linear(3, 5, bias=False)
+            self.head.weight = self.emb.weight
+            self.odd = torch.nn.Parameter(torch.ones(2))
+
+    theirs = Tied()
+    rest = {"params": [theirs.odd], "lr": 0.5} if groups == 2 else None
+    given = [{"params": [theirs.emb.weight]}, *([rest] if rest else [])]
+    optimizer = torch.optim.Adam(given)
+    theirs.head(theirs.emb(torch.tensor([1, 2]))).sum().backward()
+    optimizer.step()
+    start = {"model": theirs.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(start, tmp_path / "a.pt")
+    flags = ["--model", f"{__name__}:Apart", "--drop", "odd"]
+    forward(tmp_path / "a.pt", tmp_path / "run", *flags)
+    assert "different parameters in the MLX model" in capsys.readouterr().err
+
+    model = Apart()
+    run = load_run(tmp_path / "run", model)
+    moments = read_run(tmp_path / "run").optimizer
+    prefix = "states.0." if groups == 2 else ""
+    want = optimizer.state[theirs.emb.weight]["exp_avg"].numpy()
+    for name in ("emb", "head"):
+        assert np.array_equal(np.array(moments[f"{prefix}{name}.weight.m"]), want)
+
+    forward(tmp_path / "b.pt", tmp_path / "run")
+    back = torch_checkpoint.load(tmp_path / "b.pt")
+    identical(back, torch_checkpoint.load(tmp_path / "a.pt"))
+    assert back["model"]["head.weight"] is back["model"]["emb.weight"]
+
+    model.head.weight = model.head.weight + 1
+    save_run(tmp_path / "run", model, run.optimizer)
+    where = [
+        "--torch-path",
+        str(tmp_path / "c.pt"),
+        "--mlx-path",
+        str(tmp_path / "run"),
+    ]
+    assert main(where) == 1
+    assert "one tensor in PyTorch" in capsys.readouterr().err
+    assert not (tmp_path / "c.pt").exists()
+
+
+def test_a_dropped_head_and_its_optimizer_go_on_and_back(tmp_path):
+    torch = pytest.importorskip("torch")
+    theirs = torch.nn.ModuleDict(
+        {"fc": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 4)}
+    )
+    groups = [
+        {"params": list(theirs["fc"].parameters())},
+        {"params": list(theirs["head"].parameters()), "lr": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    theirs["head"](theirs["fc"](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    start = {"model": theirs.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(start, tmp_path / "a.pt")
+    flags = ["--model", f"{__name__}:Small", "--drop", "head.*"]
+    forward(tmp_path / "a.pt", tmp_path / "run", *flags)
+    model = Small()
+    run = load_run(tmp_path / "run", model)
+    before = torch_checkpoint.load(tmp_path / "a.pt")
+    forward(tmp_path / "same.pt", tmp_path / "run")
+    identical(torch_checkpoint.load(tmp_path / "same.pt"), before)
+
+    def loss(m, x):
+        return m.fc(x).sum()
+
+    _, grads = nn.value_and_grad(model, loss)(model, mx.ones((1, 3)))
+    run.optimizer.update(model, grads)
+    save_run(tmp_path / "run", model, run.optimizer)
+    forward(tmp_path / "b.pt", tmp_path / "run")
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    theirs.load_state_dict(back["model"], strict=True)
+    optimizer.load_state_dict(back["optimizer"])
+    assert [s["step"].item() for s in back["optimizer"]["state"].values()] == [
+        2,
+        2,
+        1,
+        1,
+    ]

@@ -123,6 +123,59 @@ def test_parts_are_told_apart_or_named():
     assert find_parts({"model": model, "rng": rng}) == {"model": ("model",)}
 
 
+def test_values_in_a_state_dict_that_are_no_tensors_return(tmp_path):
+    model, optimizer, _ = small()
+    model = OrderedDict({"fc._extra_state": {"calls": 3}, **model})
+    bare = OrderedDict({**model, "temperature": 0.5})
+    for name, checkpoint, flags in (
+        ("extra", {"net": model, "opt": optimizer}, []),
+        ("bare", bare, []),
+        ("usual", {"model": bare, "optimizer": optimizer}, []),
+        ("odd", {"n": bare, "o": optimizer}, ["--model-key", "n"]),
+    ):
+        source, run = tmp_path / f"{name}.pt", tmp_path / name
+        torch_checkpoint.save(source, checkpoint)
+        forward(source, run, *flags)
+        assert read_run(run).weights.keys() == {"fc.weight", "fc.bias"}
+        forward(tmp_path / "back.pt", run, "--overwrite", "--to", "torch")
+        identical(torch_checkpoint.load(tmp_path / "back.pt"), checkpoint)
+        (tmp_path / "back.pt").unlink()
+
+
+def test_a_dict_that_may_be_a_model_is_not_taken_for_one():
+    model, optimizer, scaler = small()
+    stats = {"losses": mx.ones(3), "epoch": 4}
+    both = {"net": model, "stats": stats, "best": mx.ones(2), "epoch": 3}
+    assert find_parts(both) == {"model": ("net",)}
+    assert find_parts({"stats": stats, "amp": scaler}) == {"scaler": ("amp",)}
+    with pytest.raises(PartsError, match=r"stats holds .*'epoch'.*--model-key"):
+        find_parts({"stats": stats, "opt": optimizer})
+    with pytest.raises(PartsError, match="no model state"):
+        find_parts(both, {"model": "epoch"})
+
+
+def test_an_extra_state_of_pytorch_returns(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Counted(torch.nn.Linear):
+        calls = 0
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state):
+            self.calls = state["calls"]
+
+    first, second = Counted(3, 2), Counted(3, 2)
+    first.calls = 7
+    torch.save({"model": first.state_dict()}, tmp_path / "a.pt")
+    forward(tmp_path / "a.pt", tmp_path / "run")
+    forward(tmp_path / "b.pt", tmp_path / "run")
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    second.load_state_dict(back["model"], strict=True)
+    assert second.calls == 7
+
+
 def test_what_is_not_converted_stays_for_the_way_back(tmp_path):
     model, optimizer, _ = small()
     checkpoint = {

@@ -38,14 +38,44 @@ class Part(str):
 
 
 def is_model(value: Any) -> bool:
-    """A dict of named tensors, at least one of them a floating one."""
+    """A dict of named tensors, at least one of them a floating one.
+
+    Besides tensors it may hold what ``torch.nn.Module.get_extra_state`` gave.
+    """
+    return _has_weights(value) and not _odd(value)
+
+
+def _has_weights(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
-        and len(value) > 0
         and all(isinstance(key, str) for key in value)
-        and all(isinstance(x, mx.array) for x in value.values())
-        and any(mx.issubdtype(x.dtype, mx.floating) and x.ndim for x in value.values())
+        and any(
+            isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating) and x.ndim
+            for x in value.values()
+        )
     )
+
+
+def _odd(value: Mapping[str, Any]) -> list[str]:
+    """The keys that are no tensors and no extra states."""
+    return [
+        key
+        for key, x in value.items()
+        if not isinstance(x, mx.array) and key.rsplit(".", 1)[-1] != "_extra_state"
+    ]
+
+
+def _may_be_model(value: Any) -> bool:
+    """A dict of tensors and other values, none of which holds tensors itself."""
+    return _has_weights(value) and not any(_holds_arrays(value[k]) for k in _odd(value))
+
+
+def _holds_arrays(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return isinstance(value, mx.array)
+    return any(map(_holds_arrays, value))
 
 
 def is_optimizer(value: Any) -> bool:
@@ -69,6 +99,8 @@ def is_scaler(value: Any) -> bool:
 
 
 _TESTS = {"optimizer": is_optimizer, "scaler": is_scaler, "model": is_model}
+# Where the user says so, the model may hold other values too.
+_NAMED_TESTS = _TESTS | {"model": _may_be_model}
 
 
 def find_parts(
@@ -93,18 +125,33 @@ def find_parts(
     """
     keys = dict(keys or {})
     found: dict[str, list[Path]] = {part: [] for part in _TESTS}
+    mixed: list[Path] = []
     for path, value in _walk(checkpoint):
+        if _may_be_model(value):
+            mixed.append(path)
         for part, test in _TESTS.items():
             if test(value):
                 found[part].append(path)
                 break
     parts: dict[str, Path] = {}
+    if not found["model"]:
+        whole = () in mixed and not any(found.values())
+        found["model"] = [p for p in mixed if (p[-1] in _MODEL_NAMES if p else whole)]
     for part in ("model", "optimizer", "scaler"):
         if part in keys:
             if keys[part]:
                 parts[part] = _named(checkpoint, part, keys[part])
         elif found[part]:
             parts[part] = _only(part, found[part])
+    mixed = [path for path in mixed if path]  # the outermost dict has no key to name
+    if mixed and "model" not in {**parts, **keys} and parts.keys() != {"scaler"}:
+        place = "/".join(map(str, mixed[0]))
+        key = _odd(get(checkpoint, mixed[0]))[0]
+        raise PartsError(
+            f"{place} holds tensors, and {key!r}, which is none: if it is the model, "
+            f"say so with --model-key {place}; what is no tensor is then kept for the "
+            "way back."
+        )
     if not parts:
         raise PartsError(
             "The checkpoint holds no model, optimizer or scaler that could be "
@@ -202,6 +249,6 @@ def _named(checkpoint: Any, part: str, key: str) -> Path:
                 f"--{part}-key {key}: there is no {word!r} in the checkpoint."
             ) from None
         path.append(word)
-    if not _TESTS[part](value):
+    if not _NAMED_TESTS[part](value):
         raise PartsError(f"--{part}-key {key}: what is there is no {part} state.")
     return tuple(path)
