@@ -76,7 +76,7 @@ def _how(some_are_left: bool = False) -> str:
     return (
         "Save the optimizer with named parameters "
         "(optimizer(model.named_parameters())), or give the names in the optimizer's "
-        f"order: names=... (--names FILE), from {names}."
+        f"order, group by group: names=... (--names FILE), from {names}."
     )
 
 
