@@ -95,7 +95,7 @@ def read_run(folder: str | os.PathLike) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
-    found = {name: _tensors(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
+    found = {name: read_weights(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
     if found[MODEL] is None and not (folder / SCALER).exists():
         refuse_shards(folder)
         raise ValueError(f"{folder} has neither {MODEL} nor {SCALER}.")
@@ -200,7 +200,8 @@ def refuse_shards(path: str | os.PathLike) -> None:
             )
 
 
-def _tensors(path: Path) -> dict[str, mx.array] | None:
+def read_weights(path: Path) -> dict[str, mx.array] | None:
+    """The arrays of a safetensors file; None if it is not there."""
     if not path.exists():
         return None
     try:
@@ -213,7 +214,7 @@ def _read_torch_file(path: Path, float64: mx.Dtype | None) -> Any:
     if path.suffix == ".safetensors":
         if not path.exists():
             raise FileNotFoundError(f"There is no {path}.")
-        return Unordered(sorted(_tensors(path).items()))
+        return Unordered(sorted(read_weights(path).items()))
     try:
         return torch_checkpoint.load(path, float64=float64)
     except torch_checkpoint.CheckpointError as error:

@@ -15,6 +15,7 @@ from .. import torch_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from .folder import TRAINING, read_run, write_run
+from .rounding import ROUNDED, cast_weights, lost, unrounded
 from .whole import Run, plan_of
 
 
@@ -49,7 +50,8 @@ def load_run(
         model: gets the weights; every name and shape must fit.
         loss_scaling: wrap the optimizer in a ``LossScaleOptimizer``. The weights
             are then cast to the model's own dtypes, and its masters are the
-            uncast ones: ``model.set_dtype(mx.float16)`` first.
+            uncast ones: ``model.set_dtype(mx.float16)`` first. A weight that the
+            cast would make infinite is an error.
         max_grad_norm: for the ``LossScaleOptimizer``.
 
     Returns:
@@ -84,13 +86,17 @@ def load_run(
     weights = run.weights or {}
     if loss_scaling:
         dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
-        cast = {name: _cast(x, dtypes.get(name)) for name, x in weights.items()}
+        cast = cast_weights(weights, dtypes)
         optimizer = LossScaleOptimizer(optimizer, scaler, max_grad_norm=max_grad_norm)
         optimizer.init(model.trainable_parameters())
         model.load_weights(list(cast.items()), strict=True)
         masters = optimizer.state["masters"]
         masters.update({name: weights[name].astype(mx.float32) for name in masters})
         scaler = optimizer.scaler
+        run.record[ROUNDED] = {
+            "folder": str(Path(folder).resolve()),
+            "names": [name for name in lost(weights, cast) if name not in masters],
+        }
     elif weights:
         model.load_weights(list(weights.items()), strict=True)
     # Arrays of a file are read when used: now, before the file can change.
@@ -108,10 +114,13 @@ def save_run(
     """Writes a live MLX run to a folder, for the command to take back to PyTorch.
 
     Args:
-        folder: is replaced.
+        folder: the run in it is replaced; other files in it stay.
         model: its parameters are saved.
         optimizer: its state and settings are saved; of a ``LossScaleOptimizer`` the
             inner one's, its scaler's, and its masters in the place of the weights.
+            Weights that have no master (frozen ones, BatchNorm's statistics) are
+            then saved as they were before :func:`load_run` rounded them, if they
+            have not changed since: from where they were loaded, or ``folder``.
         scaler: its state is saved.
         record: from :func:`load_run`; by default that of the folder, if it is there.
     """
@@ -119,8 +128,10 @@ def save_run(
     if record is None and (folder / TRAINING).exists():
         record = read_run(folder).record
     run = Run(weights=dict(tree_flatten(model.parameters())), record=dict(record or {}))
+    rounded = run.record.pop(ROUNDED, None)
     if isinstance(optimizer, LossScaleOptimizer):
-        run.weights |= optimizer.state["masters"]
+        masters = optimizer.state["masters"]
+        run.weights = unrounded(run.weights, masters, folder, rounded) | masters
         scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
     if optimizer is not None:
@@ -130,12 +141,6 @@ def save_run(
         run.scaler = scaler.state_dict()
     mx.eval(run.weights, run.optimizer or {})
     write_run(folder, run, overwrite=True)
-
-
-def _cast(array: mx.array, dtype: mx.Dtype | None) -> mx.array:
-    # A Dtype cannot be compared with None.
-    floating = mx.issubdtype(array.dtype, mx.floating)
-    return array.astype(dtype) if floating and isinstance(dtype, mx.Dtype) else array
 
 
 def current_groups(run: Run) -> list[dict[str, Any]]:
