@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +11,9 @@ from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from .finite import is_floating
+from .state_slots import CONTAINERS, copies, dotted, items, restore, slots
 
 HALF = (mx.float16, mx.bfloat16)
-_CONTAINERS = (dict, list, tuple)
 
 
 def unscale(gradients: Any, inverse_scale: mx.array) -> Any:
@@ -29,8 +28,8 @@ def unscale(gradients: Any, inverse_scale: mx.array) -> Any:
 
 
 def to_float32(x: mx.array) -> mx.array:
-    """Return ``x`` in float32; complex and integer arrays stay as they are."""
-    return x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x
+    """Return a float16 or bfloat16 array in float32, any other as it is."""
+    return x.astype(mx.float32) if x.dtype in HALF else x
 
 
 def guarded_apply(
@@ -48,9 +47,9 @@ def guarded_apply(
     its own dtype. Where it is false, parameters and optimizer state come out
     bit-identical. Which of the two is decided on the device.
 
-    The work is compiled on the second call with the same optimizer and the same
-    Python hyperparameters, so that hyperparameters that change on every step
-    never compile.
+    With MLX's own optimizers the work is compiled on the second call with the same
+    optimizer and the same Python hyperparameters, so that hyperparameters that change
+    on every step never compile.
 
     Args:
         optimizer (Optimizer): Any optimizer; its state is written in place.
@@ -69,6 +68,7 @@ def guarded_apply(
             f"The gradients must be a dict, as value_and_grad returns for a model, "
             f"got {type(gradients).__name__}."
         )
+    _check_supported(optimizer)
     parameters = fitting_parameters(gradients, parameters)
     leaves = tree_flatten(gradients)
     if len(dict(leaves)) < len(leaves):
@@ -82,11 +82,11 @@ def guarded_apply(
     # Integer leaves are no business of an optimizer. An empty dict in their
     # place is how MLX's own trees mark a leaf that is not trained.
     trained = tree_map(lambda g: g if is_floating(g) else {}, gradients)
-    slots = list(_slots(optimizer.state))
+    places = [(box, key) for _, box, key in slots(optimizer.state)]
     masters = {} if masters is None else masters
     step = _stepper(optimizer, trained)
     new, new_masters, state = step(
-        _read(slots),
+        [box[key] for box, key in places],
         _scheduled(optimizer, trained),
         trained,
         parameters,
@@ -94,11 +94,42 @@ def guarded_apply(
         inverse_scale,
         apply,
     )
-    _write(slots, state)
+    _write(places, state)
     masters.update(new_masters)
     return tree_map_with_path(
         lambda path, _, p: new.get(path, p), gradients, parameters
     )
+
+
+def _check_supported(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if type(optimizer).update is not Optimizer.update:
+        raise TypeError(
+            f"{name} overrides update(), which a scaler does not call: move what it "
+            "does to apply_gradients()."
+        )
+    if isinstance(optimizer, MultiOptimizer):
+        if type(optimizer).apply_gradients is not MultiOptimizer.apply_gradients:
+            raise TypeError(
+                f"{name} overrides MultiOptimizer's apply_gradients(), whose parts are "
+                "stepped one by one: override it in a part."
+            )
+        for part in optimizer.optimizers:
+            _check_supported(part)
+        return
+    for attribute, value in vars(optimizer).items():
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(inner, Optimizer) and not _holds(optimizer, inner):
+                raise TypeError(
+                    f"{name}.{attribute} is an optimizer whose state is not in the "
+                    f"state of {name}, so that a skipped step could not take it back. "
+                    "Put it there, or use a MultiOptimizer."
+                )
+
+
+def _holds(outer: Optimizer, inner: Optimizer) -> bool:
+    held = {id(box) for _, box, _ in slots(outer.state)}
+    return all(id(box) in held for _, box, _ in slots(inner.state))
 
 
 def fitting_parameters(gradients: Any, parameters: Any, path: str = "") -> Any:
@@ -109,12 +140,12 @@ def fitting_parameters(gradients: Any, parameters: Any, path: str = "") -> Any:
         parameters (Any): A tree or a model, at least as large.
         path (str): Where in the whole tree this is, for the error.
     """
-    if isinstance(gradients, _CONTAINERS):
-        if not isinstance(parameters, _CONTAINERS):
+    if isinstance(gradients, CONTAINERS):
+        if not isinstance(parameters, CONTAINERS):
             raise ValueError(f"There are gradients below {path!r} but no parameters.")
         part = {}
-        for key, gradient in _items(gradients):
-            if isinstance(gradient, _CONTAINERS) and not gradient:
+        for key, gradient in items(gradients):
+            if isinstance(gradient, CONTAINERS) and not gradient:
                 # Frozen or not a parameter at all: mlx-lm's Llama has strings there.
                 part[key] = gradient
                 continue
@@ -155,7 +186,15 @@ def initialize(optimizer: Optimizer, parameters: Any, again: bool = False) -> No
         if again or not part._initialized:
             floating = tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree)
             part.init(floating)
-    for box, key in _slots(optimizer.state):
+        for name in part._schedulers:
+            # What a schedule of Python numbers left there.
+            part.state[name] = mx.array(part.state[name])
+    for path, box, key in slots(optimizer.state):
+        if isinstance(box, tuple):
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps {dotted(path)} in a tuple, which "
+                "cannot be written to: use a list or a dict in its state."
+            )
         if box[key].dtype in HALF:
             box[key] = box[key].astype(mx.float32)
 
@@ -169,25 +208,8 @@ def _parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
         yield optimizer, tree
 
 
-def _slots(state: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (container, key) for every array in an optimizer's state."""
-    for key, value in _items(state):
-        if isinstance(value, mx.array):
-            yield state, key
-        elif isinstance(value, _CONTAINERS):
-            yield from _slots(value)
-
-
-def _items(tree: Any) -> Any:
-    return tree.items() if isinstance(tree, dict) else enumerate(tree)
-
-
-def _read(slots: list[tuple[Any, Any]]) -> list[mx.array]:
-    return [box[key] for box, key in slots]
-
-
-def _write(slots: list[tuple[Any, Any]], values: list[mx.array]) -> None:
-    for (box, key), value in zip(slots, values, strict=True):
+def _write(places: list[tuple[Any, Any]], values: list[mx.array]) -> None:
+    for (box, key), value in zip(places, values, strict=True):
         box[key] = value
 
 
@@ -202,35 +224,32 @@ def _run(
     apply: mx.array,
 ) -> tuple[dict[str, mx.array], dict[str, mx.array], list[mx.array]]:
     """Step from ``state`` and select; the optimizer itself comes out untouched."""
-    slots = list(_slots(optimizer.state))
-    before = _read(slots)
-    schedulers = [part._schedulers for part, _ in _parts(optimizer, gradients)]
-    _write(slots, state)
-    for (part, _), values in zip(_parts(optimizer, gradients), scheduled, strict=True):
+    parts = [part for part, _ in _parts(optimizer, gradients)]
+    # With what each container holds, because a step may replace containers.
+    saved = [pair for part in parts for pair in copies(part.state)]
+    replaceable = [(part, part._state, part._schedulers) for part in parts]
+    places = list(slots(optimizer.state))
+    _write([(box, key) for _, box, key in places], state)
+    for part, values in zip(parts, scheduled, strict=True):
         part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
     try:
         full = tree_map_with_path(
-            lambda path, p: _full_precision(p, masters.get(path)), parameters
+            lambda path, p: full_precision(p, masters.get(path)), parameters
         )
         # One by one and joined by path: the tree_merge of a MultiOptimizer's own
         # apply_gradients fails where a list has a frozen module in a gap.
-        unscaled = unscale(gradients, inverse_scale)
-        steps = [
-            (part, tree, _apply(part, tree, full))
-            for part, tree in _parts(optimizer, unscaled)
-        ]
-        known = {(id(box), key) for box, key in slots}
-        added = [s for s in _slots(optimizer.state) if (id(s[0]), s[1]) not in known]
-        if added:
-            for box, key in added:
-                del box[key]
-            raise TypeError(
-                f"{type(optimizer).__name__} added {added[0][1]!r} to its state in a "
-                "step, which a skipped step cannot take back. Make it in init_single."
-            )
-        for (box, key), old in zip(slots, state, strict=True):
+        steps = []
+        for part, tree in _parts(optimizer, gradients):
+            tree = unscale(tree, inverse_scale)
+            steps.append((part, tree, _apply(part, tree, full)))
+        stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
+        _check_same_paths(optimizer, [path for path, *_ in places], stepped)
+        new_state = []
+        for (path, *_), old in zip(places, state, strict=True):
+            box, key = stepped[path]
             if box[key] is not old:
-                box[key] = mx.where(apply, box[key], old).astype(old.dtype)
+                box[key] = mx.where(apply, box[key], old)
+            new_state.append(box[key])
         outputs: dict[str, mx.array] = {}
         new_masters: dict[str, mx.array] = {}
         for part, tree, new in steps:
@@ -245,13 +264,27 @@ def _run(
                 outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
 
             tree_map_with_path(select, tree, parameters, new)
-        return outputs, new_masters, _read(slots)
+        return outputs, new_masters, new_state
     finally:
-        _write(slots, before)
-        for (part, _), old in zip(
-            _parts(optimizer, gradients), schedulers, strict=True
-        ):
-            part._schedulers = old
+        restore(saved)
+        for part, old_state, old_schedulers in replaceable:
+            part._state, part._schedulers = old_state, old_schedulers
+
+
+def _check_same_paths(
+    optimizer: Optimizer, before: list[tuple], after: dict[tuple, Any]
+) -> None:
+    for path in before:
+        if path not in after:
+            raise TypeError(
+                f"{type(optimizer).__name__} removed {dotted(path)} from its state in "
+                "a step. Keep it, a skipped step needs it."
+            )
+    for path in after.keys() - set(before):
+        raise TypeError(
+            f"{type(optimizer).__name__} added {dotted(path)} to its state in a step, "
+            "which a skipped step cannot take back. Make it in init_single."
+        )
 
 
 def _scheduled(optimizer: Optimizer, gradients: Any) -> list[dict[str, mx.array]]:
@@ -262,7 +295,7 @@ def _scheduled(optimizer: Optimizer, gradients: Any) -> list[dict[str, mx.array]
     ]
 
 
-def _full_precision(parameter: mx.array, master: mx.array | None) -> mx.array:
+def full_precision(parameter: mx.array, master: mx.array | None) -> mx.array:
     """Return the master, or the parameter where it is not the master's rounding.
 
     So a weight that the user replaced counts, and its old master does not, element
@@ -281,10 +314,11 @@ def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
     try:
         return optimizer.apply_gradients(gradients, parameters)
     except (KeyError, IndexError) as error:
+        missing = f" for {error.args[0]!r}" if isinstance(error, KeyError) else ""
         raise ValueError(
-            f"The optimizer has no state for {error.args[0]!r}. If the parameter was "
-            "added or unfrozen after the optimizer's init, make a new optimizer or "
-            "call optimizer.init(model.trainable_parameters()) again."
+            f"The optimizer has no state{missing}. If the parameter was added or "
+            "unfrozen after the optimizer's init, make a new optimizer or call "
+            "optimizer.init(model.trainable_parameters()) again."
         ) from error
 
 
@@ -318,59 +352,35 @@ _steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None]] = (
 
 def _stepper(optimizer: Optimizer, gradients: Any) -> Callable:
     mark = _fingerprint(optimizer, gradients)
-    if type(optimizer).__hash__ is None:
+    if mark is None:
         return partial(_run, optimizer)
     last_mark, compiled = _steppers.get(optimizer, (None, None))
-    if mark is None or mark != last_mark:
+    if mark != last_mark:
         _steppers[optimizer] = (mark, None)
-        return partial(_run_plain, optimizer)
-    return compiled or partial(_compile_and_run, optimizer, mark)
+        return partial(_run, optimizer)
+    if compiled is None:
+        owner = weakref.ref(optimizer)
+        compiled = mx.compile(lambda *inputs: _run(owner(), *inputs))
+        _steppers[optimizer] = (mark, compiled)
+    return compiled
 
 
-def _compile_and_run(optimizer: Optimizer, mark: Any, *inputs: Any) -> Any:
-    owner = weakref.ref(optimizer)
+def _fingerprint(optimizer: Optimizer, gradients: Any) -> list[Any] | None:
+    """Return what a trace of the optimizer depends on besides arrays, or None.
 
-    def step(*inputs: Any) -> Any:
-        return _run(owner(), *inputs)
-
-    compiled = mx.compile(step)
-    try:
-        results = compiled(*inputs)
-    except ValueError:
-        # An optimizer that reads an array in its step cannot be compiled.
-        results, compiled = step(*inputs), step
-    _steppers[optimizer] = (mark, compiled)
-    return results
-
-
-def _run_plain(optimizer: Optimizer, *inputs: Any) -> Any:
-    # An optimizer that draws random numbers would draw the same ones in every call
-    # of a compiled function: without a mark it is never compiled.
-    before = mx.random.state[0]
-    results = _run(optimizer, *inputs)
-    if mx.random.state[0] is not before:
-        _steppers[optimizer] = (None, None)
-    return results
-
-
-class _Opaque(Exception):
-    """A hyperparameter whose changes cannot be seen."""
-
-
-def _fingerprint(optimizer: Optimizer, gradients: Any) -> Any:
-    """Return what a trace of the optimizer depends on besides arrays, or None."""
-    try:
-        return [
-            (
-                type(part),
-                _mark({k: v for k, v in vars(part).items() if k not in _NOT_SETTINGS}),
-                _mark([v for v in _state_leaves(part) if not isinstance(v, mx.array)]),
-                [path for path, _ in tree_flatten(tree)],
-            )
-            for part, tree in _parts(optimizer, gradients)
-        ]
-    except _Opaque:
-        return None
+    None where that cannot be known. Only MLX's own classes read nothing but their
+    attributes and their state: another may read a global or draw random numbers, and
+    would be frozen in a function that its user did not compile.
+    """
+    marks = []
+    for part, tree in _parts(optimizer, gradients):
+        settings = [x for k, x in vars(part).items() if k not in _NOT_SETTINGS]
+        settings += [x for x in _state_leaves(part) if not isinstance(x, mx.array)]
+        if type(part).__module__ != Optimizer.__module__ or not _is_plain(settings):
+            return None
+        # By repr, because True, 1 and 1.0 are equal and 1e-8 is exact there.
+        marks.append((type(part), repr(settings), [p for p, _ in tree_flatten(tree)]))
+    return marks
 
 
 def _state_leaves(optimizer: Optimizer) -> list[Any]:
@@ -378,16 +388,10 @@ def _state_leaves(optimizer: Optimizer) -> list[Any]:
 
 
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
-_PLAIN = (type(None), bool, int, float, complex, str, mx.Dtype, np.generic)
+_PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
 
 
-def _mark(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, dict):
-        return [(key, _mark(x)) for key, x in value.items()]
+def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return [type(value), *(_mark(x) for x in value)]
-    if isinstance(value, FunctionType) and not value.__closure__:
-        return weakref.ref(value)
-    raise _Opaque
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

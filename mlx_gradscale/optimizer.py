@@ -2,12 +2,13 @@
 
 import weakref
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from .distributed import average_gradients
 from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
@@ -15,6 +16,7 @@ from .finite import all_finite_times, is_finite_magnitude, is_floating, nonfinit
 from .guard import (
     HALF,
     fitting_parameters,
+    full_precision,
     guarded_apply,
     initialize,
     to_float32,
@@ -98,7 +100,7 @@ class LossScaleOptimizer(Optimizer):
                 "scale at each step: give each its own."
             )
         if max_grad_norm is not None and (
-            not isinstance(max_grad_norm, (int, float))
+            not isinstance(max_grad_norm, Real)
             or isinstance(max_grad_norm, bool)
             or not max_grad_norm > 0
         ):
@@ -113,9 +115,9 @@ class LossScaleOptimizer(Optimizer):
             )
         super().__init__()
         self.optimizer = optimizer
-        self.scaler = GradScaler() if scaler is None else scaler
+        self._scaler = GradScaler() if scaler is None else scaler
         self.scaler._owner = weakref.ref(self)
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.average = average
         self._group = group
         self._sharded = sharded
@@ -131,6 +133,7 @@ class LossScaleOptimizer(Optimizer):
             )
         self._known: set[str] = set()
         self._loaded: dict[str, mx.array] | None = None
+        self._scaler_before_load: dict[str, mx.array] = {}
         # One dict for life: compiled steps have captured it.
         self._state = {
             "optimizer": optimizer.state,
@@ -163,7 +166,11 @@ class LossScaleOptimizer(Optimizer):
         if self._loaded is not None:
             # The scaler has its state since the load, and may have moved on.
             scaler = {f"scaler.{k}": x for k, x in self.scaler.state.items()}
-            self._write(self._loaded | scaler)
+            try:
+                self._write(self._loaded | scaler)
+            except ValueError:
+                self.scaler.state.update(self._scaler_before_load)
+                raise
             self._loaded = None
         self._initialized = True
 
@@ -222,6 +229,12 @@ class LossScaleOptimizer(Optimizer):
                 )
         if self.scaler.is_enabled():
             self.scaler._check_optimizer(self.optimizer, "update")
+        if self.scaler._records:
+            raise RuntimeError(
+                "unscale_() or step() of this optimizer's scaler was called: the "
+                "optimizer unscales by itself, and would do it twice. To clip, use "
+                "max_grad_norm=."
+            )
         gradients, inverse = self._averaged(gradients, parameters, weight)
         inverse, finite = self._inspect(gradients, inverse)
         new = guarded_apply(
@@ -232,8 +245,8 @@ class LossScaleOptimizer(Optimizer):
             finite,
             self._state["masters"],
         )
+        self.scaler._count(finite)
         if self.scaler.is_enabled():
-            self.scaler._count(finite)
             self.scaler._move(finite)
         return new
 
@@ -278,9 +291,11 @@ class LossScaleOptimizer(Optimizer):
         for path in sorted(given - self._known):
             raise ValueError(
                 f"{path!r} was not there, or was frozen, when this optimizer was "
-                "initialised. Make a new LossScaleOptimizer for the changed model."
+                "initialised. Call init(model.trainable_parameters()) again, which "
+                "keeps what it has."
             )
-        if self._known - given:
+        # A tree of trainable parameters is without those that were frozen since.
+        if self._known - given and isinstance(parameters, nn.Module):
             there = {path for path, _ in tree_flatten(parameters)}
             for path in sorted(self._known - given - there):
                 raise ValueError(
@@ -289,6 +304,11 @@ class LossScaleOptimizer(Optimizer):
                 )
 
     # What a user reads and sets
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The scaler, fixed at construction: the state holds its."""
+        return self._scaler
 
     @property
     def step(self) -> mx.array:
@@ -320,6 +340,8 @@ class LossScaleOptimizer(Optimizer):
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32: the masters of those that have one.
 
+        A weight that was replaced since the last step is its own master.
+
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
 
@@ -332,9 +354,10 @@ class LossScaleOptimizer(Optimizer):
             >>> optimizer.masters(weights)
             {'w': array([1, 1], dtype=float32)}
         """
-        flat = tree_flatten(parameters)
         masters = self._state["masters"]
-        return tree_unflatten([(path, masters.get(path, x)) for path, x in flat])
+        return tree_map_with_path(
+            lambda path, x: full_precision(x, masters.get(path)), parameters
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -357,6 +380,7 @@ class LossScaleOptimizer(Optimizer):
             # drops empty containers, so the tree may be shorter than they are.
             # The scale is needed before, by the first loss.
             self._loaded = loaded
+            self._scaler_before_load = dict(self.scaler.state)
             for name in self.scaler.state:
                 self.scaler.state[name] = loaded[f"scaler.{name}"]
 
@@ -391,6 +415,13 @@ class LossScaleOptimizer(Optimizer):
             raise ValueError(
                 "This is not the state of a LossScaleOptimizer: it has no scaler in it."
             )
+        for name, x in scaler.items():
+            here = self.scaler.state[name]
+            if (x.shape, x.dtype) != (here.shape, here.dtype):
+                raise ValueError(
+                    f"'scaler.{name}' must be {here.dtype} of shape (), got {x.dtype} "
+                    f"of shape {x.shape}."
+                )
         check(read(scaler))
         # An overflowing step leaves its norm behind, so that one may be inf.
         kept = {path: x for path, x in loaded.items() if path != "grad_norm"}

@@ -73,8 +73,12 @@ def value_and_grad(
         keep (Callable, optional): Told the path and value of a parameter, returns
             True to leave it in its own dtype.
     """
-    if not mx.issubdtype(compute_dtype, mx.floating):
-        raise ValueError(f"compute_dtype must be floating, got {compute_dtype}.")
+    known = isinstance(compute_dtype, mx.Dtype)
+    if not known or not mx.issubdtype(compute_dtype, mx.floating):
+        raise ValueError(
+            f"compute_dtype must be a floating dtype of MLX, as mx.float16, got "
+            f"{compute_dtype!r}."
+        )
 
     def cast(x: Any) -> Any:
         floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)

@@ -67,7 +67,8 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
                 if scale * growth_factor <= max_scale:  # false for inf
                     scale = scale * growth_factor
 
-    Nothing changes where ``dynamic`` is false.
+    Nothing of that changes where ``dynamic`` is false. ``consecutive_skips`` counts
+    updates in a row that are not finite.
     """
     scale = state["scale"]
     good = mx.where(finite, state["growth_tracker"] + 1, 0)
@@ -86,17 +87,15 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
         "backoff_tracker": mx.where(back_off, 0, bad),
     }
     changed = {k: mx.where(state["dynamic"], v, state[k]) for k, v in changed.items()}
-    return _rooted(changed, "scale")
+    skips = mx.where(finite, 0, state["consecutive_skips"] + 1)
+    return _rooted({**changed, "consecutive_skips": skips}, "scale")
 
 
 @mx.compile
 def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
     """Return the tallies after one step that was, or was not, applied."""
-    counted = {
-        "skipped_steps": state["skipped_steps"] + mx.where(applied, 0, 1),
-        "consecutive_skips": mx.where(applied, 0, state["consecutive_skips"] + 1),
-    }
-    return {**_rooted(counted, "skipped_steps"), "last_step_applied": applied}
+    skipped = state["skipped_steps"] + mx.where(applied, 0, 1)
+    return {"skipped_steps": skipped, "last_step_applied": applied}
 
 
 def _rooted(values: dict[str, mx.array], name: str) -> dict[str, mx.array]:

@@ -183,6 +183,11 @@ class GradScaler:
             >>> mx.value_and_grad(square)(mx.array(3.0))
             (array(9, dtype=float32), array(48, dtype=float32))
         """
+        if not callable(loss_fn):
+            raise TypeError(
+                "scale_loss() takes the function that computes the loss, not its "
+                "value. Inside of that function, use scale(loss)."
+            )
         if not self._enabled:
             return loss_fn
         self._scale_was_applied = True
@@ -498,7 +503,7 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """How many of the latest steps in a row changed nothing, lazily.
+        """How many of the latest updates in a row had a skipped step, lazily.
 
         Example:
             >>> from mlx_gradscale import GradScaler

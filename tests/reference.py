@@ -26,9 +26,9 @@ class Reference:
     def count(self, applied: bool) -> None:
         self.last_step_applied = applied
         self.skipped_steps += not applied
-        self.consecutive_skips = 0 if applied else self.consecutive_skips + 1
 
     def update(self, finite: bool) -> None:
+        self.consecutive_skips = 0 if finite else self.consecutive_skips + 1
         if not self.dynamic:
             return
         if finite:

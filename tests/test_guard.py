@@ -25,6 +25,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_gradscale import all_finite
 from mlx_gradscale import guard as module
 from mlx_gradscale.guard import guarded_apply
+from mlx_gradscale.state_slots import slots
 
 every_optimizer = pytest.mark.parametrize(
     "make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys()
@@ -147,17 +148,18 @@ def test_no_more_kernels_per_parameter_than_the_bare_optimizer(
         optimizer.init(to_float32(weights))
 
         def step(state, weights, gradients, inverse, apply):
-            slots = list(module._slots(optimizer.state))
-            module._write(slots, state)
+            places = [(box, key) for _, box, key in slots(optimizer.state)]
+            for (box, key), value in zip(places, state, strict=True):
+                box[key] = value
             if guarded:
                 new = guarded_apply(optimizer, gradients, weights, inverse, apply)
             else:
                 full = to_float32(weights)
                 new = optimizer.apply_gradients(to_float32(gradients), full)
                 new = tree_map(lambda x: x.astype(dtype), new)
-            return new, module._read(slots)
+            return new, [box[key] for box, key in places]
 
-        state = module._read(list(module._slots(optimizer.state)))
+        state = [box[key] for _, box, key in slots(optimizer.state)]
         inputs = (state, weights, gradients, mx.array(0.5), mx.array(True))
         mx.eval(inputs)
         return len(kernels(mx.compile(step)(*inputs)))
@@ -167,22 +169,32 @@ def test_no_more_kernels_per_parameter_than_the_bare_optimizer(
     assert guarded <= bare
 
 
-def test_an_eager_loop_compiles_once_and_runs_no_python_after_that():
-    calls = []
-
-    class Counting(optim.AdamW):
-        def apply_single(self, gradient, parameter, state):
-            calls.append(parameter.shape)
-            return super().apply_single(gradient, parameter, state)
-
-    optimizer, weights = Counting(1e-2), {"a": mx.ones((4, 4)), "b": mx.ones(4)}
+def test_an_eager_loop_compiles_once_and_runs_no_python_after_that(monkeypatch):
+    monkeypatch.setattr(module, "_run", run := Traced(module._run))
+    optimizer, weights = optim.AdamW(1e-2), {"a": mx.ones((4, 4)), "b": mx.ones(4)}
     for seed in range(6):
         gradients = gradients_like(weights, seed)
         weights = guarded_apply(
             optimizer, gradients, weights, mx.array(1.0), mx.array(True)
         )
-    # Once plain, once traced, for each of the two parameters.
-    assert len(calls) == 4
+    # Once plain, once traced.
+    assert run.count == 2
+
+
+def test_a_class_of_the_users_is_never_compiled_behind_his_back():
+    class Scaled(optim.SGD):
+        by = 1.0
+
+        def apply_single(self, gradient, parameter, state):
+            return super().apply_single(gradient * self.by, parameter, state)
+
+    optimizer, weights = Scaled(1.0), {"w": mx.zeros(1)}
+    for by, expected in ((1.0, -1), (1.0, -2), (1.0, -3), (100.0, -103)):
+        Scaled.by = by
+        weights = guarded_apply(
+            optimizer, {"w": mx.ones(1)}, weights, mx.array(1.0), mx.array(True)
+        )
+        assert weights["w"].item() == expected
 
 
 def changes():
@@ -332,6 +344,138 @@ def test_an_optimizer_that_reads_an_array_works_in_an_eager_loop():
     assert kept["w"].item() == -5
 
 
+def test_float64_parameters_stay_float64_and_come_back_bit_for_bit():
+    with mx.stream(mx.cpu):
+        weights = {"w": mx.array(np.array([1 / 3]), mx.float64)}
+        optimizer = optim.SGD(0.5)
+        step = lambda g, ok: guarded_apply(  # noqa: E731
+            optimizer, {"w": mx.array([g])}, weights, mx.array(1.0), mx.array(ok)
+        )["w"].item()
+        assert step(INF, False) == 1 / 3
+        assert step(2.0**-40, True) == 1 / 3 - 2.0**-41
+
+
+def test_a_state_that_begins_as_an_integer_becomes_what_it_is_set_to():
+    class Mean(optim.SGD):
+        def __init__(self, rate):
+            super().__init__(rate)
+            self.state["mean"] = mx.array(0)
+
+        def apply_gradients(self, gradients, parameters):
+            size = mx.abs(gradients["w"]).sum()
+            self.state["mean"] = 0.5 * self.state["mean"] + 0.5 * size
+            return super().apply_gradients(gradients, parameters)
+
+    optimizer, weights = Mean(0.1), {"w": mx.zeros(1)}
+    for ok, expected in ((True, 0.25), (False, 0.25), (True, 0.375)):
+        weights = guarded_apply(
+            optimizer, {"w": mx.array([0.5])}, weights, mx.array(1.0), mx.array(ok)
+        )
+        assert optimizer.state["mean"].item() == expected
+
+
+def test_an_optimizer_with_a_hidden_optimizer_is_refused():
+    class Outer(optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def init(self, parameters):
+            self.inner.init(parameters)
+            self._initialized = True
+
+        def apply_gradients(self, gradients, parameters):
+            return self.inner.apply_gradients(gradients, parameters)
+
+    class Open(Outer):
+        @property
+        def state(self):
+            return self.inner.state
+
+    inputs = ({"w": mx.ones(2)}, {"w": mx.ones(2)}, mx.array(1.0), mx.array(True))
+    with pytest.raises(TypeError, match="inner is an optimizer whose state is not"):
+        guarded_apply(Outer(optim.Adam(0.1)), *inputs)
+    assert guarded_apply(Open(optim.SGD(1.0)), *inputs)["w"].tolist() == [0, 0]
+
+
+def test_overrides_that_would_be_passed_over_are_refused():
+    class Clipping(optim.SGD):
+        def update(self, model, gradients):
+            super().update(model, gradients)
+
+    class Ten(optim.MultiOptimizer):
+        def apply_gradients(self, gradients, parameters):
+            return super().apply_gradients(gradients, parameters)
+
+    inputs = ({"w": mx.ones(2)}, {"w": mx.ones(2)}, mx.array(1.0), mx.array(True))
+    with pytest.raises(TypeError, match=r"overrides update\(\)"):
+        guarded_apply(Clipping(0.1), *inputs)
+    with pytest.raises(TypeError, match="overrides MultiOptimizer's"):
+        guarded_apply(Ten([optim.SGD(0.1)], []), *inputs)
+
+
+@pytest.mark.parametrize("container", [list, dict])
+def test_containers_in_a_state_that_are_replaced_in_each_step(container):
+    class Own(optim.Optimizer):
+        def init_single(self, parameter, state):
+            state["mv"] = self.pack(mx.zeros_like(parameter), mx.zeros_like(parameter))
+
+        def pack(self, m, v):
+            return [m, v] if container is list else {"m": m, "v": v}
+
+        def apply_single(self, gradient, parameter, state):
+            m, v = state["mv"] if container is list else state["mv"].values()
+            state["mv"] = self.pack(m + gradient, v + 1)
+            return parameter - m
+
+    optimizer, weights = Own(), {"w": mx.zeros(1)}
+    for ok, expected in ((True, 0), (True, -1), (False, -1), (True, -3)):
+        weights = guarded_apply(
+            optimizer, {"w": mx.ones(1)}, weights, mx.array(1.0), mx.array(ok)
+        )
+        assert weights["w"].item() == expected
+
+
+def test_states_that_cannot_be_taken_back_are_refused():
+    class Own(optim.Optimizer):
+        def init_single(self, parameter, state):
+            state["mv"] = (mx.zeros_like(parameter), mx.zeros_like(parameter))
+
+        def apply_single(self, gradient, parameter, state):
+            return parameter
+
+    class Forgetting(optim.Adam):
+        def apply_single(self, gradient, parameter, state):
+            state.pop("m")
+            return parameter
+
+    inputs = ({"w": mx.ones(2)}, {"w": mx.ones(2)}, mx.array(1.0), mx.array(True))
+    with pytest.raises(TypeError, match=r"keeps 'w\.mv\.0' in a tuple"):
+        guarded_apply(Own(), *inputs)
+    forgetting = Forgetting(0.1)
+    with pytest.raises(TypeError, match=r"removed 'w\.m' from its state"):
+        guarded_apply(forgetting, *inputs)
+    assert set(forgetting.state["w"]) == {"m", "v"}
+
+
+def test_a_filter_that_looks_at_the_dtype():
+    optimizer = optim.MultiOptimizer(
+        [optim.SGD(1.0), optim.SGD(0.0)], [lambda path, w: w.dtype == mx.float16]
+    )
+    weights = {"a": mx.ones(2, mx.float16), "b": mx.ones(2)}
+    new = guarded_apply(optimizer, weights, weights, mx.array(1.0), mx.array(True))
+    assert (new["a"].tolist(), new["b"].tolist()) == ([0, 0], [1, 1])
+
+
+def test_a_schedule_of_plain_numbers():
+    optimizer, weights = optim.SGD(lambda step: 0.5), {"w": mx.zeros(1)}
+    for _ in range(3):
+        weights = guarded_apply(
+            optimizer, {"w": mx.ones(1)}, weights, mx.array(1.0), mx.array(True)
+        )
+    assert weights["w"].item() == -1.5
+
+
 def test_paths_that_are_the_same_with_dots_are_refused():
     tree = {"a.b": mx.ones(1), "a": {"b": mx.zeros(1)}}
     with pytest.raises(ValueError, match="Rename one"):
@@ -386,7 +530,7 @@ def test_an_optimizer_that_grows_its_state_in_a_step_is_refused():
 
     optimizer = Growing(0.1)
     for _ in range(2):
-        with pytest.raises(TypeError, match="added 'extra' to its state"):
+        with pytest.raises(TypeError, match=r"added 'w\.extra' to its state"):
             guarded_apply(
                 optimizer,
                 {"w": mx.ones(1)},

@@ -667,3 +667,76 @@ def test_a_state_of_another_model_set_before_init_is_refused_every_time():
 def test_a_state_of_another_kind_is_refused_before_init_too():
     with pytest.raises(ValueError, match="not the state of a LossScaleOptimizer"):
         wrapped().state = optim.Adam(1e-3).state
+
+
+# What reviews found
+
+
+def test_masters_are_those_of_replaced_weights_and_keep_the_structure():
+    optimizer = wrapped(optim.SGD(0.1))
+    weights = {"a": (mx.ones(2, mx.float16), mx.ones(2)), "0": mx.ones(1, mx.bfloat16)}
+    assert optimizer.masters(weights)["0"].dtype == mx.float32
+    optimizer.init(weights)
+    optimizer.apply_gradients(tree_map(lambda w: w * 1e-4, weights), weights)
+    masters = optimizer.masters(weights)
+    assert isinstance(masters["a"], tuple)
+    assert masters["a"][0][0].item() == pytest.approx(1 - 1e-5, abs=1e-7)
+    five = {**weights, "0": mx.full((1,), 5, mx.bfloat16)}
+    assert optimizer.masters(five)["0"].item() == 5.0
+
+
+def test_the_scaler_cannot_be_exchanged():
+    with pytest.raises(AttributeError):
+        wrapped().scaler = GradScaler()
+
+
+def test_unscaling_twice_is_refused():
+    optimizer = wrapped(optim.SGD(1.0), scale=1024.0)
+    optimizer.scaler.scale(mx.array(1.0))
+    gradients = optimizer.scaler.unscale_(optimizer.optimizer, {"w": mx.ones(1)})
+    with pytest.raises(RuntimeError, match="max_grad_norm="):
+        optimizer.apply_gradients(gradients, {"w": mx.ones(1)})
+
+
+def test_a_skip_without_loss_scaling_is_counted():
+    scaler = GradScaler(enabled=False)
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), scaler, max_grad_norm=1.0)
+    new = optimizer.apply_gradients({"w": mx.array([NAN])}, {"w": mx.ones(1)})
+    assert new["w"].item() == 1.0
+    assert not scaler.last_step_applied.item()
+    assert scaler.skipped_steps.item() == 1
+
+
+def test_a_state_that_is_rejected_at_init_leaves_the_scaler_as_it_was():
+    other = wrapped(optim.Adam(0.1), scale=4.0)
+    other.init({"x": mx.ones(3)})
+    optimizer = wrapped(optim.Adam(0.1), scale=1024.0)
+    optimizer.state = other.state
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"another model|has no"):
+            optimizer.init({"w": mx.ones(2)})
+        assert optimizer.scaler.get_scale() == 1024.0
+
+
+def test_a_scaler_state_of_another_shape_is_refused():
+    optimizer = wrapped()
+    state = dict(tree_flatten(optimizer.state))
+    state["scaler.scale"] = state["scaler.scale"].reshape(1)
+    with pytest.raises(ValueError, match=r"scaler\.scale"):
+        optimizer.state = tree_unflatten(list(state.items()))
+
+
+def test_freezing_with_a_tree_of_trainable_parameters():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = wrapped(optim.SGD(0.1))
+    optimizer.init(model.trainable_parameters())
+    model.layers[0].freeze()
+    weights = model.trainable_parameters()
+    new = optimizer.apply_gradients(tree_map(mx.ones_like, weights), weights)
+    assert len(tree_flatten(new)) == 2
+
+
+def test_numbers_of_numpy_and_calls_with_a_loss():
+    assert wrapped(max_grad_norm=np.float32(2)).max_grad_norm == 2.0
+    with pytest.raises(TypeError, match="the function that computes the loss"):
+        wrapped().scale_loss(mx.array(1.0))

@@ -183,6 +183,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     assert bits(plain) == bits(checkpointed)
 
 
-def test_a_compute_dtype_that_is_not_floating_is_refused():
-    with pytest.raises(ValueError, match="must be floating"):
-        GradScaler().value_and_grad(Mlp(), lambda: None, mx.int32)
+@pytest.mark.parametrize("dtype", [mx.int32, "float16", np.float16])
+def test_a_compute_dtype_that_is_not_floating_is_refused(dtype):
+    with pytest.raises(ValueError, match="must be a floating dtype"):
+        GradScaler().value_and_grad(Mlp(), lambda: None, dtype)

@@ -700,3 +700,15 @@ def test_no_warning_in_ordinary_use():
         warnings.simplefilter("error")
         _, gradients = loss_and_grad(*batch())
         scaler.minimize(optimizer, model, tree_map(lambda g: g, gradients))
+
+
+def test_two_optimizers_of_which_one_always_overflows_sound_the_alarm():
+    scaler, weights = GradScaler(), {"w": mx.ones(1)}
+    scaler.scale(mx.array(1.0))
+    good, bad = optim.SGD(0.1), optim.SGD(0.1)
+    for _ in range(3):
+        scaler.apply_gradients(bad, {"w": mx.array([INF])}, weights)
+        scaler.apply_gradients(good, {"w": mx.ones(1)}, weights)
+        scaler.update()
+    assert scaler.consecutive_skips.item() == 3
+    assert scaler.skipped_steps.item() == 3
