@@ -299,9 +299,17 @@ def test_errors_in_a_folder_name_the_file(tmp_path, capsys):
     (there / "optimizer.bin").unlink()
     assert main(where) == 0
     path = tmp_path / "run" / "training.json"
-    path.write_text(path.read_text().replace('"$part"', '"$strange"'))
     where[1] = str(tmp_path / "back")
-    assert str(path) in fails(capsys, *where)
+    whole = path.read_text()
+    for old, new in (
+        ('"$part"', '"$strange"'),
+        ('"entries": {', '"entries": [], "x": {'),
+        ('"order"', '"odrer"'),
+        ('"version": 1', '"version": 9'),
+    ):
+        assert old in whole
+        path.write_text(whole.replace(old, new))
+        assert str(path) in fails(capsys, *where)
 
 
 def test_a_folder_of_pytorch_files_keeps_what_is_not_its_own(tmp_path, capsys):

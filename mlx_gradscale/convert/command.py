@@ -17,6 +17,7 @@ from ..layouts import Choices
 from ..torch_optimizers import number
 from .arguments import ACCEPTED, parser
 from .folder import (
+    TRAINING,
     check_run,
     check_torch,
     read_run,
@@ -124,8 +125,12 @@ def to_torch_file(arguments: argparse.Namespace) -> None:
     run = read_run(arguments.mlx_path)
     if arguments.like is not None:
         run.record = {**_record_like(arguments), "used": run.record.get("used")}
-    _check_accepted(arguments.accept, run.record.get("optimizer", {}).get("groups", ()))
-    checkpoint, notes = to_torch(run, arguments.accept)
+    _check_accepted(arguments.accept, _recorded_groups(run.record))
+    try:
+        checkpoint, notes = to_torch(run, arguments.accept)
+    except (KeyError, AttributeError, IndexError, TypeError) as error:
+        place, kind = arguments.mlx_path / TRAINING, type(error).__name__
+        raise ValueError(f"{place} is damaged: {kind}: {error}") from error
     _say(notes)
     is_folder = bool(run.record.get("folder"))
     place = (arguments.torch_path, checkpoint, is_folder, arguments.overwrite)
@@ -145,6 +150,11 @@ def _groups_in(checkpoint: Any, options: Options) -> Sequence[Mapping[str, Any]]
     if "optimizer" not in parts:
         return ()
     return get(checkpoint, parts["optimizer"])["param_groups"]
+
+
+def _recorded_groups(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    optimizer = record.get("optimizer")
+    return optimizer.get("groups", ()) if isinstance(optimizer, Mapping) else ()
 
 
 def _check_accepted(accept: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
