@@ -245,6 +245,7 @@ class LossScaleOptimizer(Optimizer):
             finite,
             self._state["masters"],
         )
+        self.scaler._remember(gradients)
         self.scaler._count(finite)
         if self.scaler.is_enabled():
             self.scaler._move(finite)

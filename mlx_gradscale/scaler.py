@@ -355,8 +355,7 @@ class GradScaler:
             finite = all_finite_times(grads, inverse)
         finite = agreed(finite, self._group)
         new = guarded_apply(optimizer, grads, parameters, inverse, finite)
-        if alarm := getattr(self, "skip_alarm", None):
-            alarm.remember(grads)
+        self._remember(grads)
         self._warn_about_half(new)
         self._records[id(optimizer)] = _Record(optimizer, finite, stepped=True)
         self._count(finite)
@@ -401,6 +400,10 @@ class GradScaler:
         applied = self.step(optimizer, model, grads)
         self.update()
         return applied
+
+    def _remember(self, grads: Any) -> None:
+        if alarm := getattr(self, "skip_alarm", None):
+            alarm.remember(grads)
 
     def _count(self, applied: mx.array) -> None:
         self._state.update(count_step(self._state, applied))

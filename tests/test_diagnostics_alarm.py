@@ -38,6 +38,16 @@ def test_the_table_names_what_overflows():
     assert overflow_table({"a": mx.ones(2)}) == "Every value is finite."
 
 
+def test_the_optimizer_too_remembers_gradients_for_the_table():
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(init_scale=1.0))
+    optimizer.scaler.skip_alarm = SkipAlarm(limit=1)
+    optimizer.scale_loss(lambda: None)
+    grads = {"w": mx.array([NAN])}
+    optimizer.apply_gradients(grads, {"w": mx.ones(1)})
+    with pytest.warns(SkippedStepsWarning, match="w +float32"):
+        check_skips(optimizer)
+
+
 def test_a_long_table_is_cut():
     grads = [mx.array(NAN) for _ in range(30)]
     lines = overflow_table(grads).splitlines()
