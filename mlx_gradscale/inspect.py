@@ -108,7 +108,8 @@ def _describe_torch(checkpoint: Any) -> dict[str, Any]:
     return found | _rest(cut(checkpoint, parts) if parts else checkpoint)
 
 
-def _tensors(arrays: Mapping[str, mx.array]) -> list[dict[str, Any]]:
+def _tensors(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each tensor is; a model's state may hold other values beside them."""
     return [
         {
             "name": name,
@@ -117,6 +118,7 @@ def _tensors(arrays: Mapping[str, mx.array]) -> list[dict[str, Any]]:
             "bytes": array.nbytes,
         }
         for name, array in arrays.items()
+        if isinstance(array, mx.array)
     ]
 
 

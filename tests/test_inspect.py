@@ -164,3 +164,10 @@ def test_the_dispatcher(capsys):
     assert "SGD" in capsys.readouterr().out
     run = [sys.executable, "-m", "mlx_gradscale", "inspect", "no.pt"]
     assert subprocess.run(run, capture_output=True).returncode == 1
+
+
+def test_a_model_with_values_that_are_no_tensors(tmp_path):
+    model = {"fc.weight": mx.ones((3, 4)), "fc._extra_state": {"a": 1}, "temp": 1.0}
+    torch_checkpoint.save(tmp_path / "run.pt", {"model": model, "epoch": 3})
+    (tensor,) = describe(tmp_path / "run.pt")["tensors"]
+    assert tensor["name"] == "fc.weight"
