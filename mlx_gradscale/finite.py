@@ -70,10 +70,7 @@ def all_finite(tree: Any) -> mx.array:
         >>> all_finite([mx.array(1.0), {"b": mx.array(float("nan"))}])
         array(False, dtype=bool)
     """
-    leaves = arrays(tree)
-    doubles = [mx.all(mx.isfinite(x)) for x in leaves if x.dtype == mx.float64]
-    others = [x for x in leaves if x.dtype != mx.float64]
-    return reduce(mx.logical_and, doubles, _all_finite(others))
+    return _checked(_all_finite, tree)
 
 
 def all_finite_times(tree: Any, factor: mx.array) -> mx.array:
@@ -87,7 +84,7 @@ def all_finite_times(tree: Any, factor: mx.array) -> mx.array:
         tree (Any): A tree of arrays.
         factor (array): A positive 0-d float32 array.
     """
-    return _all_finite(arrays(tree), factor)
+    return _checked(_all_finite_times, tree, factor)
 
 
 def is_finite_magnitude(x: mx.array) -> mx.array:
@@ -158,17 +155,33 @@ def global_norm(tree: Any, factor: mx.array) -> mx.array:
     It is inf or NaN where a value in the tree is, and where the sum of squares
     does not fit in float32.
     """
-    leaves = [x for x in arrays(tree) if is_floating(x) and x.size]
-    return _norm(leaves, factor) if leaves else mx.array(0.0)
+    return _checked(_norm, tree, factor)
 
 
-def _all_finite(leaves: list[mx.array], *factor: mx.array) -> mx.array:
-    leaves = [x for x in leaves if is_floating(x) and x.size]
-    return _largest_is_finite(leaves, *factor) if leaves else mx.array(True)
+def _checked(compiled: Callable, tree: Any, *factor: mx.array) -> mx.array:
+    # mx.compile walks the tree faster than Python does, but names nothing.
+    try:
+        return compiled(tree, *factor)
+    except ValueError:
+        arrays(tree)
+        raise
 
 
 @mx.compile
-def _largest_is_finite(leaves: list[mx.array], *factor: mx.array) -> mx.array:
+def _all_finite(tree: Any) -> mx.array:
+    leaves = arrays(tree)
+    doubles = [mx.all(mx.isfinite(x)) for x in leaves if x.dtype == mx.float64]
+    others = _largest([x for x in leaves if x.dtype != mx.float64])
+    return reduce(mx.logical_and, doubles, is_finite_magnitude(others))
+
+
+@mx.compile
+def _all_finite_times(tree: Any, factor: mx.array) -> mx.array:
+    # Rounding is monotonic: if the largest stays finite, all do.
+    return is_finite_magnitude(_largest(arrays(tree)) * factor)
+
+
+def _largest(leaves: list[mx.array]) -> mx.array:
     found = []
     for pieces in _alike(leaves):
         dtype = pieces[0].dtype
@@ -176,18 +189,16 @@ def _largest_is_finite(leaves: list[mx.array], *factor: mx.array) -> mx.array:
         mask = mx.array(mask, bits)
         largest = mx.max(_join(mx.maximum, [x.view(bits) & mask for x in pieces]))
         found.append(largest.view(dtype).astype(mx.float32).view(mx.uint32))
-    largest = _join(mx.maximum, found).view(mx.float32)
-    # Rounding is monotonic: if the largest stays finite, all do.
-    return is_finite_magnitude(reduce(mx.multiply, factor, largest))
+    return _join(mx.maximum, found).view(mx.float32) if found else mx.array(0.0)
 
 
 @mx.compile
-def _norm(leaves: list[mx.array], factor: mx.array) -> mx.array:
+def _norm(tree: Any, factor: mx.array) -> mx.array:
     sums = []
-    for pieces in _alike(leaves):
+    for pieces in _alike(arrays(tree)):
         squares = [mx.square(_own_float32(x) * factor) for x in pieces]
         sums.append(mx.sum(_join(mx.add, squares)))
-    return mx.sqrt(_join(mx.add, sums))
+    return mx.sqrt(_join(mx.add, sums)) if sums else mx.array(0.0)
 
 
 def _own_float32(x: mx.array) -> mx.array:
@@ -201,6 +212,8 @@ def _own_float32(x: mx.array) -> mx.array:
 def _alike(leaves: list[mx.array]) -> Iterable[list[mx.array]]:
     alike: dict[Any, list[mx.array]] = {}
     for leaf in leaves:
+        if not is_floating(leaf) or not leaf.size:
+            continue
         if leaf.dtype == mx.complex64:
             leaf = leaf.reshape(-1).view(mx.float32)
         for piece in _cut(leaf):
