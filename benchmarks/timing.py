@@ -79,6 +79,14 @@ def interleave(
     return {name: Timing(values, base) for name, values in seconds.items()}
 
 
+def joined(timings: list[Timing]) -> Timing:
+    """Return the rounds of several measurements of one variant as one."""
+    return Timing(
+        [second for timing in timings for second in timing.seconds],
+        [second for timing in timings for second in timing.baseline],
+    )
+
+
 def slope(amounts: list[float], values: list[float]) -> tuple[float, float]:
     """Return the slope of a straight line through the points, and its R squared.
 
