@@ -11,14 +11,14 @@ from mlx.utils import tree_flatten
 
 # The bits of |x| compare as integers like |x| itself, with inf above every
 # finite number and NaN above inf: one integer maximum finds both, exactly.
-# Signed, because the vector units of older CPUs compare only that.
-_MAGNITUDE_BITS = {
-    mx.float16: (mx.int16, 0x7FFF),
-    mx.bfloat16: (mx.int16, 0x7FFF),
-    mx.float32: (mx.int32, 0x7FFFFFFF),
-    mx.float64: (mx.int64, 0x7FFFFFFFFFFFFFFF),
+# Signed, because the vector units of older CPUs compare only that. Each with the
+# bits of a magnitude and those of inf.
+_BITS = {
+    mx.float16: (mx.int16, 0x7FFF, 0x7C00),
+    mx.bfloat16: (mx.int16, 0x7FFF, 0x7F80),
+    mx.float32: (mx.int32, 0x7FFFFFFF, 0x7F800000),
+    mx.float64: (mx.int64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
 }
-_INF_BITS = 0x7F800000
 
 # Eight leaves joined elementwise before the reduction cost an eighth of a pass
 # more than reading them; with more the CPU's compiler stops vectorising.
@@ -91,7 +91,7 @@ def is_finite_magnitude(x: mx.array) -> mx.array:
     """Like ``mx.isfinite`` for float32 that is not negative, by the bits: no
     compiler's fast maths, which may assume that there is no NaN, can touch it.
     """
-    return x.view(mx.uint32) < mx.array(_INF_BITS, mx.uint32)
+    return x.view(mx.uint32) < mx.array(_BITS[mx.float32][2], mx.uint32)
 
 
 def arrays(tree: Any) -> list[mx.array]:
@@ -169,27 +169,46 @@ def _checked(compiled: Callable, tree: Any, *factor: mx.array) -> mx.array:
 
 @mx.compile
 def _all_finite(tree: Any) -> mx.array:
-    leaves = arrays(tree)
-    doubles = [mx.all(mx.isfinite(x)) for x in leaves if x.dtype == mx.float64]
-    others = _largest([x for x in leaves if x.dtype != mx.float64])
-    return reduce(mx.logical_and, doubles, is_finite_magnitude(others))
+    flags = []
+    for dtype, largest in _largest_bits(tree, _upper_half):
+        bits, _, inf = _BITS[dtype]
+        inf = inf if largest.dtype == bits else inf >> 16
+        flags.append(largest < mx.array(inf, largest.dtype))
+    return reduce(mx.logical_and, flags) if flags else mx.array(True)
+
+
+def _upper_half(bits: mx.array) -> mx.array:
+    # Of 32 bits these tell finite from not, and half as much has to be written.
+    return (bits >> 16).astype(mx.int16) if bits.dtype == mx.int32 else bits
 
 
 @mx.compile
 def _all_finite_times(tree: Any, factor: mx.array) -> mx.array:
     # Rounding is monotonic: if the largest stays finite, all do.
-    return is_finite_magnitude(_largest(arrays(tree)) * factor)
+    flags = [
+        is_finite_magnitude(largest.view(dtype).astype(mx.float32) * factor)
+        for dtype, largest in _largest_bits(tree)
+    ]
+    return reduce(mx.logical_and, flags) if flags else mx.array(True)
 
 
-def _largest(leaves: list[mx.array]) -> mx.array:
-    found = []
-    for pieces in _alike(leaves):
+def _unchanged(x: mx.array) -> mx.array:
+    return x
+
+
+def _largest_bits(
+    tree: Any, shorten: Callable = _unchanged
+) -> list[tuple[mx.Dtype, mx.array]]:
+    """Return each dtype with the bits of the largest magnitude of it."""
+    largest: dict[mx.Dtype, list[mx.array]] = {}
+    for pieces in _alike(arrays(tree)):
         dtype = pieces[0].dtype
-        bits, mask = _MAGNITUDE_BITS[dtype]
-        mask = mx.array(mask, bits)
-        largest = mx.max(_join(mx.maximum, [x.view(bits) & mask for x in pieces]))
-        found.append(largest.view(dtype).astype(mx.float32).view(mx.uint32))
-    return _join(mx.maximum, found).view(mx.float32) if found else mx.array(0.0)
+        bits, magnitude, _ = _BITS[dtype]
+        magnitude = mx.array(magnitude, bits)
+        pieces = [x.view(bits) & magnitude for x in pieces]
+        joined = _join(mx.maximum, pieces, shorten)
+        largest.setdefault(dtype, []).append(mx.max(joined))
+    return [(dtype, _join(mx.maximum, found)) for dtype, found in largest.items()]
 
 
 @mx.compile
@@ -234,16 +253,17 @@ def _cut(leaf: mx.array) -> list[mx.array]:
     return [x for x in mx.split(leaf, cuts, axis=axis) if x.size]
 
 
-def _join(operation: Callable, values: list[mx.array]) -> mx.array:
+def _join(
+    operation: Callable, values: list[mx.array], finish: Callable = _unchanged
+) -> mx.array:
     while len(values) > _JOIN:
         groups = [values[i : i + _JOIN] for i in range(0, len(values), _JOIN)]
         # Neither fusible nor a copy: it ends a kernel at eight inputs. Reducing
         # each group on its own is 115 kernels for 448 leaves instead of 69.
-        values = [
-            mx.contiguous(_join_pairwise(operation, group), allow_col_major=True)
-            for group in groups
-        ]
-    return _join_pairwise(operation, values)
+        joined = [finish(_join_pairwise(operation, group)) for group in groups]
+        values = [mx.contiguous(x, allow_col_major=True) for x in joined]
+        finish = _unchanged
+    return finish(_join_pairwise(operation, values))
 
 
 def _join_pairwise(operation: Callable, values: list[mx.array]) -> mx.array:
