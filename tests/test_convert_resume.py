@@ -110,10 +110,12 @@ def test_the_record_of_the_folder_does_as_well(tmp_path):
 def test_a_weight_that_was_changed_by_hand_is_saved(tmp_path):
     write_start(tmp_path / "run")
     model, resumed = half(tmp_path / "run")
-    model.body.weight = mx.full((4, 4), 2, mx.float16)
+    model.body.weight = mx.full((4, 4), 2, mx.float16)  # frozen
+    model.fc.weight = mx.full((2, 4), 3, mx.float16)  # with a master
     save_run(tmp_path / "run", model, resumed.optimizer)
-    saved = read_run(tmp_path / "run").weights["body.weight"]
-    assert same(saved, mx.full((4, 4), 2, mx.float32))
+    saved = read_run(tmp_path / "run").weights
+    assert same(saved["body.weight"], mx.full((4, 4), 2, mx.float32))
+    assert same(saved["fc.weight"], mx.full((2, 4), 3, mx.float32))
 
 
 def test_a_loss_that_cannot_be_undone_is_told(tmp_path):

@@ -130,7 +130,10 @@ def save_run(
     run = Run(weights=dict(tree_flatten(model.parameters())), record=dict(record or {}))
     rounded = run.record.pop(ROUNDED, None)
     if isinstance(optimizer, LossScaleOptimizer):
-        masters = optimizer.state["masters"]
+        # Not those in the state: the user may have replaced a weight since.
+        known = optimizer.state["masters"]
+        full = dict(tree_flatten(optimizer.masters(model.parameters())))
+        masters = {name: x for name, x in full.items() if name in known}
         run.weights = unrounded(run.weights, masters, folder, rounded) | masters
         scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
