@@ -39,6 +39,7 @@ def guarded_apply(
     inverse_scale: mx.array,
     apply: mx.array,
     masters: dict[str, mx.array] | None = None,
+    written: dict[str, mx.array] | None = None,
 ) -> Any:
     """Return the parameters after one optimizer step, or before it.
 
@@ -57,8 +58,10 @@ def guarded_apply(
         parameters (Any): A tree that holds at least the gradients' leaves.
         inverse_scale (array): What to multiply the gradients with.
         apply (array): A 0-d bool array.
-        masters (dict, optional): Float32 masters of parameters, by their path;
-            written in place.
+        masters (dict, optional): Float32 masters of half parameters, by their path;
+            replaced in place.
+        written (dict, optional): For each master the :func:`half_bits` of the parameter
+            as the last step left it; replaced in place.
 
     Returns:
         Any: A tree of new parameters with the structure of ``gradients``.
@@ -83,19 +86,24 @@ def guarded_apply(
     # place is how MLX's own trees mark a leaf that is not trained.
     trained = tree_map(lambda g: g if is_floating(g) else {}, gradients)
     places = [(box, key) for _, box, key in slots(optimizer.state)]
-    masters = {} if masters is None else masters
+    kept = {
+        path: (masters[path], written[path])
+        for path, p in tree_flatten(parameters)
+        if masters and path in masters and p.dtype in HALF
+    }
     step = _stepper(optimizer, trained)
     new, new_masters, state = step(
         [box[key] for box, key in places],
         _scheduled(optimizer, trained),
         trained,
         parameters,
-        masters,
+        kept,
         inverse_scale,
         apply,
     )
     _write(places, state)
-    masters.update(new_masters)
+    for path, master in new_masters.items():
+        masters[path], written[path] = master, half_bits(new[path])
     return tree_map_with_path(
         lambda path, _, p: new.get(path, p), gradients, parameters
     )
@@ -219,7 +227,7 @@ def _run(
     scheduled: list[dict[str, mx.array]],
     gradients: Any,
     parameters: Any,
-    masters: dict[str, mx.array],
+    kept: dict[str, tuple[mx.array, mx.array]],
     inverse_scale: mx.array,
     apply: mx.array,
 ) -> tuple[dict[str, mx.array], dict[str, mx.array], list[mx.array]]:
@@ -234,7 +242,7 @@ def _run(
         part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
     try:
         full = tree_map_with_path(
-            lambda path, p: full_precision(p, masters.get(path)), parameters
+            lambda path, p: full_precision(p, *kept.get(path, ())), parameters
         )
         # One by one and joined by path: the tree_merge of a MultiOptimizer's own
         # apply_gradients fails where a list has a frozen module in a gap.
@@ -255,15 +263,18 @@ def _run(
         for part, tree, new in steps:
             moments = _arrays_by_owner(part.state)
 
-            def select(path, _, parameter, new, moments=moments):
-                if path in masters:
-                    new = new_masters[path] = mx.where(apply, new, masters[path])
+            def select(path, _, parameter, full, new, moments=moments):
+                roots = moments.get(path, [])
+                if path in kept:
+                    # Also in a skipped step: a replaced weight is its own master.
+                    new = new_masters[path] = mx.where(apply, new, full)
+                    roots = [*roots, full]
                 # In float32, then cast: a skipped half comes back bit for bit, and
                 # a select on float16 is 10 percent of the whole step on a CPU.
-                keep = _rooted(to_float32(parameter), moments.get(path, []))
+                keep = _rooted(to_float32(parameter), roots)
                 outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
 
-            tree_map_with_path(select, tree, parameters, new)
+            tree_map_with_path(select, tree, parameters, full, new)
         return outputs, new_masters, new_state
     finally:
         restore(saved)
@@ -295,19 +306,29 @@ def _scheduled(optimizer: Optimizer, gradients: Any) -> list[dict[str, mx.array]
     ]
 
 
-def full_precision(parameter: mx.array, master: mx.array | None) -> mx.array:
-    """Return the master, or the parameter where it is not the master's rounding.
+def full_precision(
+    parameter: mx.array,
+    master: mx.array | None = None,
+    written: mx.array | None = None,
+) -> mx.array:
+    """Return the master, or the parameter where it is not what was written last.
 
     So a weight that the user replaced counts, and its old master does not, element
     by element, also in a step that is compiled.
     """
     value = to_float32(parameter)
-    if master is None:
+    if master is None or parameter.dtype not in HALF:
         return value
-    # Nothing but the cast itself rounds as it does. On a GPU that is free; MLX's
-    # CPU backend casts float16 in scalar code, for a third of the step's time.
-    rounded = to_float32(master.astype(parameter.dtype))
-    return mx.where(rounded == value, master, value)
+    return mx.where(half_bits(parameter) == written, master, value)
+
+
+def half_bits(parameter: mx.array) -> mx.array:
+    """Return the bits of a float16 or bfloat16 array, in the same memory.
+
+    An array of its own all the same: ``weight += 1`` changes an mx.array in place,
+    which must not change what is remembered of it.
+    """
+    return mx.view(parameter, mx.int16)
 
 
 def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:

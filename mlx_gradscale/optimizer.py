@@ -18,6 +18,7 @@ from .guard import (
     fitting_parameters,
     full_precision,
     guarded_apply,
+    half_bits,
     initialize,
     to_float32,
     unscale,
@@ -132,12 +133,15 @@ class LossScaleOptimizer(Optimizer):
                 "say with average= that gradients are averaged over the optimizer's."
             )
         self._known: set[str] = set()
+        # By path, because MLX's dtypes cannot be pickled.
+        self._bfloat16: set[str] = set()
         self._loaded: dict[str, mx.array] | None = None
         self._scaler_before_load: dict[str, mx.array] = {}
         # One dict for life: compiled steps have captured it.
         self._state = {
             "optimizer": optimizer.state,
             "masters": {},
+            "written": {},
             "scaler": self.scaler.state,
             "grad_norm": mx.array(0.0),
         }
@@ -158,11 +162,15 @@ class LossScaleOptimizer(Optimizer):
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
         initialize(self.optimizer, parameters, again=True)
-        masters = self._state["masters"]
+        masters, written = self._state["masters"], self._state["written"]
         for path, parameter in tree_flatten(parameters):
             if parameter.dtype in HALF and path not in masters:
                 masters[path] = parameter.astype(mx.float32)
-        self._known |= {p for p, x in tree_flatten(parameters) if is_floating(x)}
+                written[path] = half_bits(parameter)
+            if is_floating(parameter):
+                self._known.add(path)
+            if parameter.dtype == mx.bfloat16:
+                self._bfloat16.add(path)
         if self._loaded is not None:
             # The scaler has its state since the load, and may have moved on.
             scaler = {f"scaler.{k}": x for k, x in self.scaler.state.items()}
@@ -244,6 +252,7 @@ class LossScaleOptimizer(Optimizer):
             inverse,
             finite,
             self._state["masters"],
+            self._state["written"],
         )
         self.scaler._remember(gradients)
         self.scaler._count(finite)
@@ -296,9 +305,10 @@ class LossScaleOptimizer(Optimizer):
                 "keeps what it has."
             )
         # A tree of trainable parameters is without those that were frozen since.
-        if self._known - given and isinstance(parameters, nn.Module):
+        unseen = self._known - given
+        if unseen and isinstance(parameters, nn.Module):
             there = {path for path, _ in tree_flatten(parameters)}
-            for path in sorted(self._known - given - there):
+            for path in sorted(unseen - there):
                 raise ValueError(
                     f"{path!r} is gone since this optimizer was initialised. Make a "
                     "new LossScaleOptimizer for the changed model."
@@ -355,9 +365,10 @@ class LossScaleOptimizer(Optimizer):
             >>> optimizer.masters(weights)
             {'w': array([1, 1], dtype=float32)}
         """
-        masters = self._state["masters"]
+        masters, written = self._state["masters"], self._state["written"]
         return tree_map_with_path(
-            lambda path, x: full_precision(x, masters.get(path)), parameters
+            lambda path, x: full_precision(x, masters.get(path), written.get(path)),
+            parameters,
         )
 
     @property
@@ -387,6 +398,8 @@ class LossScaleOptimizer(Optimizer):
 
     def _write(self, loaded: dict[str, mx.array]) -> None:
         own = dict(tree_flatten(self._state))
+        if not any(path.startswith("written.") for path in loaded):
+            loaded = loaded | self._roundings(loaded)
         for path in [*own, *loaded]:
             if path not in loaded:
                 raise ValueError(f"The state has no {path!r}, this optimizer has.")
@@ -402,6 +415,16 @@ class LossScaleOptimizer(Optimizer):
                     f"{here.dtype} of shape {here.shape} in this optimizer."
                 )
         _write_leaves(self._state, "", loaded)
+
+    def _roundings(self, loaded: dict[str, mx.array]) -> dict[str, mx.array]:
+        # A state that was made elsewhere, or was stripped of what follows from it.
+        written = {}
+        for path in self._state["masters"]:
+            dtype = mx.bfloat16 if path in self._bfloat16 else mx.float16
+            if f"masters.{path}" in loaded:
+                rounded = loaded[f"masters.{path}"].astype(dtype)
+                written[f"written.{path}"] = half_bits(rounded)
+        return written
 
     def _validate(self, loaded: dict[str, Any]) -> None:
         for path, x in loaded.items():
@@ -446,7 +469,7 @@ class LossScaleOptimizer(Optimizer):
         self.scaler._owner = weakref.ref(self)
 
     def _own_state(self) -> dict[str, Any]:
-        return {k: self._state[k] for k in ("masters", "grad_norm")}
+        return {k: self._state[k] for k in ("masters", "written", "grad_norm")}
 
 
 def _write_leaves(tree: Any, path: str, values: dict[str, mx.array]) -> None:

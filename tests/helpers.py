@@ -154,22 +154,31 @@ def kernels(outputs):
     return [name for name in names if name.split()[0] not in _VIEWS]
 
 
+def address(x):
+    """Where in memory an evaluated array is: views of it have the same."""
+    return np.array(x, copy=False).__array_interface__["data"][0]
+
+
 def bytes_moved(before, after):
     """The bytes of these two trees that computing ``after`` reads and writes.
 
-    Only what kernels take as it is: not what they read through a view, as the finite
-    check does, not what goes from one to another, and no scalars.
+    What a kernel takes twice, as weights and as their bits, it reads once. Only what
+    kernels take as it is: not what they read through a view, as the finite check does,
+    not what goes from one to another, and no scalars.
     """
-    arrays = [x for _, x in tree_flatten([before, after]) if x.ndim]
-    names = {f"x{i}": x for i, x in enumerate(arrays)}
+    old, new = ([x for _, x in tree_flatten(t) if x.ndim] for t in (before, after))
+    names = {f"x{i}": x for i, x in enumerate([*old, *new])}
     file = io.StringIO()
     mx.export_to_dot(file, [x for _, x in tree_flatten(after)], **names)
     nodes = re.findall(r'(\d+) \[label ="([^"]*)", shape', file.getvalue())
     launched = {node for node, name in nodes if name.split()[0] not in _VIEWS}
     reads = re.findall(r'"(x\d+)" -> (\d+)', file.getvalue())
     writes = re.findall(r'(\d+) -> "(x\d+)"', file.getvalue())
-    moved = [*reads, *((name, node) for node, name in writes)]
-    return sum(names[name].nbytes for name, node in moved if node in launched)
+    # Of the old ones only, which are evaluated; nothing is written in their place.
+    places = {name: address(x) for name, x in names.items() if int(name[1:]) < len(old)}
+    read = {(places[x], node): names[x].nbytes for x, node in reads if node in launched}
+    written = [names[x].nbytes for node, x in writes if node in launched]
+    return sum([*read.values(), *written])
 
 
 class Traced:

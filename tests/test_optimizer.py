@@ -17,6 +17,7 @@ from helpers import (
     OPTIMIZERS,
     Mlp,
     Traced,
+    address,
     batch,
     bits,
     bytes_moved,
@@ -174,6 +175,76 @@ def test_every_neighbour_of_a_rounded_master_is_taken_for_the_users(dtype):
             assert mx.all(kept).item()
         else:
             assert mx.all(kept <= (masters == weights.astype(mx.float32))).item()
+
+
+def test_a_weight_moved_to_the_other_side_of_a_tie_is_the_users():
+    optimizer = wrapped(optim.SGD(0.0))
+    optimizer.init({"w": mx.ones(1, mx.float16)})
+    # Halfway between 1 and the next half: it rounds to 1.
+    optimizer.state["masters"]["w"] = mx.array([1 + 2**-11])
+    weights = {"w": mx.array([1 + 2**-10], mx.float16)}
+    new = optimizer.apply_gradients({"w": mx.zeros(1)}, weights)
+    assert new["w"].item() == optimizer.state["masters"]["w"].item() == 1 + 2**-10
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_weights_changed_in_place_are_the_users_also_after_a_skip(dtype, compiled):
+    training = Training(optim.SGD(0.0), dtype, compiled)
+    training.run(range(2))
+    layer = training.model.layers[0]
+    layer.weight += 1
+    layer.bias[0] = 5
+    want = [layer.weight * 1, layer.bias * 1]
+    training.run([7], bad=(7,))
+    training.run([8])
+    assert same([layer.weight, layer.bias], want)
+
+
+def test_a_master_that_the_user_edits_counts():
+    optimizer = wrapped(optim.SGD(0.0))
+    weights = {"w": mx.ones(1, mx.float16)}
+    optimizer.init(weights)
+    optimizer.state["masters"]["w"] = mx.array([3.0])
+    skipped = optimizer.apply_gradients({"w": mx.array([INF])}, weights)
+    assert skipped["w"].item() == 1.0
+    assert optimizer.apply_gradients({"w": mx.zeros(1)}, skipped)["w"].item() == 3.0
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_model_cast_after_init_trains_on_from_its_weights(dtype):
+    training = Training(optim.SGD(0.0), mx.float16, compiled=False)
+    training.run(range(2))
+    for changed in (dtype, mx.float16):
+        training.model.set_dtype(changed)
+        before = tree_map(lambda x: x * 1, training.model.trainable_parameters())
+        training.run([3])
+        assert same(training.model.trainable_parameters(), before)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_was_written_takes_no_memory_of_its_own(compiled):
+    training = Training(compiled=compiled)
+    for seed in range(3):
+        weights = tree_flatten(training.model.trainable_parameters())
+        written = training.optimizer.state["written"]
+        assert [address(x) for _, x in weights] == [
+            address(written[p]) for p, _ in weights
+        ]
+        training.run([seed], bad=(1,))
+
+
+def test_a_state_without_what_was_written_resumes_exactly():
+    training, other = Training(), Training()
+    training.run(range(3))
+    state = dict(tree_flatten(training.optimizer.state))
+    short = {k: x for k, x in state.items() if not k.startswith("written.")}
+    assert len(short) < len(state)
+    other.model.update(tree_map(lambda x: x, training.model.parameters()))
+    other.optimizer.state = tree_unflatten(list(short.items()))
+    for each in (training, other):
+        each.run(range(3, 6))
+    assert other.everything() == training.everything()
 
 
 def test_clipping_makes_no_float32_copy_of_the_gradients():

@@ -88,8 +88,8 @@ def load_run(
         dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
         cast = cast_weights(weights, dtypes)
         optimizer = LossScaleOptimizer(optimizer, scaler, max_grad_norm=max_grad_norm)
-        optimizer.init(model.trainable_parameters())
         model.load_weights(list(cast.items()), strict=True)
+        optimizer.init(model.trainable_parameters())
         masters = optimizer.state["masters"]
         masters.update({name: weights[name].astype(mx.float32) for name in masters})
         scaler = optimizer.scaler
