@@ -127,9 +127,16 @@ def figures(rows: list[Row]) -> list[Figure]:
     lora = by_name[f"AdamW, float32, {trees.LORA}", "scaler compiled"]
     eager, bare = by_name[main, "scaler eager"], by_name[main, "bare eager"]
     floor = ours.milliseconds / bare.milliseconds
+    masters = f"AdamW, float16 model, masters, {trees.MAIN}"
     return [
         Figure("optimizer phase / bare compiled", ours.ratio, bar=1.20, note=main),
         Figure("LoRA-like tree / bare compiled", lora.ratio, bar=1.25),
+        Figure(
+            "masters / bare on masters + cast",
+            by_name[masters, "LossScaleOptimizer"].ratio,
+            bar=1.35,
+            note="float16 model",
+        ),
         Figure(
             "eager loop / bare eager",
             eager.milliseconds / bare.milliseconds,

@@ -264,14 +264,12 @@ def _run(
             moments = _arrays_by_owner(part.state)
 
             def select(path, _, parameter, full, new, moments=moments):
-                roots = moments.get(path, [])
                 if path in kept:
                     # Also in a skipped step: a replaced weight is its own master.
                     new = new_masters[path] = mx.where(apply, new, full)
-                    roots = [*roots, full]
                 # In float32, then cast: a skipped half comes back bit for bit, and
                 # a select on float16 is 10 percent of the whole step on a CPU.
-                keep = _rooted(to_float32(parameter), roots)
+                keep = _rooted(to_float32(parameter), moments.get(path, []))
                 outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
 
             tree_map_with_path(select, tree, parameters, full, new)

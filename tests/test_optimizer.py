@@ -14,6 +14,7 @@ from helpers import (
     BAD_VALUES,
     INF,
     NAN,
+    NOT_ELEMENTWISE,
     OPTIMIZERS,
     Mlp,
     Traced,
@@ -361,6 +362,27 @@ def test_one_kernel_and_one_half_read_more_than_adamw_and_a_cast():
     # The gradient, three float32 arrays in and out, the new weight: and the old one.
     assert bare[1] == 8 * 64 * (2 + 3 * (4 + 4) + 2)
     assert ours[1] == bare[1] + 8 * 64 * 2
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - NOT_ELEMENTWISE))
+def test_one_kernel_per_parameter_with_masters(name, dtype):
+    def count(leaves):
+        box = [{f"w{i}": mx.ones((8, 8), dtype) for i in range(leaves)}]
+        optimizer = wrapped(OPTIMIZERS[name]())
+        optimizer.init(box[0])
+
+        def step(gradients):
+            box[0] = optimizer.apply_gradients(gradients, box[0])
+
+        state = [box, optimizer.state]
+        gradients = tree_map(lambda w: w + 1, box[0])
+        mx.eval(state, gradients)
+        mx.compile(step, inputs=state, outputs=state)(gradients)
+        return len(kernels(state))
+
+    # Up to eight leaves of one shape the finite check is as many kernels as for one.
+    assert count(8) - count(4) == 4
 
 
 def test_peak_memory_is_that_of_adamw_on_masters():
