@@ -616,7 +616,8 @@ class GradScaler:
                 "A GradScaler with a group cannot be pickled or copied: save its "
                 "state_dict() and make a new one with the group."
             )
-        return {"enabled": self._enabled, "values": read(self._state)}
+        alarm = {k: v for k, v in vars(self).items() if k == "skip_alarm"}
+        return {"enabled": self._enabled, "values": read(self._state), **alarm}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         self._enabled = pickled["enabled"]
@@ -624,6 +625,8 @@ class GradScaler:
         self._state = {}
         self._forget_iteration()
         self._fill(pickled["values"])
+        if "skip_alarm" in pickled:
+            self.skip_alarm = pickled["skip_alarm"]
 
 
 def is_wrapped(optimizer: Optimizer) -> bool:

@@ -91,6 +91,9 @@ class SkipAlarm:
             (path, weakref.ref(x)) for path, x in leaves if isinstance(x, mx.array)
         ]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_remembered": []}
+
     def see(self, skips: int, scale: float, grads: Any = None) -> None:
         """Go off if ``skips``, a number of skipped steps in a row, is too many."""
         if skips < self.limit:

@@ -1,0 +1,182 @@
+"""``GradScaler``: calls out of order, bad arguments, settings."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from helpers import (
+    INF,
+    NAN,
+    Mlp,
+    batch,
+    bits,
+    mse,
+)
+from scaler_helpers import apply, used
+
+from mlx_gradscale import GradScaler
+
+# Misuse
+
+
+def unscale_twice(scaler, optimizer):
+    scaler.unscale_(optimizer, {"w": mx.ones(1)})
+    scaler.unscale_(optimizer, {"w": mx.ones(1)})
+
+
+def unscale_after_step(scaler, optimizer):
+    apply(scaler, optimizer, 1.0)
+    scaler.unscale_(optimizer, {"w": mx.ones(1)})
+
+
+def step_twice(scaler, optimizer):
+    apply(scaler, optimizer, 1.0)
+    apply(scaler, optimizer, 1.0)
+
+
+def update_first(scaler, optimizer):
+    scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (unscale_twice, "twice"),
+        (unscale_after_step, "after step"),
+        (step_twice, "call update"),
+        (update_first, "nothing recorded"),
+    ],
+)
+def test_calls_out_of_order_are_refused(misuse, message):
+    with pytest.raises(RuntimeError, match=message):
+        misuse(used(), optim.SGD(1.0))
+
+
+@pytest.mark.parametrize("method", ["step", "unscale_", "apply_gradients"])
+def test_stepping_without_ever_scaling_is_refused(method):
+    model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler()
+    _, gradients = nn.value_and_grad(model, mse(model))(*batch())
+    before = bits(model.parameters())
+    arguments = {
+        "step": (optimizer, model, gradients),
+        "unscale_": (optimizer, gradients),
+        "apply_gradients": (optimizer, gradients, model),
+    }[method]
+    with pytest.raises(RuntimeError, match="never scaled a loss"):
+        getattr(scaler, method)(*arguments)
+    assert bits(model.parameters()) == before
+
+
+def test_after_a_refused_step_the_iteration_can_go_on():
+    scaler, optimizer = used(), optim.SGD(1.0)
+    with pytest.raises(ValueError, match="no such parameter"):
+        scaler.apply_gradients(optimizer, {"x": mx.ones(1)}, {"w": mx.ones(1)})
+    assert scaler.skipped_steps.item() == 0
+    apply(scaler, optimizer, 1.0)
+    scaler.update()
+
+
+@pytest.mark.parametrize("first", ["adam", None, 0.1, optim.Adam, Mlp()])
+def test_what_is_no_optimizer_is_refused(first):
+    with pytest.raises(TypeError, match="optimizer of mlx"):
+        used().apply_gradients(first, {"w": mx.ones(1)}, {"w": mx.ones(1)})
+
+
+def test_step_wants_a_model():
+    with pytest.raises(TypeError, match="takes a model"):
+        used().step(optim.SGD(0.1), {"w": mx.ones(1)}, {"w": mx.ones(1)})
+
+
+def test_keep_needs_a_compute_dtype():
+    with pytest.raises(ValueError, match="compute_dtype"):
+        GradScaler().value_and_grad(Mlp(), lambda: None, keep=lambda *_: True)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"growth_factor": 1.0}, ValueError),
+        ({"growth_factor": 1.0 + 1e-9}, ValueError),
+        ({"growth_factor": INF}, ValueError),
+        ({"growth_factor": NAN}, ValueError),
+        ({"growth_factor": True}, TypeError),
+        ({"growth_factor": "2"}, TypeError),
+        ({"backoff_factor": 0.0}, ValueError),
+        ({"backoff_factor": 1.0}, ValueError),
+        ({"backoff_factor": -0.5}, ValueError),
+        ({"backoff_factor": None}, TypeError),
+        ({"growth_interval": 0}, ValueError),
+        ({"growth_interval": 2.0}, TypeError),
+        ({"growth_interval": True}, TypeError),
+        ({"growth_interval": 2**31}, ValueError),
+        ({"backoff_interval": 0}, ValueError),
+        ({"backoff_interval": 1.5}, TypeError),
+        ({"init_scale": 0.0}, ValueError),
+        ({"init_scale": -1.0}, ValueError),
+        ({"init_scale": INF}, ValueError),
+        ({"init_scale": NAN}, ValueError),
+        ({"init_scale": True}, TypeError),
+        ({"init_scale": 2.0**-127}, ValueError),
+        ({"init_scale": 1e39}, ValueError),
+        ({"min_scale": 0.0}, ValueError),
+        ({"min_scale": 4.0, "max_scale": 2.0}, ValueError),
+        ({"init_scale": 1.0, "min_scale": 2.0}, ValueError),
+        ({"init_scale": 4.0, "max_scale": 2.0}, ValueError),
+        ({"dynamic": 1}, TypeError),
+        ({"enabled": "yes"}, TypeError),
+        ({"init_scale": "cuda"}, TypeError),
+        ({"init_scale": "mps"}, TypeError),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused(arguments, error):
+    with pytest.raises(error, match=r"must be|above|below|leave out"):
+        GradScaler(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("growth_factor", 0.5),
+        ("backoff_factor", 2.0),
+        ("growth_interval", 0),
+        ("growth_interval", False),
+    ],
+)
+def test_a_refused_setter_changes_nothing(name, bad):
+    scaler = GradScaler()
+    before = scaler.state_dict()
+    with pytest.raises((TypeError, ValueError), match="must be"):
+        getattr(scaler, f"set_{name}")(bad)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("value", [128, 128.0, mx.array(128.0), np.float32(128)])
+def test_the_scale_can_be_set_and_forgets_what_was_recorded(value):
+    scaler, optimizer = used(), optim.SGD(1.0)
+    apply(scaler, optimizer, INF)
+    scaler.update(value)
+    assert scaler.get_scale() == 128.0
+    apply(scaler, optimizer, 1.0)
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1.0, NAN, INF, True, "8", mx.ones(1), mx.array(True), [2.0]]
+)
+def test_a_bad_new_scale_is_refused(value):
+    scaler = GradScaler()
+    with pytest.raises((TypeError, ValueError), match="new_scale must be"):
+        scaler.update(value)
+    assert scaler.get_scale() == 65536.0
+
+
+def test_a_new_scale_is_clamped_to_the_limits():
+    scaler = GradScaler(min_scale=2.0, max_scale=2.0**20)
+    scaler.update(1.0)
+    assert scaler.get_scale() == 2.0
+    scaler.update(mx.array(1e9))
+    assert scaler.get_scale() == 2.0**20
