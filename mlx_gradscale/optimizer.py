@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from .distributed import average_gradients
 from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
-from .finite import all_finite_times, is_finite_magnitude, is_floating, nonfinite
+from .finite import all_finite_times, is_finite_magnitude, is_floating
 from .guard import (
     HALF,
     fitting_parameters,
@@ -23,7 +23,7 @@ from .guard import (
     to_float32,
     unscale,
 )
-from .scale import check, read
+from .optimizer_state import check_loaded, write_in_place
 from .scaler import GradScaler, is_wrapped
 
 
@@ -382,7 +382,7 @@ class LossScaleOptimizer(Optimizer):
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         loaded = dict(tree_flatten(state))
-        self._validate(loaded)
+        check_loaded(loaded, self.scaler.state)
         # Now, while the file is there, and not inside a trace.
         mx.eval(loaded)
         if self._initialized:
@@ -397,24 +397,9 @@ class LossScaleOptimizer(Optimizer):
                 self.scaler.state[name] = loaded[f"scaler.{name}"]
 
     def _write(self, loaded: dict[str, mx.array]) -> None:
-        own = dict(tree_flatten(self._state))
         if not any(path.startswith("written.") for path in loaded):
             loaded = loaded | self._roundings(loaded)
-        for path in [*own, *loaded]:
-            if path not in loaded:
-                raise ValueError(f"The state has no {path!r}, this optimizer has.")
-            if path not in own:
-                raise ValueError(
-                    f"The state has {path!r}, this optimizer has not: it belongs to "
-                    "another model or optimizer."
-                )
-            here, there = own[path], loaded[path]
-            if (here.shape, here.dtype) != (there.shape, there.dtype):
-                raise ValueError(
-                    f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
-                    f"{here.dtype} of shape {here.shape} in this optimizer."
-                )
-        _write_leaves(self._state, "", loaded)
+        write_in_place(self.state, loaded)
 
     def _roundings(self, loaded: dict[str, mx.array]) -> dict[str, mx.array]:
         # A state that was made elsewhere, or was stripped of what follows from it.
@@ -425,34 +410,6 @@ class LossScaleOptimizer(Optimizer):
                 rounded = loaded[f"masters.{path}"].astype(dtype)
                 written[f"written.{path}"] = half_bits(rounded)
         return written
-
-    def _validate(self, loaded: dict[str, Any]) -> None:
-        for path, x in loaded.items():
-            if not isinstance(x, mx.array):
-                raise TypeError(f"{path!r} must be an array, got {x!r}.")
-        scaler = {
-            path.removeprefix("scaler."): x
-            for path, x in loaded.items()
-            if path.startswith("scaler.")
-        }
-        if set(scaler) != set(self.scaler.state):
-            raise ValueError(
-                "This is not the state of a LossScaleOptimizer: it has no scaler in it."
-            )
-        for name, x in scaler.items():
-            here = self.scaler.state[name]
-            if (x.shape, x.dtype) != (here.shape, here.dtype):
-                raise ValueError(
-                    f"'scaler.{name}' must be {here.dtype} of shape (), got {x.dtype} "
-                    f"of shape {x.shape}."
-                )
-        check(read(scaler))
-        # An overflowing step leaves its norm behind, so that one may be inf.
-        kept = {path: x for path, x in loaded.items() if path != "grad_norm"}
-        bad = nonfinite([kept[path] for path in kept])
-        if bad:
-            path = list(kept)[int(bad[0].path)]
-            raise ValueError(f"{path!r} in the state holds NaN or inf.")
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_state": None, "_extra": self._own_state()}
@@ -470,15 +427,6 @@ class LossScaleOptimizer(Optimizer):
 
     def _own_state(self) -> dict[str, Any]:
         return {k: self._state[k] for k in ("masters", "written", "grad_norm")}
-
-
-def _write_leaves(tree: Any, path: str, values: dict[str, mx.array]) -> None:
-    for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        where = f"{path}.{key}" if path else str(key)
-        if isinstance(child, mx.array):
-            tree[key] = values[where]
-        elif isinstance(child, (dict, list, tuple)):
-            _write_leaves(child, where, values)
 
 
 def _first(optimizer: Optimizer) -> Optimizer:

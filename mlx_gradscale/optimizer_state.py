@@ -1,0 +1,79 @@
+"""Take over a saved state of a ``LossScaleOptimizer``: check all of it, then write."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from .finite import nonfinite
+from .scale import check, read
+from .state_slots import CONTAINERS, items
+
+
+def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
+    """Raise for what no optimizer can use: all that is seen without its parameters.
+
+    Args:
+        loaded (dict): The leaves of a state by their path.
+        scaler_state (dict): The state of the scaler that is to take its part.
+    """
+    for path, x in loaded.items():
+        if not isinstance(x, mx.array):
+            raise TypeError(f"{path!r} must be an array, got {x!r}.")
+    scaler = {
+        path.removeprefix("scaler."): x
+        for path, x in loaded.items()
+        if path.startswith("scaler.")
+    }
+    if set(scaler) != set(scaler_state):
+        raise ValueError(
+            "This is not the state of a LossScaleOptimizer: it has no scaler in it."
+        )
+    for name, x in scaler.items():
+        here = scaler_state[name]
+        if (x.shape, x.dtype) != (here.shape, here.dtype):
+            raise ValueError(
+                f"'scaler.{name}' must be {here.dtype} of shape (), got {x.dtype} "
+                f"of shape {x.shape}."
+            )
+    check(read(scaler))
+    # An overflowing step leaves its norm behind, so that one may be inf.
+    kept = {path: x for path, x in loaded.items() if path != "grad_norm"}
+    bad = nonfinite([kept[path] for path in kept])
+    if bad:
+        path = list(kept)[int(bad[0].path)]
+        raise ValueError(f"{path!r} in the state holds NaN or inf.")
+
+
+def write_in_place(state: dict[str, Any], loaded: dict[str, mx.array]) -> None:
+    """Replace every leaf of ``state``, or raise and replace none.
+
+    Args:
+        state (dict): A tree whose containers are kept: compiled steps hold them.
+        loaded (dict): The new leaves by their path.
+    """
+    own = dict(tree_flatten(state))
+    for path in [*own, *loaded]:
+        if path not in loaded:
+            raise ValueError(f"The state has no {path!r}, this optimizer has.")
+        if path not in own:
+            raise ValueError(
+                f"The state has {path!r}, this optimizer has not: it belongs to "
+                "another model or optimizer."
+            )
+        here, there = own[path], loaded[path]
+        if (here.shape, here.dtype) != (there.shape, there.dtype):
+            raise ValueError(
+                f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
+                f"{here.dtype} of shape {here.shape} in this optimizer."
+            )
+    _write_leaves(state, "", loaded)
+
+
+def _write_leaves(tree: Any, path: str, values: dict[str, mx.array]) -> None:
+    for key, child in items(tree):
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(child, mx.array):
+            tree[key] = values[where]
+        elif isinstance(child, CONTAINERS):
+            _write_leaves(child, where, values)
