@@ -29,6 +29,7 @@ from .folder import (
 from .parts import find_parts, get
 from .place import check_folder, contains
 from .resume import current_groups
+from .swap import refuse_hidden
 from .text import dtype, evaluate, printable, shape, table
 from .whole import Options, Run, from_torch, plan_of, to_torch
 
@@ -86,6 +87,8 @@ def convert(arguments: argparse.Namespace) -> None:
 def direction(arguments: argparse.Namespace) -> str:
     """Which way, by the path that exists."""
     paths = {"mlx": arguments.torch_path, "torch": arguments.mlx_path}
+    for path in paths.values():
+        refuse_hidden(path)
     there = {way: path.exists() for way, path in paths.items()}
     if arguments.to is not None:
         if not there[arguments.to]:

@@ -17,6 +17,7 @@ from ..torch_checkpoint.atomic import atomic_write
 from .jsonable import decode, encode
 from .parts import Unordered
 from .place import check_file, check_folder, new_folder
+from .swap import bring_back, refuse_hidden
 from .whole import Run
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -60,6 +61,8 @@ def write_run(
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     arrays = {MODEL: run.weights, OPTIMIZER: run.optimizer, EXTRA: extra or None}
     check_run(run)
+    check_folder(folder, overwrite)
+    bring_back(folder, OURS)
     with new_folder(folder, OURS, overwrite) as place:
         for name, content in arrays.items():
             if content is not None:
@@ -93,6 +96,7 @@ def read_run(folder: str | os.PathLike) -> Run:
         Run: its arrays are read when they are used.
     """
     folder = Path(folder)
+    refuse_hidden(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
     found = {name: read_weights(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
@@ -121,6 +125,7 @@ def read_torch(
         tuple: the checkpoint, and sentences for the user.
     """
     path = Path(path)
+    refuse_hidden(path)
     if not path.is_dir():
         return _read_torch_file(path, float64), []
     content: dict[str, Any] = {}

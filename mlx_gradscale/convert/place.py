@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .swap import is_same, refuse_hidden, replace_folder, sync
+
 
 def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
     """Refuses a place where no folder can be written.
@@ -28,6 +30,7 @@ def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
             f"{given} is the folder you are in, or one around it, which cannot be "
             "replaced: give a folder inside it."
         )
+    refuse_hidden(path)
     if not overwrite and path.is_dir() and any(path.iterdir()):
         raise FileExistsError(_there(given))
     return path
@@ -69,11 +72,15 @@ def new_folder(
 ) -> Iterator[Path]:
     """A folder to fill, which takes its place when nothing was raised.
 
-    The new folder is built beside the old one and takes its name by two renames;
-    then the files that are not ours move into it, and the old ones are deleted. If
-    any step fails, all are undone. A power cut finds the old run or the new one
-    whole, never some files of each; between the renames both are there under hidden
-    names (``.<name>.*``), and so may be the files that are not ours.
+    The new folder is built beside the old one, under a hidden name (``.<name>.*``),
+    and exchanges its place with it when all of it is on the disk; then the files that
+    are not ours move into it, and the old ones are deleted. If any step fails, all
+    are undone. A kill or a power cut finds the old run or the new one in its place,
+    whole, and the other, or a part of it, under the hidden name. The files that are
+    not ours may be there too: see :func:`~mlx_gradscale.convert.swap.bring_back`.
+    Only where the system cannot exchange folders in one step (network disks, say) is
+    there a moment between two renames when both runs are hidden; the next read or
+    write then says how to take them back.
 
     Args:
         path: the folder; a symbolic link stays, the folder it points to is replaced.
@@ -83,47 +90,27 @@ def new_folder(
     """
     path = check_folder(path, overwrite)
     made = [parent for parent in path.parents if not parent.exists()]
-    temporary = None
+    built = None
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            built = temporary.stat()
         except OSError as error:
             said = f"Cannot write to {path.parent}: {error.strerror}."
             raise OSError(said) from error
         yield temporary
         temporary.chmod(_mode(path))  # mkdtemp gives 0700
-        _swap(temporary, path, ours)
+        for written in (*temporary.iterdir(), temporary, *(p.parent for p in made)):
+            sync(written)
+        replace_folder(path, temporary, ours)
     except BaseException:
-        if temporary is not None:
+        # Where an exchange could not be undone, this name is the old folder's.
+        if built is not None and is_same(temporary, built):
             shutil.rmtree(temporary, ignore_errors=True)
         for parent in made:
             with suppress(OSError):
                 parent.rmdir()
-        raise
-
-
-def _swap(new: Path, path: Path, ours: Collection[str]) -> None:
-    old = new.with_name(new.name + ".old")
-    moves = [(new, path)]
-    if path.exists():
-        others = [entry.name for entry in path.iterdir() if entry.name not in ours]
-        moves = [(path, old), *moves, *((old / n, path / n) for n in others)]
-    begun = []
-    try:
-        for source, target in moves:
-            begun.append((source, target))
-            source.rename(target)
-    except BaseException:
-        for source, target in reversed(begun):
-            # The last one may not have been done.
-            if os.path.lexists(target) and not os.path.lexists(source):
-                target.rename(source)
-        raise
-    try:
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:  # an interrupt: the new run is in its place already
-        shutil.rmtree(old, ignore_errors=True)
         raise
 
 

@@ -59,6 +59,8 @@ def recognise(state_dict: Mapping[str, Any], name: str | None = None) -> str:
         return name
     if set(fits) == {"Adam", "AdamW"}:
         return _adam_or_adamw(groups)
+    if fits == ["Adamax"] and "exp_inf" not in held:
+        _refuse_radam(groups)
     if len(fits) == 1:
         return fits[0]
     if fits:
@@ -102,6 +104,18 @@ def _adam_or_adamw(groups: list[Mapping]) -> str:
         "that does not say which, and has weight decay. Name it with optimizer=... "
         "(--optimizer)."
     )
+
+
+def _refuse_radam(groups: list[Mapping]) -> None:
+    # Adamax has "maximize" since PyTorch 1.12; RAdam has it since 2.4, but since 2.2
+    # it has "decoupled_weight_decay", which Adamax has not.
+    if not all("maximize" in group for group in groups):
+        raise ValueError(
+            "The optimizer state could be Adamax's, or RAdam's of a PyTorch before "
+            "2.2: before the first step nothing tells them apart. Adamax is named with "
+            "optimizer='Adamax' (--optimizer Adamax); RAdam, which MLX has not, is "
+            "left out with keys={'optimizer': ''} (--optimizer-key '')."
+        )
 
 
 def differences(

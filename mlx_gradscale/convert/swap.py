@@ -1,0 +1,143 @@
+"""Two folders exchange their places, so that a killed process loses neither."""
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+_EXCHANGE = 2  # Linux's RENAME_EXCHANGE, and macOS's RENAME_SWAP
+_HERE = -100  # Linux's AT_FDCWD
+_ASIDE = ".old"
+
+
+def replace_folder(path: Path, new: Path, ours: Collection[str]) -> None:
+    """Puts a folder in the place of another, or leaves both as they were.
+
+    Args:
+        path: the folder to replace; it need not be there.
+        new: the folder that takes its place, beside it, with its files on the disk.
+        ours: names of the files that go with the old folder; all others move into
+            the new one.
+    """
+    mine, others = new.stat(), []
+    try:
+        if path.exists():
+            _exchange(new, path)
+            others = [entry.name for entry in new.iterdir() if entry.name not in ours]
+            for name in others:
+                (new / name).rename(path / name)
+        else:
+            new.rename(path)
+        sync(path)
+        sync(path.parent)
+    except BaseException:
+        for name in others:
+            _undo(new / name, path / name)
+        if is_same(path, mine):
+            if new.exists():
+                _exchange(new, path)
+            else:
+                path.rename(new)
+        raise
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+    except BaseException:  # an interrupt: the new folder is in its place already
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def refuse_hidden(path: str | os.PathLike) -> None:
+    """Raises if a killed process left a folder under hidden names only.
+
+    That can be only where the system cannot exchange two folders in one step.
+    """
+    path = Path(path).resolve()
+    olds = [] if path.exists() else [p for p in _left(path) if p.suffix == _ASIDE]
+    # A new folder is whole before the old one is put aside.
+    places = [p for old in olds for p in (old, old.with_suffix("")) if p.exists()]
+    if places:
+        moves = (f"mv {shlex.quote(str(p))} {shlex.quote(str(path))}" for p in places)
+        raise FileNotFoundError(
+            f"{path} is hidden: a process was killed just as it replaced it. Nothing "
+            f"is lost: take back the old ({_ASIDE}) or the new one with "
+            f"{' or '.join(moves)}"
+        )
+
+
+def bring_back(path: str | os.PathLike, ours: Collection[str]) -> None:
+    """Moves back the files that a killed process did not get to move.
+
+    Args:
+        path: a folder that was replaced.
+        ours: names of the files that were replaced; they stay where they are.
+    """
+    path = Path(path).resolve()
+    for old in _left(path) if path.is_dir() else []:
+        for entry in old.iterdir():
+            # A folder that was never whole may hold what atomic_write had begun.
+            is_begun = entry.name.startswith(".") and entry.suffix == ".tmp"
+            is_there = os.path.lexists(path / entry.name)
+            if not (entry.name in ours or is_begun or is_there):
+                entry.rename(path / entry.name)
+
+
+def is_same(path: Path, known: os.stat_result) -> bool:
+    """Whether a folder is the one that was known, perhaps under another name."""
+    return path.exists() and os.path.samestat(path.stat(), known)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    if os.name == "posix":  # Windows cannot open a folder
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    if _in_one_step(a, b):
+        return
+    aside, begun = a.with_name(a.name + _ASIDE), []
+    try:
+        for source, target in ((b, aside), (a, b), (aside, a)):
+            begun.append((source, target))
+            source.rename(target)
+    except BaseException:
+        for source, target in reversed(begun):
+            _undo(source, target)
+        raise
+
+
+def _in_one_step(a: Path, b: Path) -> bool:
+    """Exchanges two folders; False, and nothing done, where the system cannot."""
+    first, second = os.fsencode(a), os.fsencode(b)
+    try:
+        system = ctypes.CDLL(None)
+        if sys.platform == "darwin":
+            return system.renamex_np(first, second, _EXCHANGE) == 0
+        return system.renameat2(_HERE, first, _HERE, second, _EXCHANGE) == 0
+    except (AttributeError, TypeError, OSError):  # it has no such function
+        return False
+
+
+def _undo(source: Path, target: Path) -> None:
+    # The last rename that was begun may not have been done.
+    if os.path.lexists(target) and not os.path.lexists(source):
+        target.rename(source)
+
+
+def _left(path: Path) -> list[Path]:
+    """Folders beside a path that writes to it left behind, or are still filling."""
+    start, end = re.escape(f".{path.name}."), re.escape(_ASIDE)
+    pattern = re.compile(rf"{start}\w{{8}}({end})?")  # as tempfile.mkdtemp names them
+    try:
+        beside = sorted(path.parent.iterdir())
+    except OSError:  # it is not there, or cannot be listed
+        return []
+    return [p for p in beside if pattern.fullmatch(p.name) and p.is_dir()]
