@@ -59,7 +59,10 @@ def load_state(path: str | os.PathLike) -> dict[str, Any]:
 def _read(file: Any) -> bytes:
     data = file.read(_LARGEST + 1)
     if len(data) > _LARGEST:
-        raise ValueError("it holds more than the state of a GradScaler")
+        raise ValueError(
+            "it holds more than the state of a GradScaler. Of a whole checkpoint, load "
+            'the part: load_state_dict(torch_checkpoint.load(path)["scaler"])'
+        )
     return data
 
 

@@ -14,6 +14,8 @@ from .finite import is_floating
 from .state_slots import CONTAINERS, copies, dotted, items, restore, slots
 
 HALF = (mx.float16, mx.bfloat16)
+# Of another dtype for each, so that bits of one are never taken for the other's.
+BITS = {mx.float16: mx.int16, mx.bfloat16: mx.uint16}
 
 
 def unscale(gradients: Any, inverse_scale: mx.array) -> Any:
@@ -264,6 +266,12 @@ def _run(
             moments = _arrays_by_owner(part.state)
 
             def select(path, _, parameter, full, new, moments=moments):
+                if new.shape != parameter.shape:
+                    raise ValueError(
+                        f"{path!r} has shape {parameter.shape}, and a step would give "
+                        f"it {new.shape}: the optimizer was initialised for another "
+                        "shape. Make a new optimizer for the changed model."
+                    )
                 if path in kept:
                     # Also in a skipped step: a replaced weight is its own master.
                     new = new_masters[path] = mx.where(apply, new, full)
@@ -317,16 +325,22 @@ def full_precision(
     value = to_float32(parameter)
     if master is None or parameter.dtype not in HALF:
         return value
-    return mx.where(half_bits(parameter) == written, master, value)
+    if written.dtype == BITS[parameter.dtype]:
+        untouched = half_bits(parameter) == written
+    else:
+        # The model was cast from one half to the other.
+        untouched = to_float32(master.astype(parameter.dtype)) == value
+    return mx.where(untouched, master, value)
 
 
 def half_bits(parameter: mx.array) -> mx.array:
     """Return the bits of a float16 or bfloat16 array, in the same memory.
 
     An array of its own all the same: ``weight += 1`` changes an mx.array in place,
-    which must not change what is remembered of it.
+    which must not change what is remembered of it. What writes to the memory itself,
+    through NumPy or DLPack, does change it, and goes unnoticed.
     """
-    return mx.view(parameter, mx.int16)
+    return mx.view(parameter, BITS[parameter.dtype])
 
 
 def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from inspect import signature
 from numbers import Real
 from typing import Any
 
@@ -14,6 +15,7 @@ from .distributed import average_gradients
 from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
 from .finite import all_finite_times, is_finite_magnitude, is_floating
 from .guard import (
+    BITS,
     HALF,
     fitting_parameters,
     full_precision,
@@ -25,6 +27,7 @@ from .guard import (
 )
 from .optimizer_state import check_loaded, write_in_place
 from .scaler import GradScaler, is_wrapped
+from .state_slots import copies, restore
 
 
 class LossScaleOptimizer(Optimizer):
@@ -78,10 +81,16 @@ class LossScaleOptimizer(Optimizer):
         sharded: Sharded | None = None,
         **inner: Any,
     ):
-        if inner:
+        for name in inner:
+            if name in signature(GradScaler.__init__).parameters:
+                raise TypeError(
+                    f"{name} belongs to the scaler: write "
+                    f"LossScaleOptimizer(optimizer, GradScaler({name}=...))."
+                )
             raise TypeError(
-                f"{', '.join(inner)} belongs to the optimizer inside: write "
-                "LossScaleOptimizer(AdamW(..., weight_decay=0.1)), for example."
+                f"LossScaleOptimizer has no argument {name}. If it belongs to the "
+                "optimizer inside, write LossScaleOptimizer(AdamW(..., "
+                "weight_decay=0.1)), for example."
             )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -132,9 +141,7 @@ class LossScaleOptimizer(Optimizer):
                 "The scaler has another group than this optimizer: leave one out, or "
                 "say with average= that gradients are averaged over the optimizer's."
             )
-        self._known: set[str] = set()
-        # By path, because MLX's dtypes cannot be pickled.
-        self._bfloat16: set[str] = set()
+        self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
         self._loaded: dict[str, mx.array] | None = None
         self._scaler_before_load: dict[str, mx.array] = {}
         # One dict for life: compiled steps have captured it.
@@ -161,25 +168,26 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
+        floating = {p: x.shape for p, x in tree_flatten(parameters) if is_floating(x)}
+        self._check_shapes(floating)
+        before = list(copies(self.state))
         initialize(self.optimizer, parameters, again=True)
         masters, written = self._state["masters"], self._state["written"]
         for path, parameter in tree_flatten(parameters):
             if parameter.dtype in HALF and path not in masters:
                 masters[path] = parameter.astype(mx.float32)
                 written[path] = half_bits(parameter)
-            if is_floating(parameter):
-                self._known.add(path)
-            if parameter.dtype == mx.bfloat16:
-                self._bfloat16.add(path)
         if self._loaded is not None:
             # The scaler has its state since the load, and may have moved on.
             scaler = {f"scaler.{k}": x for k, x in self.scaler.state.items()}
             try:
                 self._write(self._loaded | scaler)
             except ValueError:
+                restore(before)
                 self.scaler.state.update(self._scaler_before_load)
                 raise
             self._loaded = None
+        self._known |= floating
         self._initialized = True
 
     def update(
@@ -198,6 +206,11 @@ class LossScaleOptimizer(Optimizer):
                 counts: how many micro-batches the gradients are the mean of, for
                 example. Default: 1, or 0 without gradients.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "update(model, gradients) takes a model first, got "
+                f"{type(model).__name__}. Use apply_gradients for a parameter tree."
+            )
         trainable = model.trainable_parameters()
         if not self._initialized:
             self.init(trainable)
@@ -229,8 +242,10 @@ class LossScaleOptimizer(Optimizer):
                 )
             self.init(fitting)
         self._check_known(gradients, parameters)
+        self._check_shapes({path: x.shape for path, x in tree_flatten(fitting)})
+        masters, written = self._state["masters"], self._state["written"]
         for path, parameter in tree_flatten(fitting):
-            if parameter.dtype in HALF and path not in self._state["masters"]:
+            if parameter.dtype in HALF and path not in masters:
                 raise ValueError(
                     f"{path!r} became {parameter.dtype} after this optimizer was "
                     "initialised, and has no float32 master. Call init() again."
@@ -244,16 +259,17 @@ class LossScaleOptimizer(Optimizer):
                 "max_grad_norm=."
             )
         gradients, inverse = self._averaged(gradients, parameters, weight)
-        inverse, finite = self._inspect(gradients, inverse)
+        inverse, finite, norm = self._inspect(gradients, inverse)
         new = guarded_apply(
             self.optimizer,
             gradients,
             parameters,
             inverse,
             finite,
-            self._state["masters"],
-            self._state["written"],
+            masters,
+            written,
         )
+        self._state["grad_norm"] = norm
         self.scaler._remember(gradients)
         self.scaler._count(finite)
         if self.scaler.is_enabled():
@@ -283,35 +299,46 @@ class LossScaleOptimizer(Optimizer):
         )
         return gradients, inverse
 
-    def _inspect(self, gradients: Any, inverse: mx.array) -> tuple[mx.array, mx.array]:
+    def _inspect(
+        self, gradients: Any, inverse: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
         if self.max_grad_norm is None:
+            norm = self._state["grad_norm"]
             if not self.scaler.is_enabled():
-                return inverse, mx.array(True)
+                return inverse, mx.array(True), norm
             finite = all_finite_times(gradients, inverse)
-            return inverse, agreed(finite, self._deciders)
+            return inverse, agreed(finite, self._deciders), norm
         # One pass gives the norm and tells whether all is finite, and clipping is
         # a factor in the unscaling. As in mlx.optimizers.clip_grad_norm.
         norm = norm_over_ranks(gradients, inverse, self._deciders, self._sharded)
-        self._state["grad_norm"] = norm
         clip = mx.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
-        return inverse * clip, is_finite_magnitude(norm)
+        return inverse * clip, is_finite_magnitude(norm), norm
 
     def _check_known(self, gradients: Any, parameters: Any) -> None:
         given = {p for p, x in tree_flatten(gradients) if is_floating(x)}
-        for path in sorted(given - self._known):
+        for path in sorted(given - self._known.keys()):
             raise ValueError(
                 f"{path!r} was not there, or was frozen, when this optimizer was "
                 "initialised. Call init(model.trainable_parameters()) again, which "
                 "keeps what it has."
             )
         # A tree of trainable parameters is without those that were frozen since.
-        unseen = self._known - given
+        unseen = self._known.keys() - given
         if unseen and isinstance(parameters, nn.Module):
             there = {path for path, _ in tree_flatten(parameters)}
             for path in sorted(unseen - there):
                 raise ValueError(
                     f"{path!r} is gone since this optimizer was initialised. Make a "
                     "new LossScaleOptimizer for the changed model."
+                )
+
+    def _check_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        for path, shape in shapes.items():
+            known = self._known.get(path, shape)
+            if shape != known:
+                raise ValueError(
+                    f"{path!r} has shape {shape}, and {known} when this optimizer was "
+                    "initialised. Make a new LossScaleOptimizer for the changed model."
                 )
 
     # What a user reads and sets
@@ -373,7 +400,11 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[str, Any]:
-        """All there is to save: a tree of arrays. Setting it writes in place."""
+        """All there is to save: a tree of arrays. Setting it writes in place.
+
+        What is set before :meth:`init` is there from then on: the structure comes from
+        the parameters.
+        """
         # Again each time: a MultiOptimizer makes a new dict, and the user may have
         # replaced the inner optimizer's.
         self._state["optimizer"] = self.optimizer.state
@@ -397,19 +428,17 @@ class LossScaleOptimizer(Optimizer):
                 self.scaler.state[name] = loaded[f"scaler.{name}"]
 
     def _write(self, loaded: dict[str, mx.array]) -> None:
-        if not any(path.startswith("written.") for path in loaded):
-            loaded = loaded | self._roundings(loaded)
+        # A file may be without what was written, or be of a model in the other half.
+        for path, here in self._state["written"].items():
+            there = loaded.get(f"written.{path}")
+            master = loaded.get(f"masters.{path}")
+            is_missing = there is None or there.dtype in set(BITS.values()) - {
+                here.dtype
+            }
+            if is_missing and master is not None:
+                dtype = next(half for half, bits in BITS.items() if bits == here.dtype)
+                loaded = loaded | {f"written.{path}": half_bits(master.astype(dtype))}
         write_in_place(self.state, loaded)
-
-    def _roundings(self, loaded: dict[str, mx.array]) -> dict[str, mx.array]:
-        # A state that was made elsewhere, or was stripped of what follows from it.
-        written = {}
-        for path in self._state["masters"]:
-            dtype = mx.bfloat16 if path in self._bfloat16 else mx.float16
-            if f"masters.{path}" in loaded:
-                rounded = loaded[f"masters.{path}"].astype(dtype)
-                written[f"written.{path}"] = half_bits(rounded)
-        return written
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_state": None, "_extra": self._own_state()}

@@ -25,9 +25,10 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
         for path, x in loaded.items()
         if path.startswith("scaler.")
     }
-    if set(scaler) != set(scaler_state):
+    for name in scaler_state.keys() ^ scaler.keys():
+        has = "has no" if name in scaler_state else "has"
         raise ValueError(
-            "This is not the state of a LossScaleOptimizer: it has no scaler in it."
+            f"This is not the state of a LossScaleOptimizer: it {has} 'scaler.{name}'."
         )
     for name, x in scaler.items():
         here = scaler_state[name]

@@ -34,6 +34,13 @@ def with_scaled_gradient(
         see_loss (Callable): Is shown each loss as it comes out of ``loss_fn``.
     """
 
+    if hasattr(loss_fn, "has_scaled_gradient"):
+        raise TypeError(
+            "The gradient of this loss function is scaled already. scale_loss() once "
+            "is enough, and value_and_grad() of a scaler does it by itself: give it "
+            "the plain function."
+        )
+
     @wraps(loss_fn)
     def scaled_loss_fn(*args, **kwargs):
         outputs = loss_fn(*args, **kwargs)
@@ -50,6 +57,7 @@ def with_scaled_gradient(
             return type(outputs)(loss, *aux)
         return (loss, *aux) if isinstance(outputs, tuple) else loss
 
+    scaled_loss_fn.has_scaled_gradient = True
     return scaled_loss_fn
 
 
@@ -58,6 +66,7 @@ def value_and_grad(
     loss_fn: Callable,
     compute_dtype: mx.Dtype,
     keep: Callable[[str, mx.array], bool] | None = None,
+    cast_inputs: bool = True,
 ) -> Callable:
     """Like ``nn.value_and_grad``, with the forward and backward pass in another dtype.
 
@@ -72,7 +81,14 @@ def value_and_grad(
             for a model that is stored in half precision.
         keep (Callable, optional): Told the path and value of a parameter, returns
             True to leave it in its own dtype.
+        cast_inputs (bool): Whether to cast floating arguments of ``loss_fn`` as well,
+            targets and masks among them. Default: ``True``.
     """
+    if keep is not None and not callable(keep):
+        raise TypeError(
+            "keep must be a function of path and parameter, as lambda path, x: 'norm' "
+            f"in path, got {keep!r}."
+        )
     known = isinstance(compute_dtype, mx.Dtype)
     if not known or not mx.issubdtype(compute_dtype, mx.floating):
         raise ValueError(
@@ -89,7 +105,8 @@ def value_and_grad(
 
     def cast_loss_fn(parameters, args, kwargs):
         model.update(tree_map_with_path(cast_parameter, parameters))
-        args, kwargs = tree_map(cast, (args, kwargs), is_leaf=_is_leaf)
+        if cast_inputs:
+            args, kwargs = tree_map(cast, (args, kwargs), is_leaf=_is_leaf)
         return loss_fn(*args, **kwargs)
 
     differentiate = mx.value_and_grad(cast_loss_fn)

@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import reduce, wraps
 from typing import Any
 
 import mlx.core as mx
@@ -90,6 +90,15 @@ class GradScaler:
         1024.0
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "GradScaler":
+        device = kwargs.get("device", args[0] if args else None)
+        if isinstance(device, str):
+            raise TypeError(
+                f"GradScaler takes no device: leave out {device!r}. MLX arrays live in "
+                "unified memory."
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         init_scale: float = 65536.0,
@@ -104,11 +113,6 @@ class GradScaler:
         max_scale: float = 2.0**127,
         group: mx.distributed.Group | None = None,
     ):
-        if isinstance(init_scale, str):
-            raise TypeError(
-                f"GradScaler takes no device: leave out {init_scale!r}. MLX arrays "
-                "live in unified memory."
-            )
         if not isinstance(enabled, bool):
             raise TypeError(f"enabled must be True or False, got {enabled!r}.")
         values = {
@@ -132,6 +136,7 @@ class GradScaler:
         # By id, because an optimizer may define equality. The record keeps it.
         self._records: dict[int, _Record] = {}
         self._scale_was_applied = False
+        self._losses_under_way = 0
         self._owner: weakref.ref | None = None
         self._warned: set[str] = set()
 
@@ -160,6 +165,11 @@ class GradScaler:
         if not self._enabled:
             return outputs
         arrays(outputs)
+        if self._losses_under_way:
+            raise RuntimeError(
+                "scale() was called in a loss function whose gradient is scaled "
+                "already, by value_and_grad() or scale_loss(): return the plain loss."
+            )
         self._scale_was_applied = True
 
         def scaled(x: mx.array) -> mx.array:
@@ -191,8 +201,17 @@ class GradScaler:
         if not self._enabled:
             return loss_fn
         self._scale_was_applied = True
+
+        @wraps(loss_fn)
+        def watched(*args, **kwargs):
+            self._losses_under_way += 1
+            try:
+                return loss_fn(*args, **kwargs)
+            finally:
+                self._losses_under_way -= 1
+
         return precision.with_scaled_gradient(
-            loss_fn, lambda: self._state["scale"], self._see_loss
+            watched, lambda: self._state["scale"], self._see_loss
         )
 
     def value_and_grad(
@@ -202,6 +221,7 @@ class GradScaler:
         compute_dtype: mx.Dtype | None = None,
         *,
         keep: Callable[[str, mx.array], bool] | None = None,
+        cast_inputs: bool = True,
     ) -> Callable:
         """Like ``nn.value_and_grad``: the true loss, and scaled gradients.
 
@@ -215,6 +235,10 @@ class GradScaler:
                 parameters. Default: ``None``.
             keep (Callable, optional): With ``compute_dtype``: told the path and
                 the value of a parameter, returns True to leave it as it is.
+            cast_inputs (bool): With ``compute_dtype``: whether floating arguments of
+                ``loss_fn`` are cast too. All are, targets and masks among them: a
+                target of 1e5 is inf in float16. False leaves them alone, and
+                ``loss_fn`` casts what the model is given. Default: ``True``.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn
@@ -227,12 +251,22 @@ class GradScaler:
             >>> grads["bias"], model.weight.dtype
             (array([1024], dtype=float32), mlx.core.float32)
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "value_and_grad(model, loss_fn) takes a model first, got "
+                f"{type(model).__name__}. For a tree of parameters use "
+                "mx.value_and_grad(scaler.scale_loss(loss_fn))."
+            )
         loss_fn = self.scale_loss(loss_fn)
         if compute_dtype is None:
-            if keep is not None:
-                raise ValueError("keep= has no meaning without compute_dtype=.")
+            if keep is not None or not cast_inputs:
+                raise ValueError(
+                    "keep= and cast_inputs= have no meaning without compute_dtype=."
+                )
             return nn.value_and_grad(model, loss_fn)
-        return precision.value_and_grad(model, loss_fn, compute_dtype, keep)
+        return precision.value_and_grad(
+            model, loss_fn, compute_dtype, keep, cast_inputs
+        )
 
     def _see_loss(self, loss: mx.array) -> None:
         if loss.dtype == mx.float16:
@@ -396,7 +430,11 @@ class GradScaler:
         self._records.clear()
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
-        """Do :meth:`step` and :meth:`update`; return what ``step`` returns."""
+        """Do :meth:`step` and :meth:`update`; return what ``step`` returns.
+
+        For one optimizer. With several, whose gradients came with the same scale, call
+        :meth:`step` for each and :meth:`update` once.
+        """
         applied = self.step(optimizer, model, grads)
         self.update()
         return applied
@@ -573,7 +611,15 @@ class GradScaler:
             )
         missing = [key for key in TORCH_KEYS if key not in state_dict]
         if missing:
-            raise KeyError(f"The state dict has no {', '.join(missing)}.")
+            inside = [
+                key
+                for key, value in state_dict.items()
+                if isinstance(value, dict) and TORCH_KEYS.keys() <= value.keys()
+            ]
+            hint = (
+                f" It is a whole checkpoint: load its {inside[0]!r}." if inside else ""
+            )
+            raise KeyError(f"The state dict has no {', '.join(missing)}.{hint}")
         kept = {k: self._get(k) for k in SETTINGS}
         fresh = {k: default for k, (_, default) in FIELDS.items() if k not in SETTINGS}
         given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}

@@ -14,6 +14,7 @@ from helpers import (
     NOT_ELEMENTWISE,
     OPTIMIZERS,
     Traced,
+    bits,
     gradients_like,
     kernels,
     parameters,
@@ -399,6 +400,17 @@ def test_a_parameter_without_state_is_named():
     weights = {"a": mx.ones(1), "b": mx.ones(1)}
     with pytest.raises(ValueError, match="no state for 'b'"):
         guarded_apply(optimizer, weights, weights, mx.array(1.0), mx.array(True))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2,), ()])
+def test_a_parameter_that_a_step_would_reshape_is_named(shape):
+    optimizer = optim.Adam(0.1)
+    optimizer.init({"w": mx.ones((2, 2))})
+    weights = {"w": mx.ones(shape)}
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match="'w' has shape"):
+        guarded_apply(optimizer, weights, weights, mx.array(1.0), mx.array(True))
+    assert bits(optimizer.state) == before
 
 
 def test_old_buffers_are_donated():

@@ -146,6 +146,31 @@ def test_a_model_cast_after_init_trains_on_from_its_weights(dtype):
         assert same(training.model.trainable_parameters(), before)
 
 
+def test_bits_of_one_half_are_not_taken_for_the_others():
+    optimizer = wrapped(optim.SGD(0.0))
+    weights = {"w": mx.ones(1, mx.float16)}
+    optimizer.init(weights)
+    # bfloat16 2**-7 has the bits of float16 1.
+    weights = {"w": mx.full((1,), 2**-7, mx.bfloat16)}
+    new = optimizer.apply_gradients({"w": mx.zeros(1)}, weights)
+    assert new["w"].item() == 2**-7
+
+
+@pytest.mark.parametrize("save", [False, True], ids=["set_dtype", "state"])
+def test_masters_outlive_a_change_of_the_half(save):
+    optimizer = wrapped(optim.SGD(1.0))
+    weights = {"w": mx.ones(1, mx.float16)}
+    weights = optimizer.apply_gradients({"w": mx.full((1,), 2**-13)}, weights)
+    weights = {"w": weights["w"].astype(mx.bfloat16)}
+    if save:
+        state = tree_map(lambda x: x, optimizer.state)
+        optimizer = wrapped(optim.SGD(1.0))
+        optimizer.init(weights)
+        optimizer.state = state
+    optimizer.apply_gradients({"w": mx.zeros(1)}, weights)
+    assert optimizer.state["masters"]["w"].item() == 1 - 2**-13
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_what_was_written_takes_no_memory_of_its_own(compiled):
     training = Training(compiled=compiled)

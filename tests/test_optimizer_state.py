@@ -137,8 +137,15 @@ def test_what_cannot_be_wrapped_is_refused(arguments, message):
 
 
 def test_arguments_of_the_inner_optimizer_are_refused():
-    with pytest.raises(TypeError, match="weight_decay belongs to the optimizer inside"):
+    with pytest.raises(TypeError, match=r"no argument weight_decay.* optimizer inside"):
         LossScaleOptimizer(optim.AdamW(1e-3), weight_decay=0.1)
+    with pytest.raises(TypeError, match=r"GradScaler\(init_scale=\.\.\.\)"):
+        LossScaleOptimizer(optim.AdamW(1e-3), init_scale=2.0)
+
+
+def test_update_wants_a_model():
+    with pytest.raises(TypeError, match="takes a model first, got dict"):
+        wrapped().update({"w": mx.ones(1)}, Mlp())
 
 
 @pytest.mark.parametrize("value", [0, -1.0, NAN, True, "1"])
@@ -302,6 +309,43 @@ def test_a_state_of_another_model_set_before_init_is_refused_every_time():
     for _ in range(2):
         with pytest.raises(ValueError, match=r"another model|has no"):
             optimizer.apply_gradients(weights, weights)
+
+
+def test_a_state_that_init_refuses_leaves_nothing_behind():
+    other = wrapped(optim.Adam(0.1), scale=4.0)
+    other.init({"x": mx.ones(3, mx.float16)})
+    optimizer = wrapped(optim.Adam(0.1), scale=1024.0)
+    before = bits(optimizer.state)
+    optimizer.state = other.state
+    with pytest.raises(ValueError, match=r"another model|has no"):
+        optimizer.init({"w": mx.ones(2, mx.float16)})
+    assert bits(optimizer.state) == before
+
+
+@pytest.mark.parametrize("name", ["scale", "growth_interval"])
+def test_a_field_that_the_scaler_lacks_is_named(name):
+    optimizer = wrapped()
+    state = dict(tree_flatten(optimizer.state))
+    value = state.pop(f"scaler.{name}")
+    with pytest.raises(ValueError, match=f"it has no 'scaler.{name}'"):
+        optimizer.state = tree_unflatten(list(state.items()))
+    state |= {f"scaler.{name}": value, "scaler.other": value}
+    with pytest.raises(ValueError, match=r"it has 'scaler\.other'"):
+        optimizer.state = tree_unflatten(list(state.items()))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2,), ()])
+def test_a_parameter_of_another_shape_is_named_and_changes_nothing(dtype, shape):
+    optimizer = wrapped(optim.Adam(0.1), max_grad_norm=1.0)
+    optimizer.apply_gradients(*[{"w": mx.ones((2, 2), dtype)}] * 2)
+    before = bits(optimizer.state)
+    weights = {"w": mx.ones(shape, dtype)}
+    with pytest.raises(ValueError, match="'w' has shape"):
+        optimizer.apply_gradients(weights, weights)
+    with pytest.raises(ValueError, match="'w' has shape"):
+        optimizer.init(weights)
+    assert bits(optimizer.state) == before
 
 
 def test_a_state_of_another_kind_is_refused_before_init_too():

@@ -157,6 +157,28 @@ def test_chosen_parameters_stay_in_float32():
     assert seen["layers.0.weight"] == mx.float16
 
 
+def test_inputs_stay_as_they_are_if_asked_for():
+    model = Mlp()
+    seen = {}
+
+    def loss_fn(x, y, mask):
+        output = model(x.astype(mx.float16)).astype(mx.float32)
+        seen.update(x=x.dtype, y=y.dtype, mask=mask.dtype, output=output.dtype)
+        return mx.mean(mask * (output - y) ** 2)
+
+    x, y = batch()
+    fn = GradScaler(init_scale=1.0).value_and_grad(
+        model, loss_fn, mx.float16, cast_inputs=False
+    )
+    loss, _ = fn(x, y + 1e5, mask=mx.ones_like(y))
+    assert set(seen.values()) == {mx.float32}
+    assert mx.isfinite(loss).item()
+    cast = GradScaler(init_scale=1.0).value_and_grad(model, loss_fn, mx.float16)
+    loss, _ = cast(x, y + 1e5, mask=mx.ones_like(y))
+    assert set(seen.values()) == {mx.float16, mx.float32}
+    assert mx.isinf(loss).item()
+
+
 def test_frozen_parameters_are_not_cast():
     model, seen = Mlp(), {}
     model.layers[0].freeze()

@@ -20,6 +20,37 @@ from mlx_gradscale import GradScaler
 # Misuse
 
 
+def test_scaling_twice_is_refused():
+    scaler, model = GradScaler(), Mlp()
+    loss_fn = mse(model)
+    with pytest.raises(TypeError, match="scaled already"):
+        scaler.value_and_grad(model, scaler.scale_loss(loss_fn))
+    with pytest.raises(TypeError, match="scaled already"):
+        GradScaler().scale_loss(scaler.scale_loss(loss_fn))
+    twice = scaler.value_and_grad(model, lambda x, y: scaler.scale(loss_fn(x, y)))
+    with pytest.raises(RuntimeError, match="return the plain loss"):
+        twice(*batch())
+    # After the error, and outside of the loss function, it is allowed.
+    assert scaler.scale(mx.array(1.0)).item() == 65536.0
+
+
+@pytest.mark.parametrize("settings", [{}, {"init_scale": 4.0}], ids=str)
+def test_a_device_as_in_pytorch_is_refused(settings):
+    for call in (("cuda",), settings), ((), {"device": "mps", **settings}):
+        with pytest.raises(TypeError, match="takes no device"):
+            GradScaler(*call[0], **call[1])
+
+
+def test_value_and_grad_wants_a_model_and_a_function():
+    model, scaler = Mlp(), GradScaler()
+    with pytest.raises(TypeError, match="takes a model first, got function"):
+        scaler.value_and_grad(mse(model), model)
+    with pytest.raises(TypeError, match="keep must be a function"):
+        scaler.value_and_grad(model, mse(model), mx.float16, keep="layers.0")
+    with pytest.raises(ValueError, match="without compute_dtype"):
+        scaler.value_and_grad(model, mse(model), cast_inputs=False)
+
+
 def unscale_twice(scaler, optimizer):
     scaler.unscale_(optimizer, {"w": mx.ones(1)})
     scaler.unscale_(optimizer, {"w": mx.ones(1)})

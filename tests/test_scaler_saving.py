@@ -16,7 +16,7 @@ from helpers import (
 )
 from scaler_helpers import apply
 
-from mlx_gradscale import GradScaler
+from mlx_gradscale import GradScaler, torch_checkpoint
 from mlx_gradscale.diagnostics import SkipAlarm
 
 
@@ -189,3 +189,13 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert json.loads(path.read_text())["scale"] == 2.0
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_whole_checkpoint_says_where_the_scaler_is(tmp_path):
+    scaler = GradScaler()
+    whole = {"epoch": 3, "scaler": scaler.state_dict()}
+    with pytest.raises(KeyError, match="load its 'scaler'"):
+        scaler.load_state_dict(whole)
+    torch_checkpoint.save(tmp_path / "run.pt", whole | {"model": mx.zeros(2**19)})
+    with pytest.raises(ValueError, match=r'torch_checkpoint.load\(path\)\["scaler"\]'):
+        scaler.load(tmp_path / "run.pt")

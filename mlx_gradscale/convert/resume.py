@@ -130,6 +130,9 @@ def save_run(
     run = Run(weights=dict(tree_flatten(model.parameters())), record=dict(record or {}))
     rounded = run.record.pop(ROUNDED, None)
     if isinstance(optimizer, LossScaleOptimizer):
+        if not optimizer._initialized:
+            # It may hold a state that was set and waits for the parameters.
+            optimizer.init(model.trainable_parameters())
         # Not those in the state: the user may have replaced a weight since.
         known = optimizer.state["masters"]
         full = dict(tree_flatten(optimizer.masters(model.parameters())))
