@@ -1,21 +1,16 @@
 """Apply any ``mlx.optimizers`` optimizer to a tree, or leave everything as it was."""
 
-import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
+from .eager import compiled_if_plain
 from .finite import is_floating
+from .half import HALF, full_precision, half_bits, to_float32
 from .state_slots import CONTAINERS, copies, dotted, items, restore, slots
-
-HALF = (mx.float16, mx.bfloat16)
-# Of another dtype for each, so that bits of one are never taken for the other's.
-BITS = {mx.float16: mx.int16, mx.bfloat16: mx.uint16}
 
 
 def unscale(gradients: Any, inverse_scale: mx.array) -> Any:
@@ -27,11 +22,6 @@ def unscale(gradients: Any, inverse_scale: mx.array) -> Any:
     return tree_map(
         lambda g: to_float32(g) * inverse_scale if is_floating(g) else g, gradients
     )
-
-
-def to_float32(x: mx.array) -> mx.array:
-    """Return a float16 or bfloat16 array in float32, any other as it is."""
-    return x.astype(mx.float32) if x.dtype in HALF else x
 
 
 def guarded_apply(
@@ -93,7 +83,7 @@ def guarded_apply(
         for path, p in tree_flatten(parameters)
         if masters and path in masters and p.dtype in HALF
     }
-    step = _stepper(optimizer, trained)
+    step = compiled_if_plain(_run, optimizer, list(_parts(optimizer, trained)))
     new, new_masters, state = step(
         [box[key] for box, key in places],
         _scheduled(optimizer, trained),
@@ -312,37 +302,6 @@ def _scheduled(optimizer: Optimizer, gradients: Any) -> list[dict[str, mx.array]
     ]
 
 
-def full_precision(
-    parameter: mx.array,
-    master: mx.array | None = None,
-    written: mx.array | None = None,
-) -> mx.array:
-    """Return the master, or the parameter where it is not what was written last.
-
-    So a weight that the user replaced counts, and its old master does not, element
-    by element, also in a step that is compiled.
-    """
-    value = to_float32(parameter)
-    if master is None or parameter.dtype not in HALF:
-        return value
-    if written.dtype == BITS[parameter.dtype]:
-        untouched = half_bits(parameter) == written
-    else:
-        # The model was cast from one half to the other.
-        untouched = to_float32(master.astype(parameter.dtype)) == value
-    return mx.where(untouched, master, value)
-
-
-def half_bits(parameter: mx.array) -> mx.array:
-    """Return the bits of a float16 or bfloat16 array, in the same memory.
-
-    An array of its own all the same: ``weight += 1`` changes an mx.array in place,
-    which must not change what is remembered of it. What writes to the memory itself,
-    through NumPy or DLPack, does change it, and goes unnoticed.
-    """
-    return mx.view(parameter, BITS[parameter.dtype])
-
-
 def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
     try:
         return optimizer.apply_gradients(gradients, parameters)
@@ -374,57 +333,3 @@ def _arrays_by_owner(state: Any) -> dict[str, list[mx.array]]:
         if isinstance(value, mx.array):
             owned.setdefault(path.rpartition(".")[0], []).append(value)
     return owned
-
-
-# Held by the optimizer's life alone: neither the marks nor the compiled
-# functions may keep the optimizer, or a model in its closures, alive.
-_steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _stepper(optimizer: Optimizer, gradients: Any) -> Callable:
-    mark = _fingerprint(optimizer, gradients)
-    if mark is None:
-        return partial(_run, optimizer)
-    last_mark, compiled = _steppers.get(optimizer, (None, None))
-    if mark != last_mark:
-        _steppers[optimizer] = (mark, None)
-        return partial(_run, optimizer)
-    if compiled is None:
-        owner = weakref.ref(optimizer)
-        compiled = mx.compile(lambda *inputs: _run(owner(), *inputs))
-        _steppers[optimizer] = (mark, compiled)
-    return compiled
-
-
-def _fingerprint(optimizer: Optimizer, gradients: Any) -> list[Any] | None:
-    """Return what a trace of the optimizer depends on besides arrays, or None.
-
-    None where that cannot be known. Only MLX's own classes read nothing but their
-    attributes and their state: another may read a global or draw random numbers, and
-    would be frozen in a function that its user did not compile.
-    """
-    marks = []
-    for part, tree in _parts(optimizer, gradients):
-        settings = [x for k, x in vars(part).items() if k not in _NOT_SETTINGS]
-        settings += [x for x in _state_leaves(part) if not isinstance(x, mx.array)]
-        if type(part).__module__ != Optimizer.__module__ or not _is_plain(settings):
-            return None
-        # By repr, because True, 1 and 1.0 are equal and 1e-8 is exact there.
-        marks.append((type(part), repr(settings), [p for p, _ in tree_flatten(tree)]))
-    return marks
-
-
-def _state_leaves(optimizer: Optimizer) -> list[Any]:
-    return [value for _, value in tree_flatten(optimizer.state)]
-
-
-_NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
-_PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)

@@ -14,17 +14,8 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 from .distributed import average_gradients
 from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
 from .finite import all_finite_times, is_finite_magnitude, is_floating
-from .guard import (
-    BITS,
-    HALF,
-    fitting_parameters,
-    full_precision,
-    guarded_apply,
-    half_bits,
-    initialize,
-    to_float32,
-    unscale,
-)
+from .guard import fitting_parameters, guarded_apply, initialize, unscale
+from .half import BITS, HALF, full_precision, half_bits, to_float32
 from .optimizer_state import check_loaded, write_in_place
 from .scaler import GradScaler, is_wrapped
 from .state_slots import copies, restore

@@ -16,11 +16,11 @@ from mlx.utils import tree_map
 from . import distributed, files, precision
 from .distributed.decision import agreed
 from .finite import all_finite, all_finite_times, arrays, is_floating
-from .guard import HALF, guarded_apply, unscale
+from .guard import guarded_apply, unscale
+from .half import HALF
 from .scale import (
     FIELDS,
     SETTINGS,
-    TORCH_KEYS,
     as_array,
     check,
     check_scale,
@@ -30,8 +30,7 @@ from .scale import (
     read_field,
     within_limits,
 )
-
-_OWN_KEYS = [k for k in FIELDS if k not in TORCH_KEYS.values()]
+from .state_dict import from_state_dict, to_state_dict
 
 
 @dataclass
@@ -582,9 +581,7 @@ class GradScaler:
         """
         if not self._enabled:
             return {}
-        values = read(self._state)
-        own = {k: values[k] for k in _OWN_KEYS if values[k] != FIELDS[k][1]}
-        return {key: values[name] for key, name in TORCH_KEYS.items()} | own
+        return to_state_dict(read(self._state))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class or of PyTorch's, or raise.
@@ -602,31 +599,8 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if not isinstance(state_dict, dict):
-            raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
-        if not state_dict:
-            raise ValueError(
-                "The state dict is empty, as a disabled GradScaler writes it: there "
-                "is nothing to load."
-            )
-        missing = [key for key in TORCH_KEYS if key not in state_dict]
-        if missing:
-            inside = [
-                key
-                for key, value in state_dict.items()
-                if isinstance(value, dict) and TORCH_KEYS.keys() <= value.keys()
-            ]
-            hint = (
-                f" It is a whole checkpoint: load its {inside[0]!r}." if inside else ""
-            )
-            raise KeyError(f"The state dict has no {', '.join(missing)}.{hint}")
-        kept = {k: self._get(k) for k in SETTINGS}
-        fresh = {k: default for k, (_, default) in FIELDS.items() if k not in SETTINGS}
-        given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
-        own = {k: _as_number(state_dict[k]) for k in _OWN_KEYS if k in state_dict}
-        values = kept | fresh | given | own
-        check(values)
-        self._fill(values)
+        settings = {name: self._get(name) for name in SETTINGS}
+        self._fill(from_state_dict(state_dict, settings))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the state dict to one file, atomically.
@@ -689,9 +663,3 @@ def _as_scale(value: Any) -> mx.array:
         return value.astype(mx.float32)
     check_scale("new_scale", value)
     return mx.array(value, mx.float32)
-
-
-def _as_number(value: Any) -> Any:
-    # PyTorch keeps a scale as a 0-d tensor if it was loaded as one.
-    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
-    return value.item() if is_scalar else value

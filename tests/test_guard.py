@@ -23,7 +23,7 @@ from helpers import (
 )
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import all_finite
+from mlx_gradscale import all_finite, eager
 from mlx_gradscale import guard as module
 from mlx_gradscale.guard import guarded_apply
 from mlx_gradscale.state_slots import slots
@@ -330,7 +330,7 @@ def test_nothing_outlives_optimizer_and_model():
     gc.collect()
     assert optimizer() is None
     assert model() is None
-    assert len(module._steppers) == 0
+    assert len(eager._steppers) == 0
 
 
 def test_integer_and_empty_leaves_and_bare_containers_pass_through():

@@ -1,0 +1,73 @@
+"""Compile an optimizer's step in an eager loop, where it does the same compiled."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
+
+# Held by the optimizer's life alone: neither the marks nor the compiled
+# functions may keep the optimizer, or a model in its closures, alive.
+_steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def compiled_if_plain(
+    run: Callable, optimizer: Optimizer, parts: list[tuple[Optimizer, Any]]
+) -> Callable:
+    """Return ``run`` for this optimizer, compiled from its second equal call on.
+
+    So hyperparameters that change on every step never compile.
+
+    Args:
+        run (Callable): Takes the optimizer and arrays; what else it reads, of the
+            optimizer alone, is known by its Python values.
+        optimizer (Optimizer): The optimizer; it is not kept alive.
+        parts (list): Each single optimizer in it, with the tree that it steps.
+    """
+    mark = _fingerprint(parts)
+    if mark is None:
+        return partial(run, optimizer)
+    last_mark, compiled = _steppers.get(optimizer, (None, None))
+    if mark != last_mark:
+        _steppers[optimizer] = (mark, None)
+        return partial(run, optimizer)
+    if compiled is None:
+        owner = weakref.ref(optimizer)
+        compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
+        _steppers[optimizer] = (mark, compiled)
+    return compiled
+
+
+def _fingerprint(parts: list[tuple[Optimizer, Any]]) -> list[Any] | None:
+    """Return what a trace of the optimizers depends on besides arrays, or None.
+
+    None where that cannot be known. Only MLX's own classes read nothing but their
+    attributes and their state: another may read a global or draw random numbers, and
+    would be frozen in a function that its user did not compile.
+    """
+    marks = []
+    for part, tree in parts:
+        settings = [x for k, x in vars(part).items() if k not in _NOT_SETTINGS]
+        leaves = [x for _, x in tree_flatten(part.state)]
+        settings += [x for x in leaves if not isinstance(x, mx.array)]
+        if type(part).__module__ != Optimizer.__module__ or not _is_plain(settings):
+            return None
+        # By repr, because True, 1 and 1.0 are equal and 1e-8 is exact there.
+        marks.append((type(part), repr(settings), [p for p, _ in tree_flatten(tree)]))
+    return marks
+
+
+_NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
+_PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

@@ -1,0 +1,43 @@
+"""Half-precision parameters, their float32 masters, and which of the two counts."""
+
+import mlx.core as mx
+
+HALF = (mx.float16, mx.bfloat16)
+# Of another dtype for each, so that bits of one are never taken for the other's.
+BITS = {mx.float16: mx.int16, mx.bfloat16: mx.uint16}
+
+
+def to_float32(x: mx.array) -> mx.array:
+    """Return a float16 or bfloat16 array in float32, any other as it is."""
+    return x.astype(mx.float32) if x.dtype in HALF else x
+
+
+def full_precision(
+    parameter: mx.array,
+    master: mx.array | None = None,
+    written: mx.array | None = None,
+) -> mx.array:
+    """Return the master, or the parameter where it is not what was written last.
+
+    So a weight that the user replaced counts, and its old master does not, element
+    by element, also in a step that is compiled.
+    """
+    value = to_float32(parameter)
+    if master is None or parameter.dtype not in HALF:
+        return value
+    if written.dtype == BITS[parameter.dtype]:
+        untouched = half_bits(parameter) == written
+    else:
+        # The model was cast from one half to the other.
+        untouched = to_float32(master.astype(parameter.dtype)) == value
+    return mx.where(untouched, master, value)
+
+
+def half_bits(parameter: mx.array) -> mx.array:
+    """Return the bits of a float16 or bfloat16 array, in the same memory.
+
+    An array of its own all the same: ``weight += 1`` changes an mx.array in place,
+    which must not change what is remembered of it. What writes to the memory itself,
+    through NumPy or DLPack, does change it, and goes unnoticed.
+    """
+    return mx.view(parameter, BITS[parameter.dtype])
