@@ -4,6 +4,10 @@ Use this for a GAN, actor and critic, or any two models that train side by side.
 optimizer has its own ``step``, which is skipped alone if its own gradients overflow;
 ``update`` comes once, after both, and lowers the scale if either did. If the two
 gradients differ by orders of magnitude, give each optimizer a scaler of its own.
+
+``compute_dtype`` casts the model that is differentiated, and arguments. Another model
+in the same loss stays float32, and makes all that follows float32: so both are parts
+of one model here, and each optimizer gets the gradients of its part.
 """
 
 from functools import partial
@@ -23,6 +27,13 @@ def mlp(*sizes):
     return nn.Sequential(*layers[:-1])
 
 
+class GAN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = mlp(4, 32, 32, 2)
+        self.critic = mlp(2, 32, 32, 1)
+
+
 def real(size=64):
     """Samples to imitate: a tilted Gaussian around (2, -1)."""
     return mx.random.normal((size, 2)) @ mx.array([[0.6, 0.4], [0.0, 0.3]]) + CENTER
@@ -30,33 +41,33 @@ def real(size=64):
 
 mx.random.seed(0)
 CENTER = mx.array([2.0, -1.0])
-generator, critic = mlp(4, 32, 32, 2), mlp(2, 32, 32, 1)
+gan = GAN()
 g_optimizer = optim.Adam(1e-3, betas=[0.5, 0.9])
 c_optimizer = optim.Adam(2e-3, betas=[0.5, 0.9])
-g_optimizer.init(generator.trainable_parameters())
-c_optimizer.init(critic.trainable_parameters())
+g_optimizer.init(gan.generator.trainable_parameters())
+c_optimizer.init(gan.critic.trainable_parameters())
 scaler = GradScaler()
 
 
 def judge(x, is_real):
-    logits = critic(x).astype(mx.float32)
+    logits = gan.critic(x).astype(mx.float32)
     targets = mx.full(logits.shape, float(is_real))
     return nn.losses.binary_cross_entropy(logits, targets)
 
 
 def critic_loss(x, z):
-    return judge(x, True) + judge(mx.stop_gradient(generator(z)), False)
+    return judge(x, True) + judge(mx.stop_gradient(gan.generator(z)), False)
 
 
 def generator_loss(z):
-    return judge(generator(z), True)
+    return judge(gan.generator(z), True)
 
 
-# Each casts the model it differentiates to float16; both scale by the same scale.
-critic_grad = scaler.value_and_grad(critic, critic_loss, mx.float16)
-generator_grad = scaler.value_and_grad(generator, generator_loss, mx.float16)
-models = [generator.state, critic.state]
-state = [*models, g_optimizer.state, c_optimizer.state, scaler.state, mx.random.state]
+# Both compute in float16 and scale by the same scale.
+critic_grad = scaler.value_and_grad(gan, critic_loss, mx.float16)
+generator_grad = scaler.value_and_grad(gan, generator_loss, mx.float16)
+optimizers = [g_optimizer.state, c_optimizer.state]
+state = [gan.state, *optimizers, scaler.state, mx.random.state]
 
 
 @partial(mx.compile, inputs=state, outputs=state)
@@ -64,8 +75,9 @@ def step():
     z = mx.random.normal((64, 4))
     c_loss, c_grads = critic_grad(real(), z)
     g_loss, g_grads = generator_grad(z)
-    scaler.step(c_optimizer, critic, c_grads)
-    scaler.step(g_optimizer, generator, g_grads)
+    # Gradients of the other part are never computed: MLX is lazy.
+    scaler.step(c_optimizer, gan.critic, c_grads["critic"])
+    scaler.step(g_optimizer, gan.generator, g_grads["generator"])
     scaler.update()
     return c_loss, g_loss
 
@@ -79,6 +91,6 @@ for i in range(1, 401):
             f"scale {scaler.get_scale():.0f}, skipped {scaler.skipped_steps.item()}"
         )
 
-fake = generator(mx.random.normal((1000, 4)))
+fake = gan.generator(mx.random.normal((1000, 4)))
 distance = mx.linalg.norm(fake.mean(axis=0) - CENTER).item()
 print(f"the generated mean is {distance:.2f} from the real one")

@@ -1,6 +1,7 @@
 """The alarm, the table of overflows and the callback for mlx-lm."""
 
 import warnings
+from functools import partial
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -9,6 +10,7 @@ import pytest
 from mlx_gradscale import GradScaler, LossScaleOptimizer, nonfinite
 from mlx_gradscale.diagnostics import (
     LossScaleCallback,
+    ScaleHistory,
     SkipAlarm,
     SkippedStepsError,
     SkippedStepsWarning,
@@ -74,6 +76,48 @@ def test_it_warns_with_the_table_and_then_at_each_doubling():
     assert said == ["8", "16", "4"]
 
 
+def test_it_says_how_to_find_the_layer():
+    with pytest.warns(SkippedStepsWarning) as caught:
+        SkipAlarm(limit=1).see(1, 1.0)
+    call = "explain_overflow(model, loss_fn, *batch, scale=scaler, compute_dtype="
+    assert call in str(caught[0].message)
+
+
+def flush(scaler):
+    ScaleHistory(every=1).record(scaler)
+
+
+def read_records(scaler):
+    history = ScaleHistory()
+    history.record(scaler)
+    list(history)
+
+
+def report_to_mlx_lm(scaler):
+    LossScaleCallback(scaler, write=None).on_train_loss_report({})
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda scaler: scaler.get_scale(),
+        lambda scaler: check_skips(scaler),
+        lambda scaler: scaler.skip_alarm.see(1, 1.0),
+        flush,
+        read_records,
+        report_to_mlx_lm,
+    ],
+)
+def test_it_points_to_the_users_line(read):
+    scaler = skipping(1)
+    scaler.skip_alarm = SkipAlarm(limit=1)
+    with pytest.warns(SkippedStepsWarning) as caught:
+        read(scaler)
+    lines = {line for *_, line in read.__code__.co_lines()}
+    assert caught[0].filename == __file__
+    assert caught[0].lineno in lines
+
+
 def test_it_remembers_gradients_without_keeping_them():
     alarm, grads = SkipAlarm(limit=1), {"w": mx.array([NAN, 1.0])}
     alarm.remember(grads)
@@ -82,6 +126,25 @@ def test_it_remembers_gradients_without_keeping_them():
     del grads
     with pytest.warns(SkippedStepsWarning) as caught:
         alarm.see(2, 1.0)
+    assert "parameter" not in str(caught[0].message)
+
+
+def test_gradients_of_a_trace_are_no_table_and_no_error():
+    scaler, optimizer, kept = GradScaler(), optim.SGD(0.1), []
+    scaler.skip_alarm = SkipAlarm(limit=1)
+    scaler.scale(mx.array(1.0))
+    optimizer.init({"w": mx.array(1.0)})
+    state = [optimizer.state, scaler.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step(x):
+        kept.append({"w": x * 2})
+        scaler.apply_gradients(optimizer, kept[-1], {"w": mx.array(1.0)})
+        scaler.update()
+
+    step(mx.array(NAN))
+    with pytest.warns(SkippedStepsWarning) as caught:
+        scaler.get_scale()
     assert "parameter" not in str(caught[0].message)
 
 

@@ -194,6 +194,66 @@ def test_the_batch_is_at_fault():
     report = explain(Net(), x)
     assert (report.cause, report.layer) == ("batch", None)
     assert report.leaves[0].nan == 1
+    assert "args[0]" in str(report)
+
+
+@pytest.mark.parametrize("value", [250000.0, -250000.0])
+def test_a_target_that_the_cast_makes_infinite_is_named(value):
+    model = Net()
+
+    def loss_fn(x, batch, weight=None):
+        distance = model(x).astype(mx.float32) - batch["targets"][0]
+        return (distance.square() * weight).mean()
+
+    options = {"scale": 2.0**-6, "weight": mx.ones(())}
+    batch = mx.ones((4, 8)), {"targets": [mx.full((4, 8), value)]}
+    report = explain_overflow(model, loss_fn, *batch, compute_dtype=HALF, **options)
+    assert (report.cause, report.layer) == ("arguments", None)
+    assert not report.scaling_helps
+    assert [r.path for r in report.leaves] == ["args[1].targets.0"]
+    text = str(report)
+    assert f"args[1].targets.0 reaches {value:.0f}; float16 ends at 65504." in text
+    assert "value_and_grad(..., cast_inputs=False)" in text
+    assert "loss in float32" not in text
+    report = explain_overflow(
+        model, loss_fn, *batch, compute_dtype=HALF, cast_inputs=False, **options
+    )
+    assert report.cause == "nothing"
+
+
+@pytest.mark.parametrize("size", [1e5, 1e6, 1e30])
+def test_an_input_that_the_cast_makes_infinite_is_named(size):
+    model = Net()
+    x = mx.random.normal((64, 8)) * size
+    report = explain_overflow(model, mean_square(model), x=x, compute_dtype=HALF)
+    assert report.cause == "arguments"
+    assert [r.path for r in report.leaves] == ["x"]
+    assert f"x reaches {x.flatten()[mx.argmax(mx.abs(x))].item():.6g};" in str(report)
+    assert "keep=" not in str(report)
+
+
+def test_a_mask_that_the_cast_makes_infinite_is_at_fault_only_if_it_is():
+    model = Net()
+    model.eval()
+
+    def loss_fn(x, mask):
+        weights = mx.softmax(mask.astype(mx.float32))
+        return (weights * model(x).astype(mx.float32).square()).mean()
+
+    def explained(mask, x=1e-4, scale=2.0**14):
+        mask = mx.array(mask)
+        return explain_overflow(
+            model, loss_fn, mx.full((4, 8), x), mask, scale=scale, compute_dtype=HALF
+        )
+
+    some, every = [0.0] * 4 + [-1e9] * 4, [-1e9] * 8
+    assert explained(some).cause == "nothing"
+    assert explained(every).cause == "arguments"
+    model.blocks[1].fc1.weight = mx.eye(8) * 1e4
+    report = explained(some)
+    assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
+    report = explained(some, x=10.0)
+    assert (report.cause, report.layer) == ("forward", "blocks.1.fc1")
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e5])
@@ -327,6 +387,35 @@ def test_running_statistics_stay():
         return model.norm(model(x)).astype(mx.float32).square().mean()
 
     explain(model, mx.random.normal((4, 8)), loss_fn, compute_dtype=None)
+
+
+def test_if_nothing_is_wrong_it_says_how_it_was_run():
+    model, x = Net(), mx.ones((4, 8))
+    text = str(explain_overflow(model, mean_square(model), x))
+    assert "without a loss scale" in text
+    assert "scale=" in text
+    assert "compute_dtype=" in text
+    text = str(explain(model, scale=2.0))
+    assert "scale=" not in text
+    assert "compute_dtype=" not in text
+    model.set_dtype(HALF)
+    text = str(explain_overflow(model, mean_square(model), x.astype(HALF)))
+    assert "scale=" in text
+    assert "compute_dtype=" not in text
+
+
+def test_a_loss_from_scale_loss_brings_its_scale():
+    model = Net()
+    model.eval()
+    scaler = GradScaler(init_scale=2.0**30)
+    scaled = scaler.scale_loss(mean_square(model))
+    report = explain(model, loss_fn=scaled)
+    assert report.cause == "gradients"
+    scaler.update(2.0)
+    report = explain(model, loss_fn=scaled)
+    assert (report.cause, report.where) == ("nothing", "")
+    with pytest.raises(TypeError, match="scaled already"):
+        explain(model, loss_fn=scaled, scale=scaler)
 
 
 def test_it_takes_the_scale_of_a_scaler():

@@ -1,14 +1,16 @@
 """Say so when every step is skipped, where the user reads from the device anyway."""
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..finite import nonfinite
+from ..finite import NonFinite, nonfinite
 from .overflow import overflow_table
 from .reading import power, scaler_of
 
@@ -105,26 +107,46 @@ class SkipAlarm:
         message = self._message(skips, scale, grads)
         if self.action == "raise":
             raise SkippedStepsError(message)
-        warnings.warn(message, SkippedStepsWarning, stacklevel=3)
+        warnings.warn(message, SkippedStepsWarning, stacklevel=_level_outside())
 
     def _message(self, skips: int, scale: float, grads: Any) -> str:
         parts = [
             f"{skips} steps in a row were skipped: their gradients were not finite. "
             f"Nothing was trained in them. The loss scale is {power(scale)} now."
         ]
-        if grads is None:
-            grads = {path: x() for path, x in self._remembered if x() is not None}
-        records = nonfinite(grads)
+        records = self._nonfinite_remembered() if grads is None else nonfinite(grads)
         if records:
             parts.append(overflow_table(records))
         if self.explain is not None:
             parts.append(str(self.explain()))
         else:
             parts.append(
-                "explain_overflow(model, loss_fn, *batch) of mlx_gradscale.diagnostics "
-                "finds the layer where it begins."
+                "explain_overflow(model, loss_fn, *batch, scale=scaler, "
+                "compute_dtype=...) of mlx_gradscale.diagnostics finds where it "
+                "begins; compute_dtype= is that of value_and_grad, if it has one."
             )
         return "\n".join(parts)
+
+    def _nonfinite_remembered(self) -> list[NonFinite]:
+        alive = {path: x() for path, x in self._remembered if x() is not None}
+        try:
+            return nonfinite(alive)
+        except (RuntimeError, ValueError):
+            # Of a compiled step that was traced: they have no values.
+            return []
+
+
+def _level_outside() -> int:
+    """Return the caller's stacklevel of the first frame outside of this package."""
+    package = __name__.partition(".")[0]
+    frame, level = sys._getframe(1), 1
+    while frame is not None and _top_module(frame) == package:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _top_module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def check_skips(source: Any, grads: Any = None) -> int:

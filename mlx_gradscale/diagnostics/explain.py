@@ -12,7 +12,8 @@ from mlx.utils import tree_flatten
 from .. import precision
 from ..finite import NonFinite, all_finite, nonfinite
 from ..scale import SMALLEST_SCALE
-from .overflow import overflow_table
+from .arguments import by_name, largest, made_small, too_large
+from .overflow import records_table
 from .probes import Event, Probes, probed, unchanged
 from .reading import power, scale_of
 
@@ -27,6 +28,10 @@ _ADVICE = {
     "nothing": "Loss and gradients are finite.",
     "batch": "The batch holds values that are not finite. No loss scale helps: leave "
     "such samples out, or repair them.",
+    "arguments": "Arguments are finite, and no longer so where compute_dtype casts "
+    "them. No loss scale helps: scale or normalise them; or leave arguments alone with "
+    "value_and_grad(..., cast_inputs=False), and cast in the loss function what the "
+    "model needs.",
     "parameters": "Parameters are not finite in the forward pass, the table says "
     "which. No loss scale helps: go back to a checkpoint from before, or keep them in "
     "float32 if they are finite there and too large for float16.",
@@ -49,15 +54,17 @@ class OverflowReport:
     """What :func:`explain_overflow` found; print it to read it.
 
     Attributes:
-        cause: "nothing", "batch", "parameters", "forward", "loss", "gradients" or
-            "derivative".
+        cause: "nothing", "batch", "arguments", "parameters", "forward", "loss",
+            "gradients" or "derivative".
         layer: the path of the first layer with a value that is not finite; "" is
             the model itself, None the loss function or none at all.
-        where: the same in words, with what was found there.
+        where: the same in words, with what was found there; or how it was run, if
+            nothing was.
         loss: the true loss.
-        scale: the loss scale of the backward pass.
+        scale: the loss scale, without that of a function from ``scale_loss``.
         leaves: the leaves that are not finite, of the batch, the parameters or the
-            gradients, whichever the cause is in.
+            gradients, whichever the cause is in. ``args[1].mask`` is in the second
+            argument of the loss function.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -87,7 +94,9 @@ class OverflowReport:
             f"The loss is {self.loss:.6g}, the loss scale {power(self.scale)}."
         )
         if self.leaves:
-            lines.append(overflow_table(self.leaves))
+            in_batch = self.cause in ("batch", "arguments")
+            what = "argument" if in_batch else "parameter"
+            lines.append(records_table(self.leaves, what))
         return "\n".join(filter(None, lines))
 
 
@@ -95,9 +104,11 @@ def explain_overflow(
     model: nn.Module,
     loss_fn: Callable,
     *batch: Any,
-    scale: Any = 1.0,
+    scale: Any = None,
     compute_dtype: mx.Dtype | None = None,
     keep: Callable[[str, mx.array], bool] | None = None,
+    cast_inputs: bool = True,
+    **named: Any,
 ) -> OverflowReport:
     """Rerun one batch and name the first layer where a value is not finite.
 
@@ -112,9 +123,11 @@ def explain_overflow(
         batch (Any): What ``loss_fn`` takes. mlx-lm's losses take the model first.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale; after an
             overflow a scaler has lowered its own already. Leave it out if
-            ``loss_fn`` comes from ``scale_loss``. Default: ``1.0``.
+            ``loss_fn`` comes from ``scale_loss``. Default: none.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         keep (Callable, optional): As for ``GradScaler.value_and_grad``.
+        cast_inputs (bool): As for ``GradScaler.value_and_grad``.
+        named (Any): What ``loss_fn`` takes by keyword.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -131,15 +144,33 @@ def explain_overflow(
         >>> report.cause, report.layer
         ('gradients', 'layers.1')
     """
+    how = _how_it_runs(model, loss_fn, scale, compute_dtype)
+    if scale is None:
+        scale, loss_fn = 1.0, _as_unscaled(loss_fn)
     scale = scale_of(scale)
     if not tree_flatten(model.trainable_parameters()):
         raise ValueError("The model has no trainable parameters: unfreeze some.")
 
-    def differentiate(function: Callable, scale: float) -> tuple[mx.array, Any]:
-        return _differentiate(model, function, batch, scale, compute_dtype, keep)
+    def differentiate(
+        function: Callable, scale: float, args: tuple, kwargs: dict
+    ) -> tuple[mx.array, Any]:
+        scaled = precision.with_scaled_gradient(function, lambda: mx.array(scale))
+        if compute_dtype is None:
+            function = nn.value_and_grad(model, scaled)
+        else:
+            function = precision.value_and_grad(
+                model, scaled, compute_dtype, keep, cast_inputs
+            )
+        outputs, grads = function(*args, **kwargs)
+        return outputs[0] if isinstance(outputs, tuple) else outputs, grads
+
+    def scaling_helps(args: tuple, kwargs: dict) -> bool:
+        smaller = max(scale * _SMALLER, SMALLEST_SCALE)
+        with unchanged(model):
+            return all_finite(differentiate(loss_fn, smaller, args, kwargs)).item()
 
     with probed(model) as probes:
-        loss, grads = differentiate(probes.ends_with(loss_fn), scale)
+        loss, grads = differentiate(probes.ends_with(loss_fn), scale, batch, named)
         probes.read()
     loss, leaves = loss.item(), nonfinite(grads)
     sound = math.isfinite(loss)
@@ -148,11 +179,22 @@ def explain_overflow(
         return OverflowReport(cause, *place, loss, scale, leaves)
 
     if sound and not leaves:
-        return report("nothing", _NOWHERE, [])
+        return report("nothing", (None, how), [])
+    arguments = by_name(batch, named)
     # A mask of -inf is no fault.
-    found = [r for r in nonfinite(_arrays(batch)) if r.nan or r.positive_inf]
+    found = [r for r in nonfinite(_arrays(arguments)) if r.nan or r.positive_inf]
     if found:
         return report("batch", _NOWHERE, found)
+    casts = compute_dtype is not None and cast_inputs
+    large = too_large(arguments, compute_dtype) if casts else {}
+    # Nor is a mask of -1e9: look whether all is well with small arguments.
+    if (
+        large
+        and not scaling_helps(batch, named)
+        and scaling_helps(*made_small((batch, named), compute_dtype))
+    ):
+        found = nonfinite({k: x.astype(compute_dtype) for k, x in large.items()})
+        return report("arguments", (None, _sizes(large, compute_dtype)), found)
     found = nonfinite(_as_computed(model, compute_dtype, keep))
     if found:
         return report("parameters", (found[0].path.rpartition(".")[0], ""), found)
@@ -162,32 +204,44 @@ def explain_overflow(
     if not sound:
         return report("loss", _NOWHERE, leaves)
     place = _first_backward(probes, leaves)
-    with unchanged(model):
-        _, grads = differentiate(loss_fn, max(scale * _SMALLER, SMALLEST_SCALE))
-        scaling_helps = all_finite(grads).item()
-    return report("gradients" if scaling_helps else "derivative", place, leaves)
+    cause = "gradients" if scaling_helps(batch, named) else "derivative"
+    return report(cause, place, leaves)
 
 
-def _differentiate(
-    model: nn.Module,
-    loss_fn: Callable,
-    batch: tuple,
-    scale: float,
-    compute_dtype: mx.Dtype | None,
-    keep: Callable[[str, mx.array], bool] | None,
-) -> tuple[mx.array, Any]:
-    scaled = precision.with_scaled_gradient(loss_fn, lambda: mx.array(scale))
-    if compute_dtype is None:
-        function = nn.value_and_grad(model, scaled)
-    else:
-        function = precision.value_and_grad(model, scaled, compute_dtype, keep)
-    outputs, grads = function(*batch)
-    return outputs[0] if isinstance(outputs, tuple) else outputs, grads
+def _how_it_runs(
+    model: nn.Module, loss_fn: Callable, scale: Any, compute_dtype: mx.Dtype | None
+) -> str:
+    """Say what the user may have left out."""
+    hows, missing = [], []
+    dtypes = {x.dtype for _, x in tree_flatten(model.trainable_parameters())}
+    if compute_dtype is None and mx.float32 in dtypes:
+        hows.append("in the dtypes that model and arguments have")
+        missing.append("compute_dtype= (as for value_and_grad)")
+    if scale is None and not hasattr(loss_fn, "has_scaled_gradient"):
+        hows.append("without a loss scale")
+        missing.append("scale= (the scaler or the LossScaleOptimizer)")
+    if not missing:
+        return ""
+    return (
+        f"It was run {', and '.join(hows)}. To run it as in training, pass "
+        f"{' and '.join(missing)}."
+    )
 
 
-def _arrays(batch: tuple) -> list[mx.array]:
-    leaves = tree_flatten(batch, is_leaf=lambda x: isinstance(x, nn.Module))
-    return [x for _, x in leaves if isinstance(x, mx.array)]
+def _as_unscaled(loss_fn: Callable) -> Callable:
+    # Without its mark, which refuses a second scale: that is 1 here.
+    return lambda *args, **kwargs: loss_fn(*args, **kwargs)
+
+
+def _arrays(arguments: dict[str, Any]) -> dict[str, mx.array]:
+    leaves = tree_flatten(arguments, is_leaf=lambda x: isinstance(x, nn.Module))
+    return {path: x for path, x in leaves if isinstance(x, mx.array)}
+
+
+def _sizes(large: dict[str, mx.array], dtype: mx.Dtype) -> str:
+    reached = [f"{path} reaches {largest(x, dtype):.6g}" for path, x in large.items()]
+    name = str(dtype).rpartition(".")[2]
+    return f"{', '.join(reached)}; {name} ends at {mx.finfo(dtype).max:.6g}."
 
 
 def _as_computed(

@@ -65,11 +65,15 @@ class ScaleHistory:
         Args:
             source (GradScaler or LossScaleOptimizer): What has just stepped. The
                 scale noted is that after the step.
-            loss (array, optional): The true loss.
-            grad_norm (array, optional): The norm of the unscaled gradients. A
-                ``LossScaleOptimizer`` knows it itself.
+            loss (array, optional): The true loss. Evaluate it with the step, as in
+                ``mx.eval(loss, model.state, ...)``, or what it is computed from stays
+                in memory until it is read here.
+            grad_norm (array, optional): The norm of the unscaled gradients, as
+                ``clip_grad_norm`` returns it after ``unscale_``. A
+                ``LossScaleOptimizer`` with ``max_grad_norm`` brings it itself.
             grads (Any, optional): The gradients, scaled or not. They are looked at
-                only if too many steps were skipped, and not kept.
+                only if too many steps were skipped, and not kept; no norm is computed
+                from them.
             step (int, optional): The number of the step. Default: one more than
                 the last.
         """

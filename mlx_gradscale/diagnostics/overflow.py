@@ -32,9 +32,14 @@ def overflow_table(grads: Any, limit: int | None = 20) -> str:
         b.weight   float32    0     2     1   4
     """
     records = grads if _are_records(grads) else nonfinite(grads)
+    return records_table(records, "parameter", limit)
+
+
+def records_table(records: list[NonFinite], what: str, limit: int | None = 20) -> str:
+    """Return the table of :func:`overflow_table` for leaves that are a ``what``."""
     if not records:
         return "Every value is finite."
-    rows: list[tuple] = [("parameter", "dtype", "nan", "+inf", "-inf", "of")]
+    rows: list[tuple] = [(what, "dtype", "nan", "+inf", "-inf", "of")]
     for r in records[:limit]:
         dtype = str(r.dtype).rpartition(".")[2]
         size = math.prod(r.shape)

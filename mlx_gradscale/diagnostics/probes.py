@@ -103,7 +103,7 @@ class Probes:
                 self.forward.append(event)
             return self._watch_gradient(x, event)
 
-        return tree_map(tap, tree, is_leaf=_is_leaf)
+        return tree_map(tap, tree, is_leaf=is_leaf)
 
     def _watch_gradient(self, x: mx.array, event: Event) -> mx.array:
         @mx.custom_function
@@ -215,7 +215,8 @@ def _count(x: mx.array) -> mx.array:
     return mx.stack([mx.sum(f(x)) for f in (mx.isnan, mx.isposinf, mx.isneginf)])
 
 
-def _is_leaf(x: Any) -> bool:
+def is_leaf(x: Any) -> bool:
+    """Tell whether ``x``, among arguments, is not to be looked into."""
     # A module or a cache among the arguments stays itself: tree_map would rebuild
     # it as a plain dict or list.
     return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")
