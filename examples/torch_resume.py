@@ -84,12 +84,15 @@ def run(folder):
         print(f"step {step}: loss {loss.item():.6f} (PyTorch {theirs:.6f}), ", end="")
         print(f"scale {scale:.0f} (PyTorch {scaler.get_scale():.0f})")
 
-    save_run(folder / "run", model, resumed.optimizer, resumed.scaler)
+    # What the epoch counts only this script knows: MLX passes it through.
+    resumed.record["checkpoint"]["epoch"] = 20
+    save_run(folder / "run", model, resumed.optimizer, resumed.scaler, resumed.record)
     paths[1] = str(folder / "back.pt")
     assert main(paths) == 0
     back = torch.load(folder / "back.pt", weights_only=True)
     for key, part in parts.items():
         part.load_state_dict(back[key])
+    assert back["epoch"] == 20
     print(f"PyTorch goes on: loss {torch_step(net, optimizer, scaler):.6f}")
 
 

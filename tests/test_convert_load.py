@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from convert_helpers import (
@@ -16,7 +17,7 @@ from convert_helpers import (
     usual,
 )
 from golden_convert.data import TOKENS, batch
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import (
@@ -41,6 +42,31 @@ def test_loading_is_all_or_nothing(tmp_path):
     frozen.fc.freeze(keys="bias")
     with pytest.raises(ValueError, match="freeze"):
         load_run(tmp_path / "run", frozen)
+
+
+def test_another_model_is_told_by_its_parameters(tmp_path):
+    """A wrong model was told to freeze parameters it has not."""
+    write_run(tmp_path / "run", from_torch(usual()))
+    with pytest.raises(ValueError, match="another model") as error:
+        load_run(tmp_path / "run", nn.Linear(3, 2))
+    assert "model has no fc.bias, fc.weight; the run has no weight" in str(error.value)
+    with pytest.raises(ValueError, match=r"fc.weight has shape \(2, 4\) in the model"):
+        load_run(tmp_path / "run", Small(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("run.pt", "--torch-path run.pt --mlx-path run --model"),
+        ("my run", "--torch-path 'my run' --mlx-path 'my run-mlx' --model"),
+    ],
+)
+def test_a_file_is_to_be_converted_first(name, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch_checkpoint.save(name, usual())
+    with pytest.raises(ValueError, match="Convert a PyTorch checkpoint first") as error:
+        load_run(name, Small())
+    assert command in str(error.value)
 
 
 def half_steps(model, optimizer, steps):
@@ -122,3 +148,32 @@ def test_a_loaded_state_reaches_a_compiled_step(tmp_path):
     assert optimizer.step.item() == 6
     with pytest.raises(ValueError, match="too much"):
         load_optimizer_state(optimizer, saved | {"x.v": mx.zeros(1)})
+
+
+def test_settings_that_pytorch_has_not_are_loaded_as_they_were_saved(tmp_path):
+    checkpoint = usual()
+    group = checkpoint["optimizer"]["param_groups"][0]
+    parameters = {k: group[k] for k in ("params", "param_names") if k in group}
+    adam = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    adam |= {"amsgrad": False, "maximize": False}
+    checkpoint["optimizer"] = {"state": {}, "param_groups": [adam | parameters]}
+    write_run(tmp_path, from_torch(checkpoint, options=Options(optimizer="AdamW")))
+    model = Small()
+    run = load_run(tmp_path, model)
+    assert run.optimizer.bias_correction is True
+    run.optimizer.bias_correction = False
+    save_run(tmp_path, model, run.optimizer, run.scaler, run.record)
+    assert load_run(tmp_path, Small()).optimizer.bias_correction is False
+
+
+def test_a_run_born_in_mlx_says_how_to_load_its_optimizer(tmp_path):
+    model, optimizer = Small(), optim.Adam(0.1)
+    optimizer.init(model.trainable_parameters())
+    optimizer.update(model, tree_map(mx.ones_like, model.trainable_parameters()))
+    save_run(tmp_path, model, optimizer)
+    other, again = Small(), optim.Adam(0.1)
+    with pytest.raises(ValueError, match="load_optimizer_state"):
+        load_run(tmp_path, other)
+    again.init(other.trainable_parameters())
+    load_optimizer_state(again, read_run(tmp_path).optimizer)
+    assert again.step.item() == 1

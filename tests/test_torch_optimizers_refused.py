@@ -1,5 +1,7 @@
 """Which optimizer a state is of, and what the other side does not compute."""
 
+import mlx.core as mx
+import mlx.optimizers as optim
 import pytest
 from torch_optimizers_helpers import (
     ENTRIES,
@@ -183,6 +185,25 @@ def test_what_pytorch_does_not_compute_is_refused():
     ):
         with pytest.raises(OptimizerMismatch, match="bias_correction"):
             check(mlx_differences(name, used))
+
+
+@pytest.mark.parametrize("step", [0, 9])
+def test_what_accepting_no_bias_correction_means_is_told(step):
+    """The factor in the message is that of the updates of MLX itself."""
+    used = {"bias_correction": False, "betas": [0.8, 0.99]}
+    (found,) = mlx_differences("AdamW", used, step)
+    assert "AdamW(..., bias_correction=True)" in found.text
+    moved = []
+    for correct in (True, False):
+        optimizer = optim.AdamW(
+            1.0, betas=used["betas"], weight_decay=0.0, bias_correction=correct
+        )
+        optimizer.init({"w": mx.array(0.0)})
+        optimizer.state["step"] = mx.array(step, mx.uint64)
+        optimizer.state["w"].update(m=mx.array(0.2), v=mx.array(0.3))
+        new = optimizer.apply_gradients({"w": mx.array(0.5)}, {"w": mx.array(0.0)})
+        moved.append(new["w"].item())
+    assert f"next update is {moved[0] / moved[1]:.3g} times MLX's" in found.text
 
 
 def test_different_steps_are_an_error():

@@ -91,7 +91,7 @@ _REST: dict[str, dict[str, Any]] = {
         "type": Path,
         "metavar": "PATH",
         "help": "to PyTorch, for a run that did not come from there: a checkpoint of "
-        "the same model, whose names, order and shape are taken",
+        "the same model, whose names, order and shape are taken, and other entries",
     },
 }
 

@@ -27,6 +27,7 @@ from .folder import (
     write_torch,
 )
 from .parts import find_parts, get
+from .passed import PATTERN
 from .place import check_folder, contains
 from .resume import current_groups
 from .swap import refuse_hidden
@@ -127,7 +128,8 @@ def to_mlx_folder(arguments: argparse.Namespace) -> None:
 def to_torch_file(arguments: argparse.Namespace) -> None:
     run = read_run(arguments.mlx_path)
     if arguments.like is not None:
-        run.record = {**_record_like(arguments), "used": run.record.get("used")}
+        used = run.record.get("used")
+        run.record = {**_record_like(arguments), "used": used, PATTERN: True}
     _check_accepted(arguments.accept, _recorded_groups(run.record))
     try:
         checkpoint, notes = to_torch(run, arguments.accept)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from .. import files, torch_checkpoint
 from ..torch_checkpoint.atomic import atomic_write
 from .jsonable import decode, encode
 from .parts import Unordered
+from .passed import remember, settle
 from .place import check_file, check_folder, new_folder
 from .swap import bring_back, refuse_hidden
 from .whole import Run
@@ -57,7 +59,8 @@ def write_run(
     """
     extra: dict[str, mx.array] = {}
     record = {"format": _FORMAT, "version": _VERSION}
-    record |= {key: encode(value, extra, key) for key, value in run.record.items()}
+    settled = settle(run.record, run.optimizer)
+    record |= {key: encode(value, extra, key) for key, value in settled.items()}
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     arrays = {MODEL: run.weights, OPTIMIZER: run.optimizer, EXTRA: extra or None}
     check_run(run)
@@ -97,6 +100,13 @@ def read_run(folder: str | os.PathLike) -> Run:
     """
     folder = Path(folder)
     refuse_hidden(folder)
+    if folder.is_file():
+        target = folder.with_suffix("") if folder.suffix else f"{folder}-mlx"
+        paths = f"--torch-path {quote(str(folder))} --mlx-path {quote(str(target))}"
+        raise ValueError(
+            f"{folder} is a file, not the folder of an MLX run. Convert a PyTorch "
+            f"checkpoint first: mlx_gradscale.convert {paths} --model MODULE:NAME"
+        )
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
     found = {name: read_weights(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
@@ -107,6 +117,7 @@ def read_run(folder: str | os.PathLike) -> Run:
     run = Run(found[MODEL], found[OPTIMIZER], scaler)
     if (folder / TRAINING).exists():
         run.record = _read_record(folder / TRAINING, found[EXTRA] or {})
+        remember(run.record)
     return run
 
 

@@ -1,7 +1,8 @@
 """From a converted folder into a live MLX run, and from the run into the folder."""
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mlx.utils import tree_flatten
 from .. import torch_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
+from ..torch_optimizers import Rate
 from .folder import TRAINING, read_run, write_run
 from .rounding import ROUNDED, cast_weights, lost, unrounded
 from .whole import Run, plan_of
@@ -40,6 +42,7 @@ def load_run(
     folder: str | os.PathLike,
     model: nn.Module,
     *,
+    learning_rate: Rate | Sequence[Rate] | None = None,
     loss_scaling: bool = False,
     max_grad_norm: float | None = None,
 ) -> Resumed:
@@ -48,6 +51,11 @@ def load_run(
     Args:
         folder: written by the command or by :func:`save_run`.
         model: gets the weights; every name and shape must fit.
+        learning_rate: a number or a schedule, as ``mlx.optimizers`` take it, in the
+            place of the rate in the run. A schedule is called with the step count,
+            which goes on from the loaded one. PyTorch's parameter groups share it if
+            they share a rate, else it must be a list with one for each. Files hold no
+            schedule: give it at each load.
         loss_scaling: wrap the optimizer in a ``LossScaleOptimizer``. The weights
             are then cast to the model's own dtypes, and its masters are the
             uncast ones: ``model.set_dtype(mx.float16)`` first. A weight that the
@@ -71,19 +79,38 @@ def load_run(
         array([[1, 1]], dtype=float32)
     """
     run = read_run(folder)
+    weights = run.weights or {}
+    _check_model(folder, weights, model)
     optimizer = scaler = None
     if run.scaler is not None:
         scaler = GradScaler()
         scaler.load_state_dict(run.scaler)
     if run.optimizer is not None:
         if "optimizer" not in run.record:
-            raise ValueError(f"{folder} has an optimizer state but no {TRAINING}.")
-        optimizer = build_optimizer(run.record)
+            raise ValueError(
+                f"{folder} has an optimizer state, but was not converted, and so does "
+                "not tell how to build the optimizer: build it as it was, and give its "
+                "init'ed self and read_run(folder).optimizer to load_optimizer_state."
+            )
+        now = run.record["optimizer"] | {"groups": current_groups(run)}
+        optimizer = build_optimizer(run.record | {"optimizer": now}, learning_rate)
+        for part, used in zip(
+            _parts(optimizer), run.record.get("used") or [], strict=False
+        ):
+            for name in torch_optimizers.ROWS[now["name"]].fixed:
+                setattr(part, name, used[name])
         optimizer.init(model.trainable_parameters())
+        given = [part.learning_rate for part in _parts(optimizer)]
         load_optimizer_state(optimizer, run.optimizer)
-    elif loss_scaling:
-        raise ValueError(f"{folder} has no optimizer state to scale the loss for.")
-    weights = run.weights or {}
+        if learning_rate is None:
+            _warn_of_lost_schedule(run)
+        else:
+            for part, rate in zip(_parts(optimizer), given, strict=True):
+                part.learning_rate = rate
+                part.learning_rate = _next_rate(part)
+    elif loss_scaling or learning_rate is not None:
+        what = "a learning rate" if learning_rate is not None else "loss scaling"
+        raise ValueError(f"{folder} has no optimizer state: {what} has no use.")
     if loss_scaling:
         dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
         cast = cast_weights(weights, dtypes)
@@ -123,6 +150,8 @@ def save_run(
             have not changed since: from where they were loaded, or ``folder``.
         scaler: its state is saved.
         record: from :func:`load_run`; by default that of the folder, if it is there.
+            What of its ``"checkpoint"`` was changed since it was read is taken to be
+            of this step; of the rest, the way to PyTorch says how old it is.
     """
     folder = Path(folder)
     if record is None and (folder / TRAINING).exists():
@@ -158,22 +187,20 @@ def current_groups(run: Run) -> list[dict[str, Any]]:
     Returns:
         list: with the current learning rate and settings, not the recorded ones.
     """
-    record = run.record["optimizer"]
-    state, _ = torch_optimizers.state.to_torch(
-        run.optimizer,
-        record,
-        plan_of(run.record).entries,
-        used=run.record.get("used"),
-        accept=("bias_correction", *{key for g in record["groups"] for key in g}),
+    groups, _, _ = torch_optimizers.state.torch_groups(
+        run.optimizer, run.record["optimizer"], run.record.get("used")
     )
-    return state["param_groups"]
+    return groups
 
 
-def build_optimizer(record: Mapping[str, Any]) -> optim.Optimizer:
+def build_optimizer(
+    record: Mapping[str, Any], learning_rate: Rate | Sequence[Rate] | None = None
+) -> optim.Optimizer:
     """The MLX optimizer of a run's record, without its state.
 
     Args:
         record: a run's; see :func:`load_run`.
+        learning_rate: see :func:`load_run`.
 
     Returns:
         optim.Optimizer: a ``MultiOptimizer`` where PyTorch's groups differ.
@@ -181,7 +208,7 @@ def build_optimizer(record: Mapping[str, Any]) -> optim.Optimizer:
     mine, entries = record["optimizer"], plan_of(record).entries
     groups = mine["groups"][:1] if mine["joined"] else mine["groups"]
     members = [[n for t in names for n in entries[t].mlx] for names in mine["names"]]
-    return torch_optimizers.build(mine["name"], groups, members)
+    return torch_optimizers.build(mine["name"], groups, members, learning_rate)
 
 
 def load_optimizer_state(
@@ -214,8 +241,9 @@ def load_optimizer_state(
     if missing or spare:
         raise ValueError(
             f"The optimizer state lacks {missing[:4] or 'nothing'} and has "
-            f"{spare[:4] or 'nothing'} too much for this optimizer and model: "
-            "freeze or unfreeze the model's parameters as they were in PyTorch."
+            f"{spare[:4] or 'nothing'} too much for this optimizer and model: freeze "
+            "or unfreeze the model's parameters as they were in PyTorch, or give the "
+            "model and optimizer that the state was saved from."
         )
     for key, array in own.items():
         if array.shape != flat[key].shape:
@@ -240,7 +268,7 @@ def optimizer_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
         [{'class': 'Lion', 'betas': [0.8, 0.9], 'weight_decay': 0.0, 'schedule': False}]
     """
     if isinstance(optimizer, optim.MultiOptimizer):
-        return [s for part in optimizer.optimizers for s in optimizer_settings(part)]
+        return [s for part in _parts(optimizer) for s in optimizer_settings(part)]
     rows = [r for r in torch_optimizers.ROWS.values() if type(optimizer) is r.mlx]
     if not rows:
         known = ", ".join(row.mlx.__name__ for row in torch_optimizers.ROWS.values())
@@ -251,4 +279,56 @@ def optimizer_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
     used = {name: getattr(optimizer, name) for name in sorted(names)}
     used |= {k: list(v) for k, v in used.items() if isinstance(v, (list, tuple))}
     scheduled = "learning_rate" in optimizer._schedulers
+    if scheduled:  # the state holds that of the last step, PyTorch that of the next
+        used["learning_rate"] = _next_rate(optimizer).item()
     return [{"class": type(optimizer).__name__, **used, "schedule": scheduled}]
+
+
+def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
+    is_several = isinstance(optimizer, optim.MultiOptimizer)
+    return optimizer.optimizers if is_several else [optimizer]
+
+
+def _next_rate(optimizer: optim.Optimizer) -> mx.array:
+    schedule = optimizer._schedulers.get("learning_rate")
+    return mx.array(schedule(optimizer.step)) if schedule else optimizer.learning_rate
+
+
+def _warn_of_lost_schedule(run: Run) -> None:
+    name, used = run.record["optimizer"]["name"], run.record.get("used") or []
+    needs_one = torch_optimizers.ROWS[name].divisor(
+        run.record["optimizer"]["groups"][0]
+    )
+    if needs_one is None and any(part.get("schedule") for part in used):
+        warnings.warn(
+            "The run was saved with a learning rate schedule, which no file holds: "
+            "give it again, load_run(..., learning_rate=...), or the rate stays what "
+            "it was at the last step.",
+            stacklevel=3,
+        )
+
+
+def _check_model(
+    folder: str | os.PathLike, weights: Mapping[str, mx.array], model: nn.Module
+) -> None:
+    own = dict(tree_flatten(model.parameters()))
+    if not weights:
+        return
+    said = [
+        f"{who} has no {', '.join(lacks[:3])}{', ...' if lacks[3:] else ''}"
+        for who, lacks in (
+            ("the model", sorted(weights.keys() - own.keys())),
+            ("the run", [name for name in own if name not in weights]),
+        )
+        if lacks
+    ]
+    said += [
+        f"{name} has shape {own[name].shape} in the model, {x.shape} in the run"
+        for name, x in weights.items()
+        if name in own and own[name].shape != x.shape
+    ][:3]
+    if said:
+        raise ValueError(
+            f"{folder} holds another model than this one: {'; '.join(said)}. Give the "
+            "model that was converted, or convert again for this one (--model)."
+        )

@@ -14,6 +14,7 @@ from ..layouts import Choices, Entry, Plan, make_plan
 from ..torch_optimizers import state as optimizer_state
 from .order import parameter_names
 from .parts import cut, find_parts, get, paste
+from .passed import age_notes, entries, schedules, steps_of
 
 
 @dataclass
@@ -115,7 +116,7 @@ def from_torch(
         run.notes += converted.notes + doubts
     if "scaler" in parts:
         _take_scaler(run, get(checkpoint, parts["scaler"]), options.scaler_format)
-    run.notes += _left_notes(run.record["checkpoint"])
+    run.notes += _schedule_notes(run)
     return run
 
 
@@ -128,7 +129,8 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
 
     Returns:
         tuple: the checkpoint, of the same shape as the one the run came from, for
-        ``torch_checkpoint.save``; and sentences for the user.
+        ``torch_checkpoint.save``; and sentences for the user, on entries that are as
+        old as the conversion (epoch, schedule), for example.
 
     Example:
         >>> start = {"model": {"fc.weight": mx.array([[1.0, 2.0]])}, "epoch": 3}
@@ -176,6 +178,7 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
             notes.append(f"The run has no {part} state: it is left out.")
         if part not in record and getattr(run, part) is not None:
             notes.append(f"PyTorch's checkpoint has no place for the {part} state.")
+    notes += age_notes(record, run.optimizer)
     return paste(record["checkpoint"], values), notes
 
 
@@ -275,19 +278,13 @@ def _give_scaler(state: dict[str, Any], format: str) -> tuple[Any, list[str]]:
     return out, notes
 
 
-def _left_notes(skeleton: Any) -> list[str]:
+def _schedule_notes(run: Run) -> list[str]:
     """A word on learning rate schedulers, which have no counterpart to convert to."""
-    if not isinstance(skeleton, Mapping):
-        return []
-    found = [
-        str(key)
-        for key, value in skeleton.items()
-        for state in (value if isinstance(value, list) else [value])
-        if isinstance(state, Mapping) and "last_epoch" in state
-    ]
-    if not found:
-        return []
+    steps = steps_of(run.optimizer or {})
+    at = f", the optimizer at step {steps[0]}" if steps else ""
     return [
-        f"{', '.join(dict.fromkeys(found))}: a PyTorch schedule is kept for the way "
-        "back and not run; in MLX give the optimizer a schedule of its step."
+        f"{name}: a PyTorch schedule (last_epoch {epoch}{at}) is kept for the way back "
+        "and not run; in MLX give one of the optimizer's step, load_run(folder, model, "
+        "learning_rate=lambda step: ...)."
+        for name, epoch in schedules(entries(run.record["checkpoint"])).items()
     ]

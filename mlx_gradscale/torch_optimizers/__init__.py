@@ -1,6 +1,6 @@
 """Optimizer state between PyTorch and mlx.optimizers: a table and its rules."""
 
-from .builder import build, scheduled_rate, settings
+from .builder import Rate, build, scheduled_rate, settings
 from .compare import (
     Difference,
     OptimizerMismatch,
@@ -9,12 +9,14 @@ from .compare import (
     mlx_differences,
     recognise,
 )
-from .table import ROWS, Row, number
+from .table import ROWS, SCHEDULED, Row, number
 
 __all__ = [
     "ROWS",
+    "SCHEDULED",
     "Difference",
     "OptimizerMismatch",
+    "Rate",
     "Row",
     "build",
     "check",

@@ -1,12 +1,16 @@
 """The MLX optimizer that computes what PyTorch's parameter groups compute."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
 
 from .table import ROWS, number
+
+# A learning rate as mlx.optimizers take it: a number, or a function of the step.
+Rate = float | mx.array | Callable[[mx.array], mx.array]
 
 
 def settings(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +41,10 @@ def settings(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(
-    name: str, groups: list[Mapping[str, Any]], members: list[Iterable[str]] = ()
+    name: str,
+    groups: list[Mapping[str, Any]],
+    members: list[Iterable[str]] = (),
+    learning_rate: Rate | Sequence[Rate] | None = None,
 ) -> optim.Optimizer:
     """Builds the MLX optimizer that goes on where PyTorch's groups stopped.
 
@@ -45,6 +52,9 @@ def build(
         name: a key of :data:`ROWS`.
         groups: PyTorch's ``param_groups``; several become a ``MultiOptimizer``.
         members: for several groups, the MLX parameter names of each.
+        learning_rate: a number or a schedule in the place of the groups' own, as
+            ``mlx.optimizers`` take it. Groups whose rates differ need a list of
+            them, one for each.
 
     Returns:
         optim.Optimizer: with a learning rate schedule where MLX needs one to
@@ -55,11 +65,9 @@ def build(
         [0.9, 0.99]
     """
     made = []
-    for group in groups:
+    for group, rate in zip(groups, _rates(groups, learning_rate), strict=True):
         arguments = settings(name, group)
-        schedule = ROWS[name].schedule(group)
-        if schedule is not None:
-            arguments["learning_rate"] = schedule
+        arguments["learning_rate"] = _divided(name, group, rate)
         made.append(ROWS[name].mlx(**arguments))
     if len(made) == 1:
         return made[0]
@@ -77,8 +85,49 @@ def scheduled_rate(name: str, group: Mapping[str, Any], step: int) -> mx.array:
         >>> scheduled_rate("SGD", {"lr": 0.5}, 3).item()
         0.5
     """
-    schedule = ROWS[name].schedule(group)
-    if schedule is None:
-        return mx.array(number(group["lr"]), mx.float32)
+    rate = _divided(name, group, number(group["lr"]))
+    if not callable(rate):
+        return mx.array(rate, mx.float32)
     # The state holds the rate of the last step done.
-    return schedule(mx.array(max(step - 1, 0), mx.uint64)).astype(mx.float32)
+    return rate(mx.array(max(step - 1, 0), mx.uint64)).astype(mx.float32)
+
+
+def _rates(
+    groups: list[Mapping[str, Any]], given: Rate | Sequence[Rate] | None
+) -> list[Rate]:
+    own = [number(group["lr"]) for group in groups]
+    if given is None:
+        return own
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(groups):
+            raise ValueError(
+                f"learning_rate has {len(given)} entries and the MLX optimizer "
+                f"{len(groups)} parts: one for each parameter group, where groups with "
+                "equal settings are one part."
+            )
+        return [_checked(rate) for rate in given]
+    if len(set(own)) > 1:
+        raise ValueError(
+            f"The parameter groups have different learning rates ({own}): give "
+            "learning_rate as a list, a number or schedule for each in this order."
+        )
+    return [_checked(given)] * len(groups)
+
+
+def _checked(rate: Any) -> Rate:
+    is_number = isinstance(rate, (Real, mx.array)) and not isinstance(rate, bool)
+    if not is_number and not callable(rate):
+        raise TypeError(
+            "learning_rate must be a number, or a function from the step count to "
+            f"one, got {rate!r}."
+        )
+    return rate
+
+
+def _divided(name: str, group: Mapping[str, Any], rate: Rate) -> Rate:
+    divisor = ROWS[name].divisor(group)
+    if divisor is None:
+        return rate
+    if callable(rate):
+        return lambda step: rate(step) / divisor(step)
+    return lambda step: rate / divisor(step)

@@ -161,12 +161,15 @@ def differences(
     return found
 
 
-def mlx_differences(name: str, used: Mapping[str, Any]) -> list[Difference]:
+def mlx_differences(
+    name: str, used: Mapping[str, Any], step: int = 0
+) -> list[Difference]:
     """What PyTorch would compute differently from an MLX optimizer.
 
     Args:
         name: a key of :data:`ROWS`.
         used: the settings the MLX optimizer ran with.
+        step: how many steps it made.
 
     Returns:
         list: empty where both compute the same.
@@ -184,8 +187,11 @@ def mlx_differences(name: str, used: Mapping[str, Any]) -> list[Difference]:
     if ROWS[name].fixed and not used.get("bias_correction", True):
         found.append(Difference(
             "bias_correction",
-            f"MLX's {name} ran without bias correction and PyTorch's always corrects: "
-            "build it with bias_correction=True.",
+            f"MLX's {name} ran without bias correction, which is its default, and "
+            f"PyTorch's always corrects: next time build it as {mine}(..., "
+            "bias_correction=True). If this is accepted, moments and step count stay, "
+            f"and PyTorch's next update is {_correction(used, step):.3g} times MLX's, "
+            "which goes to 1 with the steps.",
         ))  # fmt: skip
     if name == "Adamax" and not used.get("schedule", True):
         found.append(Difference(
@@ -194,6 +200,12 @@ def mlx_differences(name: str, used: Mapping[str, Any]) -> list[Difference]:
             "by 1 - beta1**step: build it with mlx_gradscale.torch_optimizers.build.",
         ))  # fmt: skip
     return found
+
+
+def _correction(used: Mapping[str, Any], step: int) -> float:
+    """How Adam's bias correction changes the update after ``step`` steps."""
+    first, second = used.get("betas", (0.9, 0.999))
+    return (1 - second ** (step + 1)) ** 0.5 / (1 - first ** (step + 1))
 
 
 def check(found: Iterable[Difference], accept: Iterable[str] = ()) -> list[str]:

@@ -6,6 +6,7 @@ PyTorch's side is a state dict; what only PyTorch knows (its groups, the names
 behind its indices) goes into a *record* that the way back needs.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -148,22 +149,11 @@ def to_torch(
     Returns:
         tuple: the state dict for ``load_state_dict``, and sentences for the user.
     """
-    name, joined = record["name"], record["joined"]
-    row, states, groups = ROWS[name], {}, []
-    _check_parts(flat, record)
-    found: list[Difference] = []
-    notes: list[str] = []
-    for i, group in enumerate(record["groups"]):
-        prefix = "" if joined else f"states.{i}."
+    row, states = ROWS[record["name"]], {}
+    groups, found, notes = torch_groups(flat, record, used)
+    for i, group in enumerate(groups):
+        prefix = "" if record["joined"] else f"states.{i}."
         step = _required(flat, f"{prefix}step").item()
-        group = dict(group)
-        mine = dict(used[0 if joined else i]) if used else settings(name, group)
-        found += mlx_differences(name, mine)
-        if used and mine.get("schedule") and row.schedule(group) is None:
-            notes = ["PyTorch gets the current value of MLX's learning rate schedule."]
-        group.update(_group_settings(name, group, mine))
-        held = _required(flat, f"{prefix}learning_rate")
-        group["lr"] = _learning_rate(name, group, held)
         # Records of older versions have no indices: all parameters were converted.
         indices = record["indices"][i] if "indices" in record else group["params"]
         for index, torch_name in zip(indices, record["names"][i], strict=True):
@@ -181,11 +171,50 @@ def to_torch(
                 continue
             counted = {"step": _step_like(record["step_like"], step)}
             states[index] = (counted if row.counts else {}) | slots
-        groups.append(group)
     states |= {index: dict(state) for index, state in record.get("aside", {}).items()}
     order = [i for group in groups for i in group["params"] if i in states]
     state_dict = {"state": {i: states[i] for i in order}, "param_groups": groups}
     return state_dict, notes + check(found, accept)
+
+
+def torch_groups(
+    flat: Mapping[str, mx.array],
+    record: Mapping[str, Any],
+    used: list[Mapping[str, Any]] | None = None,
+) -> tuple[list[dict[str, Any]], list[Difference], list[str]]:
+    """PyTorch's parameter groups with what the MLX optimizer runs with.
+
+    Args:
+        flat: ``tree_flatten(optimizer.state)`` as a dict.
+        record: from :func:`to_mlx`.
+        used: the settings the MLX optimizer(s) ran with, if they are known.
+
+    Returns:
+        tuple: the groups, what PyTorch would compute differently, and sentences for
+        the user.
+    """
+    name, joined = record["name"], record["joined"]
+    _check_parts(flat, record)
+    groups: list[dict[str, Any]] = []
+    found: list[Difference] = []
+    rates: list[str] = []
+    for i, group in enumerate(record["groups"]):
+        prefix = "" if joined else f"states.{i}."
+        step = _required(flat, f"{prefix}step").item()
+        held = _required(flat, f"{prefix}learning_rate").item()
+        group = dict(group)
+        mine = dict(used[0 if joined else i]) if used else settings(name, group)
+        found += mlx_differences(name, mine, step)
+        group.update(_group_settings(name, group, mine))
+        group["lr"] = _learning_rate(name, group, mine, step, held)
+        if mine.get("schedule") and ROWS[name].divisor(group) is None:
+            rates.append(f"{number(group['lr']):.6g}")
+        groups.append(group)
+    note = (
+        "MLX's learning rate schedule is not converted: PyTorch gets its rate for the "
+        f"next step, {', '.join(dict.fromkeys(rates))}."
+    )
+    return groups, found, [note] if rates else []
 
 
 def _check_parts(flat: Mapping[str, mx.array], record: Mapping[str, Any]) -> None:
@@ -304,10 +333,20 @@ def _group_settings(
     return out
 
 
-def _learning_rate(name: str, group: Mapping[str, Any], held: mx.array) -> Any:
-    """PyTorch's own (float64) rate while MLX's float32 one is its rounding."""
-    lr = group["lr"]
-    same = mx.array(number(lr), mx.float32).item() == held.item()
-    if same or ROWS[name].schedule(group) is not None:
+def _learning_rate(
+    name: str, group: Mapping[str, Any], used: Mapping[str, Any], step: int, held: float
+) -> Any:
+    """PyTorch's own (float64) rate while MLX's float32 one is its rounding.
+
+    Where there is a schedule, MLX's state holds the rate of the last step, PyTorch's
+    groups that of the next, which is in the settings used.
+    """
+    lr, divisor = group["lr"], ROWS[name].divisor(group)
+    if used.get("schedule") and "learning_rate" in used:
+        held, step = used["learning_rate"], step + 1
+    # Not every bit: a schedule may have run on another device, or compiled.
+    if math.isclose(scheduled_rate(name, group, step).item(), held, rel_tol=1e-6):
         return lr
-    return mx.array(held.item(), lr.dtype) if isinstance(lr, mx.array) else held.item()
+    if divisor is not None and used.get("schedule", True):
+        held *= number(divisor(max(step - 1, 0)))
+    return mx.array(held, lr.dtype) if isinstance(lr, mx.array) else held

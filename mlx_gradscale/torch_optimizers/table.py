@@ -3,7 +3,7 @@
 Each row was checked against both sources (torch 2.13, mlx 0.32.4) and is run
 against both in the tests. Where MLX computes something else than PyTorch, the
 row says so: either MLX does the same when built in a certain way (``fixed``,
-``schedule``), or the setting is refused (``refused``) until it is accepted by
+``divisor``), or the setting is refused (``refused``) until it is accepted by
 name.
 """
 
@@ -31,8 +31,8 @@ class Row:
         absent: group keys it never has.
         refused: group key -> (the value that turns it off, what differs).
         fixed: constructor arguments under which MLX computes the same.
-        schedule: (group) -> a learning rate schedule MLX needs to compute the
-            same, or None.
+        divisor: (group) -> a function of the step by which MLX's learning rate must
+            be divided to compute the same, or None.
         counts: whether PyTorch keeps a step count.
         notes: sentences to tell the user in any case.
         carried: further group keys that change nothing in MLX; they come back as
@@ -46,7 +46,7 @@ class Row:
     absent: frozenset[str]
     refused: dict[str, tuple[Any, str]]
     fixed: dict[str, Any] = field(default_factory=dict)
-    schedule: Callable[[Mapping], Callable | None] = lambda group: None
+    divisor: Callable[[Mapping], Callable | None] = lambda group: None
     counts: bool = True
     notes: tuple[str, ...] = ()
     carried: frozenset[str] = frozenset()
@@ -57,13 +57,16 @@ class Row:
         return [key for key in group if key not in known]
 
 
+# What the schedules of torch.optim.lr_scheduler note in the groups.
+SCHEDULED = frozenset({
+    *("initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum")
+})  # fmt: skip
 # What torch.optim's groups of 1.6 to 2.13 hold besides the settings of the rule: how
-# it is computed, and what the schedules of torch.optim.lr_scheduler note there.
-_CARRIED = frozenset({
+# it is computed, and what schedules note.
+_CARRIED = SCHEDULED | {
     *("params", "param_names", "name"),
     *("foreach", "capturable", "differentiable", "fused"),
-    *("initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum"),
-})  # fmt: skip
+}
 _L2 = "PyTorch adds weight_decay * w to the gradient (L2); MLX's {} has no such term"
 _MAXIMIZE = {
     "maximize": (False, "MLX only minimizes: negate the loss and set maximize to False")
@@ -74,15 +77,15 @@ def _l2(name: str) -> dict[str, tuple[Any, str]]:
     return {"weight_decay": (0, _L2.format(name))} | _MAXIMIZE
 
 
-def _adagrad_schedule(group: Mapping) -> Callable | None:
-    lr, decay = number(group["lr"]), number(group.get("lr_decay", 0))
+def _adagrad_divisor(group: Mapping) -> Callable | None:
+    decay = number(group.get("lr_decay", 0))
     # MLX asks with the steps done, which is the (step - 1) of PyTorch's formula.
-    return (lambda step: lr / (1 + decay * step)) if decay else None
+    return (lambda step: 1 + decay * step) if decay else None
 
 
-def _adamax_schedule(group: Mapping) -> Callable:
-    lr, beta = number(group["lr"]), number(group["betas"][0])
-    return lambda step: lr / (1 - beta ** (step + 1))
+def _adamax_divisor(group: Mapping) -> Callable:
+    beta = number(group["betas"][0])
+    return lambda step: 1 - beta ** (step + 1)
 
 
 _ADAM_REFUSED = {
@@ -156,7 +159,7 @@ ROWS: dict[str, Row] = {
         marks=frozenset({"lr_decay", "eps", "initial_accumulator_value"}),
         absent=frozenset(),
         refused=_l2("Adagrad"),
-        schedule=_adagrad_schedule,
+        divisor=_adagrad_divisor,
     ),
     "Adadelta": Row(
         optim.AdaDelta,
@@ -173,7 +176,7 @@ ROWS: dict[str, Row] = {
         marks=frozenset({"betas", "eps", "weight_decay"}),
         absent=frozenset({"amsgrad", "decoupled_weight_decay", "momentum_decay"}),
         refused=_l2("Adamax"),
-        schedule=_adamax_schedule,
+        divisor=_adamax_divisor,
         notes=(
             "Adamax: PyTorch adds eps to |g| inside the maximum, MLX to the "
             "denominator; updates differ by a factor of at most 1 + eps / v.",

@@ -1,0 +1,194 @@
+"""What of a checkpoint only passes through MLX, and of which step it is."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from ..torch_optimizers import ROWS, SCHEDULED
+from .parts import Part
+
+# In a live record only: the entries as they were read, and that they are a pattern's.
+READ, PATTERN = "read", "pattern"
+# Entry -> the step counts at which it was changed in a live record.
+CHANGED = "changed"
+_STEP = re.compile(r"(?:states\.(\d+)\.)?step")
+
+
+def entries(skeleton: Any) -> dict[str, Any]:
+    """What of a checkpoint is in no part, by its place.
+
+    Example:
+        >>> entries({"net": Part("model"), "epoch": 3, "amp": [Part("scaler"), 7]})
+        {'epoch': 3, 'amp/1': 7}
+    """
+    return dict(_walk(skeleton, ()))
+
+
+def schedules(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Those entries that are states of PyTorch's schedules, with their last_epoch.
+
+    Example:
+        >>> schedules({"scheduler": {"last_epoch": 5, "_step_count": 6}, "epoch": 1})
+        {'scheduler': 5}
+    """
+    return {
+        name: state["last_epoch"]
+        for name, value in found.items()
+        for state in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(state, Mapping) and "last_epoch" in state
+    }
+
+
+def steps_of(optimizer: Mapping[str, mx.array]) -> list[int]:
+    """The step count of each optimizer in a flat state, in their order.
+
+    Example:
+        >>> steps_of({"states.1.step": mx.array(4), "states.0.step": mx.array(3)})
+        [3, 4]
+    """
+    found = {
+        int(match[1] or 0): step
+        for key, step in optimizer.items()
+        if (match := _STEP.fullmatch(key))
+    }
+    return [found[index].item() for index in sorted(found)]
+
+
+def remember(record: dict[str, Any]) -> None:
+    """Notes in a record how its entries are now, as :func:`settle` needs it."""
+    if "checkpoint" in record:
+        found = entries(record["checkpoint"])
+        record[READ] = {name: _copy(value) for name, value in found.items()}
+
+
+def settle(
+    record: Mapping[str, Any], optimizer: Mapping[str, mx.array] | None
+) -> dict[str, Any]:
+    """The record to write: an entry that was changed since is of the step now.
+
+    Args:
+        record: a live run's.
+        optimizer: the run's flat optimizer state.
+    """
+    out = {key: value for key, value in record.items() if key not in (READ, PATTERN)}
+    if READ not in record or "checkpoint" not in record or not optimizer:
+        return out
+    read, now = record[READ], steps_of(optimizer)
+    changed = {
+        name: now
+        for name, value in entries(record["checkpoint"]).items()
+        if name not in read or not _same(read[name], _copy(value))
+    }
+    if changed:
+        out[CHANGED] = out.get(CHANGED, {}) | changed
+    return out
+
+
+def age_notes(
+    record: Mapping[str, Any], optimizer: Mapping[str, mx.array] | None
+) -> list[str]:
+    """Sentences on entries that are of another step than the optimizer."""
+    if record.get(PATTERN):
+        return _pattern_notes(record)
+    now = steps_of(optimizer or {})
+    if not now:
+        return []
+    record = settle(record, optimizer)
+    start = record["optimizer"]["steps"] if "optimizer" in record else [0] * len(now)
+    changed = record.get(CHANGED, {})
+    found = entries(record["checkpoint"])
+    behind: dict[tuple[int, int], list[str]] = {}
+    for name in found:
+        pairs = zip(changed.get(name, start), now, strict=False)
+        then, at = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+        if then != at:
+            behind.setdefault((then, at), []).append(name)
+    return [
+        f"{', '.join(names)}: out of date by {_steps(at - then)} (taken at step "
+        f"{then}, the optimizer stands at step {at}). What they count only you know: "
+        'bring them up to date in record["checkpoint"] of what load_run returns and '
+        "give that record to save_run(record=...), or in PyTorch after loading."
+        + _schedule_note({name: found[name] for name in names})
+        for (then, at), names in behind.items()
+    ]
+
+
+def _pattern_notes(record: Mapping[str, Any]) -> list[str]:
+    found = entries(record["checkpoint"])
+    named = list(found)
+    if "optimizer" in record:
+        groups, name = record["optimizer"]["groups"], record["optimizer"]["name"]
+        keys = SCHEDULED
+        if not record.get("used"):  # not by save_run: nothing tells the run's own
+            keys = keys | (ROWS[name].settings.keys() - {"lr"})
+        held = dict.fromkeys(key for group in groups for key in group if key in keys)
+        named += [f"{key} in the optimizer's groups" for key in held]
+    aside = list(record["model"]["aside"]) if "model" in record else []
+    if aside:
+        some = ", ".join(aside[:2]) + (", ..." if aside[2:] else "")
+        named.append(f"the tensors that MLX has not ({some})")
+    if not named:
+        return []
+    return [
+        f"{', '.join(named)}: the pattern's (--like), not this run's. Set them right "
+        "in PyTorch after loading." + _schedule_note(found)
+    ]
+
+
+def _steps(number: int) -> str:
+    return f"{abs(number)} step{'' if abs(number) == 1 else 's'}"
+
+
+def _schedule_note(found: Mapping[str, Any]) -> str:
+    at = schedules(found)
+    if not at:
+        return ""
+    said = ", ".join(f"{name} (last_epoch {epoch})" for name, epoch in at.items())
+    return (
+        f" {said}: a learning rate schedule, which may count steps or epochs and was "
+        "not moved; loaded as it is, PyTorch goes on with the rates from there."
+    )
+
+
+def _walk(value: Any, path: tuple) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Part):
+        return
+    if not _holds_part(value):
+        yield "/".join(map(str, path)), value
+        return
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, item in inner:
+        yield from _walk(item, (*path, key))
+
+
+def _holds_part(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return isinstance(value, Part)
+    return any(map(_holds_part, value))
+
+
+def _copy(value: Any) -> Any:
+    """The containers of a value copied, as dicts and lists; the leaves are its own."""
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(item) for item in value]
+    return set(value) if isinstance(value, set) else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, mx.array) and isinstance(b, mx.array):
+        return a.dtype == b.dtype and mx.array_equal(a, b, equal_nan=True).item()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b or (a != a and b != b)  # NaN is NaN
