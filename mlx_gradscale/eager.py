@@ -25,8 +25,8 @@ def compiled_if_plain(
     So hyperparameters that change on every step never compile.
 
     Args:
-        run (Callable): Takes the optimizer and arrays; what else it reads, of the
-            optimizer alone, is known by its Python values.
+        run (Callable): Takes the optimizer and arrays, and depends on nothing else than
+            these and the settings that the optimizer has as Python values.
         optimizer (Optimizer): The optimizer; it is not kept alive.
         parts (list): Each single optimizer in it, with the tree that it steps.
     """

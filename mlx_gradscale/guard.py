@@ -40,9 +40,7 @@ def guarded_apply(
     its own dtype. Where it is false, parameters and optimizer state come out
     bit-identical. Which of the two is decided on the device.
 
-    With MLX's own optimizers the work is compiled on the second call with the same
-    optimizer and the same Python hyperparameters, so that hyperparameters that change
-    on every step never compile.
+    With MLX's own optimizers the work compiles itself, see :func:`compiled_if_plain`.
 
     Args:
         optimizer (Optimizer): Any optimizer; its state is written in place.
@@ -52,8 +50,9 @@ def guarded_apply(
         apply (array): A 0-d bool array.
         masters (dict, optional): Float32 masters of half parameters, by their path;
             replaced in place.
-        written (dict, optional): For each master the :func:`half_bits` of the parameter
-            as the last step left it; replaced in place.
+        written (dict, optional): For each master, and needed with them, the
+            :func:`half_bits` of the parameter as the last step left it; replaced in
+            place.
 
     Returns:
         Any: A tree of new parameters with the structure of ``gradients``.
@@ -247,6 +246,12 @@ def _run(
         new_state = []
         for (path, *_), old in zip(places, state, strict=True):
             box, key = stepped[path]
+            if box[key].shape != old.shape:
+                raise ValueError(
+                    f"{dotted(path)} in the optimizer's state has shape {old.shape}, "
+                    f"and a step would give it {box[key].shape}, which a skipped step "
+                    "cannot. Make a new optimizer if the model has changed."
+                )
             if box[key] is not old:
                 box[key] = mx.where(apply, box[key], old)
             new_state.append(box[key])

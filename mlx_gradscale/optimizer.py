@@ -420,16 +420,14 @@ class LossScaleOptimizer(Optimizer):
 
     def _write(self, loaded: dict[str, mx.array]) -> None:
         # A file may be without what was written, or be of a model in the other half.
+        derived = {}
         for path, here in self._state["written"].items():
             there = loaded.get(f"written.{path}")
             master = loaded.get(f"masters.{path}")
-            is_missing = there is None or there.dtype in set(BITS.values()) - {
-                here.dtype
-            }
-            if is_missing and master is not None:
+            if (there is None or there.dtype != here.dtype) and master is not None:
                 dtype = next(half for half, bits in BITS.items() if bits == here.dtype)
-                loaded = loaded | {f"written.{path}": half_bits(master.astype(dtype))}
-        write_in_place(self.state, loaded)
+                derived[f"written.{path}"] = half_bits(master.astype(dtype))
+        write_in_place(self.state, loaded | derived)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_state": None, "_extra": self._own_state()}

@@ -39,11 +39,9 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
             )
     check(read(scaler))
     # An overflowing step leaves its norm behind, so that one may be inf.
-    kept = {path: x for path, x in loaded.items() if path != "grad_norm"}
-    bad = nonfinite([kept[path] for path in kept])
-    if bad:
-        path = list(kept)[int(bad[0].path)]
-        raise ValueError(f"{path!r} in the state holds NaN or inf.")
+    others = {path: x for path, x in loaded.items() if path != "grad_norm"}
+    for record in nonfinite(others):
+        raise ValueError(f"{record.path!r} in the state holds NaN or inf.")
 
 
 def write_in_place(state: dict[str, Any], loaded: dict[str, mx.array]) -> None:

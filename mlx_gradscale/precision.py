@@ -24,16 +24,16 @@ def _scale_gradient_vjp(primals, cotangent, _):
 def with_scaled_gradient(
     loss_fn: Callable,
     get_scale: Callable[[], mx.array],
-    see_loss: Callable[[mx.array], None] = lambda loss: None,
+    see_loss: Callable[[mx.array], mx.array] = lambda loss: loss,
 ) -> Callable:
     """Wrap ``loss_fn`` so that its value stays and its gradient is scaled.
 
     Args:
         loss_fn (Callable): Returns a scalar loss, or a tuple that starts with it.
         get_scale (Callable): Returns the scale, at each call.
-        see_loss (Callable): Is shown each loss as it comes out of ``loss_fn``.
+        see_loss (Callable): Is given each loss as it comes out of ``loss_fn``, and
+            returns it.
     """
-
     if hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "The gradient of this loss function is scaled already. scale_loss() once "
@@ -50,9 +50,8 @@ def with_scaled_gradient(
                 f"The loss must be an array, got {loss!r}. Return the loss, or a "
                 "tuple whose first element is the loss."
             )
-        see_loss(loss)
         # In float32 before the scale comes in: 65536 is inf in float16.
-        loss = scale_gradient(loss.astype(mx.float32), get_scale())
+        loss = scale_gradient(see_loss(loss).astype(mx.float32), get_scale())
         if hasattr(outputs, "_fields"):
             return type(outputs)(loss, *aux)
         return (loss, *aux) if isinstance(outputs, tuple) else loss
@@ -106,7 +105,7 @@ def value_and_grad(
     def cast_loss_fn(parameters, args, kwargs):
         model.update(tree_map_with_path(cast_parameter, parameters))
         if cast_inputs:
-            args, kwargs = tree_map(cast, (args, kwargs), is_leaf=_is_leaf)
+            args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_leaf)
         return loss_fn(*args, **kwargs)
 
     differentiate = mx.value_and_grad(cast_loss_fn)
@@ -128,7 +127,8 @@ def value_and_grad(
     return value_and_grad_fn
 
 
-def _is_leaf(x: Any) -> bool:
+def is_leaf(x: Any) -> bool:
+    """Tell whether ``x``, among arguments, is not to be looked into."""
     # A model among the arguments is a dict to tree_map, which would rebuild it
     # as a plain one; so would any other subclass lose its class.
     return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce, wraps
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +31,7 @@ from .scale import (
     within_limits,
 )
 from .state_dict import from_state_dict, to_state_dict
+from .twice import scaled_once, watched
 
 
 @dataclass
@@ -90,8 +91,10 @@ class GradScaler:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "GradScaler":
+        # Here, because "cuda", init_scale=4.0 does not get as far as __init__. A
+        # subclass with its own arguments may take what it likes.
         device = kwargs.get("device", args[0] if args else None)
-        if isinstance(device, str):
+        if cls.__init__ is GradScaler.__init__ and isinstance(device, str):
             raise TypeError(
                 f"GradScaler takes no device: leave out {device!r}. MLX arrays live in "
                 "unified memory."
@@ -135,7 +138,6 @@ class GradScaler:
         # By id, because an optimizer may define equality. The record keeps it.
         self._records: dict[int, _Record] = {}
         self._scale_was_applied = False
-        self._losses_under_way = 0
         self._owner: weakref.ref | None = None
         self._warned: set[str] = set()
 
@@ -164,15 +166,10 @@ class GradScaler:
         if not self._enabled:
             return outputs
         arrays(outputs)
-        if self._losses_under_way:
-            raise RuntimeError(
-                "scale() was called in a loss function whose gradient is scaled "
-                "already, by value_and_grad() or scale_loss(): return the plain loss."
-            )
         self._scale_was_applied = True
 
         def scaled(x: mx.array) -> mx.array:
-            self._see_loss(x)
+            x = self._see_loss(x)
             real = not mx.issubdtype(x.dtype, mx.complexfloating)
             return (x.astype(mx.float32) if real else x) * self._state["scale"]
 
@@ -195,22 +192,13 @@ class GradScaler:
         if not callable(loss_fn):
             raise TypeError(
                 "scale_loss() takes the function that computes the loss, not its "
-                "value. Inside of that function, use scale(loss)."
+                "value, which scale() takes."
             )
         if not self._enabled:
             return loss_fn
         self._scale_was_applied = True
-
-        @wraps(loss_fn)
-        def watched(*args, **kwargs):
-            self._losses_under_way += 1
-            try:
-                return loss_fn(*args, **kwargs)
-            finally:
-                self._losses_under_way -= 1
-
         return precision.with_scaled_gradient(
-            watched, lambda: self._state["scale"], self._see_loss
+            watched(loss_fn), lambda: self._state["scale"], self._see_loss
         )
 
     def value_and_grad(
@@ -267,7 +255,7 @@ class GradScaler:
             model, loss_fn, compute_dtype, keep, cast_inputs
         )
 
-    def _see_loss(self, loss: mx.array) -> None:
+    def _see_loss(self, loss: mx.array) -> mx.array:
         if loss.dtype == mx.float16:
             self._warn_once(
                 "The loss is float16, so its gradient starts at the scale cast to "
@@ -275,6 +263,7 @@ class GradScaler:
                 "until the scale is below that. Reduce the loss in float32, for "
                 "example with logits.astype(mx.float32)."
             )
+        return scaled_once(loss)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -636,17 +625,12 @@ class GradScaler:
                 "A GradScaler with a group cannot be pickled or copied: save its "
                 "state_dict() and make a new one with the group."
             )
-        alarm = {k: v for k, v in vars(self).items() if k == "skip_alarm"}
-        return {"enabled": self._enabled, "values": read(self._state), **alarm}
+        return vars(self) | {"_state": read(self._state), "_owner": None}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        self._enabled = pickled["enabled"]
-        self._group = None
-        self._state = {}
+        vars(self).update(pickled, _state={})
         self._forget_iteration()
-        self._fill(pickled["values"])
-        if "skip_alarm" in pickled:
-            self.skip_alarm = pickled["skip_alarm"]
+        self._fill(pickled["_state"])
 
 
 def is_wrapped(optimizer: Optimizer) -> bool:

@@ -413,6 +413,17 @@ def test_a_parameter_that_a_step_would_reshape_is_named(shape):
     assert bits(optimizer.state) == before
 
 
+@pytest.mark.parametrize("old", [(1, 2), (2,), ()])
+def test_a_state_that_a_step_would_reshape_is_named(old):
+    optimizer = optim.Adam(0.1)
+    optimizer.init({"w": mx.ones(old)})
+    weights = {"w": mx.ones((2, 2))}
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match=r"'w\.m' in the optimizer's state has shape"):
+        guarded_apply(optimizer, weights, weights, mx.array(1.0), mx.array(True))
+    assert bits(optimizer.state) == before
+
+
 def test_old_buffers_are_donated():
     size = 2**20
     peaks = {}

@@ -1,5 +1,8 @@
 """``GradScaler``: calls out of order, bad arguments, settings."""
 
+import threading
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -27,11 +30,62 @@ def test_scaling_twice_is_refused():
         scaler.value_and_grad(model, scaler.scale_loss(loss_fn))
     with pytest.raises(TypeError, match="scaled already"):
         GradScaler().scale_loss(scaler.scale_loss(loss_fn))
-    twice = scaler.value_and_grad(model, lambda x, y: scaler.scale(loss_fn(x, y)))
-    with pytest.raises(RuntimeError, match="return the plain loss"):
-        twice(*batch())
+    scaled = scaler.scale_loss(loss_fn)
+    for hidden in (
+        lambda x, y: scaler.scale(loss_fn(x, y)),
+        lambda x, y: scaled(x, y),
+        partial(scaled),
+        mx.compile(lambda x, y: GradScaler().scale(loss_fn(x, y))),
+    ):
+        twice = scaler.value_and_grad(model, hidden)
+        before = bits(model.parameters())
+        with pytest.raises(RuntimeError, match="scaled twice"):
+            twice(*batch())
+        assert bits(model.parameters()) == before
     # After the error, and outside of the loss function, it is allowed.
-    assert scaler.scale(mx.array(1.0)).item() == 65536.0
+    once = mx.grad(lambda w: scaler.scale(w))
+    assert once(mx.array(1.0)).item() == 65536.0
+
+
+def square(x):
+    return (x * x).sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("way", ["scale", "scale_loss"])
+def test_a_gradient_taken_inside_of_a_loss_may_be_scaled(way, compiled):
+    scaler = GradScaler(init_scale=8.0)
+    inner = {
+        "scale": lambda w: scaler.scale(square(w)),
+        "scale_loss": scaler.scale_loss(square),
+    }[way]
+
+    def loss_fn(w):
+        gradient = mx.grad(inner)(w) / scaler.state["scale"]
+        return square(w) + square(gradient)  # 5 w**2
+
+    step = mx.grad(scaler.scale_loss(loss_fn))
+    step = mx.compile(step, inputs=scaler.state) if compiled else step
+    assert step(mx.array([3.0])).item() == 8.0 * 10.0 * 3.0
+
+
+def test_a_loss_under_way_on_another_thread_is_no_reason_to_refuse():
+    scaler, started, done = GradScaler(), threading.Event(), threading.Event()
+
+    def loss_fn():
+        started.set()
+        assert done.wait(60)
+        return mx.array(1.0)
+
+    thread = threading.Thread(target=scaler.scale_loss(loss_fn))
+    thread.start()
+    try:
+        assert started.wait(60)
+        gradient = mx.grad(lambda w: scaler.scale(w))(mx.array(1.0)).item()
+    finally:
+        done.set()
+        thread.join()
+    assert gradient == 65536.0
 
 
 @pytest.mark.parametrize("settings", [{}, {"init_scale": 4.0}], ids=str)
@@ -39,6 +93,15 @@ def test_a_device_as_in_pytorch_is_refused(settings):
     for call in (("cuda",), settings), ((), {"device": "mps", **settings}):
         with pytest.raises(TypeError, match="takes no device"):
             GradScaler(*call[0], **call[1])
+
+
+def test_a_subclass_may_take_arguments_of_its_own():
+    class Named(GradScaler):
+        def __init__(self, name, device="cuda"):
+            super().__init__(init_scale=4.0)
+            self.name = name, device
+
+    assert Named("run", device="mps").name == ("run", "mps")
 
 
 def test_value_and_grad_wants_a_model_and_a_function():

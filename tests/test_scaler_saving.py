@@ -76,10 +76,24 @@ def test_pickle_and_copy_between_iterations(copied):
     assert optimizer.step.item() == 1
 
 
+class Named(GradScaler):
+    def __init__(self, name):
+        super().__init__(init_scale=4.0)
+        self.name = name
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, None])
+def test_copies_of_a_subclass_keep_what_it_added(copied):
+    scaler = Named("run")
+    other = copied(scaler) if copied else pickle.loads(pickle.dumps(scaler))
+    assert (type(other), other.name, other.get_scale()) == (Named, "run", 4.0)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, None])
 def test_copies_keep_the_alarm_and_not_the_gradients_it_has_seen(copied):
     scaler = GradScaler()
-    for alarm in (SkipAlarm(limit=7, action="raise"), None):
+    explain = lambda: "a closure, which pickle refuses"  # noqa: E731
+    for alarm in (SkipAlarm(7, "raise", explain), None):
         scaler.skip_alarm = alarm
         apply(scaler, optim.SGD(0.1), 1.0)
         scaler.update()

@@ -56,7 +56,7 @@ class SkipAlarm:
             the number of skipped steps has doubled. Default: ``"warn"``.
         explain (Callable, optional): Is called, without arguments, only when the
             alarm goes off; what it returns ends the message. Use it to rerun a
-            batch with :func:`explain_overflow`.
+            batch with :func:`explain_overflow`. A copy of the alarm is without it.
 
     Example:
         >>> from mlx_gradscale import GradScaler
@@ -94,7 +94,8 @@ class SkipAlarm:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_remembered": []}
+        # Most often a lambda around a model and a batch: not to be pickled or copied.
+        return vars(self) | {"_remembered": [], "explain": None}
 
     def see(self, skips: int, scale: float, grads: Any = None) -> None:
         """Go off if ``skips``, a number of skipped steps in a row, is too many."""

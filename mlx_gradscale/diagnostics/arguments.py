@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from .probes import is_leaf
+from ..precision import is_leaf
 
 
 def by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

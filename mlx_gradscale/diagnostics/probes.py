@@ -12,6 +12,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from ..precision import is_leaf
+
 # Modules are called by these; a tied embedding is also the output layer.
 _METHODS = ("__call__", "as_linear")
 
@@ -213,10 +215,3 @@ def _compiles() -> bool:
 def _count(x: mx.array) -> mx.array:
     """Count NaN, +inf and -inf, lazily."""
     return mx.stack([mx.sum(f(x)) for f in (mx.isnan, mx.isposinf, mx.isneginf)])
-
-
-def is_leaf(x: Any) -> bool:
-    """Tell whether ``x``, among arguments, is not to be looked into."""
-    # A module or a cache among the arguments stays itself: tree_map would rebuild
-    # it as a plain dict or list.
-    return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

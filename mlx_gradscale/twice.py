@@ -1,0 +1,56 @@
+"""Refuse a gradient that would be scaled twice."""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+
+import mlx.core as mx
+
+
+class _UnderWay(threading.local):
+    """How many losses whose gradient is to be scaled are computed right now."""
+
+    count = 0
+
+
+_under_way = _UnderWay()
+
+
+def watched(loss_fn: Callable) -> Callable:
+    """Return ``loss_fn``, whose gradient is to be scaled, known to be while it runs."""
+
+    @wraps(loss_fn)
+    def watched_loss_fn(*args, **kwargs):
+        _under_way.count += 1
+        try:
+            return loss_fn(*args, **kwargs)
+        finally:
+            _under_way.count -= 1
+
+    return watched_loss_fn
+
+
+def scaled_once(x: mx.array) -> mx.array:
+    """Return what is about to be scaled; its gradient is refused if that is scaled too.
+
+    Inside of a watched loss something may be scaled all the same if its gradient is
+    taken in there as well, for a gradient penalty, say: that is once. The gradient of
+    the whole loss would be scaled twice.
+    """
+    return _inside(x) if _under_way.count else x
+
+
+@mx.custom_function
+def _inside(x: mx.array) -> mx.array:
+    return x
+
+
+@_inside.vjp
+def _inside_vjp(_, cotangent, __):
+    if not _under_way.count:
+        raise RuntimeError(
+            "The gradient is scaled twice: the loss function that value_and_grad() or "
+            "scale_loss() was given calls scale(), or a function that scale_loss() "
+            "returned. Use the plain loss in there."
+        )
+    return cotangent
