@@ -10,9 +10,10 @@ import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-# Held by the optimizer's life alone: neither the marks nor the compiled
-# functions may keep the optimizer, or a model in its closures, alive.
-_steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None]] = (
+# What each optimizer's settings were last, the function that was compiled for them if
+# one was, and whether they stayed for a second step. Held by the optimizer's life alone:
+# nothing here may keep the optimizer, or a model in its closures, alive.
+_steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None, bool]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -20,9 +21,11 @@ _steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None]] = (
 def compiled_if_plain(
     run: Callable, optimizer: Optimizer, parts: list[tuple[Optimizer, Any]]
 ) -> Callable:
-    """Return ``run`` for this optimizer, compiled from its second equal call on.
+    """Return ``run`` for this optimizer, compiled.
 
-    So hyperparameters that change on every step never compile.
+    From the first step on: a compiled step may round otherwise than a plain one, and a
+    run that is resumed goes on as if it had not stopped. Only if settings change after
+    a single step is it left plain until they stay: compiling takes longer than a step.
 
     Args:
         run (Callable): Takes the optimizer and arrays, and depends on nothing else than
@@ -33,15 +36,15 @@ def compiled_if_plain(
     mark = _fingerprint(parts)
     if mark is None:
         return partial(run, optimizer)
-    last_mark, compiled = _steppers.get(optimizer, (None, None))
-    if mark != last_mark:
-        _steppers[optimizer] = (mark, None)
-        return partial(run, optimizer)
-    if compiled is None:
+    last_mark, compiled, stayed = _steppers.get(optimizer, (None, None, True))
+    stays = mark == last_mark
+    if not stays:
+        compiled = None
+    if compiled is None and (stays or stayed):
         owner = weakref.ref(optimizer)
         compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
-        _steppers[optimizer] = (mark, compiled)
-    return compiled
+    _steppers[optimizer] = (mark, compiled, stays)
+    return compiled or partial(run, optimizer)
 
 
 def _fingerprint(parts: list[tuple[Optimizer, Any]]) -> list[Any] | None:

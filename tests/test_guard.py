@@ -178,8 +178,21 @@ def test_an_eager_loop_compiles_once_and_runs_no_python_after_that(monkeypatch):
         weights = guarded_apply(
             optimizer, gradients, weights, mx.array(1.0), mx.array(True)
         )
-    # Once plain, once traced.
-    assert run.count == 2
+    assert run.count == 1
+
+
+def test_settings_that_change_with_every_step_compile_once(monkeypatch):
+    monkeypatch.setattr(eager.mx, "compile", compiling := Traced(mx.compile))
+    optimizer, weights = optim.AdamW(1e-2), {"w": mx.ones(4)}
+
+    def steps(decays):
+        for optimizer.weight_decay in decays:
+            guarded_apply(optimizer, weights, weights, mx.array(1.0), mx.array(True))
+        return compiling.count
+
+    assert steps([0.1, 0.2, 0.3, 0.4]) == 1
+    assert steps([0.5, 0.5, 0.5]) == 2
+    assert steps([0.6, 0.6, 0.6]) == 3
 
 
 def changes():

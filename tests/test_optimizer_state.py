@@ -12,13 +12,15 @@ import pytest
 from helpers import (
     INF,
     NAN,
+    OPTIMIZERS,
     Mlp,
     batch,
     bits,
     gradients_like,
     mse,
+    same,
 )
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from optimizer_helpers import Training, wrapped
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
@@ -65,6 +67,38 @@ def test_saved_state_resumes_bit_for_bit(tmp_path, inner, when):
     assert again.everything() == training.everything()
     # Without init the first call makes the state, and the second sees more arrays.
     assert again.traced.count == (2 if when == "no init" else 1)
+
+
+def muon_and_adafactor():
+    return optim.MultiOptimizer(
+        [optim.Muon(0.02), optim.Adafactor(1e-3)], [lambda path, x: x.ndim == 2]
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [OPTIMIZERS["AdamW corrected"], OPTIMIZERS["Lion"], muon_and_adafactor],
+    ids=["AdamW", "Lion", "Muon and Adafactor"],
+)
+def test_an_eager_loop_resumes_exactly(make, tmp_path):
+    mx.random.seed(4)
+    weights = {"a": mx.random.normal((33, 17)), "b": mx.random.normal((33,))}
+    weights = tree_map(lambda x: x.astype(mx.float16), weights)
+
+    def go_on(optimizer, weights, seeds):
+        for seed in seeds:
+            gradients = gradients_like(weights, seed, dtype=mx.float16)
+            weights = optimizer.apply_gradients(gradients, weights)
+        return weights
+
+    first, second = wrapped(make()), wrapped(make())
+    middle = go_on(first, weights, range(3))
+    save(first, tmp_path / "state.safetensors")
+    second.init(middle)
+    load(second, tmp_path / "state.safetensors")
+    ends = [go_on(each, middle, range(3, 8)) for each in (first, second)]
+    assert same(*ends)
+    assert bits(first.state) == bits(second.state)
 
 
 def test_state_resumes_in_a_fresh_process(tmp_path):
