@@ -11,8 +11,8 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 # What each optimizer's settings were last, the function that was compiled for them if
-# one was, and whether they stayed for a second step. Held by the optimizer's life alone:
-# nothing here may keep the optimizer, or a model in its closures, alive.
+# one was, and whether they stayed for a second step. Held by the optimizer's life
+# alone: nothing here may keep it, or a model in its closures, alive.
 _steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None, bool]] = (
     weakref.WeakKeyDictionary()
 )

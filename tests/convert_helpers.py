@@ -1,6 +1,6 @@
 """What the tests of convert share: MLX's models of the golden runs, checkpoints."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import mlx.core as mx
@@ -197,7 +197,8 @@ def shapes_of_checkpoints():
             "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"n": 1}}},
             "callbacks": {"ModelCheckpoint{'monitor': None}": {"best": ""}},
             "optimizer_states": [optimizer],
-            "lr_schedulers": [{"last_epoch": 3, "base_lrs": [0.1]}],
+            # MultiStepLR's
+            "lr_schedulers": [{"last_epoch": 3, "milestones": Counter({8: 1, 11: 2})}],
             "MixedPrecision": scaler,
             "hparams": {"lr": 0.1},
         },

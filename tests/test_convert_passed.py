@@ -62,8 +62,7 @@ def test_the_command_names_what_mlx_left_behind(tmp_path, capsys):
     session(tmp_path / "run", 3)
     forward(tmp_path / "b.pt", tmp_path / "run")
     said = capsys.readouterr().err
-    assert "epoch, scheduler: out of date by 3 steps (taken at step 5" in said
-    assert "stands at step 8" in said
+    assert "epoch, scheduler: as of step 5, and the optimizer stands at step 8" in said
     assert 'record["checkpoint"]' in said
     assert "scheduler (last_epoch 5): a learning rate schedule" in said
     back = torch_checkpoint.load(tmp_path / "b.pt")
@@ -88,14 +87,14 @@ def test_what_was_brought_up_to_date_is_not_named(target, tmp_path):
     write(tmp_path / "run", checkpoint(best=0.5))
     session(tmp_path / "run", 3, change, tmp_path / target)
     (said,) = notes(tmp_path / target)
-    assert said.startswith("best: out of date by 3 steps")
+    assert said.startswith("best: as of step 5, and the optimizer stands at step 8")
     assert "last_epoch" not in said
 
     # It is of step 8 from then on.
     session(tmp_path / target, 2)
-    assert [note.partition(" steps")[0] for note in notes(tmp_path / target)] == [
-        "epoch, scheduler: out of date by 2",
-        "best: out of date by 5",
+    assert [note.partition(", and")[0] for note in notes(tmp_path / target)] == [
+        "epoch, scheduler: as of step 8",
+        "best: as of step 5",
     ]
     run = read_run(tmp_path / target)
     run.record["checkpoint"].update(epoch=10, best=0.6, new=1)
@@ -119,7 +118,22 @@ def test_values_of_every_kind_are_compared(tmp_path):
     write(tmp_path / "run", start)
     session(tmp_path / "run", 1, change)
     (said,) = notes(tmp_path / "run")
-    assert said.startswith("epoch, scheduler, nan, rng: out of date by 1 step (")
+    assert said.startswith("epoch, scheduler, nan, rng: as of step 5, ")
+
+
+def test_what_counts_no_steps_is_not_named(tmp_path):
+    """The settings of the script were called out of date at each conversion."""
+    constant = {
+        "args": {"lr": 0.1, "epochs": 90},
+        "model_args": {"width": 3},
+        "hyper_parameters": {"depth": 2},
+        "arch": "resnet",
+        "about": {"version": "2.1", "ema": False, "note": None, "more": []},
+    }
+    write(tmp_path / "run", checkpoint(**constant, loops={"steps": 4}, state=b"x"))
+    session(tmp_path / "run", 1)
+    (said,) = notes(tmp_path / "run")
+    assert said.startswith("epoch, scheduler, loops, state: as of step 5, ")
 
 
 def test_places_inside_and_a_checkpoint_without_an_optimizer(tmp_path):
@@ -127,7 +141,7 @@ def test_places_inside_and_a_checkpoint_without_an_optimizer(tmp_path):
     start = {"state": {"net": model, "solver": [optimizer, 7]}, "a": {"b": 1}}
     write(tmp_path / "run", start)
     session(tmp_path / "run", 1)
-    assert notes(tmp_path / "run")[0].startswith("state/solver/1, a: out of date by 1")
+    assert notes(tmp_path / "run")[0].startswith("state/solver/1, a: as of step 5")
 
     write(tmp_path / "model", {"model": model, "epoch": 3}, step=None)
     net = Small()
@@ -135,7 +149,7 @@ def test_places_inside_and_a_checkpoint_without_an_optimizer(tmp_path):
     mine = optim.SGD(0.1)
     train(net, mine, 4)
     save_run(tmp_path / "model", net, mine, record=record)
-    assert notes(tmp_path / "model")[0].startswith("epoch: out of date by 4")
+    assert notes(tmp_path / "model")[0].startswith("epoch: as of step 0, ")
 
 
 def test_one_of_several_groups_that_moved_is_enough(tmp_path):
@@ -147,7 +161,7 @@ def test_one_of_several_groups_that_moved_is_enough(tmp_path):
     assert notes(tmp_path / "run") == []
     run.optimizer["states.1.step"] = mx.array(2, mx.uint64)  # backwards, too
     said = to_torch(run)[1][-1]
-    assert "out of date by 3 steps (taken at step 5, the optimizer stands at" in said
+    assert "scheduler: as of step 5, and the optimizer stands at step 2." in said
 
 
 def born(folder, keep_settings=True):

@@ -1,5 +1,8 @@
 """Where a run is written: what is refused, what stays, what is undone."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -7,7 +10,8 @@ import pytest
 from convert_helpers import fails, paths, usual
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import from_torch, main, read_run, swap, write_run
+from mlx_gradscale.convert import Run, from_torch, main, read_run, swap, write_run
+from mlx_gradscale.convert.place import check_folder
 
 
 def test_a_failed_write_leaves_the_old_folder(tmp_path):
@@ -148,6 +152,82 @@ def test_places_that_cannot_be_written_to(tmp_path, capsys, monkeypatch):
     where = ["--torch-path", "../a.pt", "--mlx-path", ".", "--to", "mlx"]
     assert "the folder you are in" in fails(capsys, *where, "--overwrite")
     assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_mounted_disk_is_not_replaced():
+    mounted = [p for p in map(Path, ("/proc", "/dev")) if p.is_mount()]
+    if not mounted:
+        pytest.skip("no mounted disk is known here")
+    with pytest.raises(ValueError, match="give a folder inside it"):
+        check_folder(mounted[0], overwrite=True)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write"
+)
+def test_a_read_only_run_is_not_replaced(tmp_path):
+    run = tmp_path / "run"
+    write_run(run, from_torch(usual()))
+    run.chmod(0o555)
+    with pytest.raises(PermissionError, match="not yours to read and write"):
+        write_run(run, from_torch({"w": mx.ones(2)}), overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    run.chmod(0o755)
+    assert read_run(run).scaler == usual()["scaler"]
+
+
+def test_a_hidden_folder_of_the_user_is_left_alone(tmp_path):
+    """.run.20240101 was taken for what a killed process had left."""
+    write_run(tmp_path / "run", from_torch(usual()))
+    kept = tmp_path / ".run.20240101" / "thesis.txt"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    write_run(tmp_path / "run", from_torch(usual()), overwrite=True)
+    assert kept.read_text() == "mine"
+
+
+# Writes a run again and again; both scaler and record tell which process it was.
+WRITE = """
+import sys
+import mlx.core as mx
+from mlx_gradscale.convert import Run, swap, write_run
+
+folder, number, way = sys.argv[1:]
+if way == "renames":
+    swap._in_one_step = lambda a, b: False
+run = Run({"w": mx.ones(2)}, scaler={"scale": float(number)})
+run.record["who"] = float(number)
+for _ in range(60):
+    write_run(folder, run, overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["one step", "renames"])
+def test_two_processes_that_write_lose_nothing(way, tmp_path):
+    run = tmp_path / "run"
+    write_run(run, Run({"w": mx.ones(2)}, scaler={"scale": 0.0}, record={"who": 0.0}))
+    names = {f"{i}.txt" for i in range(8)}
+    for name in names:
+        (run / name).write_text(name)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITE, str(run), number, way],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in "12"
+    ]
+    while way == "one step" and any(writer.poll() is None for writer in writers):
+        read = read_run(run)
+        assert read.scaler["scale"] == read.record["who"]  # the files of one run
+    for writer in writers:
+        said = writer.communicate()[1]
+        # Only where a folder is not there for a moment may a writer give up.
+        assert writer.returncode == 0 or way == "renames", said
+    assert {p.name for p in run.iterdir()} >= names
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_folder_of_pytorch_files_keeps_what_is_not_its_own(tmp_path, capsys):

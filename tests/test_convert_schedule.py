@@ -181,8 +181,42 @@ def test_groups_with_rates_of_their_own_need_one_each(tmp_path):
     assert rates == [0.25, 0.625]
 
 
+def test_groups_that_a_warmup_starts_alike_stay_apart(tmp_path):
+    """Both stand at 0 before the first step, and were made one optimizer."""
+    start = usual()
+    first = start["optimizer"]["param_groups"][0] | {"lr": 0.0, "initial_lr": 0.1}
+    second = first | {"params": [1], "initial_lr": 0.3}
+    start["optimizer"]["param_groups"] = [first | {"params": [0]}, second]
+    write_run(tmp_path / "run", from_torch(start))
+    with pytest.raises(ValueError, match=r"\[0\.1, 0\.3\].*as a list"):
+        load_run(tmp_path / "run", Small(), learning_rate=schedule)
+    run = load_run(tmp_path / "run", Small(), learning_rate=[0.25, schedule])
+    assert [part.learning_rate.item() for part in run.optimizer.optimizers] == [
+        0.25,
+        pytest.approx(BASE / 5),
+    ]
+
+
+def test_a_schedule_of_the_momentum_is_told():
+    """OneCycleLR moves it by default; MLX's schedules are of the learning rate."""
+    torch = pytest.importorskip("torch")
+    for cycles in (True, False):
+        start = usual()
+        weight = torch.nn.Parameter(torch.ones(2))
+        theirs = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        torch.optim.lr_scheduler.OneCycleLR(
+            theirs, 0.1, total_steps=9, cycle_momentum=cycles
+        )
+        group = theirs.state_dict()["param_groups"][0] | {"params": [0, 1]}
+        start["optimizer"]["param_groups"] = [group]
+        said = [note for note in from_torch(start).notes if "momentum" in note]
+        assert len(said) == cycles
+
+
 def test_what_is_no_learning_rate_is_refused(tmp_path):
     write(tmp_path / "run")
+    with pytest.raises(TypeError, match=r"must return an mx\.array.*returned 0\.5"):
+        load_run(tmp_path / "run", Small(), learning_rate=lambda step: 0.5)
     for wrong in ("0.1", True):
         with pytest.raises(TypeError, match="a number, or a function from the step"):
             load_run(tmp_path / "run", Small(), learning_rate=wrong)
@@ -192,8 +226,24 @@ def test_what_is_no_learning_rate_is_refused(tmp_path):
         load_run(tmp_path / "none", Small(), learning_rate=0.1)
 
 
-def test_a_schedule_that_is_not_given_again_is_missed(tmp_path):
-    write(tmp_path / "run")
+def adamax():
+    """A checkpoint of an optimizer that needs a schedule in MLX in any case."""
+    start = usual()
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}
+    moments = {
+        index: {"step": 5, "exp_avg": x, "exp_inf": x}
+        for index, x in enumerate(start["model"].values())
+    }
+    start["optimizer"] = {
+        "state": moments,
+        "param_groups": [group | {"params": [0, 1]}],
+    }
+    return start
+
+
+@pytest.mark.parametrize("start", [usual, adamax])
+def test_a_schedule_that_is_not_given_again_is_missed(start, tmp_path):
+    write_run(tmp_path / "run", from_torch(start(), options=Options(step=5)))
     model = Small()
     run = load_run(tmp_path / "run", model, learning_rate=schedule)
     save_run(tmp_path / "run", model, run.optimizer)
@@ -202,6 +252,22 @@ def test_a_schedule_that_is_not_given_again_is_missed(tmp_path):
     with pytest.warns(UserWarning, match=r"schedule.*learning_rate="):
         load_run(tmp_path / "run", Small())
     load_run(tmp_path / "run", Small(), learning_rate=schedule)
+    run = load_run(tmp_path / "run", model, learning_rate=0.25)
+    save_run(tmp_path / "run", model, run.optimizer)
+    _, said = to_torch(read_run(tmp_path / "run"))
+    assert not any("schedule" in note for note in said)
+    load_run(tmp_path / "run", Small())  # a warning would be an error
+
+
+def test_older_folders_of_a_divided_rate_had_no_schedule(tmp_path):
+    write_run(tmp_path / "run", from_torch(adamax()))
+    model = Small()
+    run = load_run(tmp_path / "run", model)
+    save_run(tmp_path / "run", model, run.optimizer)
+    older = read_run(tmp_path / "run")
+    del older.record["used"][0]["constant"]
+    write_run(tmp_path / "run", older, overwrite=True)
+    load_run(tmp_path / "run", Small())
 
 
 def test_settings_that_were_changed_are_loaded_again(tmp_path):

@@ -206,6 +206,12 @@ def test_what_accepting_no_bias_correction_means_is_told(step):
     assert f"next update is {moved[0] / moved[1]:.3g} times MLX's" in found.text
 
 
+def test_a_negative_step_count_is_an_error():
+    params, optimizer = torch_side("SGD")
+    with pytest.raises(ValueError, match="is -5: it cannot be negative"):
+        convert(params, optimizer, step=-5)
+
+
 def test_different_steps_are_an_error():
     params, optimizer = torch_side("Adam")
     torch_steps(params, optimizer, range(2))

@@ -107,8 +107,31 @@ def read_run(folder: str | os.PathLike) -> Run:
             f"{folder} is a file, not the folder of an MLX run. Convert a PyTorch "
             f"checkpoint first: mlx_gradscale.convert {paths} --model MODULE:NAME"
         )
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder.")
+    while True:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder.")
+        before = _version(folder)
+        try:
+            run = _read_files(folder)
+        except (OSError, ValueError):
+            if _version(folder) == before:
+                raise
+        else:
+            # Another process may have replaced the folder between two files.
+            if _version(folder) == before:
+                return run
+        refuse_hidden(folder)
+
+
+def _version(folder: Path) -> tuple[int, int] | None:
+    try:
+        state = folder.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_mtime_ns
+
+
+def _read_files(folder: Path) -> Run:
     found = {name: read_weights(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
     if found[MODEL] is None and not (folder / SCALER).exists():
         refuse_shards(folder)

@@ -187,10 +187,13 @@ def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(skeleton, Part):
         return values[skeleton]
     if isinstance(skeleton, Mapping):
+        # From a dict: a Counter (MultiStepLR's milestones) would count pairs.
         return type(skeleton)(
-            (key, paste(value, values))
-            for key, value in skeleton.items()
-            if not (isinstance(value, Part) and value not in values)
+            {
+                key: paste(value, values)
+                for key, value in skeleton.items()
+                if not (isinstance(value, Part) and value not in values)
+            }
         )
     if type(skeleton) in (list, tuple):
         return type(skeleton)(paste(value, values) for value in skeleton)
@@ -203,7 +206,7 @@ def _replace(value: Any, path: Path, by: Mapping[Path, Part]) -> Any:
     if not any(target[: len(path)] == path for target in by):
         return value
     if isinstance(value, Mapping):
-        return type(value)((k, _replace(v, (*path, k), by)) for k, v in value.items())
+        return type(value)({k: _replace(v, (*path, k), by) for k, v in value.items()})
     return type(value)(_replace(v, (*path, i), by) for i, v in enumerate(value))
 
 

@@ -1,10 +1,11 @@
 """What of a checkpoint only passes through MLX, and of which step it is."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..torch_optimizers import ROWS, SCHEDULED
 from .parts import Part
@@ -14,16 +15,26 @@ READ, PATTERN = "read", "pattern"
 # Entry -> the step counts at which it was changed in a live record.
 CHANGED = "changed"
 _STEP = re.compile(r"(?:states\.(\d+)\.)?step")
+# What a training script was started with goes by these names.
+_SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
+_CONSTANT = (str, bool, type(None))
 
 
-def entries(skeleton: Any) -> dict[str, Any]:
+def entries(skeleton: Any, path: tuple = ()) -> dict[str, Any]:
     """What of a checkpoint is in no part, by its place.
 
     Example:
         >>> entries({"net": Part("model"), "epoch": 3, "amp": [Part("scaler"), 7]})
         {'epoch': 3, 'amp/1': 7}
     """
-    return dict(_walk(skeleton, ()))
+    if isinstance(skeleton, Part):
+        return {}
+    if not any(isinstance(leaf, Part) for leaf in _leaves(skeleton).values()):
+        return {"/".join(map(str, path)): skeleton}
+    is_dict = isinstance(skeleton, Mapping)
+    inner = skeleton.items() if is_dict else enumerate(skeleton)
+    found = (entries(value, (*path, key)) for key, value in inner)
+    return {name: value for each in found for name, value in each.items()}
 
 
 def schedules(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +71,7 @@ def remember(record: dict[str, Any]) -> None:
     """Notes in a record how its entries are now, as :func:`settle` needs it."""
     if "checkpoint" in record:
         found = entries(record["checkpoint"])
-        record[READ] = {name: _copy(value) for name, value in found.items()}
+        record[READ] = {name: _leaves(value) for name, value in found.items()}
 
 
 def settle(
@@ -79,7 +90,7 @@ def settle(
     changed = {
         name: now
         for name, value in entries(record["checkpoint"]).items()
-        if name not in read or not _same(read[name], _copy(value))
+        if name not in read or not _same(read[name], _leaves(value))
     }
     if changed:
         out[CHANGED] = out.get(CHANGED, {}) | changed
@@ -100,16 +111,18 @@ def age_notes(
     changed = record.get(CHANGED, {})
     found = entries(record["checkpoint"])
     behind: dict[tuple[int, int], list[str]] = {}
-    for name in found:
+    for name, value in found.items():
+        if not _may_count(name, value):
+            continue
         pairs = zip(changed.get(name, start), now, strict=False)
         then, at = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
         if then != at:
             behind.setdefault((then, at), []).append(name)
     return [
-        f"{', '.join(names)}: out of date by {_steps(at - then)} (taken at step "
-        f"{then}, the optimizer stands at step {at}). What they count only you know: "
-        'bring them up to date in record["checkpoint"] of what load_run returns and '
-        "give that record to save_run(record=...), or in PyTorch after loading."
+        f"{', '.join(names)}: as of step {then}, and the optimizer stands at step "
+        f"{at}. What of it counts or changes with the steps is out of date: set it in "
+        'record["checkpoint"] of what load_run returns and give that record to '
+        "save_run(record=...), or set it in PyTorch after loading."
         + _schedule_note({name: found[name] for name in names})
         for (then, at), names in behind.items()
     ]
@@ -137,10 +150,6 @@ def _pattern_notes(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _steps(number: int) -> str:
-    return f"{abs(number)} step{'' if abs(number) == 1 else 's'}"
-
-
 def _schedule_note(found: Mapping[str, Any]) -> str:
     at = schedules(found)
     if not at:
@@ -152,43 +161,24 @@ def _schedule_note(found: Mapping[str, Any]) -> str:
     )
 
 
-def _walk(value: Any, path: tuple) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Part):
-        return
-    if not _holds_part(value):
-        yield "/".join(map(str, path)), value
-        return
-    inner = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, item in inner:
-        yield from _walk(item, (*path, key))
+def _may_count(name: str, value: Any) -> bool:
+    """Whether an entry may change with the steps: text, flags and settings do not."""
+    if _SETTINGS.fullmatch(name.rpartition("/")[2]):
+        return False
+    return not all(isinstance(x, _CONSTANT) for x in _leaves(value).values())
 
 
-def _holds_part(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return isinstance(value, Part)
-    return any(map(_holds_part, value))
+def _leaves(value: Any) -> dict[str, Any]:
+    return dict(tree_flatten(value))
 
 
-def _copy(value: Any) -> Any:
-    """The containers of a value copied, as dicts and lists; the leaves are its own."""
-    if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_copy(item) for item in value]
-    return set(value) if isinstance(value, set) else value
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, mx.array) and isinstance(b, mx.array):
         return a.dtype == b.dtype and mx.array_equal(a, b, equal_nan=True).item()
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a == b or (a != a and b != b)  # NaN is NaN
+    return type(a) is type(b) and (a == b or (a != a and b != b))  # NaN is NaN

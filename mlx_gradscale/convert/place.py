@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .swap import is_same, refuse_hidden, replace_folder, sync
+from .swap import hidden_start, is_same, refuse_hidden, replace_folder, sync
 
 
 def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
@@ -30,7 +30,14 @@ def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
             f"{given} is the folder you are in, or one around it, which cannot be "
             "replaced: give a folder inside it."
         )
+    if path.is_mount():
+        raise ValueError(
+            f"{given} is where a disk is mounted, and cannot be replaced: give a "
+            "folder inside it."
+        )
     refuse_hidden(path)
+    if path.is_dir() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"{given} is not yours to read and write.")
     if not overwrite and path.is_dir() and any(path.iterdir()):
         raise FileExistsError(_there(given))
     return path
@@ -72,12 +79,13 @@ def new_folder(
 ) -> Iterator[Path]:
     """A folder to fill, which takes its place when nothing was raised.
 
-    The new folder is built beside the old one, under a hidden name (``.<name>.*``),
-    and exchanges its place with it when all of it is on the disk; then the files that
-    are not ours move into it, and the old ones are deleted. If any step fails, all
-    are undone. A kill or a power cut finds the old run or the new one in its place,
-    whole, and the other, or a part of it, under the hidden name. The files that are
-    not ours may be there too: see :func:`~mlx_gradscale.convert.swap.bring_back`.
+    The new folder is built beside the old one, under a hidden name
+    (:func:`~mlx_gradscale.convert.swap.hidden_start`), and exchanges its place with it
+    when all of it is on the disk; then the files that are not ours move into it, and
+    the old ones are deleted. If any step fails, all are undone. A kill or a power cut
+    finds the old run or the new one in its place, whole, and the other, or a part of
+    it, under the hidden name. The files that are not ours may be there too: see
+    :func:`~mlx_gradscale.convert.swap.bring_back`.
     Only where the system cannot exchange folders in one step (network disks, say) is
     there a moment between two renames when both runs are hidden; the next read or
     write then says how to take them back.
@@ -94,7 +102,8 @@ def new_folder(
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            prefix = hidden_start(path)
+            temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
             built = temporary.stat()
         except OSError as error:
             said = f"Cannot write to {path.parent}: {error.strerror}."

@@ -278,10 +278,12 @@ def optimizer_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
     names = {*rows[0].settings.values(), *rows[0].fixed} - {"learning_rate"}
     used = {name: getattr(optimizer, name) for name in sorted(names)}
     used |= {k: list(v) for k, v in used.items() if isinstance(v, (list, tuple))}
-    scheduled = "learning_rate" in optimizer._schedulers
-    if scheduled:  # the state holds that of the last step, PyTorch that of the next
+    schedule = optimizer._schedulers.get("learning_rate")
+    if schedule:  # the state holds that of the last step, PyTorch that of the next
         used["learning_rate"] = _next_rate(optimizer).item()
-    return [{"class": type(optimizer).__name__, **used, "schedule": scheduled}]
+        used["constant"] = not callable(getattr(schedule, "rate", schedule))
+    used["schedule"] = schedule is not None
+    return [{"class": type(optimizer).__name__, **used}]
 
 
 def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
@@ -295,11 +297,11 @@ def _next_rate(optimizer: optim.Optimizer) -> mx.array:
 
 
 def _warn_of_lost_schedule(run: Run) -> None:
-    name, used = run.record["optimizer"]["name"], run.record.get("used") or []
-    needs_one = torch_optimizers.ROWS[name].divisor(
-        run.record["optimizer"]["groups"][0]
-    )
-    if needs_one is None and any(part.get("schedule") for part in used):
+    record, used = run.record["optimizer"], run.record.get("used") or []
+    if any(
+        torch_optimizers.state.has_schedule(record["name"], group, part)
+        for group, part in zip(record["groups"], used, strict=False)
+    ):
         warnings.warn(
             "The run was saved with a learning rate schedule, which no file holds: "
             "give it again, load_run(..., learning_rate=...), or the rate stays what "

@@ -6,7 +6,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _EXCHANGE = 2  # Linux's RENAME_EXCHANGE, and macOS's RENAME_SWAP
@@ -23,6 +24,16 @@ def replace_folder(path: Path, new: Path, ours: Collection[str]) -> None:
         ours: names of the files that go with the old folder; all others move into
             the new one.
     """
+    with _one_at_a_time(path.parent):
+        _take_place(path, new, ours)
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+        except BaseException:  # an interrupt: the new folder is in its place already
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+
+def _take_place(path: Path, new: Path, ours: Collection[str]) -> None:
     mine, others = new.stat(), []
     try:
         if path.exists():
@@ -43,11 +54,16 @@ def replace_folder(path: Path, new: Path, ours: Collection[str]) -> None:
             else:
                 path.rename(new)
         raise
-    try:
-        shutil.rmtree(new, ignore_errors=True)
-    except BaseException:  # an interrupt: the new folder is in its place already
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+
+
+def hidden_start(path: Path) -> str:
+    """How the hidden names beside a folder begin, under which it is replaced.
+
+    Example:
+        >>> hidden_start(Path("runs/a"))
+        '.a.mlx_gradscale_'
+    """
+    return f".{path.name}.mlx_gradscale_"
 
 
 def refuse_hidden(path: str | os.PathLike) -> None:
@@ -56,7 +72,10 @@ def refuse_hidden(path: str | os.PathLike) -> None:
     That can be only where the system cannot exchange two folders in one step.
     """
     path = Path(path).resolve()
-    olds = [] if path.exists() else [p for p in _left(path) if p.suffix == _ASIDE]
+    if path.exists() or not _left(path):
+        return
+    with _one_at_a_time(path.parent):  # or a living process is just replacing it
+        olds = [] if path.exists() else [p for p in _left(path) if p.suffix == _ASIDE]
     # A new folder is whole before the old one is put aside.
     places = [p for old in olds for p in (old, old.with_suffix("")) if p.exists()]
     if places:
@@ -76,8 +95,10 @@ def bring_back(path: str | os.PathLike, ours: Collection[str]) -> None:
         ours: names of the files that were replaced; they stay where they are.
     """
     path = Path(path).resolve()
-    for old in _left(path) if path.is_dir() else []:
-        for entry in old.iterdir():
+    if not path.is_dir() or not _left(path):
+        return
+    with _one_at_a_time(path.parent):
+        for entry in (entry for old in _left(path) for entry in old.iterdir()):
             # A folder that was never whole may hold what atomic_write had begun.
             is_begun = entry.name.startswith(".") and entry.suffix == ".tmp"
             is_there = os.path.lexists(path / entry.name)
@@ -97,6 +118,25 @@ def sync(path: Path) -> None:
         try:
             os.fsync(descriptor)
         finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _one_at_a_time(parent: Path) -> Iterator[None]:
+    """Waits for other processes that replace a folder in the same place.
+
+    The lock is the system's, on the folder itself: it ends with the process.
+    """
+    descriptor = None
+    try:
+        with suppress(ImportError, OSError):  # Windows and some network disks have none
+            import fcntl
+
+            descriptor = os.open(parent, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        if descriptor is not None:
             os.close(descriptor)
 
 
@@ -134,7 +174,7 @@ def _undo(source: Path, target: Path) -> None:
 
 def _left(path: Path) -> list[Path]:
     """Folders beside a path that writes to it left behind, or are still filling."""
-    start, end = re.escape(f".{path.name}."), re.escape(_ASIDE)
+    start, end = re.escape(hidden_start(path)), re.escape(_ASIDE)
     pattern = re.compile(rf"{start}\w{{8}}({end})?")  # as tempfile.mkdtemp names them
     try:
         beside = sorted(path.parent.iterdir())

@@ -282,9 +282,17 @@ def _schedule_notes(run: Run) -> list[str]:
     """A word on learning rate schedulers, which have no counterpart to convert to."""
     steps = steps_of(run.optimizer or {})
     at = f", the optimizer at step {steps[0]}" if steps else ""
-    return [
+    notes = [
         f"{name}: a PyTorch schedule (last_epoch {epoch}{at}) is kept for the way back "
         "and not run; in MLX give one of the optimizer's step, load_run(folder, model, "
         "learning_rate=lambda step: ...)."
         for name, epoch in schedules(entries(run.record["checkpoint"])).items()
     ]
+    groups = run.record["optimizer"]["groups"] if "optimizer" in run.record else []
+    if any("max_momentum" in group for group in groups):  # OneCycleLR's and CyclicLR's
+        notes.append(
+            "PyTorch's schedule moves the momentum (or betas[0]) too: in MLX it stays "
+            "as it is now, unless you set the optimizer's before each step, in a step "
+            "that is not compiled."
+        )
+    return notes

@@ -1,6 +1,7 @@
 """The MLX optimizer that computes what PyTorch's parameter groups compute."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -67,7 +68,7 @@ def build(
     made = []
     for group, rate in zip(groups, _rates(groups, learning_rate), strict=True):
         arguments = settings(name, group)
-        arguments["learning_rate"] = _divided(name, group, rate)
+        arguments["learning_rate"] = _for_mlx(_divided(name, group, rate))
         made.append(ROWS[name].mlx(**arguments))
     if len(made) == 1:
         return made[0]
@@ -98,6 +99,8 @@ def _rates(
     own = [number(group["lr"]) for group in groups]
     if given is None:
         return own
+    # In a warmup's first step all rates are 0, and only these tell the groups apart.
+    initial = [number(group.get("initial_lr", group["lr"])) for group in groups]
     if isinstance(given, (list, tuple)):
         if len(given) != len(groups):
             raise ValueError(
@@ -106,11 +109,12 @@ def _rates(
                 "equal settings are one part."
             )
         return [_checked(rate) for rate in given]
-    if len(set(own)) > 1:
-        raise ValueError(
-            f"The parameter groups have different learning rates ({own}): give "
-            "learning_rate as a list, a number or schedule for each in this order."
-        )
+    for rates in (own, initial):
+        if len(set(rates)) > 1:
+            raise ValueError(
+                f"The parameter groups have different learning rates ({rates}): give "
+                "learning_rate as a list, a number or schedule for each in this order."
+            )
     return [_checked(given)] * len(groups)
 
 
@@ -124,10 +128,28 @@ def _checked(rate: Any) -> Rate:
     return rate
 
 
+@dataclass(frozen=True)
+class Divided:
+    """A schedule: a learning rate by what MLX must divide it by (``Row.divisor``)."""
+
+    rate: Rate
+    divisor: Callable[[mx.array], mx.array]
+
+    def __call__(self, step: mx.array) -> mx.array:
+        rate = self.rate(step) if callable(self.rate) else self.rate
+        return rate / self.divisor(step)
+
+
+def _for_mlx(rate: Rate) -> Rate:
+    first = rate(mx.array(0, mx.uint64)) if callable(rate) else mx.array(rate)
+    if not isinstance(first, mx.array):
+        raise TypeError(
+            "A learning rate schedule must return an mx.array, which mlx.optimizers "
+            f"need; this one returned {first!r}."
+        )
+    return rate
+
+
 def _divided(name: str, group: Mapping[str, Any], rate: Rate) -> Rate:
     divisor = ROWS[name].divisor(group)
-    if divisor is None:
-        return rate
-    if callable(rate):
-        return lambda step: rate(step) / divisor(step)
-    return lambda step: rate / divisor(step)
+    return rate if divisor is None else Divided(rate, divisor)

@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..layouts import Entry
 from .builder import scheduled_rate, settings
 from .compare import Difference, check, differences, mlx_differences, recognise
-from .table import ROWS, number
+from .table import ROWS, SCHEDULED, number
 
 
 @dataclass
@@ -63,6 +63,8 @@ def to_mlx(
         ``steps``, ``step_like`` (how PyTorch wrote its counts) and ``fresh``
         (parameters that had no state yet).
     """
+    if step is not None and step < 0:
+        raise ValueError(f"The step count (--step) is {step}: it cannot be negative.")
     name = recognise(state_dict, optimizer)
     row, states = ROWS[name], state_dict["state"]
     groups = [dict(group) for group in state_dict["param_groups"]]
@@ -207,7 +209,7 @@ def torch_groups(
         found += mlx_differences(name, mine, step)
         group.update(_group_settings(name, group, mine))
         group["lr"] = _learning_rate(name, group, mine, step, held)
-        if mine.get("schedule") and ROWS[name].divisor(group) is None:
+        if has_schedule(name, group, mine):
             rates.append(f"{number(group['lr']):.6g}")
         groups.append(group)
     note = (
@@ -215,6 +217,23 @@ def torch_groups(
         f"next step, {', '.join(dict.fromkeys(rates))}."
     )
     return groups, found, [note] if rates else []
+
+
+def has_schedule(name: str, group: Mapping[str, Any], used: Mapping[str, Any]) -> bool:
+    """Whether a learning rate changed by more than the optimizer's own divisor.
+
+    Args:
+        name: a key of :data:`ROWS`.
+        group: one of ``param_groups``.
+        used: the settings the MLX optimizer ran with.
+
+    Example:
+        >>> has_schedule("SGD", {"lr": 0.1}, {"class": "SGD", "schedule": True})
+        True
+    """
+    # Records of older versions do not say what was divided.
+    divided = ROWS[name].divisor(group) is not None
+    return bool(used.get("schedule")) and not used.get("constant", divided)
 
 
 def _check_parts(flat: Mapping[str, mx.array], record: Mapping[str, Any]) -> None:
@@ -236,8 +255,8 @@ def _lacks(state: Mapping[str, Any], slots: Mapping[str, str]) -> bool:
 
 
 def _signature(name: str, group: Mapping[str, Any]) -> str:
-    lr_decay = number(group.get("lr_decay", 0))
-    return repr((settings(name, group), lr_decay))
+    keys = ("lr_decay", *sorted(SCHEDULED))
+    return repr((settings(name, group), [number(group.get(key)) for key in keys]))
 
 
 def _steps(
