@@ -55,8 +55,8 @@ def interleave(
         runs (dict): Each variant, a function that returns when its work is done.
         rounds (int): How many rounds; at least 2.
         baseline (str, optional): The variant that ratios are to. Default: the first.
-        warm_up (int): Untimed calls of each. An eager loop with the scaler
-            compiles at its second step, hence 3.
+        warm_up (int): Untimed calls of each: the first compiles, and fills MLX's
+            cache of buffers.
         before (Callable): Called with the name before each timed call, untimed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
