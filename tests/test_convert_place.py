@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import mlx.core as mx
@@ -210,22 +211,25 @@ def test_two_processes_that_write_lose_nothing(way, tmp_path):
     for name in names:
         (run / name).write_text(name)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITE, str(run), number, way],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in "12"
-    ]
-    while way == "one step" and any(writer.poll() is None for writer in writers):
-        read = read_run(run)
-        assert read.scaler["scale"] == read.record["who"]  # the files of one run
-    for writer in writers:
-        said = writer.communicate()[1]
-        # Only where a folder is not there for a moment may a writer give up.
-        assert writer.returncode == 0 or way == "renames", said
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", WRITE, str(run), number, way],
+                    env=environment,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for number in "12"
+        ]
+        while way == "one step" and any(writer.poll() is None for writer in writers):
+            read = read_run(run)
+            assert read.scaler["scale"] == read.record["who"]  # the files of one run
+        for writer in writers:
+            said = writer.communicate()[1]
+            # Only where a folder is not there for a moment may a writer give up.
+            assert writer.returncode == 0 or way == "renames", said
     assert {p.name for p in run.iterdir()} >= names
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 

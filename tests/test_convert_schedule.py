@@ -259,6 +259,22 @@ def test_a_schedule_that_is_not_given_again_is_missed(start, tmp_path):
     load_run(tmp_path / "run", Small())  # a warning would be an error
 
 
+class Halving:
+    rate = 0.1  # where it starts: the package's own schedules have a rate, too
+
+    def __call__(self, step):
+        return self.rate * mx.power(0.5, step)
+
+
+def test_a_schedule_of_the_users_own_class_is_missed_too(tmp_path):
+    write(tmp_path / "run")
+    model = Small()
+    run = load_run(tmp_path / "run", model, learning_rate=Halving())
+    save_run(tmp_path / "run", model, run.optimizer)
+    with pytest.warns(UserWarning, match=r"schedule.*learning_rate="):
+        load_run(tmp_path / "run", Small())
+
+
 def test_older_folders_of_a_divided_rate_had_no_schedule(tmp_path):
     write_run(tmp_path / "run", from_torch(adamax()))
     model = Small()

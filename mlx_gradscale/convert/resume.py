@@ -16,6 +16,7 @@ from .. import torch_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from ..torch_optimizers import Rate
+from ..torch_optimizers.builder import Divided
 from .folder import TRAINING, read_run, write_run
 from .rounding import ROUNDED, cast_weights, lost, unrounded
 from .whole import Run, plan_of
@@ -281,7 +282,8 @@ def optimizer_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
     schedule = optimizer._schedulers.get("learning_rate")
     if schedule:  # the state holds that of the last step, PyTorch that of the next
         used["learning_rate"] = _next_rate(optimizer).item()
-        used["constant"] = not callable(getattr(schedule, "rate", schedule))
+        is_divided = isinstance(schedule, Divided)
+        used["constant"] = is_divided and not callable(schedule.rate)
     used["schedule"] = schedule is not None
     return [{"class": type(optimizer).__name__, **used}]
 
