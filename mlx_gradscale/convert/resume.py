@@ -90,8 +90,8 @@ def load_run(
         if "optimizer" not in run.record:
             raise ValueError(
                 f"{folder} has an optimizer state, but was not converted, and so does "
-                "not tell how to build the optimizer: build it as it was, and give its "
-                "init'ed self and read_run(folder).optimizer to load_optimizer_state."
+                "not tell how to build the optimizer: build it as it was, call init, "
+                "and give it to load_optimizer_state with read_run(folder).optimizer."
             )
         now = run.record["optimizer"] | {"groups": current_groups(run)}
         optimizer = build_optimizer(run.record | {"optimizer": now}, learning_rate)
