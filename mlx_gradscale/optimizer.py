@@ -233,9 +233,10 @@ class LossScaleOptimizer(Optimizer):
                 )
             self.init(fitting)
         self._check_known(gradients, parameters)
-        self._check_shapes({path: x.shape for path, x in tree_flatten(fitting)})
+        leaves = tree_flatten(fitting)
+        self._check_shapes({path: x.shape for path, x in leaves})
         masters, written = self._state["masters"], self._state["written"]
-        for path, parameter in tree_flatten(fitting):
+        for path, parameter in leaves:
             if parameter.dtype in HALF and path not in masters:
                 raise ValueError(
                     f"{path!r} became {parameter.dtype} after this optimizer was "
