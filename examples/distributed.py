@@ -43,7 +43,7 @@ def main() -> None:
     def loss_fn(x, y):
         return nn.losses.mse_loss(model(x).astype(mx.float32), y)
 
-    loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(loss_fn))
+    loss_and_grad = optimizer.value_and_grad(model, loss_fn)
     state = [model.state, optimizer.state]
 
     def step(x, y):

@@ -2,11 +2,12 @@
 
 from ._version import __version__
 from .finite import NonFinite, all_finite, nonfinite
-from .optimizer import LossScaleOptimizer
+from .optimizer import GuardedOptimizer, LossScaleOptimizer
 from .scaler import GradScaler
 
 __all__ = [
     "GradScaler",
+    "GuardedOptimizer",
     "LossScaleOptimizer",
     "NonFinite",
     "__version__",

@@ -10,25 +10,33 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from .eager import compiled_if_plain
 from .finite import is_floating
 from .half import HALF, full_precision, half_bits, to_float32
-from .state_slots import CONTAINERS, copies, dotted, items, restore, slots
+from .state_slots import CONTAINERS, copies, dotted, items, restore, slots, write_all
+
+# What a step writes: (container, key, value) for each array.
+Writes = list[tuple[Any, Any, mx.array]]
 
 
-def unscale(gradients: Any, inverse_scale: mx.array) -> Any:
-    """Return the gradients times ``inverse_scale`` in float32.
+def unscale(gradients: Any, factor: mx.array | None) -> Any:
+    """Return the gradients in float32, times ``factor`` if there is one.
 
     Leaves that are not floating pass through: ``mx.grad`` gives integer zeros
     for integer parameters, and a product would make them float.
     """
-    return tree_map(
-        lambda g: to_float32(g) * inverse_scale if is_floating(g) else g, gradients
-    )
+
+    def unscaled(gradient: mx.array) -> mx.array:
+        if not is_floating(gradient):
+            return gradient
+        gradient = to_float32(gradient)
+        return gradient if factor is None else gradient * factor
+
+    return tree_map(unscaled, gradients)
 
 
 def guarded_apply(
     optimizer: Optimizer,
     gradients: Any,
     parameters: Any,
-    inverse_scale: mx.array,
+    factor: mx.array | None,
     apply: mx.array,
     masters: dict[str, mx.array] | None = None,
     written: dict[str, mx.array] | None = None,
@@ -36,7 +44,7 @@ def guarded_apply(
     """Return the parameters after one optimizer step, or before it.
 
     Where ``apply`` is true this is ``optimizer.apply_gradients`` on the gradients
-    times ``inverse_scale``, all in float32, with each new parameter cast back to
+    times ``factor``, all in float32, with each new parameter cast back to
     its own dtype. Where it is false, parameters and optimizer state come out
     bit-identical. Which of the two is decided on the device.
 
@@ -44,9 +52,10 @@ def guarded_apply(
 
     Args:
         optimizer (Optimizer): Any optimizer; its state is written in place.
-        gradients (Any): The scaled gradients.
+        gradients (Any): The gradients, scaled or not.
         parameters (Any): A tree that holds at least the gradients' leaves.
-        inverse_scale (array): What to multiply the gradients with.
+        factor (array, optional): What to multiply the gradients with: one over the
+            scale of scaled gradients.
         apply (array): A 0-d bool array.
         masters (dict, optional): Float32 masters of half parameters, by their path;
             replaced in place.
@@ -56,6 +65,33 @@ def guarded_apply(
 
     Returns:
         Any: A tree of new parameters with the structure of ``gradients``.
+    """
+    new, writes = planned_step(
+        optimizer, gradients, parameters, factor, apply, masters, written
+    )
+    write_all(writes)
+    return in_place_of(gradients, parameters, new)
+
+
+def in_place_of(gradients: Any, parameters: Any, new: dict[str, mx.array]) -> Any:
+    """Return parameters, new by their path where they are, in the gradients' tree."""
+    fitting = fitting_parameters(gradients, parameters)
+    return tree_map_with_path(lambda path, _, p: new.get(path, p), gradients, fitting)
+
+
+def planned_step(
+    optimizer: Optimizer,
+    gradients: Any,
+    parameters: Any,
+    factor: mx.array | None,
+    apply: mx.array,
+    masters: dict[str, mx.array] | None = None,
+    written: dict[str, mx.array] | None = None,
+) -> tuple[dict[str, mx.array], Writes]:
+    """Return the new parameters by path, and what :func:`guarded_apply` would write.
+
+    So that a caller writes all that belongs together at once. Takes what
+    :func:`guarded_apply` takes.
     """
     if not isinstance(gradients, dict):
         raise TypeError(
@@ -71,7 +107,7 @@ def guarded_apply(
             "of {'a.b': x, 'a': {'b': y}}. Rename one of the parameters."
         )
     if not any(is_floating(g) for _, g in leaves):
-        return tree_map(lambda _, p: p, gradients, parameters)
+        return {}, []
     initialize(optimizer, parameters)
     # Integer leaves are no business of an optimizer. An empty dict in their
     # place is how MLX's own trees mark a leaf that is not trained.
@@ -89,15 +125,25 @@ def guarded_apply(
         trained,
         parameters,
         kept,
-        inverse_scale,
+        factor,
         apply,
     )
-    _write(places, state)
+    writes = [(*place, x) for place, x in zip(places, state, strict=True)]
     for path, master in new_masters.items():
-        masters[path], written[path] = master, half_bits(new[path])
-    return tree_map_with_path(
-        lambda path, _, p: new.get(path, p), gradients, parameters
-    )
+        writes.append((masters, path, master))
+        writes.append((written, path, half_bits(new[path])))
+    return new, writes
+
+
+def parameter_places(gradients: Any, model: Any, path: str = "") -> Iterator[tuple]:
+    """Yield (path, container, key) in ``model`` for each leaf of ``gradients``."""
+    for key, gradient in items(gradients):
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(gradient, CONTAINERS):
+            if gradient:
+                yield from parameter_places(gradient, model[key], where)
+        else:
+            yield where, model, key
 
 
 def _check_supported(optimizer: Optimizer) -> None:
@@ -198,6 +244,15 @@ def initialize(optimizer: Optimizer, parameters: Any, again: bool = False) -> No
             box[key] = box[key].astype(mx.float32)
 
 
+def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizer, or each one in a MultiOptimizer."""
+    if isinstance(optimizer, MultiOptimizer):
+        for part in optimizer.optimizers:
+            yield from single_optimizers(part)
+    else:
+        yield optimizer
+
+
 def _parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
     if isinstance(optimizer, MultiOptimizer):
         parts = optimizer._split_dictionary(tree)
@@ -207,11 +262,6 @@ def _parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
         yield optimizer, tree
 
 
-def _write(places: list[tuple[Any, Any]], values: list[mx.array]) -> None:
-    for (box, key), value in zip(places, values, strict=True):
-        box[key] = value
-
-
 def _run(
     optimizer: Optimizer,
     state: list[mx.array],
@@ -219,7 +269,7 @@ def _run(
     gradients: Any,
     parameters: Any,
     kept: dict[str, tuple[mx.array, mx.array]],
-    inverse_scale: mx.array,
+    factor: mx.array | None,
     apply: mx.array,
 ) -> tuple[dict[str, mx.array], dict[str, mx.array], list[mx.array]]:
     """Step from ``state`` and select; the optimizer itself comes out untouched."""
@@ -228,7 +278,7 @@ def _run(
     saved = [pair for part in parts for pair in copies(part.state)]
     replaceable = [(part, part._state, part._schedulers) for part in parts]
     places = list(slots(optimizer.state))
-    _write([(box, key) for _, box, key in places], state)
+    write_all((*place, x) for (_, *place), x in zip(places, state, strict=True))
     for part, values in zip(parts, scheduled, strict=True):
         part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
     try:
@@ -239,7 +289,7 @@ def _run(
         # apply_gradients fails where a list has a frozen module in a gap.
         steps = []
         for part, tree in _parts(optimizer, gradients):
-            tree = unscale(tree, inverse_scale)
+            tree = unscale(tree, factor)
             steps.append((part, tree, _apply(part, tree, full)))
         stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
         _check_same_paths(optimizer, [path for path, *_ in places], stepped)

@@ -13,34 +13,62 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from .distributed import average_gradients
 from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
-from .finite import all_finite_times, is_finite_magnitude, is_floating
-from .guard import fitting_parameters, guarded_apply, initialize, unscale
+from .finite import all_finite, all_finite_times, is_finite_magnitude, is_floating
+from .guard import (
+    Writes,
+    fitting_parameters,
+    in_place_of,
+    initialize,
+    parameter_places,
+    planned_step,
+    single_optimizers,
+    unscale,
+)
 from .half import BITS, HALF, full_precision, half_bits, to_float32
-from .optimizer_state import check_loaded, write_in_place
-from .scaler import GradScaler, is_wrapped
-from .state_slots import copies, restore
+from .optimizer_state import NOT_LOADED, check_loaded, write_in_place
+from .scale import FIELDS
+from .scaler import (
+    SCALED_GRADIENTS,
+    TRUE_GRADIENTS,
+    GradScaler,
+    check_not_empty,
+    is_wrapped,
+)
+from .state_slots import copies, restore, write_all
+
+# Which wrapper an optimizer is in: two would share its moments.
+_wrappers: "weakref.WeakKeyDictionary[Optimizer, weakref.ref]" = (
+    weakref.WeakKeyDictionary()
+)
+
+# What Keras calls the arguments of its LossScaleOptimizer.
+_KERAS = {
+    "initial_scale": "init_scale",
+    "dynamic_growth_steps": "growth_interval",
+}
 
 
 class LossScaleOptimizer(Optimizer):
-    """Wrap an optimizer for float16 training with scaled gradients.
+    """Wrap an optimizer for float16 training.
 
     For each float16 or bfloat16 parameter a float32 master lives in the state; the
     inner optimizer sees only float32. A step with a gradient that is not finite
-    changes nothing but the scale, decided on the device.
+    changes nothing but the scale, decided on the device. Attributes of the inner
+    optimizer, such as ``weight_decay``, are read and set through the wrapper.
 
     Args:
         optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
         scaler (GradScaler, optional): The scaler to use. Default: a new one.
-        max_grad_norm (float, optional): Clip the global norm of the unscaled
+        max_grad_norm (float, optional): Clip the global norm of the true
             gradients to this; ``float("inf")`` only measures it for
             :attr:`grad_norm`. Default: ``None``.
         group (mx.distributed.Group, optional): The ranks that train together: all
             take a step, or none. Without ``average`` the gradients are taken for
             shards, and the norm is over all of them. Default: ``None``.
         average (str, optional): Average the gradients over the group first.
-            ``"float32"`` unscales them and sums in float32; ``"scaled"`` sums them
-            scaled in their own dtype: half the bytes for float16, and a sum that
-            does not fit skips the step. Default: ``None``.
+            ``"float32"`` sums true gradients in float32; ``"scaled"`` sums those of
+            ``scale_loss(..., unscale=False)`` in their own dtype: half the bytes for
+            float16, and a sum that does not fit skips the step. Default: ``None``.
         sharded (Callable, optional): Told path and gradient, whether this is a shard;
             others are copies, which count once in the norm, or are averaged. Default:
             all are, or with ``average`` none.
@@ -54,7 +82,7 @@ class LossScaleOptimizer(Optimizer):
         >>> optimizer = LossScaleOptimizer(optim.AdamW(1e-3), scaler)
         >>> def loss_fn(x, y):
         ...     return nn.losses.mse_loss(model(x).astype(mx.float32), y)
-        >>> loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(loss_fn))
+        >>> loss_and_grad = optimizer.value_and_grad(model, loss_fn)
         >>> loss, grads = loss_and_grad(mx.ones((2, 4), mx.float16), mx.zeros((2, 1)))
         >>> optimizer.update(model, grads)
         >>> optimizer.step, optimizer.scaler.last_step_applied
@@ -73,16 +101,7 @@ class LossScaleOptimizer(Optimizer):
         **inner: Any,
     ):
         for name in inner:
-            if name in signature(GradScaler.__init__).parameters:
-                raise TypeError(
-                    f"{name} belongs to the scaler: write "
-                    f"LossScaleOptimizer(optimizer, GradScaler({name}=...))."
-                )
-            raise TypeError(
-                f"LossScaleOptimizer has no argument {name}. If it belongs to the "
-                "optimizer inside, write LossScaleOptimizer(AdamW(..., "
-                "weight_decay=0.1)), for example."
-            )
+            _refuse_argument(name)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"Expected an optimizer of mlx.optimizers, got {optimizer!r}. Write "
@@ -100,14 +119,15 @@ class LossScaleOptimizer(Optimizer):
                 "This scaler belongs to another LossScaleOptimizer, which moves its "
                 "scale at each step: give each its own."
             )
-        if max_grad_norm is not None and (
-            not isinstance(max_grad_norm, Real)
-            or isinstance(max_grad_norm, bool)
-            or not max_grad_norm > 0
-        ):
-            raise ValueError(
-                f"max_grad_norm must be a positive number, got {max_grad_norm!r}."
-            )
+        for part in single_optimizers(optimizer):
+            owner = _wrappers.get(part, lambda: None)()
+            if owner is not None and owner is not self:
+                raise ValueError(
+                    f"This {type(part).__name__} is in another LossScaleOptimizer, and "
+                    "two models would share its moments: make one for each."
+                )
+        if max_grad_norm is not None:
+            _check_norm(max_grad_norm)
         if average not in (None, "float32", "scaled"):
             raise ValueError(f'average must be "float32" or "scaled", got {average!r}.')
         if group is None and (average or sharded):
@@ -116,9 +136,10 @@ class LossScaleOptimizer(Optimizer):
             )
         super().__init__()
         self.optimizer = optimizer
+        self._own()
         self._scaler = GradScaler() if scaler is None else scaler
         self.scaler._owner = weakref.ref(self)
-        self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
+        self._clips = max_grad_norm is not None
         self.average = average
         self._group = group
         self._sharded = sharded
@@ -142,16 +163,96 @@ class LossScaleOptimizer(Optimizer):
             "written": {},
             "scaler": self.scaler.state,
             "grad_norm": mx.array(0.0),
+            "max_grad_norm": mx.array(float(max_grad_norm if self._clips else "inf")),
         }
 
-    # The step
+    def _own(self) -> None:
+        for part in single_optimizers(self.optimizer):
+            _wrappers[part] = weakref.ref(self)
 
-    def scale_loss(self, loss_fn: Callable) -> Callable:
-        """Return ``loss_fn`` with the same value and a scaled gradient.
+    # The loss
 
-        See :meth:`GradScaler.scale_loss`.
+    def value_and_grad(
+        self,
+        model: nn.Module,
+        loss_fn: Callable,
+        compute_dtype: mx.Dtype | None = None,
+        *,
+        keep: Callable[[str, mx.array], bool] | None = None,
+        cast_inputs: bool = True,
+    ) -> Callable:
+        """Like ``nn.value_and_grad``: the true loss and true gradients, in float32.
+
+        See :meth:`GradScaler.value_and_grad`.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+            >>> from mlx_gradscale import LossScaleOptimizer
+            >>> model, optimizer = nn.Linear(2, 1), LossScaleOptimizer(optim.SGD(0.1))
+            >>> model.set_dtype(mx.float16)
+            >>> loss_and_grad = optimizer.value_and_grad(
+            ...     model, lambda x: model(x).astype(mx.float32).mean()
+            ... )
+            >>> loss, grads = loss_and_grad(mx.ones((4, 2), mx.float16))
+            >>> grads["bias"], optimizer.scaler.get_scale()
+            (array([1], dtype=float32), 65536.0)
         """
-        return self.scaler.scale_loss(loss_fn)
+        self._refuse_scaled_average()
+        return self.scaler.value_and_grad(
+            model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
+        )
+
+    def scale_loss(
+        self,
+        loss_fn: Callable,
+        model: nn.Module | None = None,
+        *,
+        unscale: bool = True,
+    ) -> Callable:
+        """Return ``loss_fn`` for a trainer that differentiates it itself.
+
+        It has the same value. The loss is scaled in the backward pass, and the
+        gradients of the model's parameters are unscaled on their way out: what
+        ``nn.value_and_grad`` returns are true gradients, in float32, whatever the
+        trainer does with them.
+
+        Args:
+            loss_fn (Callable): Returns a scalar loss, or a tuple whose first
+                element is the loss.
+            model (nn.Module, optional): The model that is differentiated. Default:
+                the models among the arguments of each call.
+            unscale (bool): If False the gradients stay scaled, in the parameters'
+                dtype, until :meth:`update`: two bytes less for each float16
+                parameter, and nothing between may clip or add them up across a step.
+                Default: ``True``.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+            >>> from mlx_gradscale import LossScaleOptimizer
+            >>> model, optimizer = nn.Linear(2, 1), LossScaleOptimizer(optim.SGD(0.1))
+            >>> loss_fn = optimizer.scale_loss(lambda model, x: model(x).mean())
+            >>> nn.value_and_grad(model, loss_fn)(model, mx.ones((4, 2)))[1]["bias"]
+            array([1], dtype=float32)
+        """
+        if not self.scaler.is_enabled():
+            return loss_fn
+        if not unscale:
+            scaled = self.scaler.forward.scaled_loss(loss_fn)
+            self.scaler.take_way(SCALED_GRADIENTS)
+            return scaled
+        self._refuse_scaled_average()
+        true = self.scaler.forward.scale_loss(loss_fn, model)
+        self.scaler.take_way(TRUE_GRADIENTS)
+        return true
+
+    def _refuse_scaled_average(self) -> None:
+        if self.average == "scaled":
+            raise ValueError(
+                'average="scaled" sums scaled gradients, and these would be true ones: '
+                'use average="float32", or scale_loss(loss_fn, unscale=False).'
+            )
+
+    # The step
 
     def init(self, parameters: Any) -> None:
         """Make the masters and the inner optimizer's state for ``parameters``.
@@ -170,7 +271,7 @@ class LossScaleOptimizer(Optimizer):
                 written[path] = half_bits(parameter)
         if self._loaded is not None:
             # The scaler has its state since the load, and may have moved on.
-            scaler = {f"scaler.{k}": x for k, x in self.scaler.state.items()}
+            scaler = {f"scaler.{k}": self.scaler.state[k] for k in FIELDS}
             try:
                 self._write(self._loaded | scaler)
             except ValueError:
@@ -209,7 +310,19 @@ class LossScaleOptimizer(Optimizer):
         for path, _ in tree_flatten(gradients):
             if path in self._known and path not in there:
                 raise ValueError(f"There is a gradient for {path!r}, which is frozen.")
-        model.update(self.apply_gradients(gradients, model, weight))
+        way = self.scaler._way
+        if way == TRUE_GRADIENTS and not self.scaler.forward.knows(model):
+            raise ValueError(
+                "These are gradients of a model that neither value_and_grad() nor "
+                "scale_loss() of this optimizer has seen: name it, as "
+                "scale_loss(loss_fn, model)."
+            )
+        averaged, new, applied, writes = self._plan(gradients, model, weight)
+        places = parameter_places(averaged, model)
+        writes += [(box, key, new[path]) for path, box, key in places if path in new]
+        if self.scaler.is_enabled():
+            writes += self.scaler.forward.taken_back(model, applied)
+        write_all(writes)
 
     def apply_gradients(
         self,
@@ -220,10 +333,17 @@ class LossScaleOptimizer(Optimizer):
         """Return the new parameters, in the structure of ``gradients``.
 
         Args:
-            gradients (Any): Gradients of a loss from :meth:`scale_loss`.
+            gradients (Any): As for :meth:`update`.
             parameters (Any): A tree of parameters, at least those with gradients.
             weight (float or array, optional): As for :meth:`update`.
         """
+        averaged, new, _, writes = self._plan(gradients, parameters, weight)
+        write_all(writes)
+        return in_place_of(averaged, parameters, new)
+
+    def _plan(
+        self, gradients: Any, parameters: Any, weight: float | mx.array | None
+    ) -> tuple[Any, dict[str, mx.array], mx.array, Writes]:
         fitting = fitting_parameters(gradients, parameters)
         if not self._initialized:
             if self.average and not tree_flatten(gradients):
@@ -232,6 +352,8 @@ class LossScaleOptimizer(Optimizer):
                     "init(parameters) before it."
                 )
             self.init(fitting)
+        if is_alone(self._group) and is_alone(self._deciders):
+            check_not_empty(gradients)
         self._check_known(gradients, parameters)
         leaves = tree_flatten(fitting)
         self._check_shapes({path: x.shape for path, x in leaves})
@@ -243,68 +365,88 @@ class LossScaleOptimizer(Optimizer):
                     "initialised, and has no float32 master. Call init() again."
                 )
         if self.scaler.is_enabled():
-            self.scaler._check_optimizer(self.optimizer, "update")
-        if self.scaler._records:
+            self.scaler.check_optimizer(self.optimizer, "update")
+        if self.scaler._records and not self.scaler.gives_true_gradients:
             raise RuntimeError(
                 "unscale_() or step() of this optimizer's scaler was called: the "
                 "optimizer unscales by itself, and would do it twice. To clip, use "
                 "max_grad_norm=."
             )
-        gradients, inverse = self._averaged(gradients, parameters, weight)
-        inverse, finite, norm = self._inspect(gradients, inverse)
-        new = guarded_apply(
-            self.optimizer,
-            gradients,
-            parameters,
-            inverse,
-            finite,
-            masters,
-            written,
+        self.scaler._records.clear()
+        self.scaler.forward.settle(gradients)
+        true = self.scaler.gives_true_gradients
+        gradients, factor, loss_finite = self._averaged(
+            gradients, parameters, weight, None if true else self.scaler.inverse()
         )
-        self._state["grad_norm"] = norm
-        self.scaler._remember(gradients)
-        self.scaler._count(finite)
-        if self.scaler.is_enabled():
-            self.scaler._move(finite)
-        return new
+        factor, applied, loss_finite, norm = self._inspect(
+            gradients, factor, loss_finite
+        )
+        new, writes = planned_step(
+            self.optimizer, gradients, parameters, factor, applied, masters, written
+        )
+        writes.append((self._state, "grad_norm", norm))
+        self.scaler.remember(gradients)
+        scaler = self.scaler
+        changed = scaler.after_step(applied, loss_finite)
+        if scaler.is_enabled():
+            changed |= scaler.after_update(applied, loss_finite)
+        writes += [(scaler.state, *item) for item in changed.items()]
+        return gradients, new, applied, writes
 
     def _averaged(
-        self, gradients: Any, parameters: Any, weight: float | mx.array | None
-    ) -> tuple[Any, mx.array]:
-        inverse = self.scaler._inverse()
+        self,
+        gradients: Any,
+        parameters: Any,
+        weight: float | mx.array | None,
+        inverse: mx.array | None,
+    ) -> tuple[Any, mx.array | None, mx.array]:
+        loss_finite = self.scaler.state["loss_finite"]
         if self.average is None or is_alone(self._group):
-            return gradients, inverse
+            return gradients, inverse, loss_finite
         like = None
         if not tree_flatten(gradients):
             flat = tree_flatten(parameters)
             like = tree_unflatten([(p, x) for p, x in flat if p in self._known])
         if self.average == "float32":
-            gradients, inverse = unscale(gradients, inverse), mx.array(1.0)
+            gradients, inverse = unscale(gradients, inverse), None
             like = like and tree_map(to_float32, like)
-        sharded = self._sharded
-        gradients = average_gradients(
-            gradients,
+        # Whether a loss was not finite travels with the gradients, in the same
+        # all-reduce, so that all ranks do the same with their scale.
+        bad_loss = mx.logical_not(loss_finite).astype(mx.float32)
+        averaged = average_gradients(
+            {"gradients": gradients or tree_map(mx.zeros_like, like), "loss": bad_loss},
             self._group,
-            weight=weight,
-            like=like,
-            only=sharded and (lambda path, x: not sharded(path, x)),
+            weight=0.0 if like is not None and weight is None else weight,
+            only=self._is_averaged,
         )
-        return gradients, inverse
+        return averaged["gradients"], inverse, averaged["loss"] == 0
+
+    def _is_averaged(self, path: str, x: mx.array) -> bool:
+        path = path.removeprefix("gradients.")
+        return path == "loss" or self._sharded is None or not self._sharded(path, x)
 
     def _inspect(
-        self, gradients: Any, inverse: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        if self.max_grad_norm is None:
+        self, gradients: Any, factor: mx.array | None, loss_finite: mx.array
+    ) -> tuple[mx.array | None, mx.array, mx.array, mx.array]:
+        if not self._clips:
             norm = self._state["grad_norm"]
             if not self.scaler.is_enabled():
-                return inverse, mx.array(True), norm
-            finite = all_finite_times(gradients, inverse)
-            return inverse, agreed(finite, self._deciders), norm
+                return factor, mx.array(True), loss_finite, norm
+            if factor is None:
+                finite = all_finite(gradients)
+            else:
+                finite = all_finite_times(gradients, factor)
+            applied, loss_finite = agreed(finite, loss_finite, self._deciders)
+            return factor, applied, loss_finite, norm
         # One pass gives the norm and tells whether all is finite, and clipping is
         # a factor in the unscaling. As in mlx.optimizers.clip_grad_norm.
-        norm = norm_over_ranks(gradients, inverse, self._deciders, self._sharded)
-        clip = mx.minimum(self.max_grad_norm / (norm + 1e-6), 1.0)
-        return inverse * clip, is_finite_magnitude(norm), norm
+        factor = mx.array(1.0) if factor is None else factor
+        norm, loss_finite = norm_over_ranks(
+            gradients, factor, loss_finite, self._deciders, self._sharded
+        )
+        clip = mx.minimum(self._state["max_grad_norm"] / (norm + 1e-6), 1.0)
+        applied = is_finite_magnitude(norm) & loss_finite
+        return factor * clip, applied, loss_finite, norm
 
     def _check_known(self, gradients: Any, parameters: Any) -> None:
         given = {p for p, x in tree_flatten(gradients) if is_floating(x)}
@@ -356,8 +498,22 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm to clip to, fixed at construction: compiled steps hold it."""
-        return self._max_grad_norm
+        """The norm to clip to; set another, also for a step that is compiled.
+
+        Reading it reads the device. Whether there is clipping at all is fixed at
+        construction: ``float("inf")`` clips nothing.
+        """
+        return self._state["max_grad_norm"].item() if self._clips else None
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float) -> None:
+        if not self._clips:
+            raise AttributeError(
+                "This optimizer was made without clipping, and a compiled step would "
+                'not notice: make it with max_grad_norm=float("inf"), then set it.'
+            )
+        _check_norm(max_grad_norm)
+        self._state["max_grad_norm"] = mx.array(float(max_grad_norm))
 
     @property
     def grad_norm(self) -> mx.array | None:
@@ -365,7 +521,7 @@ class LossScaleOptimizer(Optimizer):
 
         None without ``max_grad_norm``, where it would cost a pass of its own.
         """
-        return None if self.max_grad_norm is None else self._state["grad_norm"]
+        return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32: the masters of those that have one.
@@ -415,8 +571,8 @@ class LossScaleOptimizer(Optimizer):
             # drops empty containers, so the tree may be shorter than they are.
             # The scale is needed before, by the first loss.
             self._loaded = loaded
-            self._scaler_before_load = dict(self.scaler.state)
-            for name in self.scaler.state:
+            self._scaler_before_load = {k: self.scaler.state[k] for k in FIELDS}
+            for name in FIELDS:
                 self.scaler.state[name] = loaded[f"scaler.{name}"]
 
     def _write(self, loaded: dict[str, mx.array]) -> None:
@@ -428,7 +584,13 @@ class LossScaleOptimizer(Optimizer):
             if (there is None or there.dtype != here.dtype) and master is not None:
                 dtype = next(half for half, bits in BITS.items() if bits == here.dtype)
                 derived[f"written.{path}"] = half_bits(master.astype(dtype))
-        write_in_place(self.state, loaded | derived)
+        # The norm to clip to is what the program says now, and what forward passes
+        # left is of no use without them.
+        self.scaler.forward.forget()
+        own = dict(tree_flatten(self.state))
+        stays = {path: x for path, x in own.items() if path.startswith(NOT_LOADED)}
+        loaded = {p: x for p, x in loaded.items() if not p.startswith(NOT_LOADED)}
+        write_in_place(self.state, loaded | derived | stays)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_state": None, "_extra": self._own_state()}
@@ -443,9 +605,82 @@ class LossScaleOptimizer(Optimizer):
             **extra,
         }
         self.scaler._owner = weakref.ref(self)
+        self._own()
 
     def _own_state(self) -> dict[str, Any]:
-        return {k: self._state[k] for k in ("masters", "written", "grad_norm")}
+        shared = ("optimizer", "scaler")
+        return {k: x for k, x in self._state.items() if k not in shared}
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what this object does not have.
+        if name.startswith("_") or "optimizer" not in vars(self):
+            raise AttributeError(name)
+        try:
+            return getattr(self.optimizer, name)
+        except AttributeError:
+            raise AttributeError(
+                f"Neither LossScaleOptimizer nor {type(self.optimizer).__name__} has "
+                f"an attribute {name!r}."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("optimizer")
+        own = name.startswith("_") or hasattr(type(self), name) or name in vars(self)
+        if own or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+
+class GuardedOptimizer(LossScaleOptimizer):
+    """Wrap an optimizer so that a bad step changes nothing, without loss scaling.
+
+    For bfloat16, which has float32's range: float32 masters, steps with a gradient that
+    is not finite are skipped and counted, and the loss function stays as it is. The
+    same as ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False))``.
+
+    Args:
+        optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
+        **arguments (Any): ``max_grad_norm`` and the others of a
+            :class:`LossScaleOptimizer`.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        >>> from mlx_gradscale import GuardedOptimizer
+        >>> model, optimizer = nn.Linear(2, 1), GuardedOptimizer(optim.SGD(0.1))
+        >>> loss_and_grad = nn.value_and_grad(model, lambda x: model(x).mean())
+        >>> loss, grads = loss_and_grad(mx.array([[float("nan"), 1.0]]))
+        >>> optimizer.update(model, grads)
+        >>> optimizer.scaler.skipped_steps
+        array(1, dtype=int32)
+    """
+
+    def __init__(self, optimizer: Optimizer, **arguments: Any):
+        super().__init__(optimizer, GradScaler(1.0, dynamic=False), **arguments)
+
+
+def _refuse_argument(name: str) -> None:
+    ours = _KERAS.get(name, name)
+    if ours in signature(GradScaler).parameters:
+        raise TypeError(
+            f"{name} belongs to the scaler: write "
+            f"LossScaleOptimizer(optimizer, GradScaler({ours}=...))."
+        )
+    if name == "inner_optimizer":
+        raise TypeError("inner_optimizer is the first argument here, without a name.")
+    raise TypeError(
+        f"LossScaleOptimizer has no argument {name}. If it belongs to the "
+        "optimizer inside, write LossScaleOptimizer(AdamW(..., "
+        "weight_decay=0.1)), for example."
+    )
+
+
+def _check_norm(max_grad_norm: Any) -> None:
+    is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
+    if not is_number or not max_grad_norm > 0:
+        raise ValueError(
+            f"max_grad_norm must be a positive number, got {max_grad_norm!r}."
+        )
 
 
 def _first(optimizer: Optimizer) -> Optimizer:

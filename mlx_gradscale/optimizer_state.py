@@ -6,8 +6,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .finite import nonfinite
-from .scale import check, read
+from .scale import FIELDS, check, read
 from .state_slots import CONTAINERS, items
+
+# What a saved state may have or not, and is not taken over.
+NOT_LOADED = ("scaler.buffers.", "max_grad_norm")
 
 
 def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
@@ -23,10 +26,16 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
     scaler = {
         path.removeprefix("scaler."): x
         for path, x in loaded.items()
-        if path.startswith("scaler.")
+        if path.startswith("scaler.") and not path.startswith(NOT_LOADED)
     }
-    for name in scaler_state.keys() ^ scaler.keys():
-        has = "has no" if name in scaler_state else "has"
+    if not scaler:
+        raise ValueError(
+            "This is the state of a plain optimizer, not of a LossScaleOptimizer. It "
+            "belongs into the optimizer inside: wrapper.optimizer.state = ..., before "
+            "the first step."
+        )
+    for name in FIELDS.keys() ^ scaler.keys():
+        has = "has no" if name in FIELDS else "has"
         raise ValueError(
             f"This is not the state of a LossScaleOptimizer: it {has} 'scaler.{name}'."
         )
@@ -39,7 +48,11 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
             )
     check(read(scaler))
     # An overflowing step leaves its norm behind, so that one may be inf.
-    others = {path: x for path, x in loaded.items() if path != "grad_norm"}
+    others = {
+        path: x
+        for path, x in loaded.items()
+        if path != "grad_norm" and not path.startswith(NOT_LOADED)
+    }
     for record in nonfinite(others):
         raise ValueError(f"{record.path!r} in the state holds NaN or inf.")
 

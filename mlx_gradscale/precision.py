@@ -1,12 +1,17 @@
-"""Differentiate a model in a compute dtype, with the true loss and scaled gradients."""
+"""Differentiate a model in a compute dtype: the true loss, and true gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+
+from .finite import is_floating
+from .half import to_float32
+from .state_slots import slots, write_all
 
 
 @mx.custom_function
@@ -21,28 +26,47 @@ def _scale_gradient_vjp(primals, cotangent, _):
     return cotangent * scale, mx.zeros_like(scale)
 
 
-def with_scaled_gradient(
-    loss_fn: Callable,
-    get_scale: Callable[[], mx.array],
-    see_loss: Callable[[mx.array], mx.array] = lambda loss: loss,
-) -> Callable:
-    """Wrap ``loss_fn`` so that its value stays and its gradient is scaled.
+@mx.custom_function
+def unscale_gradient(parameter: mx.array, inverse_scale: mx.array) -> mx.array:
+    """Return ``parameter``; its gradient is float32 and times ``inverse_scale``."""
+    return parameter
+
+
+@unscale_gradient.vjp
+def _unscale_gradient_vjp(primals, cotangent, _):
+    _, inverse_scale = primals
+    return true_gradient(cotangent, inverse_scale), mx.zeros_like(inverse_scale)
+
+
+def true_gradient(gradient: mx.array, inverse_scale: mx.array) -> mx.array:
+    """Return a scaled gradient unscaled in float32, with NaN where it is not finite.
+
+    An inf would become the limit in somebody's elementwise clip and so be applied; a
+    NaN stays one.
+    """
+    if not is_floating(gradient):
+        return gradient
+    gradient = to_float32(gradient) * inverse_scale
+    # Bit for bit what it was if it is finite, -0.0 too; inf minus inf is NaN.
+    return gradient - (gradient - gradient)
+
+
+@mx.compile
+def true_gradients(gradients: Any, inverse_scale: mx.array) -> Any:
+    """Return the tree with every leaf as :func:`true_gradient` makes it."""
+    return tree_map(lambda g: true_gradient(g, inverse_scale), gradients)
+
+
+def with_loss(loss_fn: Callable, change: Callable[[mx.array], mx.array]) -> Callable:
+    """Return ``loss_fn`` with its loss changed, and what comes with the loss as it is.
 
     Args:
         loss_fn (Callable): Returns a scalar loss, or a tuple that starts with it.
-        get_scale (Callable): Returns the scale, at each call.
-        see_loss (Callable): Is given each loss as it comes out of ``loss_fn``, and
-            returns it.
+        change (Callable): Is given the loss at each call, and returns it.
     """
-    if hasattr(loss_fn, "has_scaled_gradient"):
-        raise TypeError(
-            "The gradient of this loss function is scaled already. scale_loss() once "
-            "is enough, and value_and_grad() of a scaler does it by itself: give it "
-            "the plain function."
-        )
 
     @wraps(loss_fn)
-    def scaled_loss_fn(*args, **kwargs):
+    def changed_loss_fn(*args, **kwargs):
         outputs = loss_fn(*args, **kwargs)
         loss, *aux = outputs if isinstance(outputs, tuple) else (outputs,)
         if not isinstance(loss, mx.array):
@@ -50,20 +74,66 @@ def with_scaled_gradient(
                 f"The loss must be an array, got {loss!r}. Return the loss, or a "
                 "tuple whose first element is the loss."
             )
-        # In float32 before the scale comes in: 65536 is inf in float16.
-        loss = scale_gradient(see_loss(loss).astype(mx.float32), get_scale())
+        loss = change(loss)
         if hasattr(outputs, "_fields"):
             return type(outputs)(loss, *aux)
         return (loss, *aux) if isinstance(outputs, tuple) else loss
 
-    scaled_loss_fn.has_scaled_gradient = True
-    return scaled_loss_fn
+    return changed_loss_fn
+
+
+@contextmanager
+def replaced_parameters(
+    model: nn.Module, change: Callable[[mx.array], mx.array]
+) -> Iterator[None]:
+    """Have every floating trainable parameter changed, and as it was afterwards.
+
+    Raises if what runs inside replaces a parameter: its gradient would not pass
+    through ``change``.
+    """
+    trainable = {path for path, _ in tree_flatten(model.trainable_parameters())}
+    own = [
+        (box, key, box[key])
+        for path, box, key in slots(model)
+        if ".".join(map(str, path)) in trainable and is_floating(box[key])
+    ]
+    changed = [(box, key, change(parameter)) for box, key, parameter in own]
+    try:
+        write_all(changed)
+        yield
+        if any(box[key] is not parameter for box, key, parameter in changed):
+            raise RuntimeError(
+                "The loss function replaces parameters of the model while it runs, so "
+                "their gradients would come out scaled. Update the model before, or "
+                "differentiate with value_and_grad(model, loss_fn) of this package."
+            )
+    finally:
+        write_all(own)
+
+
+def arrays_among(arguments: Any) -> list[mx.array]:
+    """Return the arrays among a call's arguments, without those of models."""
+    leaves = tree_flatten(arguments, is_leaf=is_leaf)
+    return [x for _, x in leaves if isinstance(x, mx.array)]
+
+
+def models_among(arguments: Any) -> list[nn.Module]:
+    """Return the models among a call's arguments, without those inside of others."""
+    leaves = tree_flatten(arguments, is_leaf=is_leaf)
+    found = {id(x): x for _, x in leaves if isinstance(x, nn.Module)}
+    inside = {
+        id(module)
+        for model in found.values()
+        for module in model.modules()
+        if module is not model
+    }
+    return [model for key, model in found.items() if key not in inside]
 
 
 def value_and_grad(
     model: nn.Module,
     loss_fn: Callable,
-    compute_dtype: mx.Dtype,
+    compute_dtype: mx.Dtype | None = None,
     keep: Callable[[str, mx.array], bool] | None = None,
     cast_inputs: bool = True,
 ) -> Callable:
@@ -76,20 +146,27 @@ def value_and_grad(
     Args:
         model (nn.Module): The model; its parameters keep their dtype.
         loss_fn (Callable): As for ``nn.value_and_grad``.
-        compute_dtype (Dtype): ``mx.float16`` or ``mx.bfloat16``, or ``mx.float32``
-            for a model that is stored in half precision.
+        compute_dtype (Dtype, optional): ``mx.float16`` or ``mx.bfloat16``, or
+            ``mx.float32`` for a model that is stored in half precision. Default: each
+            parameter's own, and nothing is cast.
         keep (Callable, optional): Told the path and value of a parameter, returns
             True to leave it in its own dtype.
         cast_inputs (bool): Whether to cast floating arguments of ``loss_fn`` as well,
             targets and masks among them. Default: ``True``.
     """
+    if compute_dtype is None and (keep is not None or not cast_inputs):
+        raise ValueError(
+            "keep= and cast_inputs= have no meaning without compute_dtype=."
+        )
     if keep is not None and not callable(keep):
         raise TypeError(
             "keep must be a function of path and parameter, as lambda path, x: 'norm' "
             f"in path, got {keep!r}."
         )
-    known = isinstance(compute_dtype, mx.Dtype)
-    if not known or not mx.issubdtype(compute_dtype, mx.floating):
+    if compute_dtype is not None and (
+        not isinstance(compute_dtype, mx.Dtype)
+        or not mx.issubdtype(compute_dtype, mx.floating)
+    ):
         raise ValueError(
             f"compute_dtype must be a floating dtype of MLX, as mx.float16, got "
             f"{compute_dtype!r}."
@@ -103,28 +180,44 @@ def value_and_grad(
         return parameter if keep and keep(path, parameter) else cast(parameter)
 
     def cast_loss_fn(parameters, args, kwargs):
-        model.update(tree_map_with_path(cast_parameter, parameters))
-        if cast_inputs:
-            args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_leaf)
+        if compute_dtype is not None:
+            parameters = tree_map_with_path(cast_parameter, parameters)
+            if cast_inputs:
+                args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_leaf)
+        model.update(parameters)
         return loss_fn(*args, **kwargs)
 
     differentiate = mx.value_and_grad(cast_loss_fn)
+    borrowed: list[tuple[Any, Any, Any]] = []
 
     @wraps(loss_fn)
     def value_and_grad_fn(*args, **kwargs):
+        # Of a call that was interrupted just before it put back what it had taken.
+        write_all(place for place in borrowed if _was_cast(*place))
         # Everything, because a forward pass may replace buffers as well:
         # BatchNorm's running statistics hold traced values if loss_fn fails.
-        everything = tree_map(lambda x: x, model.parameters())
+        everything = [
+            (box, key, box[key])
+            for _, box, key in slots(model)
+            if not isinstance(box, tuple)
+        ]
         parameters = model.trainable_parameters()
+        trained = {id(x) for _, x in tree_flatten(parameters)}
+        borrowed[:] = everything
         try:
             result = differentiate(parameters, args, kwargs)
-        except BaseException:
-            model.update(everything)
-            raise
-        model.update(parameters)
-        return result
+            borrowed[:] = [place for place in everything if id(place[2]) in trained]
+            return result
+        finally:
+            write_all(borrowed)
+            borrowed.clear()
 
     return value_and_grad_fn
+
+
+def _was_cast(box: Any, key: Any, own: mx.array) -> bool:
+    now = box[key]
+    return isinstance(now, mx.array) and now.dtype != own.dtype
 
 
 def is_leaf(x: Any) -> bool:

@@ -20,6 +20,7 @@ SETTINGS: dict[str, tuple[mx.Dtype, Any]] = {
     "backoff_factor": (mx.float32, 0.5),
     "growth_interval": (mx.int32, 2000),
     "backoff_interval": (mx.int32, 1),
+    "hysteresis": (mx.int32, 1),
     "dynamic": (mx.bool_, True),
     "min_scale": (mx.float32, SMALLEST_SCALE),
     "max_scale": (mx.float32, LARGEST_SCALE),
@@ -31,8 +32,12 @@ VALUES: dict[str, tuple[mx.Dtype, Any]] = {
     "growth_tracker": (mx.int32, 0),
     "backoff_tracker": (mx.int32, 0),
     "skipped_steps": (mx.int32, 0),
+    "skipped_losses": (mx.int32, 0),
     "consecutive_skips": (mx.int32, 0),
+    "skips_since_update": (mx.int32, 0),
     "last_step_applied": (mx.bool_, True),
+    # Whether every loss since the last update was finite.
+    "loss_finite": (mx.bool_, True),
 }
 
 FIELDS = {**VALUES, **SETTINGS}
@@ -56,7 +61,7 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
         if not finite:
             growth_tracker = 0
             backoff_tracker += 1
-            if backoff_tracker >= backoff_interval:
+            if backoff_tracker >= max(backoff_interval, hysteresis):
                 backoff_tracker = 0
                 scale = max(scale * backoff_factor, min_scale)
         else:
@@ -67,14 +72,21 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
                 if scale * growth_factor <= max_scale:  # false for inf
                     scale = scale * growth_factor
 
-    Nothing of that changes where ``dynamic`` is false. ``consecutive_skips`` counts
-    updates in a row that are not finite.
+    With a ``hysteresis`` above 1 the two ``backoff_tracker = 0`` go to where the scale
+    grows, so that once the budget is used up every overflow backs off until then.
+
+    Nothing of that changes where ``dynamic`` is false, or where a loss was not finite
+    by itself, which no scale cures. ``consecutive_skips`` counts updates in a row that
+    are not finite.
     """
     scale = state["scale"]
+    budget = state["hysteresis"] > 1
+    allowed = mx.maximum(state["backoff_interval"], state["hysteresis"])
     good = mx.where(finite, state["growth_tracker"] + 1, 0)
-    bad = mx.where(finite, 0, state["backoff_tracker"] + 1)
+    tracker = state["backoff_tracker"]
+    bad = mx.where(finite, mx.where(budget, tracker, 0), tracker + 1)
     grow = good >= state["growth_interval"]
-    back_off = bad >= state["backoff_interval"]
+    back_off = mx.logical_not(finite) & (bad >= allowed)
     grown = scale * state["growth_factor"]
     backed_off = mx.maximum(scale * state["backoff_factor"], state["min_scale"])
     changed = {
@@ -84,18 +96,40 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
             mx.where(grow & (grown <= state["max_scale"]), grown, scale),
         ),
         "growth_tracker": mx.where(grow, 0, good),
-        "backoff_tracker": mx.where(back_off, 0, bad),
+        "backoff_tracker": mx.where(mx.where(budget, grow, back_off), 0, bad),
     }
-    changed = {k: mx.where(state["dynamic"], v, state[k]) for k, v in changed.items()}
-    skips = mx.where(finite, 0, state["consecutive_skips"] + 1)
-    return _rooted({**changed, "consecutive_skips": skips}, "scale")
+    moves = state["dynamic"] & state["loss_finite"]
+    changed = {k: mx.where(moves, v, state[k]) for k, v in changed.items()}
+    changed["consecutive_skips"] = mx.where(
+        finite, 0, _one_more(state["consecutive_skips"])
+    )
+    return _rooted(changed, "scale") | {
+        "skips_since_update": mx.array(0, mx.int32),
+        "loss_finite": mx.array(True),
+    }
 
 
 @mx.compile
 def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
     """Return the tallies after one step that was, or was not, applied."""
-    skipped = state["skipped_steps"] + mx.where(applied, 0, 1)
-    return {"skipped_steps": skipped, "last_step_applied": applied}
+
+    def count(name: str, condition: mx.array) -> mx.array:
+        return mx.where(condition, _one_more(state[name]), state[name])
+
+    skipped = mx.logical_not(applied)
+    tallies = {
+        "skipped_steps": count("skipped_steps", skipped),
+        "skipped_losses": count(
+            "skipped_losses", skipped & mx.logical_not(state["loss_finite"])
+        ),
+        "skips_since_update": count("skips_since_update", skipped),
+    }
+    return _rooted(tallies, "skipped_steps") | {"last_step_applied": applied}
+
+
+def _one_more(count: mx.array) -> mx.array:
+    # It stops where int32 ends: a run of years stays loadable.
+    return mx.minimum(count, 2**31 - 2) + 1
 
 
 def _rooted(values: dict[str, mx.array], name: str) -> dict[str, mx.array]:
@@ -116,12 +150,14 @@ def within_limits(state: dict[str, mx.array], scale: mx.array) -> mx.array:
 
 def as_array(name: str, value: Any) -> mx.array:
     """Return a field of the state as the 0-d array that the state holds."""
-    return mx.array(value, FIELDS[name][0])
+    dtype = FIELDS[name][0]
+    # MLX takes integers of 64 bits only, and 2**63 is a scale.
+    return mx.array(float(value) if dtype == mx.float32 else value, dtype)
 
 
 def read(state: dict[str, mx.array]) -> dict[str, Any]:
     """Read the whole state from the device, as Python numbers."""
-    return {name: read_field(name, value) for name, value in state.items()}
+    return {name: read_field(name, state[name]) for name in FIELDS if name in state}
 
 
 def read_field(name: str, value: mx.array) -> Any:
@@ -142,6 +178,11 @@ def check(values: dict[str, Any]) -> None:
     low, high = values.get("min_scale"), values.get("max_scale")
     if low is not None and high is not None and low > high:
         raise ValueError(f"min_scale {low} is above max_scale {high}.")
+    if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
+        raise ValueError(
+            "hysteresis= and backoff_interval= are two rules of when to back off: set "
+            "one of them."
+        )
     scale = values.get("scale")
     if scale is not None and low is not None and scale < low:
         raise ValueError(f"The scale {scale} is below min_scale {low}.")
@@ -153,7 +194,11 @@ def check_scale(name: str, value: Any) -> None:
     """Raise unless ``value`` is a Python number that can be a loss scale."""
     if not _is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not math.isfinite(value) or value <= 0:
+    try:
+        usable = math.isfinite(value) and value > 0
+    except OverflowError:  # an integer that is larger than every float
+        usable = False
+    if not usable:
         raise ValueError(f"{name} must be positive and finite, got {value}.")
     if not SMALLEST_SCALE <= value <= float(np.finfo(np.float32).max):
         raise ValueError(
@@ -202,10 +247,14 @@ _CHECKS = {
     "backoff_factor": _check_factor(0.0, 1.0),
     "growth_interval": _check_count(1),
     "backoff_interval": _check_count(1),
+    "hysteresis": _check_count(1),
     "growth_tracker": _check_count(0),
     "backoff_tracker": _check_count(0),
     "skipped_steps": _check_count(0),
+    "skipped_losses": _check_count(0),
     "consecutive_skips": _check_count(0),
+    "skips_since_update": _check_count(0),
+    "loss_finite": _check_bool,
     "dynamic": _check_bool,
     "last_step_applied": _check_bool,
 }

@@ -1,7 +1,6 @@
 """``GradScaler``: PyTorch's object, on MLX trees, without a host sync."""
 
-import os
-import warnings
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,25 +12,21 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
-from . import distributed, files, precision
-from .distributed.decision import agreed
+from . import precision
+from .distributed.decision import agreed, is_alone
+from .double_scaling import is_scaled_now, scaled_once
 from .finite import all_finite, all_finite_times, arrays, is_floating
-from .guard import guarded_apply, unscale
+from .forward import Forward
+from .guard import Writes, in_place_of, parameter_places, planned_step, unscale
 from .half import HALF
-from .scale import (
-    FIELDS,
-    SETTINGS,
-    as_array,
-    check,
-    check_scale,
-    count_step,
-    next_scale,
-    read,
-    read_field,
-    within_limits,
-)
-from .state_dict import from_state_dict, to_state_dict
-from .twice import scaled_once, watched
+from .loss_scale import LossScale
+from .notices import warn_user
+from .scale import check_scale, read, within_limits
+from .state_slots import write_all
+
+# The two ways, as they are named in errors.
+TRUE_GRADIENTS = "true gradients (value_and_grad, or LossScaleOptimizer.scale_loss)"
+SCALED_GRADIENTS = "scaled gradients (scale, scale_loss, or scale_loss(unscale=False))"
 
 
 @dataclass
@@ -41,20 +36,34 @@ class _Record:
     optimizer: Optimizer
     finite: mx.array
     stepped: bool = False
-    # The scaled leaves that unscale_() was given, without keeping them alive.
-    scaled: tuple[weakref.ref, ...] = ()
+    # Whose parameters were stepped, to know when its next iteration begins.
+    model: weakref.ref | None = None
+    # The leaves that unscale_() was given, without keeping them alive.
+    given: tuple[weakref.ref, ...] = ()
 
-    def was_given(self, grads: Any) -> bool:
-        given = {id(ref()) for ref in self.scaled if ref() is not None}
+    def was_given_any_of(self, grads: Any) -> bool:
+        given = {id(ref()) for ref in self.given if ref() is not None}
         return any(id(x) in given for x in arrays(grads))
 
+    def was_given_all_of(self, grads: Any) -> bool:
+        given = {id(ref()) for ref in self.given if ref() is not None}
+        return all(id(x) in given for x in arrays(grads) if is_floating(x))
 
-class GradScaler:
+
+class GradScaler(LossScale):
     """Scale losses so that float16 gradients neither underflow nor overflow.
 
     The scale, every counter and every setting live in :attr:`state`, a dict of
     0-d arrays. List it in ``mx.compile`` and the whole training step, skipped
     updates included, is one compiled function that never waits for the device.
+
+    A scaler has one of two ways for life. :meth:`value_and_grad` gives true gradients,
+    in float32, which anybody's code may clip, add up, average or log. :meth:`scale` and
+    :meth:`scale_loss` are PyTorch's way: the gradients are scaled until
+    :meth:`unscale_` or :meth:`step`. What PyTorch does in place is a value here, so in
+    that way it is up to you to clip what ``unscale_`` returned and not what it was
+    given, not to add up gradients from before and after an :meth:`update`, and not to
+    hand them to another scaler.
 
     Args:
         init_scale (float): The first loss scale. Default: ``65536.0``.
@@ -63,11 +72,16 @@ class GradScaler:
         backoff_factor (float): Multiplies the scale after an overflow.
             Default: ``0.5``.
         growth_interval (int): Default: ``2000``.
-        enabled (bool): If False, every method passes through. Default: ``True``.
-        backoff_interval (int): How many overflows in a row it takes to back off.
-            Default: ``1``.
+        enabled (bool): If False, every method passes through and nothing is guarded:
+            a gradient that is NaN is applied. Default: ``True``.
+        backoff_interval (int): How many overflows in a row it takes to back off, each
+            time, as in Paddle. Default: ``1``.
+        hysteresis (int): How many overflows it takes to back off, in a row or not;
+            from then on each one does until the scale grows, as in Megatron and
+            DeepSpeed. Default: ``1``.
         dynamic (bool): If False the scale stays; a step that overflows is still
-            skipped. Default: ``True``.
+            skipped. ``GradScaler(1.0, dynamic=False)`` only guards, and asks for no
+            scaled loss. Default: ``True``.
         min_scale (float): The scale is never below. Default: ``2**-126``.
         max_scale (float): The scale never grows above. Default: ``2**127``.
         group (mx.distributed.Group, optional): Overflow on one member skips the
@@ -101,6 +115,10 @@ class GradScaler:
             )
         return super().__new__(cls)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _show_signature_of_init(cls)
+
     def __init__(
         self,
         init_scale: float = 65536.0,
@@ -110,96 +128,52 @@ class GradScaler:
         enabled: bool = True,
         *,
         backoff_interval: int = 1,
+        hysteresis: int = 1,
         dynamic: bool = True,
         min_scale: float = 2.0**-126,
         max_scale: float = 2.0**127,
         group: mx.distributed.Group | None = None,
     ):
-        if not isinstance(enabled, bool):
-            raise TypeError(f"enabled must be True or False, got {enabled!r}.")
         values = {
             "scale": init_scale,
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
             "backoff_interval": backoff_interval,
+            "hysteresis": hysteresis,
             "dynamic": dynamic,
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
-        check(values)
-        self._enabled = enabled
-        self._group = group
-        self._state: dict[str, mx.array] = {}
+        super().__init__(values, enabled, group)
+        self._way: str | None = None
         self._forget_iteration()
-        self._fill({name: values.get(name, FIELDS[name][1]) for name in FIELDS})
 
     def _forget_iteration(self) -> None:
         # By id, because an optimizer may define equality. The record keeps it.
         self._records: dict[int, _Record] = {}
-        self._scale_was_applied = False
+        self._cut_short = False
         self._owner: weakref.ref | None = None
         self._warned: set[str] = set()
+        self.forward = Forward(self._state, self._see_loss, self._begin)
 
-    def _fill(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            self._state[name] = as_array(name, value)
-        # Evaluated here: an array made on one thread cannot be on another.
-        mx.eval(self._state)
+    def take_way(self, way: str) -> None:
+        """Decide once how this scaler's gradients come, or raise if it is decided."""
+        if self._way not in (None, way):
+            raise RuntimeError(
+                f"This scaler has given {self._way} already, and step() could not tell "
+                f"them from {way}: make another scaler for these."
+            )
+        self._way = way
 
     @property
-    def state(self) -> dict[str, mx.array]:
-        """The dict of arrays to list in ``mx.compile(inputs=..., outputs=...)``."""
-        return self._state
+    def gives_true_gradients(self) -> bool:
+        """Whether gradients are to be taken as they are."""
+        if not self._enabled or self._way == TRUE_GRADIENTS:
+            return True
+        return self._way is None and self._only_guards
 
     # The loss
-
-    def scale(self, outputs: Any) -> Any:
-        """Return an array, or each array of a tree, times the scale in float32.
-
-        Example:
-            >>> import mlx.core as mx
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler(init_scale=8.0).scale({"loss": mx.array(0.5)})
-            {'loss': array(4, dtype=float32)}
-        """
-        if not self._enabled:
-            return outputs
-        arrays(outputs)
-        self._scale_was_applied = True
-
-        def scaled(x: mx.array) -> mx.array:
-            x = self._see_loss(x)
-            real = not mx.issubdtype(x.dtype, mx.complexfloating)
-            return (x.astype(mx.float32) if real else x) * self._state["scale"]
-
-        return tree_map(scaled, outputs)
-
-    def scale_loss(self, loss_fn: Callable) -> Callable:
-        """Return ``loss_fn`` with the same value and a scaled gradient.
-
-        Args:
-            loss_fn (Callable): Returns a scalar loss, or a tuple whose first
-                element is the loss.
-
-        Example:
-            >>> import mlx.core as mx
-            >>> from mlx_gradscale import GradScaler
-            >>> square = GradScaler(init_scale=8.0).scale_loss(lambda x: x * x)
-            >>> mx.value_and_grad(square)(mx.array(3.0))
-            (array(9, dtype=float32), array(48, dtype=float32))
-        """
-        if not callable(loss_fn):
-            raise TypeError(
-                "scale_loss() takes the function that computes the loss, not its "
-                "value, which scale() takes."
-            )
-        if not self._enabled:
-            return loss_fn
-        self._scale_was_applied = True
-        return precision.with_scaled_gradient(
-            watched(loss_fn), lambda: self._state["scale"], self._see_loss
-        )
 
     def value_and_grad(
         self,
@@ -210,16 +184,19 @@ class GradScaler:
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable:
-        """Like ``nn.value_and_grad``: the true loss, and scaled gradients.
+        """Like ``nn.value_and_grad``: the true loss and true gradients, in float32.
+
+        The loss is scaled for the backward pass only. A gradient that is not finite
+        comes out as NaN, and stays it in whatever is done with it before
+        :meth:`step`, which then changes nothing.
 
         Args:
             model (nn.Module): The model to differentiate.
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first
                 element is the loss.
             compute_dtype (Dtype, optional): Cast floating trainable parameters and
-                floating arguments to this for the forward pass. Gradients come
-                back in the parameters' own dtype, and the model keeps its own
-                parameters. Default: ``None``.
+                floating arguments to this for the forward pass. The model keeps its
+                own parameters. Default: ``None``.
             keep (Callable, optional): With ``compute_dtype``: told the path and
                 the value of a parameter, returns True to leave it as it is.
             cast_inputs (bool): With ``compute_dtype``: whether floating arguments of
@@ -236,7 +213,7 @@ class GradScaler:
             ... )
             >>> loss, grads = fn(mx.ones((4, 2)))
             >>> grads["bias"], model.weight.dtype
-            (array([1024], dtype=float32), mlx.core.float32)
+            (array([1], dtype=float32), mlx.core.float32)
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -244,19 +221,63 @@ class GradScaler:
                 f"{type(model).__name__}. For a tree of parameters use "
                 "mx.value_and_grad(scaler.scale_loss(loss_fn))."
             )
-        loss_fn = self.scale_loss(loss_fn)
-        if compute_dtype is None:
-            if keep is not None or not cast_inputs:
-                raise ValueError(
-                    "keep= and cast_inputs= have no meaning without compute_dtype=."
-                )
-            return nn.value_and_grad(model, loss_fn)
-        return precision.value_and_grad(
-            model, loss_fn, compute_dtype, keep, cast_inputs
-        )
+        arguments = (compute_dtype, keep, cast_inputs)
+        if not self._enabled:
+            return precision.value_and_grad(model, loss_fn, *arguments)
+        loss_and_grad = self.forward.value_and_grad(model, loss_fn, *arguments)
+        self.take_way(TRUE_GRADIENTS)
+        return loss_and_grad
+
+    def scale(self, outputs: Any) -> Any:
+        """Return an array, or each array of a tree, times the scale in float32.
+
+        PyTorch's way: what is differentiated from it is scaled, until
+        :meth:`unscale_` returns it unscaled, not in place.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_gradscale import GradScaler
+            >>> GradScaler(init_scale=8.0).scale({"loss": mx.array(0.5)})
+            {'loss': array(4, dtype=float32)}
+        """
+        if not self._enabled:
+            return outputs
+        arrays(outputs)
+        self.take_way(SCALED_GRADIENTS)
+
+        def scaled(x: mx.array) -> mx.array:
+            x = self._see_loss(x)
+            real = not mx.issubdtype(x.dtype, mx.complexfloating)
+            x = x.astype(mx.float32) if real else x
+            return is_scaled_now(x * self._state["scale"])
+
+        return tree_map(scaled, outputs)
+
+    def scale_loss(self, loss_fn: Callable) -> Callable:
+        """Return ``loss_fn`` with the same value and a scaled gradient.
+
+        PyTorch's way, for parameters that are no ``nn.Module``. The gradients stay
+        scaled until :meth:`unscale_` returns them unscaled, not in place.
+
+        Args:
+            loss_fn (Callable): Returns a scalar loss, or a tuple whose first
+                element is the loss.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_gradscale import GradScaler
+            >>> square = GradScaler(init_scale=8.0).scale_loss(lambda x: x * x)
+            >>> mx.value_and_grad(square)(mx.array(3.0))
+            (array(9, dtype=float32), array(48, dtype=float32))
+        """
+        if not self._enabled:
+            return loss_fn
+        scaled_loss_fn = self.forward.scaled_loss(loss_fn)
+        self.take_way(SCALED_GRADIENTS)
+        return scaled_loss_fn
 
     def _see_loss(self, loss: mx.array) -> mx.array:
-        if loss.dtype == mx.float16:
+        if loss.dtype == mx.float16 and not self._only_guards:
             self._warn_once(
                 "The loss is float16, so its gradient starts at the scale cast to "
                 "float16, where everything above 65504 is inf: steps are skipped "
@@ -268,15 +289,30 @@ class GradScaler:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=3)
+            warn_user(message)
+
+    def _begin(self, model: nn.Module) -> None:
+        stepped = [r.model and r.model() for r in self._records.values() if r.stepped]
+        if not any(whose is model for whose in stepped):
+            return
+        if self._cut_short:
+            raise RuntimeError(
+                "update() was not called after the last two steps: call it once at the "
+                "end of each iteration, or minimize() instead of step()."
+            )
+        # Once, as after Ctrl-C between step() and update(): a new iteration begins.
+        self._cut_short = True
+        self._records.clear()
 
     # The step
 
     def unscale_(self, optimizer: Optimizer, grads: Any) -> Any:
-        """Return the gradients divided by the scale, in float32.
+        """Return the gradients divided by the scale, in float32, not in place.
 
         For clipping or inspecting them before :meth:`step`, which then takes the
-        returned tree. Leaves that are not floating pass through.
+        returned tree. Leaves that are not floating pass through. After
+        :meth:`value_and_grad` the gradients are true already, and come back as they
+        are.
 
         Example:
             >>> import mlx.core as mx, mlx.optimizers as optim
@@ -288,32 +324,38 @@ class GradScaler:
         """
         if not self._enabled:
             return grads
-        self._check_optimizer(optimizer, "unscale_")
+        self.check_optimizer(optimizer, "unscale_")
+        true = self.gives_true_gradients
         record = self._records.get(id(optimizer))
         if record and record.stepped:
             raise RuntimeError(
-                "unscale_() comes after step(): unscale, then step, then update."
+                "unscale_() comes after step(): unscale, then step, then update. After "
+                "an iteration that was cut short, update(get_scale()) starts afresh."
             )
-        if record:
+        if record and not true:
             raise RuntimeError(
                 "unscale_() was called twice for this optimizer since the last "
                 "update(): the gradients would be divided by the scale twice. After "
-                "an iteration that failed halfway, update(new_scale) starts afresh."
+                "an iteration that was cut short, update(get_scale()) starts afresh."
             )
-        inverse = self._inverse()
+        inverse = self.inverse()
         # This rank's own: step() or update() asks the others, once.
-        finite = all_finite_times(grads, inverse)
-        scaled = tuple(weakref.ref(x) for x in arrays(grads) if is_floating(x))
-        self._records[id(optimizer)] = _Record(optimizer, finite, scaled=scaled)
-        return unscale(grads, inverse)
+        finite = all_finite(grads) if true else all_finite_times(grads, inverse)
+        given = tuple(weakref.ref(x) for x in arrays(grads) if is_floating(x))
+        self._records[id(optimizer)] = _Record(optimizer, finite, given=given)
+        return grads if true else unscale(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Update model and optimizer if all gradients are finite, else nothing.
 
+        What the forward pass of :meth:`value_and_grad` wrote to the model, such as
+        BatchNorm's running statistics, is taken back as well.
+
         Args:
             optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
             model (nn.Module): The model to update.
-            grads (Any): The scaled gradients, or what :meth:`unscale_` returned.
+            grads (Any): The gradients of :meth:`value_and_grad`; in PyTorch's way
+                scaled ones, or what :meth:`unscale_` returned.
 
         Returns:
             array: A lazy 0-d bool array, True where the step was applied.
@@ -332,15 +374,27 @@ class GradScaler:
                 "step(optimizer, model, grads) takes a model, got "
                 f"{type(model).__name__}. Use apply_gradients for a parameter tree."
             )
-        model.update(self.apply_gradients(optimizer, grads, model))
-        return self.last_step_applied
+        if not self._enabled:
+            optimizer.update(model, grads)
+            return self.last_step_applied
+        if self._way == TRUE_GRADIENTS and not self.forward.knows(model):
+            raise ValueError(
+                "These are gradients of a model that value_and_grad() of this scaler "
+                "was not made for: pass the same model."
+            )
+        new, applied, writes = self._plan(optimizer, grads, model, model)
+        places = parameter_places(grads, model)
+        writes += [(box, key, new[path]) for path, box, key in places if path in new]
+        writes += self.forward.taken_back(model, applied)
+        write_all(writes)
+        return applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
         """Return the parameters after a guarded step, as :meth:`step` does it.
 
         Args:
             optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
-            grads (Any): The scaled gradients, or what :meth:`unscale_` returned.
+            grads (Any): As for :meth:`step`.
             parameters (Any): A tree of parameters, at least those with gradients.
 
         Returns:
@@ -356,32 +410,55 @@ class GradScaler:
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
-        self._check_optimizer(optimizer, "step")
+        new, _, writes = self._plan(optimizer, grads, parameters)
+        write_all(writes)
+        return in_place_of(grads, parameters, new)
+
+    def _plan(
+        self,
+        optimizer: Optimizer,
+        grads: Any,
+        parameters: Any,
+        model: nn.Module | None = None,
+    ) -> tuple[dict[str, mx.array], mx.array, Writes]:
+        self.check_optimizer(optimizer, "step")
+        self.forward.settle(grads)
         record = self._records.get(id(optimizer))
         if record and record.stepped:
             raise RuntimeError(
                 "step() was called twice for this optimizer since the last update(): "
                 "call update() once at the end of each iteration. Inside mx.compile, "
-                "call it in the same function."
+                "call it in the same function. After an iteration that was cut short, "
+                "update(get_scale()) starts afresh."
             )
-        if record and record.was_given(grads):
+        true = self.gives_true_gradients
+        if record and not true and record.was_given_any_of(grads):
             raise RuntimeError(
                 "These are the gradients that unscale_() was given, still scaled. "
                 "MLX arrays do not change in place: pass on what unscale_() returned."
             )
-        if record:
-            inverse = mx.array(1.0)
-            finite = record.finite & all_finite(grads)
+        if is_alone(self._group):
+            check_not_empty(grads)
+        inverse = None
+        if record and record.was_given_all_of(grads):
+            finite = record.finite
+        elif record or true:
+            finite = all_finite(grads)
+            finite = record.finite & finite if record else finite
         else:
-            inverse = self._inverse()
+            inverse = self.inverse()
             finite = all_finite_times(grads, inverse)
-        finite = agreed(finite, self._group)
-        new = guarded_apply(optimizer, grads, parameters, inverse, finite)
-        self._remember(grads)
+        applied, loss_finite = agreed(finite, self._state["loss_finite"], self._group)
+        new, writes = planned_step(optimizer, grads, parameters, inverse, applied)
+        self.remember(grads)
         self._warn_about_half(new)
-        self._records[id(optimizer)] = _Record(optimizer, finite, stepped=True)
-        self._count(finite)
-        return new
+        record = _Record(
+            optimizer, applied, stepped=True, model=model and weakref.ref(model)
+        )
+        writes.append((self._records, id(optimizer), record))
+        changed = self.after_step(applied, loss_finite)
+        writes += [(self._state, *item) for item in changed.items()]
+        return new, applied, writes
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
         """Move the scale on from all that was recorded since the last update.
@@ -402,19 +479,27 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._state["scale"] = within_limits(self._state, _as_scale(new_scale))
+            scale = within_limits(self._state, _as_scale(new_scale))
+            self._only_guards &= not isinstance(new_scale, mx.array) and new_scale == 1
+            self._state["scale"] = scale
+            self.forward.forget()
         elif self._records:
             records = self._records.values()
             finite = [record.finite for record in records if record.stepped]
             unscaled = [record.finite for record in records if not record.stepped]
+            loss_finite = self._state["loss_finite"]
             if unscaled:
-                finite.append(agreed(reduce(mx.logical_and, unscaled), self._group))
-            self._move(reduce(mx.logical_and, finite))
+                together = reduce(mx.logical_and, unscaled)
+                together, loss_finite = agreed(together, loss_finite, self._group)
+                finite.append(together)
+            changed = self.after_update(reduce(mx.logical_and, finite), loss_finite)
+            write_all((self._state, *item) for item in changed.items())
         else:
             raise RuntimeError(
                 "update() found nothing recorded: call step() or unscale_() first. "
                 "If step() runs inside mx.compile, call update() in there too."
             )
+        self._cut_short = False
         self._records.clear()
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
@@ -427,20 +512,22 @@ class GradScaler:
         self.update()
         return applied
 
-    def _remember(self, grads: Any) -> None:
-        if alarm := getattr(self, "skip_alarm", None):
-            alarm.remember(grads)
+    def set_dynamic(self, dynamic: bool) -> None:
+        """Let the scale move, or hold it, also in a step that is already compiled."""
+        super().set_dynamic(dynamic)
+        self._only_guards &= not dynamic
 
-    def _count(self, applied: mx.array) -> None:
-        self._state.update(count_step(self._state, applied))
+    def _fill(self, values: dict[str, Any]) -> None:
+        super()._fill(values)
+        self._only_guards = values["scale"] == 1 and not values["dynamic"]
 
-    def _move(self, finite: mx.array) -> None:
-        self._state.update(next_scale(self._state, finite))
+    def remember(self, grads: Any) -> None:
+        """Note the gradients for the alarm's table, without keeping them alive."""
+        if self.skip_alarm is not None:
+            self.skip_alarm.remember(grads)
 
-    def _inverse(self) -> mx.array:
-        return 1.0 / self._state["scale"] if self._enabled else mx.array(1.0)
-
-    def _check_optimizer(self, optimizer: Optimizer, caller: str) -> None:
+    def check_optimizer(self, optimizer: Optimizer, caller: str) -> None:
+        """Raise if this optimizer cannot be stepped by this scaler, or not yet."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"{caller}() takes an optimizer of mlx.optimizers first, got "
@@ -451,10 +538,12 @@ class GradScaler:
                 "A LossScaleOptimizer has a scaler of its own: call its update(), or "
                 "give this scaler the optimizer inside it."
             )
-        if not self._scale_was_applied:
+        if self._way is None and not self._only_guards:
             raise RuntimeError(
                 f"{caller}() was called, but this scaler never scaled a loss. Get the "
-                "gradients from value_and_grad(), scale_loss() or scale() first."
+                "gradients from value_and_grad(), scale_loss() or scale() first. To "
+                "skip bad steps without loss scaling, use GradScaler(1.0, "
+                "dynamic=False)."
             )
 
     def _warn_about_half(self, parameters: Any) -> None:
@@ -465,154 +554,6 @@ class GradScaler:
                 "float32 parameters and use value_and_grad(..., compute_dtype), or use "
                 "LossScaleOptimizer."
             )
-
-    # Settings
-
-    def get_scale(self) -> float:
-        """Read the scale from the device; 1.0 when disabled.
-
-        This is also where too many skipped steps in a row are noticed: see
-        :class:`mlx_gradscale.diagnostics.SkipAlarm`, or set ``skip_alarm`` to None.
-        """
-        if not self._enabled:
-            return 1.0
-        # Here, because diagnostics reads scalers: it comes after this file.
-        from .diagnostics import check_skips
-
-        check_skips(self)
-        return self._state["scale"].item()
-
-    def is_enabled(self) -> bool:
-        """Tell whether the scaler does anything."""
-        return self._enabled
-
-    def get_growth_factor(self) -> float:
-        """Read the growth factor."""
-        return self._get("growth_factor")
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, also for a step that is already compiled.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.set_growth_factor(1.5)
-            >>> scaler.get_growth_factor()
-            1.5
-        """
-        self._set("growth_factor", new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Read the backoff factor."""
-        return self._get("backoff_factor")
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, also for a step that is already compiled."""
-        self._set("backoff_factor", new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Read the growth interval."""
-        return self._get("growth_interval")
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, also for a step that is already compiled."""
-        self._set("growth_interval", new_interval)
-
-    def _get(self, name: str) -> Any:
-        return read_field(name, self._state[name])
-
-    def _set(self, name: str, value: Any) -> None:
-        check({name: value})
-        self._state[name] = as_array(name, value)
-
-    @property
-    def skipped_steps(self) -> mx.array:
-        """How many steps changed nothing, as a lazy 0-d array."""
-        return self._state["skipped_steps"]
-
-    @property
-    def consecutive_skips(self) -> mx.array:
-        """How many of the latest updates in a row had a skipped step, lazily.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler().consecutive_skips
-            array(0, dtype=int32)
-        """
-        return self._state["consecutive_skips"]
-
-    @property
-    def last_step_applied(self) -> mx.array:
-        """Whether the latest step changed something, lazily."""
-        return self._state["last_step_applied"]
-
-    def assert_in_sync(self, group: mx.distributed.Group | None = None) -> None:
-        """Raise, on every rank, if this scaler is not in the same state on all.
-
-        See :func:`mlx_gradscale.distributed.assert_in_sync`, which says which rank
-        differs in what.
-
-        Args:
-            group (mx.distributed.Group, optional): Default: the scaler's own group,
-                else the global one.
-        """
-        distributed.assert_in_sync(self._state, group or self._group)
-
-    # Saving
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's five keys, and others only where not at their default.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler(growth_factor=1.5).state_dict()["growth_factor"]
-            1.5
-        """
-        if not self._enabled:
-            return {}
-        return to_state_dict(read(self._state))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this class or of PyTorch's, or raise.
-
-        Trackers and tallies that the dict does not have start at zero; settings of
-        this package that it does not have stay as they were constructed. Other
-        keys are ignored. Nothing is changed if anything is wrong.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.load_state_dict(GradScaler(init_scale=512.0).state_dict())
-            >>> scaler.get_scale()
-            512.0
-        """
-        if not self._enabled:
-            return
-        settings = {name: self._get(name) for name in SETTINGS}
-        self._fill(from_state_dict(state_dict, settings))
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write the state dict to one file, atomically.
-
-        Args:
-            path (str): Ends in ``.json``, ``.safetensors`` or ``.pt``; ``.json.gz``
-                and ``.pt.gz`` are compressed.
-
-        Example:
-            >>> import os, tempfile
-            >>> from mlx_gradscale import GradScaler
-            >>> path = os.path.join(tempfile.mkdtemp(), "scaler.pt")
-            >>> GradScaler(init_scale=512.0).save(path)
-            >>> scaler = GradScaler()
-            >>> scaler.load(path)
-            >>> scaler.get_scale()
-            512.0
-        """
-        files.save_state(path, self.state_dict())
-
-    def load(self, path: str | os.PathLike) -> None:
-        """Load what :meth:`save` wrote, or a scaler state that PyTorch saved."""
-        self.load_state_dict(files.load_state(path))
 
     def __getstate__(self) -> dict[str, Any]:
         if self._records:
@@ -625,12 +566,31 @@ class GradScaler:
                 "A GradScaler with a group cannot be pickled or copied: save its "
                 "state_dict() and make a new one with the group."
             )
-        return vars(self) | {"_state": read(self._state), "_owner": None}
+        own = {"_state": read(self._state), "_owner": None, "forward": None}
+        return vars(self) | own
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         vars(self).update(pickled, _state={})
         self._forget_iteration()
         self._fill(pickled["_state"])
+
+
+def _show_signature_of_init(cls: type) -> None:
+    # inspect would show that of __new__, which takes everything.
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    cls.__signature__ = inspect.Signature(parameters)
+
+
+_show_signature_of_init(GradScaler)
+
+
+def check_not_empty(grads: Any) -> None:
+    """Raise if there is no gradient at all, as PyTorch does."""
+    if not any(is_floating(x) for x in arrays(grads)):
+        raise ValueError(
+            "There are no gradients to step with. Is every parameter frozen? Only a "
+            "rank without data, in a group, may pass an empty tree."
+        )
 
 
 def is_wrapped(optimizer: Optimizer) -> bool:
@@ -642,8 +602,8 @@ def is_wrapped(optimizer: Optimizer) -> bool:
 
 def _as_scale(value: Any) -> mx.array:
     if isinstance(value, mx.array):
-        if value.ndim or value.dtype == mx.bool_:
+        if value.size != 1 or value.dtype == mx.bool_:
             raise ValueError(f"new_scale must be one number, got {value!r}.")
-        return value.astype(mx.float32)
+        return value.reshape(()).astype(mx.float32)
     check_scale("new_scale", value)
-    return mx.array(value, mx.float32)
+    return mx.array(float(value), mx.float32)

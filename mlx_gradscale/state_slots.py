@@ -1,6 +1,9 @@
 """Where the arrays of an optimizer's state are, and how to put it back as it was."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import starmap
+from operator import setitem
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +23,15 @@ def slots(state: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any, Any]]:
             yield (*path, key), state, key
         elif isinstance(value, CONTAINERS):
             yield from slots(value, (*path, key))
+
+
+def write_all(writes: Iterable[tuple[Any, Any, Any]]) -> None:
+    """Write each (container, key, value), all of them or, interrupted, none.
+
+    No bytecode of Python runs in between, so that no Ctrl-C comes in between either:
+    a state that is ahead of its weights would train on wrongly.
+    """
+    deque(starmap(setitem, list(writes)), maxlen=0)
 
 
 def copies(state: Any) -> Iterator[tuple[Any, Any]]:

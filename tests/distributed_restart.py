@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 from distributed_parts import compiled_step, fingerprint
 from helpers import Mlp, batch, mse
@@ -64,8 +63,8 @@ def main(folder, checkpoint, stop, dies=-1, dies_at=-1):
         for i in range(start, stop):
             if rank == dies and i == dies_at:
                 # Halfway: its gradients are there, the others wait for them.
-                loss_fn = optimizer.scale_loss(mse(model))
-                mx.eval(nn.value_and_grad(model, loss_fn)(*share(i, group)))
+                loss_and_grad = optimizer.value_and_grad(model, mse(model))
+                mx.eval(loss_and_grad(*share(i, group)))
                 os._exit(9)
             step(*share(i, group))
             report["saved"] = fingerprint(everything(model, optimizer))

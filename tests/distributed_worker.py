@@ -18,6 +18,7 @@ from distributed_parts import (
     fingerprint,
     overflows,
     rank_batch,
+    true_or_scaled,
 )
 from helpers import INF, Mlp, Traced, batch, gradients_like, mse, parameters
 from mlx.utils import tree_flatten, tree_map
@@ -171,7 +172,7 @@ def tensor_parallel(group, steps=12):
         optimizer = LossScaleOptimizer(
             optim.AdamW(1e-2), scaler, max_grad_norm=0.5, **ranks
         )
-        loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(mse(model)))
+        loss_and_grad = true_or_scaled(optimizer, model)
         optimizer.init(model.trainable_parameters())
         state = [model.state, optimizer.state]
 
@@ -250,10 +251,11 @@ def fully_sharded(group, steps=10):
     )
     whole = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(**SCALER), **ranks)
     scaled = mine.scale_loss(
-        lambda shards, x, y: loss_fn(tree_map(gather, shards), x, y)
+        lambda shards, x, y: loss_fn(tree_map(gather, shards), x, y), unscale=False
     )
     scaled_whole = whole.scale_loss(
-        lambda p, x, y: loss_fn(tree_map(lambda w: w.astype(mx.float16), p), x, y)
+        lambda p, x, y: loss_fn(tree_map(lambda w: w.astype(mx.float16), p), x, y),
+        unscale=False,
     )
     norms = []
     for i in range(steps):
@@ -301,7 +303,7 @@ def uneven(group):
         expected = LossScaleOptimizer(optim.SGD(0.1), GradScaler(**SCALER))
 
         def mean(model, optimizer, seeds):
-            grads_of = nn.value_and_grad(model, optimizer.scale_loss(mse(model)))
+            grads_of = true_or_scaled(optimizer, model)
             grads = [grads_of(*batch(seed))[1] for seed in seeds]
             return tree_map(lambda *g: sum(g) / len(g), *grads) if grads else {}
 

@@ -1,7 +1,6 @@
 """What the tests of ``LossScaleOptimizer`` share."""
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 from helpers import (
     INF,
@@ -44,8 +43,7 @@ class Training:
         )
         if init:
             self.optimizer.init(self.model.trainable_parameters())
-        loss_fn = self.optimizer.scale_loss(mse(self.model))
-        loss_and_grad = nn.value_and_grad(self.model, loss_fn)
+        loss_and_grad = self.optimizer.value_and_grad(self.model, mse(self.model))
 
         def step(x, y):
             loss, gradients = loss_and_grad(x, y)

@@ -76,7 +76,7 @@ def half_steps(model, optimizer, steps):
         logits = model(x).astype(mx.float32).reshape(-1, TOKENS)
         return nn.losses.cross_entropy(logits, y.reshape(-1), reduction="mean")
 
-    value_and_grad = nn.value_and_grad(model, optimizer.scale_loss(loss_fn))
+    value_and_grad = optimizer.value_and_grad(model, loss_fn)
     for number in steps:
         _, grads = value_and_grad(*map(mx.array, batch("transformer", number)))
         optimizer.update(model, grads)

@@ -64,7 +64,7 @@ def step(model, optimizer):
     def loss_fn(x):
         return (model(x).astype(mx.float32) ** 2).mean()
 
-    value_and_grad = nn.value_and_grad(model, optimizer.scale_loss(loss_fn))
+    value_and_grad = optimizer.value_and_grad(model, loss_fn)
     _, grads = value_and_grad(mx.random.normal((5, 4)).astype(mx.float16))
     optimizer.update(model, grads)
 

@@ -282,7 +282,6 @@ def test_copies_have_one_state_of_their_own():
         assert other.state["scaler"] is other.scaler.state
         assert other.state["optimizer"] is other.optimizer.state
         assert bits(other.state) == bits(optimizer.state)
-        other.scale_loss(lambda: None)
         other.apply_gradients({"w": mx.array([INF, 1.0])}, weights)
         assert other.state["scaler"]["scale"].item() == 0.5
         assert optimizer.scaler.get_scale() == 1.0
@@ -290,7 +289,6 @@ def test_copies_have_one_state_of_their_own():
 
 def test_freezing_later_is_allowed():
     training = Training()
-    training.optimizer.scaler.scale(mx.array(1.0))
     training.model.layers[0].freeze()
     gradients = gradients_like(training.model.trainable_parameters(), 0)
     training.optimizer.update(training.model, gradients)
@@ -320,7 +318,7 @@ def spoil(state, path, value):
             "'optimizer.layers.1.bias.v' in the state holds NaN",
         ),
         (lambda s: spoil(s, "scaler.scale", mx.array(0.0)), "scale must be positive"),
-        (lambda s: s.clear(), "no scaler in it|has no"),
+        (lambda s: s.clear(), "state of a plain optimizer"),
     ],
 )
 def test_a_bad_state_is_refused_and_changes_nothing(change, message):
@@ -383,5 +381,5 @@ def test_a_parameter_of_another_shape_is_named_and_changes_nothing(dtype, shape)
 
 
 def test_a_state_of_another_kind_is_refused_before_init_too():
-    with pytest.raises(ValueError, match="not the state of a LossScaleOptimizer"):
+    with pytest.raises(ValueError, match="not of a LossScaleOptimizer"):
         wrapped().state = optim.Adam(1e-3).state

@@ -12,7 +12,9 @@ from reference import Reference
 
 from mlx_gradscale import scale as rule
 
-patterns = st.lists(st.booleans(), max_size=60)
+# Of each step whether the gradients are finite, and whether the loss is.
+steps = st.sampled_from([(True, True), (False, True), (False, False)])
+patterns = st.lists(steps, max_size=60)
 settings_of_a_run = st.fixed_dictionaries(
     {},
     optional={
@@ -20,11 +22,16 @@ settings_of_a_run = st.fixed_dictionaries(
         "growth_factor": st.floats(1.001, 1000.0),
         "backoff_factor": st.floats(0.001, 0.999),
         "growth_interval": st.integers(1, 9),
-        "backoff_interval": st.integers(1, 4),
         "dynamic": st.booleans(),
         "min_scale": st.sampled_from([2.0**-126, 2.0**-126 * 1.5]),
         "max_scale": st.sampled_from([2.0**127, float(np.finfo(np.float32).max)]),
     },
+)
+
+# Two rules of when to back off: one at a time.
+rules = st.one_of(
+    st.builds(dict, backoff_interval=st.integers(1, 4)),
+    st.builds(dict, hysteresis=st.integers(1, 4)),
 )
 
 
@@ -32,12 +39,14 @@ def state_of(reference):
     return {k: rule.as_array(k, v) for k, v in asdict(reference).items()}
 
 
-@given(settings_of_a_run, patterns)
-def test_every_pattern_gives_the_reference_trajectory(settings, pattern):
-    reference = Reference(**settings)
+@given(settings_of_a_run, rules, patterns)
+def test_every_pattern_gives_the_reference_trajectory(settings, rules, pattern):
+    reference = Reference(**settings, **rules)
     reference.set_scale(reference.scale)
     state = state_of(reference)
-    for finite in pattern:
+    for finite, loss_finite in pattern:
+        reference.loss_finite = loss_finite
+        state["loss_finite"] = mx.array(loss_finite)
         applied = mx.array(finite)
         state |= rule.count_step(state, applied)
         state |= rule.next_scale(state, applied)
@@ -48,12 +57,12 @@ def test_every_pattern_gives_the_reference_trajectory(settings, pattern):
                 assert state[name].item() == np.float32(value), name
 
 
-@given(settings_of_a_run, patterns)
-def test_scale_and_reciprocal_stay_finite_and_in_bounds(settings, pattern):
-    reference = Reference(**settings)
+@given(settings_of_a_run, rules, patterns)
+def test_scale_and_reciprocal_stay_finite_and_in_bounds(settings, rules, pattern):
+    reference = Reference(**settings, **rules)
     reference.set_scale(reference.scale)
     state = state_of(reference)
-    for finite in pattern:
+    for finite, _ in pattern:
         state |= rule.next_scale(state, mx.array(finite))
         assert state["min_scale"].item() <= state["scale"].item()
         assert state["scale"].item() <= state["max_scale"].item()
@@ -79,6 +88,41 @@ def test_paddles_two_overflows_in_a_row():
         state |= rule.next_scale(state, mx.array(finite))
         scales.append(state["scale"].item())
     assert scales == expected
+
+
+def test_megatrons_and_deepspeeds_hysteresis():
+    # The same pattern: once two overflows are used up each one backs off, until the
+    # scale grows.
+    pattern = [c == "." for c in "XX.X..XXX....X"]
+    expected = [1024, 512, 512, 256, 256, 256, 128, 64, 32, 32, 32, 64, 64, 64]
+    state = state_of(Reference(scale=1024.0, growth_interval=3, hysteresis=2))
+    scales = []
+    for finite in pattern:
+        state |= rule.next_scale(state, mx.array(finite))
+        scales.append(state["scale"].item())
+    assert scales == expected
+
+
+def test_a_loss_that_is_not_finite_moves_no_scale_and_is_counted():
+    state = state_of(Reference(growth_interval=3, growth_tracker=2))
+    for _ in range(5):
+        state |= rule.count_step(state, mx.array(False)) | {
+            "loss_finite": mx.array(False)
+        }
+        state |= rule.next_scale(state, mx.array(False))
+    found = rule.read(state)
+    assert (found["scale"], found["growth_tracker"]) == (65536, 2)
+    assert (found["skipped_steps"], found["consecutive_skips"]) == (5, 5)
+
+
+def test_tallies_stop_where_int32_ends():
+    state = state_of(Reference(skipped_steps=2**31 - 2, consecutive_skips=2**31 - 1))
+    for _ in range(3):
+        state |= rule.count_step(state, mx.array(False))
+        state |= rule.next_scale(state, mx.array(False))
+    found = rule.read(state)
+    rule.check(found)
+    assert found["skipped_steps"] == found["consecutive_skips"] == 2**31 - 1
 
 
 def test_lowering_the_interval_below_the_tracker_grows_at_the_next_step():

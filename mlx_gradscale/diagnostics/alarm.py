@@ -1,16 +1,14 @@
 """Say so when every step is skipped, where the user reads from the device anyway."""
 
-import sys
-import warnings
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..finite import NonFinite, nonfinite
+from ..notices import warn_user
 from .overflow import overflow_table
 from .reading import power, scaler_of
 
@@ -108,7 +106,7 @@ class SkipAlarm:
         message = self._message(skips, scale, grads)
         if self.action == "raise":
             raise SkippedStepsError(message)
-        warnings.warn(message, SkippedStepsWarning, stacklevel=_level_outside())
+        warn_user(message, SkippedStepsWarning)
 
     def _message(self, skips: int, scale: float, grads: Any) -> str:
         parts = [
@@ -135,19 +133,6 @@ class SkipAlarm:
         except (RuntimeError, ValueError):
             # Of a compiled step that was traced: they have no values.
             return []
-
-
-def _level_outside() -> int:
-    """Return the caller's stacklevel of the first frame outside of this package."""
-    package = __name__.partition(".")[0]
-    frame, level = sys._getframe(1), 1
-    while frame is not None and _top_module(frame) == package:
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _top_module(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def check_skips(source: Any, grads: Any = None) -> int:

@@ -1,6 +1,7 @@
 """Refuse a gradient that would be scaled twice."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from functools import wraps
 
@@ -30,13 +31,30 @@ def watched(loss_fn: Callable) -> Callable:
     return watched_loss_fn
 
 
+# What scale() returned last, by id, as long as it lives: an mx.array has no hash.
+_scaled: "weakref.WeakValueDictionary[int, mx.array]" = weakref.WeakValueDictionary()
+
+
+def is_scaled_now(x: mx.array) -> mx.array:
+    """Return ``x``, a scaled loss, known to be one."""
+    _scaled[id(x)] = x
+    return x
+
+
 def scaled_once(x: mx.array) -> mx.array:
     """Return what is about to be scaled; its gradient is refused if that is scaled too.
+
+    A loss that scale() returned is refused at once.
 
     Inside of a watched loss something may be scaled all the same if its gradient is
     taken in there as well, for a gradient penalty, say: that is once. The gradient of
     the whole loss would be scaled twice.
     """
+    if _scaled.get(id(x)) is x:
+        raise RuntimeError(
+            "This loss is scaled already: scale(scale(loss)) scales it twice. Call "
+            "scale() once."
+        )
     return _inside(x) if _under_way.count else x
 
 

@@ -1,0 +1,91 @@
+"""Take back, on a skipped step, what the forward pass wrote to the model.
+
+BatchNorm's running statistics are the usual case: a forward pass that overflows would
+leave them inf or NaN for good. What they were before is kept in the scaler's state,
+not in Python, because the forward pass and the step may be in different traces.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .state_slots import slots
+
+# (container, key, array) by path, for every array that a model holds.
+Places = dict[str, tuple[Any, Any, mx.array]]
+
+
+def places(model: nn.Module) -> Places:
+    """Return where every array of the model is, and which one it is now."""
+    return {
+        ".".join(map(str, path)): (box, key, box[key])
+        for path, box, key in slots(model)
+        if not isinstance(box, tuple)
+    }
+
+
+def known_buffers(model: nn.Module) -> dict[str, mx.array]:
+    """Return the arrays that a forward pass is known to write: running statistics.
+
+    Others are found when a forward pass writes them, at the price of a second trace.
+    """
+    return {
+        f"{path}.{key}" if path else key: module[key]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.BatchNorm)
+        for key in ("running_mean", "running_var")
+        if key in module
+    }
+
+
+def empty_record(model: nn.Module) -> dict[str, Any]:
+    """Return the part of a scaler's state that a model's buffers need."""
+    return {"pending": mx.array(False), "before": known_buffers(model)}
+
+
+def remember(record: dict[str, Any], before: Places) -> None:
+    """Note what a forward pass has overwritten, unless an earlier one noted it.
+
+    Args:
+        record (dict): Of :func:`empty_record`; written in place.
+        before (dict): :func:`places` of the model before the forward pass.
+    """
+    kept, pending = record["before"], record["pending"]
+    changed = {
+        path: old
+        for path, (box, key, old) in before.items()
+        # Not a cache that grew: there is nothing to select from.
+        if (box[key] is not old and _alike(box[key], old)) or path in kept
+    }
+    if not changed:
+        return
+    for path, old in changed.items():
+        # The first pass since the last step: what it found is what to go back to.
+        known = path in kept and _alike(kept[path], old)
+        kept[path] = mx.where(pending, kept[path], old) if known else old
+    record["pending"] = mx.array(True)
+
+
+def _alike(a: Any, b: mx.array) -> bool:
+    return isinstance(a, mx.array) and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def taken_back(
+    record: dict[str, Any], model: nn.Module, applied: mx.array
+) -> list[tuple[Any, Any, Any]]:
+    """Return what to write, as (container, key, value), so that a skip changes nothing.
+
+    Args:
+        record (dict): Of the model.
+        model (nn.Module): The model after the forward pass.
+        applied (array): A 0-d bool array, False where the step is skipped.
+    """
+    now = places(model)
+    keep = applied | mx.logical_not(record["pending"])
+    writes = [(record, "pending", mx.array(False))]
+    for path, old in record["before"].items():
+        box, key, new = now.get(path, (None, None, None))
+        if _alike(new, old):
+            writes.append((box, key, mx.where(keep, new, old)))
+    return writes

@@ -1,0 +1,235 @@
+"""True gradients of a scaled loss, and what a step has to know of the forward pass."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from . import buffers, precision
+from .double_scaling import watched
+from .finite import all_finite, is_finite_magnitude
+from .state_slots import write_all
+from .tracing import have_values, is_traced
+
+
+class Forward:
+    """The forward passes of one scaler.
+
+    Whether a loss was finite and what buffers were before goes into the state, because
+    the forward pass and the step may be in different traces, and a step may have
+    several forward passes.
+
+    Args:
+        state (dict): The scaler's.
+        see_loss (Callable): Is given each loss as it comes out of the user's function,
+            and returns it.
+        begin (Callable): Is given each model that is about to be differentiated.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        see_loss: Callable[[mx.array], mx.array],
+        begin: Callable[[nn.Module], None] = lambda model: None,
+    ):
+        self._state = state
+        self._see_loss = see_loss
+        self._begin = begin
+        self._models: list[weakref.ref] = []
+        self._unsettled = False
+
+    def value_and_grad(
+        self, model: nn.Module, loss_fn: Callable, *arguments: Any
+    ) -> Callable:
+        """Return a function of the true loss and the true gradients, in float32.
+
+        Args:
+            model (nn.Module): The model to differentiate.
+            loss_fn (Callable): As for ``nn.value_and_grad``.
+            *arguments (Any): The rest of :func:`precision.value_and_grad`'s.
+        """
+        _refuse_scaled(loss_fn)
+        self._register(model)
+        scaled = precision.with_loss(watched(loss_fn), self._scale)
+        differentiate = precision.value_and_grad(model, scaled, *arguments)
+
+        @wraps(loss_fn)
+        def value_and_grad_fn(*args, **kwargs):
+            self._begin(model)
+            inverse = 1.0 / self._state["scale"]
+            before = buffers.places(model)
+            # Compiled, but without the state: nothing may be written to it.
+            given = precision.arrays_among((args, kwargs))
+            given += [x for _, _, x in before.values()]
+            listed = is_traced(self._state["scale"])
+            elsewhere = not listed and any(map(is_traced, given[:1]))
+            value, gradients = differentiate(*args, **kwargs)
+            loss = value[0] if isinstance(value, tuple) else value
+            if elsewhere:
+                self._take_back_now(model, before, loss, gradients)
+            else:
+                self._note_loss(loss)
+                self._note_buffers(model, before)
+            return value, precision.true_gradients(gradients, inverse)
+
+        value_and_grad_fn.has_scaled_gradient = True
+        return value_and_grad_fn
+
+    def scale_loss(self, loss_fn: Callable, model: nn.Module | None = None) -> Callable:
+        """Return ``loss_fn`` with the same value, for somebody else to differentiate.
+
+        The loss is scaled, and the gradients of the model's parameters are unscaled
+        on their way out, in float32.
+
+        Args:
+            loss_fn (Callable): As for ``nn.value_and_grad``.
+            model (nn.Module, optional): Default: the models among the arguments.
+        """
+        _refuse_scaled(loss_fn)
+        if model is not None:
+            self._register(model)
+
+        noted_loss_fn = precision.with_loss(
+            watched(loss_fn), lambda loss: self._scale(loss, note=True)
+        )
+
+        @wraps(loss_fn)
+        def true_loss_fn(*args, **kwargs):
+            models = [model] if model else precision.models_among((args, kwargs))
+            if not models:
+                raise TypeError(
+                    "There is no model among the arguments of the loss function, so "
+                    "that its gradients could not be unscaled: name it, as "
+                    "scale_loss(loss_fn, model)."
+                )
+            scale = self._state["scale"]
+            inverse = 1.0 / scale
+            before = [buffers.places(each) for each in models]
+            # Whether it is compiled without the state cannot be told in here, where
+            # it is differentiated: settle() looks at what was left.
+            self._unsettled = not is_traced(scale)
+            with ExitStack() as stack:
+                for each in models:
+                    stack.enter_context(
+                        precision.replaced_parameters(
+                            each, lambda p: precision.unscale_gradient(p, inverse)
+                        )
+                    )
+                outputs = noted_loss_fn(*args, **kwargs)
+            for each, places in zip(models, before, strict=True):
+                self._note_buffers(each, places)
+            return outputs
+
+        true_loss_fn.has_scaled_gradient = True
+        return true_loss_fn
+
+    def scaled_loss(self, loss_fn: Callable) -> Callable:
+        """Return ``loss_fn`` with the same value and a gradient that stays scaled."""
+        _refuse_scaled(loss_fn)
+        scaled_loss_fn = precision.with_loss(watched(loss_fn), self._scale)
+        scaled_loss_fn.has_scaled_gradient = True
+        return scaled_loss_fn
+
+    def knows(self, model: nn.Module) -> bool:
+        """Tell whether gradients of this model, or of one around it, came from here."""
+        known = [known() for known in self._models if known() is not None]
+        if any(known is model for known in known):
+            return True
+        return any(part is model for whole in known for part in whole.modules())
+
+    def taken_back(
+        self, model: nn.Module, applied: mx.array
+    ) -> list[tuple[Any, Any, Any]]:
+        """Return what to write so that a skipped step leaves the model's buffers."""
+        record = self._state.get("buffers", {}).get(self._register(model))
+        return buffers.taken_back(record, model, applied) if record else []
+
+    def settle(self, gradients: Any) -> None:
+        """Let go of what a function left that was compiled without the state."""
+        leaves = [x for _, x in tree_flatten(gradients)]
+        if self._unsettled and not any(map(is_traced, leaves[:1])):
+            self._unsettled = False
+            records = self._state.get("buffers", {})
+            left = [x for _, x in tree_flatten([self._state["loss_finite"], records])]
+            if not have_values(*left):
+                self._state.pop("buffers", None)
+                self._state["loss_finite"] = mx.array(True)
+
+    def forget(self) -> None:
+        """Let go of what forward passes left that no step has seen."""
+        self._state["loss_finite"] = mx.array(True)
+        for record in self._state.get("buffers", {}).values():
+            record["pending"] = mx.array(False)
+
+    def _register(self, model: nn.Module) -> str:
+        for i, known in enumerate(self._models):
+            if known() is model:
+                return str(i)
+        free = [i for i, known in enumerate(self._models) if known() is None]
+        index = free[0] if free else len(self._models)
+        self._models[index : index + 1] = [weakref.ref(model)]
+        self._state.get("buffers", {}).pop(str(index), None)
+        record = buffers.empty_record(model)
+        if record["before"]:
+            self._state.setdefault("buffers", {})[str(index)] = record
+        return str(index)
+
+    def _scale(self, loss: mx.array, note: bool = False) -> mx.array:
+        # In float32 before the scale comes in: 65536 is inf in float16.
+        loss = self._see_loss(loss).astype(mx.float32)
+        if not note:
+            return precision.scale_gradient(loss, self._state["scale"])
+
+        # By whoever differentiates, so that a validation loss is not noted.
+        @mx.custom_function
+        def scale_gradient(loss: mx.array, scale: mx.array) -> mx.array:
+            return loss
+
+        @scale_gradient.vjp
+        def scale_gradient_vjp(primals, cotangent, _):
+            loss, scale = primals
+            self._note_loss(loss)
+            return cotangent * scale, mx.zeros_like(scale)
+
+        return scale_gradient(loss, self._state["scale"])
+
+    def _note_loss(self, loss: mx.array) -> None:
+        finite = is_finite_magnitude(mx.abs(loss))
+        self._state["loss_finite"] = self._state["loss_finite"] & finite
+
+    def _note_buffers(self, model: nn.Module, before: buffers.Places) -> None:
+        index = self._register(model)
+        record = self._state.get("buffers", {}).get(index)
+        found = record or {"pending": mx.array(False), "before": {}}
+        buffers.remember(found, before)
+        if found["before"] and not record:
+            self._state.setdefault("buffers", {})[index] = found
+
+    def _take_back_now(
+        self, model: nn.Module, before: buffers.Places, loss: mx.array, gradients: Any
+    ) -> None:
+        # In a trace that does not list the state nothing can be left for the step.
+        record = {"pending": mx.array(False), "before": {}}
+        buffers.remember(record, before)
+        if record["before"]:
+            finite = all_finite([loss, gradients])
+            write_all(buffers.taken_back(record, model, finite))
+
+
+def _refuse_scaled(loss_fn: Callable) -> None:
+    if not callable(loss_fn):
+        raise TypeError(
+            f"Expected the function that computes the loss, got {loss_fn!r}. A loss "
+            "that is computed already can only be scaled by scale() of a GradScaler."
+        )
+    if hasattr(loss_fn, "has_scaled_gradient"):
+        raise TypeError(
+            "The gradient of this loss function is scaled already. scale_loss() once "
+            "is enough, and value_and_grad() does it by itself: give it the plain "
+            "function."
+        )
