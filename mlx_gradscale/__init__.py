@@ -1,6 +1,7 @@
 """Safe float16 training for MLX: loss scaling, master weights, PyTorch checkpoints."""
 
 from ._version import __version__
+from .compiled import compile_step
 from .finite import NonFinite, all_finite, nonfinite
 from .optimizer import GuardedOptimizer, LossScaleOptimizer
 from .scaler import GradScaler
@@ -12,5 +13,6 @@ __all__ = [
     "NonFinite",
     "__version__",
     "all_finite",
+    "compile_step",
     "nonfinite",
 ]

@@ -41,6 +41,7 @@ class Forward:
         self._see_loss = see_loss
         self._begin = begin
         self._models: list[weakref.ref] = []
+        self._passes = precision.Passes()
         self._unsettled = False
 
     def value_and_grad(
@@ -53,10 +54,10 @@ class Forward:
             loss_fn (Callable): As for ``nn.value_and_grad``.
             *arguments (Any): The rest of :func:`precision.value_and_grad`'s.
         """
-        _refuse_scaled(loss_fn)
         self._register(model)
-        scaled = precision.with_loss(watched(loss_fn), self._scale)
-        differentiate = precision.value_and_grad(model, scaled, *arguments)
+        differentiate = precision.value_and_grad(
+            model, self.scaled_loss(loss_fn), *arguments
+        )
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args, **kwargs):
@@ -90,13 +91,9 @@ class Forward:
             loss_fn (Callable): As for ``nn.value_and_grad``.
             model (nn.Module, optional): Default: the models among the arguments.
         """
-        _refuse_scaled(loss_fn)
+        precision.refuse_scaled(loss_fn)
         if model is not None:
             self._register(model)
-
-        noted_loss_fn = precision.with_loss(
-            watched(loss_fn), lambda loss: self._scale(loss, note=True)
-        )
 
         @wraps(loss_fn)
         def true_loss_fn(*args, **kwargs):
@@ -113,12 +110,14 @@ class Forward:
             # Whether it is compiled without the state cannot be told in here, where
             # it is differentiated: settle() looks at what was left.
             self._unsettled = not is_traced(scale)
+            passes = precision.Passes()
+            noted_loss_fn = precision.with_loss(
+                watched(loss_fn), lambda loss: self._scale_and_note(loss, passes)
+            )
             with ExitStack() as stack:
                 for each in models:
                     stack.enter_context(
-                        precision.replaced_parameters(
-                            each, lambda p: precision.unscale_gradient(p, inverse)
-                        )
+                        precision.unscaled_gradients(each, inverse, passes)
                     )
                 outputs = noted_loss_fn(*args, **kwargs)
             for each, places in zip(models, before, strict=True):
@@ -130,10 +129,9 @@ class Forward:
 
     def scaled_loss(self, loss_fn: Callable) -> Callable:
         """Return ``loss_fn`` with the same value and a gradient that stays scaled."""
-        _refuse_scaled(loss_fn)
-        scaled_loss_fn = precision.with_loss(watched(loss_fn), self._scale)
-        scaled_loss_fn.has_scaled_gradient = True
-        return scaled_loss_fn
+        return precision.with_scaled_gradient(
+            loss_fn, lambda: self._state["scale"], self._see_loss, watched
+        )
 
     def knows(self, model: nn.Module) -> bool:
         """Tell whether gradients of this model, or of one around it, came from here."""
@@ -150,7 +148,18 @@ class Forward:
         return buffers.taken_back(record, model, applied) if record else []
 
     def settle(self, gradients: Any) -> None:
-        """Let go of what a function left that was compiled without the state."""
+        """Look at what the forward passes left, before a step with ``gradients``.
+
+        Raises where gradients cannot have been unscaled, and lets go of what a function
+        left that was compiled without the state.
+        """
+        passes, self._passes = self._passes, precision.Passes()
+        if passes.replaced and not passes.unscaled:
+            raise RuntimeError(
+                "The loss function replaces the parameters of the model, so that their "
+                "gradients came out scaled. Update the model before it is called, or "
+                "differentiate with value_and_grad(model, loss_fn) of this package."
+            )
         leaves = [x for _, x in tree_flatten(gradients)]
         if self._unsettled and not any(map(is_traced, leaves[:1])):
             self._unsettled = False
@@ -179,12 +188,7 @@ class Forward:
             self._state.setdefault("buffers", {})[str(index)] = record
         return str(index)
 
-    def _scale(self, loss: mx.array, note: bool = False) -> mx.array:
-        # In float32 before the scale comes in: 65536 is inf in float16.
-        loss = self._see_loss(loss).astype(mx.float32)
-        if not note:
-            return precision.scale_gradient(loss, self._state["scale"])
-
+    def _scale_and_note(self, loss: mx.array, passes: precision.Passes) -> mx.array:
         # By whoever differentiates, so that a validation loss is not noted.
         @mx.custom_function
         def scale_gradient(loss: mx.array, scale: mx.array) -> mx.array:
@@ -193,9 +197,11 @@ class Forward:
         @scale_gradient.vjp
         def scale_gradient_vjp(primals, cotangent, _):
             loss, scale = primals
+            self._passes = passes
             self._note_loss(loss)
             return cotangent * scale, mx.zeros_like(scale)
 
+        loss = self._see_loss(loss).astype(mx.float32)
         return scale_gradient(loss, self._state["scale"])
 
     def _note_loss(self, loss: mx.array) -> None:
@@ -219,17 +225,3 @@ class Forward:
         if record["before"]:
             finite = all_finite([loss, gradients])
             write_all(buffers.taken_back(record, model, finite))
-
-
-def _refuse_scaled(loss_fn: Callable) -> None:
-    if not callable(loss_fn):
-        raise TypeError(
-            f"Expected the function that computes the loss, got {loss_fn!r}. A loss "
-            "that is computed already can only be scaled by scale() of a GradScaler."
-        )
-    if hasattr(loss_fn, "has_scaled_gradient"):
-        raise TypeError(
-            "The gradient of this loss function is scaled already. scale_loss() once "
-            "is enough, and value_and_grad() does it by itself: give it the plain "
-            "function."
-        )

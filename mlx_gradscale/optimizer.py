@@ -187,15 +187,16 @@ class LossScaleOptimizer(Optimizer):
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-            >>> from mlx_gradscale import LossScaleOptimizer
-            >>> model, optimizer = nn.Linear(2, 1), LossScaleOptimizer(optim.SGD(0.1))
+            >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
+            >>> model = nn.Linear(2, 1)
             >>> model.set_dtype(mx.float16)
+            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1024.0))
             >>> loss_and_grad = optimizer.value_and_grad(
             ...     model, lambda x: model(x).astype(mx.float32).mean()
             ... )
             >>> loss, grads = loss_and_grad(mx.ones((4, 2), mx.float16))
             >>> grads["bias"], optimizer.scaler.get_scale()
-            (array([1], dtype=float32), 65536.0)
+            (array([1], dtype=float32), 1024.0)
         """
         self._refuse_scaled_average()
         return self.scaler.value_and_grad(

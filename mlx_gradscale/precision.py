@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -24,18 +25,6 @@ def scale_gradient(value: mx.array, scale: mx.array) -> mx.array:
 def _scale_gradient_vjp(primals, cotangent, _):
     _, scale = primals
     return cotangent * scale, mx.zeros_like(scale)
-
-
-@mx.custom_function
-def unscale_gradient(parameter: mx.array, inverse_scale: mx.array) -> mx.array:
-    """Return ``parameter``; its gradient is float32 and times ``inverse_scale``."""
-    return parameter
-
-
-@unscale_gradient.vjp
-def _unscale_gradient_vjp(primals, cotangent, _):
-    _, inverse_scale = primals
-    return true_gradient(cotangent, inverse_scale), mx.zeros_like(inverse_scale)
 
 
 def true_gradient(gradient: mx.array, inverse_scale: mx.array) -> mx.array:
@@ -82,31 +71,93 @@ def with_loss(loss_fn: Callable, change: Callable[[mx.array], mx.array]) -> Call
     return changed_loss_fn
 
 
-@contextmanager
-def replaced_parameters(
-    model: nn.Module, change: Callable[[mx.array], mx.array]
-) -> Iterator[None]:
-    """Have every floating trainable parameter changed, and as it was afterwards.
+def refuse_scaled(loss_fn: Callable) -> None:
+    """Raise if this is no loss function, or one whose gradient is scaled already."""
+    if not callable(loss_fn):
+        raise TypeError(
+            f"Expected the function that computes the loss, got {loss_fn!r}. A loss "
+            "that is computed already can only be scaled by scale() of a GradScaler."
+        )
+    if hasattr(loss_fn, "has_scaled_gradient"):
+        raise TypeError(
+            "The gradient of this loss function is scaled already. scale_loss() once "
+            "is enough, and value_and_grad() does it by itself: give it the plain "
+            "function."
+        )
 
-    Raises if what runs inside replaces a parameter: its gradient would not pass
-    through ``change``.
+
+def with_scaled_gradient(
+    loss_fn: Callable,
+    get_scale: Callable[[], mx.array],
+    see_loss: Callable[[mx.array], mx.array] = lambda loss: loss,
+    wrap: Callable[[Callable], Callable] = lambda function: function,
+) -> Callable:
+    """Return ``loss_fn`` with the same value and a gradient that is scaled.
+
+    Args:
+        loss_fn (Callable): Returns a scalar loss, or a tuple that starts with it.
+        get_scale (Callable): Returns the scale, at each call.
+        see_loss (Callable): Is given each loss as it comes out of ``loss_fn``, and
+            returns it.
+        wrap (Callable): Is given ``loss_fn``, and returns it.
     """
+    refuse_scaled(loss_fn)
+
+    def scale(loss: mx.array) -> mx.array:
+        # In float32 before the scale comes in: 65536 is inf in float16.
+        return scale_gradient(see_loss(loss).astype(mx.float32), get_scale())
+
+    scaled_loss_fn = with_loss(wrap(loss_fn), scale)
+    scaled_loss_fn.has_scaled_gradient = True
+    return scaled_loss_fn
+
+
+@dataclass
+class Passes:
+    """What became of parameters whose gradients are to be unscaled on the way out.
+
+    Attributes:
+        replaced: how many were replaced in the model while the loss was computed:
+            by a checkpointed layer, which passes their gradients on, or by a loss
+            function that takes the parameters as an argument, which does not.
+        unscaled: how many gradients came by.
+    """
+
+    replaced: int = 0
+    unscaled: int = 0
+
+
+@contextmanager
+def unscaled_gradients(
+    model: nn.Module, inverse_scale: mx.array, passes: Passes
+) -> Iterator[None]:
+    """Have the gradients of the model's parameters unscaled, in float32.
+
+    For as long as the loss is computed, in whoever's differentiation. The parameters
+    are what they were afterwards.
+    """
+
+    @mx.custom_function
+    def unscale_gradient(parameter: mx.array, inverse_scale: mx.array) -> mx.array:
+        return parameter
+
+    @unscale_gradient.vjp
+    def unscale_gradient_vjp(primals, cotangent, _):
+        passes.unscaled += 1
+        _, inverse_scale = primals
+        return true_gradient(cotangent, inverse_scale), mx.zeros_like(inverse_scale)
+
     trainable = {path for path, _ in tree_flatten(model.trainable_parameters())}
     own = [
         (box, key, box[key])
         for path, box, key in slots(model)
         if ".".join(map(str, path)) in trainable and is_floating(box[key])
     ]
-    changed = [(box, key, change(parameter)) for box, key, parameter in own]
+    changed = [(box, key, unscale_gradient(p, inverse_scale)) for box, key, p in own]
     try:
         write_all(changed)
         yield
-        if any(box[key] is not parameter for box, key, parameter in changed):
-            raise RuntimeError(
-                "The loss function replaces parameters of the model while it runs, so "
-                "their gradients would come out scaled. Update the model before, or "
-                "differentiate with value_and_grad(model, loss_fn) of this package."
-            )
+        passes.replaced += sum(box[key] is not p for box, key, p in changed)
     finally:
         write_all(own)
 

@@ -37,7 +37,7 @@ def write_all(writes: Iterable[tuple[Any, Any, Any]]) -> None:
 def copies(state: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each container of a state with a copy of what it holds."""
     if isinstance(state, (dict, list)):
-        yield state, state.copy()
+        yield state, dict(state) if isinstance(state, dict) else list(state)
     for _, value in items(state):
         if isinstance(value, CONTAINERS):
             yield from copies(value)
@@ -46,8 +46,12 @@ def copies(state: Any) -> Iterator[tuple[Any, Any]]:
 def restore(saved: list[tuple[Any, Any]]) -> None:
     """Put back what :func:`copies` found."""
     for container, copy in saved:
-        container.clear()
-        container.update(copy) if isinstance(copy, dict) else container.extend(copy)
+        if isinstance(copy, dict):
+            # The dict's own: a model's update() is another thing.
+            dict.clear(container)
+            dict.update(container, copy)
+        else:
+            container[:] = copy
 
 
 def dotted(path: tuple) -> str:

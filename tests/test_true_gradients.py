@@ -339,9 +339,28 @@ def test_a_loss_that_replaces_the_parameters_is_refused():
 
     before = bits(model.parameters())
     grads = mx.grad(optimizer.scale_loss(loss_fn, model))
-    with pytest.raises(RuntimeError, match="replaces parameters"):
-        grads(model.trainable_parameters(), *half_batch())
+    grads = grads(model.trainable_parameters(), *half_batch())
+    with pytest.raises(RuntimeError, match="replaces the parameters"):
+        optimizer.update(model, grads)
     assert bits(model.parameters()) == before
+
+
+def test_a_checkpointed_layer_may_replace_its_parameters():
+    model = model_of("scale_loss")
+    layer = nn.utils.checkpoint(model.layers[0])
+
+    def loss_fn(model, x, y):
+        out = model.layers[1](nn.relu(layer(x)))
+        return mx.mean(mx.square(out.astype(mx.float32) - y))
+
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(64.0))
+    scaled = optimizer.scale_loss(loss_fn)
+    _, grads = nn.value_and_grad(model, scaled)(model, *half_batch())
+    plain = nn.value_and_grad(model, mse(model))(*half_batch())[1]
+    for path, x in as_arrays(grads).items():
+        assert np.allclose(x, as_arrays(plain)[path], rtol=0.02, atol=1e-2)
+    optimizer.update(model, grads)
+    assert optimizer.scaler.last_step_applied.item()
 
 
 def test_a_validation_loss_says_nothing_about_the_next_step():

@@ -95,24 +95,37 @@ class SkipAlarm:
         # Most often a lambda around a model and a batch: not to be pickled or copied.
         return vars(self) | {"_remembered": [], "explain": None}
 
-    def see(self, skips: int, scale: float, grads: Any = None) -> None:
-        """Go off if ``skips``, a number of skipped steps in a row, is too many."""
+    def see(
+        self, skips: int, scale: float, grads: Any = None, *, since_update: int = 0
+    ) -> None:
+        """Go off if ``skips``, a number of skipped steps in a row, is too many.
+
+        Or if ``since_update`` is, the number of steps that were skipped since the last
+        ``update()``.
+        """
+        forgotten = since_update >= self.limit
+        skips = max(skips, since_update)
         if skips < self.limit:
             self._told = 0
             return
         if self.action == "warn" and skips < 2 * self._told:
             return
         self._told = skips
-        message = self._message(skips, scale, grads)
+        message = self._message(skips, scale, grads, forgotten)
         if self.action == "raise":
             raise SkippedStepsError(message)
         warn_user(message, SkippedStepsWarning)
 
-    def _message(self, skips: int, scale: float, grads: Any) -> str:
+    def _message(self, skips: int, scale: float, grads: Any, forgotten: bool) -> str:
         parts = [
             f"{skips} steps in a row were skipped: their gradients were not finite. "
             f"Nothing was trained in them. The loss scale is {power(scale)} now."
         ]
+        if forgotten:
+            parts.append(
+                "update() was not called in all that time, so that the scale did not "
+                "move: call it once after each step, in the same compiled function."
+            )
         records = self._nonfinite_remembered() if grads is None else nonfinite(grads)
         if records:
             parts.append(overflow_table(records))
@@ -139,9 +152,8 @@ def check_skips(source: Any, grads: Any = None) -> int:
     """Read how many steps in a row were skipped; let the scaler's alarm see it.
 
     Args:
-        source (GradScaler or LossScaleOptimizer): Whose steps. Without a
-            ``skip_alarm`` it gets a :class:`SkipAlarm` of 50 steps; if it is None
-            there is no alarm.
+        source (GradScaler or LossScaleOptimizer): Whose steps. If its
+            ``skip_alarm`` is None there is no alarm.
         grads (Any, optional): The latest gradients, scaled or not, for the table
             of those that overflow.
 
@@ -155,16 +167,13 @@ def check_skips(source: Any, grads: Any = None) -> int:
         0
     """
     scaler = scaler_of(source)
-    skips = scaler.state["consecutive_skips"].item()
-    alarm = alarm_of(scaler)
-    if alarm is not None:
-        alarm.see(skips, scaler.state["scale"].item(), grads)
+    names = ("consecutive_skips", "scale", "skips_since_update")
+    skips, scale, since_update = (scaler.state[name].item() for name in names)
+    if scaler.skip_alarm is not None:
+        scaler.skip_alarm.see(skips, scale, grads, since_update=since_update)
     return skips
 
 
 def alarm_of(source: Any) -> SkipAlarm | None:
-    """Return the alarm of a scaler, a new one if it never had any."""
-    scaler = scaler_of(source)
-    if not hasattr(scaler, "skip_alarm"):
-        scaler.skip_alarm = SkipAlarm()
-    return scaler.skip_alarm
+    """Return the alarm of a scaler, None if it has none."""
+    return scaler_of(source).skip_alarm

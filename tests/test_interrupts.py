@@ -1,0 +1,172 @@
+"""An exception or Ctrl-C anywhere in a step: the next call just works."""
+
+import signal
+import sys
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from helpers import Mlp, batch, bits, mse
+from mlx.utils import tree_flatten
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer, compile_step
+
+
+class Interrupt:
+    """Raise KeyboardInterrupt at the n-th line that the package executes.
+
+    By the interpreter's own signal, so that it comes where Ctrl-C would: between two
+    bytecodes, never inside of a call into C.
+    """
+
+    def __init__(self, at):
+        self.at, self.lines = at, 0
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+    def _call(self, frame, event, _):
+        name = frame.f_globals.get("__name__", "")
+        return self._line if name.startswith("mlx_gradscale") else None
+
+    def _line(self, frame, event, _):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self._line
+
+
+def lines_of(step):
+    with Interrupt(at=-1) as count:
+        step()
+    return count.lines
+
+
+class Loop:
+    def __init__(self, way):
+        mx.random.seed(4)
+        self.model = Mlp(dtype=mx.float32 if way == "GradScaler" else mx.float16)
+        scaler = GradScaler(64.0, growth_interval=1000)
+        model = self.model
+        if way == "GradScaler":
+            self.optimizer = optim.Adam(1e-2)
+            f = scaler.value_and_grad(model, mse(model), mx.float16)
+        else:
+            self.optimizer = LossScaleOptimizer(optim.Adam(1e-2), scaler)
+            f = self.optimizer.value_and_grad(model, mse(model))
+        self.x, self.y = batch(dtype=mx.float16)
+        self.optimizer.init(model.trainable_parameters())
+        self.scaler = scaler
+
+        def step():
+            _, grads = f(self.x, self.y)
+            if way == "GradScaler":
+                scaler.step(self.optimizer, model, grads)
+                scaler.update()
+            else:
+                self.optimizer.update(model, grads)
+            mx.eval(model.state, self.optimizer.state, scaler.state)
+
+        self.step = step
+
+    def everything(self):
+        tree = [self.model.parameters(), self.optimizer.state]
+        return bits(tree)
+
+
+@pytest.mark.parametrize("way", ["GradScaler", "LossScaleOptimizer"])
+def test_state_and_weights_change_together_and_the_next_step_just_works(way):
+    loop = Loop(way)
+    loop.step()
+    total = lines_of(loop.step)
+    mx.random.seed(0)
+    # Every seventh line, from another start each time: no place is special.
+    for at in range(1, total, max(total // 60, 1)):
+        loop = Loop(way)
+        loop.step()
+        before = loop.everything()
+        whole = Loop(way)
+        whole.step()
+        whole.step()
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            loop.step()
+        mx.eval(loop.model.state, loop.optimizer.state, loop.scaler.state)
+        weights = {x.dtype for _, x in tree_flatten(loop.model.parameters())}
+        assert weights == {mx.float32 if way == "GradScaler" else mx.float16}
+        # As before the step or as after it: nothing of it alone. The scaler counts
+        # for itself.
+        assert loop.everything() in (before, whole.everything()), at
+        loop.step()
+        assert loop.scaler.last_step_applied.item()
+
+
+def test_update_forgotten_in_an_eager_loop_is_an_error_all_the_same():
+    model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(64.0)
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+
+    def step():
+        scaler.step(optimizer, model, loss_and_grad(*batch())[1])
+
+    step()
+    step()  # as if the first had been cut short
+    with pytest.raises(RuntimeError, match=r"update\(\) was not called"):
+        step()
+    scaler.update(64.0)
+    step()
+    scaler.update()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_trace_that_raises_leaves_everything_as_it_was(error):
+    mx.random.seed(4)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 1))
+    model.set_dtype(mx.float16)
+    optimizer = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(64.0))
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+    broken = True
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        optimizer.update(model, grads)
+        if broken:
+            raise error("in the middle of a cell")
+        return loss
+
+    state = [model.state, optimizer.state, mx.random.state]
+    compiled = compile_step(step, state)
+    before = bits([model.parameters(), optimizer.state])
+    with pytest.raises(error):
+        compiled(*batch(dtype=mx.float16))
+    assert bits([model.parameters(), optimizer.state]) == before
+    # The cell is run again.
+    broken = False
+    compiled = compile_step(step, state)
+    first = compiled(*batch(dtype=mx.float16)).item()
+    for _ in range(20):
+        loss = compiled(*batch(dtype=mx.float16)).item()
+    assert loss < first
+    assert np.isfinite(loss)
+
+
+def test_a_compiled_step_is_what_mlx_makes_of_it():
+    model, optimizer = Mlp(), GradScaler(64.0)
+    calls = []
+
+    def step(x):
+        calls.append(x)
+        optimizer.update(optimizer.state["scale"] * 2)
+        return model(x)
+
+    compiled = compile_step(step, [model.state, optimizer.state])
+    for _ in range(3):
+        compiled(mx.ones((2, 8)))
+    assert len(calls) == 1
+    assert optimizer.get_scale() == 512.0
