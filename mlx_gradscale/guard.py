@@ -228,7 +228,7 @@ def initialize(optimizer: Optimizer, parameters: Any, again: bool = False) -> No
     moment in float16 is zero for every gradient below 2.4e-4.
     """
     for part, tree in _parts(optimizer, parameters):
-        if again or not part._initialized:
+        if again or not part._initialized or is_emptied(part):
             floating = tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree)
             part.init(floating)
         for name in part._schedulers:
@@ -242,6 +242,18 @@ def initialize(optimizer: Optimizer, parameters: Any, again: bool = False) -> No
             )
         if box[key].dtype in HALF:
             box[key] = box[key].astype(mx.float32)
+
+
+def is_emptied(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer has lost its state since it was initialised.
+
+    As where a trace that raised was undone, in which it had been initialised.
+    """
+    return all(
+        part._initialized
+        and part.state.keys() <= {"step", "learning_rate", *part._schedulers}
+        for part in single_optimizers(optimizer)
+    )
 
 
 def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -19,6 +19,7 @@ from .guard import (
     fitting_parameters,
     in_place_of,
     initialize,
+    is_emptied,
     parameter_places,
     planned_step,
     single_optimizers,
@@ -305,7 +306,7 @@ class LossScaleOptimizer(Optimizer):
                 f"{type(model).__name__}. Use apply_gradients for a parameter tree."
             )
         trainable = model.trainable_parameters()
-        if not self._initialized:
+        if self._needs_init():
             self.init(trainable)
         there = {path for path, _ in tree_flatten(trainable)}
         for path, _ in tree_flatten(gradients):
@@ -346,7 +347,7 @@ class LossScaleOptimizer(Optimizer):
         self, gradients: Any, parameters: Any, weight: float | mx.array | None
     ) -> tuple[Any, dict[str, mx.array], mx.array, Writes]:
         fitting = fitting_parameters(gradients, parameters)
-        if not self._initialized:
+        if self._needs_init():
             if self.average and not tree_flatten(gradients):
                 raise ValueError(
                     "A rank without gradients in its first step must call "
@@ -393,6 +394,11 @@ class LossScaleOptimizer(Optimizer):
             changed |= scaler.after_update(applied, loss_finite)
         writes += [(scaler.state, *item) for item in changed.items()]
         return gradients, new, applied, writes
+
+    def _needs_init(self) -> bool:
+        return not self._initialized or (
+            bool(self._known) and is_emptied(self.optimizer)
+        )
 
     def _averaged(
         self,
