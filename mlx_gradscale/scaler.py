@@ -14,6 +14,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
 from . import distributed, files, precision
+from .distributed.agreement import compare_scalers
 from .distributed.decision import agreed
 from .finite import all_finite, all_finite_times, arrays, is_floating
 from .guard import guarded_apply, unscale
@@ -73,7 +74,8 @@ class GradScaler:
         group (mx.distributed.Group, optional): Overflow on one member skips the
             step on all, by one all-reduce of four bytes for each step. Needed where
             gradients are sharded; averaged ones are equal already, and so is the
-            decision. Default: ``None``.
+            decision. Every member must make its scaler, and load a state into it:
+            all raise where these differ. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -132,7 +134,9 @@ class GradScaler:
         self._group = group
         self._state: dict[str, mx.array] = {}
         self._forget_iteration()
-        self._fill({name: values.get(name, FIELDS[name][1]) for name in FIELDS})
+        values = {name: values.get(name, FIELDS[name][1]) for name in FIELDS}
+        compare_scalers("GradScaler()", self, values)
+        self._fill(values)
 
     def _forget_iteration(self) -> None:
         # By id, because an optimizer may define equality. The record keeps it.
@@ -589,7 +593,9 @@ class GradScaler:
         if not self._enabled:
             return
         settings = {name: self._get(name) for name in SETTINGS}
-        self._fill(from_state_dict(state_dict, settings))
+        values = from_state_dict(state_dict, settings)
+        compare_scalers("load_state_dict()", self, values)
+        self._fill(values)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the state dict to one file, atomically.
