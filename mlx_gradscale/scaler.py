@@ -21,7 +21,9 @@ from .guard import guarded_apply, unscale
 from .half import HALF
 from .scale import (
     FIELDS,
+    LARGEST_SCALE,
     SETTINGS,
+    SMALLEST_SCALE,
     as_array,
     check,
     check_scale,
@@ -69,8 +71,8 @@ class GradScaler:
             Default: ``1``.
         dynamic (bool): If False the scale stays; a step that overflows is still
             skipped. Default: ``True``.
-        min_scale (float): The scale is never below. Default: ``2**-126``.
-        max_scale (float): The scale never grows above. Default: ``2**127``.
+        min_scale (float): The scale is never below. Default: ``2**-64``.
+        max_scale (float): The scale never grows above. Default: ``2**64``.
         group (mx.distributed.Group, optional): Overflow on one member skips the
             step on all, by one all-reduce of four bytes for each step. Needed where
             gradients are sharded; averaged ones are equal already, and so is the
@@ -113,8 +115,8 @@ class GradScaler:
         *,
         backoff_interval: int = 1,
         dynamic: bool = True,
-        min_scale: float = 2.0**-126,
-        max_scale: float = 2.0**127,
+        min_scale: float = SMALLEST_SCALE,
+        max_scale: float = LARGEST_SCALE,
         group: mx.distributed.Group | None = None,
     ):
         if not isinstance(enabled, bool):
@@ -652,4 +654,4 @@ def _as_scale(value: Any) -> mx.array:
             raise ValueError(f"new_scale must be one number, got {value!r}.")
         return value.astype(mx.float32)
     check_scale("new_scale", value)
-    return mx.array(value, mx.float32)
+    return mx.array(float(value), mx.float32)

@@ -15,8 +15,8 @@ class Reference:
     growth_interval: int = 2000
     backoff_interval: int = 1
     dynamic: bool = True
-    min_scale: float = 2.0**-126
-    max_scale: float = 2.0**127
+    min_scale: float = 2.0**-64
+    max_scale: float = 2.0**64
     growth_tracker: int = 0
     backoff_tracker: int = 0
     skipped_steps: int = 0
