@@ -20,6 +20,7 @@ from .half import BITS, HALF, full_precision, half_bits, to_float32
 from .optimizer_state import check_loaded, write_in_place
 from .scaler import GradScaler, is_wrapped
 from .state_slots import copies, restore
+from .tracing import evaluate_unless_traced
 
 
 class LossScaleOptimizer(Optimizer):
@@ -184,6 +185,8 @@ class LossScaleOptimizer(Optimizer):
                 self.scaler.state.update(self._scaler_before_load)
                 raise
             self._loaded = None
+        # Now, because lazy arrays of one thread cannot be used in another.
+        evaluate_unless_traced(self.state)
         self._known |= floating
         self._initialized = True
 

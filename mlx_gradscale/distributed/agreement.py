@@ -7,6 +7,7 @@ from mlx.utils import tree_flatten
 
 from ..finite import is_floating
 from ..scale import as_array, read
+from ..tracing import evaluate_unless_traced
 from .decision import is_alone
 from .exchange import check_equal
 
@@ -31,7 +32,10 @@ def compare_optimizers(call: str, optimizer: Any, arrays: Any) -> None:
     everyone = optimizer._group if optimizer.average else None
     deciders = optimizer._deciders
     leaves = dict(tree_flatten(arrays))
-    if (is_alone(everyone) and is_alone(deciders)) or _is_traced(optimizer, leaves):
+    if is_alone(everyone) and is_alone(deciders):
+        return
+    # One leaf of what is given will do: all are traced or none.
+    if not evaluate_unless_traced(optimizer.scaler.state, list(leaves.values())[:1]):
         return
     state = {
         name: leaves.get(f"scaler.{name}", x)
@@ -71,15 +75,6 @@ def compare_scalers(call: str, scaler: Any, values: dict[str, Any]) -> None:
 def _scaler_table(scaler: Any, state: dict[str, mx.array]) -> dict[str, str]:
     numbers = {f"scaler.{name}": str(x) for name, x in read(state).items()}
     return numbers | {"scaler.enabled": str(scaler.is_enabled())}
-
-
-def _is_traced(optimizer: Any, leaves: dict[str, mx.array]) -> bool:
-    try:
-        mx.eval(optimizer.scaler.state, list(leaves.values())[:1])
-    except ValueError:
-        # MLX refuses to evaluate what it traces, with this type and no other.
-        return True
-    return False
 
 
 def _numbers(leaves: dict[str, Any]) -> dict[str, str]:
