@@ -11,6 +11,7 @@ from .eager import compiled_if_plain
 from .finite import is_floating
 from .half import HALF, full_precision, half_bits, to_float32
 from .state_slots import CONTAINERS, copies, dotted, items, restore, slots
+from .tracing import refuse_shapeless
 
 
 def unscale(gradients: Any, inverse_scale: mx.array) -> Any:
@@ -63,6 +64,7 @@ def guarded_apply(
             f"got {type(gradients).__name__}."
         )
     _check_supported(optimizer)
+    refuse_shapeless()
     parameters = fitting_parameters(gradients, parameters)
     leaves = tree_flatten(gradients)
     if len(dict(leaves)) < len(leaves):

@@ -1,5 +1,6 @@
-"""Evaluate arrays where MLX lets one."""
+"""What can be done while MLX traces a function: what ``mx.compile`` calls."""
 
+import io
 from typing import Any
 
 import mlx.core as mx
@@ -20,3 +21,20 @@ def evaluate_unless_traced(*trees: Any) -> bool:
             raise
         return False
     return True
+
+
+def refuse_shapeless() -> None:
+    """Raise inside of ``mx.compile(shapeless=True)``.
+
+    MLX cannot infer the shape of what a function with a gradient of its own returns,
+    and says so in words that help nobody. Without loss scaling a step is not right in
+    there either: with another batch size it corrupts memory (0.32.4).
+    """
+    # Only there does MLX broadcast what has the shape already. There is nothing to ask.
+    one, graph = mx.array([0.0]), io.StringIO()
+    mx.export_to_dot(graph, mx.broadcast_arrays(one, one))
+    if "Broadcast" in graph.getvalue():
+        raise ValueError(
+            "A step with loss scaling cannot be in mx.compile(shapeless=True): leave "
+            "out shapeless. Pad batches to few shapes, each of which is compiled once."
+        )

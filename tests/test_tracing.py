@@ -1,10 +1,14 @@
-"""Evaluating where MLX lets one."""
+"""What can be done while MLX traces."""
 
 import os
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
 import pytest
+from helpers import Mlp, batch, mse
 
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.tracing import evaluate_unless_traced
 
 
@@ -30,3 +34,30 @@ def test_any_other_error_is_raised(tmp_path):
     os.truncate(path, 200)
     with pytest.raises(RuntimeError, match=r"read"):
         evaluate_unless_traced(lazy)
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
+def test_shapeless_is_refused_as_long_as_mlx_broadcasts_all_in_there(wrap):
+    model, scaler, inner = Mlp(), GradScaler(), optim.SGD(0.1)
+    if wrap:
+        optimizer = LossScaleOptimizer(inner, scaler)
+        loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(mse(model)))
+        update = optimizer.update
+    else:
+        optimizer = inner
+        loss_and_grad = scaler.value_and_grad(model, mse(model))
+
+        def update(model, grads):
+            scaler.minimize(inner, model, grads)
+
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state, scaler.state]
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        update(model, grads)
+        return loss
+
+    shapeless = mx.compile(step, inputs=state, outputs=state, shapeless=True)
+    with pytest.raises(ValueError, match="leave out shapeless"):
+        shapeless(*batch())
