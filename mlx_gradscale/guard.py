@@ -11,6 +11,7 @@ from .eager import compiled_if_plain
 from .finite import is_floating
 from .half import HALF, full_precision, half_bits, to_float32
 from .state_slots import CONTAINERS, copies, dotted, items, restore, slots, write_all
+from .tracing import refuse_shapeless
 
 # What a step writes: (container, key, value) for each array.
 Writes = list[tuple[Any, Any, mx.array]]
@@ -99,6 +100,7 @@ def planned_step(
             f"got {type(gradients).__name__}."
         )
     _check_supported(optimizer)
+    refuse_shapeless()
     parameters = fitting_parameters(gradients, parameters)
     leaves = tree_flatten(gradients)
     if len(dict(leaves)) < len(leaves):
@@ -333,8 +335,12 @@ def _run(
                     # Also in a skipped step: a replaced weight is its own master.
                     new = new_masters[path] = mx.where(apply, new, full)
                 # In float32, then cast: a skipped half comes back bit for bit, and
-                # a select on float16 is 10 percent of the whole step on a CPU.
-                keep = _rooted(to_float32(parameter), moments.get(path, []))
+                # a select on float16 is 10 percent of the whole step on a CPU. Not
+                # for bfloat16: casts on Apple's GPUs flush its subnormals to zero.
+                own = parameter.dtype == mx.bfloat16
+                new = new.astype(parameter.dtype) if own else new
+                keep = parameter if own else to_float32(parameter)
+                keep = _rooted(keep, moments.get(path, []))
                 outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
 
             tree_map_with_path(select, tree, parameters, full, new)
@@ -390,7 +396,7 @@ def _rooted(parameter: mx.array, moments: list[mx.array]) -> mx.array:
     never = mx.array(False)
     for moment in moments:
         if moment.shape == parameter.shape:
-            parameter = mx.where(never, moment, parameter)
+            parameter = mx.where(never, moment.astype(parameter.dtype), parameter)
     return parameter
 
 

@@ -1,6 +1,7 @@
 """The loss scale as an object: its state, its settings, its tallies, and saving."""
 
 import os
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -8,6 +9,7 @@ import numpy as np
 
 from . import distributed, files
 from .diagnostics.alarm import SkipAlarm, check_skips
+from .distributed.agreement import compare_scalers
 from .scale import (
     FIELDS,
     SETTINGS,
@@ -41,10 +43,14 @@ class LossScale:
         check(values)
         self._enabled = bool(enabled)
         self._group = group
+        # The LossScaleOptimizer that moves the scale, if there is one.
+        self._owner: weakref.ref | None = None
         #: Warns after too many skipped steps in a row; another alarm, or None.
         self.skip_alarm: SkipAlarm | None = SkipAlarm()
         self._state: dict[str, Any] = {}
-        self._fill({name: values.get(name, FIELDS[name][1]) for name in FIELDS})
+        values = {name: values.get(name, FIELDS[name][1]) for name in FIELDS}
+        compare_scalers("GradScaler()", self, values)
+        self._fill(values)
 
     def _fill(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -234,7 +240,9 @@ class LossScale:
         if not self._enabled:
             return
         settings = {name: self._get(name) for name in SETTINGS}
-        self._fill(from_state_dict(state_dict, settings))
+        values = from_state_dict(state_dict, settings)
+        compare_scalers("load_state_dict()", self, values)
+        self._fill(values)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the state dict to one file, atomically.

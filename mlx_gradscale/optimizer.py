@@ -12,6 +12,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from .distributed import average_gradients
+from .distributed.agreement import compare_optimizers
 from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
 from .finite import all_finite, all_finite_times, is_finite_magnitude, is_floating
 from .guard import (
@@ -36,6 +37,7 @@ from .scaler import (
     is_wrapped,
 )
 from .state_slots import copies, restore, write_all
+from .tracing import evaluate_unless_traced
 
 # Which wrapper an optimizer is in: two would share its moments.
 _wrappers: "weakref.WeakKeyDictionary[Optimizer, weakref.ref]" = (
@@ -259,11 +261,16 @@ class LossScaleOptimizer(Optimizer):
     def init(self, parameters: Any) -> None:
         """Make the masters and the inner optimizer's state for ``parameters``.
 
+        With a group every rank must call this, or take its first step: the ranks
+        compare what they are about to train, and all raise where they differ. Not
+        inside of ``mx.compile``: call it before a step that is compiled.
+
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
         floating = {p: x.shape for p, x in tree_flatten(parameters) if is_floating(x)}
         self._check_shapes(floating)
+        compare_optimizers("init()", self, parameters)
         before = list(copies(self.state))
         initialize(self.optimizer, parameters, again=True)
         masters, written = self._state["masters"], self._state["written"]
@@ -281,6 +288,8 @@ class LossScaleOptimizer(Optimizer):
                 self.scaler.state.update(self._scaler_before_load)
                 raise
             self._loaded = None
+        # Now, because lazy arrays of one thread cannot be used in another.
+        evaluate_unless_traced(self.state)
         self._known |= floating
         self._initialized = True
 
@@ -571,6 +580,7 @@ class LossScaleOptimizer(Optimizer):
         check_loaded(loaded, self.scaler.state)
         # Now, while the file is there, and not inside a trace.
         mx.eval(loaded)
+        compare_optimizers("the loading of a state", self, loaded)
         if self._initialized:
             self._write(loaded)
         else:

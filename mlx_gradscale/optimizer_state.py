@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .finite import nonfinite
-from .scale import FIELDS, check, read
+from .scale import FIELDS, as_array, check, clamped, read
 from .state_slots import CONTAINERS, items
 
 # What a saved state may have or not, and is not taken over.
@@ -17,7 +17,8 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
     """Raise for what no optimizer can use: all that is seen without its parameters.
 
     Args:
-        loaded (dict): The leaves of a state by their path.
+        loaded (dict): The leaves of a state by their path. Its scales are brought into
+            the limits, in place: other versions had others.
         scaler_state (dict): The state of the scaler that is to take its part.
     """
     for path, x in loaded.items():
@@ -46,7 +47,11 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
                 f"'scaler.{name}' must be {here.dtype} of shape (), got {x.dtype} "
                 f"of shape {x.shape}."
             )
-    check(read(scaler))
+    numbers = read(scaler)
+    usable = clamped(numbers)
+    check(usable)
+    changed = {k: x for k, x in usable.items() if x != numbers[k]}
+    loaded.update({f"scaler.{k}": as_array(k, x) for k, x in changed.items()})
     # An overflowing step leaves its norm behind, so that one may be inf.
     others = {
         path: x

@@ -7,11 +7,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# The smallest normal float32, whose reciprocal is finite; that of 2**-149 is not.
-# The largest is where PyTorch stops; its reciprocal is a subnormal, which hardware
-# may flush to zero. No loss needs a scale anywhere near it.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**127
+# Half of float32's exponents, so that the other half is left for what a scale or its
+# reciprocal is multiplied with, gradients and the factor of clipping: Apple's GPUs
+# flush subnormals to zero, and a gradient of zero is a finite one. The reciprocal of
+# 2**127, where PyTorch stops, is a subnormal. No loss needs a scale near either.
+SMALLEST_SCALE = 2.0**-64
+LARGEST_SCALE = 2.0**64
 
 # Each setting with its dtype and default. All of them live in the state as
 # arrays, so that a compiled step sees every later change.
@@ -151,7 +152,7 @@ def within_limits(state: dict[str, mx.array], scale: mx.array) -> mx.array:
 def as_array(name: str, value: Any) -> mx.array:
     """Return a field of the state as the 0-d array that the state holds."""
     dtype = FIELDS[name][0]
-    # MLX takes integers of 64 bits only, and 2**63 is a scale.
+    # MLX takes no int of 64 bits or more.
     return mx.array(float(value) if dtype == mx.float32 else value, dtype)
 
 
@@ -190,20 +191,37 @@ def check(values: dict[str, Any]) -> None:
         raise ValueError(f"The scale {scale} is above max_scale {high}.")
 
 
+def clamped(values: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` from elsewhere, with each scale brought into the limits.
+
+    PyTorch's scale may be anything up to 2**127, where its gradients are all zero, say,
+    or bfloat16; another framework's smallest is 2**-126. A run goes on with the nearest
+    that can be used. What is no scale at all is left for :func:`check` to refuse.
+    """
+    return {
+        name: min(max(value, SMALLEST_SCALE), LARGEST_SCALE)
+        if _CHECKS.get(name) is _check_limits and _is_scale(value)
+        else value
+        for name, value in values.items()
+    }
+
+
 def check_scale(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a Python number that can be a loss scale."""
+    """Raise unless ``value`` is a Python number that can be clamped to a loss scale."""
     if not _is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    try:
-        usable = math.isfinite(value) and value > 0
-    except OverflowError:  # an integer that is larger than every float
-        usable = False
-    if not usable:
-        raise ValueError(f"{name} must be positive and finite, got {value}.")
-    if not SMALLEST_SCALE <= value <= float(np.finfo(np.float32).max):
-        raise ValueError(
-            f"{name} must be between 2**-126 and the largest float32, got {value}."
-        )
+    if not _is_scale(value):
+        raise ValueError(f"{name} must be positive and finite in float32, got {value}.")
+
+
+def _check_limits(name: str, value: Any) -> None:
+    check_scale(name, value)
+    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+        raise ValueError(f"{name} must be between 2**-64 and 2**64, got {value}.")
+
+
+def _is_scale(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= float(np.finfo(np.float32).max)
 
 
 def _is_number(value: Any, kinds: Iterable[type] = (int, float)) -> bool:
@@ -240,9 +258,9 @@ def _check_bool(name: str, value: Any) -> None:
 
 
 _CHECKS = {
-    "scale": check_scale,
-    "min_scale": check_scale,
-    "max_scale": check_scale,
+    "scale": _check_limits,
+    "min_scale": _check_limits,
+    "max_scale": _check_limits,
     "growth_factor": _check_factor(1.0, math.inf),
     "backoff_factor": _check_factor(0.0, 1.0),
     "growth_interval": _check_count(1),

@@ -21,7 +21,13 @@ from .guard import Writes, in_place_of, parameter_places, planned_step, unscale
 from .half import HALF
 from .loss_scale import LossScale
 from .notices import warn_user
-from .scale import check_scale, read, within_limits
+from .scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_scale,
+    read,
+    within_limits,
+)
 from .state_slots import write_all
 
 # The two ways, as they are named in errors.
@@ -82,12 +88,13 @@ class GradScaler(LossScale):
         dynamic (bool): If False the scale stays; a step that overflows is still
             skipped. ``GradScaler(1.0, dynamic=False)`` only guards, and asks for no
             scaled loss. Default: ``True``.
-        min_scale (float): The scale is never below. Default: ``2**-126``.
-        max_scale (float): The scale never grows above. Default: ``2**127``.
+        min_scale (float): The scale is never below. Default: ``2**-64``.
+        max_scale (float): The scale never grows above. Default: ``2**64``.
         group (mx.distributed.Group, optional): Overflow on one member skips the
             step on all, by one all-reduce of four bytes for each step. Needed where
             gradients are sharded; averaged ones are equal already, and so is the
-            decision. Default: ``None``.
+            decision. Every member must make its scaler, and load a state into it:
+            all raise where these differ. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -130,8 +137,8 @@ class GradScaler(LossScale):
         backoff_interval: int = 1,
         hysteresis: int = 1,
         dynamic: bool = True,
-        min_scale: float = 2.0**-126,
-        max_scale: float = 2.0**127,
+        min_scale: float = SMALLEST_SCALE,
+        max_scale: float = LARGEST_SCALE,
         group: mx.distributed.Group | None = None,
     ):
         values = {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .scale import FIELDS, SETTINGS, TORCH_KEYS, check
+from .scale import FIELDS, SETTINGS, TORCH_KEYS, check, clamped
 
 _OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
 
@@ -35,7 +35,7 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
     fresh = {k: default for k, (_, default) in FIELDS.items() if k not in SETTINGS}
     given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
     own = {k: _as_number(state_dict[k]) for k in _OWN_KEYS if k in state_dict}
-    values = settings | fresh | given | own
+    values = clamped(settings | fresh | given | own)
     check(values)
     return values
 

@@ -1,6 +1,8 @@
-"""Tell whether arrays belong to a function that is being traced, without waiting."""
+"""What can be told and done while MLX traces a function, without waiting."""
 
+import io
 import threading
+from typing import Any
 
 import mlx.core as mx
 
@@ -47,3 +49,37 @@ def have_values(*arrays: mx.array) -> bool:
     except (RuntimeError, ValueError):
         return False
     return True
+
+
+def evaluate_unless_traced(*trees: Any) -> bool:
+    """Evaluate all arrays; return False, with nothing done, while MLX traces them.
+
+    Inside of ``mx.compile``, that is, where they have no values yet. Inside of
+    ``mx.grad`` they have.
+    """
+    try:
+        mx.eval(*trees)
+    except (ValueError, RuntimeError) as error:
+        # An error of its own for what is traced, and one for what depends on that. Any
+        # other is of the computation, a file that is gone, say.
+        if not str(error).startswith("[eval] Attempting to eval an array"):
+            raise
+        return False
+    return True
+
+
+def refuse_shapeless() -> None:
+    """Raise inside of ``mx.compile(shapeless=True)``.
+
+    MLX cannot infer the shape of what a function with a gradient of its own returns,
+    and says so in words that help nobody. Without loss scaling a step is not right in
+    there either: with another batch size it corrupts memory (0.32.4).
+    """
+    # Only there does MLX broadcast what has the shape already. There is nothing to ask.
+    one, graph = mx.array([0.0]), io.StringIO()
+    mx.export_to_dot(graph, mx.broadcast_arrays(one, one))
+    if "Broadcast" in graph.getvalue():
+        raise ValueError(
+            "A step with loss scaling cannot be in mx.compile(shapeless=True): leave "
+            "out shapeless. Pad batches to few shapes, each of which is compiled once."
+        )

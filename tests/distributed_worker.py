@@ -20,7 +20,16 @@ from distributed_parts import (
     rank_batch,
     true_or_scaled,
 )
-from helpers import INF, Mlp, Traced, batch, gradients_like, mse, parameters
+from helpers import (
+    INF,
+    Mlp,
+    Traced,
+    batch,
+    gradients_like,
+    most_buffers,
+    mse,
+    parameters,
+)
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, all_finite
@@ -365,9 +374,11 @@ def counted(group):
     }
     for name, ranks in cases.items():
         for max_grad_norm in (None, 1.0):
-            found[f"{name} {max_grad_norm}"] = [
-                count_of(depth, max_grad_norm, ranks) for depth in (1, 12)
-            ]
+            found[f"{name} {max_grad_norm}"], buffers = zip(
+                *(count_of(depth, max_grad_norm, ranks) for depth in (1, 12)),
+                strict=True,
+            )
+            found["buffers"] = max(*buffers, found.get("buffers", 0))
     return found
 
 
@@ -377,9 +388,13 @@ def count_of(depth, max_grad_norm, ranks):
         optim.AdamW(1e-2), max_grad_norm=max_grad_norm, **ranks
     )
     step = compiled_step(model, optimizer)
-    loss = step.compiled(*rank_batch(0, 0, False))
+    x, y = rank_batch(0, 0, False)
+    before = tree_map(lambda x: x, [x, y, model.state, optimizer.state])
+    mx.eval(before)
+    loss = step.compiled(x, y)
     # Not evaluated: every rank throws the same graph away.
-    return all_reduces([loss, model.parameters(), optimizer.state])
+    after = [loss, model.parameters(), optimizer.state]
+    return all_reduces(after), most_buffers(before, after)
 
 
 def drift(group):

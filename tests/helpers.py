@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -152,6 +153,26 @@ def kernels(outputs):
     mx.export_to_dot(file, [x for _, x in tree_flatten(outputs)])
     names = re.findall(r'label ="([^"]*)", shape=rectangle', file.getvalue())
     return [name for name in names if name.split()[0] not in _VIEWS]
+
+
+def most_buffers(inputs, outputs):
+    """How many arrays the largest fused kernel that computes ``outputs`` takes.
+
+    Its inputs, scalars among them, and its outputs. Not the constants, which MLX
+    prints into the kernel: all that is there at the start and not in ``inputs``.
+    """
+    given = [x for _, x in tree_flatten(inputs)]
+    names = {f"given{i}": x for i, x in enumerate(given)}
+    file = io.StringIO()
+    mx.export_to_dot(file, [x for _, x in tree_flatten(outputs)], **names)
+    text = file.getvalue()
+    fused = set(re.findall(r'(\d+) \[label ="Compiled', text))
+    sources = set(re.findall(r'rank=source; "(\w+)"', text))
+    reads = set(re.findall(r'"(\w+)" -> (\d+)', text))
+    writes = set(re.findall(r'(\d+) -> "(\w+)"', text))
+    taken = [node for x, node in reads if x not in sources - names.keys()]
+    counts = Counter([*taken, *(node for node, _ in writes)])
+    return max(counts[node] for node in fused)
 
 
 def address(x):

@@ -16,8 +16,8 @@ class Reference:
     backoff_interval: int = 1
     hysteresis: int = 1
     dynamic: bool = True
-    min_scale: float = 2.0**-126
-    max_scale: float = 2.0**127
+    min_scale: float = 2.0**-64
+    max_scale: float = 2.0**64
     growth_tracker: int = 0
     backoff_tracker: int = 0
     skipped_steps: int = 0

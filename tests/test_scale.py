@@ -18,13 +18,13 @@ patterns = st.lists(steps, max_size=60)
 settings_of_a_run = st.fixed_dictionaries(
     {},
     optional={
-        "scale": st.sampled_from([2.0**-126, 2.0**-125, 0.3, 1.0, 65536.0, 2.0**127]),
+        "scale": st.sampled_from([2.0**-64, 2.0**-63, 0.3, 1.0, 65536.0, 2.0**64]),
         "growth_factor": st.floats(1.001, 1000.0),
         "backoff_factor": st.floats(0.001, 0.999),
         "growth_interval": st.integers(1, 9),
         "dynamic": st.booleans(),
-        "min_scale": st.sampled_from([2.0**-126, 2.0**-126 * 1.5]),
-        "max_scale": st.sampled_from([2.0**127, float(np.finfo(np.float32).max)]),
+        "min_scale": st.sampled_from([2.0**-64, 2.0**-64 * 1.5]),
+        "max_scale": st.sampled_from([2.0**63, 2.0**64]),
     },
 )
 
@@ -58,7 +58,7 @@ def test_every_pattern_gives_the_reference_trajectory(settings, rules, pattern):
 
 
 @given(settings_of_a_run, rules, patterns)
-def test_scale_and_reciprocal_stay_finite_and_in_bounds(settings, rules, pattern):
+def test_scale_and_reciprocal_stay_normal_and_in_bounds(settings, rules, pattern):
     reference = Reference(**settings, **rules)
     reference.set_scale(reference.scale)
     state = state_of(reference)
@@ -66,7 +66,9 @@ def test_scale_and_reciprocal_stay_finite_and_in_bounds(settings, rules, pattern
         state |= rule.next_scale(state, mx.array(finite))
         assert state["min_scale"].item() <= state["scale"].item()
         assert state["scale"].item() <= state["max_scale"].item()
-        assert np.isfinite((1.0 / state["scale"]).item())
+        for number in (state["scale"], 1.0 / state["scale"]):
+            # With as much left again for what it is multiplied with.
+            assert 2.0**-64 <= number.item() <= 2.0**64
 
 
 def test_one_overflow_halves_and_interval_doubles():

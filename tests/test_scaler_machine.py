@@ -30,7 +30,7 @@ class Machine(RuleBasedStateMachine):
         interval=st.integers(1, 4),
         backoff=st.integers(1, 3),
         dynamic=st.booleans(),
-        low=st.sampled_from([2.0**-126, 2.0]),
+        low=st.sampled_from([2.0**-64, 2.0]),
     )
     def start(self, interval, backoff, dynamic, low):
         arguments = {

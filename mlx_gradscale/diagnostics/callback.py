@@ -15,9 +15,9 @@ class LossScaleCallback:
 
     Each training report gets the keys ``loss_scale``, ``skipped_steps``,
     ``consecutive_skips`` and, where the optimizer knows it, ``grad_norm``; it is
-    drawn as one line and handed on to another callback. The numbers are read from
-    the device once per report. Too many skipped steps in a row set off the
-    scaler's :class:`SkipAlarm`.
+    drawn as one line, on the first of the ranks alone, and handed on to another
+    callback. The numbers are read from the device once per report. Too many skipped
+    steps in a row set off the scaler's :class:`SkipAlarm`.
 
     It has the methods of ``mlx_lm.tuner.callbacks.TrainingCallback``, which is all
     that mlx-lm asks for, and does not import mlx-lm.
@@ -54,7 +54,8 @@ class LossScaleCallback:
         """Add to a training report, draw it and hand it on."""
         added = self._read()
         report = train_info | added
-        if self._write is not None:
+        # As mlx-lm, which calls this on every rank and prints on the first alone.
+        if self._write is not None and mx.distributed.init().rank() == 0:
             self._write(self._line(report))
         if self.wrapped_callback is not None:
             self.wrapped_callback.on_train_loss_report(report)

@@ -9,6 +9,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..finite import arrays, is_floating
+from ..scale import LARGEST_SCALE, SMALLEST_SCALE
 from .reading import percent, power, scale_of
 from .tables import align
 
@@ -21,6 +22,9 @@ ROUNDS_UP, NORMAL, LARGEST = -25, -14, 15
 LOWEST, HIGHEST = -149, 128
 _INF = HIGHEST - LOWEST + 2
 _BINS = _INF + 2
+# Those that a scale can have.
+_SMALLEST_POWER = round(math.log2(SMALLEST_SCALE))
+_LARGEST_POWER = round(math.log2(LARGEST_SCALE))
 # The bits of a magnitude: as which integer, how many of mantissa, and the power
 # of the smallest subnormal.
 _LAYOUTS = {
@@ -145,7 +149,8 @@ class GradientHistogram:
         That is: nothing overflows, as one overflow costs the whole step; then the
         fewest underflow; then subnormals lose the fewest bits. Of scales that lose
         nothing it is the one in the middle. Where values are not finite already,
-        it is smaller than :attr:`scale`.
+        it is smaller than :attr:`scale`. Where no scale is small enough, it is the
+        smallest.
         """
         powers = self.by_power()
         if not powers:
@@ -153,7 +158,7 @@ class GradientHistogram:
         top = LARGEST - max(powers)
         if self.nonfinite:
             top = min(top, round(math.log2(self.scale)) - 1)
-        top = max(min(top, 127), -126)
+        top = max(min(top, _LARGEST_POWER), _SMALLEST_POWER)
 
         def lost(p: int) -> tuple[int, int]:
             missing = {NORMAL - (q + p): count for q, count in powers.items()}
@@ -161,7 +166,7 @@ class GradientHistogram:
             return underflow, sum(q * n for q, n in missing.items() if q > 0)
 
         bottom, least = top, lost(top)
-        while bottom > -126 and lost(bottom - 1) == least:
+        while bottom > _SMALLEST_POWER and lost(bottom - 1) == least:
             bottom -= 1
         return 2.0 ** ((bottom + top) // 2)
 

@@ -1,8 +1,6 @@
 """Are all ranks in the same state; bring them there from rank 0."""
 
 import hashlib
-import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +10,9 @@ from mlx.utils import tree_flatten
 
 from ..finite import arrays
 from .decision import Group, is_alone
+from .exchange import check_equal, gather
 
-_LISTED = 8
+_ADVICE = "Load the last checkpoint on all ranks, with from_rank_0()."
 
 
 def assert_in_sync(tree: Any, group: Group | None = None) -> None:
@@ -38,22 +37,8 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
     arrays(tree)
     if is_alone(group):
         return
-    tables = _gather({path: _digest(x) for path, x in tree_flatten(tree)}, group)
-    lines = []
-    for path in dict.fromkeys(path for table in tables for path in table):
-        values = [table.get(path) for table in tables]
-        usual = _most_common(values)
-        lines += [
-            f"Rank {rank} differs in {path!r}: it has {_text(value)}, rank "
-            f"{values.index(usual)} has {_text(usual)}."
-            for rank, value in enumerate(values)
-            if value != usual
-        ]
-    if lines:
-        more = len(lines) - _LISTED
-        lines = lines[:_LISTED] + [f"There are {more} more."] * (more > 0)
-        lines.append("Load the last checkpoint on all ranks, with from_rank_0().")
-        raise RuntimeError("\n".join(lines))
+    table = {path: _digest(x) for path, x in tree_flatten(tree)}
+    check_equal("assert_in_sync()", table, group, _text, _ADVICE)
 
 
 def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
@@ -90,26 +75,13 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
         except Exception as e:
             error = e
     failure = error and f"{type(error).__name__}: {error}"
-    plan, failure = _gather([plan, failure], group)[0]
+    plan, failure = gather("from_rank_0()", [plan, failure], group)[0]
     if error is not None:
         raise error
     if failure is not None:
         raise RuntimeError(f"Rank 0 could not load: {failure}")
     sent = iter(found)
     return _rebuild(plan, (_broadcast(x, sent, group) for x in _shapes(plan)))
-
-
-def _gather(value: Any, group: Group) -> list[Any]:
-    """Return what JSON can say, of every rank, on every rank."""
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = np.array(mx.distributed.all_gather(mx.array([len(text)]), group=group))
-    padded = np.zeros((1, lengths.max()), np.uint8)
-    padded[0, : len(text)] = text
-    rows = np.array(mx.distributed.all_gather(mx.array(padded), group=group))
-    return [
-        json.loads(row[:length].tobytes())
-        for row, length in zip(rows, lengths, strict=True)
-    ]
 
 
 def _bytes(x: mx.array) -> mx.array:
@@ -121,11 +93,6 @@ def _digest(x: mx.array) -> list[Any]:
     value = str(x.item()) if x.size == 1 else None
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     return [list(x.shape), str(x.dtype), value, digest]
-
-
-def _most_common(values: list[Any]) -> Any:
-    # Of equally common ones this is the first counted: the lowest rank's.
-    return json.loads(Counter(map(json.dumps, values)).most_common(1)[0][0])
 
 
 def _text(entry: list[Any] | None) -> str:

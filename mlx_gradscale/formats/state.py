@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..scale import check
+from ..scale import check, clamped
 from .table import FORMATS, OWN_DEFAULTS, TORCH_KEYS, TYPES, Format
 
 # Scale and steps since growth, little endian: all of flodl's file.
@@ -99,6 +99,7 @@ def read_state(
                 f"This {name} scaler state has no {row.fields.get(key, key)!r}: give "
                 f"{key}=..."
             )
+    found = clamped(found)
     _check(found)
     if guessed:
         said = ", ".join(f"{key}={value!r}" for key, value in guessed.items())
@@ -139,6 +140,7 @@ def write_state(state: Mapping[str, Any], format: str) -> dict[str, Any] | bytes
     for key in TORCH_KEYS:
         if key not in full:
             raise ValueError(f"The scaler state has no {key!r}.")
+    full = clamped(full)
     _check(full)
     row = FORMATS[format]
     kept = set(TORCH_KEYS) if format == "torch" else set(row.fields)

@@ -1,0 +1,63 @@
+"""What can be done while MLX traces."""
+
+import os
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from helpers import Mlp, batch, mse
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale.tracing import evaluate_unless_traced
+
+
+def test_what_is_traced_is_left_alone():
+    state, told = {"a": mx.array(1.0) + 1}, []
+
+    def function(x):
+        told.append(evaluate_unless_traced(x))
+        told.append(evaluate_unless_traced({"sum": x + state["a"]}))
+        told.append(evaluate_unless_traced([mx.array(1.0) + 1]))
+        return mx.sum(x * state["a"])
+
+    assert mx.compile(function, inputs=state)(mx.ones(2)).item() == 4.0
+    assert mx.grad(function)(mx.ones(2)).tolist() == [2.0, 2.0]
+    assert told == [False, False, True, True, True, True]
+    assert evaluate_unless_traced(state, [mx.ones(2)])
+
+
+def test_any_other_error_is_raised(tmp_path):
+    path = str(tmp_path / "weights.safetensors")
+    mx.save_safetensors(path, {"w": mx.ones(1000)})
+    lazy = mx.load(path)
+    os.truncate(path, 200)
+    with pytest.raises(RuntimeError, match=r"read"):
+        evaluate_unless_traced(lazy)
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
+def test_shapeless_is_refused_as_long_as_mlx_broadcasts_all_in_there(wrap):
+    model, scaler, inner = Mlp(), GradScaler(), optim.SGD(0.1)
+    if wrap:
+        optimizer = LossScaleOptimizer(inner, scaler)
+        loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(mse(model)))
+        update = optimizer.update
+    else:
+        optimizer = inner
+        loss_and_grad = scaler.value_and_grad(model, mse(model))
+
+        def update(model, grads):
+            scaler.minimize(inner, model, grads)
+
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state, scaler.state]
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        update(model, grads)
+        return loss
+
+    shapeless = mx.compile(step, inputs=state, outputs=state, shapeless=True)
+    with pytest.raises(ValueError, match="leave out shapeless"):
+        shapeless(*batch())
