@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from . import files, torch_optimizers
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run, read_torch
 from .convert.parts import Part, PartsError, cut, find_parts, get
+from .convert.passed import leaves
 from .convert.resume import current_groups
 from .convert.text import dtype, printable, shape, size, table
 from .convert.whole import Run
+from .safetensors_file import load_safetensors
 from .torch_optimizers import number
 
 
@@ -80,10 +81,7 @@ def _run_groups(run: Run) -> list[dict[str, Any]]:
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
-    try:
-        arrays, metadata = mx.load(str(path), return_metadata=True)
-    except RuntimeError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    arrays, metadata = load_safetensors(path)
     found = {"kind": "safetensors", "tensors": _tensors(_sorted(arrays))}
     if metadata:
         found["metadata"] = metadata
@@ -139,7 +137,7 @@ def _torch_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
         name = "unknown"
     steps = {number(s["step"]) for s in state["state"].values() if "step" in s}
     slots = {k for s in state["state"].values() for k in s if k != "step"}
-    arrays = [x for _, x in tree_flatten(state["state"]) if isinstance(x, mx.array)]
+    arrays = [x for x in leaves(state["state"]) if isinstance(x, mx.array)]
     return {
         "steps": sorted(steps),
         "slots": sorted(slots),

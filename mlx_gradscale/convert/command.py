@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..layouts import Choices
 from ..torch_optimizers import number
@@ -27,7 +26,7 @@ from .folder import (
     write_torch,
 )
 from .parts import find_parts, get
-from .passed import PATTERN
+from .passed import PATTERN, leaves
 from .place import check_folder, contains
 from .resume import current_groups
 from .swap import refuse_hidden
@@ -260,8 +259,8 @@ def _float64(arguments: argparse.Namespace) -> mx.Dtype | None:
 
 
 def _arrays(checkpoint: Any) -> dict[str, mx.array]:
-    leaves = tree_flatten(checkpoint)
-    return {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
+    found = enumerate(leaves(checkpoint))
+    return {str(i): leaf for i, leaf in found if isinstance(leaf, mx.array)}
 
 
 def _say(notes: Sequence[str]) -> None:

@@ -14,7 +14,10 @@ from typing import Any
 import mlx.core as mx
 
 from .. import files, torch_checkpoint
+from ..bounded_json import parse
+from ..safetensors_file import load_safetensors
 from ..torch_checkpoint.atomic import atomic_write
+from ..torch_checkpoint.source import open_regular
 from .jsonable import decode, encode
 from .parts import Unordered
 from .passed import remember, settle
@@ -243,10 +246,7 @@ def read_weights(path: Path) -> dict[str, mx.array] | None:
     """The arrays of a safetensors file; None if it is not there."""
     if not path.exists():
         return None
-    try:
-        return mx.load(str(path), format="safetensors")
-    except RuntimeError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    return load_safetensors(path)[0]
 
 
 def _read_torch_file(path: Path, float64: mx.Dtype | None) -> Any:
@@ -281,7 +281,8 @@ def _is_flat(content: Any) -> bool:
 
 def _read_record(path: Path, extra: dict[str, mx.array]) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text())
+        with open_regular(path) as file:
+            record = parse(file.read())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != _FORMAT:

@@ -13,10 +13,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..torch_checkpoint.keys import Keys, check_key
+from ..torch_checkpoint.limits import Budget
 from .parts import Part
 
 # Up to here a tensor is written in the JSON itself (a BatchNorm counter, say).
 _MOST_INLINE = 16
+# Bytes that one value's JSON may take: the settings of real runs are some megabytes.
+_MOST = 2**28
+# Bytes of a line of it, besides its text.
+_LINE = 24
 _SEQUENCES = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 _MAPPINGS = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
@@ -26,43 +32,22 @@ def encode(value: Any, tensors: dict[str, mx.array], name: str = "") -> Any:
 
     Args:
         value: nested containers, Python values, arrays.
-        tensors: receives the larger arrays, by the name the JSON refers to.
+        tensors: receives the larger arrays, by the name the JSON refers to; one that
+            comes twice has one name.
         name: where the value is; names its arrays.
 
     Returns:
         the JSON value.
 
+    Raises:
+        ValueError: if it would take more than 256 MB, which a small checkpoint can
+            bring about by holding the same value very often.
+
     Example:
         >>> encode({"betas": (0.9, 0.99), 1: float("nan")}, {})
         {'$dict': [['betas', {'$tuple': [0.9, 0.99]}], [1, {'$float': 'nan'}]]}
     """
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, Part):
-        return {"$part": str(value)}
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": str(value)}
-    if isinstance(value, complex):
-        return {"$complex": [str(value.real), str(value.imag)]}
-    if isinstance(value, (bytes, bytearray)):
-        kind = "$bytes" if isinstance(value, bytes) else "$bytearray"
-        return {kind: base64.b64encode(value).decode()}
-    if isinstance(value, mx.array):
-        return _encode_array(value, tensors, name)
-    if type(value) is list:
-        return [encode(v, tensors, f"{name}.{i}") for i, v in enumerate(value)]
-    for tag, kind in _SEQUENCES.items():
-        if type(value) is kind:
-            return {tag: encode(list(value), tensors, name)}
-    for tag, kind in _MAPPINGS.items():
-        if type(value) is kind:
-            return _encode_mapping(value, tag, tensors, name)
-    raise TypeError(
-        f"{name or 'The checkpoint'} is a {type(value).__name__}, which cannot be "
-        "written to training.json: leave it out of the checkpoint."
-    )
+    return _Encoder(tensors, name).encode(value)
 
 
 def decode(value: Any, tensors: dict[str, mx.array]) -> Any:
@@ -72,63 +57,138 @@ def decode(value: Any, tensors: dict[str, mx.array]) -> Any:
         >>> decode(encode((1, {"x": b"ab"}), {}), {})
         (1, {'x': b'ab'})
     """
-    if isinstance(value, list):
-        return [decode(v, tensors) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) != 1 or not next(iter(value)).startswith("$"):
-        return {key: decode(v, tensors) for key, v in value.items()}
-    ((tag, held),) = value.items()
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](decode(held, tensors))
-    if tag in _MAPPINGS:
-        pairs = held.items() if isinstance(held, dict) else held
-        return _MAPPINGS[tag](
-            {_key(decode(k, tensors)): decode(v, tensors) for k, v in pairs}
+    return _Decoder(tensors).decode(value)
+
+
+class _Encoder:
+    def __init__(self, tensors: dict[str, mx.array], name: str) -> None:
+        self._tensors = tensors
+        self._names = {id(array): key for key, array in tensors.items()}
+        # Kept apart, not as one text: a file may have one long key above many values.
+        self._path: list[Any] = [name]
+        self._room = _MOST
+
+    def encode(self, value: Any) -> Any:
+        # Its line is indented by as many spaces as there are containers around it.
+        self._take(_LINE + 2 * len(self._path))
+        if isinstance(value, Part):
+            return {"$part": str(value)}
+        if isinstance(value, str):
+            self._take(len(value))
+            return value
+        if value is None or isinstance(value, (bool, int)):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if isinstance(value, complex):
+            return {"$complex": [str(value.real), str(value.imag)]}
+        if isinstance(value, (bytes, bytearray)):
+            kind = "$bytes" if isinstance(value, bytes) else "$bytearray"
+            return {kind: self._base64(value)}
+        if isinstance(value, mx.array):
+            return self._array(value)
+        if type(value) is list:
+            return [self._item(i, item) for i, item in enumerate(value)]
+        for tag, kind in _SEQUENCES.items():
+            if type(value) is kind:
+                for member in value if kind is not tuple else ():
+                    check_key(member)
+                return {tag: [self._item(i, item) for i, item in enumerate(value)]}
+        for tag, kind in _MAPPINGS.items():
+            if type(value) is kind:
+                return self._mapping(value, tag)
+        raise TypeError(
+            f"{self._where() or 'The checkpoint'} is a {type(value).__name__}, which "
+            "cannot be written to training.json: leave it out of the checkpoint."
         )
-    if tag in _LEAVES:
-        return _LEAVES[tag](held)
-    if tag == "$tensor":
-        if held not in tensors:
-            raise ValueError(f"training.json refers to a missing tensor {held!r}.")
-        return tensors[held]
-    raise ValueError(f"training.json holds {tag!r}, which is not known here.")
 
+    def _take(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise ValueError(
+                f"{self._where() or 'The checkpoint'}: training.json would take over "
+                f"{_MOST // 2**20} MB, because values are shared in the checkpoint or "
+                "it holds more than settings: leave that out of the checkpoint."
+            )
 
-def _encode_mapping(
-    value: dict, tag: str, tensors: dict[str, mx.array], name: str
-) -> Any:
-    plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
-    if not plain:
-        pairs = [
-            [encode(k, tensors, f"{name}.key"), encode(v, tensors, f"{name}.{k}")]
-            for k, v in value.items()
-        ]
+    def _where(self) -> str:
+        return ".".join(str(key)[:80] for key in self._path).lstrip(".")
+
+    def _item(self, key: Any, value: Any) -> Any:
+        self._path.append(key)
+        encoded = self.encode(value)
+        self._path.pop()
+        return encoded
+
+    def _base64(self, data: bytes | bytearray) -> str:
+        self._take(4 * len(data) // 3)
+        return base64.b64encode(data).decode()
+
+    def _mapping(self, value: dict, tag: str) -> Any:
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        if plain:
+            self._take(sum(map(len, value)))
+            inner = {key: self._item(key, item) for key, item in value.items()}
+            return inner if tag == "$dict" else {tag: inner}
+        pairs = []
+        for key, item in value.items():
+            check_key(key)
+            pairs.append([self._item("key", key), self._item(key, item)])
         return {tag: pairs}
-    inner = {k: encode(v, tensors, f"{name}.{k}") for k, v in value.items()}
-    return inner if tag == "$dict" else {tag: inner}
+
+    def _array(self, value: mx.array) -> Any:
+        dtype = str(value.dtype).removeprefix("mlx.core.")
+        if dtype == "float64":  # MLX's safetensors have none
+            data = self._base64(np.array(value).astype("<f8").tobytes())
+            return {"$float64": {"shape": value.shape, "data": data}}
+        inline = value.size <= _MOST_INLINE and dtype != "complex64"
+        if inline and bool(mx.all(mx.isfinite(value)).item()):
+            self._take(_LINE * value.size)
+            data = value.reshape(-1).tolist()
+            return {"$array": {"dtype": dtype, "shape": value.shape, "data": data}}
+        if id(value) not in self._names:
+            name = self._where() or "value"
+            while name in self._tensors:
+                name += "_"
+            self._tensors[name] = value
+            self._names[id(value)] = name
+        return {"$tensor": self._names[id(value)]}
 
 
-def _encode_array(value: mx.array, tensors: dict[str, mx.array], name: str) -> Any:
-    dtype = str(value.dtype).removeprefix("mlx.core.")
-    if dtype == "float64":  # MLX's safetensors have none
-        data = base64.b64encode(np.array(value).astype("<f8").tobytes()).decode()
-        return {"$float64": {"shape": value.shape, "data": data}}
-    inline = value.size <= _MOST_INLINE and dtype != "complex64"
-    if inline and bool(mx.all(mx.isfinite(value)).item()):
-        data = value.reshape(-1).tolist()
-        return {"$array": {"dtype": dtype, "shape": value.shape, "data": data}}
-    name = name.lstrip(".") or "value"
-    while name in tensors and tensors[name] is not value:
-        name += "_"
-    tensors[name] = value
-    return {"$tensor": name}
+class _Decoder:
+    def __init__(self, tensors: dict[str, mx.array]) -> None:
+        self._tensors = tensors
+        self._keys = Keys(Budget())
 
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if len(value) != 1 or not next(iter(value)).startswith("$"):
+            return {key: self.decode(item) for key, item in value.items()}
+        ((tag, held),) = value.items()
+        if tag == "$tuple":
+            return tuple(self.decode(held))
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](self._keys.fill(set(), self.decode(held)))
+        if tag in _MAPPINGS:
+            return _MAPPINGS[tag](self._pairs(held))
+        if tag in _LEAVES:
+            return _LEAVES[tag](held)
+        if tag == "$tensor":
+            if held not in self._tensors:
+                raise ValueError(f"training.json refers to a missing tensor {held!r}.")
+            return self._tensors[held]
+        raise ValueError(f"training.json holds {tag!r}, which is not known here.")
 
-def _key(key: Any) -> Any:
-    if isinstance(key, (list, dict, mx.array)):
-        raise ValueError(f"training.json holds {key!r} as the key of a dict.")
-    return key
+    def _pairs(self, held: Any) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key, item in held.items() if isinstance(held, dict) else held:
+            key = self.decode(key)
+            self._keys.add(found, key)
+            found[key] = self.decode(item)
+        return found
 
 
 def _decode_array(held: dict[str, Any]) -> mx.array:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..torch_optimizers import ROWS, SCHEDULED
 from .parts import Part
@@ -29,7 +28,7 @@ def entries(skeleton: Any, path: tuple = ()) -> dict[str, Any]:
     """
     if isinstance(skeleton, Part):
         return {}
-    if not any(isinstance(leaf, Part) for leaf in _leaves(skeleton).values()):
+    if not any(isinstance(leaf, Part) for leaf in leaves(skeleton)):
         return {"/".join(map(str, path)): skeleton}
     is_dict = isinstance(skeleton, Mapping)
     inner = skeleton.items() if is_dict else enumerate(skeleton)
@@ -71,7 +70,7 @@ def remember(record: dict[str, Any]) -> None:
     """Notes in a record how its entries are now, as :func:`settle` needs it."""
     if "checkpoint" in record:
         found = entries(record["checkpoint"])
-        record[READ] = {name: _leaves(value) for name, value in found.items()}
+        record[READ] = {name: _flat(value) for name, value in found.items()}
 
 
 def settle(
@@ -90,7 +89,7 @@ def settle(
     changed = {
         name: now
         for name, value in entries(record["checkpoint"]).items()
-        if name not in read or not _same(read[name], _leaves(value))
+        if name not in read or not _same(read[name], _flat(value))
     }
     if changed:
         out[CHANGED] = out.get(CHANGED, {}) | changed
@@ -165,15 +164,44 @@ def _may_count(name: str, value: Any) -> bool:
     """Whether an entry may change with the steps: text, flags and settings do not."""
     if _SETTINGS.fullmatch(name.rpartition("/")[2]):
         return False
-    return not all(isinstance(x, _CONSTANT) for x in _leaves(value).values())
+    return not all(isinstance(x, _CONSTANT) for x in leaves(value))
 
 
-def _leaves(value: Any) -> dict[str, Any]:
-    return dict(tree_flatten(value))
+def leaves(value: Any) -> list[Any]:
+    """What is no container in a tree of dicts, lists and tuples, in its order.
+
+    Without the path to each, as ``tree_flatten`` has it: a file may have one long key
+    above very many values.
+
+    Example:
+        >>> leaves({"a": [1, (2, None)], "b": "x"})
+        [1, 2, None, 'x']
+    """
+    return [leaf for leaf in _flat(value) if type(leaf) is not tuple]
 
 
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+def _flat(value: Any) -> list[Any]:
+    """The leaves, and a tuple that tells its keys, or length, for each container."""
+    flat: list[Any] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Mapping):
+            flat.append((dict, list(value)))
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, (list, tuple)):
+            flat.append((list, len(value)))
+            for item in value:
+                visit(item)
+        else:
+            flat.append(value)
+
+    visit(value)
+    return flat
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(map(_equal, a, b))
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -7,6 +7,8 @@ import mlx.core as mx
 
 # Below this an evaluation is over before a bar could be read.
 _BIG = 256 * 2**20
+# Every row of a table is as wide as its widest cell.
+_WIDEST = 200
 
 
 def printable(value: object) -> str:
@@ -31,7 +33,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         a.weight  12
         b         3
     """
-    lines = [[printable(cell) for cell in line] for line in (header, *rows)]
+    lines = [[_cell(cell) for cell in line] for line in (header, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
         "  ".join(
@@ -39,6 +41,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def _cell(value: object) -> str:
+    text = str(value)
+    return printable(text if len(text) <= _WIDEST else f"{text[:_WIDEST]}...")
 
 
 def size(number: int) -> str:

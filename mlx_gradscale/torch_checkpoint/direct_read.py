@@ -78,6 +78,8 @@ class _Part:
         try:
             self._source.read_into(self._offset + at, buffer, "A tensor's data")
         except BaseException as problem:
-            # Its frames would keep this file object.
+            # Frames would keep this file object, also those of another problem that
+            # this one came upon (both halves of a file that became shorter).
+            problem.__context__ = problem.__cause__ = None
             self._problems.append(problem.with_traceback(None))
         return size

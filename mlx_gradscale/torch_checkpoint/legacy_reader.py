@@ -5,47 +5,47 @@ and then the storages: eight bytes for the number of elements and their bytes. T
 are little-endian whatever machine wrote them.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from .limits import CheckpointError, CutOffError, Limits
+from .limits import Budget, CheckpointError, CutOffError
 from .names import storage_of
 from .pickle_reader import PickleReader
 from .source import Source
-from .storages import Extent
+from .storages import Contents, Extent
 from .tensors import StorageRef
 
-# A header takes one to thirty instructions.
-_FEW = 100
 MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
 
 
-def read_legacy(source: Source, limits: Limits) -> tuple[Any, dict[str, Extent], bool]:
-    """The pickled object, where its storages are, and False for little-endian."""
+def read_legacy(source: Source, budget: Budget) -> Contents:
+    """The pickled object, and where its storages are."""
     # How long the pickles are is not written anywhere: take more until they end.
+    limits = budget.limits
     size = min(source.size, 2**20)
     while True:
         try:
-            value, keys, known, end = _read_pickles(source, size, limits)
+            value, keys, known, end = _read_pickles(source, size, budget)
             break
         except CutOffError:
             if size == min(source.size, limits.pickle_bytes):
                 raise
             size = min(source.size, limits.pickle_bytes, 16 * size)
+            budget.memory = limits.memory  # what the shorter piece made is let go
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise CheckpointError("The list of storages is damaged.")
     if len(keys) != len(known) or set(keys) != set(known):
         raise CheckpointError("The list of storages is not that of the tensors.")
-    return value, _storages(source, end, [known[key] for key in keys]), False
+    extents = _storages(source, end, [known[key] for key in keys])
+    return Contents(value.stack[0], value.shared, end, extents, big_endian=False)
 
 
 def _read_pickles(
-    source: Source, size: int, limits: Limits
-) -> tuple[Any, Any, dict[str, StorageRef], int]:
+    source: Source, size: int, budget: Budget
+) -> tuple[PickleReader, Any, dict[str, StorageRef], int]:
+    """The reader of the object, the keys, the storages by key, and the end."""
     head = source.read(0, size, "The pickle")
     known: dict[str, StorageRef] = {}
-    at = 0
 
     def load_storage(pid: Any) -> StorageRef:
         part = storage_of(pid)
@@ -54,21 +54,20 @@ def _read_pickles(
             raise CheckpointError("One storage is described in two ways.")
         return part
 
-    def read_next(opcodes: int) -> Any:
-        nonlocal at
-        few = replace(limits, opcodes=min(opcodes, limits.opcodes))
-        reader = PickleReader(head, at, load_storage, few)
-        value = reader.read()
+    at = 0
+    for expected in (MAGIC, VERSION):
+        reader = PickleReader(head, at, load_storage, budget)
+        if reader.read() != expected:
+            raise CheckpointError("This pickle is not a PyTorch checkpoint.")
         at = reader.position
-        return value
-
-    if read_next(_FEW) != MAGIC or read_next(_FEW) != VERSION:
-        raise CheckpointError("This pickle is not a PyTorch checkpoint.")
-    read_next(_FEW)  # the machine that wrote it, which changes nothing
-    value = read_next(limits.opcodes)
-    # A key and its number in the memo are two instructions.
-    keys = read_next(_FEW + 3 * len(known))
-    return value, keys, known, at
+    readers = []
+    # The machine that wrote it, which changes nothing; the object; the storages' keys.
+    for _ in range(3):
+        readers.append(PickleReader(head, at, load_storage, budget))
+        readers[-1].read()
+        at = readers[-1].position
+    _, value, keys = readers
+    return value, keys.stack[0], known, at
 
 
 def _storages(source: Source, at: int, storages: list[StorageRef]) -> dict[str, Extent]:

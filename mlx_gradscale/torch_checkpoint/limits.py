@@ -1,4 +1,4 @@
-"""The error of this package's reader, and the bounds it holds a file to."""
+"""The error of this package's readers, and the bounds they hold a file to."""
 
 from dataclasses import dataclass
 
@@ -20,32 +20,61 @@ class Limits:
     """How much a file may ask for; every bound is far above real checkpoints.
 
     Args:
-        opcodes (int): Pickle instructions; those that make a dict or a set count
-            four times. A tensor takes about 40, so the default is room for some
-            200,000 tensors, and a file made of nothing but empty containers costs
-            at most 1 GB (100 bytes an instruction).
-        memo (int): Objects the pickle may refer back to.
+        operations (int): Pickle instructions, values that are copied, and the work of
+            finding a place for dict keys and set members (a 128th for each number or
+            tuple there whose hash can be chosen to be in the way). One takes some 2
+            microseconds. A tensor takes about 40, so the default is room for some
+            200,000 tensors.
+        memory (int): Bytes of all Python objects that the file makes, also of those
+            that it lets go again. The tensors' own data is not among them.
         depth (int): Containers inside containers.
-        nodes (int): Values in the object when everything shared is written out:
-            forty lists, each holding the previous one twice, are 2**40 values.
         pickle_bytes (int): Size of the pickle, and of the zip directory, which are
             held in memory. A text can take four times its bytes there.
         records (int): Records in the zip file; each storage is one.
-        hard_keys (int): Tuples and complex numbers as dict keys or set members;
-            their hashes can be made to collide, and collisions cost their square.
+        shared_bytes (int): With all that is shared written out wherever it is, the
+            object may take 64 times the pickle's size and this much more. Forty
+            lists, each holding the previous one twice, would be 2**40 values.
         extra_bytes (int): All tensors together may hold four times the file's size
             and this much more. Only views that repeat or overlap elements, such as
             expanded tensors, get near it.
     """
 
-    opcodes: int = 10_000_000
-    memo: int = 4_000_000
+    operations: int = 10_000_000
+    memory: int = 2**30
     depth: int = 128
-    nodes: int = 10_000_000
     pickle_bytes: int = 2**26
     records: int = 1_000_000
-    hard_keys: int = 4096
+    shared_bytes: int = 2**24
     extra_bytes: int = 2**30
 
 
 DEFAULT_LIMITS = Limits()
+
+
+class Budget:
+    """What is left of a file's ``operations`` and ``memory``.
+
+    There is one for a whole file, so that nothing can be had twice.
+    """
+
+    __slots__ = ("limits", "memory", "operations")
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.limits = limits
+        self.operations = limits.operations
+        self.memory = limits.memory
+
+    def take(self, memory: int = 0, operations: int = 0) -> None:
+        """Pay for something before it is done; raises when too little is left."""
+        self.memory -= memory
+        self.operations -= operations
+        if self.operations < 0:
+            raise CheckpointError(
+                f"the file takes more than {self.limits.operations} operations to "
+                "read; if it is to be trusted, raise limits.operations."
+            )
+        if self.memory < 0:
+            raise CheckpointError(
+                f"the objects in the file take more than {self.limits.memory} bytes "
+                "of memory; if it is to be trusted, raise limits.memory."
+            )

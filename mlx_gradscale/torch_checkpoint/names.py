@@ -30,13 +30,18 @@ class Name:
         self.arity = range(required, len(wanted) + 1)
 
 
-def call(name: Any, args: Any) -> Any:
-    """What REDUCE does: build the value of a name in the table, from a tuple."""
+def check_call(name: Any, args: Any) -> None:
+    """Raise unless this is a name of the table with as many arguments as it takes."""
     if not isinstance(name, Name) or name.build is None or type(args) is not tuple:
         what = name.path if isinstance(name, Name) else type(name).__name__
         raise CheckpointError(f"The file calls {what}, which is not a known function.")
     if len(args) not in name.arity:
         raise CheckpointError(f"The file calls {name.path} with {len(args)} arguments.")
+
+
+def call(name: Any, args: Any) -> Any:
+    """What REDUCE does: build the value of a name in the table, from a tuple."""
+    check_call(name, args)
     return name.build(*args)
 
 
@@ -143,6 +148,7 @@ _BUILDERS = {
 }
 TABLE: dict[str, Any] = {path: Name(path, build) for path, build in _BUILDERS.items()}
 TABLE |= {path: Name(path) for path in _TENSOR_CLASSES}
+COUNTER = TABLE["collections.Counter"]
 # Their members are checked one by one, so the reader builds these two itself.
 SET, FROZENSET = Name("builtins.set"), Name("builtins.frozenset")
 TABLE |= {SET.path: SET, FROZENSET.path: FROZENSET}
@@ -196,7 +202,9 @@ def storage_of(pid: Any) -> StorageRef:
         raise CheckpointError("The file refers to something other than a storage.")
     _, kind, key, _location, numel, *rest = pid
     known = isinstance(kind, Name) and (kind is UNTYPED or kind.element is not None)
-    if not known or type(key) is not str or not is_count(numel):
+    # Keys are numbers; each tensor's text holds its own.
+    known = known and type(key) is str and len(key) <= 64
+    if not known or not is_count(numel):
         raise CheckpointError("The file describes a storage in an unknown way.")
     storage = StorageRef(key, kind.element, numel, 0, numel)
     if not rest or rest[0] is None:

@@ -7,19 +7,29 @@ table; Python's own unpickler is not involved.
 
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from sys import getsizeof
 from typing import Any
 
-from .limits import CheckpointError, CutOffError, Limits
-from .names import FROZENSET, SET, call, look_up
+from .keys import Keys
+from .limits import Budget, CheckpointError, CutOffError
+from .names import COUNTER, FROZENSET, SET, call, check_call, look_up
+from .tensors import TensorRef
 
 _U8, _U16, _U32, _U64, _I32, _F64 = map(
     struct.Struct, ("B", "<H", "<I", "<Q", "<i", ">d")
 )
-_PLAIN_KEYS = frozenset({str, float, bool, bytes, type(None)})
-# A dict, an OrderedDict or a set takes about four times the memory of a number.
-_CONTAINER_COST = 4
+# Bytes for a place on the stack, in a list or in the memo, while it is growing.
+_PLACE = 16
+# An item of a container in a call's arguments, which may be copied to a table.
+_COPIED = 100
+# A tensor's reference, its text and its array, without the data.
+_TENSOR = 2000
+# What is kept of a container that can be met again.
+_SHARED = 300
+_CONTAINERS = frozenset({list, tuple, dict, OrderedDict, Counter, set, frozenset})
 _STOP = ord(".")
+_NOTHING = object()
 
 
 class PickleReader:
@@ -29,7 +39,7 @@ class PickleReader:
         data (bytes): The buffer.
         start (int): Where the pickle begins. After ``read``, ``position`` is its end.
         persistent_load (callable): Makes a value of a persistent id.
-        limits (Limits): How long and how large the pickle may be.
+        budget (Budget): What the file has left; the pickle takes from it.
     """
 
     def __init__(
@@ -37,28 +47,26 @@ class PickleReader:
         data: bytes,
         start: int,
         persistent_load: Callable[[Any], Any],
-        limits: Limits,
+        budget: Budget,
     ) -> None:
         self.data = data
         self.position = start
         self.persistent_load = persistent_load
-        self.limits = limits
+        self.budget = budget
+        self.keys = Keys(budget)
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-        self.budget = limits.opcodes
-        self.hard_keys = limits.hard_keys
+        # A list, not a dict: a file can choose the numbers.
+        self.memo: list[Any] = []
+        self.remembered = 0
+        # The containers and tensors that may be in the object more than once, by id.
+        self.shared: dict[int, Any] = {}
 
     def read(self) -> Any:
         start = self.position
         try:
             while (code := self.number(_U8)) != _STOP:
-                self.budget -= 1
-                if self.budget < 0:
-                    raise CheckpointError(
-                        f"the pickle has more than {self.limits.opcodes} instructions; "
-                        "if the file is to be trusted, raise limits.opcodes."
-                    )
+                self.budget.take(operations=1)
                 step = _STEPS.get(code)
                 if step is None:
                     raise CheckpointError(
@@ -114,66 +122,51 @@ class PickleReader:
 
     # Building values.
 
+    def push(self, value: Any) -> None:
+        """A new value, paid for by what it takes."""
+        self.budget.take(getsizeof(value) + _PLACE)
+        self.stack.append(value)
+
     def put(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
-        if len(self.memo) > self.limits.memo:
-            raise CheckpointError(
-                f"the pickle remembers more than {self.limits.memo} objects; "
-                "if the file is to be trusted, raise limits.memo."
-            )
+        value = self.stack[-1]
+        missing = index + 1 - len(self.memo)
+        if missing > 0:
+            self.budget.take(_PLACE * missing)
+            self.memo.extend([_NOTHING] * missing)
+        self.remembered += self.memo[index] is _NOTHING
+        self.memo[index] = value
 
     def get(self, index: int) -> None:
-        if index not in self.memo:
+        value = self.memo[index] if index < len(self.memo) else _NOTHING
+        if value is _NOTHING:
             raise CheckpointError(
                 f"the pickle refers to object {index}, which it has not."
             )
-        self.stack.append(self.memo[index])
-
-    def container(self, value: Any) -> None:
-        self.budget -= _CONTAINER_COST - 1
+        self.budget.take(_PLACE)
+        nests = type(value) in _CONTAINERS or type(value) is TensorRef
+        if nests and id(value) not in self.shared:
+            self.budget.take(_SHARED)
+            self.shared[id(value)] = value
         self.stack.append(value)
-
-    def check_key(self, key: Any) -> None:
-        kind = type(key)
-        if kind in _PLAIN_KEYS or (kind is int and key.bit_length() <= 64):
-            return
-        # The hashes of these can be chosen: n equal ones cost n * n comparisons.
-        self.hard_keys -= 1
-        if self.hard_keys < 0:
-            raise CheckpointError(
-                f"more than {self.limits.hard_keys} tuples or complex numbers are "
-                "dict keys or set members."
-            )
-        flat = kind is tuple and len(key) <= 64
-        if kind is not complex and not (flat and all(map(_is_flat, key))):
-            raise CheckpointError(
-                f"a dict key or set member is of type {kind.__name__}; only plain "
-                "values, integers of 64 bits and flat tuples of them can be."
-            )
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) not in (dict, OrderedDict, Counter) or len(items) % 2:
             raise CheckpointError(f"sets items of a {type(target).__name__}.")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            self.check_key(key)
+            self.keys.add(target, key)
             target[key] = value
 
     def extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
             raise CheckpointError(f"appends to a {type(self.stack[-1]).__name__}.")
+        self.budget.take(_PLACE * len(items))
         self.stack[-1].extend(items)
 
     def add_items(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not set:
             raise CheckpointError(f"adds to a {type(self.stack[-1]).__name__}.")
-        self.stack[-1].update(self.members(items))
-
-    def members(self, items: Iterable[Any]) -> list[Any]:
-        members = list(items)
-        for member in members:
-            self.check_key(member)
-        return members
+        self.keys.fill(self.stack[-1], items)
 
     def reduce(self) -> None:
         args = self.stack.pop()
@@ -181,11 +174,22 @@ class PickleReader:
         if name is SET or name is FROZENSET:
             if type(args) is not tuple or [type(a) for a in args] not in ([list], []):
                 raise CheckpointError(f"calls {name.path} with something not a list.")
-            make = set if name is SET else frozenset
-            value = make(self.members(args[0] if args else ()))
-        else:
-            value = call(name, args)
-        self.container(value)
+            members = self.keys.fill(set(), args[0] if args else ())
+            return self.push(members if name is SET else frozenset(members))
+        check_call(name, args)
+        for arg in args:
+            self.pay_for_copy(arg)
+        if name is COUNTER and type(args[0]) is dict:
+            self.keys.fill(set(), args[0])
+        value = call(name, args)
+        if type(value) is TensorRef:
+            self.budget.take(_TENSOR)
+        self.push(value)
+
+    def pay_for_copy(self, arg: Any) -> None:
+        """An argument can come from the memo any number of times."""
+        count = len(arg) if type(arg) in _CONTAINERS else 0
+        self.budget.take(getsizeof(arg) + _COPIED * count, count)
 
     def build(self) -> None:
         state = self.stack.pop()
@@ -193,28 +197,25 @@ class PickleReader:
         if type(target) is not OrderedDict or type(state) is not dict:
             raise CheckpointError(f"sets the state of a {type(target).__name__}.")
         # What nn.Module.state_dict() adds; other names could shadow methods.
-        if set(state) - {"_metadata"}:
+        if any(key != "_metadata" for key in state):
             raise CheckpointError(
                 "an OrderedDict has attributes other than _metadata; save it as a "
                 "plain dict."
             )
+        self.budget.take(_COPIED)
         target.__dict__.update(state)
 
     def global_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise CheckpointError("a name in the pickle is not text.")
-        self.stack.append(look_up(module, name))
+        self.push(look_up(module, name))
 
     def tuple_of(self, count: int) -> None:
         if len(self.stack) < count:
             raise IndexError
         items = tuple(self.stack[-count:])
-        self.stack[-count:] = [items]
-
-
-def _is_flat(value: Any) -> bool:
-    kind = type(value)
-    return kind in _PLAIN_KEYS or (kind is int and value.bit_length() <= 64)
+        del self.stack[-count:]
+        self.push(items)
 
 
 def _utf8(data: bytes) -> str:
@@ -238,7 +239,7 @@ def _proto(r: PickleReader) -> None:
 
 
 def _long1(r: PickleReader) -> None:
-    r.stack.append(int.from_bytes(r.take(r.number(_U8)), "little", signed=True))
+    r.push(int.from_bytes(r.take(r.number(_U8)), "little", signed=True))
 
 
 def _frame(r: PickleReader) -> None:
@@ -250,6 +251,7 @@ def _frame(r: PickleReader) -> None:
 def _mark(r: PickleReader) -> None:
     r.outer.append(r.stack)
     r.stack = []
+    r.budget.take(getsizeof(r.stack) + _PLACE)
 
 
 def _global(r: PickleReader) -> None:
@@ -274,51 +276,50 @@ def _append(r: PickleReader) -> None:
 
 def _tuple(r: PickleReader) -> None:
     items = r.to_mark()
-    r.stack.append(tuple(items))
+    r.push(tuple(items))
 
 
 def _frozenset(r: PickleReader) -> None:
-    members = r.members(r.to_mark())
-    r.container(frozenset(members))
+    r.push(frozenset(r.keys.fill(set(), r.to_mark())))
 
 
 _STEPS: dict[int, Callable[[PickleReader], None]] = {
     0x80: _proto,
     0x95: _frame,
     # Values.
-    ord("N"): lambda r: r.stack.append(None),
-    0x88: lambda r: r.stack.append(True),
-    0x89: lambda r: r.stack.append(False),
-    ord("K"): lambda r: r.stack.append(r.number(_U8)),
-    ord("M"): lambda r: r.stack.append(r.number(_U16)),
-    ord("J"): lambda r: r.stack.append(r.number(_I32)),
-    ord("G"): lambda r: r.stack.append(r.number(_F64)),
+    ord("N"): lambda r: r.push(None),
+    0x88: lambda r: r.push(True),
+    0x89: lambda r: r.push(False),
+    ord("K"): lambda r: r.push(r.number(_U8)),
+    ord("M"): lambda r: r.push(r.number(_U16)),
+    ord("J"): lambda r: r.push(r.number(_I32)),
+    ord("G"): lambda r: r.push(r.number(_F64)),
     0x8A: _long1,
     # Text: BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and Python 2's str.
-    ord("X"): lambda r: r.stack.append(_utf8(r.take(r.number(_U32)))),
-    0x8C: lambda r: r.stack.append(_utf8(r.take(r.number(_U8)))),
-    0x8D: lambda r: r.stack.append(_utf8(r.take(r.number(_U64)))),
-    ord("U"): lambda r: r.stack.append(_utf8(r.take(r.number(_U8)))),
-    ord("T"): lambda r: r.stack.append(_utf8(r.take(r.number(_U32)))),
+    ord("X"): lambda r: r.push(_utf8(r.take(r.number(_U32)))),
+    0x8C: lambda r: r.push(_utf8(r.take(r.number(_U8)))),
+    0x8D: lambda r: r.push(_utf8(r.take(r.number(_U64)))),
+    ord("U"): lambda r: r.push(_utf8(r.take(r.number(_U8)))),
+    ord("T"): lambda r: r.push(_utf8(r.take(r.number(_U32)))),
     # Bytes: BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8.
-    ord("B"): lambda r: r.stack.append(r.take(r.number(_U32))),
-    ord("C"): lambda r: r.stack.append(r.take(r.number(_U8))),
-    0x8E: lambda r: r.stack.append(r.take(r.number(_U64))),
-    0x96: lambda r: r.stack.append(bytearray(r.take(r.number(_U64)))),
+    ord("B"): lambda r: r.push(r.take(r.number(_U32))),
+    ord("C"): lambda r: r.push(r.take(r.number(_U8))),
+    0x8E: lambda r: r.push(r.take(r.number(_U64))),
+    0x96: lambda r: r.push(bytearray(r.take(r.number(_U64)))),
     # Containers.
     ord("("): _mark,
-    ord(")"): lambda r: r.stack.append(()),
+    ord(")"): lambda r: r.push(()),
     0x85: lambda r: r.tuple_of(1),
     0x86: lambda r: r.tuple_of(2),
     0x87: lambda r: r.tuple_of(3),
     ord("t"): _tuple,
-    ord("]"): lambda r: r.stack.append([]),
+    ord("]"): lambda r: r.push([]),
     ord("a"): _append,
     ord("e"): lambda r: r.extend(r.to_mark()),
-    ord("}"): lambda r: r.container({}),
+    ord("}"): lambda r: r.push({}),
     ord("s"): _set_item,
     ord("u"): lambda r: r.set_items(r.to_mark()),
-    0x8F: lambda r: r.container(set()),
+    0x8F: lambda r: r.push(set()),
     0x90: lambda r: r.add_items(r.to_mark()),
     0x91: _frozenset,
     # Names.
@@ -326,11 +327,11 @@ _STEPS: dict[int, Callable[[PickleReader], None]] = {
     0x93: _stack_global,
     ord("R"): lambda r: r.reduce(),
     ord("b"): lambda r: r.build(),
-    ord("Q"): lambda r: r.stack.append(r.persistent_load(r.stack.pop())),
+    ord("Q"): lambda r: r.push(r.persistent_load(r.stack.pop())),
     # References: BINPUT, LONG_BINPUT, MEMOIZE, BINGET, LONG_BINGET.
     ord("q"): lambda r: r.put(r.number(_U8)),
     ord("r"): lambda r: r.put(r.number(_U32)),
-    0x94: lambda r: r.put(len(r.memo)),
+    0x94: lambda r: r.put(r.remembered),
     ord("h"): lambda r: r.get(r.number(_U8)),
     ord("j"): lambda r: r.get(r.number(_U32)),
 }

@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from .dtypes import BY_MLX, BY_NUMPY, Element
-from .limits import DEFAULT_LIMITS
+from .keys import check_key
+from .limits import DEFAULT_LIMITS, CheckpointError
 from .tree import show_key
 
 Array = mx.array | np.ndarray
@@ -23,7 +24,6 @@ Array = mx.array | np.ndarray
 _BATCH = 1000  # how many items Python's pickler writes at once
 # Names, so that each is one object and is remembered.
 _LATIN1, _STORAGE, _CPU = "latin1", "storage", "cpu"
-_FLAT = frozenset({str, int, float, bool, bytes, complex, type(None)})
 
 
 class PickleWriter:
@@ -238,14 +238,10 @@ class PickleWriter:
             self._path.pop()
 
     def _check_key(self, key: Any) -> None:
-        parts = key if type(key) is tuple else (key,)
-        for part in parts:
-            wide = type(part) is int and part.bit_length() > 64
-            if type(part) not in _FLAT or wide or len(parts) > 64:
-                raise self._fail(
-                    f"has a key or member of type {type(key).__name__}; only plain "
-                    "values, integers of 64 bits and flat tuples of them can be."
-                )
+        try:
+            check_key(key)
+        except CheckpointError as error:
+            raise self._fail(f"cannot be saved: {error}") from None
 
     # Arrays.
 

@@ -7,10 +7,10 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 
 from .legacy_reader import read_legacy
-from .limits import DEFAULT_LIMITS, CheckpointError, Limits
+from .limits import DEFAULT_LIMITS, Budget, CheckpointError, Limits
 from .source import Source, open_source
-from .storages import Extent, StorageReader
-from .tree import TreeFinisher
+from .storages import Contents, StorageReader
+from .tree import TreeFinisher, written_limit
 from .zip_reader import read_zip
 
 
@@ -56,12 +56,15 @@ def load(
     _check_float64(float64)
     with open_source(file) as source:
         read = _format(source)
-        value, extents, big_endian = read(source, limits)
-        storages = StorageReader(source, extents, big_endian, float64, limits)
+        found = read(source, Budget(limits))
+        storages = StorageReader(
+            source, found.extents, found.big_endian, float64, limits
+        )
+        walk = limits, found.shared, written_limit(found.pickle_size, limits)
         # All of the object is checked before any memory is taken for its tensors.
-        value = TreeFinisher(storages.check, limits).finish(value)
+        TreeFinisher(storages.check, *walk).finish(found.value)
         storages.read()
-        value = TreeFinisher(storages.tensor, limits).finish(value)
+        value = TreeFinisher(storages.tensor, *walk).finish(found.value)
         storages.evaluate()
     return value
 
@@ -75,9 +78,7 @@ def _check_float64(dtype: mx.Dtype | None) -> None:
         )
 
 
-def _format(
-    source: Source,
-) -> Callable[[Source, Limits], tuple[Any, dict[str, Extent], bool]]:
+def _format(source: Source) -> Callable[[Source, Budget], Contents]:
     head = source.read(0, min(source.size, 265), "The file")
     if head[:4] == b"PK\x03\x04":
         return read_zip

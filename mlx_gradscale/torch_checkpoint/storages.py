@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +23,19 @@ class Extent(NamedTuple):
 
     offset: int
     size: int
+
+
+class Contents(NamedTuple):
+    """What a file says before its tensors are read.
+
+    ``shared`` is what ``value`` can hold more than once, by id.
+    """
+
+    value: Any
+    shared: Mapping[int, Any]
+    pickle_size: int
+    extents: Mapping[str, Extent]
+    big_endian: bool
 
 
 class _Storage(NamedTuple):

@@ -76,6 +76,11 @@ def is_count(value: Any) -> bool:
 
 
 def _check_sizes(values: Any, what: str) -> None:
+    # The length first: a long one could be checked again and again.
+    if type(values) is tuple and len(values) > MAX_NDIM:
+        raise CheckpointError(
+            f"A tensor has more than {MAX_NDIM} dimensions, which MLX cannot hold."
+        )
     if type(values) is not tuple or not all(is_count(v) for v in values):
         raise CheckpointError(f"A tensor's {what} is not a tuple of sizes.")
 
@@ -99,10 +104,9 @@ def view(
     _check_sizes(strides, "strides")
     if not is_count(offset) or len(shape) != len(strides):
         raise CheckpointError("A tensor's offset, shape and strides do not fit.")
-    if len(shape) > MAX_NDIM or any(size > MAX_DIM for size in shape):
+    if any(size > MAX_DIM for size in shape):
         raise CheckpointError(
-            f"A tensor has more than {MAX_NDIM} dimensions or one beyond "
-            f"{MAX_DIM}, which MLX cannot hold."
+            f"A tensor has a dimension beyond {MAX_DIM}, which MLX cannot hold."
         )
     if prod(max(size, 1) for size in shape) >= 2**62:
         raise CheckpointError("A tensor's size overflows 64 bits.")
@@ -115,7 +119,10 @@ def view(
             f"A tensor of shape {shape} with strides {strides} and offset {offset} "
             f"reaches outside its storage of {room} elements."
         )
-    return TensorRef(storage, element, offset, shape, strides, *_bits(metadata))
+    conj, neg = _bits(metadata)
+    if neg and element.name == "torch.bool":
+        raise CheckpointError("A bool tensor is marked as negative.")
+    return TensorRef(storage, element, offset, shape, strides, conj, neg)
 
 
 def element_named(dtype: Any) -> Element:
@@ -129,8 +136,9 @@ def _bits(metadata: Any) -> tuple[bool, bool]:
     """PyTorch's lazy conjugate and negative, kept as bits beside the data."""
     if metadata is None:
         return False, False
+    # PyTorch writes a bit only where it is set, and takes any value for that.
     if type(metadata) is not dict or not all(
-        key in ("conj", "neg") and type(bit) is bool for key, bit in metadata.items()
+        key in ("conj", "neg") and bit is True for key, bit in metadata.items()
     ):
         raise CheckpointError("A tensor carries metadata other than conj and neg.")
-    return metadata.get("conj", False), metadata.get("neg", False)
+    return "conj" in metadata, "neg" in metadata

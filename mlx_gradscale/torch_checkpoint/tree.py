@@ -1,7 +1,7 @@
 """Finish what the pickle built: check its shape, and put arrays for tensors."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +10,13 @@ from .limits import CheckpointError, Limits
 from .names import Name
 from .tensors import StorageRef, TensorRef
 
-_LEAVES = frozenset(
-    {str, int, float, bool, type(None), bytes, bytearray, complex, set, frozenset}
-)
+_TEXTS = frozenset({str, bytes, bytearray})
+_NUMBERS = frozenset({int, float, bool, type(None), complex})
+_DICTS = frozenset({dict, OrderedDict, Counter})
+_SETS = frozenset({set, frozenset})
+# What a value counts in an object that is written out, besides its text, and what
+# each byte of a pickle allows: an instruction that makes a value is one at least.
+_VALUE = 64
 
 
 def show_key(key: Any) -> str:
@@ -27,16 +31,25 @@ class TreeFinisher:
 
     Args:
         make_array (callable): Reads the tensor of a ``TensorRef``.
-        limits (Limits): How deep and how large the object may be.
+        limits (Limits): How deep the object may be.
+        shared (dict): What the object can hold more than once, by id. It keeps these
+            alive, so that no other object can get the id while the walk lasts.
+        written (int): How much the object may take with all that is shared written
+            out wherever it is.
     """
 
     def __init__(
-        self, make_array: Callable[[TensorRef], mx.array], limits: Limits
+        self,
+        make_array: Callable[[TensorRef], mx.array],
+        limits: Limits,
+        shared: Mapping[int, Any],
+        written: int,
     ) -> None:
         self._make_array = make_array
         self._limits = limits
+        self._shared = shared
+        self._written = written
         self._done: dict[int, tuple[Any, int, int]] = {}
-        self._keep: list[Any] = []
         self._open: set[int] = set()
         self._path: list[Any] = []
 
@@ -49,18 +62,26 @@ class TreeFinisher:
         return CheckpointError(f"At object{path}: {text}")
 
     def _visit(self, value: Any) -> tuple[Any, int, int]:
-        """The finished value, its height and its number of values."""
+        """The finished value, its height and what it takes when written out."""
         kind = type(value)
-        if kind in _LEAVES:
-            return value, 0, 1
+        if kind in _NUMBERS:
+            return value, 0, _VALUE
+        if kind in _TEXTS:
+            return value, 0, _VALUE + len(value)
         if id(value) in self._done:
             return self._done[id(value)]
-        # Kept, so that no other object can get the id while the walk lasts.
-        self._keep.append(value)
         if kind is TensorRef:
-            self._done[id(value)] = self._array(value), 0, 1
-            return self._done[id(value)]
-        if kind not in (dict, OrderedDict, Counter, list, tuple):
+            result = self._array(value), 0, _VALUE
+        elif kind in _SETS:
+            result = value, 0, _VALUE + sum(map(_key_size, value))
+        else:
+            result = self._visit_container(value)
+        if id(value) in self._shared:
+            self._done[id(value)] = result
+        return result
+
+    def _visit_container(self, value: Any) -> tuple[Any, int, int]:
+        if type(value) not in _DICTS and type(value) not in (list, tuple):
             raise self._fail(_what_is(value))
         if id(value) in self._open:
             raise self._fail("the object contains itself, which is not supported.")
@@ -69,7 +90,6 @@ class TreeFinisher:
         self._open.add(id(value))
         result = self._visit_items(value)
         self._open.discard(id(value))
-        self._done[id(value)] = result
         return result
 
     def _array(self, ref: TensorRef) -> mx.array:
@@ -79,37 +99,52 @@ class TreeFinisher:
             raise self._fail(str(error)) from None
 
     def _visit_items(self, value: Any) -> tuple[Any, int, int]:
-        height, count = 0, 1
-        finished = []
-        is_sequence = isinstance(value, (list, tuple))
-        items = list(enumerate(value) if is_sequence else value.items())
-        if type(value) is OrderedDict and hasattr(value, "_metadata"):
-            items.append(("_metadata", value._metadata))
-        for key, item in items:
+        height, size = 0, _VALUE
+        # Only what changes is kept beside the container: it may be a long one.
+        changed: dict[Any, Any] = {}
+        is_dict = type(value) in _DICTS
+        for key, item in value.items() if is_dict else enumerate(value):
             self._path.append(key)
-            item, item_height, item_count = self._visit(item)
+            finished, item_height, item_size = self._visit(item)
             self._path.pop()
-            finished.append(item)
-            height, count = max(height, item_height), count + item_count
+            if finished is not item:
+                changed[key] = finished
+            height, size = max(height, item_height), size + item_size
+            if is_dict:
+                size += _key_size(key)
+            self._check_size(size)
+        if type(value) is OrderedDict and hasattr(value, "_metadata"):
+            self._path.append("_metadata")
+            metadata, item_height, item_size = self._visit(value._metadata)
+            self._path.pop()
+            value._metadata = metadata
+            height, size = max(height, item_height), size + item_size
+            self._check_size(size)
         # A shared container was visited at another depth: its height tells.
         if len(self._open) + height > self._limits.depth:
             raise self._fail(f"containers are nested over {self._limits.depth} deep.")
-        if count > self._limits.nodes:
+        if changed and type(value) is tuple:
+            value = tuple(changed.get(i, item) for i, item in enumerate(value))
+        for key, item in changed.items() if type(value) is not tuple else ():
+            value[key] = item
+        return value, height + 1, size
+
+    def _check_size(self, size: int) -> None:
+        if size > self._written:
             raise self._fail(
-                f"the object has over {self._limits.nodes} values when shared ones "
-                "are written out."
+                f"the object takes over {self._written} bytes when what is shared is "
+                "written out; if the file is to be trusted, raise limits.shared_bytes."
             )
-        if type(value) is OrderedDict and hasattr(value, "_metadata"):
-            value._metadata = finished.pop()
-        if type(value) is tuple:
-            changed = any(a is not b for a, b in zip(value, finished, strict=True))
-            return (tuple(finished) if changed else value), height + 1, count
-        if type(value) is list:
-            value[:] = finished
-        else:
-            for (key, _), item in zip(items, finished, strict=False):
-                value[key] = item
-        return value, height + 1, count
+
+
+def written_limit(pickle_size: int, limits: Limits) -> int:
+    """How much the object of such a pickle may take when it is written out."""
+    return _VALUE * pickle_size + limits.shared_bytes
+
+
+def _key_size(key: Any) -> int:
+    parts = key if type(key) is tuple else (key,)
+    return _VALUE + sum(len(part) for part in parts if type(part) in _TEXTS)
 
 
 def _what_is(value: Any) -> str:

@@ -7,13 +7,13 @@ be read from it.
 
 import struct
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .limits import CheckpointError, Limits
+from .limits import Budget, CheckpointError, Limits
 from .names import storage_of
 from .pickle_reader import PickleReader
 from .source import Source
-from .storages import Extent
+from .storages import Contents, Extent
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -32,9 +32,13 @@ class _Entry(NamedTuple):
     is_stored: bool
 
 
-def read_zip(source: Source, limits: Limits) -> tuple[Any, dict[str, Extent], bool]:
-    """The pickled object, where its storages are, and whether it is big-endian."""
-    records = _records(source, limits)
+# Bytes that a record takes in memory, besides its name.
+_RECORD = 500
+
+
+def read_zip(source: Source, budget: Budget) -> Contents:
+    """The pickled object, and where its storages are."""
+    records = _records(source, budget)
     folder = _folder(records)
     if folder + "data.pkl" not in records:
         raise CheckpointError("This zip file is not a PyTorch checkpoint: no data.pkl.")
@@ -46,9 +50,9 @@ def read_zip(source: Source, limits: Limits) -> tuple[Any, dict[str, Extent], bo
         if order not in (b"little", b"big"):
             raise CheckpointError(f"The byte order {order!r} is unknown.")
     offset, size = records[folder + "data.pkl"]
-    _check_size("data.pkl", size, limits)
+    _check_size("data.pkl", size, budget.limits)
     pickle = source.read(offset, size, "data.pkl")
-    reader = PickleReader(pickle, 0, storage_of, limits)
+    reader = PickleReader(pickle, 0, storage_of, budget)
     value = reader.read()
     if reader.position != len(pickle):
         raise CheckpointError("There is data after the end of the pickle.")
@@ -58,18 +62,19 @@ def read_zip(source: Source, limits: Limits) -> tuple[Any, dict[str, Extent], bo
         for name, extent in records.items()
         if name.startswith(prefix)
     }
-    return value, extents, order == b"big"
+    return Contents(value, reader.shared, size, extents, order == b"big")
 
 
-def _records(source: Source, limits: Limits) -> dict[str, Extent]:
+def _records(source: Source, budget: Budget) -> dict[str, Extent]:
     """Where the data of each record is, in the order of the directory."""
     start, size, count = _find_directory(source)
-    if count > limits.records:
+    if count > budget.limits.records:
         raise CheckpointError(
-            f"The zip file has more than {limits.records} records; if the file is to "
-            "be trusted, raise limits.records."
+            f"The zip file has more than {budget.limits.records} records; if the file "
+            "is to be trusted, raise limits.records."
         )
-    _check_size("The zip directory", size, limits)
+    _check_size("The zip directory", size, budget.limits)
+    budget.take(_RECORD * count)
     directory = source.read(start, size, "The zip directory")
     entries: dict[str, _Entry] = {}
     at = 0

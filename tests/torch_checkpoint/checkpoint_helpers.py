@@ -123,6 +123,7 @@ def tensor(
     shape: tuple[int, ...] = (4,),
     strides: tuple[int, ...] = (1,),
     of: bytes | None = None,
+    metadata: bytes = b"",
 ) -> bytes:
     def sizes(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(map(integer, values)) + b"t"
@@ -136,5 +137,7 @@ def tensor(
         + sizes(strides)
         + b"\x89"
         + name("collections", "OrderedDict")
-        + b")RtR"
+        + b")R"
+        + metadata
+        + b"tR"
     )

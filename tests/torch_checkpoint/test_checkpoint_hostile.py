@@ -2,8 +2,6 @@
 
 import pickle
 import struct
-import subprocess
-import sys
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -176,17 +174,13 @@ def test_cycles_are_refused():
 def test_limits_hold():
     refused(pickled(b"N" + b"\x85" * 129), "nested over 128")
     assert torch_checkpoint.load(pickled(b"N" + b"\x85" * 128))
-    refused(pickled(b"]" * 100 + b"a" * 99), "instructions", limits=Limits(opcodes=150))
-    remembered = b"]\x94" * 50 + b"a" * 49
-    refused(pickled(remembered), "remembers more than 20", limits=Limits(memo=20))
+    lists = pickled(b"]" * 100 + b"a" * 99)
+    refused(lists, "more than 150 operations", limits=Limits(operations=150))
+    refused(lists, "more than 5000 bytes of memory", limits=Limits(memory=5000))
     long = pickled(b"N" + b"q\x00" * 100)
     refused(long, r"data\.pkl has 204 bytes", limits=Limits(pickle_bytes=200))
     refused(long, "directory has 122 bytes", limits=Limits(pickle_bytes=100))
     refused(ZIP, "more than 3 records", limits=Limits(records=3))
-    pair = integer(1) + integer(2) + b"\x86"
-    keys = b"}" + (pair + b"Ns") * 30
-    refused(pickled(keys), "more than 20 tuples", limits=Limits(hard_keys=20))
-    assert torch_checkpoint.load(pickled(keys)) == {(1, 2): None}
 
 
 def test_a_shared_container_counts_where_it_is_deepest():
@@ -201,14 +195,7 @@ def test_doubling_references_are_refused():
         b"(h" + bytes([i]) + b"h" + bytes([i]) + b"tq" + bytes([i + 1])
         for i in range(40)
     )
-    refused(pickled(b"(" + laughs + b"t"), "values when shared")
-
-
-def test_keys_whose_hashes_collide_are_bounded():
-    # All of these hash to 0: a million of them in a dict would take hours.
-    prime = 2**61 - 1
-    keys = b"".join(integer(i * prime) + b"N" for i in range(1, 20))
-    refused(pickled(b"}(" + keys + b"u"), "key or set member is of type int")
+    refused(pickled(b"(" + laughs + b"t"), "when what is shared is written out")
 
 
 # Tensors.
@@ -236,6 +223,7 @@ def test_keys_whose_hashes_collide_are_bounded():
         (tensor(of=storage(numel=-4)), "unknown way"),
         (tensor(of=storage(key="1")), "does not hold the tensor's data"),
         (tensor(of=storage(key="../../etc/passwd")), "does not hold"),
+        (tensor(of=storage(key="0" * 65)), "unknown way"),
         (tensor(of=b"N"), "not a storage"),
         (
             b"(" + tensor() + tensor(of=storage(kind="IntStorage")) + b"t",
@@ -254,6 +242,23 @@ def test_tensors_that_reach_outside(pickle, says):
 def test_bool_bytes_other_than_0_and_1():
     data = b"\x80\x02" + tensor(of=storage(kind="BoolStorage")) + b"."
     refused(pack({"data.pkl": data, "data/0": b"\x00\x01\x02\x01"}), "bool")
+
+
+@pytest.mark.parametrize("bit", [b"\x89", b"N", b"K\x01"])
+def test_metadata_that_pytorch_would_not_write(bit):
+    # PyTorch takes {"neg": False} for negative: what is meant cannot be told.
+    metadata = b"}" + text("neg") + bit + b"s"
+    refused(pickled(tensor(metadata=metadata)), "metadata other than conj and neg")
+    negative = torch_checkpoint.load(
+        pickled(tensor(metadata=b"}" + text("neg") + b"\x88s"))
+    )
+    assert str(negative.tolist()) == "[-0.0, -0.0, -0.0, -0.0]"
+
+
+def test_a_negative_bool_tensor():
+    bools = storage(kind="BoolStorage", numel=16)
+    pickle = tensor(of=bools, metadata=b"}" + text("neg") + b"\x88s")
+    refused(pickled(pickle), "bool tensor is marked as negative")
 
 
 def test_many_views_of_one_storage_are_bounded():
@@ -377,46 +382,6 @@ def test_sequential_files_that_lie():
     grown = LEGACY[: sizes[0]] + b"\x07" + LEGACY[sizes[0] + 1 :]
     with pytest.raises(CheckpointError):
         torch_checkpoint.load(grown)
-
-
-# Memory and time, where only another process can tell.
-
-BOMBS = {
-    "lists": b"(" + b"]" * 600_000 + b"t",
-    "marks": b"(" * 600_000,
-    "tuples": b"N" + b"\x85" * 600_000,
-    "sets": b"\x80\x04(" + b"\x8f" * 600_000 + b"t",
-    "dicts": b"(" + b"}" * 600_000 + b"t",
-    "memo": b"\x80\x04(" + b"]\x94" * 300_000 + b"t",
-    "ordered": b"("
-    + name("collections", "OrderedDict")
-    + b"q\x00"
-    + b"h\x00)R" * 150_000
-    + b"t",
-}
-MEASURE = """
-import resource, sys
-from mlx_gradscale import torch_checkpoint
-limits = torch_checkpoint.Limits(opcodes=300_000)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-try:
-    torch_checkpoint.load(sys.argv[1], limits=limits)
-except torch_checkpoint.CheckpointError:
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print((after - before) * (1 if sys.platform == "darwin" else 1024))
-"""
-
-
-@pytest.mark.parametrize("kind", BOMBS)
-def test_bombs_cost_at_most_a_hundred_bytes_an_instruction(kind, tmp_path):
-    path = tmp_path / "bomb.pt"
-    path.write_bytes(pickled(BOMBS[kind]))
-    measured = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True
-    )
-    assert measured.stderr == ""
-    # So that a longer file can reach 1 GB with the default limit, and no more.
-    assert int(measured.stdout) < 100 * 300_000
 
 
 # Random bytes, and random bytes in the right places.

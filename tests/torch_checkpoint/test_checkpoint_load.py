@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import CheckpointError
-from mlx_gradscale.torch_checkpoint.limits import DEFAULT_LIMITS
+from mlx_gradscale.torch_checkpoint.limits import DEFAULT_LIMITS, Budget
 from mlx_gradscale.torch_checkpoint.source import open_source
 from mlx_gradscale.torch_checkpoint.storages import StorageReader
 from mlx_gradscale.torch_checkpoint.zip_reader import read_zip
@@ -314,7 +315,7 @@ def test_files_beyond_4_gib(tmp_path):
         torch.save(obj, path)
     assert path.stat().st_size > 5 * 2**30
     with open_source(path) as source:
-        value, extents, big_endian = read_zip(source, DEFAULT_LIMITS)
+        value, _, _, extents, big_endian = read_zip(source, Budget())
         assert extents["0"].size == 5 * 2**30
         assert extents["1"].offset > 5 * 2**30
 
@@ -353,12 +354,26 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"a": torch.ones(LARGE)}, path)
     with open_source(path) as source:
-        value, extents, _ = read_zip(source, DEFAULT_LIMITS)
+        value, _, _, extents, _ = read_zip(source, Budget())
         reader = StorageReader(source, extents, False, None, DEFAULT_LIMITS)
         reader.check(value["a"])
-        os.truncate(path, extents["0"].offset + LARGE)
-        with pytest.raises(CheckpointError, match="became shorter"):
-            reader.read()
+        # So that one of the two threads that read finds nothing, then both.
+        for size in (LARGE, 0):
+            os.truncate(path, extents["0"].offset + size)
+            start = time.monotonic()
+            with pytest.raises(CheckpointError, match="became shorter"):
+                reader.read()
+            assert time.monotonic() - start < 5  # it stalled for 10
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(CheckpointError, match="is a pipe or a device"):
+        torch_checkpoint.load(tmp_path / "pipe.pt")
+    with pytest.raises(CheckpointError, match="is a pipe or a device"):
+        torch_checkpoint.load("/dev/zero")
+    with pytest.raises(IsADirectoryError):
+        torch_checkpoint.load(tmp_path)
 
 
 def test_a_file_object_that_fails(tmp_path):
