@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 from .aside import start_aside
 from .limits import CheckpointError
+from .locks import open_file
 
 # What is rounded, or written, at a time.
 CHUNK = 2**22
@@ -91,7 +92,7 @@ def open_source(file: "str | os.PathLike[str] | bytes | BinaryIO") -> Iterator[S
         yield Source(io.BytesIO(file))
     elif isinstance(file, (str, os.PathLike)):
         # Unbuffered: storages go straight into the arrays, without a copy.
-        with open(file, "rb", buffering=0) as raw:
+        with open(file, "rb", buffering=0, opener=open_file) as raw:
             yield Source(raw)
     elif hasattr(file, "readinto") and hasattr(file, "seek"):
         yield Source(file)
