@@ -12,10 +12,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from . import files, torch_optimizers
-from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run, read_torch
+from .array_files import read_arrays
+from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
 from .convert.parts import Part, PartsError, cut, find_parts, get
 from .convert.resume import current_groups
 from .convert.text import dtype, printable, shape, size, table
+from .convert.torch_folder import read_torch
 from .convert.whole import Run
 from .torch_optimizers import number
 
@@ -80,10 +82,7 @@ def _run_groups(run: Run) -> list[dict[str, Any]]:
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
-    try:
-        arrays, metadata = mx.load(str(path), return_metadata=True)
-    except RuntimeError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    arrays, metadata = read_arrays(path)
     found = {"kind": "safetensors", "tensors": _tensors(_sorted(arrays))}
     if metadata:
         found["metadata"] = metadata

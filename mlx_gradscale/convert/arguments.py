@@ -44,7 +44,8 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "--model": {
         "metavar": "MODULE:NAME",
         "help": "the MLX model, or a function that makes it: names, layouts and "
-        "shapes come from its layers",
+        "shapes come from its layers. This imports the module and calls the function: "
+        "it runs their code, which nothing else here does with any file",
     },
     "--conv": _pattern("convolution weights"),
     "--conv-transpose": _pattern("weights of transposed convolutions"),
