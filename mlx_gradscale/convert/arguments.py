@@ -33,7 +33,8 @@ _PATHS: dict[str, dict[str, Any]] = {
     "--torch-path": {
         "required": True,
         "type": Path,
-        "help": "a .pt file, or a folder of files as Accelerate writes it",
+        "help": "a .pt file, or a folder as Accelerate and Transformers' Trainer write "
+        "it",
     },
     "--mlx-path": {"required": True, "type": Path, "help": "a folder"},
     "--to": {"choices": ("mlx", "torch"), "help": "needed where both paths exist"},

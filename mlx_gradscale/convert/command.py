@@ -22,7 +22,7 @@ from .place import check_folder, contains
 from .resume import current_groups
 from .swap import refuse_hidden
 from .text import dtype, evaluate, printable, shape, table
-from .torch_folder import check_torch, read_torch, refuse_shards, write_torch
+from .torch_folder import read_rest, read_torch, torch_files, write_torch
 from .whole import Options, Run, from_torch, plan_of, to_torch
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
@@ -102,12 +102,13 @@ def direction(arguments: argparse.Namespace) -> str:
 def to_mlx_folder(arguments: argparse.Namespace) -> None:
     check_folder(arguments.mlx_path, arguments.overwrite)
     options, model = _options(arguments), _model(arguments.model)
-    refuse_shards(arguments.torch_path)
     checkpoint, notes = read_torch(arguments.torch_path, _float64(arguments))
     _check_accepted(arguments.accept, _groups_in(checkpoint, options))
     run = from_torch(checkpoint, model, options)
     run.record["folder"] = arguments.torch_path.is_dir()
-    _say(notes + run.notes)
+    rest, left = read_rest(arguments.torch_path, checkpoint)
+    run.record |= rest
+    _say(notes + left + run.notes)
     written = [arguments.mlx_path / name for name in run_files(run)]
     if arguments.dry_run:
         print(_plan(run, arguments.torch_path, arguments.mlx_path, written))
@@ -126,17 +127,17 @@ def to_torch_file(arguments: argparse.Namespace) -> None:
     _say(notes)
     is_folder = run.record.get("folder", False)
     place = (arguments.torch_path, checkpoint, is_folder, arguments.overwrite)
-    check_torch(*place)
+    files = torch_files(*place, run.record)
     if arguments.dry_run:
         if run.optimizer is not None and "optimizer" in run.record:
             run.record["optimizer"]["groups"] = current_groups(run)
         written = [arguments.torch_path]
         if is_folder:
-            written = [arguments.torch_path / name for name in checkpoint]
+            written = [arguments.torch_path / name for name in files]
         print(_plan(run, arguments.mlx_path, arguments.torch_path, written))
         return
     evaluate(_arrays(checkpoint))
-    write_torch(*place)
+    write_torch(*place, run.record)
     print(f"Wrote {printable(arguments.torch_path)}.")
 
 
@@ -164,7 +165,6 @@ def _check_accepted(accept: Sequence[str], groups: Sequence[Mapping[str, Any]]) 
 
 
 def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
-    refuse_shards(arguments.like)
     checkpoint, _ = read_torch(arguments.like, _float64(arguments))
     options = _options(arguments)
     # The pattern's own momentum is not used, so it may be missing.
@@ -172,7 +172,7 @@ def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
     options = Options(**{**vars(options), "accept": accept})
     run = from_torch(checkpoint, _model(arguments.model), options)
     run.record["folder"] = arguments.like.is_dir()
-    return run.record
+    return run.record | read_rest(arguments.like, checkpoint)[0]
 
 
 def _options(arguments: argparse.Namespace) -> Options:

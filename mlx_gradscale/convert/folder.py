@@ -21,8 +21,8 @@ from .jsonable import decode, encode
 from .passed import remember, settle
 from .place import check_folder, new_folder
 from .record import RunError, check_record
+from .shards import INDEX, shard_sets
 from .swap import refuse_hidden
-from .torch_folder import refuse_shards
 from .whole import Run
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -170,8 +170,9 @@ def _version(folder: Path) -> tuple[int, int] | None:
 
 def _read_files(folder: Path) -> Run:
     found = {name: _read_part(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
+    if found[MODEL] is None:
+        found[MODEL] = _read_shards(folder)
     if found[MODEL] is None and not (folder / SCALER).exists():
-        refuse_shards(folder)
         raise RunError(f"{folder} has neither {MODEL} nor {SCALER}.")
     run = Run(found[MODEL], found[OPTIMIZER], _read_scaler(folder / SCALER))
     if (folder / TRAINING).exists():
@@ -183,6 +184,16 @@ def _read_files(folder: Path) -> Run:
 def read_weights(path: Path) -> dict[str, mx.array] | None:
     """The arrays of a safetensors file; None if it is not there."""
     return read_arrays(path)[0] if path.exists() else None
+
+
+def _read_shards(folder: Path) -> dict[str, mx.array] | None:
+    """A model in several files, as mlx-lm writes it."""
+    try:
+        names = shard_sets([path.name for path in folder.iterdir()])
+    except ValueError as error:
+        raise RunError(f"{folder}: {error}") from error
+    found = [_read_part(folder / n) for n in names.get(f"{MODEL}{INDEX}", ())]
+    return {k: v for each in found for k, v in each.items()} or None
 
 
 def _read_part(path: Path) -> dict[str, mx.array] | None:

@@ -22,6 +22,8 @@ _MODEL_NAMES = (
     "weights",
     "model.safetensors",
     "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
 )
 
 

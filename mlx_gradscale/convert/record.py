@@ -15,6 +15,8 @@ from ..formats import FORMATS
 from ..layouts import LAYOUTS
 from ..torch_optimizers import ROWS, SCHEDULED
 from .parts import Part
+from .place import check_name
+from .shards import check_shards
 
 # Only a live run's record has these (see passed and rounding): not a file.
 LIVE = ("read", "pattern", "rounded")
@@ -54,6 +56,9 @@ def check_record(record: Mapping[str, Any]) -> None:
         _check_optimizer(record)
     if "checkpoint" in record:
         _check_parts(record)
+    for name in record.get("carried", {}):
+        check_name(name, "it")
+    check_shards(record.get("shards", {}))
 
 
 def _check(value: Any, schema: Any, where: str) -> None:
@@ -133,7 +138,13 @@ def _is_number(value: Any) -> bool:
     return type(value) in (bool, int, float) and not abs(value) > _LARGEST_NUMBER
 
 
+def _bytes(value: Any, where: str) -> None:
+    fits = isinstance(value, mx.array) and value.dtype == mx.uint8 and value.ndim == 1
+    _need(fits, where, "bytes", value)
+
+
 _text, _flag = _kind("a text", str), _kind("true or false", bool)
+_dict = _kind("a dict", dict)
 _RECORD = {
     "checkpoint?": _anything,
     "folder?": _flag,
@@ -157,6 +168,8 @@ _RECORD = {
         "fresh": {str: {str: _anything}},
     },
     "scaler?": {"format": _one_of(FORMATS)},
+    "carried?": {str: _bytes},
+    "shards?": {str: {"metadata": _dict, "files": {str: _text}}},
     "changed?": {str: _counts},
 }
 
