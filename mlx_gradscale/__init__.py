@@ -1,5 +1,6 @@
 """Safe float16 training for MLX: loss scaling, master weights, PyTorch checkpoints."""
 
+from . import uninterrupted  # noqa: F401 - first: it imports MLX
 from ._version import __version__
 from .compiled import compile_step
 from .finite import NonFinite, all_finite, nonfinite

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from . import torch_checkpoint
 from .torch_checkpoint.atomic import atomic_write
-from .torch_checkpoint.source import open_regular
+from .torch_checkpoint.locks import open_file
 
 # A scaler's state is some 300 bytes. Whatever unpacks to more is another file.
 _LARGEST = 2**20
@@ -44,7 +44,7 @@ def load_state(path: str | os.PathLike) -> dict[str, Any]:
         ValueError: The file is not what its suffix says.
     """
     _, decode = _format(path)
-    with open_regular(path) as file:
+    with open(path, "rb", opener=open_file) as file:
         try:
             source = gzip.GzipFile(fileobj=file) if _is_gzip(path) else file
             state = decode(_read(source))

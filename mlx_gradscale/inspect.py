@@ -11,13 +11,14 @@ from typing import Any
 import mlx.core as mx
 
 from . import files, torch_optimizers
-from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run, read_torch
+from .array_files import read_arrays
+from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
 from .convert.parts import Part, PartsError, cut, find_parts, get
 from .convert.passed import leaves
 from .convert.resume import current_groups
 from .convert.text import dtype, printable, shape, size, table
+from .convert.torch_folder import read_torch
 from .convert.whole import Run
-from .safetensors_file import load_safetensors
 from .torch_optimizers import number
 
 
@@ -81,7 +82,7 @@ def _run_groups(run: Run) -> list[dict[str, Any]]:
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
-    arrays, metadata = load_safetensors(path)
+    arrays, metadata = read_arrays(path)
     found = {"kind": "safetensors", "tensors": _tensors(_sorted(arrays))}
     if metadata:
         found["metadata"] = metadata

@@ -139,7 +139,14 @@ class Entry:
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """The PyTorch tensor of the MLX arrays, weight or moment."""
-        return LAYOUTS[self.layout].to_torch([arrays[name] for name in self.places[0]])
+        parts = [arrays[name] for name in self.places[0]]
+        try:
+            return LAYOUTS[self.layout].to_torch(parts)
+        except (IndexError, ValueError) as error:
+            raise LayoutError(
+                f"{self.mlx[0]} has shape {parts[0].shape}, which has no layout "
+                f"{self.layout!r} to undo: {error}"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -1,50 +1,29 @@
-"""Read a safetensors file with MLX, which trusts it not to hold a byte twice."""
+"""Check a safetensors file, which MLX trusts not to hold a byte twice."""
 
 import os
 import struct
-from typing import Any
-
-import mlx.core as mx
+from typing import Any, BinaryIO
 
 from .bounded_json import parse
-from .torch_checkpoint.source import open_regular
 
 _LENGTH = struct.Struct("<Q")
 # As the safetensors library has it.
 _LONGEST_HEADER = 100_000_000
 
 
-def load_safetensors(
-    path: str | os.PathLike,
-) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Return the arrays of a file, read when they are used, and its metadata.
+def check_apart(file: BinaryIO) -> None:
+    """Raise if this is no safetensors file, or if its tensors overlap.
 
     MLX checks that each tensor lies in the file, but not that they lie apart: a
     header can name the same 4 MB two thousand times, which are then 8 GB.
 
     Args:
-        path (str or PathLike): The file.
+        file (BinaryIO): The file, at its start.
 
     Raises:
-        ValueError: It is no safetensors file, or its tensors overlap.
-
-    Example:
-
-        >>> import os, tempfile
-        >>> path = os.path.join(tempfile.mkdtemp(), "a.safetensors")
-        >>> mx.save_safetensors(path, {"w": mx.zeros(3)})
-        >>> load_safetensors(path)[0]["w"].shape
-        (3,)
+        ValueError: Says which.
     """
-    try:
-        with open_regular(path) as file:
-            _check(_header(file, os.fstat(file.fileno()).st_size))
-        return mx.load(os.fspath(path), format="safetensors", return_metadata=True)
-    except (RuntimeError, ValueError, TypeError) as error:
-        # MLX raises RuntimeError, and TypeError for metadata that is not text.
-        raise ValueError(
-            f"{os.fspath(path)} is not a safetensors file: {error}"
-        ) from error
+    _check(_header(file, os.fstat(file.fileno()).st_size))
 
 
 def _header(file: Any, size: int) -> Any:

@@ -107,7 +107,8 @@ def go_on(name, model, run, steps):
         logits = logits.reshape(-1, logits.shape[-1])
         return nn.losses.cross_entropy(logits, y.reshape(-1), reduction="mean") * factor
 
-    value_and_grad = run.scaler.value_and_grad(model, loss_fn)
+    # PyTorch's way, in which a loss that is inf backs the scale off as there.
+    value_and_grad = nn.value_and_grad(model, run.scaler.scale_loss(loss_fn))
     for number in steps:
         x, y = map(mx.array, batch(kind, number))
         factor = float("inf") if number in OVERFLOWS else 1.0

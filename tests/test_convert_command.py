@@ -203,20 +203,6 @@ def test_errors_in_a_folder_name_the_file(tmp_path, capsys):
         assert str(path) in fails(capsys, *where)
 
 
-def test_shards_are_to_be_merged(tmp_path, capsys):
-    there = tmp_path / "there"
-    there.mkdir()
-    for i, name in enumerate(("a", "b")):
-        path = there / f"model-0000{i + 1}-of-00002.safetensors"
-        mx.save_safetensors(str(path), {name: mx.zeros(2)})
-    target = str(tmp_path / "run")
-    for source in (there, path):
-        where = ["--torch-path", str(source), "--mlx-path", target]
-        assert "merge them" in fails(capsys, *where)
-    where = ["--torch-path", str(tmp_path / "a.pt"), "--mlx-path", str(there)]
-    assert "merge them" in fails(capsys, *where)
-
-
 def test_a_refused_setting_can_be_accepted(tmp_path, capsys):
     checkpoint = usual()
     checkpoint["optimizer"]["param_groups"][0]["maximize"] = True

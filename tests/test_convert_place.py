@@ -206,7 +206,7 @@ for _ in range(60):
 @pytest.mark.parametrize("way", ["one step", "renames"])
 def test_two_processes_that_write_lose_nothing(way, tmp_path):
     run = tmp_path / "run"
-    write_run(run, Run({"w": mx.ones(2)}, scaler={"scale": 0.0}, record={"who": 0.0}))
+    write_run(run, Run({"w": mx.ones(2)}, scaler={"scale": 3.0}, record={"who": 3.0}))
     names = {f"{i}.txt" for i in range(8)}
     for name in names:
         (run / name).write_text(name)

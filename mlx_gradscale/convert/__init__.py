@@ -2,7 +2,8 @@
 
 from ..layouts import Choices
 from .command import main
-from .folder import read_run, read_torch, write_run, write_torch
+from .folder import read_run, write_run
+from .record import RunError
 from .resume import (
     Resumed,
     build_optimizer,
@@ -10,6 +11,7 @@ from .resume import (
     load_run,
     save_run,
 )
+from .torch_folder import read_torch, write_torch
 from .whole import Options, Run, from_torch, to_torch
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Options",
     "Resumed",
     "Run",
+    "RunError",
     "build_optimizer",
     "from_torch",
     "load_optimizer_state",

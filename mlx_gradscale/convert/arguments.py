@@ -33,7 +33,8 @@ _PATHS: dict[str, dict[str, Any]] = {
     "--torch-path": {
         "required": True,
         "type": Path,
-        "help": "a .pt file, or a folder of files as Accelerate writes it",
+        "help": "a .pt file, or a folder as Accelerate and Transformers' Trainer write "
+        "it",
     },
     "--mlx-path": {"required": True, "type": Path, "help": "a folder"},
     "--to": {"choices": ("mlx", "torch"), "help": "needed where both paths exist"},
@@ -44,7 +45,8 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "--model": {
         "metavar": "MODULE:NAME",
         "help": "the MLX model, or a function that makes it: names, layouts and "
-        "shapes come from its layers",
+        "shapes come from its layers. This imports the module and calls the function: "
+        "it runs their code, which nothing else here does with any file",
     },
     "--conv": _pattern("convolution weights"),
     "--conv-transpose": _pattern("weights of transposed convolutions"),

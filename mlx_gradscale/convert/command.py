@@ -1,8 +1,6 @@
 """The command ``mlx_gradscale.convert``: checkpoints between PyTorch and MLX."""
 
 import argparse
-import importlib
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +13,15 @@ import mlx.nn as nn
 from ..layouts import Choices
 from ..torch_optimizers import number
 from .arguments import ACCEPTED, parser
-from .folder import (
-    TRAINING,
-    check_run,
-    check_torch,
-    read_run,
-    read_torch,
-    refuse_shards,
-    write_run,
-    write_torch,
-)
+from .folder import read_run, run_files, write_run
+from .import_here import import_here
 from .parts import find_parts, get
 from .passed import PATTERN, leaves
 from .place import check_folder, contains
 from .resume import current_groups
 from .swap import refuse_hidden
 from .text import dtype, evaluate, printable, shape, table
+from .torch_folder import read_rest, read_torch, torch_files, write_torch
 from .whole import Options, Run, from_torch, plan_of, to_torch
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
@@ -110,15 +101,16 @@ def direction(arguments: argparse.Namespace) -> str:
 def to_mlx_folder(arguments: argparse.Namespace) -> None:
     check_folder(arguments.mlx_path, arguments.overwrite)
     options, model = _options(arguments), _model(arguments.model)
-    refuse_shards(arguments.torch_path)
     checkpoint, notes = read_torch(arguments.torch_path, _float64(arguments))
     _check_accepted(arguments.accept, _groups_in(checkpoint, options))
     run = from_torch(checkpoint, model, options)
     run.record["folder"] = arguments.torch_path.is_dir()
-    _say(notes + run.notes)
-    check_run(run)
+    rest, left = read_rest(arguments.torch_path, checkpoint)
+    run.record |= rest
+    _say(notes + left + run.notes)
+    written = [arguments.mlx_path / name for name in run_files(run)]
     if arguments.dry_run:
-        print(_plan(run, arguments.torch_path, arguments.mlx_path))
+        print(_plan(run, arguments.torch_path, arguments.mlx_path, written))
         return
     write_run(arguments.mlx_path, run, arguments.overwrite, evaluate)
     print(f"Wrote {printable(arguments.mlx_path)}.")
@@ -130,22 +122,21 @@ def to_torch_file(arguments: argparse.Namespace) -> None:
         used = run.record.get("used")
         run.record = {**_record_like(arguments), "used": used, PATTERN: True}
     _check_accepted(arguments.accept, _recorded_groups(run.record))
-    try:
-        checkpoint, notes = to_torch(run, arguments.accept)
-    except (KeyError, AttributeError, IndexError, TypeError) as error:
-        place, kind = arguments.mlx_path / TRAINING, type(error).__name__
-        raise ValueError(f"{place} is damaged: {kind}: {error}") from error
+    checkpoint, notes = to_torch(run, arguments.accept)
     _say(notes)
-    is_folder = bool(run.record.get("folder"))
+    is_folder = run.record.get("folder", False)
     place = (arguments.torch_path, checkpoint, is_folder, arguments.overwrite)
-    check_torch(*place)
+    files = torch_files(*place, run.record)
     if arguments.dry_run:
         if run.optimizer is not None and "optimizer" in run.record:
             run.record["optimizer"]["groups"] = current_groups(run)
-        print(_plan(run, arguments.mlx_path, arguments.torch_path))
+        written = [arguments.torch_path]
+        if is_folder:
+            written = [arguments.torch_path / name for name in files]
+        print(_plan(run, arguments.mlx_path, arguments.torch_path, written))
         return
     evaluate(_arrays(checkpoint))
-    write_torch(*place)
+    write_torch(*place, run.record)
     print(f"Wrote {printable(arguments.torch_path)}.")
 
 
@@ -173,7 +164,6 @@ def _check_accepted(accept: Sequence[str], groups: Sequence[Mapping[str, Any]]) 
 
 
 def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
-    refuse_shards(arguments.like)
     checkpoint, _ = read_torch(arguments.like, _float64(arguments))
     options = _options(arguments)
     # The pattern's own momentum is not used, so it may be missing.
@@ -181,7 +171,7 @@ def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
     options = Options(**{**vars(options), "accept": accept})
     run = from_torch(checkpoint, _model(arguments.model), options)
     run.record["folder"] = arguments.like.is_dir()
-    return run.record
+    return run.record | read_rest(arguments.like, checkpoint)[0]
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -232,9 +222,7 @@ def _model(place: str | None) -> nn.Module | None:
     module, colon, name = place.partition(":")
     if not colon:
         raise ValueError(f"--model {place}: give it as MODULE:NAME.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    holder = _users(place, lambda: importlib.import_module(module))
+    holder = _users(place, lambda: import_here(module))
     if not hasattr(holder, name):
         raise ValueError(f"--model {place}: {module} has no {name}.")
     made = getattr(holder, name)
@@ -268,7 +256,7 @@ def _say(notes: Sequence[str]) -> None:
         print(f"[WARNING] {printable(note)}", file=sys.stderr)
 
 
-def _plan(run: Run, source: Path, target: Path) -> str:
+def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
     lines = [printable(f"{source} -> {target}")]
     if run.weights is not None and "model" in run.record:
         plan = plan_of(run.record)
@@ -295,4 +283,6 @@ def _plan(run: Run, source: Path, target: Path) -> str:
     if run.scaler is not None:
         rows = run.scaler.items()
         lines += ["", table(("scaler", ""), rows)]
+    rows = [(path, "replaced" if path.exists() else "new") for path in written]
+    lines += ["", table(("file", ""), rows)]
     return "\n".join(lines)

@@ -1,36 +1,45 @@
-"""Runs as folders of files: MLX's on one side, PyTorch's file or folder on the other.
+"""MLX's side of a run: a folder of files.
 
 Every write is all or nothing: a folder is built beside its place and then takes it.
 """
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import mlx.core as mx
 
-from .. import files, torch_checkpoint
+from .. import files
+from ..array_files import read_arrays, write_arrays
 from ..bounded_json import parse
-from ..safetensors_file import load_safetensors
+from ..scale import FIELDS, TORCH_KEYS, check
 from ..torch_checkpoint.atomic import atomic_write
-from ..torch_checkpoint.source import open_regular
+from ..torch_checkpoint.locks import open_file
 from .jsonable import decode, encode
-from .parts import Unordered
 from .passed import remember, settle
-from .place import check_file, check_folder, new_folder
-from .swap import bring_back, refuse_hidden
+from .place import check_folder, new_folder
+from .record import RunError, check_record
+from .shards import INDEX, shard_sets
+from .swap import refuse_hidden
 from .whole import Run
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SCALER, TRAINING, EXTRA = "scaler.json", "training.json", "extra.safetensors"
 OURS = (MODEL, OPTIMIZER, SCALER, TRAINING, EXTRA)
 _FORMAT, _VERSION = "mlx_gradscale", 1
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-_SHARD = re.compile(r"-(\d+)-of-(\d+)\.\w+$")
+# What decoding a damaged record may raise; RuntimeError is MLX's std::bad_cast.
+_DAMAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    RuntimeError,
+)
+_SCALER_KEYS = {*TORCH_KEYS, *(k for k in FIELDS if k not in TORCH_KEYS.values())}
 
 Progress = Callable[[dict[str, mx.array]], None]
 
@@ -60,24 +69,47 @@ def write_run(
         ['model.safetensors', 'training.json']
         3
     """
+    contents = _contents(run)
+    check_folder(folder, overwrite)
+    with new_folder(folder, OURS, overwrite) as place:
+        for name, content in contents.items():
+            if name == SCALER:
+                files.save_state(place / name, content)
+            elif name == TRAINING:
+                with atomic_write(place / name) as file:
+                    file.write(content)
+            else:
+                if progress is not None:
+                    progress(content)
+                write_arrays(place / name, content, {"format": "mlx"})
+
+
+def run_files(run: Run) -> list[str]:
+    """The names of the files that :func:`write_run` writes.
+
+    Example:
+        >>> run_files(Run(weights={"w": mx.ones(2)}))
+        ['model.safetensors', 'training.json']
+    """
+    return list(_contents(run))
+
+
+def _contents(run: Run) -> dict[str, Any]:
+    """What goes into each file, in the order in which they are written."""
+    check_run(run)
     extra: dict[str, mx.array] = {}
     record = {"format": _FORMAT, "version": _VERSION}
     settled = settle(run.record, run.optimizer)
     record |= {key: encode(value, extra, key) for key, value in settled.items()}
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    arrays = {MODEL: run.weights, OPTIMIZER: run.optimizer, EXTRA: extra or None}
-    check_run(run)
-    check_folder(folder, overwrite)
-    bring_back(folder, OURS)
-    with new_folder(folder, OURS, overwrite) as place:
-        for name, content in arrays.items():
-            if content is not None:
-                if progress is not None:
-                    progress(content)
-                mx.save_safetensors(str(place / name), content, {"format": "mlx"})
-        if run.scaler is not None:
-            files.save_state(place / SCALER, run.scaler)
-        (place / TRAINING).write_text(text)
+    found = {
+        MODEL: run.weights,
+        OPTIMIZER: run.optimizer,
+        EXTRA: extra or None,
+        SCALER: run.scaler,
+        TRAINING: text.encode(),
+    }
+    return {name: content for name, content in found.items() if content is not None}
 
 
 def check_run(run: Run) -> None:
@@ -100,19 +132,22 @@ def read_run(folder: str | os.PathLike) -> Run:
 
     Returns:
         Run: its arrays are read when they are used.
+
+    Raises:
+        RunError: it is no such folder, or its files are damaged.
     """
     folder = Path(folder)
     refuse_hidden(folder)
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         target = folder.with_suffix("") if folder.suffix else f"{folder}-mlx"
         paths = f"--torch-path {quote(str(folder))} --mlx-path {quote(str(target))}"
-        raise ValueError(
+        raise RunError(
             f"{folder} is a file, not the folder of an MLX run. Convert a PyTorch "
             f"checkpoint first: mlx_gradscale.convert {paths} --model MODULE:NAME"
         )
     while True:
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder.")
+            raise RunError(f"{folder} is not a folder.")
         before = _version(folder)
         try:
             run = _read_files(folder)
@@ -135,165 +170,70 @@ def _version(folder: Path) -> tuple[int, int] | None:
 
 
 def _read_files(folder: Path) -> Run:
-    found = {name: read_weights(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
+    found = {name: _read_part(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
+    if found[MODEL] is None:
+        found[MODEL] = _read_shards(folder)
     if found[MODEL] is None and not (folder / SCALER).exists():
-        refuse_shards(folder)
-        raise ValueError(f"{folder} has neither {MODEL} nor {SCALER}.")
-    scaler = files.load_state(folder / SCALER) if (folder / SCALER).exists() else None
-    run = Run(found[MODEL], found[OPTIMIZER], scaler)
+        raise RunError(f"{folder} has neither {MODEL} nor {SCALER}.")
+    run = Run(found[MODEL], found[OPTIMIZER], _read_scaler(folder / SCALER))
     if (folder / TRAINING).exists():
         run.record = _read_record(folder / TRAINING, found[EXTRA] or {})
         remember(run.record)
     return run
 
 
-def read_torch(
-    path: str | os.PathLike, float64: mx.Dtype | None = None
-) -> tuple[Any, list[str]]:
-    """Reads a PyTorch checkpoint: a file, or a folder of them (Accelerate's).
-
-    A folder becomes a dict from file name to content.
-
-    Args:
-        path: the file or folder.
-        float64: what double precision becomes, as in ``torch_checkpoint.load``.
-
-    Returns:
-        tuple: the checkpoint, and sentences for the user.
-    """
-    path = Path(path)
-    refuse_hidden(path)
-    if not path.is_dir():
-        return _read_torch_file(path, float64), []
-    content: dict[str, Any] = {}
-    skipped = []
-    for file in sorted(path.iterdir()):
-        if file.suffix in _TORCH_SUFFIXES:
-            content[file.name] = _read_torch_file(file, float64)
-        else:
-            skipped.append(file.name)
-    if not content:
-        raise ValueError(f"{path} holds no PyTorch files.")
-    note = f"Left out, as no checkpoint files: {', '.join(skipped)}."
-    return content, [note] if skipped else []
-
-
-def write_torch(
-    path: str | os.PathLike,
-    checkpoint: Any,
-    is_folder: bool = False,
-    overwrite: bool = False,
-) -> None:
-    """Writes a PyTorch checkpoint: a file, or a folder of them.
-
-    Args:
-        path: the file or folder; if it is there, ``overwrite`` must be True.
-        checkpoint: for a folder, a dict from file name to content.
-        is_folder: whether to write a folder.
-        overwrite: replace what is there.
-    """
-    path = Path(path)
-    check_torch(path, checkpoint, is_folder, overwrite)
-    if not is_folder:
-        _write_torch_file(path, checkpoint)
-        return
-    with new_folder(path, checkpoint.keys(), overwrite) as place:
-        for name, content in checkpoint.items():
-            _write_torch_file(place / name, content)
-
-
-def check_torch(
-    path: str | os.PathLike,
-    checkpoint: Any,
-    is_folder: bool = False,
-    overwrite: bool = False,
-) -> None:
-    """Raises what :func:`write_torch` would, before anything is written."""
-    path = Path(path)
-    if not is_folder:
-        check_file(path, overwrite)
-        checkpoint = {path.name: checkpoint}
-    elif check_folder(path, overwrite).is_dir():
-        found = {p.name for p in path.iterdir() if p.suffix in _TORCH_SUFFIXES}
-        spare = sorted(found - checkpoint.keys())
-        if spare:
-            raise FileExistsError(
-                f"{path} holds {', '.join(spare)}, which this run has not: it would "
-                "be taken for a part of it. Remove it, or give another folder."
-            )
-    for name, content in checkpoint.items():
-        if name.lower().endswith(".safetensors") and not _is_flat(content):
-            raise ValueError(
-                f"{name}: a safetensors file holds named tensors and nothing else, "
-                "this checkpoint holds more. Give a path that ends in .pt."
-            )
-
-
-def refuse_shards(path: str | os.PathLike) -> None:
-    """Raises on a model in several files, in a folder or as one of them."""
-    path = Path(path)
-    names = [p.name for p in path.iterdir()] if path.is_dir() else [path.name]
-    for name in sorted(names):
-        found = _SHARD.search(name)
-        if found and int(found[2]) > 1:
-            raise ValueError(
-                f"{path} has a model in {int(found[2])} files, as {name}: merge them "
-                "into one first (load it in PyTorch and save its state_dict)."
-            )
-
-
 def read_weights(path: Path) -> dict[str, mx.array] | None:
     """The arrays of a safetensors file; None if it is not there."""
+    return read_arrays(path)[0] if path.exists() else None
+
+
+def _read_shards(folder: Path) -> dict[str, mx.array] | None:
+    """A model in several files, as mlx-lm writes it."""
+    try:
+        names = shard_sets([path.name for path in folder.iterdir()])
+    except ValueError as error:
+        raise RunError(f"{folder}: {error}") from error
+    found = [_read_part(folder / n) for n in names.get(f"{MODEL}{INDEX}", ())]
+    return {k: v for each in found for k, v in each.items()} or None
+
+
+def _read_part(path: Path) -> dict[str, mx.array] | None:
+    try:
+        return read_weights(path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+
+
+def _read_scaler(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    return load_safetensors(path)[0]
-
-
-def _read_torch_file(path: Path, float64: mx.Dtype | None) -> Any:
-    if path.suffix == ".safetensors":
-        if not path.exists():
-            raise FileNotFoundError(f"There is no {path}.")
-        return Unordered(sorted(read_weights(path).items()))
     try:
-        return torch_checkpoint.load(path, float64=float64)
-    except torch_checkpoint.CheckpointError as error:
-        raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
-
-
-def _write_torch_file(path: Path, content: Any) -> None:
-    try:
-        if path.suffix.lower() == ".safetensors":
-            with atomic_write(path) as file:
-                # Transformers and Accelerate refuse a file without this word.
-                mx.save_safetensors(file, dict(content), {"format": "pt"})
-        else:
-            torch_checkpoint.save(path, content)
-    except OSError as error:  # it names a hidden temporary file
-        raise OSError(f"Cannot write {path}: {error.strerror or error}.") from error
-
-
-def _is_flat(content: Any) -> bool:
-    return isinstance(content, Mapping) and all(
-        isinstance(key, str) and isinstance(value, mx.array)
-        for key, value in content.items()
-    )
+        state = files.load_state(path)
+        check({TORCH_KEYS.get(k, k): v for k, v in state.items() if k in _SCALER_KEYS})
+    except _DAMAGE as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+    return state
 
 
 def _read_record(path: Path, extra: dict[str, mx.array]) -> dict[str, Any]:
     try:
-        with open_regular(path) as file:
+        with open(path, "rb", opener=open_file) as file:
             record = parse(file.read())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise RunError(f"{path} is not JSON: {error}") from error
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
-        raise ValueError(f"{path} was not written by mlx_gradscale.")
+        raise RunError(f"{path} was not written by mlx_gradscale.")
     if record.get("version") != _VERSION:
-        raise ValueError(f"{path} has version {record.get('version')}, not {_VERSION}.")
+        raise RunError(f"{path} has version {record.get('version')}, not {_VERSION}.")
     try:
-        return {
+        decoded = {
             key: decode(value, extra)
             for key, value in record.items()
             if key not in ("format", "version")
         }
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        check_record(decoded)
+    except _DAMAGE as error:
+        said = f"a value in it cannot be read ({error!r})"
+        said = str(error) if isinstance(error, RunError) else said
+        raise RunError(f"{path} is damaged: {said}.") from error
+    return decoded

@@ -2,10 +2,12 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..layouts import Plan
 from .parts import Unordered
@@ -30,6 +32,7 @@ def parameter_names(
     plan: Plan,
     names: Iterable[str] | None = None,
     rename: Callable[[str], str] = lambda name: name,
+    order: Sequence[str] | None = None,
 ) -> tuple[dict[int, str], list[str]]:
     """Finds the PyTorch name behind each index of an optimizer's state.
 
@@ -40,6 +43,8 @@ def parameter_names(
         names: all names in the optimizer's order, where they are known.
         rename: what the user makes of a name; names that it makes equal (with and
             without a wrapper's prefix, say) are taken for each other.
+        order: the names of ``tensors`` in the MLX model's order (:func:`mlx_order`),
+            for a file that does not keep PyTorch's.
 
     Returns:
         tuple: index -> name in ``tensors``; and sentences for the user, where the
@@ -58,15 +63,75 @@ def parameter_names(
         ({0: 'b', 1: 'a'}, [])
     """
     groups = state_dict["param_groups"]
+    keys = _indices(state_dict)
+    if keys and all(isinstance(key, str) for key in keys):
+        # FullyShardedDataParallel's and torch.distributed's: the keys are the names.
+        return _given(state_dict, keys, tensors, plan, rename), []
     if names is not None:
         return _given(state_dict, list(names), tensors, plan, rename), []
     if all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
         saved = [name for group in groups for name in group["param_names"]]
         return _given(state_dict, saved, tensors, plan, rename), []
-    if isinstance(tensors, Unordered):
+    if not isinstance(tensors, Unordered):
+        found = _placed(state_dict, tensors, plan)
+        return found, _doubts(found, state_dict, tensors, plan)
+    try:
         return _matched(state_dict, tensors, plan), []
-    found = _placed(state_dict, tensors, plan)
-    return found, _doubts(found, state_dict, tensors, plan)
+    except OrderError:
+        if order is None:
+            raise
+    found = _placed(state_dict, {name: tensors[name] for name in order}, plan)
+    return found, [
+        "The optimizer does not name its parameters, and a safetensors file does not "
+        "keep their order: that of the MLX model's layers was taken, and fits by all "
+        "shapes. If PyTorch's model has its layers in another order, moments of one "
+        f"shape are now mixed up. To be sure: {_how()}"
+    ]
+
+
+def mlx_order(
+    tensors: Mapping[str, Any], plan: Plan, model: nn.Module | None
+) -> list[str] | None:
+    """PyTorch's names in the order in which PyTorch would give the MLX model's.
+
+    A module's own parameters come first, its weight before its bias, and then those
+    of its modules, in the order in which they were assigned.
+
+    Args:
+        tensors: the model's state dict.
+        plan: its plan.
+        model: the MLX model; without it, nothing is known.
+
+    Example:
+        >>> from mlx_gradscale.layouts import make_plan
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        >>> tensors = {f"{i}.{x}": mx.ones(2) for i in (1, 0) for x in ("bias",)}
+        >>> tensors |= {"0.weight": mx.ones((2, 2)), "1.weight": mx.ones(2)}
+        >>> mlx_order(tensors, make_plan(tensors, model), model)
+        ['0.weight', '0.bias', '1.weight', '1.bias']
+    """
+    if model is None:
+        return None
+    place = {name: i for i, (name, _) in enumerate(tree_flatten(model.parameters()))}
+    known = sorted(plan.entries.values(), key=lambda entry: place[entry.mlx[0]])
+    tree: dict[str, Any] = {}
+    for entry in known:
+        *path, leaf = entry.torch.split(".")
+        holder = tree
+        for word in path:
+            holder = holder.setdefault(f"{word}.", {})
+        holder[leaf] = entry.torch
+    rest = [name for name in tensors if name not in plan.entries]
+    return [*_leaves_first(tree), *rest]
+
+
+def _leaves_first(tree: Mapping[str, Any]) -> Iterator[str]:
+    leaves = {key: name for key, name in tree.items() if not key.endswith(".")}
+    yield from (leaves.pop(key) for key in ("weight", "bias") if key in leaves)
+    yield from leaves.values()
+    for key, inner in tree.items():
+        if key.endswith("."):
+            yield from _leaves_first(inner)
 
 
 def _how(some_are_left: bool = False) -> str:

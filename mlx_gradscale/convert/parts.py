@@ -22,6 +22,8 @@ _MODEL_NAMES = (
     "weights",
     "model.safetensors",
     "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
 )
 
 
@@ -185,6 +187,8 @@ def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
         {'net': 1}
     """
     if isinstance(skeleton, Part):
+        if skeleton not in values:
+            raise ValueError(f"The run has no {skeleton} state, and must have one.")
         return values[skeleton]
     if isinstance(skeleton, Mapping):
         # From a dict: a Counter (MultiStepLR's milestones) would count pairs.

@@ -16,6 +16,7 @@ CHANGED = "changed"
 _STEP = re.compile(r"(?:states\.(\d+)\.)?step")
 # What a training script was started with goes by these names.
 _SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
+_STATES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
 _CONSTANT = (str, bool, type(None))
 
 
@@ -117,12 +118,17 @@ def age_notes(
         then, at = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
         if then != at:
             behind.setdefault((then, at), []).append(name)
+    # Random states, positions in the data, objects that were registered.
+    states = [n for n in record.get("carried", {}) if _STATES.search(n)]
+    for then, at in zip(start[:1], now[:1], strict=False):
+        if states and then != at:
+            behind.setdefault((then, at), []).extend(states)
     return [
         f"{', '.join(names)}: as of step {then}, and the optimizer stands at step "
         f"{at}. What of it counts or changes with the steps is out of date: set it in "
         'record["checkpoint"] of what load_run returns and give that record to '
         "save_run(record=...), or set it in PyTorch after loading."
-        + _schedule_note({name: found[name] for name in names})
+        + _schedule_note({name: found[name] for name in names if name in found})
         for (then, at), names in behind.items()
     ]
 

@@ -8,7 +8,18 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .swap import hidden_start, is_same, refuse_hidden, replace_folder, sync
+from ..torch_checkpoint.locks import refuse_special
+from .swap import (
+    FILLING,
+    hidden_start,
+    hold,
+    is_same,
+    one_at_a_time,
+    refuse_hidden,
+    remove_left,
+    replace_folder,
+    sync,
+)
 
 
 def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
@@ -22,7 +33,7 @@ def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
         Path: the real folder.
     """
     given, path = path, Path(path).resolve()
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise FileExistsError(f"{given} is a file, not a folder: give another path.")
     # The process would go on in a folder that was moved away.
     if path in (Path.cwd(), *Path.cwd().parents):
@@ -48,6 +59,8 @@ def check_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; one file is to be written.")
+    if path.exists():
+        refuse_special(path, path.stat().st_mode)
     if not overwrite and path.exists():
         raise FileExistsError(_there(path))
     if not path.resolve().parent.is_dir():
@@ -56,6 +69,28 @@ def check_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
             "make it first."
         )
     return path
+
+
+def check_name(name: object, what: str) -> str:
+    """Refuses a name of a file that is more than one plain component of a path.
+
+    Args:
+        name: as a file gave it.
+        what: which file that was, for the error.
+
+    Example:
+        >>> check_name("optimizer.bin", "training.json")
+        'optimizer.bin'
+        >>> check_name("../.bashrc", "training.json")
+        Traceback (most recent call last):
+        ...
+        ValueError: training.json names the file '../.bashrc', which is no plain name.
+    """
+    signs = "/\\:" if os.name == "nt" else "/\\"
+    is_plain = isinstance(name, str) and name not in ("", ".", "..")
+    if not is_plain or not name.isprintable() or set(name) & set(signs):
+        raise ValueError(f"{what} names the file {name!r}, which is no plain name.")
+    return name
 
 
 def contains(outer: Path, inner: Path) -> bool:
@@ -84,8 +119,9 @@ def new_folder(
     when all of it is on the disk; then the files that are not ours move into it, and
     the old ones are deleted. If any step fails, all are undone. A kill or a power cut
     finds the old run or the new one in its place, whole, and the other, or a part of
-    it, under the hidden name. The files that are not ours may be there too: see
-    :func:`~mlx_gradscale.convert.swap.bring_back`.
+    it, under the hidden name. The files that are not ours may be there too: the next
+    writer brings them back and removes the rest
+    (:func:`~mlx_gradscale.convert.swap.remove_left`).
     Only where the system cannot exchange folders in one step (network disks, say) is
     there a moment between two renames when both runs are hidden; the next read or
     write then says how to take them back.
@@ -96,20 +132,25 @@ def new_folder(
             one; all others are kept.
         overwrite: whether there may be files already.
     """
-    path = check_folder(path, overwrite)
+    given, path = path, check_folder(path, overwrite)
     made = [parent for parent in path.parents if not parent.exists()]
-    built = None
+    built = held = None
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            prefix = hidden_start(path)
-            temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-            built = temporary.stat()
+            with one_at_a_time(path.parent):
+                remove_left(path, ours)
+                prefix = hidden_start(path)
+                temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+                built, held = temporary.stat(), hold(temporary)
+                (temporary / FILLING).touch()
         except OSError as error:
             said = f"Cannot write to {path.parent}: {error.strerror}."
             raise OSError(said) from error
-        yield temporary
+        with _shown_as(given, temporary):
+            yield temporary
         temporary.chmod(_mode(path))  # mkdtemp gives 0700
+        (temporary / FILLING).unlink()
         for written in (*temporary.iterdir(), temporary, *(p.parent for p in made)):
             sync(written)
         replace_folder(path, temporary, ours)
@@ -121,6 +162,22 @@ def new_folder(
             with suppress(OSError):
                 parent.rmdir()
         raise
+    finally:
+        if held is not None:
+            os.close(held[0])
+
+
+@contextmanager
+def _shown_as(path: str | os.PathLike, temporary: Path) -> Iterator[None]:
+    """Makes an error name the file in the folder that the user gave."""
+    try:
+        yield
+    except OSError as error:
+        hidden = Path(os.fsdecode(error.filename or ""))
+        if error.errno is None or temporary not in hidden.parents:
+            raise
+        shown = Path(path) / hidden.relative_to(temporary)
+        raise OSError(error.errno, error.strerror, str(shown)) from error
 
 
 def _mode(path: Path) -> int:

@@ -17,7 +17,8 @@ from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from ..torch_optimizers import Rate
 from ..torch_optimizers.builder import Divided
-from .folder import TRAINING, read_run, write_run
+from .folder import SCALER, TRAINING, read_run, write_run
+from .record import RunError
 from .rounding import ROUNDED, cast_weights, lost, unrounded
 from .whole import Run, plan_of
 
@@ -85,7 +86,11 @@ def load_run(
     optimizer = scaler = None
     if run.scaler is not None:
         scaler = GradScaler()
-        scaler.load_state_dict(run.scaler)
+        try:
+            scaler.load_state_dict(run.scaler)
+        except (ValueError, TypeError, KeyError) as error:
+            said = error.args[0] if error.args else error
+            raise RunError(f"{Path(folder) / SCALER}: {said}") from error
     if run.optimizer is not None:
         if "optimizer" not in run.record:
             raise ValueError(
@@ -98,7 +103,7 @@ def load_run(
         for part, used in zip(
             _parts(optimizer), run.record.get("used") or [], strict=False
         ):
-            for name in torch_optimizers.ROWS[now["name"]].fixed:
+            for name in torch_optimizers.ROWS[now["name"]].fixed.keys() & used.keys():
                 setattr(part, name, used[name])
         optimizer.init(model.trainable_parameters())
         given = [part.learning_rate for part in _parts(optimizer)]

@@ -10,9 +10,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..torch_checkpoint.atomic import short_name
+from ..torch_checkpoint.locks import lock
+
 _EXCHANGE = 2  # Linux's RENAME_EXCHANGE, and macOS's RENAME_SWAP
 _HERE = -100  # Linux's AT_FDCWD
 _ASIDE = ".old"
+# In a new folder until all of it is there: it never was anything else then.
+FILLING = ".mlx_gradscale_filling"
 
 
 def replace_folder(path: Path, new: Path, ours: Collection[str]) -> None:
@@ -24,7 +29,7 @@ def replace_folder(path: Path, new: Path, ours: Collection[str]) -> None:
         ours: names of the files that go with the old folder; all others move into
             the new one.
     """
-    with _one_at_a_time(path.parent):
+    with one_at_a_time(path.parent):
         _take_place(path, new, ours)
         try:
             shutil.rmtree(new, ignore_errors=True)
@@ -63,7 +68,7 @@ def hidden_start(path: Path) -> str:
         >>> hidden_start(Path("runs/a"))
         '.a.mlx_gradscale_'
     """
-    return f".{path.name}.mlx_gradscale_"
+    return f".{short_name(path.name)}.mlx_gradscale_"
 
 
 def refuse_hidden(path: str | os.PathLike) -> None:
@@ -74,7 +79,7 @@ def refuse_hidden(path: str | os.PathLike) -> None:
     path = Path(path).resolve()
     if path.exists() or not _left(path):
         return
-    with _one_at_a_time(path.parent):  # or a living process is just replacing it
+    with one_at_a_time(path.parent):  # or a living process is just replacing it
         olds = [] if path.exists() else [p for p in _left(path) if p.suffix == _ASIDE]
     # A new folder is whole before the old one is put aside.
     places = [p for old in olds for p in (old, old.with_suffix("")) if p.exists()]
@@ -87,23 +92,49 @@ def refuse_hidden(path: str | os.PathLike) -> None:
         )
 
 
-def bring_back(path: str | os.PathLike, ours: Collection[str]) -> None:
-    """Moves back the files that a killed process did not get to move.
+def remove_left(path: Path, ours: Collection[str]) -> None:
+    """Removes what killed processes left of their writes to a folder.
+
+    Files that such a process did not get to move come back to the folder. A folder
+    that a living process is filling is locked (:func:`hold`) and stays. To be called
+    by :func:`one_at_a_time`.
 
     Args:
-        path: a folder that was replaced.
-        ours: names of the files that were replaced; they stay where they are.
+        path: the folder that was written to; it need not be there.
+        ours: names of the files that were replaced; they do not come back.
     """
-    path = Path(path).resolve()
-    if not path.is_dir() or not _left(path):
-        return
-    with _one_at_a_time(path.parent):
-        for entry in (entry for old in _left(path) for entry in old.iterdir()):
-            # A folder that was never whole may hold what atomic_write had begun.
-            is_begun = entry.name.startswith(".") and entry.suffix == ".tmp"
-            is_there = os.path.lexists(path / entry.name)
-            if not (entry.name in ours or is_begun or is_there):
-                entry.rename(path / entry.name)
+    left = [(hidden, held) for hidden in _left(path) if (held := hold(hidden))]
+    is_hidden = not path.exists() and any(p.suffix == _ASIDE for p, _ in left)
+    for hidden, (descriptor, is_mine) in left:
+        try:
+            # Only a run under hidden names is left: refuse_hidden tells of it.
+            if is_mine and not is_hidden:
+                if path.is_dir() and not (hidden / FILLING).exists():
+                    _bring_back(hidden, path, ours)
+                shutil.rmtree(hidden, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
+def _bring_back(hidden: Path, path: Path, ours: Collection[str]) -> None:
+    for entry in list(hidden.iterdir()):
+        if entry.name not in ours and not os.path.lexists(path / entry.name):
+            entry.rename(path / entry.name)
+
+
+def hold(folder: Path) -> tuple[int, bool] | None:
+    """Opens a folder and locks it; None where a folder cannot be opened.
+
+    Returns:
+        tuple: the descriptor, which keeps the lock until it is closed; and whether
+        this process has the lock now.
+    """
+    try:
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
+        descriptor = os.open(folder, flags)
+    except OSError:  # Windows, or it is just being removed
+        return None
+    return descriptor, bool(lock(descriptor, wait=False))
 
 
 def is_same(path: Path, known: os.stat_result) -> bool:
@@ -122,18 +153,16 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def _one_at_a_time(parent: Path) -> Iterator[None]:
+def one_at_a_time(parent: Path) -> Iterator[None]:
     """Waits for other processes that replace a folder in the same place.
 
     The lock is the system's, on the folder itself: it ends with the process.
     """
     descriptor = None
     try:
-        with suppress(ImportError, OSError):  # Windows and some network disks have none
-            import fcntl
-
+        with suppress(OSError):  # Windows cannot open a folder
             descriptor = os.open(parent, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock(descriptor, wait=True)
         yield
     finally:
         if descriptor is not None:

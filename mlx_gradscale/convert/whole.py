@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import formats
+from .. import formats, torch_optimizers
 from ..layouts import Choices, Entry, Plan, make_plan
 from ..torch_optimizers import state as optimizer_state
-from .order import parameter_names
+from .order import mlx_order, parameter_names
 from .parts import cut, find_parts, get, paste
 from .passed import age_notes, entries, schedules, steps_of
 
@@ -99,8 +99,15 @@ def from_torch(
                 "leave the optimizer out (--optimizer-key '')."
             )
         state = get(checkpoint, parts["optimizer"])
+        # Before its parameters are sought: an optimizer that MLX has not is told so.
+        torch_optimizers.recognise(state, options.optimizer)
         names, doubts = parameter_names(
-            state, tensors, plan, options.names, options.choices.named
+            state,
+            tensors,
+            plan,
+            options.names,
+            options.choices.named,
+            mlx_order(tensors, plan, model),
         )
         converted = optimizer_state.to_mlx(
             state,

@@ -10,7 +10,7 @@ import numpy as np
 
 from .alarm import alarm_of
 from .reading import scaler_of
-from .records import ScaleRecord, append_records, read_records, write_records
+from .records import RecordFile, ScaleRecord, read_records, write_records
 
 
 class ScaleHistory:
@@ -24,7 +24,8 @@ class ScaleHistory:
         path (str, optional): A ``.csv`` or ``.jsonl`` file to add to whenever the
             records are read from the device. If it is there already, the run goes
             on in it: records from the next recorded step on are replaced when it
-            is loaded. Default: ``None``.
+            is loaded. One process at a time can write to it, and in a process the
+            newest history. Default: ``None``.
         every (int): How many steps to read at a time. Default: ``50``.
 
     Example:
@@ -41,15 +42,13 @@ class ScaleHistory:
     def __init__(self, path: str | os.PathLike | None = None, every: int = 50):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every must be a positive integer, got {every!r}.")
-        self._path = None if path is None else Path(path)
         self._every = every
         self._records: list[ScaleRecord] = []
         self._pending: list[tuple[int, list[Any]]] = []
         self._step = 0
         self._streak = 0
         self._source: Any = None
-        if self._path is not None:
-            append_records(self._path, [])
+        self._file = None if path is None else RecordFile(Path(path))
 
     def record(
         self,
@@ -103,8 +102,8 @@ class ScaleHistory:
         if not self._pending:
             return
         new = list(_read(self._pending))
-        if self._path is not None:
-            append_records(self._path, new)
+        if self._file is not None:
+            self._file.append(new)
         self._pending.clear()
         self._records += new
         self._look_at(new, grads)

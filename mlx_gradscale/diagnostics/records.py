@@ -3,12 +3,13 @@
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import BinaryIO
 
-from ..torch_checkpoint.atomic import atomic_write
+from ..torch_checkpoint.atomic import atomic_write, naming
+from ..torch_checkpoint.locks import is_there, lock, open_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class ScaleRecord:
     loss: float | None = None
 
 
+# A line has five numbers, some 100 bytes: a whole one ends in so much of a file.
+_TAIL = 4096
 _NAMES = [f.name for f in fields(ScaleRecord)]
 
 
@@ -46,59 +49,120 @@ def write_records(path: Path, records: list[ScaleRecord]) -> None:
         file.write(text.encode())
 
 
-def append_records(path: Path, records: list[ScaleRecord]) -> None:
-    """Add lines to a file, which is made if need be.
+class RecordFile:
+    """A file that one history adds to, made if need be.
 
-    A line that a crash has cut off at its end is taken away first.
+    It is locked until the object is gone: lines of two runs would replace each other
+    when they are read. In one process a new object takes the file over.
     """
-    header, line, _ = _format(path)
-    with open(path, "ab+") as file:
-        _check_start(path, file)
-        whole = _whole_lines(file)
-        file.truncate(whole)
-        text = ("" if whole else header) + "".join(map(line, records))
-        # One write: lines of a killed process are all there or cut at the end.
-        file.write(text.encode())
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._header, self._line, _ = _format(path)
+        self._descriptor = self._process = None
+        self._is_taken = False
+        self.append([])
+
+    def append(self, records: list[ScaleRecord]) -> None:
+        """Add lines; one that a crash has cut off at the end is taken away first."""
+        descriptor = self._open()
+        _check_start(self._path, _read_at(descriptor, 0))
+        with naming(self._path):
+            whole = _whole_lines(descriptor)
+            os.ftruncate(descriptor, whole)
+            text = ("" if whole else self._header) + "".join(map(self._line, records))
+            data = memoryview(text.encode())
+            while data:  # one write, unless the disk is full
+                data = data[os.write(descriptor, data) :]
+
+    def _open(self) -> int:
+        if self._is_taken:
+            raise RuntimeError(
+                f"{self._path} is written to by a newer ScaleHistory: record with that "
+                "one, or give this one a file of its own."
+            )
+        # A child process has its parent's file, and the file may have been replaced.
+        if self._descriptor is not None and self._process == os.getpid():
+            if is_there(self._path, self._descriptor):
+                return self._descriptor
+            self._close()
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        descriptor = open_file(self._path, flags)
+        try:
+            _check_start(self._path, _read_at(descriptor, 0))
+            self._take(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor, self._process = descriptor, os.getpid()
+        self._close = weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def _take(self, descriptor: int) -> None:
+        state = os.fstat(descriptor)
+        key = (os.getpid(), state.st_dev, state.st_ino)
+        older = _OPEN.get(key)
+        if older is not None:
+            older._is_taken = True
+            older._close()
+        if lock(descriptor, wait=False) is False:
+            raise OSError(
+                f"{self._path} is written to by another process: give this history a "
+                "file of its own."
+            )
+        _OPEN[key] = self
+
+
+# (process, device, file) -> who writes to it.
+_OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
 def read_records(path: Path) -> list[ScaleRecord]:
     """Read a file; where steps come twice, as after a resume, the latter count."""
     header, _, parse = _format(path)
-    with open(path, "rb") as file:
-        _check_start(path, file)
-        file.seek(0)
+    with open(path, "rb", opener=open_file) as file:
         text = file.read()
+    _check_start(path, text)
     lines = text[: text.rfind(b"\n") + 1].decode().splitlines()
     records: list[ScaleRecord] = []
     for number, row in enumerate(lines[bool(header) :], start=1 + bool(header)):
         try:
             record = parse(row)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}, is no record: {row!r}") from error
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            shown = f"{row[:100]!r}{'...' if len(row) > 100 else ''}"
+            raise ValueError(f"{path}, line {number}, is no record: {shown}") from error
         while records and records[-1].step >= record.step:
             records.pop()
         records.append(record)
     return records
 
 
-def _check_start(path: Path, file: BinaryIO) -> None:
+def _check_start(path: Path, text: bytes) -> None:
     """Raise unless a file is empty or begins as a history does, cut off or not."""
     start = _format(path)[0].encode() or b'{"step": '
-    file.seek(0)
-    found = file.read(len(start))
-    if not start.startswith(found):
+    if not start.startswith(text[: len(start)]):
         raise ValueError(
             f"{path} does not begin as a history does, with {start.decode()!r}: "
             "give another file name."
         )
 
 
-def _whole_lines(file: BinaryIO) -> int:
+def _whole_lines(descriptor: int) -> int:
     """Return where the last whole line of a history ends."""
-    end = file.seek(0, os.SEEK_END)
-    # A line has five numbers, some 100 bytes.
-    start = file.seek(max(0, end - 4096))
-    return start + file.read().rfind(b"\n") + 1
+    end = os.fstat(descriptor).st_size
+    start = max(0, end - _TAIL)
+    return start + _read_at(descriptor, start).rfind(b"\n") + 1
+
+
+def _read_at(descriptor: int, offset: int) -> bytes:
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    return os.read(descriptor, _TAIL)
 
 
 def _csv_line(record: ScaleRecord) -> str:
@@ -114,7 +178,7 @@ def _from_csv(row: str) -> ScaleRecord:
     if applied not in ("0", "1"):
         raise ValueError(applied)
     numbers = [float(cell) if cell else None for cell in rest]
-    return ScaleRecord(int(step), float(scale), applied == "1", *numbers)
+    return ScaleRecord(_step(int(step)), float(scale), applied == "1", *numbers)
 
 
 def _json_line(record: ScaleRecord) -> str:
@@ -132,7 +196,14 @@ def _from_json(row: str) -> ScaleRecord:
     if type(found["step"]) is not int or type(found["applied"]) is not bool:
         raise ValueError(row)
     numbers = [None if x is None else float(x) for x in rest]
-    return ScaleRecord(found["step"], float(found["scale"]), found["applied"], *numbers)
+    step, scale = _step(found["step"]), float(found["scale"])
+    return ScaleRecord(step, scale, found["applied"], *numbers)
+
+
+def _step(number: int) -> int:
+    if abs(number) >= 2**63:  # nothing could be drawn with it
+        raise ValueError(number)
+    return number
 
 
 _FORMATS: dict[str, tuple[str, Callable, Callable]] = {

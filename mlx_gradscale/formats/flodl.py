@@ -2,11 +2,13 @@
 
 import gzip
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..torch_checkpoint.atomic import atomic_write
+from ..torch_checkpoint.locks import open_file
 from .state import FLODL, read_state, write_state
 from .table import USUAL
 
@@ -21,15 +23,17 @@ def load_flodl(path: str | os.PathLike) -> dict[str, Any]:
         dict: as :func:`read_state` gives. flodl's factors are fixed (2, 0.5, 2000),
         so nothing is guessed.
     """
-    data = Path(path).read_bytes()
-    if Path(path).suffix == ".gz":
+    with open(path, "rb", opener=open_file) as file:
+        source = gzip.GzipFile(fileobj=file) if Path(path).suffix == ".gz" else file
         try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError) as error:
+            # No more than tells it from another file: some are gigabytes long.
+            data = source.read(FLODL.size + 1)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"{path} is not a gzip file: {error}.") from error
     if len(data) != FLODL.size:
+        has = "more" if len(data) > FLODL.size else f"{len(data)} bytes"
         raise ValueError(
-            f"{path} has {len(data)} bytes; a flodl scaler file has {FLODL.size}."
+            f"{path} has {has}; a flodl scaler file has {FLODL.size} bytes."
         )
     scale, steps = FLODL.unpack(data)
     state = {"scale": scale, "steps_since_growth": steps}

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..convert.text import printable
 from .history import plot_history
 
 
@@ -44,11 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dark", action="store_true", help="for a dark page")
     parser.add_argument("--title", help="above the picture")
     options = parser.parse_args(arguments)
-    output = options.output or Path(options.history).with_suffix(".png")
     try:
+        output = options.output or Path(options.history).with_suffix(".png")
         plot_history(options.history, output, dark=options.dark, title=options.title)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except (OSError, ValueError, ImportError) as error:
-        print(f"mlx_gradscale.plot: {error}", file=sys.stderr)
+        print(f"mlx_gradscale.plot: {printable(error)}", file=sys.stderr)
         return 1
-    print(output)
+    print(printable(output))
     return 0

@@ -1,6 +1,7 @@
 """Colours and canvas: pictures that sit on a light or a dark page."""
 
 import contextlib
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,9 @@ def saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
             raise ValueError(
                 f"Cannot draw to {path.name!r}: use one of .{', .'.join(known)}."
             )
+        # Not to the file itself: matplotlib's errors would hide a full disk's.
+        data = io.BytesIO()
+        figure.savefig(data, format=path.suffix[1:])
         with atomic_write(path) as file:
-            figure.savefig(file, format=path.suffix[1:])
+            file.write(data.getbuffer())
     return figure

@@ -1,15 +1,14 @@
 """Positioned reads from a path, bytes or a file object, checked against its size."""
 
-import errno
 import io
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
 from .aside import start_aside
 from .limits import CheckpointError
+from .locks import open_file
 
 # What is rounded, or written, at a time.
 CHUNK = 2**22
@@ -87,32 +86,13 @@ def _descriptor(file: BinaryIO) -> int | None:
     return file.fileno() if isinstance(file, io.FileIO) and _HAS_PREADV else None
 
 
-def open_regular(path: "str | os.PathLike[str]") -> io.FileIO:
-    """Open a file to be read, unbuffered; refuse a pipe or a device at once.
-
-    Args:
-        path (str or PathLike): The file.
-    """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return io.FileIO(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise CheckpointError(
-        f"{os.fspath(path)} is a pipe or a device; copy what it gives to a file first."
-    )
-
-
 @contextmanager
 def open_source(file: "str | os.PathLike[str] | bytes | BinaryIO") -> Iterator[Source]:
     if isinstance(file, (bytes, bytearray, memoryview)):
         yield Source(io.BytesIO(file))
     elif isinstance(file, (str, os.PathLike)):
         # Unbuffered: storages go straight into the arrays, without a copy.
-        with open_regular(file) as raw:
+        with open(file, "rb", buffering=0, opener=open_file) as raw:
             yield Source(raw)
     elif hasattr(file, "readinto") and hasattr(file, "seek"):
         yield Source(file)

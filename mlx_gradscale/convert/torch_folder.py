@@ -1,0 +1,262 @@
+"""PyTorch's side of a run: one file, or a folder of them."""
+
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .. import torch_checkpoint
+from ..array_files import read_arrays, write_arrays
+from ..torch_checkpoint.atomic import atomic_write
+from ..torch_checkpoint.locks import open_file, refuse_special
+from .parts import Unordered
+from .place import check_file, check_folder, check_name, new_folder
+from .shards import is_shard, read_index, shard_sets, split
+from .swap import refuse_hidden
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+# Transformers' count of steps and epochs: the only JSON that changes in training.
+TRAINER = "trainer_state.json"
+# What Transformers and Accelerate write beside the parts: objects of their own.
+_ASIDE = re.compile(
+    r"rng_state(_\d+)?\.pth|training_args\.bin|(sampler|dl_state_dict)(_\d+)?\.bin"
+)
+# Files that are no part are carried along up to this size each.
+_LARGEST_CARRIED = 2**26
+
+
+class _Raw(bytes):
+    """All of a file, as it is to be written."""
+
+
+def read_torch(
+    path: str | os.PathLike, float64: mx.Dtype | None = None
+) -> tuple[Any, list[str]]:
+    """Reads a PyTorch checkpoint: a file, or a folder of them.
+
+    A folder, as Transformers' Trainer and Accelerate write it, becomes a dict from
+    file name to content. A model in several files has the name of its index.
+
+    Args:
+        path: the file or folder.
+        float64: what double precision becomes, as in ``torch_checkpoint.load``.
+
+    Returns:
+        tuple: the checkpoint, and sentences for the user.
+    """
+    path = Path(path)
+    refuse_hidden(path)
+    if not path.is_dir():
+        if is_shard(path):
+            raise ValueError(
+                f"{path} is one of several files of a model: give the folder that "
+                f"holds them all, {path.parent}."
+            )
+        return _read_file(path, float64), []
+    names = _part_names(path)
+    sets = shard_sets(names)
+    content: dict[str, Any] = {}
+    for index, files in sets.items():
+        content[index] = _merged({n: _read_file(path / n, float64) for n in files})
+    sharded = {name for files in sets.values() for name in files}
+    for name in names:
+        if name not in sharded:
+            content[name] = _read_file(path / name, float64)
+    if not content:
+        raise ValueError(f"{path} holds no PyTorch files.")
+    if (path / TRAINER).is_file():
+        content[TRAINER] = _read_json(path / TRAINER)
+    return dict(sorted(content.items())), []
+
+
+def read_rest(
+    path: str | os.PathLike, checkpoint: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """What a folder holds besides what :func:`read_torch` reads, for the way back.
+
+    Args:
+        path: the folder; of a file there is nothing.
+        checkpoint: what :func:`read_torch` gave.
+
+    Returns:
+        tuple: entries for a run's record, ``carried`` (file -> its bytes, as an
+        array) and ``shards`` (index -> what is in which file); and sentences for the
+        user.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return {}, []
+    names = _part_names(path)
+    shards = {
+        name: read_index(path / name, content.files)
+        for name, content in checkpoint.items()
+        if hasattr(content, "files")
+    }
+    carried, left = {}, []
+    for file in sorted(path.iterdir()):
+        if file.name in (*names, *shards, TRAINER):
+            continue
+        if not file.is_file() or file.stat().st_size > _LARGEST_CARRIED:
+            left.append(file.name)
+            continue
+        with open(file, "rb", opener=open_file) as source:
+            data = np.frombuffer(source.read(_LARGEST_CARRIED), np.uint8)
+        carried[check_name(file.name, str(path))] = mx.array(data)
+    notes = []
+    if carried:
+        notes.append(f"Kept for the way back, as they are: {', '.join(carried)}.")
+    if left:
+        notes.append(f"Left out, as no files of a checkpoint: {', '.join(left)}.")
+    record = {"carried": carried, "shards": shards}
+    return {key: value for key, value in record.items() if value}, notes
+
+
+def write_torch(
+    path: str | os.PathLike,
+    checkpoint: Any,
+    is_folder: bool = False,
+    overwrite: bool = False,
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a PyTorch checkpoint: a file, or a folder of them.
+
+    Args:
+        path: the file or folder; if it is there, ``overwrite`` must be True.
+        checkpoint: for a folder, a dict from file name to content.
+        is_folder: whether to write a folder.
+        overwrite: replace what is there.
+        record: with what :func:`read_rest` gave. Files that are carried along do
+            not replace others.
+    """
+    path = Path(path)
+    files = torch_files(path, checkpoint, is_folder, overwrite, record)
+    if not is_folder:
+        _write_file(path, checkpoint)
+        return
+    # What is carried along and there already stays as it is.
+    with new_folder(path, files.keys(), overwrite) as place:
+        for name, content in files.items():
+            _write_file(place / name, content)
+
+
+def torch_files(
+    path: str | os.PathLike,
+    checkpoint: Any,
+    is_folder: bool = False,
+    overwrite: bool = False,
+    record: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What :func:`write_torch` writes, by file name; raises what it would."""
+    path, record = Path(path), record or {}
+    if not is_folder:
+        check_file(path, overwrite)
+        _check_flat(path.name, checkpoint)
+        return {path.name: checkpoint}
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError("A folder is to be written, and its files have no names.")
+    files: dict[str, Any] = {}
+    for name, content in checkpoint.items():
+        index = record.get("shards", {}).get(check_name(name, "The run's record"))
+        # Another suffix than PyTorch's: a hostile run would replace a train.py.
+        if index is None and Path(name).suffix not in _TORCH_SUFFIXES + (
+            (".json",) if name == TRAINER else ()
+        ):
+            raise ValueError(f"The run's record names {name!r}, no PyTorch file.")
+        if index is not None:
+            parts, text = split(content, index)
+            files |= parts | {name: _Raw(text)}
+        else:
+            files[name] = content
+    for name, content in files.items():
+        _check_flat(name, content)
+    is_there = check_folder(path, overwrite).is_dir()
+    there = {p.name for p in path.iterdir()} if is_there else set()
+    for name, data in record.get("carried", {}).items():
+        if name not in there:
+            data = _Raw(np.array(data).tobytes())
+            files.setdefault(check_name(name, "The run's record"), data)
+    spare = {n for n in there if Path(n).suffix in _TORCH_SUFFIXES}
+    spare -= {*files, *record.get("carried", {})}
+    if spare:
+        raise FileExistsError(
+            f"{path} holds {', '.join(sorted(spare))}, which this run has not: it "
+            "would be taken for a part of it. Remove it, or give another folder."
+        )
+    return files
+
+
+def _part_names(path: Path) -> list[str]:
+    """The files of a folder that may hold a part."""
+    return sorted(
+        file.name
+        for file in path.iterdir()
+        if file.suffix in _TORCH_SUFFIXES and not _ASIDE.fullmatch(file.name)
+    )
+
+
+def _merged(shards: Mapping[str, Any]) -> dict[str, Any]:
+    for name, content in shards.items():
+        if not _is_flat(content):
+            raise ValueError(f"{name} is one of several files, and not of tensors.")
+    tensors = OrderedDict((k, v) for each in shards.values() for k, v in each.items())
+    if any(isinstance(each, Unordered) for each in shards.values()):
+        tensors = Unordered(sorted(tensors.items()))
+    if len(tensors) != sum(map(len, shards.values())):
+        raise ValueError(f"{', '.join(shards)} hold a tensor more than once.")
+    tensors.files = {name: file for file, each in shards.items() for name in each}
+    return tensors
+
+
+def _read_file(path: Path, float64: mx.Dtype | None) -> Any:
+    if not path.exists():
+        raise FileNotFoundError(f"There is no {path}.")
+    refuse_special(path, path.stat().st_mode)
+    if path.suffix == ".safetensors":
+        return Unordered(sorted(read_arrays(path)[0].items()))
+    try:
+        return torch_checkpoint.load(path, float64=float64)
+    except torch_checkpoint.CheckpointError as error:
+        raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        with open(path, "rb", opener=open_file) as file:
+            return json.loads(file.read(_LARGEST_CARRIED))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _write_file(path: Path, content: Any) -> None:
+    if path.name == TRAINER and not isinstance(content, _Raw):
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        content = _Raw(text.encode())
+    if isinstance(content, _Raw):
+        with atomic_write(path) as file:
+            file.write(content)
+    elif path.suffix.lower() == ".safetensors":
+        # Transformers and Accelerate refuse a file without this word.
+        write_arrays(path, content, {"format": "pt"})
+    else:
+        torch_checkpoint.save(path, content)
+
+
+def _check_flat(name: str, content: Any) -> None:
+    if name.lower().endswith(".safetensors") and not _is_flat(content):
+        raise ValueError(
+            f"{name}: a safetensors file holds named tensors and nothing else, "
+            "this checkpoint holds more. Give a path that ends in .pt."
+        )
+
+
+def _is_flat(content: Any) -> bool:
+    return isinstance(content, Mapping) and all(
+        isinstance(key, str) and isinstance(value, mx.array)
+        for key, value in content.items()
+    )

@@ -1,0 +1,192 @@
+"""Folders of Accelerate and of Transformers' Trainer, written by themselves."""
+
+import json
+
+import numpy as np
+import pytest
+from interop_helpers import MODEL, TOLERANCE, batch, convert, mlx_steps, torch_net
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Registered:
+    """Something of the user's that Accelerate saves along."""
+
+    count = 3
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class Accelerated:
+    def __init__(self):
+        accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+        accelerate.state.AcceleratorState._reset_state(True)
+        self.accelerator = accelerate.Accelerator(cpu=True)
+        net = torch_net()
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.95**n)
+        self.registered = Registered()
+        self.accelerator.register_for_checkpointing(self.registered)
+        prepared = self.accelerator.prepare(net, optimizer, schedule)
+        self.net, self.optimizer, self.schedule = prepared
+
+    def steps(self, numbers):
+        losses = []
+        for number in numbers:
+            x, y = map(torch.tensor, batch(number))
+            loss = (self.net(x) - y).pow(2).mean()
+            self.optimizer.zero_grad()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.schedule.step()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.parametrize("onto", ["new", "old"])
+@pytest.mark.parametrize("safe", [True, False])
+def test_accelerate_goes_on_in_mlx_and_back(safe, onto, tmp_path, capsys):
+    run = Accelerated()
+    run.steps(range(10))
+    run.registered.count = 7
+    run.accelerator.save_state(tmp_path / "state", safe_serialization=safe)
+    want = run.steps(range(10, 20))
+
+    convert(tmp_path / "state", tmp_path / "run", *MODEL)
+    assert ("MLX model's layers" in capsys.readouterr().err) == safe
+    rate = lambda step: 1e-2 * 0.95**step  # noqa: E731
+    losses = mlx_steps(tmp_path / "run", range(10, 15), learning_rate=rate)
+    np.testing.assert_allclose(losses, want[:5], **TOLERANCE)
+
+    back = tmp_path / ("back" if onto == "new" else "state")
+    flags = [] if onto == "new" else ["--overwrite", "--to", "torch"]
+    convert(back, tmp_path / "run", *flags)
+    said = capsys.readouterr().err
+    assert "scheduler.bin" in said  # of step 10: it counts, and is not moved
+    assert "random_states_0.pkl" in said
+    assert {p.name for p in back.iterdir()} == {
+        p.name for p in (tmp_path / "state").iterdir()
+    }
+    again = Accelerated()
+    again.accelerator.load_state(back)
+    assert again.registered.count == 7
+    again.schedule.scheduler.last_epoch = 15  # as the note says
+    losses = again.steps(range(15, 20))
+    np.testing.assert_allclose(losses, want[5:], **TOLERANCE)
+
+
+def trainer(folder, most, resume=None):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch_net()
+
+        def forward(self, x, labels):
+            logits = self.net(x)
+            return {"loss": (logits - labels).pow(2).mean(), "logits": logits}
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 32
+
+        def __getitem__(self, number):
+            x, y = batch(number, rows=1)
+            return {"x": torch.tensor(x[0]), "labels": torch.tensor(y[0])}
+
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=most,
+        save_steps=10,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+    )
+    made = transformers.Trainer(Model(), arguments, train_dataset=Data())
+    made.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return made
+
+
+def test_a_trainer_resumes_from_what_comes_back(tmp_path, capsys):
+    want = trainer(tmp_path / "whole", 20).model.state_dict()
+    trainer(tmp_path / "half", 10)
+    there = tmp_path / "half" / "checkpoint-10"
+    names = {p.name for p in there.iterdir()}
+    assert {"rng_state.pth", "training_args.bin", "trainer_state.json"} <= names
+    flags = ["--rename", r"^net\.="]
+    convert(there, tmp_path / "run", *MODEL, *flags)
+    back = tmp_path / "back" / "checkpoint-10"
+    back.parent.mkdir()
+    convert(back, tmp_path / "run")
+    assert {p.name for p in back.iterdir()} == names
+    for name in ("rng_state.pth", "training_args.bin", "trainer_state.json"):
+        assert (back / name).read_bytes() == (there / name).read_bytes()
+    found = trainer(tmp_path / "on", 20, resume=back)
+    assert found.state.global_step == 20
+    for name, tensor in found.model.state_dict().items():
+        np.testing.assert_allclose(tensor, want[name], **TOLERANCE)
+
+    mlx_steps(tmp_path / "run", range(5))
+    capsys.readouterr()
+    convert(back, tmp_path / "run", "--overwrite", "--to", "torch")
+    assert "trainer_state.json" in capsys.readouterr().err
+    optimizer = torch.load(back / "optimizer.pt", weights_only=True)
+    assert optimizer["state"][0]["step"] == 15
+    # What counts steps is the user's to move, in the record, and comes back too.
+    training = tmp_path / "run" / "training.json"
+    record = json.loads(training.read_text())
+    record["checkpoint"]["trainer_state.json"]["global_step"] = 15
+    training.write_text(json.dumps(record))
+    convert(back, tmp_path / "run", "--overwrite", "--to", "torch")
+    assert trainer(tmp_path / "on", 20, resume=back).state.global_step == 20
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_model_that_transformers_split_comes_back(name, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=8
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "there", max_shard_size="8KB")
+    shards = sorted((tmp_path / "there").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    if name == "pytorch_model.bin":  # as older versions wrote them
+        import safetensors.torch
+
+        index = tmp_path / "there" / "model.safetensors.index.json"
+        text = index.read_text().replace("model-", "pytorch_model-")
+        text = text.replace(".safetensors", ".bin")
+        (tmp_path / "there" / f"{name}.index.json").write_text(text)
+        for path in (index, *shards):
+            if path in shards:
+                target = f"pytorch_{path.with_suffix('.bin').name}"
+                torch.save(safetensors.torch.load_file(path), path.parent / target)
+            path.unlink()
+    convert(tmp_path / "there", tmp_path / "run")
+    convert(tmp_path / "back", tmp_path / "run")
+    names = {p.name for p in (tmp_path / "there").iterdir()}
+    assert {p.name for p in (tmp_path / "back").iterdir()} == names
+    if name == "pytorch_model.bin":
+        for path in sorted((tmp_path / "there").glob("*.bin")):
+            want = torch.load(path, weights_only=True)
+            found = torch.load(tmp_path / "back" / path.name, weights_only=True)
+            assert found.keys() == want.keys()
+            assert all(torch.equal(found[key], want[key]) for key in want)
+        return
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(found.state_dict()[key], tensor)
