@@ -25,6 +25,8 @@ from .whole import Run
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SCALER, TRAINING, EXTRA = "scaler.json", "training.json", "extra.safetensors"
 OURS = (MODEL, OPTIMIZER, SCALER, TRAINING, EXTRA)
+# In a record: what save_checkpoint adds, for restore_checkpoint only.
+RESUME = "resume"
 _FORMAT, _VERSION = "mlx_gradscale", 1
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.\w+$")
@@ -37,6 +39,7 @@ def write_run(
     run: Run,
     overwrite: bool = False,
     progress: Progress | None = None,
+    before: Callable[[], None] | None = None,
 ) -> None:
     """Writes a run: weights, optimizer, scaler, and the rest in ``training.json``.
 
@@ -45,6 +48,7 @@ def write_run(
         run: what to write; parts that are None have no file.
         overwrite: replace the run that is there; other files in the folder stay.
         progress: called with each dict of arrays before it is written.
+        before: called when all is written, before it takes its place.
 
     Example:
         >>> import os, tempfile
@@ -75,6 +79,8 @@ def write_run(
         if run.scaler is not None:
             files.save_state(place / SCALER, run.scaler)
         (place / TRAINING).write_text(text)
+        if before is not None:
+            before()
 
 
 def check_run(run: Run) -> None:

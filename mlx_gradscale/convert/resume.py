@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from ..torch_optimizers import Rate
 from ..torch_optimizers.builder import Divided
-from .folder import TRAINING, read_run, write_run
+from .folder import RESUME, TRAINING, read_run, write_run
 from .rounding import ROUNDED, cast_weights, lost, unrounded
 from .whole import Run, plan_of
 
@@ -154,29 +154,66 @@ def save_run(
             What of its ``"checkpoint"`` was changed since it was read is taken to be
             of this step; of the rest, the way to PyTorch says how old it is.
     """
+    run = live_run(folder, model, optimizer, scaler, record)
+    write_run(folder, run, overwrite=True)
+
+
+def live_run(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    optimizer: optim.Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    record: Mapping[str, Any] | None = None,
+    settings: Callable[[optim.Optimizer], list[dict[str, Any]]] | None = None,
+) -> Run:
+    """What :func:`save_run` writes, evaluated.
+
+    Args:
+        folder: see :func:`save_run`.
+        model: see :func:`save_run`.
+        optimizer: see :func:`save_run`.
+        scaler: see :func:`save_run`.
+        record: see :func:`save_run`.
+        settings: what tells the optimizer's settings; by default
+            :func:`optimizer_settings`, which refuses what PyTorch has not.
+    """
     folder = Path(folder)
     if record is None and (folder / TRAINING).exists():
         record = read_run(folder).record
     run = Run(weights=dict(tree_flatten(model.parameters())), record=dict(record or {}))
+    run.record.pop(RESUME, None)  # of an earlier step
     rounded = run.record.pop(ROUNDED, None)
     if isinstance(optimizer, LossScaleOptimizer):
         if not optimizer._initialized:
             # It may hold a state that was set and waits for the parameters.
             optimizer.init(model.trainable_parameters())
-        # Not those in the state: the user may have replaced a weight since.
-        known = optimizer.state["masters"]
-        full = dict(tree_flatten(optimizer.masters(model.parameters())))
-        masters = {name: x for name, x in full.items() if name in known}
+        masters = _masters(optimizer, model)
         run.weights = unrounded(run.weights, masters, folder, rounded) | masters
         scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
     if optimizer is not None:
-        run.optimizer = dict(tree_flatten(optimizer.state))
-        run.record["used"] = optimizer_settings(optimizer)
+        run.optimizer = {
+            # A schedule of Python numbers leaves one in the state.
+            name: x if isinstance(x, mx.array) else mx.array(x)
+            for name, x in tree_flatten(optimizer.state)
+        }
+        run.record["used"] = (settings or optimizer_settings)(optimizer)
     if scaler is not None and scaler.is_enabled():
         run.scaler = scaler.state_dict()
     mx.eval(run.weights, run.optimizer or {})
-    write_run(folder, run, overwrite=True)
+    return run
+
+
+def _masters(optimizer: LossScaleOptimizer, model: nn.Module) -> dict[str, mx.array]:
+    # Not simply those in the state: the user may have replaced a weight since. One
+    # by one, and the state's own where it is the same: no copy of all of them.
+    known = optimizer.state["masters"]
+    full = dict(tree_flatten(optimizer.masters(model.parameters())))
+    full = {name: full[name] for name in known if name in full}
+    for name in full:
+        if mx.array_equal(full[name], known[name], equal_nan=True).item():
+            full[name] = known[name]
+    return full
 
 
 def current_groups(run: Run) -> list[dict[str, Any]]:
