@@ -35,7 +35,10 @@ def restore(saved: list[tuple[Any, Any]]) -> None:
     """Put back what :func:`copies` found."""
     for container, copy in saved:
         container.clear()
-        container.update(copy) if isinstance(copy, dict) else container.extend(copy)
+        if isinstance(copy, dict):
+            dict.update(container, copy)  # a Module's own takes only what it has
+        else:
+            container.extend(copy)
 
 
 def dotted(path: tuple) -> str:
