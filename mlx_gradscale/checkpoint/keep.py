@@ -1,6 +1,7 @@
 """The checkpoints before the last: ``run.earlier-1``, ``run.earlier-2``, beside it."""
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,16 +24,14 @@ def keep_last(folder: Path, keep: int) -> None:
     if not is_run(folder):
         return
     earlier = keep - 1
-    last = 1
-    while is_run(_numbered(folder, last)):
-        last += 1
-    for number in range(last - 1, 0, -1):
+    # A process that was killed may have left a gap in the numbers.
+    for place, number in reversed([*enumerate(_numbers(folder), start=2)]):
         there = _numbered(folder, number)
-        if number >= earlier:
+        if place > earlier:
             shutil.rmtree(there)
-        else:
-            there.rename(_numbered(folder, number + 1))
-    if earlier > 0:
+        elif place != number:
+            there.rename(_numbered(folder, place))
+    if earlier:
         _link(folder, _numbered(folder, 1))
 
 
@@ -43,6 +42,13 @@ def is_run(folder: Path) -> bool:
             return b'"format": "mlx_gradscale"' in file.read(64)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def _numbers(folder: Path) -> list[int]:
+    pattern = re.compile(re.escape(f"{folder.name}.earlier-") + r"([1-9]\d{0,5})")
+    names = (pattern.fullmatch(path.name) for path in folder.parent.iterdir())
+    numbers = sorted(int(match[1]) for match in names if match)
+    return [n for n in numbers if is_run(_numbered(folder, n))]
 
 
 def _numbered(folder: Path, number: int) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-# No array has more dimensions, no stride of a dimension of 1 means anything.
+# A dimension of 1 may have any stride; no array has more elements than this.
 _LARGEST = 2**40
 
 
@@ -53,7 +53,7 @@ def arranged(x: mx.array, strides: Sequence[int] | None) -> mx.array:
         return x
     # as_strided looks at no bounds: other strides would read foreign memory.
     if not is_dense(x.shape, strides):
-        raise ValueError(f"an array of shape {x.shape} cannot have such strides")
+        raise ValueError(f"An array of shape {x.shape} cannot have the strides in it.")
     flat = x.transpose(_order(strides)).reshape(-1)
     return mx.as_strided(flat, x.shape, list(strides))
 

@@ -45,6 +45,22 @@ def weights(model: nn.Module) -> dict[str, mx.array]:
     return found
 
 
+def statistics(model: nn.Module) -> set[str]:
+    """Return the paths of what BatchNorm writes, which moves though it is frozen."""
+    names = ("running_mean", "running_var")
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, nn.BatchNorm)
+        for name in names
+    }
+
+
+def dtype_name(x: mx.array) -> str:
+    """Return ``"float16"``, say."""
+    return str(x.dtype).removeprefix("mlx.core.")
+
+
 def parts(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Yield the optimizers that step by themselves, of a ``MultiOptimizer`` all."""
     inside = getattr(optimizer, "optimizers", None)

@@ -85,7 +85,7 @@ def seed_of(keys: Any, group: Group) -> int:
         or any(not isinstance(key, list) or len(key) != 2 for key in keys)
         or any(type(x) is not int or not 0 <= x < 2**32 for key in keys for x in key)
     ):
-        raise ValueError("the random state is not one")
+        raise ValueError("The random state in it is damaged.")
     rank = group.rank()
     if rank < len(keys):
         high, low = keys[rank]

@@ -1,7 +1,6 @@
 """``restore_checkpoint``: put a saved run into a live one, all of it or nothing."""
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,23 +10,26 @@ from mlx.optimizers import Optimizer
 
 from ..convert.folder import RESUME, read_run
 from ..convert.jsonable import decode, encode
-from ..convert.text import printable
 from ..distributed import from_rank_0
-from ..finite import is_floating
 from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
-from ..optimizer_state import check_loaded
 from ..scaler import GradScaler
 from ..state_slots import copies, restore
 from . import ranks
 from .background import finish
-from .checksum import checksum
+from .fit import (
+    Flat,
+    check_moment,
+    check_names,
+    check_scaler,
+    check_settings,
+    fitting_weights,
+    short,
+)
 from .layout import arranged
-from .leaves import parts, places, settings, weights
+from .leaves import parts, places
 from .save import check_arguments
 
-Flat = Mapping[str, Any]
-_LISTED = 4
 _NUMBERS = (bool, int, float, type(None))
 # What code meets in a file that is not as save_checkpoint writes it.
 _UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
@@ -103,26 +105,22 @@ def _told(problem: Exception, folder: str | os.PathLike) -> Exception:
 
 
 def _read(folder: str | os.PathLike) -> dict[str, Any]:
-    run = read_run(folder)
-    if RESUME not in run.record:
-        raise ValueError(
-            f"{folder} was not written by save_checkpoint(): load it with "
-            "mlx_gradscale.convert.load_run."
-        )
     tensors: dict[str, mx.array] = {}
-    # As JSON, in which it can be sent to other ranks.
-    resume = encode(run.record[RESUME], tensors)
-    found = {
-        "weights": run.weights or {},
-        "optimizer": run.optimizer or {},
-        "tensors": tensors,
-    }
     try:
+        run = read_run(folder)
+        if RESUME not in run.record:
+            raise ValueError(
+                f"{folder} was not written by save_checkpoint(): load it with "
+                "mlx_gradscale.convert.load_run."
+            )
+        # As JSON, in which it can be sent to other ranks.
+        resume = encode(run.record[RESUME], tensors)
+        found = {"weights": run.weights or {}, "optimizer": run.optimizer or {}}
         # Arrays of a file are read when used: now, before the file can change.
-        mx.eval(found)
-    except RuntimeError as error:
+        mx.eval(found, tensors)
+    except RuntimeError as error:  # a file that ends too early, or a nest too deep
         raise ValueError(f"{folder} is damaged: {error}") from error
-    return {**found, "resume": resume}
+    return {**found, "tensors": tensors, "resume": resume}
 
 
 def _write(
@@ -135,9 +133,9 @@ def _write(
     """Check all, then write all; return the extra and the random seed."""
     resume = decode(found["resume"], found["tensors"])
     extra, seed = dict(resume["extra"]), ranks.seed_of(resume["random"], group)
-    new, wider = _fitting_weights(resume, found["weights"], weights(model))
-    _check_scaler(resume, scaler)
-    _check_settings(resume, optimizer)
+    new, wider = fitting_weights(resume, found["weights"], model)
+    check_scaler(resume, scaler)
+    check_settings(resume, optimizer)
     _write_optimizer(optimizer, model, found["optimizer"], resume, new, wider)
     held = places(model)
     for name, value in new.items():
@@ -146,106 +144,6 @@ def _write(
     if scaler is not None:
         scaler.state.update(resume["scaler"])
     return extra, seed
-
-
-def _fitting_weights(
-    resume: Flat, saved: Flat, own: Mapping[str, mx.array]
-) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Return the model's new weights, and those of them that have a wider original."""
-    frozen, dtypes, exact = resume["frozen"], resume["dtypes"], resume["exact"]
-    _check_names("the model", own, {**saved, **frozen})
-    for name, x in saved.items():
-        _check_kind(name, own[name], x.shape, dtypes[name])
-    for name, (dtype, shape, known) in frozen.items():
-        _check_kind(name, own[name], tuple(shape), dtype)
-        if checksum(own[name]) != known:
-            raise ValueError(
-                f"{_short(name)} is frozen and was not saved, and the model has other "
-                "values than when it was: load the same base model first."
-            )
-    cast = {name: x.astype(own[name].dtype) for name, x in saved.items()}
-    for name, x in exact.items():
-        _check_kind(name, own[name], x.shape, _dtype(x))
-    lie = resume["strides"]["model"]
-    new = {name: arranged(x, lie.get(name)) for name, x in (cast | exact).items()}
-    wider = {name: x for name, x in saved.items() if x.dtype != own[name].dtype}
-    mx.eval(new)
-    return new, wider
-
-
-def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
-    own, saved = set(own), set(saved)
-    lacks = sorted(saved - own), sorted(own - saved)
-    said = [
-        f"{who} has no {', '.join(map(_short, names[:_LISTED]))}"
-        + (f" and {len(names) - _LISTED} more" if names[_LISTED:] else "")
-        for who, names in zip((whose, "the checkpoint"), lacks, strict=True)
-        if names
-    ]
-    if said:
-        raise ValueError(
-            f"It is of another model or optimizer: {'; '.join(said)}. Build them, and "
-            "freeze layers, as they were."
-        )
-
-
-def _check_kind(name: str, own: mx.array, shape: tuple[int, ...], dtype: str) -> None:
-    if (own.shape, _dtype(own)) != (shape, dtype):
-        raise ValueError(
-            f"{_short(name)} is {str(dtype)[:16]} of shape {shape} in the checkpoint, "
-            f"{_dtype(own)} of shape {own.shape} here."
-        )
-
-
-def _check_scaler(resume: Flat, scaler: GradScaler | None) -> None:
-    saved = resume["scaler"]
-    if saved is None and scaler is None:
-        return
-    if scaler is None:
-        raise ValueError("It holds a GradScaler's state: give the scaler too.")
-    if saved is None:
-        raise ValueError("It holds no GradScaler's state: leave out the scaler.")
-    if scaler.is_enabled() != resume["enabled"]:
-        was = "enabled" if resume["enabled"] else "not enabled"
-        raise ValueError(f"The saved scaler was {was}: build this one so too.")
-    check_loaded({f"scaler.{name}": x for name, x in saved.items()}, scaler.state)
-
-
-def _check_settings(resume: Flat, optimizer: Optimizer) -> None:
-    wrapped = isinstance(optimizer, LossScaleOptimizer)
-    if wrapped != resume["wrapped"]:
-        was, now = ("", " not") if resume["wrapped"] else (" not", "")
-        raise ValueError(
-            f"The saved optimizer was{was} a LossScaleOptimizer, this one is{now}."
-        )
-    saved = resume["settings"]
-    own = settings(optimizer.optimizer if wrapped else optimizer)
-    was, now = ([part["class"] for part in s] for s in (saved, own))
-    if was != now:
-        raise ValueError(
-            f"The saved optimizer was {_short(', '.join(was))}, this is "
-            f"{', '.join(now)}."
-        )
-    for old, new in zip(saved, own, strict=True):
-        for name in [n for n in new["values"] if n in old["values"]]:
-            was, now = old["values"][name], new["values"][name]
-            if was != now:
-                raise ValueError(
-                    f"The saved {new['class']} had {name}={_short(was)}, this one has "
-                    f"{now!r}. To go on with another value, restore first and set it "
-                    "then."
-                )
-        if old["schedules"] != new["schedules"]:
-            had = _short(", ".join(old["schedules"]) or "nothing")
-            _warn(
-                f"The saved {new['class']} had a schedule for {had}, this one for "
-                f"{', '.join(new['schedules']) or 'nothing'}: schedules are not saved."
-            )
-    norm = getattr(optimizer, "max_grad_norm", None)
-    if norm != resume["max_grad_norm"]:
-        _warn(
-            f"max_grad_norm was {_short(resume['max_grad_norm'])}, and is {norm} now."
-        )
 
 
 def _write_optimizer(
@@ -295,22 +193,15 @@ def _write_state(optimizer: Optimizer, saved: Flat) -> None:
         if owner in boxes
     }
     held |= late
-    _check_names("the optimizer", held, saved)
+    check_names("the optimizer", held, saved)
     for path, (box, key) in held.items():
         here, there = None if path in late else box[key], saved[path]
         if not isinstance(there, (mx.array, *_NUMBERS)):
-            raise ValueError(f"{_short(path)} is no array and no number.")
+            raise ValueError(f"{short(path)} is no array and no number.")
         if isinstance(here, mx.array) and isinstance(there, mx.array):
-            _check_moment(path, here, there)
+            check_moment(path, here, there)
     for path, (box, key) in held.items():
         box[key] = saved[path]
-
-
-def _check_moment(path: str, here: mx.array, there: mx.array) -> None:
-    # MLX's optimizers change the precision of their state in the first steps.
-    same = here.dtype == there.dtype or (is_floating(here) and is_floating(there))
-    if here.shape != there.shape or not same:
-        _check_kind(path, here, there.shape, _dtype(there))
 
 
 def _all(optimizer: Optimizer) -> Iterable[Optimizer]:
@@ -322,16 +213,3 @@ def _all(optimizer: Optimizer) -> Iterable[Optimizer]:
 
 def _several(optimizer: Optimizer) -> Iterable[Any]:
     return getattr(optimizer, "optimizers", ())
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=5)
-
-
-def _short(value: Any) -> str:
-    text = printable(value if isinstance(value, str) else repr(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _dtype(x: mx.array) -> str:
-    return str(x.dtype).removeprefix("mlx.core.")

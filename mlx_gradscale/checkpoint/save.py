@@ -24,7 +24,7 @@ from .background import begin, finish
 from .checksum import bits, checksum
 from .keep import is_run, keep_last
 from .layout import strides
-from .leaves import settings, weights
+from .leaves import dtype_name, settings, statistics, weights
 
 # Of a LossScaleOptimizer's state, what other files of the folder hold.
 _ELSEWHERE = ("optimizer", "masters", "written", "scaler")
@@ -169,11 +169,11 @@ def _gather_run(
         "max_grad_norm": getattr(optimizer, "max_grad_norm", None),
         "settings": settings(inner),
         "numbers": {name: x for name, x in flat if not isinstance(x, mx.array)},
-        "dtypes": {name: _dtype(own[name]) for name in run.weights},
+        "dtypes": {name: dtype_name(own[name]) for name in run.weights},
         "strides": _strides(own, optimizer, flat),
         "exact": _lost_in_cast(run.weights, own),
         "frozen": {
-            name: [_dtype(x), list(x.shape), checksum(x)]
+            name: [dtype_name(x), list(x.shape), checksum(x)]
             for name, x in own.items()
             if name not in saved
         },
@@ -219,13 +219,7 @@ def _saved_names(
     if frozen:
         return set(own)
     saved = {name for name, _ in tree_flatten(model.trainable_parameters())}
-    for path, module in model.named_modules():
-        if isinstance(
-            module, nn.BatchNorm
-        ):  # its statistics move though they are frozen
-            start = f"{path}." if path else ""
-            saved |= {f"{start}{name}" for name in ("running_mean", "running_var")}
-    return saved & own.keys()
+    return (saved | statistics(model)) & own.keys()
 
 
 def _lost_in_cast(
@@ -246,10 +240,6 @@ def _torch_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     except ValueError:
         # PyTorch has no such optimizer: the way there names and refuses it.
         return [{"class": part["class"]} for part in settings(optimizer)]
-
-
-def _dtype(x: mx.array) -> str:
-    return str(x.dtype).removeprefix("mlx.core.")
 
 
 def _check_place(folder: str | os.PathLike) -> Path:
