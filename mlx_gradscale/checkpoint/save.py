@@ -50,7 +50,8 @@ def save_checkpoint(
     Schedules are Python code and are not saved; the step that they are asked with is.
 
     On several ranks all must call this: rank 0 writes, the others wait. Weights and
-    states must be copies of each other; shards are refused.
+    states must be copies of each other; shards are refused. The random state of every
+    rank is saved, of extra and of BatchNorm's statistics rank 0's.
 
     Args:
         folder (str): A checkpoint in it is replaced; other files in it stay.
@@ -102,9 +103,9 @@ def save_checkpoint(
     except Exception as problem:
         error = problem
     ranks.agree(error, group, "save_checkpoint")
-    ranks.check_copies(
-        {"model": model.parameters(), "optimizer": optimizer.state}, group
-    )
+    held = [optimizer, *([] if scaler is None else [scaler])]
+    copies = {type(part).__name__: part.state for part in held}
+    ranks.check_copies({"model": _shared(model), **copies}, group)
     keys = ranks.random_keys(group)
     if run is not None:
         run.record[RESUME]["random"] = keys
@@ -136,7 +137,7 @@ def check_arguments(
                 "A LossScaleOptimizer has a scaler of its own: leave out the other."
             )
         scaler = optimizer.scaler
-    if scaler is not None and scaler._records:
+    if getattr(scaler, "_records", None):
         raise RuntimeError(
             "Save and restore between iterations: the scaler's update() is to come."
         )
@@ -188,6 +189,11 @@ def _gather_run(
     arrays = [run.weights, run.optimizer, run.record]
     mx.eval([x for _, x in tree_flatten(arrays) if isinstance(x, mx.array)])
     return run
+
+
+def _shared(model: nn.Module) -> dict[str, mx.array]:
+    own_of_each = statistics(model)
+    return {name: x for name, x in weights(model).items() if name not in own_of_each}
 
 
 def _strides(
