@@ -1,6 +1,5 @@
 """``save_checkpoint``: all that a run needs to go on, in one folder, whole or not."""
 
-import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,25 +8,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten
 
-from ..convert.folder import OURS, RESUME, check_run, write_run
-from ..convert.jsonable import encode
+from ..convert.folder import OURS, RESUME, write_run
 from ..convert.place import check_folder
-from ..convert.resume import live_run, optimizer_settings
 from ..convert.whole import Run
 from ..optimizer import LossScaleOptimizer
-from ..optimizer_state import check_loaded
 from ..scaler import GradScaler
 from . import ranks
 from .background import begin, finish
-from .checksum import bits, checksum
+from .gather import complete, gather
 from .keep import is_run, keep_last
-from .layout import strides
-from .leaves import dtype_name, settings, statistics, weights
-
-# Of a LossScaleOptimizer's state, what other files of the folder hold.
-_ELSEWHERE = ("optimizer", "masters", "written", "scaler")
+from .leaves import statistics, weights
 
 
 def save_checkpoint(
@@ -92,14 +83,14 @@ def save_checkpoint(
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
     group = ranks.group_of(group, optimizer, scaler)
-    error, run = None, None
+    error, gathered = None, None
     try:
         finish()
         if isinstance(optimizer, LossScaleOptimizer) and not optimizer._initialized:
             optimizer.init(model.trainable_parameters())
         if group.rank() == 0:
             place = _check_place(folder)
-            run = _gather_run(place, model, optimizer, scaler, frozen, extra)
+            gathered = gather(place, model, optimizer, scaler, frozen, extra)
     except Exception as problem:
         error = problem
     ranks.agree(error, group, "save_checkpoint")
@@ -107,13 +98,14 @@ def save_checkpoint(
     copies = {type(part).__name__: part.state for part in held}
     ranks.check_copies({"model": _shared(model), **copies}, group)
     keys = ranks.random_keys(group)
-    if run is not None:
+    if gathered is not None:
+        run, own = gathered
         run.record[RESUME]["random"] = keys
         try:
             if background:
-                begin(_write, place, run, keep)
+                begin(_write, place, run, own, keep)
             else:
-                _write(place, run, keep)
+                _write(place, run, own, keep)
         except Exception as problem:
             error = problem
     ranks.agree(error, group, "save_checkpoint")
@@ -144,108 +136,9 @@ def check_arguments(
     return scaler
 
 
-def _gather_run(
-    place: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scaler: GradScaler | None,
-    frozen: bool | None,
-    extra: Mapping[str, Any],
-) -> Run:
-    own = weights(model)
-    encode(dict(extra), {}, "extra")  # what cannot be written is told now
-    wrapped = isinstance(optimizer, LossScaleOptimizer)
-    inner = optimizer.optimizer if wrapped else optimizer
-    if wrapped:
-        _refuse_nonfinite(optimizer)
-    run = live_run(place, model, optimizer, scaler, settings=_torch_settings)
-    check_run(run)
-    saved = _saved_names(model, own, frozen)
-    run.weights = {name: run.weights[name] for name in own if name in saved}
-    state = optimizer.state if wrapped else {}
-    rest = {k: v for k, v in state.items() if k not in _ELSEWHERE}
-    flat = tree_flatten(inner.state)
-    run.record[RESUME] = {
-        "wrapped": wrapped,
-        "max_grad_norm": getattr(optimizer, "max_grad_norm", None),
-        "settings": settings(inner),
-        "numbers": {name: x for name, x in flat if not isinstance(x, mx.array)},
-        "dtypes": {name: dtype_name(own[name]) for name in run.weights},
-        "strides": _strides(own, optimizer, flat),
-        "exact": _lost_in_cast(run.weights, own),
-        "frozen": {
-            name: [dtype_name(x), list(x.shape), checksum(x)]
-            for name, x in own.items()
-            if name not in saved
-        },
-        "scaler": None if scaler is None else dict(scaler.state),
-        "enabled": scaler is not None and scaler.is_enabled(),
-        "state": dict(tree_flatten(rest)),
-        "extra": extra,
-    }
-    # Handles of its own on the same memory: ``weight += 1`` changes an array object,
-    # and a list in extra may be appended to, while a thread writes.
-    run = copy.deepcopy(run)
-    arrays = [run.weights, run.optimizer, run.record]
-    mx.eval([x for _, x in tree_flatten(arrays) if isinstance(x, mx.array)])
-    return run
-
-
 def _shared(model: nn.Module) -> dict[str, mx.array]:
     own_of_each = statistics(model)
     return {name: x for name, x in weights(model).items() if name not in own_of_each}
-
-
-def _strides(
-    own: Mapping[str, mx.array], optimizer: Optimizer, flat: list[tuple[str, Any]]
-) -> dict[str, dict[str, list[int]]]:
-    wrapped = isinstance(optimizer, LossScaleOptimizer)
-    return {
-        "model": strides(own),
-        "masters": strides(optimizer.state["masters"] if wrapped else {}),
-        "optimizer": strides({k: x for k, x in flat if isinstance(x, mx.array)}),
-    }
-
-
-def _refuse_nonfinite(optimizer: LossScaleOptimizer) -> None:
-    try:
-        check_loaded(dict(tree_flatten(optimizer.state)), optimizer.scaler.state)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} No run can go on from there: nothing was saved, and the last "
-            "checkpoint is as it was."
-        ) from None
-
-
-def _saved_names(
-    model: nn.Module, own: Mapping[str, mx.array], frozen: bool | None
-) -> set[str]:
-    if frozen is None:
-        frozen = not any(name.split(".")[-1] == "lora_a" for name in own)
-    if frozen:
-        return set(own)
-    saved = {name for name, _ in tree_flatten(model.trainable_parameters())}
-    return (saved | statistics(model)) & own.keys()
-
-
-def _lost_in_cast(
-    saved: Mapping[str, mx.array], own: Mapping[str, mx.array]
-) -> dict[str, mx.array]:
-    """Return those of the model's weights that the saved ones, cast, are not."""
-    return {
-        name: own[name]
-        for name, x in saved.items()
-        if x is not own[name]
-        and not mx.array_equal(bits(x.astype(own[name].dtype)), bits(own[name])).item()
-    }
-
-
-def _torch_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    try:
-        return optimizer_settings(optimizer)
-    except ValueError:
-        # PyTorch has no such optimizer: the way there names and refuses it.
-        return [{"class": part["class"]} for part in settings(optimizer)]
 
 
 def _check_place(folder: str | os.PathLike) -> Path:
@@ -259,5 +152,6 @@ def _check_place(folder: str | os.PathLike) -> Path:
     return place
 
 
-def _write(place: Path, run: Run, keep: int) -> None:
+def _write(place: Path, run: Run, own: Mapping[str, mx.array], keep: int) -> None:
+    complete(run, own)
     write_run(place, run, overwrite=True, before=lambda: keep_last(place, keep))

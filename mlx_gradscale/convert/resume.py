@@ -13,6 +13,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from .. import torch_optimizers
+from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from ..torch_optimizers import Rate
@@ -205,15 +206,21 @@ def live_run(
 
 
 def _masters(optimizer: LossScaleOptimizer, model: nn.Module) -> dict[str, mx.array]:
-    # Not simply those in the state: the user may have replaced a weight since. One
-    # by one, and the state's own where it is the same: no copy of all of them.
-    known = optimizer.state["masters"]
-    full = dict(tree_flatten(optimizer.masters(model.parameters())))
-    full = {name: full[name] for name in known if name in full}
-    for name in full:
-        if mx.array_equal(full[name], known[name], equal_nan=True).item():
-            full[name] = known[name]
-    return full
+    """The masters, and in the place of one the weight that the user put there since."""
+    own, state = dict(tree_flatten(model.parameters())), optimizer.state
+    masters = {name: x for name, x in state["masters"].items() if name in own}
+    replaced = {
+        name: own[name]
+        for name in masters
+        if own[name].dtype not in HALF
+        or not _equal(half_bits(own[name]), state["written"][name])
+    }
+    # Only for those: it makes a copy of each.
+    return masters | optimizer.masters(replaced)
+
+
+def _equal(a: mx.array, b: mx.array) -> bool:
+    return a.dtype == b.dtype and mx.array_equal(a, b).item()
 
 
 def current_groups(run: Run) -> list[dict[str, Any]]:
