@@ -275,10 +275,11 @@ def test_misuse_says_what_to_do(tmp_path):
 
 
 class Late(optim.Optimizer):
-    """Like some of mlx-optimizers: numbers, and a state made in the first step."""
+    """Like some of mlx-optimizers: numbers, text, a state made in the first step."""
 
     def init_single(self, parameter, state):
         state["count"] = 0
+        state["shape"] = ("ab->ba", (parameter.ndim, None))
 
     def apply_single(self, gradient, parameter, state):
         state["count"] += 1

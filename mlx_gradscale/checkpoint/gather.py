@@ -19,7 +19,7 @@ from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from .checksum import bits, checksum
 from .layout import strides
-from .leaves import dtype_name, settings, statistics, weights
+from .leaves import NUMBERS, dtype_name, settings, statistics, weights
 
 # Of a LossScaleOptimizer's state, what other files of the folder hold.
 _ELSEWHERE = ("optimizer", "masters", "written", "scaler")
@@ -64,7 +64,7 @@ def gather(
         "wrapped": wrapped,
         "max_grad_norm": getattr(optimizer, "max_grad_norm", None),
         "settings": settings(inner),
-        "numbers": {name: x for name, x in flat if not isinstance(x, mx.array)},
+        "numbers": {name: x for name, x in flat if isinstance(x, NUMBERS)},
         "dtypes": {name: dtype_name(own[name]) for name in run.weights},
         "strides": _strides(own, optimizer, flat),
         "scaler": None if scaler is None else dict(scaler.state),

@@ -27,10 +27,9 @@ from .fit import (
     short,
 )
 from .layout import arranged
-from .leaves import parts, places
+from .leaves import NUMBERS, parts, places
 from .save import check_arguments
 
-_NUMBERS = (bool, int, float, type(None))
 # What code meets in a file that is not as save_checkpoint writes it.
 _UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
@@ -196,12 +195,17 @@ def _write_state(optimizer: Optimizer, saved: Flat) -> None:
     check_names("the optimizer", held, saved)
     for path, (box, key) in held.items():
         here, there = None if path in late else box[key], saved[path]
-        if not isinstance(there, (mx.array, *_NUMBERS)):
+        if not isinstance(there, (mx.array, *NUMBERS)):
             raise ValueError(f"{short(path)} is no array and no number.")
         if isinstance(here, mx.array) and isinstance(there, mx.array):
             check_moment(path, here, there)
+        if isinstance(box, tuple) and (isinstance(here, mx.array) or here != there):
+            raise ValueError(
+                f"{short(path)} is in a tuple, which cannot be written to."
+            )
     for path, (box, key) in held.items():
-        box[key] = saved[path]
+        if not isinstance(box, tuple):
+            box[key] = saved[path]
 
 
 def _all(optimizer: Optimizer) -> Iterable[Optimizer]:

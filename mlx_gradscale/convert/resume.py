@@ -197,6 +197,7 @@ def live_run(
             # A schedule of Python numbers leaves one in the state.
             name: x if isinstance(x, mx.array) else mx.array(x)
             for name, x in tree_flatten(optimizer.state)
+            if isinstance(x, (mx.array, int, float))
         }
         run.record["used"] = (settings or optimizer_settings)(optimizer)
     if scaler is not None and scaler.is_enabled():
