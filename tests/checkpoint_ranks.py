@@ -46,6 +46,7 @@ def said(function, *args, **kwargs):
 def main(folder, checkpoint, task):
     group = mx.distributed.init(backend="ring") if task != "alone" else None
     rank = group.rank() if group else 0
+    mx.disable_compile()
     mx.random.seed(3)
     scaler = GradScaler(init_scale=256.0, growth_interval=3)
     average = "float32" if group else None

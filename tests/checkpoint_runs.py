@@ -19,17 +19,17 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer, restore_checkpoint
 class Net(nn.Module):
     """Buffers, randomness, a list with a frozen layer in it."""
 
-    def __init__(self, dtype=mx.float32):
+    def __init__(self, dtype=mx.float32, norm=True):
         super().__init__()
         self.layers = [nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)]
-        self.norm = nn.BatchNorm(16)
+        self.norm = nn.BatchNorm(16) if norm else nn.Identity()
         self.dropout = nn.Dropout(0.2)
         self.set_dtype(dtype)
         self.layers[1].freeze()
 
     def __call__(self, x):
         x = self.dropout(self.norm(self.layers[0](x)))
-        return self.layers[2](nn.relu(self.layers[1](x)))
+        return self.layers[2](self.layers[1](x))
 
 
 class Run:
@@ -85,9 +85,9 @@ def scaler():
     return GradScaler(init_scale=2.0**10, growth_interval=3)
 
 
-def half(optimizer, **options):
+def half(optimizer, norm=True, **options):
     wrapped = LossScaleOptimizer(optimizer, scaler(), **options)
-    return Run(wrapped, dtype=mx.float16)
+    return Run(wrapped, dtype=mx.float16, model=Net(mx.float16, norm))
 
 
 def unfrozen():
@@ -106,10 +106,21 @@ KINDS = {
     "GradScaler": lambda: Run(optim.AdamW(1e-2), scaler()),
     "LossScaleOptimizer": lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=1.0),
     "LossScaleOptimizer of several": lambda: half(multi()),
+    "compiled AdamW": lambda: Run(optim.AdamW(1e-2), model=Net(norm=False)),
+    "compiled LossScaleOptimizer": lambda: half(optim.AdamW(1e-2), norm=False),
 }
 
 
+def choose_compilation(kind):
+    """Compile only those that say so: each takes a compiler half a minute."""
+    if "compiled" in kind:
+        mx.enable_compile()
+    else:
+        mx.disable_compile()
+
+
 def main(kind, folder, start, stop):
+    choose_compilation(kind)
     mx.random.seed(7)  # of its own: all that counts is in the folder
     run = KINDS[kind]()
     extra = restore_checkpoint(folder, *run.parts)

@@ -28,6 +28,13 @@ from mlx_gradscale.convert import load_run, main, read_run, save_run
 from mlx_gradscale.inspect import describe
 
 
+@pytest.fixture(autouse=True)
+def _not_compiled():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 def small(value=0.0):
     model = nn.Linear(2, 2)
     model.weight = mx.full((2, 2), value)

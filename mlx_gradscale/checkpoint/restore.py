@@ -66,6 +66,14 @@ def restore_checkpoint(
 
     Raises:
         ValueError: Something does not fit, and nothing was changed.
+
+    Example:
+        >>> import mlx.nn as nn, mlx.optimizers as optim, tempfile
+        >>> from mlx_gradscale import restore_checkpoint, save_checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> save_checkpoint(folder, nn.Linear(2, 1), optim.AdamW(1e-3), epoch=3)
+        >>> restore_checkpoint(folder, nn.Linear(2, 1), optim.AdamW(1e-3))["epoch"]
+        3
     """
     scaler = check_arguments(model, optimizer, scaler)
     group = ranks.group_of(group, optimizer, scaler)
