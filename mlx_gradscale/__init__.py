@@ -2,6 +2,7 @@
 
 from . import uninterrupted  # noqa: F401 - first: it imports MLX
 from ._version import __version__
+from .checkpoint import restore_checkpoint, save_checkpoint
 from .compiled import compile_step
 from .finite import NonFinite, all_finite, nonfinite
 from .optimizer import GuardedOptimizer, LossScaleOptimizer
@@ -16,4 +17,6 @@ __all__ = [
     "all_finite",
     "compile_step",
     "nonfinite",
+    "restore_checkpoint",
+    "save_checkpoint",
 ]
