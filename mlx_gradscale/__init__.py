@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .finite import NonFinite, all_finite, nonfinite
+from .islands import float32_layers
 from .optimizer import LossScaleOptimizer
 from .scaler import GradScaler
 
@@ -11,5 +12,6 @@ __all__ = [
     "NonFinite",
     "__version__",
     "all_finite",
+    "float32_layers",
     "nonfinite",
 ]

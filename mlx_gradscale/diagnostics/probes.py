@@ -12,10 +12,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from ..islands.calls import METHODS, defines
 from ..precision import is_leaf
-
-# Modules are called by these; a tied embedding is also the output layer.
-_METHODS = ("__call__", "as_linear")
 
 
 @dataclass
@@ -138,17 +136,19 @@ def probed(model: nn.Module) -> Iterator[Probes]:
 
 
 def _watched(cls: type, path: str, probes: Probes) -> type:
-    def watch(function: Callable) -> Callable:
+    def watch(name: str) -> Callable:
         def method(self, *args, **kwargs):
-            def bound(*args, **kwargs):
-                return function(self, *args, **kwargs)
-
-            return probes.call(path, bound, args, kwargs)
+            # Not that of the class: an island's is found only by calling it.
+            function = getattr(super(watched, self), name)
+            return probes.call(path, function, args, kwargs)
 
         return method
 
-    body = {name: watch(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
-    return types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    body = {name: watch(name) for name in METHODS if defines(cls, name)}
+    watched = types.new_class(
+        cls.__name__, (cls,), exec_body=lambda ns: ns.update(body)
+    )
+    return watched
 
 
 @contextlib.contextmanager
