@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .finite import NonFinite, all_finite, nonfinite
+from .float16 import find_float32_layers
 from .islands import float32_layers
 from .optimizer import LossScaleOptimizer
 from .scaler import GradScaler
@@ -12,6 +13,7 @@ __all__ = [
     "NonFinite",
     "__version__",
     "all_finite",
+    "find_float32_layers",
     "float32_layers",
     "nonfinite",
 ]

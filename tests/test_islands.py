@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from helpers import Traced
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from mlx_gradscale import GradScaler, float32_layers
+from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
 from mlx_gradscale.islands import (
     float32_gradients,
     kept_in_float32,
@@ -242,6 +243,23 @@ def test_gradients_stay_float32_where_that_is_asked_for():
     assert finite(weight)
     assert mx.abs(weight).max().item() > 65504
     assert grads["norm"]["weight"].dtype == HALF
+
+
+@pytest.mark.filterwarnings("ignore:Some parameters are float16")
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_parameters_stay_float16_in_training(wrapped):
+    model = net()
+    float32_layers(model, MLPS)
+    optimizer, scaler = optim.SGD(1e-3), GradScaler(1.0)
+    if wrapped:
+        optimizer = LossScaleOptimizer(optimizer, scaler)
+        loss_fn = optimizer.scale_loss(loss_of(model))
+        optimizer.update(model, nn.value_and_grad(model, loss_fn)(TOKENS)[1])
+    else:
+        _, grads = scaler.value_and_grad(*differentiated(model))(TOKENS)
+        scaler.minimize(optimizer, model, grads)
+    assert scaler.last_step_applied.item()
+    assert {x.dtype for _, x in tree_flatten(model.parameters())} == {HALF}
 
 
 def test_a_compiled_step_traces_once_and_agrees():
@@ -579,6 +597,22 @@ def test_keep_of_a_module_that_holds_others_casts_its_output_and_not_theirs():
         assert model(x).dtype == HALF
     with kept_in_float32(model, HALF, lambda path, _: path == "scale"):
         assert model(x).dtype == mx.float32
+
+
+def test_a_parameter_beside_one_that_is_kept_may_be_cast():
+    model = net(mx.float32)
+    model.embed.bias = mx.zeros((8,))
+
+    def loss_fn(parameters):
+        kept_or_cast = tree_map_with_path(
+            lambda path, x: x if kept(path, x) else x.astype(HALF), parameters
+        )
+        model.update(kept_or_cast)
+        return model.blocks[0].norm(model.embed(TOKENS)).astype(mx.float32).sum()
+
+    with kept_in_float32(model, HALF, lambda path, _: path == "embed.bias") as kept:
+        grads = mx.grad(loss_fn)(model.trainable_parameters())
+    assert grads["embed"]["weight"].dtype == mx.float32
 
 
 def test_parameters_in_islands_are_kept():

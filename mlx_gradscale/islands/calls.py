@@ -81,8 +81,10 @@ def float32_gradients() -> Iterator[None]:
     """Let the gradients of parameters in islands stay float32, for the while.
 
     Otherwise they are cast to the parameter's dtype, as MLX does, where 65504 is the
-    end once more. Only for those who take gradients of another dtype than their
-    parameter: a bare optimizer of MLX makes the parameter float32 with them.
+    end once more; and a weight's gradient is a product with the values for whose size
+    it is in an island. This is for those who take gradients of another dtype than
+    their parameter: a bare optimizer of MLX makes the parameter float32 with them, and
+    a parameter that was cast with ``astype`` refuses them.
     """
     token = _gradients_in_float32.set(True)
     try:
@@ -135,7 +137,8 @@ def call_island(
     island = get_island(module)
     if _inside.get():
         return function(*args, **kwargs)
-    keeps = _gradients_in_float32.get()
+    # What is kept of a module's own has been cast beside it, with astype.
+    keeps = _gradients_in_float32.get() and island.deep
     arguments = Borrowed((args, kwargs))
     parameters = Changes(_raise_with_float32_gradient if keeps else _raise)
     token = _inside.set(island.deep)

@@ -84,6 +84,8 @@ def is_inside(path: str, outer: str) -> bool:
 
 def _entries(where: Where, modules: dict[str, nn.Module]) -> list[Entry]:
     # What find_float32_layers and float32_layers return, and the file of them.
+    if getattr(where, "problem", ""):
+        raise ValueError(f"No layers in float32 help. {where.problem}")
     where = getattr(where, "where", where)
     if isinstance(where, os.PathLike) or str(where).endswith(".json"):
         return load_float32_layers(where)
