@@ -97,13 +97,14 @@ class Setting:
 
     Attributes:
         model, loss_fn: as for ``nn.value_and_grad``.
-        compute_dtype, cast_inputs: as for ``GradScaler.value_and_grad``.
+        compute_dtype, cast_inputs, keep: as for ``GradScaler.value_and_grad``.
     """
 
     model: nn.Module
     loss_fn: Callable
     compute_dtype: mx.Dtype | None = None
     cast_inputs: bool = True
+    keep: Callable[[str, mx.array], bool] | None = None
 
 
 def run(
@@ -127,8 +128,9 @@ def run(
         _prepared(setting, where, float32) as dtype,
         probed(setting.model, _measure) as probes,
     ):
+        keep = None if float32 else setting.keep
         scaled_loss = _loss_of(setting, probes, batch, dtype, scale, float32)
-        with kept_in_float32(setting.model, dtype) as kept:
+        with kept_in_float32(setting.model, dtype, keep) as kept:
             parameters = setting.model.trainable_parameters()
             differentiate = mx.value_and_grad(lambda p: scaled_loss(p, kept))
             loss, gradients = differentiate(parameters)
@@ -152,8 +154,9 @@ def edge_dtypes(
         _prepared(setting, where, False) as dtype,
         probed(setting.model, lambda _: mx.zeros(())) as probes,
     ):
+        keep = setting.keep
         loss = _loss_of(setting, probes, batch, dtype, 1.0, False)
-        with kept_in_float32(setting.model, dtype) as kept:
+        with kept_in_float32(setting.model, dtype, keep) as kept:
             loss(setting.model.trainable_parameters(), kept)
     return [(event.path, event.dtype) for event in probes.forward]
 

@@ -88,17 +88,29 @@ def find_float32_layers(
     """
     checked = _checked(model, loss_fn, batches, compute_dtype, margin, tolerance)
     setting = Setting(model, loss_fn, compute_dtype, cast_inputs)
+    return search_batches(setting, checked, margin, tolerance, progress)
+
+
+def search_batches(
+    setting: Setting,
+    batches: Sequence[Batch],
+    margin: float,
+    tolerance: float,
+    progress: bool | None = False,
+) -> Float32Search:
+    """Search as :func:`find_float32_layers` does, with what was checked before."""
     with Progress(progress) as shown:
         search = _Search(setting, margin, tolerance, shown)
         try:
             _check_parameters(setting)
-            for i, batch in enumerate(checked):
-                shown.batch(i + 1, len(checked))
+            for i, batch in enumerate(batches):
+                shown.batch(i + 1, len(batches))
                 search.add(batch, f"batch {i + 1}")
             search.finish()
         except NoSetHelps as error:
+            found: list[Reason] = []
             return make_report(
-                setting, search.references, [], search.halves, str(error)
+                setting, search.references, found, search.halves, str(error)
             )
         return make_report(setting, search.references, search.reasons, search.halves)
 
