@@ -13,7 +13,7 @@ are made so that float32 trains and float16 does not, and no loss scale helps:
 import mlx.core as mx
 import mlx.nn as nn
 
-NUMBERS, LENGTH, WIDTH, LAYERS = 16, 16, 32, 8
+NUMBERS, LENGTH, WIDTH, LAYERS = 16, 16, 32, 6
 
 
 class Norm(nn.Module):

@@ -506,7 +506,8 @@ def _check_arguments(setting: Setting, batch: Batch, name: str) -> None:
 def _check_reference(reference: Run, name: str) -> None:
     if math.isfinite(reference.loss) and reference.gradients_are_finite():
         return
-    for value in [*reference.forward, *reference.backward]:
+    sound = math.isfinite(reference.loss)
+    for value in [*reference.forward, *(reference.backward if sound else [])]:
         if value.nan or value.positive_inf:
             place = value.event.path or "the model"
             raise NoSetHelps(
@@ -514,6 +515,7 @@ def _check_reference(reference: Run, name: str) -> None:
                 f"{value.event}. Look for a logarithm, a division or a root of zero."
             )
     raise NoSetHelps(
-        f"The loss of {name} is {reference.loss} in float32, too: look at the loss "
-        "function for a logarithm or a division of zero."
+        f"The loss of {name} is {reference.loss} in float32, too. Look at the loss "
+        "function for a logarithm or a division of zero, and for a cast to half "
+        "precision."
     )
