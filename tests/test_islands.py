@@ -15,6 +15,7 @@ import pytest
 from helpers import Traced
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
+from benchmarks.counting import kernels
 from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
 from mlx_gradscale.islands import (
     float32_gradients,
@@ -549,6 +550,40 @@ def test_a_class_with_a_metaclass_and_a_call_that_is_inherited():
     expected = as_float32(model)(x.astype(mx.float32))
     float32_layers(model, "layers.*")
     close(model(x), expected)
+
+
+def test_another_instance_of_its_class_is_no_island():
+    layer = nn.Linear(8, 8)
+    float32_layers(layer, "")
+    other = type(layer)(8, 8)
+    other.set_dtype(HALF)
+    x = mx.full((2, 8), 6e4, HALF)
+    other.weight = mx.ones((8, 8), HALF)
+    assert not finite(other(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_island_costs_its_casts_and_no_other_kernel(compiled):
+    def counted(where):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+        model.set_dtype(HALF)
+        x = mx.ones((2, 8), HALF)
+        mx.eval(model.parameters(), x)
+        float32_layers(model, where)
+        function = nn.value_and_grad(model, lambda x: model(x).sum())
+        if compiled:
+            function = mx.compile(function, inputs=model.state, outputs=model.state)
+        return kernels(function(x))
+
+    plain = counted([])
+    if compiled:
+        # A cast may become part of a kernel that is there anyway.
+        assert counted("layers.1").total() - plain.total() <= 8
+        return
+    # The input, the weight, the bias and the output, and each again on the way back;
+    # in the first layer nobody asks for the gradient of the input.
+    assert counted("layers.1") - plain == {"AsType": 8}
+    assert counted("layers.0") - plain == {"AsType": 5}
 
 
 def test_a_tied_embedding_is_called_in_two_ways():

@@ -23,14 +23,15 @@ class Call:
         return max(map(reach, self.inputs + self.outputs), default=0.0)
 
     def made(self) -> float:
-        """Return the largest value that this call made: not what it only hands on."""
+        """Return the largest value that this call made, or returned.
+
+        What it was given, or got from a call and hands to another, is not its own.
+        """
         own = [reach(value) for value in self.outputs]
         known = [reach(value) for value in self.inputs]
         for child in self.children:
             own += [x for x in map(reach, child.inputs) if not _is_one_of(x, known)]
             known += [reach(value) for value in child.outputs]
-        handed_on = [reach(value) for child in self.children for value in child.outputs]
-        own = [x for x in own if not _is_one_of(x, handed_on)] or own[:1]
         return max(own, default=0.0)
 
 

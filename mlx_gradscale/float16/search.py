@@ -1,24 +1,28 @@
 """Find the fewest layers that must be float32 for a model to train in float16."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..diagnostics.arguments import by_name, too_large
-from ..finite import nonfinite
 from ..half import HALF
 from ..islands.where import THE_LOSS, Entry, find_members, is_inside, ordered_modules
-from ..precision import is_leaf
-from .calls import Call, call_tree, is_bad, reach
+from .calls import Call, call_tree, reach
+from .checks import (
+    NoSetHelps,
+    check_arguments,
+    check_parameters,
+    check_reference,
+    checked_batches,
+)
+from .faults import caller_of, first_bad, largest_jump, worst_gradient
 from .measure import Batch, Run, Setting, Value, edge_dtypes, run
 from .progress import Progress
-from .report import Float32Search, Reason, make_report
+from .report import LARGEST, Float32Search, Reason, make_report
 
-LARGEST = 65504.0
 # More than rounding makes of a value from one layer to the next, less than what is
 # left of a sum that overflowed.
 _FAR = 0.25
@@ -26,10 +30,6 @@ _FAR = 0.25
 _GRADIENTS = 10
 _LARGEST_SCALE, _SMALLEST_SCALE = 2.0**16, 2.0**-40
 _MOST_RUNS = 200
-
-
-class NoSetHelps(Exception):
-    """Why no layers in float32 make the model train in float16."""
 
 
 def find_float32_layers(
@@ -86,7 +86,7 @@ def find_float32_layers(
         ['layers.1 to layers.2']
         >>> layers = float32_layers(model, found)
     """
-    checked = _checked(model, loss_fn, batches, compute_dtype, margin, tolerance)
+    checked = checked_batches(model, loss_fn, batches, compute_dtype, margin, tolerance)
     setting = Setting(model, loss_fn, compute_dtype, cast_inputs)
     return search_batches(setting, checked, margin, tolerance, progress)
 
@@ -102,7 +102,7 @@ def search_batches(
     with Progress(progress) as shown:
         search = _Search(setting, margin, tolerance, shown)
         try:
-            _check_parameters(setting)
+            check_parameters(setting)
             for i, batch in enumerate(batches):
                 shown.batch(i + 1, len(batches))
                 search.add(batch, f"batch {i + 1}")
@@ -142,9 +142,9 @@ class _Search:
 
     def add(self, batch: Batch, name: str) -> None:
         """Run a batch in float32, and grow islands until half precision agrees."""
-        _check_arguments(self.setting, batch, name)
+        check_arguments(self.setting, batch, name)
         reference = self._run(batch, float32=True)
-        _check_reference(reference, name)
+        check_reference(reference, name)
         self.batches.append(batch)
         self.references.append(reference)
         self._cover_large_values(batch, call_tree(reference))
@@ -250,22 +250,22 @@ class _Search:
                         f"With the whole model in float32: {why}. Look at the loss "
                         "function: it, or the model, casts to half precision itself."
                     )
-                path = _caller(reference, path)
+                path = caller_of(reference, path)
             self._put(path, path, why)
 
     def _first_fault(self, half: Run, ref: Run) -> tuple[str | None, str] | None:
         sound = math.isfinite(half.loss)
         off = abs(half.loss - ref.loss) / max(abs(ref.loss), 1e-6)
         if not sound or off > self.tolerance:
-            place = _first_bad(half.forward, ref.forward, "output", _FAR)
-            place = place or _largest_jump(half.forward, ref.forward, "output")
+            place = first_bad(half.forward, ref.forward, "output", _FAR)
+            place = place or largest_jump(half.forward, ref.forward, "output")
             return place or (None, f"the loss is {half.loss:.4g}, not {ref.loss:.4g}")
         distance = half.gradient_distance(ref)
         allowed = _GRADIENTS * self.tolerance
         if half.gradients_are_finite() and distance <= allowed:
             return None
-        place = _first_bad(half.forward, ref.forward, "output", _FAR)
-        place = place or _first_bad(half.backward, ref.backward, "input", _FAR)
+        place = first_bad(half.forward, ref.forward, "output", _FAR)
+        place = place or first_bad(half.backward, ref.backward, "input", _FAR)
         if not place:
             if distance > 0.8 * self._rounding:
                 raise NoSetHelps(
@@ -274,7 +274,7 @@ class _Search:
                     f"tolerance={distance / _GRADIENTS * 1.5:.2g} if that will do."
                 )
             self._rounding = distance
-        path, why = place or _worst_gradient(half, ref)
+        path, why = place or worst_gradient(half, ref)
         return path, f"{why}, in the backward pass at a loss scale of {half.scale:g}"
 
     def _give_the_loss_float32(self, batch: Batch, reference: Run, why: str) -> None:
@@ -344,178 +344,3 @@ class _Search:
 
 def _outermost(model: nn.Module, entries: list[Entry]) -> list[Entry]:
     return [members.name for members in find_members(model, entries)]
-
-
-def _first_bad(
-    values: list[Value], references: list[Value], own: str, distance: float
-) -> tuple[str | None, str] | None:
-    """Return the layer that made the first value that is bad.
-
-    Args:
-        own (str): The side of a layer where what it made comes out: "output", or
-            "input" in the backward pass.
-    """
-    for value, reference in _pairs(values, references):
-        if is_bad(value, reference, distance):
-            return _maker(value, own), _what(value, reference)
-    return None
-
-
-def _largest_jump(
-    values: list[Value], references: list[Value], own: str
-) -> tuple[str | None, str] | None:
-    most, place, so_far = 4.0, None, 1e-3
-    for value, reference in _pairs(values, references):
-        if not reference.event.differentiated:
-            continue
-        distance = value.distance(reference)
-        if distance > most * so_far:
-            most, place = distance / so_far, (value, reference)
-        so_far = max(so_far, distance)
-    return (_maker(place[0], own), _what(*place)) if place else None
-
-
-def _worst_gradient(half: Run, reference: Run) -> tuple[str, str]:
-    def off(path: str) -> float:
-        value, other = half.gradients[path], reference.gradients[path]
-        if not value.is_finite:
-            return math.inf
-        return float(((value.sums - other.sums) ** 2).sum())
-
-    path = max(half.gradients, key=off)
-    what = _what(half.gradients[path], reference.gradients[path])
-    return path.rpartition(".")[0], f"the gradient of {path}: {what}"
-
-
-def _pairs(
-    values: list[Value], references: list[Value]
-) -> Iterator[tuple[Value, Value]]:
-    """Yield values with the same place in two runs, in the order of the first."""
-    waiting: dict[tuple[str, str], list[Value]] = {}
-    for value in references:
-        waiting.setdefault((value.event.path, value.event.side), []).append(value)
-    for value in values:
-        same = waiting.get((value.event.path, value.event.side))
-        if same:
-            yield value, same.pop(0)
-
-
-def _maker(value: Value, own: str) -> str | None:
-    return value.event.path if value.event.side == own else value.event.caller
-
-
-def _what(value: Value, reference: Value) -> str:
-    if not value.is_finite:
-        return str(value.event)
-    return f"{min(value.distance(reference), 9.99):.0%} away from float32"
-
-
-def _caller(reference: Run, path: str) -> str:
-    callers = [v.event.caller for v in reference.forward if v.event.path == path]
-    caller = callers[0] if callers else path.rpartition(".")[0]
-    return caller or ""
-
-
-def _checked(
-    model: nn.Module,
-    loss_fn: Callable,
-    batches: Iterable[Any],
-    compute_dtype: mx.Dtype | None,
-    margin: float,
-    tolerance: float,
-) -> list[Batch]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"The model must be a module of mlx.nn, got {model!r}.")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
-    if hasattr(loss_fn, "has_scaled_gradient"):
-        raise TypeError(
-            "The gradient of this loss function is scaled already: give the plain "
-            "function, without scale_loss()."
-        )
-    if not margin >= 1.0 or not math.isfinite(margin):
-        raise ValueError(f"margin must be at least 1, as 2.0, got {margin!r}.")
-    if not 0.0 < tolerance < 1.0:
-        raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
-    parameters = [x for _, x in tree_flatten(model.trainable_parameters())]
-    if not parameters:
-        raise ValueError("The model has no trainable parameters: unfreeze some.")
-    if compute_dtype is None:
-        every = tree_flatten(model.parameters())
-        if not any(x.dtype in HALF for _, x in every):
-            raise ValueError(
-                "No parameter of the model is in half precision: pass compute_dtype="
-                "mx.float16, or call model.set_dtype(mx.float16) before."
-            )
-    elif not isinstance(compute_dtype, mx.Dtype) or compute_dtype not in HALF:
-        raise ValueError(
-            f"compute_dtype must be mx.float16 or mx.bfloat16, got {compute_dtype!r}."
-        )
-    if isinstance(batches, (mx.array, dict, str)) or not isinstance(batches, Iterable):
-        raise TypeError(
-            "batches must be a list, of which each element is the arguments of "
-            f"loss_fn, got {type(batches).__name__}."
-        )
-    checked = [_as_batch(batch) for batch in batches]
-    if not checked:
-        raise ValueError("There are no batches: give at least one.")
-    return checked
-
-
-def _as_batch(batch: Any) -> Batch:
-    if isinstance(batch, (tuple, list)):
-        return Batch(tuple(batch))
-    # A model is a dict, and so is a batch with names.
-    if type(batch) is dict:
-        return Batch((), batch)
-    return Batch((batch,))
-
-
-def _check_parameters(setting: Setting) -> None:
-    found = nonfinite(setting.model.parameters())
-    if found:
-        names = ", ".join(record.path for record in found[:5])
-        raise NoSetHelps(
-            f"Parameters are not finite: {names}. No dtype helps: go back to weights "
-            "from before that."
-        )
-
-
-def _check_arguments(setting: Setting, batch: Batch, name: str) -> None:
-    arguments = by_name(batch.args, batch.kwargs)
-    leaves = tree_flatten(arguments, is_leaf=is_leaf)
-    arrays = {path: x for path, x in leaves if isinstance(x, mx.array)}
-    for record in nonfinite(arrays):
-        # A mask of -inf is no fault.
-        if record.nan or record.positive_inf:
-            raise NoSetHelps(
-                f"{record.path} of {name} is not finite: leave such samples out, or "
-                "repair them."
-            )
-    if setting.compute_dtype is None or not setting.cast_inputs:
-        return
-    for path, x in too_large(arguments, setting.compute_dtype).items():
-        if mx.max(x).item() > LARGEST:
-            raise NoSetHelps(
-                f"{path} of {name} reaches {mx.max(x).item():.6g} and is not finite "
-                "where compute_dtype casts it: normalise it, or leave arguments alone "
-                "with cast_inputs=False."
-            )
-
-
-def _check_reference(reference: Run, name: str) -> None:
-    if math.isfinite(reference.loss) and reference.gradients_are_finite():
-        return
-    sound = math.isfinite(reference.loss)
-    for value in [*reference.forward, *(reference.backward if sound else [])]:
-        if value.nan or value.positive_inf:
-            place = value.event.path or "the model"
-            raise NoSetHelps(
-                f"{name} is not finite in float32 either, first at {place}: "
-                f"{value.event}. Look for a logarithm, a division or a root of zero."
-            )
-    raise NoSetHelps(
-        f"The loss of {name} is {reference.loss} in float32, too. Look at the loss "
-        "function for a logarithm or a division of zero, and for a cast to half "
-        "precision."
-    )

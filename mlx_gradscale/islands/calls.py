@@ -135,7 +135,8 @@ def call_island(
 ) -> Any:
     """Call a module's function in float32."""
     island = get_island(module)
-    if _inside.get():
+    # None: another instance of its class, made by type(module)(...).
+    if island is None or _inside.get():
         return function(*args, **kwargs)
     # What is kept of a module's own has been cast beside it, with astype.
     keeps = _gradients_in_float32.get() and island.deep

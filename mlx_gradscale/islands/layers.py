@@ -62,7 +62,7 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
     before. Use it where the forward pass overflows: no loss scale helps there. The
     parameters keep their names, their dtype and their place; saving, loading,
     freezing, LoRA and quantizing go on as before. In a layer that computes in float32
-    anyway nothing changes.
+    anyway nothing changes. A step that was compiled before has to be compiled anew.
 
     Where the value that is too large is handed on from layer to layer, as in a
     residual stream, name the first and the last layer: ``"layers.3 to norm"`` are
