@@ -69,6 +69,7 @@ def test_panels_without_data_are_left_out():
 
 def test_bars_are_the_shares_before_and_after():
     figure = plot_gradients(gradients(), scale=2.0**16)
+    before, after = figure.axes
     assert sorted(bar.get_x() + 0.425 for bar in before.patches[:3]) == pytest.approx(
         [-29.5, -26.5, -23.5]
     )
@@ -195,15 +196,12 @@ def test_headroom_is_drawn_before_and_after(tmp_path, dark):
     assert "layers.4" in found
     assert "65504" in found
     assert "backward, loss scale 2^10" in found
-    highest = max(
-        line.get_ydata()[1] for line in before.lines if len(line.get_xdata()) == 5
+    before, after = (
+        [line for line in axes.lines if len(line.get_xdata()) == 5]
+        for axes in figure.axes
     )
-    assert highest == 1e5
-    filled = [
-        line.get_ydata()
-        for line in after.lines
-        if len(line.get_xdata()) == 5 and line.get_markerfacecolor() != "none"
-    ]
+    assert max(line.get_ydata()[1] for line in before) == 1e5
+    filled = [x.get_ydata() for x in after if x.get_markerfacecolor() != "none"]
     assert all(str(values[1]) == "nan" for values in filled)
 
 
