@@ -356,6 +356,22 @@ def test_a_residual_stream_stays_float32_from_layer_to_layer():
     assert model(x.astype(mx.float32)).dtype == mx.float32
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_layer_in_two_islands_casts_back_only_if_both_say_so(at_once):
+    x = mx.random.normal((2, 8)).astype(HALF)
+    model = stream()
+    where = ["layers.1", "layers.1 to layers.2", "layers.2 to norm", "layers.3"]
+    entries = [where] if at_once else where
+    handles = [float32_layers(model, entry) for entry in entries]
+    assert finite(model(x))
+    assert list(model.dtypes) == [HALF, mx.float32, mx.float32, mx.float32, HALF]
+    assert list_float32_layers(model) == where
+    for handle in handles:
+        handle.undo()
+    assert list_float32_layers(model) == []
+    assert type(model.norm) is Stream.Mean
+
+
 def test_a_chain_is_named_one_by_one():
     x = mx.random.normal((2, 8)).astype(HALF)
     model = stream()
@@ -632,6 +648,33 @@ def test_keep_of_a_module_that_holds_others_casts_its_output_and_not_theirs():
         assert model(x).dtype == HALF
     with kept_in_float32(model, HALF, lambda path, _: path == "scale"):
         assert model(x).dtype == mx.float32
+
+
+def test_gradients_of_an_island_can_be_unscaled_on_their_way_out():
+    @mx.custom_function
+    def unscaled(x):
+        return x
+
+    @unscaled.vjp
+    def unscaled_vjp(_, cotangent, __):
+        return cotangent.astype(mx.float32) / 2**8
+
+    model = net()
+    float32_layers(model, MLPS)
+
+    def loss_fn(parameters, scale=2.0**8):
+        model.update(tree_map(unscaled, parameters))
+        return loss_of(model)(TOKENS) * scale
+
+    with kept_in_float32(model):
+        grads = mx.grad(loss_fn)(model.trainable_parameters())
+    assert {x.dtype for _, x in tree_flatten(grads)} == {mx.float32}
+    # Times the scale this is more than float16 can hold, also on the way out.
+    weight = grads["blocks"][2]["mlp"]["down"]["weight"]
+    assert mx.abs(weight).max().item() * 2**8 > 65504
+    model = as_float32(net())
+    _, expected = nn.value_and_grad(*differentiated(model))(TOKENS)
+    close(grads, expected, rtol=5e-2)
 
 
 def test_a_parameter_beside_one_that_is_kept_may_be_cast():

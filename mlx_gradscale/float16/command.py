@@ -107,13 +107,14 @@ def _load(options: argparse.Namespace) -> tuple[nn.Module, Any, list]:
         raise ImportError("This command needs mlx-lm: pip install mlx-lm.") from error
     model, tokenizer = mlx_lm.load(options.model)
     batches = _batches(options, tokenizer)
+    # Before the adapters, which mlx-lm makes in float32.
+    model.set_dtype(mx.float16)
     if options.fine_tune_type == "lora":
         from mlx_lm.tuner.utils import linear_to_lora_layers
 
         model.freeze()
         every = len(model.layers)
         linear_to_lora_layers(model, every, {"rank": 8, "scale": 20.0, "dropout": 0.0})
-    model.set_dtype(mx.float16)
     model.train()
     return model, default_loss, [(model, *batch) for batch in batches]
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -134,15 +134,20 @@ def run(
             parameters = setting.model.trainable_parameters()
             differentiate = mx.value_and_grad(lambda p: scaled_loss(p, kept))
             loss, gradients = differentiate(parameters)
+        described, table = _described(gradients)
+        # All at once and without the gradients, so that nothing waits for another run.
+        del gradients
+        events = [*probes.forward, *probes.backward]
+        mx.eval(loss, table, [event.counts for event in events])
         probes.read()
-        loss = loss.item() / scale
-        gradients = _measured(gradients, scale)
+    rows = zip(described, np.array(table).tolist(), strict=True)
+    measured = {path: _value(replace(e, counts=row), scale) for (path, e), row in rows}
     return Run(
-        loss,
+        loss.item() / scale,
         scale,
         [_value(event) for event in probes.forward],
         [_value(event, scale) for event in probes.backward],
-        gradients,
+        measured,
     )
 
 
@@ -229,20 +234,19 @@ def _signs(size: int) -> mx.array:
     return 1.0 - 2.0 * ((bits >> 16) & 1).astype(mx.float32)
 
 
-def _measured(gradients: Any, scale: float) -> dict[str, Value]:
+def _described(gradients: Any) -> tuple[list[tuple[str, Event]], mx.array]:
+    """Return an event for every floating leaf, and what is measured of it, lazily."""
     leaves = [
         (path, x)
         for path, x in tree_flatten(gradients)
         if mx.issubdtype(x.dtype, mx.floating)
     ]
-    if not leaves:
-        return {}
-    table = np.array(mx.stack([_measure(x) for _, x in leaves]))
     events = [
-        Event(path, None, "output", 0, None, x.dtype, x.size, row)
-        for (path, x), row in zip(leaves, table, strict=True)
+        (path, Event(path, None, "output", 0, None, x.dtype, x.size, None))
+        for path, x in leaves
     ]
-    return {event.path: _value(event, scale) for event in events}
+    rows = [_measure(x) for _, x in leaves]
+    return events, mx.stack(rows) if rows else mx.zeros((0, _BEFORE_SUMS + _SUMS))
 
 
 def _value(event: Event, scale: float = 1.0) -> Value:

@@ -52,7 +52,7 @@ class Island:
         first: whether it is the first of them.
         lowers: whether its outputs go back to half precision.
         deep: whether the modules in it are raised, too.
-        before: the island that the module was before, to be put back.
+        before: the island that the module was before, and still is as well.
     """
 
     chain: Chain
@@ -60,6 +60,13 @@ class Island:
     lowers: bool = True
     deep: bool = True
     before: "Island | None" = None
+
+    def all(self) -> "Iterator[Island]":
+        """Yield this island and those that the module was made before."""
+        island: Island | None = self
+        while island is not None:
+            yield island
+            island = island.before
 
 
 @contextlib.contextmanager
@@ -151,14 +158,18 @@ def call_island(
         _inside.reset(token)
         parameters.undo()
         arguments.give_back()
-    seen = arguments.dtype or parameters.dtype
-    if island.first:
-        island.chain.dtype = seen
-    dtype = seen or island.chain.dtype or _compute_dtype.get()
+    dtype = arguments.dtype or parameters.dtype
+    for each in island.all():
+        if each.first:
+            each.chain.dtype = dtype
+        dtype = dtype or each.chain.dtype
+    dtype = dtype or _compute_dtype.get()
     if dtype is None or dtype not in HALF:
         return outputs
     arguments.lower_what_is_new(dtype)
-    return arguments.lowered(outputs, dtype) if island.lowers else outputs
+    # In two islands at once, it may be the last of only one.
+    lowers = all(each.lowers for each in island.all())
+    return arguments.lowered(outputs, dtype) if lowers else outputs
 
 
 class _IslandType(type):

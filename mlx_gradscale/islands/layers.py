@@ -28,11 +28,11 @@ class Float32Layers:
         paths: the paths of the modules.
     """
 
-    def __init__(self, model: nn.Module, where: list[Entry], islands: dict):
+    def __init__(self, model: nn.Module, where: list[Entry], made: list):
         self.where = where
-        self.paths = list(islands)
+        self.paths = list(dict.fromkeys(path for path, _ in made))
         self._model = model
-        self._islands = set(islands.values())
+        self._islands = {island for _, island in made}
 
     def undo(self) -> None:
         """Let the layers compute as they did before."""
@@ -100,16 +100,17 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
         >>> layers.undo()
     """
     found = find_members(model, where)
-    islands: dict[str, Island] = {}
+    made: list[tuple[str, Island]] = []
     for members in found:
         chain = Chain(members.name)
-        last = None if members.open else members.modules[-1][1]
+        modules = [module for _, module in members.modules]
+        last = None if members.open else modules[-1]
         for path, module in members.modules:
-            before = get_island(module)
-            first = module is members.modules[0][1]
-            islands[path] = Island(chain, first, module is last, True, before)
-            set_island(module, islands[path])
-    return Float32Layers(model, [members.name for members in found], islands)
+            ends = module is modules[0], module is last
+            island = Island(chain, *ends, before=get_island(module))
+            set_island(module, island)
+            made.append((path, island))
+    return Float32Layers(model, [members.name for members in found], made)
 
 
 def list_float32_layers(model: nn.Module) -> list[Entry]:
@@ -118,8 +119,9 @@ def list_float32_layers(model: nn.Module) -> list[Entry]:
     Args:
         model (nn.Module): The model.
     """
-    islands = (get_island(module) for _, module in ordered_modules(model))
-    chains = {id(island.chain): island.chain for island in islands if island}
+    islands = [get_island(module) for _, module in ordered_modules(model)]
+    every = [each for i in islands if i for each in reversed(list(i.all()))]
+    chains = {id(each.chain): each.chain for each in every}
     return [chain.name for chain in chains.values()]
 
 

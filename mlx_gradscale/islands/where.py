@@ -87,7 +87,8 @@ def _entries(where: Where, modules: dict[str, nn.Module]) -> list[Entry]:
     if getattr(where, "problem", ""):
         raise ValueError(f"No layers in float32 help. {where.problem}")
     where = getattr(where, "where", where)
-    if isinstance(where, os.PathLike) or str(where).endswith(".json"):
+    is_file = isinstance(where, str) and where.endswith(".json")
+    if is_file or isinstance(where, os.PathLike):
         return load_float32_layers(where)
     if isinstance(where, str):
         return [where]
@@ -190,12 +191,10 @@ def _without_inner(found: list[Members]) -> list[Members]:
     def is_outermost(path: str) -> bool:
         return not any(path != other and is_inside(path, other) for other in every)
 
-    outermost = []
-    seen: set[str] = set()
+    outermost: list[Members] = []
     for members in found:
         modules = [(p, m) for p, m in members.modules if is_outermost(p)]
-        modules = [(p, m) for p, m in modules if p not in seen]
-        seen.update(p for p, _ in modules)
-        if modules:
+        known = [other.name for other in outermost]
+        if modules and members.name not in known:
             outermost.append(Members(members.name, modules, members.open))
     return outermost
