@@ -1,7 +1,9 @@
 """Layers that compute in float32 inside of a float16 model, and all else as before."""
 
 import copy
+import gc
 import pickle
+import weakref
 from abc import ABC
 from collections import deque
 from dataclasses import dataclass
@@ -566,6 +568,20 @@ def test_a_class_with_a_metaclass_and_a_call_that_is_inherited():
     expected = as_float32(model)(x.astype(mx.float32))
     float32_layers(model, "layers.*")
     close(model(x), expected)
+
+
+def test_a_class_that_was_made_for_a_while_is_not_kept():
+    def made():
+        class Mine(nn.Linear):
+            pass
+
+        layer = Mine(2, 2)
+        float32_layers(layer, "").undo()
+        return weakref.ref(Mine)
+
+    reference = made()
+    gc.collect()
+    assert reference() is None
 
 
 def test_another_instance_of_its_class_is_no_island():

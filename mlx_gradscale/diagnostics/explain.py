@@ -153,10 +153,8 @@ def explain_overflow(
         ('gradients', 'layers.1')
     """
     how = _how_it_runs(model, loss_fn, scale, compute_dtype)
-    api, given_loss_fn = (
-        api_in_use(model, loss_fn, batch, scale, compute_dtype),
-        loss_fn,
-    )
+    api = api_in_use(model, loss_fn, batch, scale, compute_dtype)
+    given_loss_fn = loss_fn
     if scale is None:
         scale, loss_fn = 1.0, _as_unscaled(loss_fn)
     scale = scale_of(scale)

@@ -5,7 +5,6 @@ import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +15,7 @@ from .borrowed import Borrowed, Changes
 
 # Where an island is kept in a module: an attribute, so that no tree of arrays has it.
 ISLAND = "_float32_island"
+_CLASS = "_float32_island_class"
 # Modules are called by these; a tied embedding is also the output layer.
 METHODS = ("__call__", "as_linear")
 # What these return takes the module's place, and its island.
@@ -191,8 +191,15 @@ class _IslandType(type):
             super().__setattr__(name, value)
 
 
-@cache
 def _island_class(cls: type) -> type:
+    """Return the class of islands of a class, which is made once."""
+    # Kept with the class, and not in a table: a class may be made for a while only.
+    if _CLASS not in vars(cls):
+        type.__setattr__(cls, _CLASS, _make_class(cls))
+    return vars(cls)[_CLASS]
+
+
+def _make_class(cls: type) -> type:
     def called(name: str) -> Callable:
         def method(self, *args, **kwargs):
             function = getattr(super(island_class, self), name)
