@@ -11,7 +11,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_gradscale import find_float32_layers, float32_layers
+from mlx_gradscale.float16 import Reason
 from mlx_gradscale.float16.measure import Batch, Setting, run
+from mlx_gradscale.float16.progress import Progress
+from mlx_gradscale.float16.search import Search
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -49,6 +52,15 @@ def test_a_model_that_overflows_is_found_and_trains(name):
     # Nothing but casts comes with an island: no kernel else.
     assert after[0] - before[0] == after[1] - before[1] < 30
     assert example.train(model, loss_fn, 5) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_example_prints_its_table_and_draws(tmp_path, capsys):
+    example.main(2, tmp_path, ["norm"])
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("| norm |")
+    assert "| lost |" in row
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"headroom-norm-light.png", "headroom-norm-dark.png"}
 
 
 class Net(nn.Module):
@@ -145,6 +157,42 @@ def test_each_batch_counts_and_shapes_may_differ():
     found = find_float32_layers(model, loss_fn, [X, X[:2] * 50, {"x": X[:3]}])
     assert found.where
     assert len(found.losses) == 3
+
+
+def test_what_is_given_in_float16_may_be_near_its_end():
+    model, _ = make()
+    model.layers[0].weight = model.layers[0].weight * 1e-4
+    x = X / mx.abs(X).max() * 60000
+
+    def first_only(x):
+        return model.head(model.layers[0](x) * 1e-2).astype(mx.float32).square().mean()
+
+    found = find_float32_layers(model, first_only, [x])
+    assert (found.where, found.problem) == ([], "")
+
+
+def test_a_layer_that_is_not_needed_is_left_out():
+    model, loss_fn = make(gain=6e4)
+    search = Search(Setting(model, loss_fn), 2.0, 0.02, Progress(False))
+    search.reasons.append(Reason("layers.0", "layers.0", "by mistake"))
+    search.add(Batch((X,)), "batch 1")
+    assert "layers.0" in search.where
+    search.finish()
+    assert search.where == find_float32_layers(model, loss_fn, [X]).where
+
+
+def test_a_model_that_is_one_layer():
+    model = nn.Linear(8, 8)
+    model.weight = mx.full((8, 8), 3e4)
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        return (model(x).astype(mx.float32) * 1e-6).square().mean()
+
+    found = find_float32_layers(model, loss_fn, [X * 8])
+    assert found.where == [["", "the loss"]]
+    float32_layers(model, found)
+    assert mx.isfinite(loss_fn(X * 8)).item()
 
 
 def test_a_model_that_is_cast_for_the_pass():

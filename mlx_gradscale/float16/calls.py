@@ -18,10 +18,6 @@ class Call:
     outputs: list[Value] = field(default_factory=list)
     children: list["Call"] = field(default_factory=list)
 
-    def reach(self) -> float:
-        """Return the largest value at the call's edges."""
-        return max(map(reach, self.inputs + self.outputs), default=0.0)
-
     def made(self) -> float:
         """Return the largest value that this call made, or returned.
 
@@ -30,7 +26,7 @@ class Call:
         own = [reach(value) for value in self.outputs]
         known = [reach(value) for value in self.inputs]
         for child in self.children:
-            own += [x for x in map(reach, child.inputs) if not _is_one_of(x, known)]
+            own += [x for x in map(reach, child.inputs) if not is_one_of(x, known)]
             known += [reach(value) for value in child.outputs]
         return max(own, default=0.0)
 
@@ -72,5 +68,6 @@ def is_bad(value: Value, reference: Value, distance: float) -> bool:
     return not is_mask and value.distance(reference) >= distance
 
 
-def _is_one_of(x: float, others: list[float]) -> bool:
+def is_one_of(x: float, others: list[float]) -> bool:
+    """Tell whether a largest value is that of another array, handed on."""
     return any(abs(x - other) <= 1e-3 * abs(other) for other in others)

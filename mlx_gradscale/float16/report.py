@@ -27,11 +27,13 @@ class Reason:
         entry: what ``float32_layers`` takes.
         maker: the path of the layer that made the value; None for the loss function.
         why: in words.
+        by_size: whether a value between layers is too large, or too near to it.
     """
 
     entry: Entry
     maker: str | None
     why: str
+    by_size: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..half import HALF
 from ..islands.where import THE_LOSS, Entry, find_members, is_inside, ordered_modules
-from .calls import Call, call_tree, reach
+from .calls import Call, call_tree, is_one_of, reach
 from .checks import (
     NoSetHelps,
     check_arguments,
@@ -100,7 +100,7 @@ def search_batches(
 ) -> Float32Search:
     """Search as :func:`find_float32_layers` does, with what was checked before."""
     with Progress(progress) as shown:
-        search = _Search(setting, margin, tolerance, shown)
+        search = Search(setting, margin, tolerance, shown)
         try:
             check_parameters(setting)
             for i, batch in enumerate(batches):
@@ -115,7 +115,7 @@ def search_batches(
         return make_report(setting, search.references, search.reasons, search.halves)
 
 
-class _Search:
+class Search:
     """The islands so far, and the batches that they were tried with."""
 
     def __init__(
@@ -131,6 +131,7 @@ class _Search:
         self._shown = shown
         self._runs = 0
         self._rounding = math.inf
+        self._given: list[float] = []
         self._sizes = {
             path: sum(x.size for _, x in tree_flatten(module.parameters()))
             for path, module in ordered_modules(setting.model)
@@ -138,7 +139,7 @@ class _Search:
 
     @property
     def where(self) -> list[Entry]:
-        return _outermost(self.setting.model, [r.entry for r in self.reasons])
+        return _outermost(self.setting.model, self.reasons)
 
     def add(self, batch: Batch, name: str) -> None:
         """Run a batch in float32, and grow islands until half precision agrees."""
@@ -147,7 +148,10 @@ class _Search:
         check_reference(reference, name)
         self.batches.append(batch)
         self.references.append(reference)
-        self._cover_large_values(batch, call_tree(reference))
+        calls = call_tree(reference)
+        # What the loss function hands in is in half precision already, and stays.
+        self._given = [reach(v) for call in calls.children for v in call.inputs]
+        self._cover_large_values(batch, calls)
         self.halves.append(self._grow(batch, reference))
 
     def finish(self) -> None:
@@ -157,19 +161,35 @@ class _Search:
             for i, batch in enumerate(self.batches):
                 self.halves[i] = self._grow(batch, self.references[i])
             if self.where == before:
-                return
+                break
+        self._leave_out_what_is_not_needed()
+
+    def _leave_out_what_is_not_needed(self) -> None:
+        """Try without each layer but the last, which was needed with all others."""
+        for reason in [r for r in self.reasons[:-1] if not r.by_size]:
+            others = [each for each in self.reasons if each is not reason]
+            where = _outermost(self.setting.model, others)
+            halves = []
+            for batch, reference in zip(self.batches, self.references, strict=True):
+                half = self._run_scaled(batch, reference, where)
+                if self._is_lossy(half, reference):
+                    break
+                halves.append(half)
+            else:
+                self.reasons, self.halves = others, halves
 
     # The edges of layers, where float32 says how large values are.
 
     def _cover_large_values(self, batch: Batch, call: Call) -> None:
-        large = [child.reach() >= self.limit for child in call.children]
+        large = [self._is_large(c.inputs + c.outputs) for c in call.children]
         for child, is_large in zip(call.children, large, strict=True):
             if not is_large:
                 self._cover_large_values(batch, child)
         if any(large) and not self._is_covered(call, large):
             entry, maker = self._island_for(batch, call, large.index(True))
-            largest = max(child.reach() for child in call.children)
-            self._put(entry, maker, self._how_large(largest))
+            edges = [v for child in call.children for v in child.inputs + child.outputs]
+            largest = max(reach(value) for value in edges)
+            self._put(entry, maker, self._how_large(largest), by_size=True)
 
     def _is_covered(self, call: Call, large: list[bool]) -> bool:
         inside = self._inside(self.where)
@@ -200,7 +220,8 @@ class _Search:
         return [*dict.fromkeys(c.path for c in children[first:]), THE_LOSS], maker
 
     def _is_large(self, values: list[Value]) -> bool:
-        return any(reach(value) >= self.limit for value in values)
+        reached = [reach(value) for value in values]
+        return any(x >= self.limit and not is_one_of(x, self._given) for x in reached)
 
     def _how_large(self, largest: float) -> str:
         if largest > LARGEST:
@@ -254,16 +275,14 @@ class _Search:
             self._put(path, path, why)
 
     def _first_fault(self, half: Run, ref: Run) -> tuple[str | None, str] | None:
-        sound = math.isfinite(half.loss)
-        off = abs(half.loss - ref.loss) / max(abs(ref.loss), 1e-6)
-        if not sound or off > self.tolerance:
+        if not self._is_lossy(half, ref):
+            return None
+        if self._is_lossy(half, ref, gradients=False):
             place = first_bad(half.forward, ref.forward, "output", _FAR)
             place = place or largest_jump(half.forward, ref.forward, "output")
             return place or (None, f"the loss is {half.loss:.4g}, not {ref.loss:.4g}")
         distance = half.gradient_distance(ref)
         allowed = _GRADIENTS * self.tolerance
-        if half.gradients_are_finite() and distance <= allowed:
-            return None
         place = first_bad(half.forward, ref.forward, "output", _FAR)
         place = place or first_bad(half.backward, ref.backward, "input", _FAR)
         if not place:
@@ -289,7 +308,7 @@ class _Search:
                 break
             where = [*self.where, entry]
             half = self._run_scaled(batch, reference, where)
-            if math.isfinite(half.loss) and not self._is_lossy(half, reference):
+            if not self._is_lossy(half, reference, gradients=False):
                 self._put(entry, path, f"{why} in half precision")
                 return
         raise NoSetHelps(
@@ -297,9 +316,14 @@ class _Search:
             "which casts to half precision itself or divides by zero."
         )
 
-    def _is_lossy(self, half: Run, reference: Run) -> bool:
+    def _is_lossy(self, half: Run, reference: Run, gradients: bool = True) -> bool:
         off = abs(half.loss - reference.loss)
-        return off > self.tolerance * max(abs(reference.loss), 1e-6)
+        # Not the other way round, for a loss that is NaN.
+        if not off <= self.tolerance * max(abs(reference.loss), 1e-6):
+            return True
+        distance = half.gradient_distance(reference)
+        allowed = _GRADIENTS * self.tolerance
+        return gradients and not (half.gradients_are_finite() and distance <= allowed)
 
     def _run_scaled(
         self, batch: Batch, reference: Run, where: Sequence[Entry] | None = None
@@ -331,8 +355,10 @@ class _Search:
         self._shown.run(self._runs, len(self.reasons))
         return run(self.setting, batch, where, **options)
 
-    def _put(self, entry: Entry, maker: str | None, why: str) -> None:
-        self.reasons.append(Reason(entry, maker, why))
+    def _put(
+        self, entry: Entry, maker: str | None, why: str, by_size: bool = False
+    ) -> None:
+        self.reasons.append(Reason(entry, maker, why, by_size))
 
     def _inside(self, where: Sequence[Entry]) -> list[str]:
         found = find_members(self.setting.model, list(where))
@@ -342,5 +368,7 @@ class _Search:
         return self._sizes[path] / max(self._sizes[""], 1)
 
 
-def _outermost(model: nn.Module, entries: list[Entry]) -> list[Entry]:
-    return [members.name for members in find_members(model, entries)]
+def _outermost(model: nn.Module, reasons: Sequence[Reason]) -> list[Entry]:
+    """Return the entries of reasons, without those that lie in others."""
+    found = find_members(model, [reason.entry for reason in reasons])
+    return [members.name for members in found]
