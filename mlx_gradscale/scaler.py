@@ -162,7 +162,9 @@ class GradScaler(LossScale):
         self._cut_short = False
         self._owner: weakref.ref | None = None
         self._warned: set[str] = set()
-        self.forward = Forward(self._state, self._see_loss, self._begin)
+        self.forward = Forward(
+            self._state, self._see_loss, self._begin, self._warn_once
+        )
 
     def take_way(self, way: str) -> None:
         """Decide once how this scaler's gradients come, or raise if it is decided."""
