@@ -165,22 +165,27 @@ def warned_once(
 
 def sentence(layer: LayerDtypes) -> str:
     """Say where half precision is lost, and what to do."""
-    half = str(layer.parameters).rpartition(".")[2]
+    half = _name(layer.parameters)
     name = repr(layer.path) if layer.path else "the model"
-    if layer.argument is not None:
+    other = next((x for x in layer.inputs if x != layer.parameters), None)
+    if layer.argument is not None and other is not None:
         why = f"because argument {layer.argument!r} of the loss function is"
         remedy = f"Cast it: {layer.argument}.astype(mx.{half})."
-    elif mx.float32 in layer.inputs:
+    elif other is not None:
         why = "because what it is given is"
         remedy = (
-            f"Cast what comes before it to {half}: masks, positions, frozen layers, the "
-            "output of a layer that is kept in float32."
+            f"Cast what comes before it to {half}: masks, positions, frozen layers, "
+            "the output of a layer that is kept in float32."
         )
     else:
-        why = "by itself, without being given"
+        why, other = "by itself, without being given", mx.float32
         remedy = f"Return {half} from it."
     return (
-        f"{name} has {half} parameters and computes in float32, {why} float32; so does "
-        f"all that follows, which takes more time and memory. {remedy} "
+        f"{name} has {half} parameters and computes in float32, {why} {_name(other)}; "
+        f"so does all that follows, which takes more time and memory. {remedy} "
         "compute_dtypes() of mlx_gradscale.diagnostics shows every layer."
     )
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]

@@ -334,14 +334,10 @@ def _run(
                 if path in kept:
                     # Also in a skipped step: a replaced weight is its own master.
                     new = new_masters[path] = mx.where(apply, new, full)
-                # In float32, then cast: a skipped half comes back bit for bit, and
-                # a select on float16 is 10 percent of the whole step on a CPU. Not
-                # for bfloat16: casts on Apple's GPUs flush its subnormals to zero.
-                own = parameter.dtype == mx.bfloat16
-                new = new.astype(parameter.dtype) if own else new
-                keep = parameter if own else to_float32(parameter)
-                keep = _rooted(keep, moments.get(path, []))
-                outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
+                # In the parameter's own dtype: a cast there and back flushes bfloat16
+                # subnormals on Apple's GPUs, and changes the bits of a float16 NaN.
+                keep = _rooted(parameter, moments.get(path, []))
+                outputs[path] = mx.where(apply, new.astype(parameter.dtype), keep)
 
             tree_map_with_path(select, tree, parameters, full, new)
         return outputs, new_masters, new_state
