@@ -9,16 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from . import files, torch_optimizers
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run, read_torch
+from .convert.foreign import plain_part
 from .convert.parts import Part, PartsError, cut, find_parts, get
 from .convert.passed import leaves
 from .convert.resume import current_groups
 from .convert.text import dtype, printable, shape, size, table
 from .convert.whole import Run
 from .safetensors_file import load_safetensors
+from .torch_checkpoint import Placeholder, plain_value
+from .torch_checkpoint.foreign import PlacedTensor
 from .torch_optimizers import number
+
+# More than a file can be deep without objects that hold themselves.
+_DEEPEST = 130
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -99,8 +106,11 @@ def _describe_torch(checkpoint: Any) -> dict[str, Any]:
     if "model" in parts:
         found["tensors"] = _tensors(get(checkpoint, parts["model"]))
     if "optimizer" in parts:
-        state = get(checkpoint, parts["optimizer"])
-        found["optimizer"] = _torch_optimizer(state)
+        try:
+            state = plain_part("optimizer", get(checkpoint, parts["optimizer"]))
+            found["optimizer"] = _torch_optimizer(state)
+        except PartsError:  # it holds objects where numbers are: shown as it is
+            del parts["optimizer"]
     if "scaler" in parts:
         found["scaler"] = _plain(get(checkpoint, parts["scaler"]))
     return found | _rest(cut(checkpoint, parts) if parts else checkpoint)
@@ -177,24 +187,38 @@ def _rest(skeleton: Any) -> dict[str, Any]:
         skeleton = dict(enumerate(skeleton))
     if not isinstance(skeleton, Mapping):
         skeleton = {"the file itself": skeleton}
-    rest = {str(k): _plain(v) for k, v in skeleton.items() if not isinstance(v, Part)}
+    skeleton = {k: v for k, v in skeleton.items() if not isinstance(v, Part)}
+    rest = {_key(k): _plain(v) for k, v in skeleton.items()}
     return {"rest": rest} if rest else {}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = _DEEPEST) -> Any:
     """JSON for people: a tensor is told by its shape, unless it is one number."""
+    value = plain_value(value)
+    if isinstance(value, PlacedTensor):
+        value = value.array
+    if isinstance(value, Placeholder):
+        return str(value)
     if isinstance(value, mx.array):
         told = f"{dtype(value)} {shape(value)}"
         return _plain(value.item()) if value.size == 1 else told
+    if isinstance(value, np.ndarray):
+        return f"numpy {value.dtype.name} {'x'.join(map(str, value.shape)) or 'scalar'}"
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)) and not depth:
+        return "..."  # an object of another program may hold itself
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_key(key): _plain(item, depth - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth - 1) for item in value]
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no word for it
     return value if isinstance(value, (str, int, float, type(None))) else str(value)
+
+
+def _key(key: Any) -> str:
+    return str(plain_value(key))
 
 
 def render(found: Mapping[str, Any]) -> str:
