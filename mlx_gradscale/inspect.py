@@ -24,9 +24,6 @@ from .torch_checkpoint import Placeholder, plain_value
 from .torch_checkpoint.foreign import PlacedTensor
 from .torch_optimizers import number
 
-# More than a file can be deep without objects that hold themselves.
-_DEEPEST = 130
-
 
 def describe(path: str | Path) -> dict[str, Any]:
     """What is in a ``.pt`` or ``.safetensors`` file, a scaler's file or a folder.
@@ -188,28 +185,36 @@ def _rest(skeleton: Any) -> dict[str, Any]:
     if not isinstance(skeleton, Mapping):
         skeleton = {"the file itself": skeleton}
     skeleton = {k: v for k, v in skeleton.items() if not isinstance(v, Part)}
-    rest = {_key(k): _plain(v) for k, v in skeleton.items()}
+    seen: set[int] = set()
+    rest = {_key(k): _plain(v, seen) for k, v in skeleton.items()}
     return {"rest": rest} if rest else {}
 
 
-def _plain(value: Any, depth: int = _DEEPEST) -> Any:
-    """JSON for people: a tensor is told by its shape, unless it is one number."""
-    value = plain_value(value)
-    if isinstance(value, PlacedTensor):
-        value = value.array
+def _plain(value: Any, seen: set[int] | None = None) -> Any:
+    """JSON for people: a tensor is told by its shape, unless it is one number.
+
+    Objects of other programs may hold themselves and each other: ``seen`` are those
+    that were told, by id, and are told only in short again.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(value, Placeholder):
+        again = id(value) in seen
+        seen.add(id(value))
+        plain = plain_value(value)
+        value = str(value) if again and isinstance(plain, Mapping) else plain
     if isinstance(value, Placeholder):
         return str(value)
+    if isinstance(value, PlacedTensor):
+        value = value.array
     if isinstance(value, mx.array):
         told = f"{dtype(value)} {shape(value)}"
         return _plain(value.item()) if value.size == 1 else told
     if isinstance(value, np.ndarray):
         return f"numpy {value.dtype.name} {'x'.join(map(str, value.shape)) or 'scalar'}"
-    if isinstance(value, (Mapping, list, tuple, set, frozenset)) and not depth:
-        return "..."  # an object of another program may hold itself
     if isinstance(value, Mapping):
-        return {_key(key): _plain(item, depth - 1) for key, item in value.items()}
+        return {_key(key): _plain(item, seen) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item, depth - 1) for item in value]
+        return [_plain(item, seen) for item in value]
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
     if isinstance(value, float) and not math.isfinite(value):

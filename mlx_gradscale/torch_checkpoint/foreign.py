@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-# Arguments and states are shown so deep and so long.
-_DEEPEST, _LONGEST = 3, 200
+# Arguments and states are shown so deep, so many of them, and so long: a file can hold
+# very many objects, and each other's arguments.
+_DEEPEST, _MOST, _LONGEST = 2, 6, 200
 _GETATTR = "builtins.getattr"
 # Functions that make an object of the class that is their first argument.
 _MAKERS = (
@@ -132,19 +133,18 @@ class TorchSize(tuple):
 
 def _show(value: Any, depth: int) -> str:
     if isinstance(value, Placeholder):
-        if value.is_name:
-            return value.path
-        if not depth:
-            return f"{value.path}(...)"
+        path = value.path[:_LONGEST]
+        if value.is_name or not depth:
+            return path if value.is_name else f"{path}(...)"
         args = () if value.callee.path in _MAKERS else value.args
-        said = [_show(item, depth - 1) for item in args[:8]]
+        said = [_show(item, depth - 1) for item in args[:_MOST]]
         state = value.state
         if type(state) is tuple:  # a partial's function, for example
-            said += [_show(item, depth - 1) for item in state[:8]]
+            said += [_show(item, depth - 1) for item in state[:_MOST]]
         named = dict(value.kwargs or {}) | (state if type(state) is dict else {})
-        for key, item in list(named.items())[:8]:
+        for key, item in list(named.items())[:_MOST]:
             said.append(f"{_show(key, 0).strip(chr(39))}={_show(item, depth - 1)}")
-        return f"{value.path}({', '.join(said)})"
+        return f"{path}({', '.join(said)})"
     if isinstance(value, (mx.array, PlacedTensor)):
         return "a tensor"
     if isinstance(value, (str, bytes, bytearray)):

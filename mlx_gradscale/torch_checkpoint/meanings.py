@@ -21,7 +21,7 @@ def plain_value(value: Any) -> Any:
     """What a placeholder stands for; itself where that is not known.
 
     A ``Namespace`` becomes a dict, a numpy scalar a number, a numpy array an array, a
-    path, a date, a time or a duration its text, a ``deque`` a list.
+    path, a date, a time or a duration its text.
 
     Args:
         value (Any): A placeholder; anything else is returned as it is.
@@ -47,13 +47,9 @@ def _namespace(value: Placeholder) -> dict | None:
     return state if type(state) is dict and not value.args else None
 
 
-def _items(value: Placeholder) -> list:
-    return [item for step, held in value.steps if step in (b"a", b"e") for item in held]
-
-
 def _path(flavour: type) -> Callable[[Placeholder], str | None]:
     def read(value: Placeholder) -> str | None:
-        texts = all(type(part) is str for part in value.args)
+        texts = len(value.args) < 100 and all(type(x) is str for x in value.args)
         return str(flavour(*value.args)) if texts else None
 
     return read
@@ -144,7 +140,6 @@ def _delta(value: Any) -> datetime.timedelta:
 _MEANINGS: dict[str, Callable[[Placeholder], Any]] = {
     "argparse.Namespace": _namespace,
     "types.SimpleNamespace": _namespace,
-    "collections.deque": _items,
     "datetime.date": _date,
     "datetime.time": _time,
     "datetime.datetime": _datetime,

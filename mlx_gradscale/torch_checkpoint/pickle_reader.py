@@ -29,8 +29,9 @@ _COPIED = 100
 _TENSOR = 2000
 # What is kept of a container that can be met again.
 _SHARED = 300
-# What a placeholder takes, and each of the steps noted on it.
-_PLACEHOLDER, _STEP = 300, 150
+# What a placeholder takes, also while its tensors are read, and each of the steps noted
+# on it.
+_PLACEHOLDER, _STEP = 1000, 150
 _DICTS = frozenset({dict, OrderedDict, Counter, DefaultDict})
 _CONTAINERS = _DICTS | {list, tuple, TorchSize, set, frozenset}
 _SHAREABLE = _CONTAINERS | {TensorRef, Placeholder}
@@ -193,8 +194,11 @@ class PickleReader:
         fits = type(args) is tuple and type(kwargs) in (dict, type(None))
         if type(callee) is not Placeholder or not fits:
             raise CheckpointError(f"makes an object of a {type(callee).__name__}.")
-        self.budget.take(_PLACEHOLDER)
-        self.push(callee.called(how, args, kwargs))
+        self.push_placeholder(callee.called(how, args, kwargs))
+
+    def push_placeholder(self, value: Placeholder) -> None:
+        self.budget.take(_PLACEHOLDER + len(value.module) + len(value.name))
+        self.push(value)
 
     def reduce(self) -> None:
         args = self.stack.pop()
@@ -240,7 +244,9 @@ class PickleReader:
     def global_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise CheckpointError("a name in the pickle is not text.")
-        self.push(look_up(module, name))
+        found = look_up(module, name)
+        push = self.push_placeholder if type(found) is Placeholder else self.push
+        push(found)
 
     def tuple_of(self, count: int) -> None:
         if len(self.stack) < count:
