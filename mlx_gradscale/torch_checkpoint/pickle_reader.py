@@ -66,6 +66,7 @@ class PickleReader:
         # A list, not a dict: a file can choose the numbers.
         self.memo: list[Any] = []
         self.remembered = 0
+        self.names: dict[tuple[str, str], Placeholder] = {}
         # The containers and tensors that may be in the object more than once, by id.
         self.shared: dict[int, Any] = {}
 
@@ -245,8 +246,11 @@ class PickleReader:
         if type(module) is not str or type(name) is not str:
             raise CheckpointError("a name in the pickle is not text.")
         found = look_up(module, name)
-        push = self.push_placeholder if type(found) is Placeholder else self.push
-        push(found)
+        if type(found) is not Placeholder:
+            return self.push(found)
+        # The same name is the same object, as the class itself would be (as a key).
+        found = self.names.setdefault((module, name), found)
+        self.push_placeholder(found)
 
     def tuple_of(self, count: int) -> None:
         if len(self.stack) < count:

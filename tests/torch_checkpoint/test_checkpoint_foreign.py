@@ -318,6 +318,13 @@ def test_a_file_names_no_class_that_the_first_did_not():
         assert named(back) == named(data), kind
 
 
+def test_the_same_name_is_the_same_key():
+    one, two = name("x", "Y") + b"K\x01", name("x", "Y") + b"K\x02"
+    found = torch_checkpoint.load(pickled(b"}(" + one + two + b"u"))
+    assert list(found.values()) == [2]
+    assert torch_checkpoint.save_bytes(found).count(b"cx\nY\n") == 1
+
+
 # Files that lie.
 
 
