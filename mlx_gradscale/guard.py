@@ -204,7 +204,8 @@ def _parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
     if isinstance(optimizer, MultiOptimizer):
         parts = optimizer._split_dictionary(tree)
         for inner, part in zip(optimizer.optimizers, parts, strict=True):
-            yield from _parts(inner, part)
+            # Before MLX 0.32 a part without leaves is a list.
+            yield from _parts(inner, part or {})
     else:
         yield optimizer, tree
 

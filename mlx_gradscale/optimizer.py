@@ -20,7 +20,7 @@ from .half import BITS, HALF, full_precision, half_bits, to_float32
 from .optimizer_state import check_loaded, write_in_place
 from .scaler import GradScaler, is_wrapped
 from .state_slots import copies, restore
-from .tracing import evaluate_unless_traced
+from .tracing import evaluate_unless_traced, not_constant
 
 
 class LossScaleOptimizer(Optimizer):
@@ -178,8 +178,9 @@ class LossScaleOptimizer(Optimizer):
         if self._loaded is not None:
             # The scaler has its state since the load, and may have moved on.
             scaler = {f"scaler.{k}": x for k, x in self.scaler.state.items()}
+            other = {k: x for k, x in self._loaded.items() if k not in scaler}
             try:
-                self._write(self._loaded | scaler)
+                self._write(not_constant(other, parameters) | scaler)
             except ValueError:
                 restore(before)
                 self.scaler.state.update(self._scaler_before_load)
