@@ -582,7 +582,8 @@ class GradScaler:
         """Take over a state dict of this class or of PyTorch's, or raise.
 
         Trackers and tallies that the dict does not have start at zero; settings of
-        this package that it does not have stay as they were constructed. Other
+        this package that it does not have stay as they were constructed. A scale
+        beyond 2**-64 or 2**64, as PyTorch can have, is brought to the nearer. Other
         keys are ignored. Nothing is changed if anything is wrong.
 
         Example:

@@ -16,6 +16,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 CORE = [
     "test_as_on_metal.py",
+    "test_mlx_internals.py",
     "test_scale.py",
     "test_scaler.py",
     "test_scaler_machine.py",
