@@ -23,6 +23,7 @@ CORE = [
     "test_finite.py",
     "test_guard.py",
     "test_guard_classes.py",
+    "test_guard_in_place.py",
     "test_optimizer.py",
     "test_optimizer_masters.py",
     "test_optimizer_state.py",
