@@ -271,7 +271,8 @@ def _parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
     if isinstance(optimizer, MultiOptimizer):
         parts = optimizer._split_dictionary(tree)
         for inner, part in zip(optimizer.optimizers, parts, strict=True):
-            yield from _parts(inner, part)
+            # Before MLX 0.32 a part without leaves is a list.
+            yield from _parts(inner, part or {})
     else:
         yield optimizer, tree
 
@@ -292,7 +293,8 @@ def _run(
     saved = [pair for part in parts for pair in copies(part.state)]
     replaceable = [(part, part._state, part._schedulers) for part in parts]
     places = list(slots(optimizer.state))
-    write_all((*place, x) for (_, *place), x in zip(places, state, strict=True))
+    given = [_alias(x) for x in state]
+    write_all((*place, x) for (_, *place), x in zip(places, given, strict=True))
     for part, values in zip(parts, scheduled, strict=True):
         part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
     try:
@@ -304,11 +306,13 @@ def _run(
         steps = []
         for part, tree in _parts(optimizer, gradients):
             tree = unscale(tree, factor)
-            steps.append((part, tree, _apply(part, tree, full)))
+            steps.append((part, tree, _apply(part, tree, tree_map(_alias, full))))
         stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
         _check_same_paths(optimizer, [path for path, *_ in places], stepped)
         new_state = []
-        for (path, *_), old in zip(places, state, strict=True):
+        # Only of MLX's own is it known that none writes to its state in place.
+        known = all(type(part).__module__ == Optimizer.__module__ for part in parts)
+        for (path, *_), old, alias in zip(places, state, given, strict=True):
             box, key = stepped[path]
             if box[key].shape != old.shape:
                 raise ValueError(
@@ -316,8 +320,8 @@ def _run(
                     f"and a step would give it {box[key].shape}, which a skipped step "
                     "cannot. Make a new optimizer if the model has changed."
                 )
-            if box[key] is not old:
-                box[key] = mx.where(apply, box[key], old)
+            untouched = known and box[key] is alias
+            box[key] = old if untouched else mx.where(apply, box[key], old)
             new_state.append(box[key])
         outputs: dict[str, mx.array] = {}
         new_masters: dict[str, mx.array] = {}
@@ -345,6 +349,12 @@ def _run(
         restore(saved)
         for part, old_state, old_schedulers in replaceable:
             part._state, part._schedulers = old_state, old_schedulers
+
+
+def _alias(x: mx.array) -> mx.array:
+    # The same array in another Python object: ``parameter -= update`` in an optimizer
+    # changes the object that it was given, and a skipped step needs the old value.
+    return x.astype(x.dtype)
 
 
 def _check_same_paths(
