@@ -1,4 +1,4 @@
-"""Cure five models that overflow float16, and draw the README's pictures of it.
+"""Cure five models that overflow float16, and draw the pictures of it in docs/.
 
 For each of the models in overflowing.py: train it in float32, in float16, and in
 float16 with the layers in float32 that ``find_float32_layers`` names. The table says
@@ -6,6 +6,8 @@ which those are, how much of the model stays float16, and what they cost: how ma
 arrays are cast in one forward and backward pass.
 
     python examples/float32_layers.py
+
+Use it as a model for your own: three lines cure a model, and a fourth draws it.
 """
 
 import argparse
@@ -103,7 +105,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--models", nargs="+", default=list(overflowing.MODELS))
-    folder = Path(__file__).parent / "pictures"
+    folder = Path(__file__).parents[1] / "docs" / "pictures"
     parser.add_argument("--output", type=Path, default=folder, help="a folder")
     options = parser.parse_args()
     main(options.steps, options.output, options.models)
