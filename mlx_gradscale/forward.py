@@ -14,6 +14,7 @@ from . import buffers, precision
 from .double_scaling import watched
 from .dtypes import warned_once
 from .finite import all_finite, is_finite_magnitude
+from .islands import float32_gradients
 from .state_slots import write_all
 from .tracing import have_values, is_traced
 
@@ -125,6 +126,7 @@ class Forward:
                 watched(warned), lambda loss: self._scale_and_note(loss, passes)
             )
             with ExitStack() as stack:
+                stack.enter_context(float32_gradients())
                 for each in models:
                     stack.enter_context(
                         precision.unscaled_gradients(each, inverse, passes)

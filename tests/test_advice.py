@@ -56,7 +56,7 @@ def paste(report, model):
 def trained(model, loss_fn, batch=(X, Y), steps=8):
     batch = [x.astype(HALF) for x in batch]
     optimizer = LossScaleOptimizer(optim.SGD(0.05), GradScaler(16.0))
-    function = nn.value_and_grad(model, optimizer.scale_loss(loss_fn))
+    function = nn.value_and_grad(model, optimizer.scale_loss(loss_fn, model))
     losses = []
     for _ in range(steps):
         loss, grads = function(*batch)
@@ -123,7 +123,7 @@ def test_a_loss_that_is_reduced_in_float16_gets_float32():
     assert report.cure == [["head", "the loss"]]
     paste(report, model)
     optimizer = LossScaleOptimizer(optim.SGD(1e-5), GradScaler(1.0))
-    function = nn.value_and_grad(model, optimizer.scale_loss(loss_fn))
+    function = nn.value_and_grad(model, optimizer.scale_loss(loss_fn, model))
     losses = []
     for _ in range(4):
         loss, grads = function(X.astype(HALF), Y.astype(HALF))
@@ -195,7 +195,7 @@ def test_mlx_lm_is_told_too(tmp_path):
     assert (report.cause, report.cure) == ("forward", ["model.layers.1.mlp"])
     assert "before train(model, optimizer, ...)" in str(report)
     paste(report, model)
-    loss = optimizer.scale_loss(default_loss)
+    loss = optimizer.scale_loss(default_loss, model)
     reports = fit(model, optimizer, tmp_path, loss, iters=6)
     assert optimizer.step.item() >= 4
     assert reports.validation[-1] < reports.validation[0]
