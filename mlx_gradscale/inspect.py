@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from . import files, torch_optimizers
 from .array_files import read_arrays
+from .convert.flat_optimizer import unflattened
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
 from .convert.parts import Part, PartsError, cut, find_parts, get
 from .convert.resume import current_groups
@@ -100,7 +101,7 @@ def _describe_torch(checkpoint: Any) -> dict[str, Any]:
     if "model" in parts:
         found["tensors"] = _tensors(get(checkpoint, parts["model"]))
     if "optimizer" in parts:
-        state = get(checkpoint, parts["optimizer"])
+        state = unflattened(get(checkpoint, parts["optimizer"]))
         found["optimizer"] = _torch_optimizer(state)
     if "scaler" in parts:
         found["scaler"] = _plain(get(checkpoint, parts["scaler"]))

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .layout_hints import listed, mismatch
+from .wrappers import unwrapping
 
 Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
 
@@ -186,6 +187,7 @@ def make_plan(
     tensors: Mapping[str, mx.array],
     model: nn.Module | None = None,
     choices: Choices | None = None,
+    prefix: str = "",
 ) -> Plan:
     """Plans the conversion of a PyTorch state dict.
 
@@ -193,11 +195,14 @@ def make_plan(
     ``nn.Sequential`` is added, convolutions are transposed, a fused attention
     weight is split) and every shape is checked. Without one, names change only by
     ``choices.rename`` and every tensor of 3 and more dimensions needs a pattern.
+    Words that wrappers (DistributedDataParallel, torch.compile, Lightning) put into
+    the names are left out.
 
     Args:
         tensors: the state dict.
         model: the MLX model.
         choices: what the user says; it wins over the model's layers.
+        prefix: a further beginning of names that is a wrapper's.
 
     Returns:
         Plan: for the weights and the moments.
@@ -216,10 +221,12 @@ def make_plan(
     lost: list[str] = []
     owners: dict[int, str] = {}
     aside = [n for n, x in tensors.items() if _has_no_place(n, x, choices)]
-    for name in (name for name in tensors if name not in aside):
+    placed = [name for name in tensors if name not in set(aside)]
+    rename = unwrapping(placed, choices.named, known, prefix)
+    for name in placed:
         tensor = tensors[name]
         owner = owners.get(id(tensor))
-        entry = _entry(name, tensor, known, choices)
+        entry = _entry(name, rename(name), tensor, known, choices)
         if owner is not None:
             tied[name] = owner
             if entry is not None and known is not None:
@@ -329,11 +336,12 @@ def _fused(
 
 def _entry(
     name: str,
+    new: str,
     tensor: mx.array,
     known: dict[str, _Target] | None,
     choices: Choices,
 ) -> Entry | None:
-    new, said = choices.named(name), choices.layout(name, tensor.ndim)
+    said = choices.layout(name, tensor.ndim)
     if known is None:
         return _entry_by_patterns(name, new, said, tensor)
     target = known.get(new)

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from ..layouts import Choices
 from ..torch_optimizers import number
 from .arguments import ACCEPTED, parser
+from .flat_optimizer import unflattened
 from .folder import read_run, run_files, write_run
 from .import_here import import_here
 from .parts import find_parts, get
@@ -145,7 +146,7 @@ def _groups_in(checkpoint: Any, options: Options) -> Sequence[Mapping[str, Any]]
     parts = find_parts(checkpoint, options.keys)
     if "optimizer" not in parts:
         return ()
-    return get(checkpoint, parts["optimizer"])["param_groups"]
+    return unflattened(get(checkpoint, parts["optimizer"]))["param_groups"]
 
 
 def _recorded_groups(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

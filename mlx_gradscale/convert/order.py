@@ -1,6 +1,5 @@
 """Which parameter each index of a PyTorch optimizer state means."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,16 +9,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..layouts import Plan
+from ..wrappers import unwrapped
 from .parts import Unordered
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "_extra_state")
 # Ways to place the names that are followed at once; beyond it, it is a guess.
 _MOST_PLACINGS = 10_000
-# Words that DistributedDataParallel, torch.compile, FullyShardedDataParallel and
-# activation checkpointing put into the names of what they wrap.
-_WRAPPERS = re.compile(
-    r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
 
 
 class OrderError(ValueError):
@@ -160,7 +155,7 @@ def _given(
         )
 
     def plain(name: str) -> str:
-        return _WRAPPERS.sub("", rename(name))
+        return unwrapped(rename(name))
 
     spelled: dict[str, list[str]] = {}
     for name in tensors:

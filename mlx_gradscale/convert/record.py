@@ -166,6 +166,8 @@ _RECORD = {
         "steps": [_count],
         "step_like": _one_of(dict.fromkeys(("scalar", "vector", "int", "float"))),
         "fresh": {str: {str: _anything}},
+        "extra?": _dict,
+        "flat?": _flag,
     },
     "scaler?": {"format": _one_of(FORMATS)},
     "carried?": {str: _bytes},
@@ -233,7 +235,8 @@ def _check_used(used: Any) -> None:
 
 
 def _check_parts(record: Mapping[str, Any]) -> None:
-    for value in _values(record["checkpoint"]):
+    extra = record.get("optimizer", {}).get("extra")
+    for value in _values([record["checkpoint"], extra]):
         if isinstance(value, Part):
             known = value in ("model", "optimizer", "scaler") and value in record
             _need(known, "checkpoint", "of parts that the record has", str(value))
