@@ -15,7 +15,7 @@ from . import files, torch_optimizers
 from .array_files import read_arrays
 from .convert.flat_optimizer import unflattened
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
-from .convert.parts import Part, PartsError, cut, find_parts, get
+from .convert.parts import Part, PartsError, cut, find_parts, get, is_scaler
 from .convert.resume import current_groups
 from .convert.text import dtype, printable, shape, size, table
 from .convert.torch_folder import read_torch
@@ -49,12 +49,18 @@ def describe(path: str | Path) -> dict[str, Any]:
     elif path.suffix == ".safetensors":
         found = _describe_safetensors(path)
     elif path.name.endswith((".json", ".json.gz")):
-        found = {"kind": "scaler state", "scaler": _plain(files.load_state(path))}
+        found = _describe_json(files.load_state(path))
     else:
         kind = "folder of PyTorch files" if path.is_dir() else "PyTorch checkpoint"
         # float64 is kept: nothing is computed here.
         found = {"kind": kind, **_describe_torch(read_torch(path, mx.float64)[0])}
     return {"path": str(path), **found}
+
+
+def _describe_json(state: dict[str, Any]) -> dict[str, Any]:
+    if is_scaler(state):
+        return {"kind": "scaler state", "scaler": _plain(state)}
+    return {"kind": "JSON, no scaler state", **_rest(state)}
 
 
 def _describe_run(folder: Path) -> dict[str, Any]:

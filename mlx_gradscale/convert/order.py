@@ -186,7 +186,10 @@ def _doubts(
     held = any(_shape(state) is not None for state in state_dict["state"].values())
     if not held and len(state_dict["param_groups"]) == 1:
         return []  # nothing to mix up
-    shapes = Counter(tensors[name].shape for name in _candidates(tensors, plan))
+    names = _candidates(tensors, plan)
+    if len(names) == len(found) and not _fits_another(found, state_dict, tensors):
+        return []
+    shapes = Counter(tensors[name].shape for name in names)
     alike = [name for name in found.values() if shapes[tensors[name].shape] > 1]
     if not alike:
         return []
@@ -196,6 +199,33 @@ def _doubts(
         f"shape of another ({', '.join(alike[:2])}, ...), so if the optimizer was "
         f"given another order, their moments are now mixed up. To be sure: {_how()}"
     ]
+
+
+def _fits_another(
+    found: Mapping[int, str],
+    state_dict: Mapping[str, Any],
+    tensors: Mapping[str, mx.array],
+) -> bool:
+    """Whether the groups' shapes fit in the reverse or alphabetical order as well.
+
+    Where they do not, it is the model's order, but for layers of the same shapes that
+    somebody exchanged as a whole.
+    """
+    groups = [
+        [found[index] for index in group["params"]]
+        for group in state_dict["param_groups"]
+    ]
+    for other in ([g[::-1] for g in groups], [sorted(g) for g in groups]):
+        pairs = [
+            (a, b)
+            for group, turned in zip(groups, other, strict=True)
+            for a, b in zip(group, turned, strict=True)
+        ]
+        if any(a != b for a, b in pairs) and all(
+            tensors[a].shape == tensors[b].shape for a, b in pairs
+        ):
+            return True
+    return False
 
 
 def _indices(state_dict: Mapping[str, Any]) -> list[int]:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from .. import formats, torch_optimizers
 from ..layouts import Choices, Entry, Plan, make_plan
+from ..model_hints import model_notes
 from ..torch_optimizers import state as optimizer_state
 from ..wrappers import LIGHTNING
 from .flat_optimizer import flattened, is_flat, unflattened
@@ -99,6 +100,7 @@ def from_torch(
         run.weights = plan.to_mlx(tensors)
         run.record["model"] = _model_record(tensors, plan)
         run.notes += _model_notes(plan) + _other_notes(checkpoint, parts)
+        run.notes += model_notes(model) if model is not None else []
     if "optimizer" in parts:
         if "model" not in parts:
             raise ValueError(

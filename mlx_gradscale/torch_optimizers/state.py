@@ -7,7 +7,7 @@ behind its indices) goes into a *record* that the way back needs.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,8 @@ def to_mlx(
     name = recognise(state_dict, optimizer)
     row, states = ROWS[name], state_dict["state"]
     groups = [dict(group) for group in state_dict["param_groups"]]
-    notes = list(row.notes)
+    doubts = [row.doubt(group) for group in groups]
+    notes = [*row.notes, *dict.fromkeys(filter(None, doubts))]
     fresh: dict[str, dict] = {}
     found: list[Difference] = []
     members = [[i for i in g["params"] if names[i] in entries] for g in groups]
@@ -98,7 +99,9 @@ def to_mlx(
     if fresh and any(steps) and row.counts:
         notes.append(
             f"{len(fresh)} parameters had no optimizer state ({next(iter(fresh))}, "
-            "...): they start with zero moments, and with the step count of the rest."
+            "...), as frozen ones have: freeze them in the MLX model, too, before "
+            "load_run. If they are trained, they start with zero moments, and with the "
+            "step count of the rest."
         )
     if not row.counts and step is None:
         notes.append(f"{name} keeps no step count: MLX's starts at 0 (--step).")
@@ -159,6 +162,12 @@ def to_torch(
         # Records of older versions have no indices: all parameters were converted.
         indices = record["indices"][i] if "indices" in record else group["params"]
         for index, torch_name in zip(indices, record["names"][i], strict=True):
+            if torch_name in record["fresh"] and not _has_state(
+                flat, prefix, row.slots, entries[torch_name]
+            ):  # it was frozen there and here
+                if record["fresh"][torch_name]:
+                    states[index] = dict(record["fresh"][torch_name])
+                continue
             slots = _slots_to_torch(flat, prefix, row.slots, entries[torch_name])
             # PyTorch starts a momentum buffer that is not there with the undampened
             # gradient, MLX with the dampened one: written as zeros, they agree.
@@ -217,6 +226,40 @@ def torch_groups(
         f"next step, {', '.join(dict.fromkeys(rates))}."
     )
     return groups, found, [note] if rates else []
+
+
+def without_frozen(
+    flat: Mapping[str, mx.array],
+    record: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+    trainable: Container[str],
+) -> tuple[dict[str, mx.array], list[str]]:
+    """The state without that of parameters which had none in PyTorch and need none.
+
+    Args:
+        flat: ``tree_flatten(optimizer.state)`` as a dict.
+        record: from :func:`to_mlx`.
+        entries: PyTorch name -> where it is in MLX.
+        trainable: names of the MLX model's parameters that are not frozen.
+
+    Returns:
+        tuple: the state, and those MLX names that had none in PyTorch but are
+        trainable here, where others had one.
+    """
+    out, suspects = dict(flat), []
+    count = sum(map(len, record["names"]))
+    slots = ROWS[record["name"]].slots.values()
+    for i, names in enumerate(record["names"]):
+        prefix = "" if record["joined"] else f"states.{i}."
+        for name in (n for t in names if t in record["fresh"] for n in entries[t].mlx):
+            held = [f"{prefix}{name}.{slot}" for slot in slots]
+            if name not in trainable:
+                for key in held:
+                    out.pop(key, None)
+            elif not any(mx.any(flat[key]).item() for key in held if key in flat):
+                suspects.append(name)  # nor was it trained in MLX since
+    is_telling = any(record["steps"]) and len(record["fresh"]) < count
+    return out, suspects if is_telling else []
 
 
 def has_schedule(name: str, group: Mapping[str, Any], used: Mapping[str, Any]) -> bool:
@@ -329,6 +372,13 @@ def _slots_to_torch(
         )
         for theirs, ours in slots.items()
     }
+
+
+def _has_state(
+    flat: Mapping[str, mx.array], prefix: str, slots: Mapping[str, str], entry: Entry
+) -> bool:
+    keys = (f"{prefix}{name}.{slot}" for name in entry.mlx for slot in slots.values())
+    return any(key in flat for key in keys)
 
 
 def _required(flat: Mapping[str, mx.array], key: str) -> mx.array:
