@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .layout_hints import listed, mismatch
-from .wrappers import unwrapping
+from .layout_names import DROPPED, names_and_layouts
 
 Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
 
@@ -31,6 +31,10 @@ class Layout:
 
 LAYOUTS: dict[str, Layout] = {
     "same": Layout(lambda x: [x], lambda xs: xs[0]),
+    # (in, out) <-> (out, in): Transformers' Conv1D, PEFT's LoRA
+    "transpose": Layout(
+        lambda x: [mx.swapaxes(x, 0, 1)], lambda xs: mx.swapaxes(xs[0], 0, 1)
+    ),
     # (out, in, *kernel) <-> (out, *kernel, in)
     "conv": Layout(
         lambda x: [mx.moveaxis(x, 1, -1)], lambda xs: mx.moveaxis(xs[0], -1, 1)
@@ -72,6 +76,7 @@ class Choices:
         conv: convolution weights.
         conv_transpose: weights of transposed convolutions.
         split_qkv: fused attention weights to split in query, key and value.
+        transpose: weights of two dimensions, (in, out) in PyTorch.
         keep: tensors of 3 and more dimensions whose layout stays.
         drop: tensors the MLX model does not have; kept for the way back.
     """
@@ -80,6 +85,7 @@ class Choices:
     conv: tuple[str, ...] = ()
     conv_transpose: tuple[str, ...] = ()
     split_qkv: tuple[str, ...] = ()
+    transpose: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
 
@@ -103,6 +109,7 @@ class Choices:
                 ("conv", self.conv, 3),
                 ("conv_transpose", self.conv_transpose, 3),
                 ("split_qkv", self.split_qkv, 1),
+                ("transpose", self.transpose, 2),
                 ("same", self.keep, 0),
             )
             if ndim >= least and _matches(name, patterns)
@@ -222,11 +229,13 @@ def make_plan(
     owners: dict[int, str] = {}
     aside = [n for n, x in tensors.items() if _has_no_place(n, x, choices)]
     placed = [name for name in tensors if name not in set(aside)]
-    rename = unwrapping(placed, choices.named, known, prefix)
+    shapes = {name: tensors[name].shape for name in placed}
+    learned = names_and_layouts(shapes, choices.named, model, known, prefix)
     for name in placed:
         tensor = tensors[name]
         owner = owners.get(id(tensor))
-        entry = _entry(name, rename(name), tensor, known, choices)
+        new, layout = learned[name]
+        entry = _entry(name, new, layout, tensor, known, choices)
         if owner is not None:
             tied[name] = owner
             if entry is not None and known is not None:
@@ -236,6 +245,9 @@ def make_plan(
         else:
             owners[id(tensor)] = name
             entries[name] = entry
+    # What the model's own sanitize drops has no place either.
+    aside += [n for n in lost if learned[n][1] == DROPPED]
+    lost = [n for n in lost if learned[n][1] != DROPPED]
     # A dropped name of a tensor that is kept under another one must follow it.
     tied |= {n: owners[id(tensors[n])] for n in aside if id(tensors[n]) in owners}
     for alias in [name for name in lost if id(tensors[name]) in owners]:
@@ -337,11 +349,14 @@ def _fused(
 def _entry(
     name: str,
     new: str,
+    learned: str | None,
     tensor: mx.array,
     known: dict[str, _Target] | None,
     choices: Choices,
 ) -> Entry | None:
-    said = choices.layout(name, tensor.ndim)
+    if learned == DROPPED:
+        return None
+    said = choices.layout(name, tensor.ndim) or learned
     if known is None:
         return _entry_by_patterns(name, new, said, tensor)
     target = known.get(new)
@@ -403,7 +418,7 @@ def _unchanged(name: str, tensor: mx.array, target: _Target) -> str:
 
 
 def _check_patterns(choices: Choices, tensors: Mapping[str, mx.array]) -> None:
-    for kind in ("conv", "conv_transpose", "split_qkv", "keep", "drop"):
+    for kind in ("conv", "conv_transpose", "split_qkv", "transpose", "keep", "drop"):
         for pattern in getattr(choices, kind):
             if not any(fnmatchcase(name, pattern) for name in tensors):
                 raise LayoutError(

@@ -12,6 +12,8 @@ _PRIVATE = re.compile(rf"(^|(?<=\.))({_ANYWHERE})\.")
 _FIRST = "module."
 # A LightningModule's usual attribute.
 LIGHTNING = "model."
+# GPT-2 with a head, in Transformers; the files on the hub are without.
+TRANSFORMERS = "transformer."
 
 Rename = Callable[[str], str]
 
@@ -62,16 +64,30 @@ def unwrapping(
 
 def _fitting(names: list[str], rename: Rename, known: Collection[str]) -> Rename:
     """The one of some ways to strip names under which most fit the model."""
-
-    def without(name: str) -> str:
-        return unwrapped(name).removeprefix(LIGHTNING)
-
-    ways: list[Rename] = [
-        rename,
-        lambda name: unwrapped(rename(name)),
-        lambda name: rename(unwrapped(name)),
-        lambda name: without(rename(name)),
-        lambda name: rename(without(name)),
-    ]
     # max takes the first of equals: as little is stripped as need be.
-    return max(ways, key=lambda way: sum(way(name) in known for name in names))
+    return max(ways(rename), key=lambda way: sum(way(n) in known for n in names))
+
+
+def ways(rename: Rename) -> list[Rename]:
+    """What may stand between PyTorch's names and the model's, least first.
+
+    Example:
+        >>> {way("module.model.w") for way in ways(str)} == {
+        ...     "module.model.w", "model.w", "w"}
+        True
+    """
+    return [
+        rename,
+        *(
+            made
+            for strip in (unwrapped, _without(LIGHTNING), _without(TRANSFORMERS))
+            for made in (
+                lambda name, strip=strip: strip(rename(name)),
+                lambda name, strip=strip: rename(strip(name)),
+            )
+        ),
+    ]
+
+
+def _without(prefix: str) -> Rename:
+    return lambda name: unwrapped(name).removeprefix(prefix)

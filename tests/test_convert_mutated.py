@@ -71,9 +71,15 @@ def make_runs(folder):
         saved = folder / f"{name}-saved"
         save_run(saved, model, loaded.optimizer, loaded.scaler, loaded.record)
     model, optimizer, scaler = small()
-    files = {"pytorch_model.bin": model, "optimizer.bin": optimizer, "s.pt": scaler}
-    run = from_torch(files)
+    index = "pytorch_model.bin.index.json"
+    held = dict.fromkeys(model, "pytorch_model-1-of-1.bin")
+    optimizer |= {"loss_scaler": scaler, "base_lr": 0.1}
+    run = from_torch(
+        {index: model, "optimizer.bin": optimizer, "trainer_state.json": {}}
+    )
     run.record["folder"] = True
+    run.record["shards"] = {index: {"metadata": {}, "files": held}}
+    run.record["carried"] = {"config.json": mx.arange(40).astype(mx.uint8)}
     write_run(folder / "files", run)
     return ("sgd", "adam", "sgd-saved", "adam-saved", "files")
 

@@ -17,6 +17,7 @@ from .arguments import ACCEPTED, parser
 from .flat_optimizer import unflattened
 from .folder import read_run, run_files, write_run
 from .import_here import import_here
+from .mlx_lm_model import mlx_lm_model
 from .parts import find_parts, get
 from .passed import PATTERN
 from .place import check_folder, contains
@@ -190,6 +191,7 @@ def _options(arguments: argparse.Namespace) -> Options:
             conv=tuple(arguments.conv),
             conv_transpose=tuple(arguments.conv_transpose),
             split_qkv=tuple(arguments.split_qkv),
+            transpose=tuple(arguments.transpose),
             keep=tuple(arguments.keep_layout),
             drop=tuple(arguments.drop),
         ),
@@ -218,12 +220,16 @@ def _rename(text: str) -> tuple[str, str]:
 
 
 def _model(place: str | None) -> nn.Module | None:
-    """The user's MLX model, from MODULE:NAME."""
+    """The user's MLX model, from MODULE:NAME or mlx-lm's config."""
     if place is None:
         return None
+    if Path(place).is_dir() or place.endswith(".json"):
+        return mlx_lm_model(Path(place))
     module, colon, name = place.partition(":")
     if not colon:
-        raise ValueError(f"--model {place}: give it as MODULE:NAME.")
+        raise ValueError(
+            f"--model {place}: give it as MODULE:NAME, or an mlx-lm model's folder."
+        )
     holder = _users(place, lambda: import_here(module))
     if not hasattr(holder, name):
         raise ValueError(f"--model {place}: {module} has no {name}.")

@@ -72,10 +72,14 @@ def parameter_names(
         return found, _doubts(found, state_dict, tensors, plan)
     try:
         return _matched(state_dict, tensors, plan), []
-    except OrderError:
+    except OrderError as error:
         if order is None:
             raise
-    found = _placed(state_dict, {name: tensors[name] for name in order}, plan)
+        try:
+            ordered = {name: tensors[name] for name in order}
+            found = _placed(state_dict, ordered, plan)
+        except OrderError:  # the MLX model's layers are in another order
+            raise error from None
     return found, [
         "The optimizer does not name its parameters, and a safetensors file does not "
         "keep their order: that of the MLX model's layers was taken, and fits by all "
@@ -105,7 +109,9 @@ def mlx_order(
         >>> mlx_order(tensors, make_plan(tensors, model), model)
         ['0.weight', '0.bias', '1.weight', '1.bias']
     """
-    if model is None:
+    # mlx-lm's models have layers in other orders than Transformers' (Llama's gate, down
+    # and up, GPT-2's norms).
+    if model is None or hasattr(model, "sanitize"):
         return None
     place = {name: i for i, (name, _) in enumerate(tree_flatten(model.parameters()))}
     known = sorted(plan.entries.values(), key=lambda entry: place[entry.mlx[0]])

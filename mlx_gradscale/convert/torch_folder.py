@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import mlx.core as mx
@@ -59,6 +60,13 @@ def read_torch(
                 f"holds them all, {path.parent}."
             )
         return _read_file(path, float64), []
+    if (path / ".metadata").exists() and any(path.glob("*.distcp")):
+        raise ValueError(
+            f"{path} was written by torch.distributed.checkpoint. Make it one file "
+            "where PyTorch is, and give that: python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{quote(str(path))} {quote(str(path))}.pt"
+        )
     names = _part_names(path)
     sets = shard_sets(names)
     content: dict[str, Any] = {}

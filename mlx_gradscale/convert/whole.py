@@ -265,6 +265,12 @@ def _model_notes(plan: Plan) -> list[str]:
             "optimizer state, but they will train apart, and then there is no way "
             "back. To keep them tied, use one array in MLX (embedding.as_linear, say)."
         )
+    if any(name.endswith(".lora_a") for e in plan.entries.values() for name in e.mlx):
+        notes.append(
+            "LoRA adapters of PEFT: mlx-lm multiplies them by the scale in its "
+            "adapter_config.json, which must be PEFT's lora_alpha / r (by sqrt(r) with "
+            "use_rslora)."
+        )
     counters = [n for n in plan.aside if n.endswith("num_batches_tracked")]
     if counters:
         notes.append(

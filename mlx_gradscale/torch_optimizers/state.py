@@ -253,11 +253,13 @@ def without_frozen(
         prefix = "" if record["joined"] else f"states.{i}."
         for name in (n for t in names if t in record["fresh"] for n in entries[t].mlx):
             held = [f"{prefix}{name}.{slot}" for slot in slots]
-            if name not in trainable:
+            if any(mx.any(flat[key]).item() for key in held if key in flat):
+                continue  # it was trained in MLX since
+            if name in trainable:
+                suspects.append(name)
+            else:
                 for key in held:
                     out.pop(key, None)
-            elif not any(mx.any(flat[key]).item() for key in held if key in flat):
-                suspects.append(name)  # nor was it trained in MLX since
     is_telling = any(record["steps"]) and len(record["fresh"]) < count
     return out, suspects if is_telling else []
 
