@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from .layout_hints import listed, mismatch
 from .layout_names import DROPPED, names_and_layouts
+from .layout_targets import Target, known_names
 
 Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
 
@@ -49,11 +49,6 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # nn.MultiheadAttention's in_proj: query, key and value in one tensor
     "split_qkv": Layout(lambda x: mx.split(x, 3), mx.concatenate, parts=3),
-}
-_LAYER_LAYOUTS = {
-    (nn.Conv1d, nn.Conv2d, nn.Conv3d): "conv",
-    (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d): "conv_transpose",
-    (nn.Bilinear,): "bilinear",
 }
 _COUNTER = "num_batches_tracked"  # BatchNorm's step count; MLX keeps none
 _EXTRA = "_extra_state"  # what torch.nn.Module.get_extra_state gave, of any type
@@ -222,7 +217,7 @@ def make_plan(
     """
     choices = choices or Choices()
     _check_patterns(choices, tensors)
-    known = _known_names(model) if model is not None else None
+    known = known_names(model) if model is not None else None
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
     lost: list[str] = []
@@ -289,69 +284,12 @@ def _check_equal(entry: Entry, weights: Mapping[str, mx.array]) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class _Target:
-    mlx: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    layout: str | None  # None: the layer is not one of MLX's own
-
-
-def _known_names(model: nn.Module) -> dict[str, _Target]:
-    """What a PyTorch name (in MLX's spelling or PyTorch's) stands for in the model."""
-    modules = dict(model.named_modules())
-    known: dict[str, _Target] = {}
-    for name, array in tree_flatten(model.parameters()):
-        parts = name.split(".")
-        owner = modules.get(".".join(parts[:-1]))
-        layout = None if array.ndim > 2 else "same"
-        for kinds, special in _LAYER_LAYOUTS.items():
-            if isinstance(owner, kinds) and parts[-1] == "weight":
-                layout = special
-        target = _Target((name,), (array.shape,), layout)
-        known[name] = target
-        known.setdefault(_torch_spelling(parts, modules), target)
-    for path, module in modules.items():
-        if isinstance(module, nn.MultiHeadAttention):
-            known |= _fused(path, module, modules)
-    return known
-
-
-def _torch_spelling(parts: list[str], modules: Mapping[str, nn.Module]) -> str:
-    """Without the "layers" that MLX's nn.Sequential puts before its numbers."""
-    return ".".join(
-        part
-        for i, part in enumerate(parts)
-        if not (
-            part == "layers"
-            and isinstance(modules.get(".".join(parts[:i])), nn.Sequential)
-        )
-    )
-
-
-def _fused(
-    path: str, module: nn.Module, modules: Mapping[str, nn.Module]
-) -> dict[str, _Target]:
-    """The names in_proj_weight and in_proj_bias of PyTorch's attention."""
-    prefix = f"{path}." if path else ""
-    known = {}
-    for leaf in ("weight", "bias"):
-        projections = ("query_proj", "key_proj", "value_proj")
-        if all(leaf in module[projection] for projection in projections):
-            names = tuple(f"{prefix}{projection}.{leaf}" for projection in projections)
-            shapes = tuple(module[p][leaf].shape for p in projections)
-            target = _Target(names, shapes, "split_qkv")
-            fused = f"{prefix}in_proj_{leaf}"
-            known[fused] = target
-            known[_torch_spelling(fused.split("."), modules)] = target
-    return known
-
-
 def _entry(
     name: str,
     new: str,
     learned: str | None,
     tensor: mx.array,
-    known: dict[str, _Target] | None,
+    known: dict[str, Target] | None,
     choices: Choices,
 ) -> Entry | None:
     if learned == DROPPED:
@@ -404,7 +342,7 @@ def _entry_by_patterns(
     )
 
 
-def _unchanged(name: str, tensor: mx.array, target: _Target) -> str:
+def _unchanged(name: str, tensor: mx.array, target: Target) -> str:
     """A layer of the user's own keeps its layout, unless another one fits as well."""
     other = [mx.moveaxis(tensor, i, -1).shape for i in (0, 1)]
     if target.shapes[0] in other:
@@ -430,7 +368,7 @@ def _check_patterns(choices: Choices, tensors: Mapping[str, mx.array]) -> None:
 def _check_names(
     entries: Mapping[str, Entry],
     lost: list[str],
-    known: dict[str, _Target] | None,
+    known: dict[str, Target] | None,
 ) -> None:
     taken: dict[str, str] = {}
     for entry in entries.values():

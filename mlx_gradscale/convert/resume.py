@@ -17,6 +17,7 @@ from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from ..torch_optimizers import Rate
 from ..torch_optimizers.builder import Divided
+from ..torch_optimizers.frozen import without_frozen
 from .folder import SCALER, TRAINING, read_run, write_run
 from .record import RunError
 from .rounding import ROUNDED, cast_weights, lost, unrounded
@@ -107,7 +108,7 @@ def load_run(
                 setattr(part, name, used[name])
         optimizer.init(model.trainable_parameters())
         given = [part.learning_rate for part in _parts(optimizer)]
-        state, suspects = torch_optimizers.state.without_frozen(
+        state, suspects = without_frozen(
             run.optimizer,
             run.record["optimizer"],
             plan_of(run.record).entries,
