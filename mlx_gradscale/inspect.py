@@ -65,6 +65,9 @@ def _describe_json(state: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_run(folder: Path) -> dict[str, Any]:
     run = read_run(folder)
+    if run.runs:
+        kind = f"several MLX runs, in folders of their own: {', '.join(run.runs)}"
+        return {"kind": kind, **_rest(run.record["checkpoint"])}
     found: dict[str, Any] = {"kind": "MLX run"}
     if run.weights is not None:
         found["tensors"] = _tensors(_sorted(run.weights))

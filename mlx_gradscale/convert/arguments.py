@@ -25,7 +25,8 @@ def _switch(help: str) -> dict[str, Any]:
 
 
 def _key(part: str) -> dict[str, Any]:
-    help = f"where the {part} state is in the checkpoint; '' leaves it out"
+    help = f"where the {part} state is in the checkpoint; '' leaves it out; several, "
+    help += "with commas, become a run each in the folder"
     return {"metavar": "KEY/KEY", "help": help}
 
 

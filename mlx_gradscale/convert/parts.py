@@ -329,7 +329,8 @@ def _only(part: str, paths: list[Path]) -> Path:
         places = ", ".join(_shown(path) for path in paths)
         raise PartsError(
             f"The checkpoint holds {len(paths)} that could be the {part}: say "
-            f"which with --{part}-key, one of {places}."
+            f"which with --{part}-key, one of {places}; or several, with commas, each "
+            "with its own optimizer (--model-key, --optimizer-key)."
         )
     return fits[0]
 

@@ -56,8 +56,10 @@ def check_record(record: Mapping[str, Any]) -> None:
         _check_optimizer(record)
     if "checkpoint" in record:
         _check_parts(record)
-    for name in record.get("carried", {}):
+    for name in (*record.get("carried", ()), *record.get("several", ())):
         check_name(name, "it")
+    if "several" in record:
+        _need("checkpoint" in record, "several", "of a checkpoint", record["several"])
     check_shards(record.get("shards", {}))
 
 
@@ -172,6 +174,7 @@ _RECORD = {
     "scaler?": {"format": _one_of(FORMATS)},
     "carried?": {str: _bytes},
     "shards?": {str: {"metadata": _dict, "files": {str: _text}}},
+    "several?": [_text],
     "changed?": {str: _counts},
 }
 
@@ -238,7 +241,13 @@ def _check_parts(record: Mapping[str, Any]) -> None:
     extra = record.get("optimizer", {}).get("extra")
     for value in _values([record["checkpoint"], extra]):
         if isinstance(value, Part):
-            known = value in ("model", "optimizer", "scaler") and value in record
+            number, _, part = value.rpartition("/")
+            known = part in ("model", "optimizer", "scaler")
+            if "several" in record:
+                runs = map(str, range(len(record["several"])))
+                known = known and number in runs
+            else:
+                known = known and not number and value in record
             _need(known, "checkpoint", "of parts that the record has", str(value))
 
 

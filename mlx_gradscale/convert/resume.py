@@ -82,6 +82,11 @@ def load_run(
         array([[1, 1]], dtype=float32)
     """
     run = read_run(folder)
+    if run.runs:
+        raise RunError(
+            f"{folder} holds several runs, {', '.join(run.runs)}: load each from the "
+            "folder of that name in it."
+        )
     weights = run.weights or {}
     _check_model(folder, weights, model)
     optimizer = scaler = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import torch_checkpoint
 from ..array_files import read_arrays, write_arrays
+from ..layout_hints import listed
 from ..torch_checkpoint.atomic import atomic_write
 from ..torch_checkpoint.locks import open_file, refuse_special
 from .parts import Unordered
@@ -28,8 +29,8 @@ TRAINER = "trainer_state.json"
 _ASIDE = re.compile(
     r"rng_state(_\d+)?\.pth|training_args\.bin|(sampler|dl_state_dict)(_\d+)?\.bin"
 )
-# Files that are no part are carried along up to this size each.
-_LARGEST_CARRIED = 2**26
+# Files that are no part are carried along up to this size each, and together.
+_LARGEST_CARRIED, _MOST_CARRIED, _MOST_FILES = 2**26, 2**28, 1000
 
 
 class _Raw(bytes):
@@ -106,21 +107,23 @@ def read_rest(
         for name, content in checkpoint.items()
         if hasattr(content, "files")
     }
-    carried, left = {}, []
+    carried: dict[str, mx.array] = {}
+    left, room = [], _MOST_CARRIED
     for file in sorted(path.iterdir()):
         if file.name in (*names, *shards, TRAINER):
             continue
-        if not file.is_file() or file.stat().st_size > _LARGEST_CARRIED:
+        if not _can_carry(file, room) or len(carried) == _MOST_FILES:
             left.append(file.name)
             continue
         with open(file, "rb", opener=open_file) as source:
             data = np.frombuffer(source.read(_LARGEST_CARRIED), np.uint8)
-        carried[check_name(file.name, str(path))] = mx.array(data)
+        carried[file.name] = mx.array(data)
+        room -= data.size
     notes = []
     if carried:
-        notes.append(f"Kept for the way back, as they are: {', '.join(carried)}.")
+        notes.append(f"Kept for the way back, as they are: {listed(carried)}.")
     if left:
-        notes.append(f"Left out, as no files of a checkpoint: {', '.join(left)}.")
+        notes.append(f"Left out, as no files of a checkpoint: {listed(left)}.")
     record = {"carried": carried, "shards": shards}
     return {key: value for key, value in record.items() if value}, notes
 
@@ -199,12 +202,24 @@ def torch_files(
     return files
 
 
+def _can_carry(file: Path, room: int) -> bool:
+    try:
+        check_name(file.name, "it")
+    except ValueError:  # nor could it be written
+        return False
+    is_begun = file.name.startswith(".") and file.suffix == ".tmp"
+    fits = file.is_file() and file.stat().st_size <= min(_LARGEST_CARRIED, room)
+    return fits and not is_begun
+
+
 def _part_names(path: Path) -> list[str]:
     """The files of a folder that may hold a part."""
     return sorted(
         file.name
         for file in path.iterdir()
-        if file.suffix in _TORCH_SUFFIXES and not _ASIDE.fullmatch(file.name)
+        if file.suffix in _TORCH_SUFFIXES
+        and not _ASIDE.fullmatch(file.name)
+        and not file.is_dir()
     )
 
 

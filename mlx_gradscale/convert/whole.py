@@ -32,6 +32,8 @@ class Run:
         scaler: a ``GradScaler.state_dict``, or None.
         record: all that only PyTorch knows, for the way back.
         notes: sentences for the user.
+        runs: where the checkpoint holds several models, a run for each; then only
+            ``record`` and ``notes`` are there beside it.
     """
 
     weights: dict[str, mx.array] | None = None
@@ -39,6 +41,7 @@ class Run:
     scaler: dict[str, Any] | None = None
     record: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    runs: dict[str, "Run"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def from_torch(
         run.notes += converted.notes + doubts
     if "scaler" in parts:
         _take_scaler(run, get(checkpoint, parts["scaler"]), options.scaler_format)
-    run.notes += _schedule_notes(run)
+    run.notes += schedule_notes(run)
     return run
 
 
@@ -158,6 +161,10 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
         3
     """
     record = run.record
+    if run.runs:
+        from .several import several_to_torch
+
+        return several_to_torch(run, accept)
     if "checkpoint" not in record:
         raise ValueError(
             "The run does not say how its PyTorch checkpoint looks: give one of the "
@@ -332,7 +339,7 @@ def _give_scaler(state: dict[str, Any], format: str) -> tuple[Any, list[str]]:
     return out, notes
 
 
-def _schedule_notes(run: Run) -> list[str]:
+def schedule_notes(run: Run) -> list[str]:
     """A word on learning rate schedulers, which have no counterpart to convert to."""
     steps = steps_of(run.optimizer or {})
     at = f", the optimizer at step {steps[0]}" if steps else ""
