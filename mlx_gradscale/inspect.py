@@ -21,6 +21,7 @@ from .convert.text import dtype, printable, shape, size, table
 from .convert.torch_folder import read_torch
 from .convert.whole import Run
 from .torch_optimizers import number
+from .torch_optimizers.valid import check_state_dict
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -143,10 +144,16 @@ def _sorted(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 def _torch_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        check_state_dict(state)
+    except ValueError as error:
+        return {"name": f"{error}", "steps": [], "slots": [], "bytes": 0}
+    try:
         name = torch_optimizers.recognise(state)
     except ValueError:
         name = "unknown"
-    steps = {number(s["step"]) for s in state["state"].values() if "step" in s}
+    steps = {
+        number(s["step"]) for s in state["state"].values() if s.get("step") is not None
+    }
     slots = {k for s in state["state"].values() for k in s if k != "step"}
     arrays = [x for _, x in tree_flatten(state["state"]) if isinstance(x, mx.array)]
     return {

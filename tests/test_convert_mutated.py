@@ -190,3 +190,54 @@ def test_a_damaged_scaler_is_a_run_error(key, value, tmp_path):
     path.write_text("{}")
     with pytest.raises(RunError):
         load_run(tmp_path / "run", Small())
+
+
+VALUES = [
+    None, True, 0, -1, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "x", b"x",
+    [], [[]], [0], (), (1, 2, 3), {}, {1: 2}, {"a": 1}, mx.array(1), mx.ones((2, 3)),
+    mx.array([1.0, 2.0]), mx.array(True), mx.array(1j), mx.zeros((0,)), set(), 1j,
+]  # fmt: skip
+
+
+def damage(value, rng):
+    """One value inside dicts and lists replaced, taken out, doubled or renamed."""
+    every = [path for path in places(value) if path]
+    *path, last = rng.choice(every)
+    holder = value
+    for key in path:
+        holder = holder[key]
+    kind = rng.randrange(4)
+    if kind < 2:
+        holder[last] = plain_copy(rng.choice(VALUES))
+    elif kind == 2:
+        del holder[last]
+    elif isinstance(holder, dict):
+        new = rng.choice(["state", "params", "lr", 3, "betas", "step"])
+        holder[new] = holder.pop(last)
+    else:
+        holder.append(plain_copy(holder[last]))
+    return value
+
+
+def plain_copy(value):
+    if isinstance(value, dict):
+        return {key: plain_copy(item) for key, item in value.items()}
+    return [plain_copy(x) for x in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_damaged_checkpoints_are_converted_or_value_errors(seed, tmp_path):
+    """Those that PyTorch would not write: through the functions and inspect."""
+    rng, good = random.Random(seed), 0
+    for number in range(300):
+        start = plain_copy((usual, adam)[number % 2]())
+        checkpoint = damage(damage(start, rng) if number % 3 else start, rng)
+        problems = []
+        for way in (from_torch, inspect._describe_torch):
+            try:
+                way(checkpoint)
+            except ValueError as error:
+                problems.append(error)
+        assert all(map(str, problems))
+        good += not problems
+    assert good > 50

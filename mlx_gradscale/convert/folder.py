@@ -261,6 +261,6 @@ def _read_record(path: Path, extra: dict[str, mx.array]) -> dict[str, Any]:
         check_record(decoded)
     except _DAMAGE as error:
         said = f"a value in it cannot be read ({error!r})"
-        said = str(error) if isinstance(error, RunError) else said
-        raise RunError(f"{path} is damaged: {said}.") from error
+        said = str(error) if isinstance(error, ValueError) and str(error) else said
+        raise RunError(f"{path} is damaged: {said.rstrip('.')}.") from error
     return decoded

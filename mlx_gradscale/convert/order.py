@@ -64,8 +64,9 @@ def parameter_names(
         return _given(state_dict, keys, tensors, plan, rename), []
     if names is not None:
         return _given(state_dict, list(names), tensors, plan, rename), []
-    if all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
-        saved = [name for group in groups for name in group["param_names"]]
+    named = [group.get("param_names", ()) for group in groups]
+    if [len(n) for n in named] == [len(group["params"]) for group in groups]:
+        saved = [name for each in named for name in each]
         return _given(state_dict, saved, tensors, plan, rename), []
     if not isinstance(tensors, Unordered):
         found = _placed(state_dict, tensors, plan)

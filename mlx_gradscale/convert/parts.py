@@ -213,12 +213,13 @@ def moments_in(skeleton: Any) -> list[str]:
         >>> moments_in({"opt": {"w": {"exp_avg": 1}}, "epoch": 3})
         ['opt/w']
     """
-    found, left = [], [((), skeleton)]
-    while left:  # to any depth, without recursion
+    found, left, seen = [], [((), skeleton)], set()
+    while left:  # to any depth, without recursion, and what is shared once
         path, value = left.pop()
         if looks_like_optimizer(value):
             found.append(_shown(path))
-        elif isinstance(value, (Mapping, list, tuple)):
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
             is_dict = isinstance(value, Mapping)
             inner = value.items() if is_dict else enumerate(value)
             left += [((*path, key), item) for key, item in inner]

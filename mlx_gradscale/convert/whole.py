@@ -13,6 +13,7 @@ from .. import formats, torch_optimizers
 from ..layouts import Choices, Entry, Plan, make_plan
 from ..model_hints import model_notes
 from ..torch_optimizers import state as optimizer_state
+from ..torch_optimizers.valid import check_state_dict
 from ..wrappers import LIGHTNING
 from .flat_optimizer import flattened, is_flat, unflattened
 from .order import mlx_order, parameter_names
@@ -113,6 +114,7 @@ def from_torch(
             )
         found = get(checkpoint, parts["optimizer"])
         state = unflattened(found)
+        check_state_dict(state)
         # Before its parameters are sought: an optimizer that MLX has not is told so.
         torch_optimizers.recognise(state, options.optimizer)
         names, doubts = parameter_names(

@@ -17,6 +17,7 @@ from ..layouts import Entry
 from .builder import scheduled_rate, settings
 from .compare import Difference, check, differences, mlx_differences, recognise
 from .table import ROWS, SCHEDULED, number
+from .valid import check_group, check_slots
 
 
 @dataclass
@@ -68,6 +69,10 @@ def to_mlx(
     name = recognise(state_dict, optimizer)
     row, states = ROWS[name], state_dict["state"]
     groups = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        check_group(name, group)
+    for index, parameter in names.items():
+        check_slots(name, states.get(index, {}), parameter)
     doubts = [row.doubt(group) for group in groups]
     notes = [*row.notes, *dict.fromkeys(filter(None, doubts))]
     fresh: dict[str, dict] = {}
