@@ -167,6 +167,13 @@ def test_a_folder_full_of_other_files_is_not_carried_along(tmp_path, capsys):
     assert "1000.png" in left
 
 
+def test_a_trainers_state_that_is_no_json_is_an_error(tmp_path):
+    content = {"pytorch_model.bin": small()[0], "trainer_state.json": {"a": mx.ones(2)}}
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
+        write_torch(tmp_path / "out", content, is_folder=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_text_in_a_pytorch_file_is_not_taken_for_a_file(tmp_path):
     there = tmp_path / "there"
     there.mkdir()

@@ -174,16 +174,15 @@ def torch_files(
     files: dict[str, Any] = {}
     for name, content in checkpoint.items():
         index = record.get("shards", {}).get(check_name(name, "The run's record"))
-        # Another suffix than PyTorch's: a hostile run would replace a train.py.
-        if index is None and Path(name).suffix not in _TORCH_SUFFIXES + (
-            (".json",) if name == TRAINER else ()
-        ):
-            raise ValueError(f"The run's record names {name!r}, no PyTorch file.")
         if index is not None:
             parts, text = split(content, index)
             files |= parts | {name: _Raw(text)}
-        else:
+        elif name == TRAINER:
+            files[name] = _as_json(content)
+        elif Path(name).suffix in _TORCH_SUFFIXES:
             files[name] = content
+        else:  # a hostile run would replace a train.py
+            raise ValueError(f"The run's record names {name!r}, no PyTorch file.")
     for name, content in files.items():
         _check_flat(name, content)
     is_there = check_folder(path, overwrite).is_dir()
@@ -256,10 +255,16 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def _write_file(path: Path, content: Any) -> None:
-    if path.name == TRAINER and not isinstance(content, _Raw):
+def _as_json(content: Any) -> _Raw:
+    """As Transformers writes it."""
+    try:
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        content = _Raw(text.encode())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{TRAINER} cannot be written as JSON: {error}.") from error
+    return _Raw(text.encode())
+
+
+def _write_file(path: Path, content: Any) -> None:
     if isinstance(content, _Raw):
         with atomic_write(path) as file:
             file.write(content)
