@@ -13,9 +13,10 @@ import numpy as np
 
 from . import files, torch_optimizers
 from .array_files import read_arrays
+from .convert.flat_optimizer import unflattened
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
 from .convert.foreign import plain_part
-from .convert.parts import Part, PartsError, cut, find_parts, get
+from .convert.parts import Part, PartsError, cut, find_parts, get, is_scaler
 from .convert.passed import leaves
 from .convert.resume import current_groups
 from .convert.text import dtype, printable, shape, size, table
@@ -24,6 +25,7 @@ from .convert.whole import Run
 from .torch_checkpoint import Placeholder, plain_value
 from .torch_checkpoint.foreign import PlacedTensor
 from .torch_optimizers import number
+from .torch_optimizers.valid import check_state_dict
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     elif path.suffix == ".safetensors":
         found = _describe_safetensors(path)
     elif path.name.endswith((".json", ".json.gz")):
-        found = {"kind": "scaler state", "scaler": _plain(files.load_state(path))}
+        found = _describe_json(files.load_state(path))
     else:
         kind = "folder of PyTorch files" if path.is_dir() else "PyTorch checkpoint"
         # float64 is kept: nothing is computed here.
@@ -60,8 +62,17 @@ def describe(path: str | Path) -> dict[str, Any]:
     return {"path": str(path), **found}
 
 
+def _describe_json(state: dict[str, Any]) -> dict[str, Any]:
+    if is_scaler(state):
+        return {"kind": "scaler state", "scaler": _plain(state)}
+    return {"kind": "JSON, no scaler state", **_rest(state)}
+
+
 def _describe_run(folder: Path) -> dict[str, Any]:
     run = read_run(folder)
+    if run.runs:
+        kind = f"several MLX runs, in folders of their own: {', '.join(run.runs)}"
+        return {"kind": kind, **_rest(run.record["checkpoint"])}
     found: dict[str, Any] = {"kind": "MLX run"}
     if run.weights is not None:
         found["tensors"] = _tensors(_sorted(run.weights))
@@ -106,7 +117,7 @@ def _describe_torch(checkpoint: Any) -> dict[str, Any]:
     if "optimizer" in parts:
         try:
             state = plain_part("optimizer", get(checkpoint, parts["optimizer"]))
-            found["optimizer"] = _torch_optimizer(state)
+            found["optimizer"] = _torch_optimizer(unflattened(state))
         except PartsError:  # it holds objects where numbers are: shown as it is
             del parts["optimizer"]
     if "scaler" in parts:
@@ -140,10 +151,16 @@ def _sorted(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 def _torch_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        check_state_dict(state)
+    except ValueError as error:
+        return {"name": f"{error}", "steps": [], "slots": [], "bytes": 0}
+    try:
         name = torch_optimizers.recognise(state)
     except ValueError:
         name = "unknown"
-    steps = {number(s["step"]) for s in state["state"].values() if "step" in s}
+    steps = {
+        number(s["step"]) for s in state["state"].values() if s.get("step") is not None
+    }
     slots = {k for s in state["state"].values() for k in s if k != "step"}
     arrays = [x for x in leaves(state["state"]) if isinstance(x, mx.array)]
     return {

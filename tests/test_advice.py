@@ -70,7 +70,7 @@ def test_a_loss_scale_optimizer_is_told_the_layer_that_made_the_value():
     model, optimizer = Net(gain=1e5), LossScaleOptimizer(optim.SGD(0.05))
     model.set_dtype(HALF)
     batch = X.astype(HALF), Y.astype(HALF)
-    scaled = optimizer.scale_loss(loss_of(model))
+    scaled = optimizer.scale_loss(loss_of(model), model)
     for options in ({}, {"scale": optimizer}):
         loss_fn = loss_of(model) if options else scaled
         report = explain_overflow(model, loss_fn, *batch, **options)
