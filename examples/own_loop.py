@@ -2,8 +2,8 @@
 
 Use this when your loop does more than one backward pass per step, looks at the
 gradients before the update, or adds up losses. The gradients are true ones, in float32:
-add them up and clip them as you would without a scaler, and call ``update`` once, at the
-end of the step.
+add them up and clip them as you would without a scaler, and call ``update`` once, at
+the end of the step.
 """
 
 import mlx.core as mx
