@@ -63,6 +63,12 @@ def prepare(optimizer: Optimizer, parameters: Any) -> None:
         return
     plan.parameters |= paths
     start, one, two, added = _trial(optimizer, parameters)
+    for path in two.keys() - one.keys():
+        raise TypeError(
+            f"{type(optimizer).__name__} added {dotted(path)} to its state in its "
+            "second step, which a skipped step cannot take back. Make it in "
+            "init_single."
+        )
     for path, x in two.items():
         if isinstance(x, (int, float)) and path in one and _differ(x, one[path]):
             plan.numbers.add(path)
@@ -331,4 +337,10 @@ def _at(state: Any, path: tuple) -> Any:
 
 
 def _put(state: Any, path: tuple, value: Any) -> None:
-    _at(state, path[:-1])[path[-1]] = value
+    box = _at(state, path[:-1])
+    if isinstance(box, tuple):
+        raise TypeError(
+            f"A step changes {dotted(path)} of the optimizer's state, in a tuple, "
+            "which cannot be written to: use a list or a dict."
+        )
+    box[path[-1]] = value
