@@ -75,14 +75,14 @@ def arrays(tree):
     return {p: x for p, x in tree_flatten(tree) if isinstance(x, mx.array)}
 
 
-def check_beside_bare(make, compiled, bad, steps=6, tolerance=1e-6):
+def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
     """Check guarded steps against an optimizer that never sees the bad ones.
 
     A skipped step must change no bit of parameters and state.
     """
 
     def start():
-        weights = {"a": {"weight": mx.ones((4, 6)), "bias": mx.ones(4)}}
+        weights = {"a": {"weight": mx.ones((4, columns)), "bias": mx.ones(4)}}
         weights["b"] = [{"weight": mx.ones((4, 4))}]
         return gradients_like(weights, 99)
 

@@ -314,6 +314,26 @@ class BranchingFirst(Own):
         return parameter - self.learning_rate * state["v"]
 
 
+class Quantized(optim.AdamW):
+    """As unsloth-zoo's AdamW with an 8-bit first moment."""
+
+    def __init__(self):
+        super().__init__(0.1)
+
+    def init_single(self, parameter, state):
+        super().init_single(parameter, state)
+        if parameter.size >= 128:
+            state["m"] = mx.quantize(state["m"], group_size=32)
+
+    def apply_single(self, gradient, parameter, state):
+        if parameter.size >= 128:
+            state["m"] = mx.dequantize(*state["m"], group_size=32)
+        new = super().apply_single(gradient, parameter, state)
+        if parameter.size >= 128:
+            state["m"] = mx.quantize(state["m"], group_size=32)
+        return new
+
+
 KINDS = [
     NumberInState,
     NumberOfTheFirstStep,
@@ -331,6 +351,11 @@ def test_other_peoples_optimizers_are_what_they_are_alone(make, compiled):
     check_beside_bare(make, compiled, bad=(0, 3))
     if not compiled:
         check_beside_bare(make, compiled, bad=())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_moment_in_eight_bits(compiled):
+    check_beside_bare(Quantized, compiled, bad=(0, 3), columns=32)
 
 
 @pytest.mark.parametrize("make", [Branching, BranchingFirst])
