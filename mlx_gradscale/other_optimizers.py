@@ -12,6 +12,7 @@ What else changes is refused.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,6 @@ from .state_slots import CONTAINERS, copies, dotted, items, restore
 
 # In the state of a parameter: whether its first step was applied.
 STARTED = "has_started"
-_ABSENT = "absent"
 _PLAN = "_guarded_plan"
 _OF_THE_BASE = ("_state", "_initialized", "_schedulers", _PLAN)
 
@@ -33,8 +33,8 @@ class _Plan:
     structure: dict[tuple, str] = field(default_factory=dict)  # when it was made
     parameters: set[tuple] = field(default_factory=set)
     numbers: set[tuple] = field(default_factory=set)
-    # What the first step finds otherwise than the later ones: (value,) or _ABSENT.
-    first: dict[tuple, Any] = field(default_factory=dict)
+    # What the first step finds otherwise than later ones: (value,), None for no key.
+    first: dict[tuple, tuple | None] = field(default_factory=dict)
 
     def owner(self, path: tuple) -> tuple:
         """The parameter that a path in the state belongs to, () for none."""
@@ -56,13 +56,14 @@ def prepare(optimizer: Optimizer, parameters: Any) -> None:
         optimizer (Optimizer): An optimizer of another's.
         parameters (Any): The tree that is to be stepped, in float32.
     """
-    plan = vars(optimizer).get(_PLAN) or _Plan()
-    state = optimizer.state
+    plan, state = vars(optimizer).get(_PLAN, _Plan()), optimizer.state
     paths = {path for path, _ in _leaves(parameters)}
     if plan.structure == _structure(state) and paths <= plan.parameters:
         return
-    plan.parameters |= paths
     start, one, two, added = _trial(optimizer, parameters)
+    # A copy, because it counts only when all is done.
+    plan = deepcopy(plan)
+    plan.parameters |= paths
     for path in two.keys() - one.keys():
         raise TypeError(
             f"{type(optimizer).__name__} added {dotted(path)} to its state in its "
@@ -73,7 +74,7 @@ def prepare(optimizer: Optimizer, parameters: Any) -> None:
         if isinstance(x, (int, float)) and path in one and _differ(x, one[path]):
             plan.numbers.add(path)
     for path in added:
-        plan.first[path] = _ABSENT
+        plan.first[path] = None
     once = {p for p in start.keys() & one.keys() if _differ(start[p], one[p])}
     for path in once - plan.numbers:
         plan.first[path] = (start[path],)
@@ -121,7 +122,7 @@ def apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
     restore(saved)
     for path, x in first.items():
         box, key = _at(optimizer.state, path[:-1]), path[-1]
-        if x is _ABSENT:
+        if x is None:
             del box[key]
         else:
             box[key] = x[0]
@@ -260,7 +261,7 @@ def _add_flag(optimizer: Optimizer, plan: _Plan, path: tuple, here: dict) -> Non
     box[STARTED] = mx.array(
         any(
             any(q[: len(p)] == p for q in here)
-            if plan.first[p] is _ABSENT
+            if plan.first[p] is None
             else p in here and _differ(here[p], plan.first[p][0])
             for p in mine
         )

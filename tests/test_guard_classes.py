@@ -1,5 +1,8 @@
 """Optimizer classes of the user's own: guarded as MLX's are, or refused."""
 
+import copy
+import pickle
+
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
@@ -396,6 +399,19 @@ def test_a_state_that_has_stepped_without_us_goes_on(make):
         else:
             weights = guarded_apply(optimizer, gradients, weights, None, mx.array(True))
     assert weights["w"].tolist() == pytest.approx(expected["w"].tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [NumberInState, KeyFromGradients, KeyFromParameters])
+def test_copies_go_on_as_the_original_does(make):
+    one, weights = GuardedOptimizer(make()), {"w": mx.ones(2)}
+    one.init(weights)
+    results = []
+    for optimizer in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), one):
+        new = weights
+        for i in range(3):
+            new = optimizer.apply_gradients({"w": mx.array([1.0 + i, -1.0])}, new)
+        results.append(new["w"].tolist())
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_parameter_that_comes_later_has_a_first_step_of_its_own():
