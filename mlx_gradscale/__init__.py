@@ -2,8 +2,11 @@
 
 from . import uninterrupted  # noqa: F401 - first: it imports MLX
 from ._version import __version__
+from .checkpoint import restore_checkpoint, save_checkpoint
 from .compiled import compile_step
 from .finite import NonFinite, all_finite, nonfinite
+from .float16 import find_float32_layers
+from .islands import float32_layers
 from .optimizer import GuardedOptimizer, LossScaleOptimizer
 from .scaler import GradScaler
 
@@ -15,5 +18,9 @@ __all__ = [
     "__version__",
     "all_finite",
     "compile_step",
+    "find_float32_layers",
+    "float32_layers",
     "nonfinite",
+    "restore_checkpoint",
+    "save_checkpoint",
 ]

@@ -263,7 +263,8 @@ def _parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
     if isinstance(optimizer, MultiOptimizer):
         parts = optimizer._split_dictionary(tree)
         for inner, part in zip(optimizer.optimizers, parts, strict=True):
-            yield from _parts(inner, part)
+            # Before MLX 0.32 a part without leaves is a list.
+            yield from _parts(inner, part or {})
     else:
         yield optimizer, tree
 
@@ -284,7 +285,8 @@ def _run(
     saved = [pair for part in parts for pair in copies(part.state)]
     replaceable = [(part, part._state, part._schedulers) for part in parts]
     places = list(slots(optimizer.state))
-    write_all((*place, x) for (_, *place), x in zip(places, state, strict=True))
+    given = [_alias(x) for x in state]
+    write_all((*place, x) for (_, *place), x in zip(places, given, strict=True))
     for part, values in zip(parts, scheduled, strict=True):
         part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
     try:
@@ -299,11 +301,13 @@ def _run(
             if not is_mlx_own(part):
                 # An SVD of NaN raises, and what reads its gradients may.
                 tree = tree_map(lambda g: mx.where(apply, g, 0), tree)
-            steps.append((part, tree, _apply(part, tree, full)))
+            steps.append((part, tree, _apply(part, tree, tree_map(_alias, full))))
         stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
         _check_same_paths(optimizer, [path for path, *_ in places], stepped)
         new_state = []
-        for (path, *_), old in zip(places, state, strict=True):
+        # Only of MLX's own is it known that none writes to its state in place.
+        known = all(map(is_mlx_own, parts))
+        for (path, *_), old, alias in zip(places, state, given, strict=True):
             box, key = stepped[path]
             if box[key].shape != old.shape:
                 raise ValueError(
@@ -311,8 +315,8 @@ def _run(
                     f"and a step would give it {box[key].shape}, which a skipped step "
                     "cannot. Make a new optimizer if the model has changed."
                 )
-            if box[key] is not old:
-                box[key] = mx.where(apply, box[key], old)
+            untouched = known and box[key] is alias
+            box[key] = old if untouched else mx.where(apply, box[key], old)
             new_state.append(box[key])
         outputs: dict[str, mx.array] = {}
         new_masters: dict[str, mx.array] = {}
@@ -329,14 +333,10 @@ def _run(
                 if path in kept:
                     # Also in a skipped step: a replaced weight is its own master.
                     new = new_masters[path] = mx.where(apply, new, full)
-                # In float32, then cast: a skipped half comes back bit for bit, and
-                # a select on float16 is 10 percent of the whole step on a CPU. Not
-                # for bfloat16: casts on Apple's GPUs flush its subnormals to zero.
-                own = parameter.dtype == mx.bfloat16
-                new = new.astype(parameter.dtype) if own else new
-                keep = parameter if own else to_float32(parameter)
-                keep = _rooted(keep, moments.get(path, []))
-                outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
+                # In the parameter's own dtype: a cast there and back flushes bfloat16
+                # subnormals on Apple's GPUs, and changes the bits of a float16 NaN.
+                keep = _rooted(parameter, moments.get(path, []))
+                outputs[path] = mx.where(apply, new.astype(parameter.dtype), keep)
 
             tree_map_with_path(select, tree, parameters, full, new)
         return outputs, new_masters, new_state
@@ -344,6 +344,12 @@ def _run(
         restore(saved)
         for part, old_state, old_schedulers in replaceable:
             part._state, part._schedulers = old_state, old_schedulers
+
+
+def _alias(x: mx.array) -> mx.array:
+    # The same array in another Python object: ``parameter -= update`` in an optimizer
+    # changes the object that it was given, and a skipped step needs the old value.
+    return x.astype(x.dtype)
 
 
 def _check_same_paths(

@@ -153,8 +153,8 @@ def apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
 
 
 def _step(optimizer: Optimizer, plan: _Plan, gradients: Any, parameters: Any) -> Any:
-    # Handles of their own: x += 1 changes an mx.array in place, that of the model and
-    # the one to go back to in a skipped step.
+    # Other objects of the same arrays, because x += 1 changes the one that it is given:
+    # a first and a later step both start from here.
     state = optimizer.state
     for path, x in list(_leaves(state)):
         if isinstance(x, mx.array):

@@ -23,7 +23,8 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
     if not isinstance(state_dict, dict):
         raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
     if not state_dict:
-        raise ValueError(
+        # As PyTorch does.
+        raise RuntimeError(
             "The state dict is empty, as a disabled GradScaler writes it: there is "
             "nothing to load."
         )

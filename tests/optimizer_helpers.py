@@ -38,7 +38,7 @@ class Training:
         self, inner=None, dtype=mx.float16, compiled=True, init=True, **arguments
     ):
         mx.random.seed(1)
-        self.model = Mlp(dtype=dtype)
+        self.model, self.dtype = Mlp(dtype=dtype), dtype
         self.optimizer = LossScaleOptimizer(
             inner or optim.AdamW(optim.cosine_decay(1e-2, 200)),
             GradScaler(init_scale=256.0, growth_interval=7),
@@ -61,7 +61,7 @@ class Training:
 
     def run(self, seeds, bad=()):
         for seed in seeds:
-            x, y = batch(seed, dtype=mx.float16)
+            x, y = batch(seed, dtype=self.dtype)
             loss = self.step(x * (INF if seed in bad else 1), y)
         mx.eval(self.model.state, self.optimizer.state)
         return loss

@@ -41,6 +41,15 @@ def test_gan():
     assert float(re.search(r"mean is ([\d.]+) from", output)[1]) < 0.6
 
 
+def test_resume():
+    output = run("resume.py")
+    assert "killed in step 34\n" in output
+    # Saved in the background after step 30, or not yet: then after step 20.
+    assert re.search("goes on at step (20|30)\n", output)
+    assert "60 of 60 losses are bit-identical" in output
+    assert float(re.search(r"last one is ([\d.]+)", output)[1]) < 3
+
+
 def test_make_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     output = run("make_pictures.py", "--steps", "12", "--output", str(tmp_path))
@@ -55,7 +64,8 @@ def test_the_pictures_in_the_repository_fit_a_readme():
 
 
 @pytest.mark.parametrize(
-    "name", ["compiled_step.py", "own_loop.py", "gan.py", "make_pictures.py"]
+    "name",
+    ["compiled_step.py", "own_loop.py", "gan.py", "resume.py", "make_pictures.py"],
 )
 def test_each_says_when_to_use_it(name):
     text = (EXAMPLES / name).read_text()

@@ -29,6 +29,8 @@ from .whole import Run
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SCALER, TRAINING, EXTRA = "scaler.json", "training.json", "extra.safetensors"
 OURS = (MODEL, OPTIMIZER, SCALER, TRAINING, EXTRA)
+# In a record: what save_checkpoint adds, for restore_checkpoint only.
+RESUME = "resume"
 _FORMAT, _VERSION = "mlx_gradscale", 1
 # What decoding a damaged record may raise; RuntimeError is MLX's std::bad_cast.
 _DAMAGE = (
@@ -49,6 +51,7 @@ def write_run(
     run: Run,
     overwrite: bool = False,
     progress: Progress | None = None,
+    before: Callable[[], None] | None = None,
 ) -> None:
     """Writes a run: weights, optimizer, scaler, and the rest in ``training.json``.
 
@@ -57,6 +60,7 @@ def write_run(
         run: what to write; parts that are None have no file.
         overwrite: replace the run that is there; other files in the folder stay.
         progress: called with each dict of arrays before it is written.
+        before: called when all is written, before it takes its place.
 
     Example:
         >>> import os, tempfile
@@ -82,6 +86,8 @@ def write_run(
                 if progress is not None:
                     progress(content)
                 write_arrays(place / name, content, {"format": "mlx"})
+        if before is not None:
+            before()
 
 
 def run_files(run: Run) -> list[str]:

@@ -6,6 +6,8 @@ from typing import Any
 import mlx.core as mx
 
 from .. import formats
+from ..torch_checkpoint import Placeholder
+from ..torch_checkpoint.foreign import DefaultDict
 
 Path = tuple[str | int, ...]
 _DEEPEST = 4
@@ -155,6 +157,13 @@ def find_parts(
             "way back."
         )
     if not parts:
+        whole = [path for path, value in _objects(checkpoint) if _is_module(value)]
+        if whole:
+            place = "/".join(map(str, whole[0])) or "The file"
+            raise PartsError(
+                f"{place} is a whole PyTorch model, which only its own program can "
+                "make: save its state_dict() there."
+            )
         raise PartsError(
             "The checkpoint holds no model, optimizer or scaler that could be "
             "recognised: name them with --model-key, --optimizer-key, --scaler-key."
@@ -191,17 +200,22 @@ def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
             raise ValueError(f"The run has no {skeleton} state, and must have one.")
         return values[skeleton]
     if isinstance(skeleton, Mapping):
-        # From a dict: a Counter (MultiStepLR's milestones) would count pairs.
-        return type(skeleton)(
-            {
-                key: paste(value, values)
-                for key, value in skeleton.items()
-                if not (isinstance(value, Part) and value not in values)
-            }
-        )
+        pasted = {
+            key: paste(value, values)
+            for key, value in skeleton.items()
+            if not (isinstance(value, Part) and value not in values)
+        }
+        return _like(skeleton, pasted)
     if type(skeleton) in (list, tuple):
         return type(skeleton)(paste(value, values) for value in skeleton)
     return skeleton
+
+
+def _like(mapping: Mapping, items: dict) -> Mapping:
+    if isinstance(mapping, DefaultDict):
+        return DefaultDict(items, mapping.factory)
+    # From a dict: a Counter (MultiStepLR's milestones) would count pairs.
+    return type(mapping)(items)
 
 
 def _replace(value: Any, path: Path, by: Mapping[Path, Part]) -> Any:
@@ -210,7 +224,8 @@ def _replace(value: Any, path: Path, by: Mapping[Path, Part]) -> Any:
     if not any(target[: len(path)] == path for target in by):
         return value
     if isinstance(value, Mapping):
-        return type(value)({k: _replace(v, (*path, k), by) for k, v in value.items()})
+        replaced = {k: _replace(v, (*path, k), by) for k, v in value.items()}
+        return _like(value, replaced)
     return type(value)(_replace(v, (*path, i), by) for i, v in enumerate(value))
 
 
@@ -228,6 +243,17 @@ def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if len(path) < _DEEPEST:
         for key, item in inner:
             yield from _walk(item, (*path, key))
+
+
+def _objects(value: Any) -> Iterator[tuple[Path, Any]]:
+    yield (), value
+    for path, found in _walk(value):
+        yield from (((*path, key), item) for key, item in found.items())
+
+
+def _is_module(value: Any) -> bool:
+    state = value.state if isinstance(value, Placeholder) else None
+    return isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
 
 
 def _only(part: str, paths: list[Path]) -> Path:

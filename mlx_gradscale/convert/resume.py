@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from .. import torch_optimizers
+from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from ..torch_optimizers import Rate
 from ..torch_optimizers.builder import Divided
-from .folder import SCALER, TRAINING, read_run, write_run
+from .folder import RESUME, SCALER, TRAINING, read_run, write_run
 from .record import RunError
 from .rounding import ROUNDED, cast_weights, lost, unrounded
 from .whole import Run, plan_of
@@ -159,29 +160,73 @@ def save_run(
             What of its ``"checkpoint"`` was changed since it was read is taken to be
             of this step; of the rest, the way to PyTorch says how old it is.
     """
+    run = live_run(folder, model, optimizer, scaler, record)
+    write_run(folder, run, overwrite=True)
+
+
+def live_run(
+    folder: str | os.PathLike,
+    model: nn.Module,
+    optimizer: optim.Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    record: Mapping[str, Any] | None = None,
+    settings: Callable[[optim.Optimizer], list[dict[str, Any]]] | None = None,
+) -> Run:
+    """What :func:`save_run` writes, evaluated.
+
+    Args:
+        folder: see :func:`save_run`.
+        model: see :func:`save_run`.
+        optimizer: see :func:`save_run`.
+        scaler: see :func:`save_run`.
+        record: see :func:`save_run`.
+        settings: what tells the optimizer's settings; by default
+            :func:`optimizer_settings`, which refuses what PyTorch has not.
+    """
     folder = Path(folder)
     if record is None and (folder / TRAINING).exists():
         record = read_run(folder).record
     run = Run(weights=dict(tree_flatten(model.parameters())), record=dict(record or {}))
+    run.record.pop(RESUME, None)  # of an earlier step
     rounded = run.record.pop(ROUNDED, None)
     if isinstance(optimizer, LossScaleOptimizer):
         if not optimizer._initialized:
             # It may hold a state that was set and waits for the parameters.
             optimizer.init(model.trainable_parameters())
-        # Not those in the state: the user may have replaced a weight since.
-        known = optimizer.state["masters"]
-        full = dict(tree_flatten(optimizer.masters(model.parameters())))
-        masters = {name: x for name, x in full.items() if name in known}
+        masters = _masters(optimizer, model)
         run.weights = unrounded(run.weights, masters, folder, rounded) | masters
         scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
     if optimizer is not None:
-        run.optimizer = dict(tree_flatten(optimizer.state))
-        run.record["used"] = optimizer_settings(optimizer)
+        run.optimizer = {
+            # A schedule of Python numbers leaves one in the state.
+            name: x if isinstance(x, mx.array) else mx.array(x)
+            for name, x in tree_flatten(optimizer.state)
+            if isinstance(x, (mx.array, int, float))
+        }
+        run.record["used"] = (settings or optimizer_settings)(optimizer)
     if scaler is not None and scaler.is_enabled():
         run.scaler = scaler.state_dict()
     mx.eval(run.weights, run.optimizer or {})
-    write_run(folder, run, overwrite=True)
+    return run
+
+
+def _masters(optimizer: LossScaleOptimizer, model: nn.Module) -> dict[str, mx.array]:
+    """The masters, and in the place of one the weight that the user put there since."""
+    own, state = dict(tree_flatten(model.parameters())), optimizer.state
+    masters = {name: x for name, x in state["masters"].items() if name in own}
+    replaced = {
+        name: own[name]
+        for name in masters
+        if own[name].dtype not in HALF
+        or not _equal(half_bits(own[name]), state["written"][name])
+    }
+    # Only for those: it makes a copy of each.
+    return masters | optimizer.masters(replaced)
+
+
+def _equal(a: mx.array, b: mx.array) -> bool:
+    return a.dtype == b.dtype and mx.array_equal(a, b).item()
 
 
 def current_groups(run: Run) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from .. import formats, torch_optimizers
 from ..layouts import Choices, Entry, Plan, make_plan
 from ..torch_optimizers import state as optimizer_state
+from .foreign import foreign_notes, plain_part
 from .order import mlx_order, parameter_names
 from .parts import cut, find_parts, get, paste
 from .passed import age_notes, entries, schedules, steps_of
@@ -73,8 +74,7 @@ def from_torch(
         Run: ready to be written or resumed. What MLX has no place for is in its
         ``record`` and comes back as it was: dropped tensors with their moments,
         averaged copies of the model (in PyTorch's layout, and not averaged further),
-        schedules, counters. Not so a dtype, device or size of PyTorch's: it is a
-        string or a tuple by the time it gets here, and comes back as that.
+        schedules, counters, objects of other programs' classes.
 
     Example:
         >>> weight = mx.array([[1.0, 2.0]])
@@ -86,7 +86,7 @@ def from_torch(
     parts = find_parts(checkpoint, options.keys)
     run = Run(record={"checkpoint": cut(checkpoint, parts)})
     if "model" in parts:
-        tensors = get(checkpoint, parts["model"])
+        tensors = plain_part("model", get(checkpoint, parts["model"]))
         plan = make_plan(tensors, model, options.choices)
         run.weights = plan.to_mlx(tensors)
         run.record["model"] = _model_record(tensors, plan)
@@ -98,7 +98,7 @@ def from_torch(
                 "names its state cannot be converted. Name the model (--model-key), or "
                 "leave the optimizer out (--optimizer-key '')."
             )
-        state = get(checkpoint, parts["optimizer"])
+        state = plain_part("optimizer", get(checkpoint, parts["optimizer"]))
         # Before its parameters are sought: an optimizer that MLX has not is told so.
         torch_optimizers.recognise(state, options.optimizer)
         names, doubts = parameter_names(
@@ -122,7 +122,9 @@ def from_torch(
         run.record["optimizer"] = converted.record
         run.notes += converted.notes + doubts
     if "scaler" in parts:
-        _take_scaler(run, get(checkpoint, parts["scaler"]), options.scaler_format)
+        state = plain_part("scaler", get(checkpoint, parts["scaler"]))
+        _take_scaler(run, state, options.scaler_format)
+    run.notes += foreign_notes(run.record["checkpoint"])
     run.notes += _schedule_notes(run)
     return run
 

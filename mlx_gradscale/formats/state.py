@@ -89,10 +89,12 @@ def read_state(
         for key, value in row.assumed.items()
         if key not in found and key not in settings
     }
+    given = {key: _number(value, TYPES[key], key) for key, value in settings.items()}
     found = {**row.assumed, **found}
     if row.after is not None:
-        found |= row.after(values, found)
-    found |= {key: _number(value, TYPES[key], key) for key, value in settings.items()}
+        found |= row.after(values, found | given)
+    found |= given
+    guessed = {key: value for key, value in guessed.items() if found[key] == value}
     for key in TORCH_KEYS:
         if key not in found:
             raise ValueError(

@@ -1,0 +1,152 @@
+"""What of a live run goes to its folder."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
+
+from ..convert.folder import RESUME, check_run
+from ..convert.jsonable import encode
+from ..convert.resume import live_run, optimizer_settings
+from ..convert.whole import Run
+from ..finite import all_finite, nonfinite
+from ..optimizer import LossScaleOptimizer
+from ..scale import FIELDS
+from ..scaler import GradScaler
+from .checksum import bits, checksum
+from .layout import strides
+from .leaves import NUMBERS, dtype_name, settings, statistics, weights
+
+# Of a LossScaleOptimizer's state, what other files of the folder hold.
+_ELSEWHERE = ("optimizer", "masters", "written", "scaler", "max_grad_norm")
+
+
+def gather(
+    place: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler | None,
+    frozen: bool | None,
+    extra: Mapping[str, Any],
+) -> tuple[Run, dict[str, mx.array]]:
+    """Return what is to be written, evaluated, and the model's own weights.
+
+    For a thread: arrays are handles of their own on the same memory, because
+    ``weight += 1`` changes an array object, and the rest is copied. What takes a look
+    at the numbers is left to :func:`complete`.
+
+    Args:
+        place (Path): The folder.
+        model (nn.Module): See ``save_checkpoint``.
+        optimizer (Optimizer): See ``save_checkpoint``.
+        scaler (GradScaler, optional): That of the run.
+        frozen (bool, optional): See ``save_checkpoint``.
+        extra (dict): See ``save_checkpoint``.
+    """
+    own = weights(model)
+    encode(dict(extra), {}, "extra")  # what cannot be written is told now
+    wrapped = isinstance(optimizer, LossScaleOptimizer)
+    inner = optimizer.optimizer if wrapped else optimizer
+    if wrapped:
+        _refuse_nonfinite(optimizer)
+    run = live_run(place, model, optimizer, scaler, settings=_torch_settings)
+    check_run(run)
+    saved = _saved_names(model, own, frozen)
+    run.weights = {name: run.weights[name] for name in own if name in saved}
+    state = optimizer.state if wrapped else {}
+    rest = {k: v for k, v in state.items() if k not in _ELSEWHERE}
+    flat = tree_flatten(inner.state)
+    run.record[RESUME] = {
+        "wrapped": wrapped,
+        "max_grad_norm": getattr(optimizer, "max_grad_norm", None),
+        "settings": settings(inner),
+        "numbers": {name: x for name, x in flat if isinstance(x, NUMBERS)},
+        "dtypes": {name: dtype_name(own[name]) for name in run.weights},
+        "strides": _strides(own, optimizer, flat),
+        "scaler": None if scaler is None else {k: scaler.state[k] for k in FIELDS},
+        "enabled": scaler is not None and scaler.is_enabled(),
+        "state": dict(tree_flatten(rest)),
+        "extra": extra,
+    }
+    run, own = copy.deepcopy((run, own))
+    arrays = [run.weights, run.optimizer, run.record, own]
+    mx.eval([x for _, x in tree_flatten(arrays) if isinstance(x, mx.array)])
+    return run, own
+
+
+def complete(run: Run, own: Mapping[str, mx.array]) -> None:
+    """Add what restores every bit, or tells that a weight is another.
+
+    Args:
+        run (Run): From :func:`gather`.
+        own (dict): The model's weights, with it.
+    """
+    run.record[RESUME] |= {
+        "exact": _lost_in_cast(run.weights, own),
+        "frozen": {
+            name: [dtype_name(x), list(x.shape), checksum(x)]
+            for name, x in own.items()
+            if name not in run.weights
+        },
+    }
+
+
+def _strides(
+    own: Mapping[str, mx.array], optimizer: Optimizer, flat: list[tuple[str, Any]]
+) -> dict[str, dict[str, list[int]]]:
+    wrapped = isinstance(optimizer, LossScaleOptimizer)
+    return {
+        "model": strides(own),
+        "masters": strides(optimizer.state["masters"] if wrapped else {}),
+        "optimizer": strides({k: x for k, x in flat if isinstance(x, mx.array)}),
+    }
+
+
+def _refuse_nonfinite(optimizer: LossScaleOptimizer) -> None:
+    # The overflow of a skipped step leaves its norm behind.
+    # To clip to inf is to clip nothing.
+    norms = ("grad_norm", "max_grad_norm")
+    state = {k: x for k, x in optimizer.state.items() if k not in norms}
+    if all_finite(state).item():
+        return
+    [first, *_] = nonfinite(state)
+    raise ValueError(
+        f"{first.path!r} holds NaN or inf, and no run can go on from there: nothing "
+        "was saved, and the last checkpoint is as it was."
+    )
+
+
+def _saved_names(
+    model: nn.Module, own: Mapping[str, mx.array], frozen: bool | None
+) -> set[str]:
+    if frozen is None:
+        frozen = not any(name.split(".")[-1] == "lora_a" for name in own)
+    if frozen:
+        return set(own)
+    saved = {name for name, _ in tree_flatten(model.trainable_parameters())}
+    return (saved | statistics(model)) & own.keys()
+
+
+def _lost_in_cast(
+    saved: Mapping[str, mx.array], own: Mapping[str, mx.array]
+) -> dict[str, mx.array]:
+    """Return those of the model's weights that the saved ones, cast, are not."""
+    return {
+        name: own[name]
+        for name, x in saved.items()
+        if x is not own[name]
+        and not mx.array_equal(bits(x.astype(own[name].dtype)), bits(own[name])).item()
+    }
+
+
+def _torch_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    try:
+        return optimizer_settings(optimizer)
+    except ValueError:
+        # PyTorch has no such optimizer: the way there names and refuses it.
+        return [{"class": part["class"]} for part in settings(optimizer)]

@@ -1,0 +1,332 @@
+"""A restored run goes on bit for bit, here and in a fresh process, or not at all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from checkpoint_runs import KINDS, Net, Run, choose_compilation, half, scaler
+from helpers import OPTIMIZERS, batch, bits, mse
+from mlx.utils import tree_flatten
+
+from mlx_gradscale import LossScaleOptimizer, restore_checkpoint, save_checkpoint
+
+TESTS = Path(__file__).parent
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def _compiled_or_not(request):
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    choose_compilation(parameters.get("kind", ""))
+    yield
+    mx.enable_compile()
+
+
+def started(kind, steps=6):
+    run = KINDS[kind]()
+    run.train(0, steps)
+    return run
+
+
+@each_kind
+def test_the_same_compiled_step_goes_on_as_it_would_have(kind, tmp_path):
+    run = started(kind)
+    save_checkpoint(tmp_path / "run", *run.parts, step=6)
+    expected = run.train(6, 12)
+    traces = run.traced.count
+    assert restore_checkpoint(tmp_path / "run", *run.parts) == {"step": 6}
+    assert run.train(6, 12) == expected
+    if "compiled" in kind:
+        assert run.traced.count == traces <= 2  # MLX's own state is made in the first
+
+
+@each_kind
+def test_saving_changes_nothing(kind, tmp_path):
+    run = started(kind)
+    before = run.fingerprint()
+    save_checkpoint(tmp_path / "run", *run.parts)
+    assert run.fingerprint() == before
+
+
+@each_kind
+def test_fresh_objects_go_on_before_and_after_their_first_steps(kind, tmp_path):
+    run = started(kind)
+    save_checkpoint(tmp_path / "run", *run.parts)
+    expected = run.train(6, 12)
+    mx.random.seed(1)
+    for steps in (0, 2):
+        other = started(kind, steps)
+        restore_checkpoint(tmp_path / "run", *other.parts)
+        assert other.train(6, 12) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "LossScaleOptimizer", "compiled LossScaleOptimizer"]
+)
+def test_a_fresh_process_goes_on(kind, tmp_path):
+    run = started(kind)
+    save_checkpoint(tmp_path / "run", *run.parts, step=6)
+    command = [sys.executable, str(TESTS / "checkpoint_runs.py"), kind]
+    done = subprocess.run(
+        [*command, str(tmp_path / "run"), "6", "12"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{"step": 6}, *run.train(6, 12)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_every_optimizer_comes_back(name, wrapped, tmp_path):
+    def start():
+        optimizer = OPTIMIZERS[name]()
+        optimizer = LossScaleOptimizer(optimizer, scaler()) if wrapped else optimizer
+        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 1))
+        model.set_dtype(mx.float16 if wrapped else mx.float32)
+        return model, optimizer
+
+    def step(model, optimizer):
+        loss_fn = optimizer.scale_loss(mse(model), model) if wrapped else mse(model)
+        x, y = batch(0, 4, mx.float16 if wrapped else mx.float32)
+        optimizer.update(model, nn.value_and_grad(model, loss_fn)(x, y)[1])
+
+    model, optimizer = start()
+    step(model, optimizer)
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    other = start()
+    restore_checkpoint(tmp_path / "run", *other)
+    for parts in ((model, optimizer), other):
+        step(*parts)
+    assert bits(model.parameters()) == bits(other[0].parameters())
+    assert bits(optimizer.state) == bits(other[1].state)
+
+
+def test_before_the_first_step_there_is_little_to_save(tmp_path):
+    run = Run(optim.AdamW(1e-2))
+    save_checkpoint(tmp_path / "run", *run.parts)
+    assert not run.optimizer._initialized
+    expected = run.train(0, 3)
+    other = Run(optim.AdamW(1e-2))
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.train(0, 3) == expected
+    with pytest.raises(ValueError, match=r"checkpoint has no layers\.0"):
+        restore_checkpoint(tmp_path / "run", *other.parts)
+
+
+def test_the_learning_rate_is_the_saved_one(tmp_path):
+    run = started("AdamW")
+    run.optimizer.learning_rate = 0.5
+    save_checkpoint(tmp_path / "run", *run.parts)
+    other = KINDS["AdamW"]()
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.optimizer.learning_rate.item() == 0.5
+
+
+def test_a_weight_that_was_replaced_since_the_last_step_counts(tmp_path):
+    run = started("LossScaleOptimizer")
+    run.model.layers[0].weight = run.model.layers[0].weight * 0.5
+    save_checkpoint(tmp_path / "run", *run.parts)
+    expected = run.train(6, 9)
+    other = KINDS["LossScaleOptimizer"]()
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.train(6, 9) == expected
+
+
+def test_a_weight_that_is_not_its_master_rounded_comes_back(tmp_path):
+    run = started("LossScaleOptimizer")
+    # As a state of another program might have it: far from the weight.
+    path = "layers.0.bias"
+    state = dict(tree_flatten(run.optimizer.state))
+    state[f"masters.{path}"] = state[f"masters.{path}"] + 1
+    run.optimizer.state = state
+    save_checkpoint(tmp_path / "run", *run.parts)
+    expected = run.train(6, 9)
+    other = KINDS["LossScaleOptimizer"]()
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.train(6, 9) == expected
+
+
+def test_extra_comes_back_as_it_was(tmp_path):
+    run = started("AdamW", 0)
+    extra = {
+        "step": 3,
+        "epoch": 0.5,
+        "position": {"file": "a.txt", "offset": 2**70, "order": (3, 1, 2)},
+        "average": {"w": mx.arange(100, dtype=mx.bfloat16), "n": mx.array(2)},
+        "seen": {1, 2},
+    }
+    save_checkpoint(tmp_path / "run", *run.parts, **extra)
+    found = restore_checkpoint(tmp_path / "run", *run.parts)
+    arrays = found["average"], extra["average"]
+    assert bits(arrays[0]) == bits(arrays[1])
+    assert {**found, "average": 0} == {**extra, "average": 0}
+    with pytest.raises(TypeError, match=r"extra\.run is a Run"):
+        save_checkpoint(tmp_path / "run", *run.parts, run=run)
+    assert restore_checkpoint(tmp_path / "run", *run.parts)["step"] == 3
+
+
+def state_of(run):
+    parts = getattr(run.optimizer, "optimizers", [run.optimizer])
+    ids = [id(part.state) for part in parts], [part._initialized for part in parts]
+    return run.fingerprint(), ids
+
+
+def renamed():
+    run = KINDS["AdamW"]()
+    run.model.other = nn.Linear(2, 2)
+    return run
+
+
+def wider():
+    run = KINDS["AdamW"]()
+    run.model.layers[2] = nn.Linear(16, 2)
+    return run
+
+
+def unfrozen():
+    run = KINDS["AdamW"]()
+    run.model.layers[1].unfreeze()
+    return run
+
+
+WRONG = {
+    "other model": (renamed, r"checkpoint has no other\.bias, other\.weight"),
+    "other shape": (wider, r"layers\.2\..* is float32 of shape \(1,.* shape \(2,"),
+    "unfrozen": (unfrozen, r"checkpoint has no layers\.1\.bias\.m.*freeze"),
+    "other dtype": (
+        lambda: Run(optim.AdamW(1e-2), dtype=mx.float16),
+        "float32 of shape .* float16 of shape",
+    ),
+    "other class": (lambda: Run(optim.Adam(1e-2)), "was AdamW, this is Adam"),
+    "several": (KINDS["MultiOptimizer"], "was AdamW, this is Muon, AdamW"),
+    "setting": (
+        lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
+        r"betas=\[0.9, 0.999\], this one has \[0.8, 0.9\].*set it",
+    ),
+    "a scaler": (KINDS["GradScaler"], "leave out the scaler"),
+    "wrapped": (lambda: Run(half(optim.AdamW(1e-2)).optimizer), "GradScaler"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("initialised", [False, True])
+def test_a_mismatch_says_what_differs_and_changes_nothing(wrong, initialised, tmp_path):
+    run = started("AdamW", 1)
+    save_checkpoint(tmp_path / "run", *run.parts)
+    make, message = WRONG[wrong]
+    other = make()
+    if initialised:
+        other.optimizer.init(other.model.trainable_parameters())
+    before = state_of(other)
+    with pytest.raises(ValueError, match=message) as caught:
+        restore_checkpoint(tmp_path / "run", *other.parts)
+    assert "Nothing was changed" in str(caught.value)
+    assert state_of(other) == before
+
+
+def test_the_wrapper_and_its_parts_must_fit_too(tmp_path):
+    run = started("LossScaleOptimizer")
+    save_checkpoint(tmp_path / "run", *run.parts)
+    inner = Run(run.optimizer.optimizer, dtype=mx.float16)
+    with pytest.raises(ValueError, match="give the scaler too"):
+        restore_checkpoint(tmp_path / "run", *inner.parts)
+    with pytest.raises(ValueError, match="was a LossScaleOptimizer, this one is not"):
+        restore_checkpoint(tmp_path / "run", *inner.parts[:2], scaler())
+    other = half(optim.AdamW(1e-2), max_grad_norm=2.0)
+    other.model.layers[1].unfreeze()
+    before = state_of(other), bits(other.optimizer.state)
+    with (
+        pytest.warns(UserWarning, match="schedule|max_grad_norm") as warned,
+        pytest.raises(ValueError, match="layers"),
+    ):
+        restore_checkpoint(tmp_path / "run", *other.parts)
+    assert (state_of(other), bits(other.optimizer.state)) == before
+    said = " ".join(str(w.message) for w in warned)
+    assert "schedule for learning_rate, this one for nothing" in said
+    assert "max_grad_norm was 1.0, and is 2.0 now" in said
+    assert all(w.filename == __file__ for w in warned)
+    with pytest.raises(ValueError, match="scaler of its own"):
+        save_checkpoint(tmp_path / "run", run.model, run.optimizer, scaler())
+
+
+def test_a_diverged_run_does_not_replace_a_good_checkpoint(tmp_path):
+    run = started("LossScaleOptimizer")
+    save_checkpoint(tmp_path / "run", *run.parts, step=6)
+    run.optimizer.state["masters"]["layers.0.bias"] += float("nan")
+    with pytest.raises(ValueError, match=r"layers.0.bias.*NaN.*as it was"):
+        save_checkpoint(tmp_path / "run", *run.parts, step=7)
+    other = KINDS["LossScaleOptimizer"]()
+    assert restore_checkpoint(tmp_path / "run", *other.parts) == {"step": 6}
+
+
+def test_only_between_iterations(tmp_path):
+    run = KINDS["GradScaler"]()
+    run.scaler.unscale_(run.optimizer, {"w": run.scaler.scale(mx.ones(2))})
+    with pytest.raises(RuntimeError, match="between iterations"):
+        save_checkpoint(tmp_path / "run", *run.parts)
+
+
+def test_misuse_says_what_to_do(tmp_path):
+    run = KINDS["AdamW"]()
+    with pytest.raises(TypeError, match=r"mlx\.nn\.Module, got dict"):
+        save_checkpoint(tmp_path / "run", {}, run.optimizer)
+    with pytest.raises(TypeError, match=r"optimizer of mlx\.optimizers, got NoneType"):
+        restore_checkpoint(tmp_path / "run", run.model, None)
+    with pytest.raises(TypeError, match="GradScaler, got int"):
+        save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)
+    with pytest.raises(ValueError, match="keep must be 1 or more, got 0"):
+        save_checkpoint(tmp_path / "run", *run.parts, keep=0)
+    with pytest.raises(ValueError, match="is not a folder"):
+        restore_checkpoint(tmp_path / "none", *run.parts)
+    assert not list(tmp_path.iterdir())
+
+
+class Late(optim.Optimizer):
+    """Like some of mlx-optimizers: numbers, text, a state made in the first step."""
+
+    def init_single(self, parameter, state):
+        state["count"] = 0
+        state["shape"] = ("ab->ba", (parameter.ndim, None))
+
+    def apply_single(self, gradient, parameter, state):
+        state["count"] += 1
+        state["first"] = state.get("first", gradient)
+        return parameter - state["first"] / state["count"]
+
+
+def test_a_state_that_grows_in_the_first_step_and_has_numbers(tmp_path):
+    model, optimizer = nn.Linear(2, 2), Late()
+    optimizer.update(model, model.parameters())
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    other = nn.Linear(2, 2), Late()
+    restore_checkpoint(tmp_path / "run", *other)
+    assert other[1].state["bias"]["count"] == 1
+    assert isinstance(other[1].state["bias"]["count"], int)
+    for parts in ((model, optimizer), other):
+        parts[1].update(parts[0], parts[0].parameters())
+    assert bits(other[0].parameters()) == bits(model.parameters())
+
+
+def test_a_schedule_of_python_numbers(tmp_path):
+    def start():
+        return nn.Linear(2, 2), optim.SGD(lambda step: 0.1)
+
+    model, optimizer = start()
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    other = start()
+    restore_checkpoint(tmp_path / "run", *other)
+    assert other[1].state["learning_rate"] == optimizer.state["learning_rate"] == 0.1
+
+
+def test_the_net_has_all_that_is_promised():
+    model = Net()
+    trainable = {name for name, _ in tree_flatten(model.trainable_parameters())}
+    names = {name for name, _ in tree_flatten(model.parameters())}
+    assert names - trainable == {
+        *("norm.running_mean", "norm.running_var"),
+        *("layers.1.weight", "layers.1.bias"),
+    }
