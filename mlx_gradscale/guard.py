@@ -10,6 +10,8 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from .eager import compiled_if_plain
 from .finite import is_floating
 from .half import HALF, full_precision, half_bits, to_float32
+from .other_optimizers import apply as apply_other
+from .other_optimizers import is_mlx_own, prepare
 from .state_slots import CONTAINERS, copies, dotted, items, restore, slots, write_all
 from .tracing import refuse_shapeless
 
@@ -164,19 +166,6 @@ def _check_supported(optimizer: Optimizer) -> None:
         for part in optimizer.optimizers:
             _check_supported(part)
         return
-    for attribute, value in vars(optimizer).items():
-        for inner in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(inner, Optimizer) and not _holds(optimizer, inner):
-                raise TypeError(
-                    f"{name}.{attribute} is an optimizer whose state is not in the "
-                    f"state of {name}, so that a skipped step could not take it back. "
-                    "Put it there, or use a MultiOptimizer."
-                )
-
-
-def _holds(outer: Optimizer, inner: Optimizer) -> bool:
-    held = {id(box) for _, box, _ in slots(outer.state)}
-    return all(id(box) in held for _, box, _ in slots(inner.state))
 
 
 def fitting_parameters(gradients: Any, parameters: Any, path: str = "") -> Any:
@@ -236,6 +225,9 @@ def initialize(optimizer: Optimizer, parameters: Any, again: bool = False) -> No
         for name in part._schedulers:
             # What a schedule of Python numbers left there.
             part.state[name] = mx.array(part.state[name])
+        if not is_mlx_own(part):
+            floating = tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree)
+            prepare(part, floating)
     for path, box, key in slots(optimizer.state):
         if isinstance(box, tuple):
             raise TypeError(
@@ -306,12 +298,15 @@ def _run(
         steps = []
         for part, tree in _parts(optimizer, gradients):
             tree = unscale(tree, factor)
+            if not is_mlx_own(part):
+                # An SVD of NaN raises, and what reads its gradients may.
+                tree = tree_map(lambda g: mx.where(apply, g, 0), tree)
             steps.append((part, tree, _apply(part, tree, tree_map(_alias, full))))
         stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
         _check_same_paths(optimizer, [path for path, *_ in places], stepped)
         new_state = []
         # Only of MLX's own is it known that none writes to its state in place.
-        known = all(type(part).__module__ == Optimizer.__module__ for part in parts)
+        known = all(map(is_mlx_own, parts))
         for (path, *_), old, alias in zip(places, state, given, strict=True):
             box, key = stepped[path]
             if box[key].shape != old.shape:
@@ -383,6 +378,8 @@ def _scheduled(optimizer: Optimizer, gradients: Any) -> list[dict[str, mx.array]
 
 def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
     try:
+        if not is_mlx_own(optimizer):
+            return apply_other(optimizer, gradients, parameters)
         return optimizer.apply_gradients(gradients, parameters)
     except (KeyError, IndexError) as error:
         missing = f" for {error.args[0]!r}" if isinstance(error, KeyError) else ""

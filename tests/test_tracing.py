@@ -42,7 +42,9 @@ def test_shapeless_is_refused_as_long_as_mlx_broadcasts_all_in_there(wrap):
     model, scaler, inner = Mlp(), GradScaler(), optim.SGD(0.1)
     if wrap:
         optimizer = LossScaleOptimizer(inner, scaler)
-        loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(mse(model)))
+        loss_and_grad = nn.value_and_grad(
+            model, optimizer.scale_loss(mse(model), model)
+        )
         update = optimizer.update
     else:
         optimizer = inner
