@@ -14,9 +14,9 @@ def overflows(steps, ranks):
 
 
 def rank_batch(step, rank, overflow, n=4):
-    """A rank's own batch; its products overflow in float16 where it is to."""
+    """A rank's own batch; its gradients overflow in float16 where they are to."""
     x, y = batch(1000 * rank + step, n, mx.float16)
-    return (x * 30000, y) if overflow else (x, y)
+    return (x * 1000, y) if overflow else (x, y)
 
 
 def fingerprint(tree):
