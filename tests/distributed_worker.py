@@ -68,6 +68,31 @@ def data_parallel(group, average, steps=200):
     }
 
 
+def loss_of_one(group):
+    """A loss that is NaN on rank 0 alone: averaged, sharded, and clipped sharded."""
+    found = {}
+    for name, ranks in {
+        "averaged": {"average": "float32"},
+        "sharded": {},
+        "clipped": {"max_grad_norm": 1.0},
+    }.items():
+        mx.random.seed(0)
+        model = Mlp(dtype=mx.float16)
+        optimizer = LossScaleOptimizer(
+            optim.SGD(0.01), GradScaler(**SCALER), group=group, **ranks
+        )
+        step = compiled_step(model, optimizer)
+        for i in range(4):
+            x, y = rank_batch(i, 0, False)
+            bad = i in (1, 2) and group.rank() == 0
+            step(x * (float("nan") if bad else 1), y)
+        scaler = optimizer.scaler
+        counts = (scaler.skipped_steps, scaler.skipped_losses, optimizer.step)
+        found[name] = [scaler.get_scale(), *(x.item() for x in counts)]
+        found[f"{name} state"] = fingerprint([model.parameters(), optimizer.state])
+    return found
+
+
 def own_loop(group, steps=40):
     """GradScaler by hand: unscale, average, clip, step, update, all compiled."""
     model, scaler = Mlp(), GradScaler(**SCALER, group=group)
@@ -456,6 +481,7 @@ CHECKS = {
     "data parallel scaled": lambda group: data_parallel(group, "scaled"),
     "data parallel short": lambda group: data_parallel(group, "float32", 50),
     "own loop": own_loop,
+    "loss of one": loss_of_one,
     "order": order,
     "decide": decide,
     "tensor parallel": tensor_parallel,

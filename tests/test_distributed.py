@@ -118,6 +118,7 @@ CHECKS = [
     "data parallel float32",
     "data parallel scaled",
     "own loop",
+    "loss of one",
     "order",
     "decide",
     "tensor parallel",
@@ -196,6 +197,12 @@ def test_a_loop_of_ones_own_with_unscale_average_and_clip(two):
     assert report["traces"] == 1
     # The averaging, and one for the decision of unscale_() and step() together.
     assert report["all_reduces"] == 2
+
+
+def test_a_loss_that_is_nan_on_one_rank_moves_the_scale_on_none(two):
+    report = equal(two, "loss of one")
+    for case in ("averaged", "sharded", "clipped"):
+        assert report[case] == [256.0, 2, 2, 2], case
 
 
 def test_a_float16_sum_overflows_where_no_rank_did(two):
