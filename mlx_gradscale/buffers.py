@@ -52,15 +52,17 @@ def remember(record: dict[str, Any], before: Places) -> None:
         before (dict): :func:`places` of the model before the forward pass.
     """
     kept, pending = record["before"], record["pending"]
-    changed = {
-        path: old
+    # Not a cache that grew: there is nothing to select from.
+    written = {
+        path
         for path, (box, key, old) in before.items()
-        # Not a cache that grew: there is nothing to select from.
-        if (box[key] is not old and _alike(box[key], old)) or path in kept
+        if box[key] is not old and _alike(box[key], old)
     }
-    if not changed:
+    if not written:
         return
-    for path, old in changed.items():
+    for path, (_, _, old) in before.items():
+        if path not in written and path not in kept:
+            continue
         # The first pass since the last step: what it found is what to go back to.
         known = path in kept and _alike(kept[path], old)
         kept[path] = mx.where(pending, kept[path], old) if known else old

@@ -1,7 +1,7 @@
 """See in which dtype each layer computes, and where half precision is lost."""
 
 import inspect
-import types
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .half import HALF
-from .islands.calls import ISLAND, METHODS
+from .islands.calls import ISLAND, METHODS, is_inside_island
 from .precision import is_leaf
 
 
@@ -47,7 +47,10 @@ class Calls:
 
     layers: list[LayerDtypes] = field(default_factory=list)
     arguments: dict[int, str] = field(default_factory=dict)
-    _islands: int = 0
+    _running: list[nn.Module] = field(default_factory=list)
+
+    def is_running(self, module: nn.Module) -> bool:
+        return any(module is each for each in self._running)
 
     def first_wider(self) -> LayerDtypes | None:
         return next((layer for layer in self.layers if layer.is_wider), None)
@@ -64,25 +67,23 @@ class Calls:
     def call(
         self, path: str, module: nn.Module, function: Callable, args: Any, kwargs: Any
     ) -> Any:
-        is_island = hasattr(module, ISLAND)
         given = _floating((args, kwargs))
-        self._islands += is_island
+        self._running.append(module)
         try:
-            outputs = function(*args, **kwargs)
+            outputs = function(module, *args, **kwargs)
         finally:
-            self._islands -= is_island
-        if not self._islands and not is_island:
-            own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
-            named = [self.arguments[id(x)] for x in given if id(x) in self.arguments]
-            self.layers.append(
-                LayerDtypes(
-                    path,
-                    next((dtype for dtype in own if dtype in HALF), None),
-                    tuple(x.dtype for x in given),
-                    tuple(x.dtype for x in _floating(outputs)),
-                    named[0] if named else None,
-                )
+            self._running.pop()
+        own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
+        named = [self.arguments[id(x)] for x in given if id(x) in self.arguments]
+        self.layers.append(
+            LayerDtypes(
+                path,
+                next((dtype for dtype in own if dtype in HALF), None),
+                tuple(x.dtype for x in given),
+                tuple(x.dtype for x in _floating(outputs)),
+                named[0] if named else None,
             )
+        )
         return outputs
 
 
@@ -92,44 +93,57 @@ def _floating(tree: Any) -> list[mx.array]:
     return [x for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
 
 
+# One at a time: it is the classes that are watched, and others may use them.
+_watching = threading.Lock()
+
+
 @contextmanager
 def watched_dtypes(*models: nn.Module) -> Iterator[Calls]:
-    """Watch the layers of models as they are called; nothing is computed for it."""
+    """Watch the layers of models as they are called; nothing is computed for it.
+
+    The methods of their classes are replaced for the while, not the classes of the
+    layers: a model may ask for the type of a layer, or copy it. Nothing is seen while
+    another thread watches.
+    """
     calls = Calls()
+    if not _watching.acquire(blocking=False):
+        yield calls
+        return
     paths: dict[int, str] = {}
-    classes: list[tuple[nn.Module, type]] = []
+    methods: dict[tuple[type, str], Callable] = {}
     for model in models:
         for path, module in sorted(model.named_modules(), key=lambda item: item[0]):
-            if id(module) not in paths:
-                paths[id(module)] = path
-                classes.append((module, type(module)))
-    # A call is looked up on the type, so each layer gets another one for the while.
-    watching = {cls: _watching(cls, paths, calls) for _, cls in classes}
+            if hasattr(module, ISLAND):
+                continue
+            paths.setdefault(id(module), path)
+            for name in METHODS:
+                owner = next((c for c in type(module).__mro__ if name in vars(c)), None)
+                if owner is not None:
+                    methods[owner, name] = vars(owner)[name]
+    watching = {
+        place: _watched(method, paths, calls) for place, method in methods.items()
+    }
     try:
-        for module, cls in classes:
-            object.__setattr__(module, "__class__", watching[cls])
+        for (owner, name), method in watching.items():
+            setattr(owner, name, method)
         yield calls
     finally:
-        for module, cls in classes:
-            object.__setattr__(module, "__class__", cls)
+        for (owner, name), method in methods.items():
+            if vars(owner)[name] is watching[owner, name]:
+                setattr(owner, name, method)
+        _watching.release()
 
 
-def _watching(cls: type, paths: dict[int, str], calls: Calls) -> type:
-    def watch(name: str) -> Callable:
-        def method(self, *args, **kwargs):
-            function = getattr(super(watching, self), name)
-            path = paths.get(id(self))
-            if path is None:
-                return function(*args, **kwargs)
-            return calls.call(path, self, function, args, kwargs)
+def _watched(method: Callable, paths: dict[int, str], calls: Calls) -> Callable:
+    @wraps(method)
+    def watched(self, *args, **kwargs):
+        path = paths.get(id(self))
+        # Not again for what a class inherits and calls itself.
+        if path is None or is_inside_island() or calls.is_running(self):
+            return method(self, *args, **kwargs)
+        return calls.call(path, self, method, args, kwargs)
 
-        return method
-
-    body = {name: watch(name) for name in METHODS if hasattr(cls, name)}
-    watching = types.new_class(
-        cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body)
-    )
-    return watching
+    return watched
 
 
 def warned_once(

@@ -18,6 +18,12 @@ from .islands import float32_gradients
 from .state_slots import write_all
 from .tracing import have_values, is_traced
 
+_COMPILED_WITHOUT = (
+    "A gradient function was compiled without the scaler's state, so that it goes on "
+    "with the scale of its first call, whatever update() does: list scaler.state, or "
+    "the LossScaleOptimizer's state, in mx.compile(inputs=..., outputs=...)."
+)
+
 
 class Forward:
     """The forward passes of one scaler.
@@ -46,7 +52,7 @@ class Forward:
         self._begin = begin
         self._warn = warn
         self._models: list[weakref.ref] = []
-        self._passes = precision.Passes()
+        self._passes: list[precision.Passes] = []
         self._unsettled = False
 
     def value_and_grad(
@@ -72,9 +78,11 @@ class Forward:
             before = buffers.places(model)
             # Compiled, but without the state: nothing may be written to it.
             given = precision.arrays_among((args, kwargs))
-            given += [x for _, _, x in before.values()]
+            given += [x for _, _, x in before.values()][:1]
             listed = is_traced(self._state["scale"])
-            elsewhere = not listed and any(map(is_traced, given[:1]))
+            elsewhere = not listed and any(map(is_traced, given))
+            if elsewhere:
+                self._warn(_COMPILED_WITHOUT)
             value, gradients = differentiate(*args, **kwargs)
             loss = value[0] if isinstance(value, tuple) else value
             if elsewhere:
@@ -148,16 +156,21 @@ class Forward:
     def knows(self, model: nn.Module) -> bool:
         """Tell whether gradients of this model, or of one around it, came from here."""
         known = [known() for known in self._models if known() is not None]
-        if any(known is model for known in known):
-            return True
-        return any(part is model for whole in known for part in whole.modules())
+        return any(_holds(whole, model) for whole in known)
 
     def taken_back(
         self, model: nn.Module, applied: mx.array
     ) -> list[tuple[Any, Any, Any]]:
         """Return what to write so that a skipped step leaves the model's buffers."""
-        record = self._state.get("buffers", {}).get(self._register(model))
-        return buffers.taken_back(record, model, applied) if record else []
+        records = self._state.get("buffers", {})
+        writes = []
+        for i, known in enumerate(self._models):
+            whole = known()
+            record = records.get(str(i))
+            # Also of the whole of which this model is a part.
+            if record and whole is not None and _holds(whole, model):
+                writes += buffers.taken_back(record, whole, applied)
+        return writes
 
     def settle(self, gradients: Any) -> None:
         """Look at what the forward passes left, before a step with ``gradients``.
@@ -165,12 +178,14 @@ class Forward:
         Raises where gradients cannot have been unscaled, and lets go of what a function
         left that was compiled without the state.
         """
-        passes, self._passes = self._passes, precision.Passes()
-        if passes.replaced and not passes.unscaled:
+        passes, self._passes = self._passes, []
+        if any(not each.unscaled for each in passes):
             raise RuntimeError(
-                "The loss function replaces the parameters of the model, so that their "
-                "gradients came out scaled. Update the model before it is called, or "
-                "differentiate with value_and_grad(model, loss_fn) of this package."
+                "A loss of scale_loss() was differentiated for something else than its "
+                "model's parameters, so that the gradients came out scaled: name the "
+                "model, as scale_loss(loss_fn, model); do not give the loss function "
+                "parameters that it puts into the model; or use value_and_grad(model, "
+                "loss_fn) of this package."
             )
         leaves = [x for _, x in tree_flatten(gradients)]
         if self._unsettled and not any(map(is_traced, leaves[:1])):
@@ -178,6 +193,7 @@ class Forward:
             records = self._state.get("buffers", {})
             left = [x for _, x in tree_flatten([self._state["loss_finite"], records])]
             if not have_values(*left):
+                self._warn(_COMPILED_WITHOUT)
                 self._state.pop("buffers", None)
                 self._state["loss_finite"] = mx.array(True)
 
@@ -209,7 +225,7 @@ class Forward:
         @scale_gradient.vjp
         def scale_gradient_vjp(primals, cotangent, _):
             loss, scale = primals
-            self._passes = passes
+            self._passes.append(passes)
             self._note_loss(loss)
             return cotangent * scale, mx.zeros_like(scale)
 
@@ -237,3 +253,7 @@ class Forward:
         if record["before"]:
             finite = all_finite([loss, gradients])
             write_all(buffers.taken_back(record, model, finite))
+
+
+def _holds(whole: nn.Module, part: nn.Module) -> bool:
+    return whole is part or any(module is part for module in whole.modules())

@@ -462,7 +462,7 @@ class LossScaleOptimizer(Optimizer):
             gradients, factor, loss_finite, self._deciders, self._sharded
         )
         clip = mx.minimum(self._state["max_grad_norm"] / (norm + 1e-6), 1.0)
-        applied = is_finite_magnitude(norm) & loss_finite
+        applied = is_finite_magnitude(norm)
         return factor * clip, applied, loss_finite, norm
 
     def _check_known(self, gradients: Any, parameters: Any) -> None:

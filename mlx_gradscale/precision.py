@@ -118,13 +118,11 @@ class Passes:
     """What became of parameters whose gradients are to be unscaled on the way out.
 
     Attributes:
-        replaced: how many were replaced in the model while the loss was computed:
-            by a checkpointed layer, which passes their gradients on, or by a loss
-            function that takes the parameters as an argument, which does not.
-        unscaled: how many gradients came by.
+        unscaled: how many gradients came by. None, if something else was
+            differentiated: another model, or parameters that the loss function took
+            as an argument.
     """
 
-    replaced: int = 0
     unscaled: int = 0
 
 
@@ -158,7 +156,6 @@ def unscaled_gradients(
     try:
         write_all(changed)
         yield
-        passes.replaced += sum(box[key] is not p for box, key, p in changed)
     finally:
         write_all(own)
 
@@ -260,7 +257,7 @@ def value_and_grad(
             if not isinstance(box, tuple)
         ]
         parameters = model.trainable_parameters()
-        trained = {id(x) for _, x in tree_flatten(parameters)}
+        trained = {id(x) for _, x in tree_flatten(parameters) if is_floating(x)}
         borrowed[:] = everything
         try:
             result = differentiate(parameters, args, kwargs)

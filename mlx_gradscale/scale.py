@@ -76,9 +76,9 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
     With a ``hysteresis`` above 1 the two ``backoff_tracker = 0`` go to where the scale
     grows, so that once the budget is used up every overflow backs off until then.
 
-    Nothing of that changes where ``dynamic`` is false, or where a loss was not finite
-    by itself, which no scale cures. ``consecutive_skips`` counts updates in a row that
-    are not finite.
+    Nothing of that changes where ``dynamic`` is false, or where gradients and a loss
+    were not finite, which no scale cures. ``consecutive_skips`` counts updates in a row
+    that are not finite.
     """
     scale = state["scale"]
     budget = state["hysteresis"] > 1
@@ -99,7 +99,7 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
         "growth_tracker": mx.where(grow, 0, good),
         "backoff_tracker": mx.where(mx.where(budget, grow, back_off), 0, bad),
     }
-    moves = state["dynamic"] & state["loss_finite"]
+    moves = state["dynamic"] & (state["loss_finite"] | finite)
     changed = {k: mx.where(moves, v, state[k]) for k, v in changed.items()}
     changed["consecutive_skips"] = mx.where(
         finite, 0, _one_more(state["consecutive_skips"])

@@ -36,7 +36,7 @@ class Reference:
     def update(self, finite: bool) -> None:
         self.consecutive_skips = 0 if finite else self.consecutive_skips + 1
         self.skips_since_update = 0
-        moves = self.dynamic and self.loss_finite
+        moves = self.dynamic and (self.loss_finite or finite)
         self.loss_finite = True
         if not moves:
             return

@@ -1,5 +1,6 @@
 """Half precision that is lost without a word is told, once, and where."""
 
+import copy
 import warnings
 
 import mlx.core as mx
@@ -38,7 +39,8 @@ def test_a_float32_batch_in_a_float16_model_is_named_once(compiled):
         function = ways(model)[i]
         if compiled:
             function = mx.compile(function, inputs=model.state, outputs=model.state)
-        [message] = said(function, *batch())
+        messages = said(function, *batch())
+        [message] = [text for text in messages if "computes in" in text]
         assert "'layers.0' has float16 parameters and computes in float32" in message
         assert "argument 'x' of the loss function" in message
         assert "x.astype(mx.float16)" in message
@@ -97,3 +99,25 @@ def test_compute_dtypes_tells_the_first_layer_and_leaves_the_model():
     report = compute_dtypes(whole, mse(whole), *batch(), compute_dtype=mx.float16)
     assert report.first is None
     assert "All layers compute in halves" in str(report)
+
+
+class Asks(nn.Module):
+    """A model that looks at the types of its layers, and copies one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.set_dtype(mx.float16)
+
+    def __call__(self, x):
+        self.seen = (type(self.layer), type(copy.deepcopy(self.layer)))
+        return self.layer(x)
+
+
+def test_the_types_of_layers_are_what_they_are_while_they_are_watched():
+    model = Asks()
+    method = nn.Linear.__call__
+    function = ways(model)[1]
+    function(*batch(dtype=mx.float16))
+    assert model.seen == (nn.Linear, nn.Linear)
+    assert nn.Linear.__call__ is method

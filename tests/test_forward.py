@@ -144,13 +144,65 @@ def test_a_buffer_that_the_user_sets_between_steps_is_not_undone():
     assert run.model.layers[1].running_mean.tolist() == [7.0] * 8
 
 
+@MODES
+def test_parts_of_a_model_that_are_stepped_apart_are_taken_back_too(compiled):
+    mx.random.seed(2)
+    model, scaler = Normed(), GradScaler(16.0)
+    optimizers = [optim.SGD(0.1), optim.SGD(0.1)]
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    for optimizer, i in zip(optimizers, (0, 2), strict=True):
+        optimizer.init(model.layers[i].trainable_parameters())
+
+    def step(x, y):
+        _, grads = loss_and_grad(x, y)
+        for optimizer, i in zip(optimizers, (0, 2), strict=True):
+            scaler.step(optimizer, model.layers[i], grads["layers"][i])
+        scaler.update()
+
+    state = [model.state, scaler.state, *(each.state for each in optimizers)]
+    step = mx.compile(step, inputs=state, outputs=state) if compiled else step
+    step(*good())
+    before = bits(buffers(model))
+    x, y = good(1)
+    step(x * INF, y)
+    assert scaler.skipped_steps.item() == 2
+    assert bits(buffers(model)) == before
+
+
+def test_a_validation_loss_leaves_no_trace_of_itself():
+    mx.random.seed(2)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 1))
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(16.0))
+    optimizer.init(model.trainable_parameters())
+    loss_fn = optimizer.scale_loss(lambda model, x, y: mse(model)(x, y))
+    loss_and_grad = nn.value_and_grad(model, loss_fn)
+    state = [model.state, optimizer.state]
+
+    def step(x, y):
+        optimizer.update(model, loss_and_grad(model, x, y)[1])
+
+    step = mx.compile(step, inputs=state, outputs=state)
+    step(*good(0))
+    model.eval()
+    validate = mx.compile(lambda x, y: loss_fn(model, x, y), inputs=model.state)
+    assert math.isfinite(validate(*good(1)).item())
+    assert math.isfinite(loss_fn(model, *good(1)).item())
+    model.train()
+    model.layers[1].running_mean = mx.full((8,), 7.0)
+    x, y = good(2)
+    step(x * INF, y)
+    assert optimizer.scaler.skipped_steps.item() == 1
+    assert model.layers[1].running_mean.tolist() == [7.0] * 8
+
+
 def test_a_gradient_function_compiled_alone_takes_buffers_back_by_itself():
     mx.random.seed(2)
     model = Normed()
     scaler, optimizer = GradScaler(16.0), optim.SGD(0.1)
     loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
     alone = mx.compile(loss_and_grad, inputs=model.state, outputs=model.state)
-    _, grads = alone(*good())
+    with pytest.warns(UserWarning, match="compiled without the scaler's state"):
+        _, grads = alone(*good())
     scaler.minimize(optimizer, model, grads)
     before = bits(buffers(model))
     x, y = good(1)
@@ -209,6 +261,16 @@ def test_a_loss_that_is_nan_by_itself_is_skipped_and_the_scale_stays(
     run.step(good(2))
     assert run.scaler.last_step_applied.item()
     assert run.scaler.consecutive_skips.item() == 0
+
+
+@pytest.mark.parametrize("way", ["GradScaler", "value_and_grad", "scale_loss"])
+def test_a_batch_that_the_user_drops_costs_no_other_step(way):
+    run = Run(way, False)
+    x, y = good()
+    run.call(x * NAN, y, None, False)  # looked at, and dropped
+    run.step(good(1))
+    assert run.scaler.last_step_applied.item()
+    assert run.scaler.skipped_losses.item() == 0
 
 
 def test_an_overflow_is_still_an_overflow():

@@ -236,7 +236,9 @@ def test_a_gradient_function_compiled_alone_stays_true_as_the_scale_moves(way):
     # its own in their place.
     alone = mx.compile(loss_and_grad, inputs=model.state, outputs=model.state)
     first = None
-    for _ in range(4):
+    with pytest.warns(UserWarning, match="compiled without the scaler's state"):
+        optimizer.update(model, alone(*half_batch())[1])
+    for _ in range(3):
         _, grads = alone(*half_batch())
         optimizer.update(model, grads)
         first = first or as_arrays(grads)
@@ -359,10 +361,34 @@ def test_a_loss_that_replaces_the_parameters_is_refused():
 
     before = bits(model.parameters())
     grads = mx.grad(optimizer.scale_loss(loss_fn, model))
-    grads = grads(model.trainable_parameters(), *half_batch())
-    with pytest.raises(RuntimeError, match="replaces the parameters"):
-        optimizer.update(model, grads)
+    scaled = grads(model.trainable_parameters(), *half_batch())
+    with pytest.raises(RuntimeError, match="came out scaled"):
+        optimizer.update(model, scaled)
+    # Also where a right one came after it, and was added.
+    scaled = grads(model.trainable_parameters(), *half_batch())
+    right = nn.value_and_grad(model, optimizer.scale_loss(mse(model), model))
+    total = tree_map(mx.add, scaled, right(*half_batch())[1])
+    with pytest.raises(RuntimeError, match="came out scaled"):
+        optimizer.update(model, total)
     assert bits(model.parameters()) == before
+
+
+def test_a_model_by_closure_beside_another_as_an_argument_is_refused():
+    student, teacher = model_of("scale_loss"), model_of("scale_loss", seed=7)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    known = optimizer.scale_loss(loss_with_model)
+    _, grads = nn.value_and_grad(student, known)(student, *half_batch())
+    optimizer.update(student, grads)
+
+    def distil(teacher, x):
+        return mx.mean(mx.square(student(x) - teacher(x)).astype(mx.float32))
+
+    scaled = optimizer.scale_loss(distil)
+    _, grads = nn.value_and_grad(student, scaled)(teacher, half_batch()[0])
+    before = bits(student.parameters())
+    with pytest.raises(RuntimeError, match="came out scaled"):
+        optimizer.update(student, grads)
+    assert bits(student.parameters()) == before
 
 
 def test_a_checkpointed_layer_may_replace_its_parameters():

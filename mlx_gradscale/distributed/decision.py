@@ -20,7 +20,7 @@ def is_alone(group: Group | None) -> bool:
 def agreed(
     finite: mx.array, loss_finite: mx.array, group: Group | None
 ) -> tuple[mx.array, mx.array]:
-    """Return, on every rank, whether to step and whether every loss was finite.
+    """Return, on every rank, whether all gradients and all losses are finite.
 
     One all-reduce of four bytes. Flags are counted, because the maximum of NaN and
     a number is either, by the order of the ranks; losses from the 16th bit on.
@@ -35,7 +35,7 @@ def agreed(
         bad_loss = mx.logical_not(loss_finite).astype(mx.int32)
         total = mx.distributed.all_sum(bad + bad_loss * 2**16, group=group)
         finite, loss_finite = total % 2**16 == 0, total < 2**16
-    return finite & loss_finite, loss_finite
+    return finite, loss_finite
 
 
 def norm_over_ranks(

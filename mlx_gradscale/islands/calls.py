@@ -83,6 +83,11 @@ def computing_in(dtype: mx.Dtype | None) -> Iterator[None]:
         _compute_dtype.reset(token)
 
 
+def is_inside_island() -> bool:
+    """Tell whether what runs now is called by a float32 island."""
+    return _inside.get()
+
+
 @contextlib.contextmanager
 def float32_gradients() -> Iterator[None]:
     """Let the gradients of parameters in islands stay float32, for the while.
