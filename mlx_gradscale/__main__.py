@@ -8,7 +8,9 @@ from collections.abc import Sequence
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
     "inspect": ("inspect", "print what is in a checkpoint"),
+    "lora": ("lora", "fine-tune with mlx-lm, with loss scaling"),
     "plot": ("plot", "draw the history of a run"),
+    "run": ("everywhere.command", "run a training script with loss scaling"),
 }
 
 
