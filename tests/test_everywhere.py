@@ -15,7 +15,11 @@ from helpers import Mlp, batch, mse
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 from mlx_gradscale.__main__ import main
 
-PLAIN = nn.value_and_grad, optim.Optimizer.update
+PLAIN = (
+    nn.value_and_grad,
+    optim.Optimizer.update,
+    optim.Optimizer.apply_gradients,
+)
 
 
 def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps=6):
@@ -43,7 +47,8 @@ def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps
 
 def is_as_before():
     made = optim.AdamW(1e-2)
-    as_it_was = (nn.value_and_grad, optim.Optimizer.update) == PLAIN
+    methods = optim.Optimizer.update, optim.Optimizer.apply_gradients
+    as_it_was = (nn.value_and_grad, *methods) == PLAIN
     return as_it_was and type(made) is optim.AdamW and made.learning_rate == 1e-2
 
 
@@ -131,6 +136,10 @@ def test_an_optimizer_from_before_is_refused():
     optimizer = optim.AdamW(1e-2)
     with everywhere(), pytest.raises(RuntimeError, match="made before everywhere"):
         train(make=lambda: optimizer, compiled=False)
+    weights = {"w": mx.ones(2)}
+    with everywhere(), pytest.raises(RuntimeError, match="made before everywhere"):
+        optimizer.apply_gradients(weights, weights)
+    assert is_as_before()
 
 
 def test_gradients_of_another_differentiation_are_refused():

@@ -21,6 +21,7 @@ _active: "contextvars.ContextVar[Everywhere | None]" = contextvars.ContextVar(
 )
 # Set while an optimizer is made, which may make others that are parts of it.
 _making = contextvars.ContextVar("making", default=False)
+_STEPS = ("update", "apply_gradients")
 _lock = threading.Lock()
 _entered = 0
 _plain_value_and_grad = nn.value_and_grad
@@ -139,7 +140,8 @@ def _enter() -> None:
             Optimizer.__new__ = _new
         _plain_value_and_grad = nn.value_and_grad
         nn.value_and_grad = nn.utils.value_and_grad = value_and_grad
-        Optimizer.update = _refusing(Optimizer.update)
+        for name in _STEPS:
+            setattr(Optimizer, name, _refusing(getattr(Optimizer, name)))
 
 
 def _leave() -> None:
@@ -148,7 +150,8 @@ def _leave() -> None:
         _entered -= 1
         if _entered == 0:
             nn.value_and_grad = nn.utils.value_and_grad = _plain_value_and_grad
-            Optimizer.update = Optimizer.update.__wrapped__
+            for name in _STEPS:
+                setattr(Optimizer, name, getattr(Optimizer, name).__wrapped__)
 
 
 def _new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
@@ -202,15 +205,15 @@ def value_and_grad(model: nn.Module, fn: Callable) -> Callable:
     return value_and_grad_fn
 
 
-def _refusing(update: Callable) -> Callable:
-    @wraps(update)
-    def refusing_update(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if _active.get() is not None:
+def _refusing(step: Callable) -> Callable:
+    @wraps(step)
+    def refusing_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _active.get() is not None and self not in _wrappers:
             raise RuntimeError(
                 f"This {type(self).__name__} was made before everywhere() began, and "
                 "would step without a guard: make it inside, or wrap it in a "
                 "LossScaleOptimizer yourself."
             )
-        return update(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
 
-    return refusing_update
+    return refusing_step
