@@ -56,3 +56,19 @@ def make_data(folder, length=24, rows=36):
         lines = "".join(json.dumps({"text": row}) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(lines)
     return folder
+
+
+def make_texts(length=32, rows=64):
+    text = "\n".join(pydoc_data.topics.topics.values())
+    text = text.encode("ascii", "replace").decode()
+    return [text[i * length : (i + 1) * length] for i in range(rows)]
+
+
+def make_rows():
+    """The same as (tokens, offset of the first to learn), 8 of them for validation."""
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rows = []
+    for text in make_texts():
+        [(characters, _)] = split.pre_tokenize_str(text)
+        rows.append(([BYTES.index(character) for character in characters], 0))
+    return rows[8:], rows[:8]

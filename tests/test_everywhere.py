@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -196,3 +197,13 @@ def test_a_module_and_its_exit_code(tmp_path):
     (tmp_path / "trainer.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
     command = [sys.executable, "-m", "mlx_gradscale", "run", "-m", "trainer", "5"]
     assert subprocess.run(command, cwd=tmp_path, timeout=120).returncode == 5
+
+
+def test_the_example_learns(monkeypatch):
+    examples = Path(__file__).parents[1] / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    import everywhere as example
+
+    naive, scaled = example.main()
+    assert math.isnan(naive)
+    assert scaled < 0.5

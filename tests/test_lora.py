@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import types
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -99,30 +100,38 @@ def test_full_float16_learns_where_mlx_lm_gives_nan(
     assert "range" not in vars(trainer)
 
 
-@pytest.mark.parametrize("model", ["model", "quantized"], ids=["LoRA", "QLoRA"])
-def test_lora_follows_mlx_lm_in_float32(model, place, tmp_path, monkeypatch):
-    import mlx_lm.lora as command_of_mlx_lm
-
-    load = command_of_mlx_lm.load
+def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
+    load = mlx_lm.lora.load
 
     def load_float32(*args, **kwargs):
-        loaded, tokenizer = load(*args, **kwargs)
-        loaded.set_dtype(mx.float32)
-        return loaded, tokenizer
+        model, tokenizer = load(*args, **kwargs)
+        model.set_dtype(mx.float32)
+        return model, tokenizer
 
     with monkeypatch.context() as patch:
-        patch.setattr(command_of_mlx_lm, "load", load_float32)
-        reference = arguments(place, tmp_path / "plain", *SLOWER, model=model)
+        patch.setattr(mlx_lm.lora, "load", load_float32)
+        reference = arguments(place, tmp_path / "plain", *SLOWER)
         wanted = mlx_lm_losses(patch, reference)
     history = tmp_path / "run.jsonl"
-    given = arguments(place, tmp_path / "ours", *SLOWER, model=model)
-    given += ["--history", str(history)]
+    given = arguments(place, tmp_path / "ours", *SLOWER, "--history", history)
     assert main([*given, "--dtype", "float16", "--test"]) == 0
     found = [loss for _, loss, *_ in losses(history)]
     for i, loss in enumerate(wanted):
         assert sum(found[3 * i : 3 * i + 3]) / 3 == pytest.approx(loss, rel=0.02)
     config = json.loads((tmp_path / "ours/adapter_config.json").read_text())
     assert config["fine_tune_type"] == "lora"
+
+
+def test_qlora_learns(place, tmp_path):
+    history = tmp_path / "run.csv"
+    flags = (*SLOWER, "--history", history)
+    given = arguments(place, tmp_path / "a", *flags, model="quantized")
+    assert main(given) == 0
+    found = losses(history)
+    assert found[-1][1] < found[0][1] - 0.1
+    assert all(applied for *_, applied in found)
+    saved = mx.load(str(tmp_path / "a/adapters.safetensors"))
+    assert all("lora_" in name for name in saved)
 
 
 class Killed(BaseException):
@@ -207,10 +216,11 @@ def test_two_ranks_train_as_one(place, tmp_path):
     assert two[0] == two[1]
     assert two[0]["size"] == 2
     # The same rows in one process: the norm of copies is not that of shards.
-    given[given.index("--adapter-path") + 1] = str(tmp_path / "b")
-    _, one, output = run_ranks(1, tmp_path / "1", "lora_ranks.py", *given)
-    assert two[0]["norm"] == pytest.approx(one[0]["norm"], rel=0.05)
-    given[given.index("--adapter-path") + 1] = str(tmp_path / "a")
+    history = tmp_path / "one.csv"
+    alone = [*given, "--adapter-path", str(tmp_path / "b"), "--history", str(history)]
+    assert main(alone) == 0
+    norm = ScaleHistory.load(history)[-1].grad_norm
+    assert two[0]["norm"] == pytest.approx(norm, rel=0.05)
     more = [*given, "--iters", "6", "--resume"]
     codes, found, output = run_ranks(2, tmp_path / "more", "lora_ranks.py", *more)
     assert codes == [0, 0], output
@@ -288,3 +298,11 @@ def test_an_mlx_lm_that_has_changed_is_named(place, tmp_path, monkeypatch, capsy
         patch.setattr(host, "importlib", host.importlib)
         assert command.main(given) == 1
     assert "mlx_lm" in capsys.readouterr().err
+
+
+def test_the_example_resumes(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    import lora_command
+
+    rows = lora_command.main(["--iters", "4"])
+    assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4"]
