@@ -15,6 +15,7 @@ import mlx_lm.tuner.trainer as trainer
 from lora_parts import make_data, make_model
 from test_distributed import run_ranks
 
+import mlx_gradscale
 from mlx_gradscale.__main__ import main as package_main
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.lora import command, host, main
@@ -272,6 +273,28 @@ def test_no_scale_and_a_scale_that_stays(scale, place, tmp_path):
     assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
     wanted = 1.0 if scale == "off" else 128.0
     assert [(s, ok) for *_, s, ok in losses(history)] == [(wanted, True)] * 2
+
+
+def test_layers_in_float32_are_those_of_the_model_that_is_trained(
+    place, tmp_path, monkeypatch, capsys
+):
+    file, seen = tmp_path / "layers.json", []
+    file.write_text("{}")
+    flags = ("--iters", "1", "--float32-layers", file)
+    monkeypatch.delattr(mlx_gradscale, "float32_layers", raising=False)
+    assert main(arguments(place, tmp_path / "a", *flags)) == 1
+    assert "has no float32_layers: update it" in capsys.readouterr().err
+
+    def float32_layers(model, path):
+        projection = model.layers[0].self_attn.q_proj
+        seen.append((path, type(projection).__name__))
+
+    monkeypatch.setattr(mlx_gradscale, "float32_layers", float32_layers, raising=False)
+    assert main(arguments(place, tmp_path / "a", *flags, "--test")) == 0
+    assert seen == [(file, "LoRALinear")]
+    only_test = [x for x in arguments(place, tmp_path / "a", *flags) if x != "--train"]
+    assert main([*only_test, "--test"]) == 0
+    assert seen == [(file, "LoRALinear")] * 2
 
 
 def test_an_mlx_lm_that_has_changed_is_named(place, tmp_path, monkeypatch, capsys):

@@ -95,6 +95,29 @@ def mlx_tune(model, rows, folder, monkeypatch):
     ).train(use_native=True)
 
 
+def unsloth_zoo(model, rows, folder, monkeypatch):
+    # Its own way to say that there is no GPU of NVIDIA's.
+    monkeypatch.setenv("UNSLOTH_ZOO_DISABLE_GPU_INIT", "1")
+    trainer = host("unsloth_zoo.mlx.trainer")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        make_folder(folder / "model")
+    )
+    arguments = trainer.MLXTrainingConfig(
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        warmup_steps=0,
+        max_seq_length=64,
+        output_dir=str(folder / "out"),
+    )
+    text = [{"text": text} for text in make_texts()[8:]]
+    trainer.MLXTrainer(
+        model=model, tokenizer=tokenizer, train_dataset=text, args=arguments
+    ).train()
+
+
 def lengths(batch):
     return mx.array([[0, batch.shape[1]]] * batch.shape[0])
 
@@ -114,7 +137,7 @@ def final_loss(train, dtype, folder, monkeypatch, context):
     return default_loss(model, batch, lengths(batch))[0].item()
 
 
-@pytest.mark.parametrize("train", [mlx_vlm, mlx_lm_lora, mlx_tune])
+@pytest.mark.parametrize("train", [mlx_vlm, mlx_lm_lora, mlx_tune, unsloth_zoo])
 def test_a_trainer_follows_float32_where_float16_fails(train, tmp_path, monkeypatch):
     nothing = contextlib.nullcontext()
 
