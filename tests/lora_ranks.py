@@ -7,10 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 from distributed_parts import fingerprint
 
-from mlx_gradscale.lora import main, training
+from mlx_gradscale.lora import command
+from mlx_gradscale.lora.training import Training
 
 
-class Kept(training.Training):
+class Kept(Training):
     """The training of a command, to be looked at afterwards."""
 
     def train(self, **arguments):
@@ -19,11 +20,8 @@ class Kept(training.Training):
 
 
 def run(folder, *arguments):
-    training.Training = Kept
-    from mlx_gradscale.lora import command
-
     command.Training = Kept
-    code = main(arguments)
+    code = command.main(arguments)
     rank = mx.distributed.init().rank()
     optimizer = Kept.last._optimizer
     report = {

@@ -188,7 +188,7 @@ def test_a_script_needs_no_change(tmp_path, capsys):
     said = capsys.readouterr()
     wanted = "__main__ ['0.1', '--x'] LossScaleOptimizer mlx.core.float16\n"
     assert said.out == wanted
-    assert said.err == "SGD: 1 steps, 0 skipped, loss scale 8\n"
+    assert said.err == "loss scale 8, 0 steps skipped\n"
     assert (sys.argv, sys.path) == before
     assert is_as_before()
 

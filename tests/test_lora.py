@@ -257,6 +257,11 @@ def test_what_has_no_meaning_is_said(flags, sentence, place, tmp_path, capsys):
     assert sentence in capsys.readouterr().err
 
 
+def test_what_mlx_lm_raises_is_seen_whole(place, tmp_path):
+    with pytest.raises(ValueError, match="only has 2 layers"):
+        main(arguments(place, tmp_path / "a", "--num-layers", "9"))
+
+
 def test_a_yaml_file_can_set_ours():
     given = types.SimpleNamespace(loss_scale=False, dtype="bfloat16", max_grad_norm="2")
     options = Options.of(given)

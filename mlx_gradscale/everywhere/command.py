@@ -32,38 +32,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
     options = parser.parse_args(argv)
 
+    scalers: list[GradScaler] = []
+
     def make_scaler() -> GradScaler:
-        return GradScaler(options.init_scale)
+        # Held here: at the end of a script its own variables are gone.
+        scalers.append(GradScaler(options.init_scale))
+        return scalers[-1]
 
     # As Python does: the script's folder, or for a module the current one.
     folder = os.getcwd() if options.module else os.path.dirname(options.script)
     given = [options.script, *options.arguments]
     with (
         replaced(sys, argv=given, path=[os.path.abspath(folder), *sys.path]),
-        everywhere(make_scaler, max_grad_norm=options.max_grad_norm) as here,
+        everywhere(make_scaler, max_grad_norm=options.max_grad_norm),
     ):
-        kept = _keep(here)
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(options.script, run_name="__main__")
-    for optimizer in kept:
-        scaler = optimizer.scaler
-        print(
-            f"{type(optimizer.optimizer).__name__}: {optimizer.step.item()} steps, "
-            f"{scaler.skipped_steps.item()} skipped, loss scale {scaler.get_scale():g}",
-            file=sys.stderr,
-        )
+    for scaler in scalers:
+        skipped, scale = scaler.skipped_steps.item(), scaler.get_scale()
+        print(f"loss scale {scale:g}, {skipped} steps skipped", file=sys.stderr)
     return 0
-
-
-def _keep(here: object) -> list:
-    """Hold the optimizers, of which the script's globals are gone at its end."""
-    kept, wrap = [], here.wrap
-
-    def wrap_and_keep(optimizer):
-        kept.append(wrap(optimizer))
-        return kept[-1]
-
-    here.wrap = wrap_and_keep
-    return kept

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -41,9 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             mlx_lm.main()
     except (ImportError, OSError, ValueError) as error:
+        if not _is_ours(error):
+            raise
         print(f"mlx_gradscale.lora: {printable(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _is_ours(error: Exception) -> bool:
+    """Tell whether this is a sentence of ours; what mlx-lm raises, it shows itself."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith("mlx_gradscale.")
 
 
 def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

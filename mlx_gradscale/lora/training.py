@@ -117,7 +117,7 @@ class Training:
                 ),
             )
             if self._position.iteration != max(args.iters, self._first - 1):
-                raise RuntimeError(CHANGED)
+                raise ImportError(CHANGED)
             if self._position.iteration >= self._first:
                 self._is_due = True
                 self._after(self._position.iteration)
@@ -183,5 +183,5 @@ class _Checked:
 
     def on_train_loss_report(self, report: dict[str, Any]) -> None:
         if report["iteration"] < self._first:
-            raise RuntimeError(CHANGED)
+            raise ImportError(CHANGED)
         self._callback.on_train_loss_report(report)

@@ -20,7 +20,7 @@ pytest.importorskip("mlx_lm", reason="needs mlx-lm")
 from mlx_lm.models import llama
 from mlx_lm.tuner.trainer import default_loss
 
-from mlx_gradscale import everywhere
+from mlx_gradscale import GradScaler, everywhere
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lora_parts import CONFIG, make_rows, make_texts
@@ -147,11 +147,13 @@ def test_a_trainer_follows_float32_where_float16_fails(train, tmp_path, monkeypa
     wanted = loss(mx.float32, "float32")
     naive = loss(mx.float16, "float16")
     assert math.isnan(naive) or naive > 1.02 * wanted
-    made = []
-    with everywhere() as here:
-        wrap = here.wrap
-        here.wrap = lambda optimizer: made.append(wrap(optimizer)) or made[-1]
-        found = loss(mx.float16, "everywhere")
+    scalers = []
+
+    def make_scaler():
+        scalers.append(GradScaler())
+        return scalers[-1]
+
+    found = loss(mx.float16, "everywhere", everywhere(make_scaler))
     print(f"{train.__name__}: float32 {wanted}, float16 {naive}, everywhere {found}")
     assert found == pytest.approx(wanted, rel=0.02)
-    assert made[0].step.item() + made[0].scaler.skipped_steps.item() == STEPS
+    assert scalers[0].skipped_steps.item() <= 2
