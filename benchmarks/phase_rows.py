@@ -62,6 +62,9 @@ def masters_and_clipping(shapes: Shapes) -> Iterator[tuple[str, dict[str, Callab
                 make, shapes, clip=clip
             ),
             "LossScaleOptimizer": lambda clip=clip: variants.loss_scale_optimizer(
+                make, shapes, clip=clip, true=True, **half
+            ),
+            "with scaled gradients": lambda clip=clip: variants.loss_scale_optimizer(
                 make, shapes, clip=clip, **half
             ),
         }

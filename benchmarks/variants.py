@@ -7,7 +7,8 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, precision
+from mlx_gradscale.scaler import SCALED_GRADIENTS, TRUE_GRADIENTS
 
 from . import trees
 
@@ -175,14 +176,22 @@ def loss_scale_optimizer(
     compiled=True,
     clip: bool = False,
     model_dtype: mx.Dtype = mx.float32,
+    true: bool = False,
 ) -> Phase:
-    """This package's optimizer, with masters where ``model_dtype`` is float16."""
+    """This package's optimizer, with masters where ``model_dtype`` is float16.
+
+    With ``true`` the gradients are made true first, as the backward pass does it:
+    what that costs more than scaled ones.
+    """
     parameters = trees.make(shapes, model_dtype)
     optimizer = LossScaleOptimizer(make(), max_grad_norm=1.0 if clip else None)
-    optimizer.scaler.scale(mx.array(1.0))
+    optimizer.scaler.take_way(TRUE_GRADIENTS if true else SCALED_GRADIENTS)
     optimizer.init(parameters)
 
     def step(gradients):
+        if true:
+            inverse = optimizer.scaler.inverse()
+            gradients = precision.true_gradients(gradients, inverse)
         parameters.update(optimizer.apply_gradients(gradients, parameters))
 
     state = [parameters, optimizer.state]

@@ -59,7 +59,6 @@ def main(steps, folder):
     @partial(mx.compile, inputs=state, outputs=state)
     def step(tokens, targets):
         loss, grads = loss_and_grad(tokens, targets)
-        grads = scaler.unscale_(optimizer, grads)
         grads, norm = optim.clip_grad_norm(grads, 1.0)
         scaler.minimize(optimizer, model, grads)
         return loss, norm

@@ -1,9 +1,9 @@
 """Accumulation, clipping and several losses, with every call spelled out.
 
 Use this when your loop does more than one backward pass per step, looks at the
-gradients before the update, or adds up losses. Three rules: all gradients of a step
-carry the same scale, so call ``update`` once, at its end; add them up while they are
-scaled; clip them after ``unscale_``, which gives the true ones.
+gradients before the update, or adds up losses. The gradients are true ones, in float32:
+add them up and clip them as you would without a scaler, and call ``update`` once, at
+the end of the step.
 """
 
 import mlx.core as mx
@@ -60,8 +60,7 @@ for i in range(1, 101):
         both = tree_map(lambda g, o: (g + 0.5 * o) / ACCUMULATE, grads, other_grads)
         total = both if total is None else tree_map(mx.add, total, both)
         mx.eval(total)  # this micro-batch is done with: free its memory
-    grads = scaler.unscale_(optimizer, total)
-    grads, norm = optim.clip_grad_norm(grads, max_norm=1.0)
+    grads, norm = optim.clip_grad_norm(total, max_norm=1.0)
     applied = scaler.step(optimizer, model, grads)
     scaler.update()
     mx.eval(model.state, optimizer.state, scaler.state)

@@ -76,7 +76,7 @@ def train(
         logits = model(tokens).astype(mx.float32)
         return nn.losses.cross_entropy(logits, targets, reduction="mean")
 
-    scaled_loss: Callable = optimizer.scale_loss(loss_fn) if scaled else loss_fn
+    scaled_loss: Callable = optimizer.scale_loss(loss_fn, model) if scaled else loss_fn
     loss_and_grad = nn.value_and_grad(model, scaled_loss)
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]

@@ -6,6 +6,8 @@ from .checkpoint import restore_checkpoint, save_checkpoint
 from .compiled import compile_step
 from .everywhere import everywhere
 from .finite import NonFinite, all_finite, nonfinite
+from .float16 import find_float32_layers
+from .islands import float32_layers
 from .optimizer import GuardedOptimizer, LossScaleOptimizer
 from .scaler import GradScaler
 
@@ -18,6 +20,8 @@ __all__ = [
     "all_finite",
     "compile_step",
     "everywhere",
+    "find_float32_layers",
+    "float32_layers",
     "nonfinite",
     "restore_checkpoint",
     "save_checkpoint",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 # command -> (the module whose main runs it, what it does)
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
+    "float16": ("float16", "find the layers that must be float32, and draw headroom"),
     "inspect": ("inspect", "print what is in a checkpoint"),
     "lora": ("lora", "fine-tune with mlx-lm, with loss scaling"),
     "plot": ("plot", "draw the history of a run"),

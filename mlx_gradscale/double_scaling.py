@@ -8,10 +8,19 @@ from functools import wraps
 import mlx.core as mx
 
 
-class _UnderWay(threading.local):
-    """How many losses whose gradient is to be scaled are computed right now."""
+class _Loss:
+    """One that is being computed: the frame that does it holds it."""
 
-    count = 0
+
+class _UnderWay(threading.local):
+    """The losses whose gradient is to be scaled that are computed right now.
+
+    Weakly, so that one goes with its frame, also where Ctrl-C comes so late that it is
+    not taken out.
+    """
+
+    def __init__(self) -> None:
+        self.losses: weakref.WeakSet[_Loss] = weakref.WeakSet()
 
 
 _under_way = _UnderWay()
@@ -22,11 +31,12 @@ def watched(loss_fn: Callable) -> Callable:
 
     @wraps(loss_fn)
     def watched_loss_fn(*args, **kwargs):
-        _under_way.count += 1
+        loss = _Loss()
+        _under_way.losses.add(loss)
         try:
             return loss_fn(*args, **kwargs)
         finally:
-            _under_way.count -= 1
+            _under_way.losses.discard(loss)
 
     return watched_loss_fn
 
@@ -55,7 +65,7 @@ def scaled_once(x: mx.array) -> mx.array:
             "This loss is scaled already: scale(scale(loss)) scales it twice. Call "
             "scale() once."
         )
-    return _inside(x) if _under_way.count else x
+    return _inside(x) if _under_way.losses else x
 
 
 @mx.custom_function
@@ -65,7 +75,7 @@ def _inside(x: mx.array) -> mx.array:
 
 @_inside.vjp
 def _inside_vjp(_, cotangent, __):
-    if not _under_way.count:
+    if not _under_way.losses:
         raise RuntimeError(
             "The gradient is scaled twice: the loss function that value_and_grad() or "
             "scale_loss() was given calls scale(), or a function that scale_loss() "

@@ -12,7 +12,9 @@ from mlx.utils import tree_flatten
 
 from . import buffers, precision
 from .double_scaling import watched
+from .dtypes import warned_once
 from .finite import all_finite, is_finite_magnitude
+from .islands import float32_gradients
 from .state_slots import write_all
 from .tracing import have_values, is_traced
 
@@ -29,6 +31,7 @@ class Forward:
         see_loss (Callable): Is given each loss as it comes out of the user's function,
             and returns it.
         begin (Callable): Is given each model that is about to be differentiated.
+        warn (Callable): Is given what the user should know, once.
     """
 
     def __init__(
@@ -36,10 +39,12 @@ class Forward:
         state: dict[str, Any],
         see_loss: Callable[[mx.array], mx.array],
         begin: Callable[[nn.Module], None] = lambda model: None,
+        warn: Callable[[str], None] = lambda sentence: None,
     ):
         self._state = state
         self._see_loss = see_loss
         self._begin = begin
+        self._warn = warn
         self._models: list[weakref.ref] = []
         self._passes = precision.Passes()
         self._unsettled = False
@@ -55,8 +60,9 @@ class Forward:
             *arguments (Any): The rest of :func:`precision.value_and_grad`'s.
         """
         self._register(model)
+        warned = warned_once(loss_fn, lambda args, kwargs: [model], self._warn)
         differentiate = precision.value_and_grad(
-            model, self.scaled_loss(loss_fn), *arguments
+            model, self.scaled_loss(warned), *arguments
         )
 
         @wraps(loss_fn)
@@ -95,9 +101,14 @@ class Forward:
         if model is not None:
             self._register(model)
 
+        def models_of(args: tuple, kwargs: dict) -> list[nn.Module]:
+            return [model] if model else precision.models_among((args, kwargs))
+
+        warned = warned_once(loss_fn, models_of, self._warn)
+
         @wraps(loss_fn)
         def true_loss_fn(*args, **kwargs):
-            models = [model] if model else precision.models_among((args, kwargs))
+            models = models_of(args, kwargs)
             if not models:
                 raise TypeError(
                     "There is no model among the arguments of the loss function, so "
@@ -112,9 +123,10 @@ class Forward:
             self._unsettled = not is_traced(scale)
             passes = precision.Passes()
             noted_loss_fn = precision.with_loss(
-                watched(loss_fn), lambda loss: self._scale_and_note(loss, passes)
+                watched(warned), lambda loss: self._scale_and_note(loss, passes)
             )
             with ExitStack() as stack:
+                stack.enter_context(float32_gradients())
                 for each in models:
                     stack.enter_context(
                         precision.unscaled_gradients(each, inverse, passes)

@@ -10,6 +10,8 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from .eager import compiled_if_plain
 from .finite import is_floating
 from .half import HALF, full_precision, half_bits, to_float32
+from .other_optimizers import apply as apply_other
+from .other_optimizers import is_mlx_own, prepare
 from .state_slots import CONTAINERS, copies, dotted, items, restore, slots, write_all
 from .tracing import refuse_shapeless
 
@@ -164,19 +166,6 @@ def _check_supported(optimizer: Optimizer) -> None:
         for part in optimizer.optimizers:
             _check_supported(part)
         return
-    for attribute, value in vars(optimizer).items():
-        for inner in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(inner, Optimizer) and not _holds(optimizer, inner):
-                raise TypeError(
-                    f"{name}.{attribute} is an optimizer whose state is not in the "
-                    f"state of {name}, so that a skipped step could not take it back. "
-                    "Put it there, or use a MultiOptimizer."
-                )
-
-
-def _holds(outer: Optimizer, inner: Optimizer) -> bool:
-    held = {id(box) for _, box, _ in slots(outer.state)}
-    return all(id(box) in held for _, box, _ in slots(inner.state))
 
 
 def fitting_parameters(gradients: Any, parameters: Any, path: str = "") -> Any:
@@ -236,6 +225,9 @@ def initialize(optimizer: Optimizer, parameters: Any, again: bool = False) -> No
         for name in part._schedulers:
             # What a schedule of Python numbers left there.
             part.state[name] = mx.array(part.state[name])
+        if not is_mlx_own(part):
+            floating = tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree)
+            prepare(part, floating)
     for path, box, key in slots(optimizer.state):
         if isinstance(box, tuple):
             raise TypeError(
@@ -271,7 +263,8 @@ def _parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
     if isinstance(optimizer, MultiOptimizer):
         parts = optimizer._split_dictionary(tree)
         for inner, part in zip(optimizer.optimizers, parts, strict=True):
-            yield from _parts(inner, part)
+            # Before MLX 0.32 a part without leaves is a list.
+            yield from _parts(inner, part or {})
     else:
         yield optimizer, tree
 
@@ -292,7 +285,8 @@ def _run(
     saved = [pair for part in parts for pair in copies(part.state)]
     replaceable = [(part, part._state, part._schedulers) for part in parts]
     places = list(slots(optimizer.state))
-    write_all((*place, x) for (_, *place), x in zip(places, state, strict=True))
+    given = [_alias(x) for x in state]
+    write_all((*place, x) for (_, *place), x in zip(places, given, strict=True))
     for part, values in zip(parts, scheduled, strict=True):
         part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
     try:
@@ -304,11 +298,16 @@ def _run(
         steps = []
         for part, tree in _parts(optimizer, gradients):
             tree = unscale(tree, factor)
-            steps.append((part, tree, _apply(part, tree, full)))
+            if not is_mlx_own(part):
+                # An SVD of NaN raises, and what reads its gradients may.
+                tree = tree_map(lambda g: mx.where(apply, g, 0), tree)
+            steps.append((part, tree, _apply(part, tree, tree_map(_alias, full))))
         stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
         _check_same_paths(optimizer, [path for path, *_ in places], stepped)
         new_state = []
-        for (path, *_), old in zip(places, state, strict=True):
+        # Only of MLX's own is it known that none writes to its state in place.
+        known = all(map(is_mlx_own, parts))
+        for (path, *_), old, alias in zip(places, state, given, strict=True):
             box, key = stepped[path]
             if box[key].shape != old.shape:
                 raise ValueError(
@@ -316,8 +315,8 @@ def _run(
                     f"and a step would give it {box[key].shape}, which a skipped step "
                     "cannot. Make a new optimizer if the model has changed."
                 )
-            if box[key] is not old:
-                box[key] = mx.where(apply, box[key], old)
+            untouched = known and box[key] is alias
+            box[key] = old if untouched else mx.where(apply, box[key], old)
             new_state.append(box[key])
         outputs: dict[str, mx.array] = {}
         new_masters: dict[str, mx.array] = {}
@@ -334,14 +333,10 @@ def _run(
                 if path in kept:
                     # Also in a skipped step: a replaced weight is its own master.
                     new = new_masters[path] = mx.where(apply, new, full)
-                # In float32, then cast: a skipped half comes back bit for bit, and
-                # a select on float16 is 10 percent of the whole step on a CPU. Not
-                # for bfloat16: casts on Apple's GPUs flush its subnormals to zero.
-                own = parameter.dtype == mx.bfloat16
-                new = new.astype(parameter.dtype) if own else new
-                keep = parameter if own else to_float32(parameter)
-                keep = _rooted(keep, moments.get(path, []))
-                outputs[path] = mx.where(apply, new, keep).astype(parameter.dtype)
+                # In the parameter's own dtype: a cast there and back flushes bfloat16
+                # subnormals on Apple's GPUs, and changes the bits of a float16 NaN.
+                keep = _rooted(parameter, moments.get(path, []))
+                outputs[path] = mx.where(apply, new.astype(parameter.dtype), keep)
 
             tree_map_with_path(select, tree, parameters, full, new)
         return outputs, new_masters, new_state
@@ -349,6 +344,12 @@ def _run(
         restore(saved)
         for part, old_state, old_schedulers in replaceable:
             part._state, part._schedulers = old_state, old_schedulers
+
+
+def _alias(x: mx.array) -> mx.array:
+    # The same array in another Python object: ``parameter -= update`` in an optimizer
+    # changes the object that it was given, and a skipped step needs the old value.
+    return x.astype(x.dtype)
 
 
 def _check_same_paths(
@@ -377,6 +378,8 @@ def _scheduled(optimizer: Optimizer, gradients: Any) -> list[dict[str, mx.array]
 
 def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
     try:
+        if not is_mlx_own(optimizer):
+            return apply_other(optimizer, gradients, parameters)
         return optimizer.apply_gradients(gradients, parameters)
     except (KeyError, IndexError) as error:
         missing = f" for {error.args[0]!r}" if isinstance(error, KeyError) else ""

@@ -21,6 +21,16 @@ def full_precision(
 
     So a weight that the user replaced counts, and its old master does not, element
     by element, also in a step that is compiled.
+
+    A change that the weight's own rounding swallows cannot be seen here. Where a
+    trainer decays half weights by hand, by a factor of 1 - 1e-4 per step, not a bit of
+    them moves. From half an ulp on, 2.4e-4 to 4.9e-4 of a float16 weight and 8 times
+    that of a bfloat16 one, they move by whole ulps. To carry such a move over to the
+    master as an addition, instead of dropping what the master is more than the weight,
+    gets no nearer to float32: after 300 steps of Adam in float16, with decays of 5e-4
+    and 1e-3, the distance was 0.026 to 0.066 of the weights' norm dropped and 0.026 to
+    0.061 carried. Float32 parameters, computed in half precision, get there: below
+    1e-4. So does a decay that is left to the optimizer.
     """
     value = to_float32(parameter)
     if master is None or parameter.dtype not in HALF:

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from . import files, torch_optimizers
 from .array_files import read_arrays
+from .convert.flat_optimizer import unflattened
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
-from .convert.parts import Part, PartsError, cut, find_parts, get
+from .convert.foreign import plain_part
+from .convert.parts import Part, PartsError, cut, find_parts, get, is_scaler
 from .convert.passed import leaves
 from .convert.resume import current_groups
 from .convert.text import dtype, printable, shape, size, table
 from .convert.torch_folder import read_torch
 from .convert.whole import Run
+from .torch_checkpoint import Placeholder, plain_value
+from .torch_checkpoint.foreign import PlacedTensor
 from .torch_optimizers import number
+from .torch_optimizers.valid import check_state_dict
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -48,7 +54,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     elif path.suffix == ".safetensors":
         found = _describe_safetensors(path)
     elif path.name.endswith((".json", ".json.gz")):
-        found = {"kind": "scaler state", "scaler": _plain(files.load_state(path))}
+        found = _describe_json(files.load_state(path))
     else:
         kind = "folder of PyTorch files" if path.is_dir() else "PyTorch checkpoint"
         # float64 is kept: nothing is computed here.
@@ -56,8 +62,17 @@ def describe(path: str | Path) -> dict[str, Any]:
     return {"path": str(path), **found}
 
 
+def _describe_json(state: dict[str, Any]) -> dict[str, Any]:
+    if is_scaler(state):
+        return {"kind": "scaler state", "scaler": _plain(state)}
+    return {"kind": "JSON, no scaler state", **_rest(state)}
+
+
 def _describe_run(folder: Path) -> dict[str, Any]:
     run = read_run(folder)
+    if run.runs:
+        kind = f"several MLX runs, in folders of their own: {', '.join(run.runs)}"
+        return {"kind": kind, **_rest(run.record["checkpoint"])}
     found: dict[str, Any] = {"kind": "MLX run"}
     if run.weights is not None:
         found["tensors"] = _tensors(_sorted(run.weights))
@@ -100,8 +115,11 @@ def _describe_torch(checkpoint: Any) -> dict[str, Any]:
     if "model" in parts:
         found["tensors"] = _tensors(get(checkpoint, parts["model"]))
     if "optimizer" in parts:
-        state = get(checkpoint, parts["optimizer"])
-        found["optimizer"] = _torch_optimizer(state)
+        try:
+            state = plain_part("optimizer", get(checkpoint, parts["optimizer"]))
+            found["optimizer"] = _torch_optimizer(unflattened(state))
+        except PartsError:  # it holds objects where numbers are: shown as it is
+            del parts["optimizer"]
     if "scaler" in parts:
         found["scaler"] = _plain(get(checkpoint, parts["scaler"]))
     return found | _rest(cut(checkpoint, parts) if parts else checkpoint)
@@ -133,10 +151,16 @@ def _sorted(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 def _torch_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        check_state_dict(state)
+    except ValueError as error:
+        return {"name": f"{error}", "steps": [], "slots": [], "bytes": 0}
+    try:
         name = torch_optimizers.recognise(state)
     except ValueError:
         name = "unknown"
-    steps = {number(s["step"]) for s in state["state"].values() if "step" in s}
+    steps = {
+        number(s["step"]) for s in state["state"].values() if s.get("step") is not None
+    }
     slots = {k for s in state["state"].values() for k in s if k != "step"}
     arrays = [x for x in leaves(state["state"]) if isinstance(x, mx.array)]
     return {
@@ -178,24 +202,46 @@ def _rest(skeleton: Any) -> dict[str, Any]:
         skeleton = dict(enumerate(skeleton))
     if not isinstance(skeleton, Mapping):
         skeleton = {"the file itself": skeleton}
-    rest = {str(k): _plain(v) for k, v in skeleton.items() if not isinstance(v, Part)}
+    skeleton = {k: v for k, v in skeleton.items() if not isinstance(v, Part)}
+    seen: set[int] = set()
+    rest = {_key(k): _plain(v, seen) for k, v in skeleton.items()}
     return {"rest": rest} if rest else {}
 
 
-def _plain(value: Any) -> Any:
-    """JSON for people: a tensor is told by its shape, unless it is one number."""
+def _plain(value: Any, seen: set[int] | None = None) -> Any:
+    """JSON for people: a tensor is told by its shape, unless it is one number.
+
+    Objects of other programs may hold themselves and each other: ``seen`` are those
+    that were told, by id, and are told only in short again.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(value, Placeholder):
+        again = id(value) in seen
+        seen.add(id(value))
+        plain = plain_value(value)
+        value = str(value) if again and isinstance(plain, Mapping) else plain
+    if isinstance(value, Placeholder):
+        return str(value)
+    if isinstance(value, PlacedTensor):
+        value = value.array
     if isinstance(value, mx.array):
         told = f"{dtype(value)} {shape(value)}"
         return _plain(value.item()) if value.size == 1 else told
+    if isinstance(value, np.ndarray):
+        return f"numpy {value.dtype.name} {'x'.join(map(str, value.shape)) or 'scalar'}"
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_key(key): _plain(item, seen) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
+        return [_plain(item, seen) for item in value]
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no word for it
     return value if isinstance(value, (str, int, float, type(None))) else str(value)
+
+
+def _key(key: Any) -> str:
+    return str(plain_value(key))
 
 
 def render(found: Mapping[str, Any]) -> str:

@@ -33,9 +33,9 @@ def mismatch(lost: list[str], missing: list[str]) -> str:
         missing: MLX names that nothing was found for.
 
     Example:
-        >>> mismatch(["module.w"], ["w"])
-        "The MLX model has no place for module.w; the checkpoint lacks the model's w. \
-If 'module.' is only a wrapper, rename it away: '^module\\\\.='."
+        >>> mismatch(["net.w"], ["w"])
+        "The MLX model has no place for net.w; the checkpoint lacks the model's w. \
+If 'net.' is only a wrapper, rename it away: rename=... (--rename '^net\\\\.=')."
     """
     said = []
     if lost:
@@ -72,4 +72,7 @@ def _wrapped(lost: list[str], missing: list[str]) -> str | None:
     prefix = lost[0].split(".", 1)[0] + "." if lost and "." in lost[0] else ""
     if not (missing and prefix and all(name.startswith(prefix) for name in lost)):
         return None
-    return f"If {prefix!r} is only a wrapper, rename it away: '^{re.escape(prefix)}='."
+    return (
+        f"If {prefix!r} is only a wrapper, rename it away: rename=... "
+        f"(--rename '^{re.escape(prefix)}=')."
+    )

@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from .layout_hints import listed, mismatch
+from .layout_names import DROPPED, names_and_layouts
+from .layout_targets import Target, known_names
 
 Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
 
@@ -30,6 +31,10 @@ class Layout:
 
 LAYOUTS: dict[str, Layout] = {
     "same": Layout(lambda x: [x], lambda xs: xs[0]),
+    # (in, out) <-> (out, in): Transformers' Conv1D, PEFT's LoRA
+    "transpose": Layout(
+        lambda x: [mx.swapaxes(x, 0, 1)], lambda xs: mx.swapaxes(xs[0], 0, 1)
+    ),
     # (out, in, *kernel) <-> (out, *kernel, in)
     "conv": Layout(
         lambda x: [mx.moveaxis(x, 1, -1)], lambda xs: mx.moveaxis(xs[0], -1, 1)
@@ -44,11 +49,6 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # nn.MultiheadAttention's in_proj: query, key and value in one tensor
     "split_qkv": Layout(lambda x: mx.split(x, 3), mx.concatenate, parts=3),
-}
-_LAYER_LAYOUTS = {
-    (nn.Conv1d, nn.Conv2d, nn.Conv3d): "conv",
-    (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d): "conv_transpose",
-    (nn.Bilinear,): "bilinear",
 }
 _COUNTER = "num_batches_tracked"  # BatchNorm's step count; MLX keeps none
 _EXTRA = "_extra_state"  # what torch.nn.Module.get_extra_state gave, of any type
@@ -71,6 +71,7 @@ class Choices:
         conv: convolution weights.
         conv_transpose: weights of transposed convolutions.
         split_qkv: fused attention weights to split in query, key and value.
+        transpose: weights of two dimensions, (in, out) in PyTorch.
         keep: tensors of 3 and more dimensions whose layout stays.
         drop: tensors the MLX model does not have; kept for the way back.
     """
@@ -79,6 +80,7 @@ class Choices:
     conv: tuple[str, ...] = ()
     conv_transpose: tuple[str, ...] = ()
     split_qkv: tuple[str, ...] = ()
+    transpose: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
 
@@ -102,6 +104,7 @@ class Choices:
                 ("conv", self.conv, 3),
                 ("conv_transpose", self.conv_transpose, 3),
                 ("split_qkv", self.split_qkv, 1),
+                ("transpose", self.transpose, 2),
                 ("same", self.keep, 0),
             )
             if ndim >= least and _matches(name, patterns)
@@ -186,6 +189,7 @@ def make_plan(
     tensors: Mapping[str, mx.array],
     model: nn.Module | None = None,
     choices: Choices | None = None,
+    prefix: str = "",
 ) -> Plan:
     """Plans the conversion of a PyTorch state dict.
 
@@ -193,11 +197,14 @@ def make_plan(
     ``nn.Sequential`` is added, convolutions are transposed, a fused attention
     weight is split) and every shape is checked. Without one, names change only by
     ``choices.rename`` and every tensor of 3 and more dimensions needs a pattern.
+    Words that wrappers (DistributedDataParallel, torch.compile, Lightning) put into
+    the names are left out.
 
     Args:
         tensors: the state dict.
         model: the MLX model.
         choices: what the user says; it wins over the model's layers.
+        prefix: a further beginning of names that is a wrapper's.
 
     Returns:
         Plan: for the weights and the moments.
@@ -210,16 +217,20 @@ def make_plan(
     """
     choices = choices or Choices()
     _check_patterns(choices, tensors)
-    known = _known_names(model) if model is not None else None
+    known = known_names(model) if model is not None else None
     entries: dict[str, Entry] = {}
     tied: dict[str, str] = {}
     lost: list[str] = []
     owners: dict[int, str] = {}
     aside = [n for n, x in tensors.items() if _has_no_place(n, x, choices)]
-    for name in (name for name in tensors if name not in aside):
+    placed = [name for name in tensors if name not in set(aside)]
+    shapes = {name: tensors[name].shape for name in placed}
+    learned = names_and_layouts(shapes, choices.named, model, known, prefix)
+    for name in placed:
         tensor = tensors[name]
         owner = owners.get(id(tensor))
-        entry = _entry(name, tensor, known, choices)
+        new, layout = learned[name]
+        entry = _entry(name, new, layout, tensor, known, choices)
         if owner is not None:
             tied[name] = owner
             if entry is not None and known is not None:
@@ -229,6 +240,9 @@ def make_plan(
         else:
             owners[id(tensor)] = name
             entries[name] = entry
+    # What the model's own sanitize drops has no place either.
+    aside += [n for n in lost if learned[n][1] == DROPPED]
+    lost = [n for n in lost if learned[n][1] != DROPPED]
     # A dropped name of a tensor that is kept under another one must follow it.
     tied |= {n: owners[id(tensors[n])] for n in aside if id(tensors[n]) in owners}
     for alias in [name for name in lost if id(tensors[name]) in owners]:
@@ -270,70 +284,17 @@ def _check_equal(entry: Entry, weights: Mapping[str, mx.array]) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class _Target:
-    mlx: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    layout: str | None  # None: the layer is not one of MLX's own
-
-
-def _known_names(model: nn.Module) -> dict[str, _Target]:
-    """What a PyTorch name (in MLX's spelling or PyTorch's) stands for in the model."""
-    modules = dict(model.named_modules())
-    known: dict[str, _Target] = {}
-    for name, array in tree_flatten(model.parameters()):
-        parts = name.split(".")
-        owner = modules.get(".".join(parts[:-1]))
-        layout = None if array.ndim > 2 else "same"
-        for kinds, special in _LAYER_LAYOUTS.items():
-            if isinstance(owner, kinds) and parts[-1] == "weight":
-                layout = special
-        target = _Target((name,), (array.shape,), layout)
-        known[name] = target
-        known.setdefault(_torch_spelling(parts, modules), target)
-    for path, module in modules.items():
-        if isinstance(module, nn.MultiHeadAttention):
-            known |= _fused(path, module, modules)
-    return known
-
-
-def _torch_spelling(parts: list[str], modules: Mapping[str, nn.Module]) -> str:
-    """Without the "layers" that MLX's nn.Sequential puts before its numbers."""
-    return ".".join(
-        part
-        for i, part in enumerate(parts)
-        if not (
-            part == "layers"
-            and isinstance(modules.get(".".join(parts[:i])), nn.Sequential)
-        )
-    )
-
-
-def _fused(
-    path: str, module: nn.Module, modules: Mapping[str, nn.Module]
-) -> dict[str, _Target]:
-    """The names in_proj_weight and in_proj_bias of PyTorch's attention."""
-    prefix = f"{path}." if path else ""
-    known = {}
-    for leaf in ("weight", "bias"):
-        projections = ("query_proj", "key_proj", "value_proj")
-        if all(leaf in module[projection] for projection in projections):
-            names = tuple(f"{prefix}{projection}.{leaf}" for projection in projections)
-            shapes = tuple(module[p][leaf].shape for p in projections)
-            target = _Target(names, shapes, "split_qkv")
-            fused = f"{prefix}in_proj_{leaf}"
-            known[fused] = target
-            known[_torch_spelling(fused.split("."), modules)] = target
-    return known
-
-
 def _entry(
     name: str,
+    new: str,
+    learned: str | None,
     tensor: mx.array,
-    known: dict[str, _Target] | None,
+    known: dict[str, Target] | None,
     choices: Choices,
 ) -> Entry | None:
-    new, said = choices.named(name), choices.layout(name, tensor.ndim)
+    if learned == DROPPED:
+        return None
+    said = choices.layout(name, tensor.ndim) or learned
     if known is None:
         return _entry_by_patterns(name, new, said, tensor)
     target = known.get(new)
@@ -381,7 +342,7 @@ def _entry_by_patterns(
     )
 
 
-def _unchanged(name: str, tensor: mx.array, target: _Target) -> str:
+def _unchanged(name: str, tensor: mx.array, target: Target) -> str:
     """A layer of the user's own keeps its layout, unless another one fits as well."""
     other = [mx.moveaxis(tensor, i, -1).shape for i in (0, 1)]
     if target.shapes[0] in other:
@@ -395,7 +356,7 @@ def _unchanged(name: str, tensor: mx.array, target: _Target) -> str:
 
 
 def _check_patterns(choices: Choices, tensors: Mapping[str, mx.array]) -> None:
-    for kind in ("conv", "conv_transpose", "split_qkv", "keep", "drop"):
+    for kind in ("conv", "conv_transpose", "split_qkv", "transpose", "keep", "drop"):
         for pattern in getattr(choices, kind):
             if not any(fnmatchcase(name, pattern) for name in tensors):
                 raise LayoutError(
@@ -407,7 +368,7 @@ def _check_patterns(choices: Choices, tensors: Mapping[str, mx.array]) -> None:
 def _check_names(
     entries: Mapping[str, Entry],
     lost: list[str],
-    known: dict[str, _Target] | None,
+    known: dict[str, Target] | None,
 ) -> None:
     taken: dict[str, str] = {}
     for entry in entries.values():

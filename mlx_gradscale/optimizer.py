@@ -37,7 +37,7 @@ from .scaler import (
     is_wrapped,
 )
 from .state_slots import copies, restore, write_all
-from .tracing import evaluate_unless_traced
+from .tracing import evaluate_unless_traced, not_constant
 
 # Which wrapper an optimizer is in: two would share its moments.
 _wrappers: "weakref.WeakKeyDictionary[Optimizer, weakref.ref]" = (
@@ -281,8 +281,9 @@ class LossScaleOptimizer(Optimizer):
         if self._loaded is not None:
             # The scaler has its state since the load, and may have moved on.
             scaler = {f"scaler.{k}": self.scaler.state[k] for k in FIELDS}
+            other = {k: x for k, x in self._loaded.items() if k not in scaler}
             try:
-                self._write(self._loaded | scaler)
+                self._write(not_constant(other, parameters) | scaler)
             except ValueError:
                 restore(before)
                 self.scaler.state.update(self._scaler_before_load)

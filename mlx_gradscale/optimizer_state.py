@@ -11,6 +11,7 @@ from .state_slots import CONTAINERS, items
 
 # What a saved state may have or not, and is not taken over.
 NOT_LOADED = ("scaler.buffers.", "max_grad_norm")
+_CONSTANTS = (bool, int, float, str, type(None))
 
 
 def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
@@ -22,7 +23,9 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
         scaler_state (dict): The state of the scaler that is to take its part.
     """
     for path, x in loaded.items():
-        if not isinstance(x, mx.array):
+        # Other people's optimizers keep constants beside their arrays.
+        constant = path.startswith("optimizer.") and isinstance(x, _CONSTANTS)
+        if not isinstance(x, mx.array) and not constant:
             raise TypeError(f"{path!r} must be an array, got {x!r}.")
     scaler = {
         path.removeprefix("scaler."): x
@@ -56,14 +59,16 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
     others = {
         path: x
         for path, x in loaded.items()
-        if path != "grad_norm" and not path.startswith(NOT_LOADED)
+        if isinstance(x, mx.array)
+        and path != "grad_norm"
+        and not path.startswith(NOT_LOADED)
     }
     for record in nonfinite(others):
         raise ValueError(f"{record.path!r} in the state holds NaN or inf.")
 
 
-def write_in_place(state: dict[str, Any], loaded: dict[str, mx.array]) -> None:
-    """Replace every leaf of ``state``, or raise and replace none.
+def write_in_place(state: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Replace every array of ``state``, or raise and replace none.
 
     Args:
         state (dict): A tree whose containers are kept: compiled steps hold them.
@@ -71,6 +76,9 @@ def write_in_place(state: dict[str, Any], loaded: dict[str, mx.array]) -> None:
     """
     own = dict(tree_flatten(state))
     for path in [*own, *loaded]:
+        if path not in loaded and not isinstance(own[path], mx.array):
+            # A constant, which a file of arrays is without.
+            continue
         if path not in loaded:
             raise ValueError(f"The state has no {path!r}, this optimizer has.")
         if path not in own:
@@ -79,6 +87,13 @@ def write_in_place(state: dict[str, Any], loaded: dict[str, mx.array]) -> None:
                 "another model or optimizer."
             )
         here, there = own[path], loaded[path]
+        if not (isinstance(here, mx.array) and isinstance(there, mx.array)):
+            if repr(here) != repr(there):
+                raise ValueError(
+                    f"{path!r} is {there!r} in the state, {here!r} in this optimizer: "
+                    "make it with the settings of the one that was saved."
+                )
+            continue
         if (here.shape, here.dtype) != (there.shape, there.dtype):
             raise ValueError(
                 f"{path!r} is {there.dtype} of shape {there.shape} in the state, "

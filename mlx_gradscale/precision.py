@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from .finite import is_floating
 from .half import to_float32
+from .islands import kept_in_float32
 from .state_slots import slots, write_all
 
 
@@ -201,7 +202,8 @@ def value_and_grad(
             ``mx.float32`` for a model that is stored in half precision. Default: each
             parameter's own, and nothing is cast.
         keep (Callable, optional): Told the path and value of a parameter, returns
-            True to leave it in its own dtype.
+            True to leave it in its own dtype. The layer that it belongs to computes in
+            float32 and casts what it returns to ``compute_dtype``.
         cast_inputs (bool): Whether to cast floating arguments of ``loss_fn`` as well,
             targets and masks among them. Default: ``True``.
     """
@@ -227,18 +229,23 @@ def value_and_grad(
         floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
         return x.astype(compute_dtype) if floating else x
 
-    def cast_parameter(path: str, parameter: mx.array) -> mx.array:
-        return parameter if keep and keep(path, parameter) else cast(parameter)
+    def differentiate(parameters: Any, args: tuple, kwargs: dict) -> Any:
+        # A layer with kept parameters is a float32 island: it casts back.
+        with kept_in_float32(model, compute_dtype, keep) as kept:
 
-    def cast_loss_fn(parameters, args, kwargs):
-        if compute_dtype is not None:
-            parameters = tree_map_with_path(cast_parameter, parameters)
-            if cast_inputs:
-                args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_leaf)
-        model.update(parameters)
-        return loss_fn(*args, **kwargs)
+            def cast_parameter(path: str, parameter: mx.array) -> mx.array:
+                return parameter if kept(path, parameter) else cast(parameter)
 
-    differentiate = mx.value_and_grad(cast_loss_fn)
+            def cast_loss_fn(parameters, args, kwargs):
+                if compute_dtype is not None:
+                    parameters = tree_map_with_path(cast_parameter, parameters)
+                    if cast_inputs:
+                        args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_leaf)
+                model.update(parameters)
+                return loss_fn(*args, **kwargs)
+
+            return mx.value_and_grad(cast_loss_fn)(parameters, args, kwargs)
+
     borrowed: list[tuple[Any, Any, Any]] = []
 
     @wraps(loss_fn)

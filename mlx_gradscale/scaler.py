@@ -162,7 +162,9 @@ class GradScaler(LossScale):
         self._cut_short = False
         self._owner: weakref.ref | None = None
         self._warned: set[str] = set()
-        self.forward = Forward(self._state, self._see_loss, self._begin)
+        self.forward = Forward(
+            self._state, self._see_loss, self._begin, self._warn_once
+        )
 
     def take_way(self, way: str) -> None:
         """Decide once how this scaler's gradients come, or raise if it is decided."""
@@ -205,7 +207,8 @@ class GradScaler(LossScale):
                 floating arguments to this for the forward pass. The model keeps its
                 own parameters. Default: ``None``.
             keep (Callable, optional): With ``compute_dtype``: told the path and
-                the value of a parameter, returns True to leave it as it is.
+                the value of a parameter, returns True to leave it as it is. Its layer
+                computes in float32 and casts what it returns back.
             cast_inputs (bool): With ``compute_dtype``: whether floating arguments of
                 ``loss_fn`` are cast too. All are, targets and masks among them: a
                 target of 1e5 is inf in float16. False leaves them alone, and

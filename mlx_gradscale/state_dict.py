@@ -7,6 +7,10 @@ from .scale import FIELDS, SETTINGS, TORCH_KEYS, check, clamped
 _OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
 
 
+class EmptyStateError(RuntimeError, ValueError):
+    """There is nothing in a state dict: PyTorch raises a RuntimeError."""
+
+
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
     """Return PyTorch's five keys, and others only where not at their default."""
     own = {k: values[k] for k in _OWN_KEYS if values[k] != FIELDS[k][1]}
@@ -23,7 +27,7 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
     if not isinstance(state_dict, dict):
         raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
     if not state_dict:
-        raise ValueError(
+        raise EmptyStateError(
             "The state dict is empty, as a disabled GradScaler writes it: there is "
             "nothing to load."
         )

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 
 class _Runs(threading.local):
@@ -66,6 +67,19 @@ def evaluate_unless_traced(*trees: Any) -> bool:
             raise
         return False
     return True
+
+
+def not_constant(arrays: dict[str, mx.array], tree: Any) -> dict[str, mx.array]:
+    """Return arrays that ``mx.compile`` takes for results of what is in ``tree``.
+
+    A constant of one element is printed into the kernel: before MLX 0.32 not with all
+    its digits, and there one that is an output too ends in ``_Map_base::at``.
+    """
+    leaves = [x for _, x in tree_flatten(tree)]
+    if not arrays or not leaves:
+        return arrays
+    values = mx.depends(list(arrays.values()), leaves[:1])
+    return dict(zip(arrays, values, strict=True))
 
 
 def refuse_shapeless() -> None:

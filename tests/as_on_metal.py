@@ -16,12 +16,14 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 CORE = [
     "test_as_on_metal.py",
+    "test_mlx_internals.py",
     "test_scale.py",
     "test_scaler.py",
     "test_scaler_machine.py",
     "test_finite.py",
     "test_guard.py",
     "test_guard_classes.py",
+    "test_guard_in_place.py",
     "test_optimizer.py",
     "test_optimizer_masters.py",
     "test_optimizer_state.py",

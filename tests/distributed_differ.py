@@ -94,7 +94,7 @@ def told(group):
     # One rank calls init, the others take their first step, and then all go on.
     optimizer, model = wrapped(group), Deep(1)
     model.update(tree_map(mx.zeros_like, model.parameters()))
-    optimizer.scale_loss(lambda: None)
+    optimizer.scale_loss(lambda: None, model)
     if odd:
         optimizer.init(model.trainable_parameters())
     grads = {} if odd else tree_map(mx.ones_like, model.trainable_parameters())

@@ -211,12 +211,15 @@ def adapt(model, optimizer, steps, width=64):
     value_and_grad = optimizer.value_and_grad(model, loss_fn)
     losses = []
     for i in steps:
-        loss, grads = value_and_grad(mx.random.normal((4, width), key=mx.random.key(i)))
+        loss, grads = value_and_grad(
+            mx.random.normal((4, width), key=mx.random.key(i)).astype(mx.float16)
+        )
         optimizer.update(model, grads)
         losses.append(loss.item())
     return losses
 
 
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_of_a_lora_model_only_the_adapters(tmp_path):
     model, optimizer = lora()
     adapt(model, optimizer, range(3))
@@ -285,6 +288,7 @@ class Fc(nn.Module):
         return self.fc(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_such_a_run_goes_to_pytorch(tmp_path, capsys):
     torch_checkpoint.save(tmp_path / "pattern.pt", usual())
     optimizer = LossScaleOptimizer(optim.SGD(0.1, momentum=0.9), GradScaler(512.0))

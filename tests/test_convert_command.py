@@ -283,7 +283,7 @@ def test_scaler_states_of_others_are_converted_with_a_word(tmp_path, capsys):
     where = paths(tmp_path, {"model": model, "scaler": scaler})
     assert main(where) == 0
     said = capsys.readouterr().err
-    assert "hysteresis_tracker" in said
+    assert "hysteresis=2" in said
     assert "growth_interval=1000" in said
     assert read_run(tmp_path / "run").scaler["scale"] == 64.0
     (tmp_path / "a.pt").unlink()

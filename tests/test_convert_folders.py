@@ -149,6 +149,31 @@ def test_what_is_carried_along_replaces_nothing(tmp_path, capsys):
     }
 
 
+def test_a_folder_full_of_other_files_is_not_carried_along(tmp_path, capsys):
+    there = tmp_path / "there"
+    there.mkdir()
+    torch_checkpoint.save(there / "pytorch_model.bin", small()[0])
+    for i in range(1100):
+        (there / f"{i:04}.png").touch()
+    (there / "a\nb.txt").touch()
+    (there / ".c.0123456789abcdef.tmp").touch()
+    (there / "folder.pt").mkdir()
+    forward(there, tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "0007.png and 992 more" in said
+    assert len(read_run(tmp_path / "run").record["carried"]) == 1000
+    (left,) = (line for line in said.splitlines() if "Left out" in line)
+    assert ".c.0123456789abcdef.tmp" in left
+    assert "1000.png" in left
+
+
+def test_a_trainers_state_that_is_no_json_is_an_error(tmp_path):
+    content = {"pytorch_model.bin": small()[0], "trainer_state.json": {"a": mx.ones(2)}}
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
+        write_torch(tmp_path / "out", content, is_folder=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_text_in_a_pytorch_file_is_not_taken_for_a_file(tmp_path):
     there = tmp_path / "there"
     there.mkdir()

@@ -71,9 +71,15 @@ def make_runs(folder):
         saved = folder / f"{name}-saved"
         save_run(saved, model, loaded.optimizer, loaded.scaler, loaded.record)
     model, optimizer, scaler = small()
-    files = {"pytorch_model.bin": model, "optimizer.bin": optimizer, "s.pt": scaler}
-    run = from_torch(files)
+    index = "pytorch_model.bin.index.json"
+    held = dict.fromkeys(model, "pytorch_model-1-of-1.bin")
+    optimizer |= {"loss_scaler": scaler, "base_lr": 0.1}
+    run = from_torch(
+        {index: model, "optimizer.bin": optimizer, "trainer_state.json": {}}
+    )
     run.record["folder"] = True
+    run.record["shards"] = {index: {"metadata": {}, "files": held}}
+    run.record["carried"] = {"config.json": mx.arange(40).astype(mx.uint8)}
     write_run(folder / "files", run)
     return ("sgd", "adam", "sgd-saved", "adam-saved", "files")
 
@@ -184,3 +190,54 @@ def test_a_damaged_scaler_is_a_run_error(key, value, tmp_path):
     path.write_text("{}")
     with pytest.raises(RunError):
         load_run(tmp_path / "run", Small())
+
+
+VALUES = [
+    None, True, 0, -1, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "x", b"x",
+    [], [[]], [0], (), (1, 2, 3), {}, {1: 2}, {"a": 1}, mx.array(1), mx.ones((2, 3)),
+    mx.array([1.0, 2.0]), mx.array(True), mx.array(1j), mx.zeros((0,)), set(), 1j,
+]  # fmt: skip
+
+
+def damage(value, rng):
+    """One value inside dicts and lists replaced, taken out, doubled or renamed."""
+    every = [path for path in places(value) if path]
+    *path, last = rng.choice(every)
+    holder = value
+    for key in path:
+        holder = holder[key]
+    kind = rng.randrange(4)
+    if kind < 2:
+        holder[last] = plain_copy(rng.choice(VALUES))
+    elif kind == 2:
+        del holder[last]
+    elif isinstance(holder, dict):
+        new = rng.choice(["state", "params", "lr", 3, "betas", "step"])
+        holder[new] = holder.pop(last)
+    else:
+        holder.append(plain_copy(holder[last]))
+    return value
+
+
+def plain_copy(value):
+    if isinstance(value, dict):
+        return {key: plain_copy(item) for key, item in value.items()}
+    return [plain_copy(x) for x in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_damaged_checkpoints_are_converted_or_value_errors(seed, tmp_path):
+    """Those that PyTorch would not write: through the functions and inspect."""
+    rng, good = random.Random(seed), 0
+    for number in range(300):
+        start = plain_copy((usual, adam)[number % 2]())
+        checkpoint = damage(damage(start, rng) if number % 3 else start, rng)
+        problems = []
+        for way in (from_torch, inspect._describe_torch):
+            try:
+                way(checkpoint)
+            except ValueError as error:
+                problems.append(error)
+        assert all(map(str, problems))
+        good += not problems
+    assert good > 50

@@ -5,7 +5,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import GradScaler
+from mlx_gradscale import GradScaler, float32_layers
 from mlx_gradscale.diagnostics import explain_overflow
 
 HALF = mx.float16
@@ -186,6 +186,15 @@ def test_a_layer_that_is_kept_in_float32_does_not_overflow():
         return path.startswith("blocks.1.fc2")
 
     assert explain(model, x, loss_fn, keep=keep).cause == "nothing"
+
+
+def test_a_layer_that_computes_in_float32_does_not_overflow():
+    model = Net(gain=6e4, out_gain=1e-4)
+    model.eval()
+    x = mx.full((4, 8), 4.0)
+    assert explain(model, x).cause == "forward"
+    with float32_layers(model, "blocks.1"):
+        assert explain(model, x).cause == "nothing"
 
 
 def test_the_batch_is_at_fault():

@@ -17,6 +17,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from distributed_parts import overflows
+from helpers import BEFORE_0_32
 from reference import Reference
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
@@ -26,6 +27,7 @@ TESTS = Path(__file__).parent
 EXAMPLE = TESTS.parent / "examples" / "distributed.py"
 # A hang must end; how long the ranks take is no part of any test.
 LIMIT = 600
+NOT_NOTICED = "MLX before 0.32 waits for ever for a rank that has ended."
 
 
 def free_ports(n, consecutive=False):
@@ -243,9 +245,9 @@ def test_shards_cost_one_all_reduce_besides_the_layers_own(two):
 
 def test_what_the_ring_cannot_do(two):
     # When this fails, MLX has learnt it: use nn.fully_shard in the worker.
-    assert {r["fully sharded"]["nn.fully_shard"] for r in two} == {
-        "[ring] sum_scatter not supported."
-    }
+    said = "module 'mlx.nn' has no attribute 'fully_shard'"
+    said = said if BEFORE_0_32 else "[ring] sum_scatter not supported."
+    assert {r["fully sharded"]["nn.fully_shard"] for r in two} == {said}
 
 
 def test_uneven_micro_batches_and_a_rank_without_any(ranks):
@@ -301,6 +303,7 @@ def test_rank_0_brings_everybody_back(ranks):
         assert report["after"] == 1
 
 
+@pytest.mark.skipif(BEFORE_0_32, reason=NOT_NOTICED)
 def test_a_rank_dies_and_training_goes_on_from_the_checkpoint(tmp_path):
     worker, checkpoint = "distributed_restart.py", tmp_path / "run.safetensors"
 

@@ -3,7 +3,8 @@
 import signal
 
 import pytest
-from test_distributed import run_ranks
+from helpers import BEFORE_0_32
+from test_distributed import NOT_NOTICED, run_ranks
 
 WORKER = "distributed_differ.py"
 
@@ -67,6 +68,7 @@ def test_ranks_at_different_calls_are_told(told):
         )
 
 
+@pytest.mark.skipif(BEFORE_0_32, reason=NOT_NOTICED)
 @pytest.mark.parametrize("case", ["init_in_a_step", "left_out"])
 def test_a_rank_that_meets_a_step_of_another_says_so(tmp_path, case):
     codes, [first, second], output = run_ranks(2, tmp_path / "run", WORKER, case)
@@ -78,6 +80,7 @@ def test_a_rank_that_meets_a_step_of_another_says_so(tmp_path, case):
     assert first is None or "connection to a peer was lost" in first
 
 
+@pytest.mark.skipif(BEFORE_0_32, reason=NOT_NOTICED)
 def test_waiting_has_an_end(tmp_path):
     codes, found, output = run_ranks(2, tmp_path / "run", WORKER, "too_late")
     # MLX may abort at the exit of a process in which it still waits.

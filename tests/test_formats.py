@@ -4,11 +4,14 @@ import gzip
 import struct
 import warnings
 
+import mlx.core as mx
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_gradscale import GradScaler
 from mlx_gradscale.formats import (
     FORMATS,
     FormatWarning,
@@ -153,10 +156,56 @@ def test_recognises_megatron_and_says_what_it_lost():
     with pytest.warns(FormatWarning) as said:
         got = read_state(state)
     text = " ".join(str(w.message) for w in said)
-    for word in ("growth_factor=2.0", "growth_interval=1000", "hysteresis_tracker=2"):
+    for word in ("growth_factor=2.0", "growth_interval=1000", "hysteresis=2"):
         assert word in text
     assert got["growth_interval"] == 1000
     assert got["min_scale"] == 1.0
+    assert got["hysteresis"] == 2
+    assert "backoff_tracker" not in got
+
+
+class Megatron:
+    """Its rule, from its description: the budget is refilled by growth alone."""
+
+    def __init__(self, scale, interval, hysteresis):
+        self.scale, self.interval, self.hysteresis = scale, interval, hysteresis
+        self.growth, self.left = 0, hysteresis
+
+    def update(self, finite):
+        if not finite:
+            self.growth, self.left = 0, self.left - 1
+            if self.left <= 0:
+                self.scale = max(self.scale * 0.5, 1.0)
+        else:
+            self.growth += 1
+            if self.growth == self.interval:
+                self.growth, self.left = 0, self.hysteresis
+                self.scale *= 2.0
+
+    def state(self):
+        return {
+            "scale": np.array([self.scale]),
+            "growth_tracker": self.growth,
+            "hysteresis_tracker": self.left,
+        }
+
+
+@pytest.mark.filterwarnings("ignore::mlx_gradscale.formats.FormatWarning")
+@given(st.integers(2, 4), st.lists(st.booleans(), max_size=20), st.lists(st.booleans()))
+def test_a_megatron_run_goes_on_with_what_is_left_of_its_hysteresis(h, before, after):
+    theirs = Megatron(2.0**20, 3, h)
+    for finite in before:
+        theirs.update(finite)
+    found = read_state(theirs.state(), hysteresis=h, growth_interval=3)
+    scaler = GradScaler()
+    scaler.load_state_dict(found)
+    for finite in after[:20]:
+        theirs.update(finite)
+        scaler.scale(mx.array(1.0))
+        grads = {"w": mx.array([1.0 if finite else float("inf")])}
+        scaler.apply_gradients(optim.SGD(0.1), grads, {"w": mx.ones(1)})
+        scaler.update()
+        assert scaler.get_scale() == theirs.scale
 
 
 def test_settings_replace_assumed_values_and_silence_their_warning():

@@ -160,6 +160,7 @@ def test_a_gradient_function_compiled_alone_takes_buffers_back_by_itself():
     assert bits(buffers(model)) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_models_without_buffers_and_frozen_weights_cost_nothing():
     counts = {}
     for frozen in (False, True):

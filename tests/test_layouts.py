@@ -147,9 +147,46 @@ def test_renames_by_mapping_function_and_expression(rename):
     assert convert(tensors, Net(), rename=rename).entries.keys() == tensors.keys()
 
 
-def test_a_wrapper_prefix_is_recognised_in_the_error():
-    tensors = {f"module.{name}": array for name, array in net_tensors().items()}
-    with pytest.raises(LayoutError, match=r"'\^module\\\.='"):
+WRAPPED = [
+    "module.{}",
+    "_orig_mod.{}",
+    "module._orig_mod.{}",
+    "_orig_mod.module.{}",
+    "model.{}",
+    "model._orig_mod.{}",
+    "module.model.{}",
+    "_fsdp_wrapped_module.{}",
+]
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("renamed", [False, True])
+def test_wrappers_are_left_out_of_names_and_put_back(wrapped, renamed):
+    start = "x." if renamed else ""
+    tensors = {wrapped.format(start + n): x for n, x in net_tensors().items()}
+    choices = Choices(rename=[(r"^x\.", "")] if renamed else None)
+    plan = make_plan(tensors, Net(), choices)
+    weights = plan.to_mlx(tensors)
+    assert weights.keys() == dict(tree_flatten(Net().parameters())).keys()
+    assert plan.to_torch(weights).keys() | set(plan.aside) == tensors.keys()
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_wrappers_are_known_without_a_model(wrapped):
+    tensors = {wrapped.format(n): mx.zeros(2) for n in ("fc.weight", "fc.bias")}
+    prefix = "model." if "model" in wrapped else ""
+    plan = make_plan(tensors, prefix=prefix)
+    assert plan.to_mlx(tensors).keys() == {"fc.weight", "fc.bias"}
+    # A module of that name beside others is the user's own.
+    tensors["head.weight"] = mx.zeros(2)
+    kept = make_plan(tensors, prefix=prefix).entries
+    if "_" not in wrapped:
+        assert all(entry.mlx == (name,) for name, entry in kept.items())
+
+
+def test_another_prefix_is_recognised_in_the_error():
+    tensors = {f"net.{name}": array for name, array in net_tensors().items()}
+    with pytest.raises(LayoutError, match=r"--rename '\^net\\\.='"):
         make_plan(tensors, Net())
 
 

@@ -99,6 +99,25 @@ def test_plain_float16_adamw_is_lost_at_once(tmp_path):
     assert not reports.train[-1]["train_loss"] < 100
 
 
+def test_64_micro_batches_do_not_overflow_by_being_added_up(tmp_path):
+    # Each has gradients of up to 6e4 / 16 when scaled: in float16 their sum is inf.
+    found = {}
+    for unscale in (True, False):
+        model = mlx_lm_lora.make_model(full=True)
+        scaler = GradScaler(init_scale=2.0**9, growth_interval=10**6)
+        optimizer = LossScaleOptimizer(optim.SGD(1e-3), scaler)
+        optimizer.init(model.trainable_parameters())
+
+        def loud(*arguments):
+            loss, tokens = default_loss(*arguments)
+            return loss * 2.0**4, tokens
+
+        loss = optimizer.scale_loss(loud, unscale=unscale)
+        fit(model, optimizer, tmp_path, loss, 64, grad_accumulation_steps=64)
+        found[unscale] = optimizer.scaler.skipped_steps.item()
+    assert found == {True: 0, False: 1}
+
+
 def test_an_overflow_changes_nothing_and_training_recovers(tmp_path):
     model = mlx_lm_lora.make_model(full=True)
     optimizer = LossScaleOptimizer(

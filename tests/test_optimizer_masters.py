@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 from helpers import (
     INF,
+    Mlp,
     address,
+    batch,
     kernels,
+    mse,
     same,
 )
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from optimizer_helpers import HALVES, Training, rounded, wrapped
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -219,3 +224,33 @@ def test_zeroed_weights_stay_zero():
     weights = {"w": mx.zeros(3, mx.float16)}
     weights = optimizer.apply_gradients({"w": mx.zeros(3)}, weights)
     assert weights["w"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("compute_dtype", HALVES)
+def test_a_decay_by_hand_reaches_float32_parameters_computed_in_half(compute_dtype):
+    # 1e-4 is less than half an ulp of any half: its weights cannot hold it.
+    for dtype, left in ((compute_dtype, 1.0), (mx.float32, (1 - 1e-4) ** 10)):
+        mx.random.seed(1)
+        model = Mlp(dtype=dtype)
+        optimizer = LossScaleOptimizer(optim.SGD(0.0), GradScaler(256.0))
+        loss_and_grad = optimizer.value_and_grad(model, mse(model), compute_dtype)
+        before = model.layers[0].weight.astype(mx.float32)
+        for _ in range(10):
+            _, gradients = loss_and_grad(*batch(0, dtype=compute_dtype))
+            weight = model.layers[0].weight.astype(mx.float32) * (1 - 1e-4)
+            model.layers[0].weight = weight.astype(dtype)
+            optimizer.update(model, gradients)
+        masters = optimizer.masters(model.trainable_parameters())
+        now = masters["layers"][0]["weight"]
+        assert mx.allclose(now, left * before, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_decay_by_the_optimizer_reaches_the_masters(dtype):
+    optimizer = wrapped(optim.AdamW(1e-2, weight_decay=1e-2))
+    weights = {"w": mx.full((4,), 0.7, dtype)}
+    before = weights["w"][0].item()
+    for _ in range(50):
+        weights = optimizer.apply_gradients({"w": mx.zeros(4)}, weights)
+    decayed = optimizer.state["masters"]["w"][0].item()
+    assert decayed == pytest.approx(before * (1 - 1e-4) ** 50, rel=1e-5)

@@ -8,7 +8,8 @@ import pytest
 
 from mlx_gradscale import GradScaler
 from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
-from mlx_gradscale.plot import main, plot_gradients, plot_history
+from mlx_gradscale.float16 import Float32Search, Reason, Row
+from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
 
 pytest.importorskip("matplotlib")
 
@@ -172,3 +173,45 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert "mlx_gradscale[plot]" in done.stdout, done.stderr
+
+
+def headroom(layers=5, where=("layers.1 to layers.2",)):
+    rows = [Row("", 1.0, 0.0, False)]
+    rows += [
+        Row(f"layers.{i}", 1e5 if i == 1 else 2.0, 30.0, i in (1, 2) and bool(where))
+        for i in range(layers)
+    ]
+    reasons = [Reason(entry, "layers.1", "values of 1e+05") for entry in where]
+    return Float32Search(list(where), reasons, rows, scale=1024.0)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_headroom_is_drawn_before_and_after(tmp_path, dark):
+    path = tmp_path / "headroom.png"
+    figure = plot_headroom(headroom(), path, dark=dark)
+    assert path.stat().st_size > 10_000
+    assert len(figure.axes) == 2
+    found = texts(figure)
+    assert "all in float16: 1 of 5 layers overflow" in found
+    assert "layers.4" in found
+    assert "65504" in found
+    assert "backward, loss scale 2^10" in found
+    before, after = (
+        [line for line in axes.lines if len(line.get_xdata()) == 5]
+        for axes in figure.axes
+    )
+    assert max(line.get_ydata()[1] for line in before) == 1e5
+    filled = [x.get_ydata() for x in after if x.get_markerfacecolor() != "none"]
+    assert all(str(values[1]) == "nan" for values in filled)
+
+
+def test_a_model_without_float32_layers_has_one_panel_and_many_layers_few_names():
+    figure = plot_headroom(headroom(300, where=()), title="mine")
+    assert len(figure.axes) == 1
+    assert "mine" in texts(figure)
+    assert len({text for text in texts(figure) if text.startswith("layers.")}) <= 40
+
+
+def test_a_search_that_ended_early_cannot_be_drawn():
+    with pytest.raises(ValueError, match=r"nothing to draw. Weights are NaN"):
+        plot_headroom(Float32Search([], problem="Weights are NaN."))

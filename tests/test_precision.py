@@ -129,6 +129,7 @@ def test_aux_keywords_integers_and_a_model_among_the_arguments():
     assert (aux, seven) == ({"n": 2}, 7)
 
 
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_a_dict_subclass_among_the_arguments_is_left_alone():
     class Batch(dict):
         pass
@@ -143,6 +144,7 @@ def test_a_dict_subclass_among_the_arguments_is_left_alone():
     GradScaler().value_and_grad(model, loss_fn, mx.float16)(given)
 
 
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_chosen_parameters_stay_in_float32():
     model, seen = Mlp(), {}
 
@@ -179,6 +181,7 @@ def test_inputs_stay_as_they_are_if_asked_for():
     assert mx.isinf(loss).item()
 
 
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_frozen_parameters_are_not_cast():
     model, seen = Mlp(), {}
     model.layers[0].freeze()

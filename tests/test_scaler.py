@@ -303,6 +303,7 @@ def test_a_step_without_gradients_is_refused(grads):
     assert bits([model.parameters(), scaler.state]) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_frozen_and_quantized_layers():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
     nn.quantize(model, class_predicate=lambda path, m: path == "layers.0")

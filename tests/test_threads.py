@@ -30,7 +30,7 @@ def train(loop, model=None, optimizer=None, seed=0, steps=4):
     """The bits of all there is after some steps, of which one overflows."""
     if model is None:
         model, optimizer = make(seed)
-    loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(mse(model)))
+    loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(mse(model), model))
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]
 

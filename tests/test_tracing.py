@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import Mlp, batch, mse
+from helpers import BEFORE_0_32, Mlp, batch, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.tracing import evaluate_unless_traced
@@ -27,6 +27,7 @@ def test_what_is_traced_is_left_alone():
     assert evaluate_unless_traced(state, [mx.ones(2)])
 
 
+@pytest.mark.skipif(BEFORE_0_32, reason="MLX before 0.32 reads what is not there.")
 def test_any_other_error_is_raised(tmp_path):
     path = str(tmp_path / "weights.safetensors")
     mx.save_safetensors(path, {"w": mx.ones(1000)})
@@ -41,7 +42,9 @@ def test_shapeless_is_refused_as_long_as_mlx_broadcasts_all_in_there(wrap):
     model, scaler, inner = Mlp(), GradScaler(), optim.SGD(0.1)
     if wrap:
         optimizer = LossScaleOptimizer(inner, scaler)
-        loss_and_grad = nn.value_and_grad(model, optimizer.scale_loss(mse(model)))
+        loss_and_grad = nn.value_and_grad(
+            model, optimizer.scale_loss(mse(model), model)
+        )
         update = optimizer.update
     else:
         optimizer = inner

@@ -245,6 +245,26 @@ def test_a_gradient_function_compiled_alone_stays_true_as_the_scale_moves(way):
     assert scaler.get_scale() == 1024.0
 
 
+@MODES
+def test_gradients_from_anywhere_else_are_taken_as_they_are(compiled):
+    # Unscaled ones, once the scaler had scaled anything, moved 8e-6 instead of 0.54.
+    model, optimizer, scaler = model_of("compute_dtype"), optim.SGD(0.1), GradScaler()
+    scaler.value_and_grad(model, mse(model), mx.float16)(*batch())
+    plain = nn.value_and_grad(model, mse(model))
+    optimizer.init(model.trainable_parameters())
+
+    def step(x, y):
+        return scaler.minimize(optimizer, model, plain(x, y)[1])
+
+    state = [model.state, optimizer.state, scaler.state]
+    step = mx.compile(step, inputs=state, outputs=state) if compiled else step
+    for i in range(5):
+        assert step(*batch(10 * i)).item()
+    expected = sgd_by_hand(model_of("compute_dtype"), lambda grads: grads, 5)
+    for path, x in as_arrays(model.parameters()).items():
+        assert np.allclose(x, expected[path], rtol=1e-4, atol=1e-5), path
+
+
 # One scaler, one way
 
 
@@ -483,6 +503,18 @@ def test_float16_parameters_take_one_kernel_more_per_leaf_which_writes_four_byte
     extra = [n for n in counts[True] if n.startswith("CompiledAsTypeBroadcastMultiply")]
     assert len(counts[True]) - len(counts[False]) <= leaves + 2
     assert len(extra) >= leaves
+
+
+def test_a_true_gradient_of_a_float16_parameter_is_six_bytes_of_traffic():
+    from helpers import bytes_moved
+
+    from mlx_gradscale.precision import true_gradients
+
+    scaled = {"a": mx.ones((16, 8), mx.float16), "b": mx.ones(16, mx.float16)}
+    mx.eval(scaled)
+    # Read 2, write 4; the finite check and the update then read 4 each instead of 2.
+    moved = bytes_moved(scaled, true_gradients(scaled, mx.array(0.5)))
+    assert moved == 6 * (16 * 8 + 16)
 
 
 def test_guarding_alone_costs_no_kernel_more_than_scaled_gradients():

@@ -11,6 +11,7 @@ from .resume import (
     load_run,
     save_run,
 )
+from .several import from_several
 from .torch_folder import read_torch, write_torch
 from .whole import Options, Run, from_torch, to_torch
 
@@ -21,6 +22,7 @@ __all__ = [
     "Run",
     "RunError",
     "build_optimizer",
+    "from_several",
     "from_torch",
     "load_optimizer_state",
     "load_run",

@@ -25,7 +25,8 @@ def _switch(help: str) -> dict[str, Any]:
 
 
 def _key(part: str) -> dict[str, Any]:
-    help = f"where the {part} state is in the checkpoint; '' leaves it out"
+    help = f"where the {part} state is in the checkpoint; '' leaves it out; several, "
+    help += "with commas, become a run each in the folder"
     return {"metavar": "KEY/KEY", "help": help}
 
 
@@ -43,14 +44,16 @@ _PATHS: dict[str, dict[str, Any]] = {
 }
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "--model": {
-        "metavar": "MODULE:NAME",
+        "metavar": "MODULE:NAME or PATH",
         "help": "the MLX model, or a function that makes it: names, layouts and "
-        "shapes come from its layers. This imports the module and calls the function: "
+        "shapes come from its layers; or an mlx-lm model's folder or config.json. "
+        "MODULE:NAME imports the module and calls the function: "
         "it runs their code, which nothing else here does with any file",
     },
     "--conv": _pattern("convolution weights"),
     "--conv-transpose": _pattern("weights of transposed convolutions"),
     "--split-qkv": _pattern("fused attention weights to split in three"),
+    "--transpose": _pattern("weights that are (in, out) in PyTorch, as GPT-2's"),
     "--keep-layout": _pattern("tensors of 3 and more dimensions to leave as they are"),
     "--drop": _pattern("tensors the MLX model does not have"),
     "--rename": {

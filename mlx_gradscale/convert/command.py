@@ -13,12 +13,15 @@ import mlx.nn as nn
 from ..layouts import Choices
 from ..torch_optimizers import number
 from .arguments import ACCEPTED, parser
+from .flat_optimizer import unflattened
 from .folder import read_run, run_files, write_run
 from .import_here import import_here
+from .mlx_lm_model import mlx_lm_model
 from .parts import find_parts, get
 from .passed import PATTERN, leaves
 from .place import check_folder, contains
 from .resume import current_groups
+from .several import from_several, is_several
 from .swap import refuse_hidden
 from .text import dtype, evaluate, printable, shape, table
 from .torch_folder import read_rest, read_torch, torch_files, write_torch
@@ -100,10 +103,13 @@ def direction(arguments: argparse.Namespace) -> str:
 
 def to_mlx_folder(arguments: argparse.Namespace) -> None:
     check_folder(arguments.mlx_path, arguments.overwrite)
-    options, model = _options(arguments), _model(arguments.model)
+    options, models = _options(arguments), _models(arguments.model)
     checkpoint, notes = read_torch(arguments.torch_path, _float64(arguments))
-    _check_accepted(arguments.accept, _groups_in(checkpoint, options))
-    run = from_torch(checkpoint, model, options)
+    if is_several(options):
+        run = from_several(checkpoint, models, options)
+    else:
+        _check_accepted(arguments.accept, _groups_in(checkpoint, options))
+        run = from_torch(checkpoint, _only(models), options)
     run.record["folder"] = arguments.torch_path.is_dir()
     rest, left = read_rest(arguments.torch_path, checkpoint)
     run.record |= rest
@@ -118,6 +124,8 @@ def to_mlx_folder(arguments: argparse.Namespace) -> None:
 
 def to_torch_file(arguments: argparse.Namespace) -> None:
     run = read_run(arguments.mlx_path)
+    if arguments.like is not None and run.runs:
+        raise ValueError(f"--like is for one run: {arguments.mlx_path} holds several.")
     if arguments.like is not None:
         used = run.record.get("used")
         run.record = {**_record_like(arguments), "used": used, PATTERN: True}
@@ -144,7 +152,7 @@ def _groups_in(checkpoint: Any, options: Options) -> Sequence[Mapping[str, Any]]
     parts = find_parts(checkpoint, options.keys)
     if "optimizer" not in parts:
         return ()
-    return get(checkpoint, parts["optimizer"])["param_groups"]
+    return unflattened(get(checkpoint, parts["optimizer"]))["param_groups"]
 
 
 def _recorded_groups(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -169,7 +177,7 @@ def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
     # The pattern's own momentum is not used, so it may be missing.
     accept = (*options.accept, "dampening")
     options = Options(**{**vars(options), "accept": accept})
-    run = from_torch(checkpoint, _model(arguments.model), options)
+    run = from_torch(checkpoint, _only(_models(arguments.model)), options)
     run.record["folder"] = arguments.like.is_dir()
     return run.record | read_rest(arguments.like, checkpoint)[0]
 
@@ -188,6 +196,7 @@ def _options(arguments: argparse.Namespace) -> Options:
             conv=tuple(arguments.conv),
             conv_transpose=tuple(arguments.conv_transpose),
             split_qkv=tuple(arguments.split_qkv),
+            transpose=tuple(arguments.transpose),
             keep=tuple(arguments.keep_layout),
             drop=tuple(arguments.drop),
         ),
@@ -215,13 +224,25 @@ def _rename(text: str) -> tuple[str, str]:
     return old, new
 
 
-def _model(place: str | None) -> nn.Module | None:
-    """The user's MLX model, from MODULE:NAME."""
-    if place is None:
-        return None
+def _models(places: str | None) -> list[nn.Module]:
+    return [_model(place) for place in places.split(",")] if places else []
+
+
+def _only(models: list[nn.Module]) -> nn.Module | None:
+    if len(models) > 1:
+        raise ValueError("--model gives several: name them with --model-key, too.")
+    return models[0] if models else None
+
+
+def _model(place: str) -> nn.Module:
+    """The user's MLX model, from MODULE:NAME or mlx-lm's config."""
+    if Path(place).is_dir() or place.endswith(".json"):
+        return mlx_lm_model(Path(place))
     module, colon, name = place.partition(":")
     if not colon:
-        raise ValueError(f"--model {place}: give it as MODULE:NAME.")
+        raise ValueError(
+            f"--model {place}: give it as MODULE:NAME, or an mlx-lm model's folder."
+        )
     holder = _users(place, lambda: import_here(module))
     if not hasattr(holder, name):
         raise ValueError(f"--model {place}: {module} has no {name}.")
@@ -258,6 +279,8 @@ def _say(notes: Sequence[str]) -> None:
 
 def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
     lines = [printable(f"{source} -> {target}")]
+    for name, each in run.runs.items():
+        lines += ["", _plan(each, Path(name), target / name, ())]
     if run.weights is not None and "model" in run.record:
         plan = plan_of(run.record)
         rows = []
@@ -284,5 +307,5 @@ def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
         rows = run.scaler.items()
         lines += ["", table(("scaler", ""), rows)]
     rows = [(path, "replaced" if path.exists() else "new") for path in written]
-    lines += ["", table(("file", ""), rows)]
+    lines += ["", table(("file", ""), rows)] if rows else []
     return "\n".join(lines)

@@ -73,21 +73,31 @@ def write_run(
         ['model.safetensors', 'training.json']
         3
     """
-    contents = _contents(run)
+    contents = {None: _contents(run)}
+    contents |= {name: _contents(each) for name, each in run.runs.items()}
     check_folder(folder, overwrite)
-    with new_folder(folder, OURS, overwrite) as place:
+    with new_folder(folder, {*OURS, *run.runs}, overwrite) as place:
         for name, content in contents.items():
-            if name == SCALER:
-                files.save_state(place / name, content)
-            elif name == TRAINING:
-                with atomic_write(place / name) as file:
-                    file.write(content)
-            else:
-                if progress is not None:
-                    progress(content)
-                write_arrays(place / name, content, {"format": "mlx"})
+            inside = place / name if name else place
+            inside.mkdir(exist_ok=True)
+            _write_contents(inside, content, progress)
         if before is not None:
             before()
+
+
+def _write_contents(
+    place: Path, contents: dict[str, Any], progress: Progress | None
+) -> None:
+    for name, content in contents.items():
+        if name == SCALER:
+            files.save_state(place / name, content)
+        elif name == TRAINING:
+            with atomic_write(place / name) as file:
+                file.write(content)
+        else:
+            if progress is not None:
+                progress(content)
+            write_arrays(place / name, content, {"format": "mlx"})
 
 
 def run_files(run: Run) -> list[str]:
@@ -97,7 +107,8 @@ def run_files(run: Run) -> list[str]:
         >>> run_files(Run(weights={"w": mx.ones(2)}))
         ['model.safetensors', 'training.json']
     """
-    return list(_contents(run))
+    inside = [f"{n}/{f}" for n, each in run.runs.items() for f in run_files(each)]
+    return [*_contents(run), *inside]
 
 
 def _contents(run: Run) -> dict[str, Any]:
@@ -176,6 +187,11 @@ def _version(folder: Path) -> tuple[int, int] | None:
 
 
 def _read_files(folder: Path) -> Run:
+    several = _read_several(folder)
+    return several if several is not None else _read_one(folder)
+
+
+def _read_one(folder: Path) -> Run:
     found = {name: _read_part(folder / name) for name in (MODEL, OPTIMIZER, EXTRA)}
     if found[MODEL] is None:
         found[MODEL] = _read_shards(folder)
@@ -186,6 +202,18 @@ def _read_files(folder: Path) -> Run:
         run.record = _read_record(folder / TRAINING, found[EXTRA] or {})
         remember(run.record)
     return run
+
+
+def _read_several(folder: Path) -> Run | None:
+    """The runs in a folder of several; None where it is a run itself."""
+    if (folder / MODEL).exists() or not (folder / TRAINING).exists():
+        return None
+    record = _read_record(folder / TRAINING, _read_part(folder / EXTRA) or {})
+    if not record.get("several"):
+        return None
+    runs = {name: _read_one(folder / name) for name in record["several"]}
+    remember(record)
+    return Run(record=record, runs=runs)
 
 
 def read_weights(path: Path) -> dict[str, mx.array] | None:
@@ -240,6 +268,6 @@ def _read_record(path: Path, extra: dict[str, mx.array]) -> dict[str, Any]:
         check_record(decoded)
     except _DAMAGE as error:
         said = f"a value in it cannot be read ({error!r})"
-        said = str(error) if isinstance(error, RunError) else said
-        raise RunError(f"{path} is damaged: {said}.") from error
+        said = str(error) if isinstance(error, ValueError) and str(error) else said
+        raise RunError(f"{path} is damaged: {said.rstrip('.')}.") from error
     return decoded

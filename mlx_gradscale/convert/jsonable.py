@@ -13,8 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..torch_checkpoint import entries
+from ..torch_checkpoint.foreign import DefaultDict, Placeholder, TorchName, TorchSize
 from ..torch_checkpoint.keys import Keys, check_key
 from ..torch_checkpoint.limits import Budget
+from ..torch_checkpoint.names import torch_name, torch_size
 from .parts import Part
 
 # Up to here a tensor is written in the JSON itself (a BatchNorm counter, say).
@@ -23,7 +26,12 @@ _MOST_INLINE = 16
 _MOST = 2**28
 # Bytes of a line of it, besides its text.
 _LINE = 24
-_SEQUENCES = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+_SEQUENCES = {
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$size": TorchSize,
+}
 _MAPPINGS = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
 
@@ -75,7 +83,7 @@ class _Encoder:
             return {"$part": str(value)}
         if isinstance(value, str):
             self._take(len(value))
-            return value
+            return {"$torch": str(value)} if type(value) is TorchName else value
         if value is None or isinstance(value, (bool, int)):
             return value
         if isinstance(value, float):
@@ -91,12 +99,17 @@ class _Encoder:
             return [self._item(i, item) for i, item in enumerate(value)]
         for tag, kind in _SEQUENCES.items():
             if type(value) is kind:
-                for member in value if kind is not tuple else ():
+                for member in value if kind in (set, frozenset) else ():
                     check_key(member)
                 return {tag: [self._item(i, item) for i, item in enumerate(value)]}
         for tag, kind in _MAPPINGS.items():
             if type(value) is kind:
                 return self._mapping(value, tag)
+        if type(value) is DefaultDict:
+            items = self._mapping(value, "$dict")
+            return {"$default": [self.encode(value.factory), items]}
+        if isinstance(value, Placeholder):
+            return self._placeholder(value)
         raise TypeError(
             f"{self._where() or 'The checkpoint'} is a {type(value).__name__}, which "
             "cannot be written to training.json: leave it out of the checkpoint."
@@ -136,6 +149,14 @@ class _Encoder:
             pairs.append([self._item("key", key), self._item(key, item)])
         return {tag: pairs}
 
+    def _placeholder(self, value: Placeholder) -> Any:
+        """The object's own pickle, and what it is, for who reads the JSON."""
+        pickle, arrays = entries.dump(value)
+        held = {"is": str(value), "pickle": self._base64(pickle)}
+        if arrays:
+            held["arrays"] = [self._item(i, array) for i, array in enumerate(arrays)]
+        return {"$object": held}
+
     def _array(self, value: mx.array) -> Any:
         dtype = str(value.dtype).removeprefix("mlx.core.")
         if dtype == "float64":  # MLX's safetensors have none
@@ -158,7 +179,8 @@ class _Encoder:
 class _Decoder:
     def __init__(self, tensors: dict[str, mx.array]) -> None:
         self._tensors = tensors
-        self._keys = Keys(Budget())
+        self._budget = Budget()
+        self._keys = Keys(self._budget)
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -170,10 +192,21 @@ class _Decoder:
         ((tag, held),) = value.items()
         if tag == "$tuple":
             return tuple(self.decode(held))
+        if tag == "$size":
+            return torch_size(tuple(held))
         if tag in _SEQUENCES:
             return _SEQUENCES[tag](self._keys.fill(set(), self.decode(held)))
         if tag in _MAPPINGS:
             return _MAPPINGS[tag](self._pairs(held))
+        if tag == "$default":
+            factory, items = map(self.decode, held)
+            if not isinstance(factory, (Placeholder, type(None))):
+                raise ValueError("training.json holds a defaultdict of no class.")
+            return DefaultDict(items, factory)
+        if tag == "$object":
+            arrays = [self.decode(array) for array in held.get("arrays", ())]
+            pickle = base64.b64decode(held["pickle"])
+            return entries.parse(pickle, arrays, self._budget)
         if tag in _LEAVES:
             return _LEAVES[tag](held)
         if tag == "$tensor":
@@ -205,6 +238,7 @@ def _decode_float64(held: dict[str, Any]) -> mx.array:
 
 _LEAVES = {
     "$part": Part,
+    "$torch": torch_name,
     "$float": float,
     "$complex": lambda held: complex(float(held[0]), float(held[1])),
     "$bytes": lambda held: base64.b64decode(held),

@@ -1,6 +1,5 @@
 """Which parameter each index of a PyTorch optimizer state means."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,16 +9,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..layouts import Plan
+from ..wrappers import unwrapped
 from .parts import Unordered
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "_extra_state")
 # Ways to place the names that are followed at once; beyond it, it is a guess.
 _MOST_PLACINGS = 10_000
-# Words that DistributedDataParallel, torch.compile, FullyShardedDataParallel and
-# activation checkpointing put into the names of what they wrap.
-_WRAPPERS = re.compile(
-    r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
 
 
 class OrderError(ValueError):
@@ -69,18 +64,23 @@ def parameter_names(
         return _given(state_dict, keys, tensors, plan, rename), []
     if names is not None:
         return _given(state_dict, list(names), tensors, plan, rename), []
-    if all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
-        saved = [name for group in groups for name in group["param_names"]]
+    named = [group.get("param_names", ()) for group in groups]
+    if [len(n) for n in named] == [len(group["params"]) for group in groups]:
+        saved = [name for each in named for name in each]
         return _given(state_dict, saved, tensors, plan, rename), []
     if not isinstance(tensors, Unordered):
         found = _placed(state_dict, tensors, plan)
         return found, _doubts(found, state_dict, tensors, plan)
     try:
         return _matched(state_dict, tensors, plan), []
-    except OrderError:
+    except OrderError as error:
         if order is None:
             raise
-    found = _placed(state_dict, {name: tensors[name] for name in order}, plan)
+        try:
+            ordered = {name: tensors[name] for name in order}
+            found = _placed(state_dict, ordered, plan)
+        except OrderError:  # the MLX model's layers are in another order
+            raise error from None
     return found, [
         "The optimizer does not name its parameters, and a safetensors file does not "
         "keep their order: that of the MLX model's layers was taken, and fits by all "
@@ -110,7 +110,9 @@ def mlx_order(
         >>> mlx_order(tensors, make_plan(tensors, model), model)
         ['0.weight', '0.bias', '1.weight', '1.bias']
     """
-    if model is None:
+    # mlx-lm's models have layers in other orders than Transformers' (Llama's gate, down
+    # and up, GPT-2's norms).
+    if model is None or hasattr(model, "sanitize"):
         return None
     place = {name: i for i, (name, _) in enumerate(tree_flatten(model.parameters()))}
     known = sorted(plan.entries.values(), key=lambda entry: place[entry.mlx[0]])
@@ -160,7 +162,7 @@ def _given(
         )
 
     def plain(name: str) -> str:
-        return _WRAPPERS.sub("", rename(name))
+        return unwrapped(rename(name))
 
     spelled: dict[str, list[str]] = {}
     for name in tensors:
@@ -191,7 +193,10 @@ def _doubts(
     held = any(_shape(state) is not None for state in state_dict["state"].values())
     if not held and len(state_dict["param_groups"]) == 1:
         return []  # nothing to mix up
-    shapes = Counter(tensors[name].shape for name in _candidates(tensors, plan))
+    names = _candidates(tensors, plan)
+    if len(names) == len(found) and not _fits_another(found, state_dict, tensors):
+        return []
+    shapes = Counter(tensors[name].shape for name in names)
     alike = [name for name in found.values() if shapes[tensors[name].shape] > 1]
     if not alike:
         return []
@@ -201,6 +206,33 @@ def _doubts(
         f"shape of another ({', '.join(alike[:2])}, ...), so if the optimizer was "
         f"given another order, their moments are now mixed up. To be sure: {_how()}"
     ]
+
+
+def _fits_another(
+    found: Mapping[int, str],
+    state_dict: Mapping[str, Any],
+    tensors: Mapping[str, mx.array],
+) -> bool:
+    """Whether the groups' shapes fit in the reverse or alphabetical order as well.
+
+    Where they do not, it is the model's order, but for layers of the same shapes that
+    somebody exchanged as a whole.
+    """
+    groups = [
+        [found[index] for index in group["params"]]
+        for group in state_dict["param_groups"]
+    ]
+    for other in ([g[::-1] for g in groups], [sorted(g) for g in groups]):
+        pairs = [
+            (a, b)
+            for group, turned in zip(groups, other, strict=True)
+            for a, b in zip(group, turned, strict=True)
+        ]
+        if any(a != b for a, b in pairs) and all(
+            tensors[a].shape == tensors[b].shape for a, b in pairs
+        ):
+            return True
+    return False
 
 
 def _indices(state_dict: Mapping[str, Any]) -> list[int]:

@@ -1,11 +1,15 @@
 """Where the model, the optimizer and the scaler are in a checkpoint of any shape."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
 
 from .. import formats
+from ..torch_checkpoint import Placeholder
+from ..torch_checkpoint.foreign import DefaultDict
+from .flat_optimizer import is_flat
 
 Path = tuple[str | int, ...]
 _DEEPEST = 4
@@ -25,6 +29,16 @@ _MODEL_NAMES = (
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
 )
+# Averages of a model, which are not what the optimizer trains.
+_AVERAGES = re.compile(
+    r"(.*[_./-])?(ema|swa|avg|averaged?|teacher|shadow)([_./-].*)?", re.IGNORECASE
+)
+# Lightning's callbacks put an average into state_dict, and the trained model here.
+_TRAINED = "current_model_state"
+_MOMENTS = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
+    *("square_avg", "acc_delta"),
+}
 
 
 class PartsError(ValueError):
@@ -81,8 +95,8 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    """What ``torch.optim.Optimizer.state_dict`` gives."""
-    return (
+    """What ``torch.optim.Optimizer.state_dict`` gives, flattened or not."""
+    return is_flat(value) or (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
         and isinstance(value.get("param_groups"), list)
@@ -98,6 +112,14 @@ def is_scaler(value: Any) -> bool:
         return bool(value) and bool(formats.recognise(value))
     except ValueError:
         return False
+
+
+def looks_like_optimizer(value: Any) -> bool:
+    """A dict of an optimizer's moments, of whatever shape; not what is inside it."""
+    if not isinstance(value, Mapping):
+        return False
+    words = {str(key).rsplit(".", 1)[-1] for key in value}
+    return is_optimizer(value) or bool(words & _MOMENTS)
 
 
 _TESTS = {"optimizer": is_optimizer, "scaler": is_scaler, "model": is_model}
@@ -135,6 +157,9 @@ def find_parts(
             if test(value):
                 found[part].append(path)
                 break
+    # In an optimizer's dict there may be a scaler (mmengine's), and no model.
+    inside = found["optimizer"]
+    found["model"] = [p for p in found["model"] if not _is_in(p, inside)]
     parts: dict[str, Path] = {}
     if not found["model"]:
         whole = () in mixed and not any(found.values())
@@ -147,19 +172,83 @@ def find_parts(
             parts[part] = _only(part, found[part])
     mixed = [path for path in mixed if path]  # the outermost dict has no key to name
     if mixed and "model" not in {**parts, **keys} and parts.keys() != {"scaler"}:
-        place = "/".join(map(str, mixed[0]))
+        place = _shown(mixed[0])
         key = _odd(get(checkpoint, mixed[0]))[0]
         raise PartsError(
             f"{place} holds tensors, and {key!r}, which is none: if it is the model, "
             f"say so with --model-key {place}; what is no tensor is then kept for the "
             "way back."
         )
+    if "optimizer" not in keys:
+        _refuse_moments(cut(checkpoint, parts), parts)
     if not parts:
+        whole = [path for path, value in _objects(checkpoint) if _is_module(value)]
+        if whole:
+            place = "/".join(map(str, whole[0])) or "The file"
+            raise PartsError(
+                f"{place} is a whole PyTorch model, which only its own program can "
+                "make: save its state_dict() there."
+            )
         raise PartsError(
             "The checkpoint holds no model, optimizer or scaler that could be "
             "recognised: name them with --model-key, --optimizer-key, --scaler-key."
         )
     return parts
+
+
+def other_models(checkpoint: Any, parts: Mapping[str, Path]) -> list[str]:
+    """The places of further models, beside the one that was taken.
+
+    Example:
+        >>> weights = {"weight": mx.zeros((2, 2))}
+        >>> other_models({"net": weights, "ema": weights}, {"model": ("net",)})
+        ['ema']
+    """
+    if "model" not in parts:
+        return []
+    return [
+        _shown(path)
+        for path, value in _walk(checkpoint)
+        if is_model(value)
+        and not any(test(value) for test in (is_optimizer, is_scaler))
+        and not _is_in(path, parts.values())
+    ]
+
+
+def moments_in(skeleton: Any) -> list[str]:
+    """The places of optimizer states that are in no part.
+
+    Example:
+        >>> moments_in({"opt": {"w": {"exp_avg": 1}}, "epoch": 3})
+        ['opt/w']
+    """
+    found, left, seen = [], [((), skeleton)], set()
+    while left:  # to any depth, without recursion, and what is shared once
+        path, value = left.pop()
+        if looks_like_optimizer(value):
+            found.append(_shown(path))
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            is_dict = isinstance(value, Mapping)
+            inner = value.items() if is_dict else enumerate(value)
+            left += [((*path, key), item) for key, item in inner]
+    return sorted(found)
+
+
+def _refuse_moments(skeleton: Any, parts: Mapping[str, Path]) -> None:
+    places = moments_in(skeleton)
+    if places:
+        beside = ", besides the one that was found" if "optimizer" in parts else ""
+        raise PartsError(
+            f"{places[0]} looks like the state of an optimizer{beside}, and is not of "
+            "a shape that could be converted (state and param_groups). Save "
+            "optimizer.state_dict() itself; or leave it out, and keep it for the way "
+            "back as it is, with --optimizer-key ''."
+        )
+
+
+def _is_in(path: Path, places: Iterable[Path]) -> bool:
+    return any(path[: len(place)] == place for place in places)
 
 
 def get(checkpoint: Any, path: Path) -> Any:
@@ -191,17 +280,22 @@ def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
             raise ValueError(f"The run has no {skeleton} state, and must have one.")
         return values[skeleton]
     if isinstance(skeleton, Mapping):
-        # From a dict: a Counter (MultiStepLR's milestones) would count pairs.
-        return type(skeleton)(
-            {
-                key: paste(value, values)
-                for key, value in skeleton.items()
-                if not (isinstance(value, Part) and value not in values)
-            }
-        )
+        pasted = {
+            key: paste(value, values)
+            for key, value in skeleton.items()
+            if not (isinstance(value, Part) and value not in values)
+        }
+        return _like(skeleton, pasted)
     if type(skeleton) in (list, tuple):
         return type(skeleton)(paste(value, values) for value in skeleton)
     return skeleton
+
+
+def _like(mapping: Mapping, items: dict) -> Mapping:
+    if isinstance(mapping, DefaultDict):
+        return DefaultDict(items, mapping.factory)
+    # From a dict: a Counter (MultiStepLR's milestones) would count pairs.
+    return type(mapping)(items)
 
 
 def _replace(value: Any, path: Path, by: Mapping[Path, Part]) -> Any:
@@ -210,7 +304,8 @@ def _replace(value: Any, path: Path, by: Mapping[Path, Part]) -> Any:
     if not any(target[: len(path)] == path for target in by):
         return value
     if isinstance(value, Mapping):
-        return type(value)({k: _replace(v, (*path, k), by) for k, v in value.items()})
+        replaced = {k: _replace(v, (*path, k), by) for k, v in value.items()}
+        return _like(value, replaced)
     return type(value)(_replace(v, (*path, i), by) for i, v in enumerate(value))
 
 
@@ -218,9 +313,12 @@ def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The dicts of a checkpoint, from the outside; not those inside a part."""
     if isinstance(value, Mapping):
         yield path, value
-        if any(test(value) for test in _TESTS.values()):
-            return
         inner = value.items()
+        if is_optimizer(value):
+            inner = [(k, v) for k, v in inner if k not in ("state", "param_groups")]
+            inner = [] if is_flat(value) else inner
+        elif any(test(value) for test in _TESTS.values()):
+            return
     elif isinstance(value, (list, tuple)):
         inner = enumerate(value)
     else:
@@ -230,17 +328,42 @@ def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from _walk(item, (*path, key))
 
 
+def _objects(value: Any) -> Iterator[tuple[Path, Any]]:
+    yield (), value
+    for path, found in _walk(value):
+        yield from (((*path, key), item) for key, item in found.items())
+
+
+def _is_module(value: Any) -> bool:
+    state = value.state if isinstance(value, Placeholder) else None
+    return isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
+
+
 def _only(part: str, paths: list[Path]) -> Path:
-    if len(paths) > 1:
-        preferred = [p for p in paths if p and p[-1] in _MODEL_NAMES]
-        if part != "model" or len(preferred) != 1:
-            places = ", ".join("/".join(map(str, path)) for path in paths)
-            raise PartsError(
-                f"The checkpoint holds {len(paths)} that could be the {part}: say "
-                f"which with --{part}-key, one of {places}."
-            )
-        return preferred[0]
-    return paths[0]
+    fits = paths
+    if part == "model" and len(fits) > 1:
+        fits = [p for p in paths if p and p[-1] == _TRAINED]
+        fits = fits or [
+            p for p in paths if not _AVERAGES.fullmatch("/".join(map(str, p)))
+        ]
+        preferred = [p for p in fits if p and p[-1] in _MODEL_NAMES]
+        # Files of their own are models of their own.
+        if len(preferred) == 1 and not any(
+            len(p) == 1 and "." in str(p[0]) for p in fits
+        ):
+            fits = preferred
+    if len(fits) != 1:
+        places = ", ".join(_shown(path) for path in paths)
+        raise PartsError(
+            f"The checkpoint holds {len(paths)} that could be the {part}: say "
+            f"which with --{part}-key, one of {places}; or several, with commas, each "
+            "with its own optimizer (--model-key, --optimizer-key)."
+        )
+    return fits[0]
+
+
+def _shown(path: Path) -> str:
+    return "/".join(map(str, path))
 
 
 def _named(checkpoint: Any, part: str, key: str) -> Path:

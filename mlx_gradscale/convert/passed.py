@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..torch_checkpoint import plain_value
 from ..torch_optimizers import ROWS, SCHEDULED
 from .parts import Part
 
@@ -170,7 +171,7 @@ def _may_count(name: str, value: Any) -> bool:
     """Whether an entry may change with the steps: text, flags and settings do not."""
     if _SETTINGS.fullmatch(name.rpartition("/")[2]):
         return False
-    return not all(isinstance(x, _CONSTANT) for x in leaves(value))
+    return not all(isinstance(plain_value(x), _CONSTANT) for x in leaves(value))
 
 
 def leaves(value: Any) -> list[Any]:

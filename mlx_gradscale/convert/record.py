@@ -13,14 +13,14 @@ import mlx.core as mx
 
 from ..formats import FORMATS
 from ..layouts import LAYOUTS
-from ..torch_optimizers import ROWS, SCHEDULED
+from ..torch_optimizers import ROWS
+from ..torch_optimizers.valid import check_group, check_setting
 from .parts import Part
 from .place import check_name
 from .shards import check_shards
 
 # Only a live run's record has these (see passed and rounding): not a file.
 LIVE = ("read", "pattern", "rounded")
-_LARGEST_NUMBER = 1e18
 _LARGEST_INT = 2**53  # what a float holds exactly
 # PyTorch's files are read to a depth of 128 (torch_checkpoint.Limits).
 _DEEPEST = 160
@@ -56,8 +56,10 @@ def check_record(record: Mapping[str, Any]) -> None:
         _check_optimizer(record)
     if "checkpoint" in record:
         _check_parts(record)
-    for name in record.get("carried", {}):
+    for name in (*record.get("carried", ()), *record.get("several", ())):
         check_name(name, "it")
+    if "several" in record:
+        _need("checkpoint" in record, "several", "of a checkpoint", record["several"])
     check_shards(record.get("shards", {}))
 
 
@@ -131,13 +133,6 @@ def _states(value: Any, where: str) -> None:
         _need(isinstance(state, Mapping), f"{where}.{key}", "a dict", state)
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, mx.array):
-        return value.size == 1 and value.dtype != mx.complex64
-    # An int may be of any size, and a float is at most 1.8e308.
-    return type(value) in (bool, int, float) and not abs(value) > _LARGEST_NUMBER
-
-
 def _bytes(value: Any, where: str) -> None:
     fits = isinstance(value, mx.array) and value.dtype == mx.uint8 and value.ndim == 1
     _need(fits, where, "bytes", value)
@@ -166,10 +161,13 @@ _RECORD = {
         "steps": [_count],
         "step_like": _one_of(dict.fromkeys(("scalar", "vector", "int", "float"))),
         "fresh": {str: {str: _anything}},
+        "extra?": _dict,
+        "flat?": _flag,
     },
     "scaler?": {"format": _one_of(FORMATS)},
     "carried?": {str: _bytes},
     "shards?": {str: {"metadata": _dict, "files": {str: _text}}},
+    "several?": [_text],
     "changed?": {str: _counts},
 }
 
@@ -191,13 +189,10 @@ def _check_optimizer(record: Mapping[str, Any]) -> None:
     mine = record["optimizer"]
     groups, row = mine["groups"], ROWS[mine["name"]]
     _need(bool(groups), "optimizer.groups", "at least one", groups)
-    numbers = {*row.settings, *row.refused, *SCHEDULED, "dampening", "lr_decay"}
     for i, group in enumerate(groups):
         for key in group:
             _need(type(key) is str, f"optimizer.groups.{i}", "a dict of texts", key)
-        for key in numbers & group.keys():
-            if group[key] is not None or key in row.settings:
-                _check_setting(group[key], key, f"optimizer.groups.{i}.{key}")
+        check_group(mine["name"], group)
         for key in row.settings:
             has = key in group
             _need(has, f"optimizer.groups.{i}", f"a dict with {key}", sorted(group))
@@ -216,26 +211,24 @@ def _check_optimizer(record: Mapping[str, Any]) -> None:
         _need(len(record["used"]) >= wanted, "used", f"{wanted} dicts", record["used"])
 
 
-def _check_setting(value: Any, key: str, where: str) -> None:
-    """A number, however PyTorch writes one; of betas there are two."""
-    if key == "betas":
-        is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-        _need(is_pair and all(map(_is_number, value)), where, "two numbers", value)
-    else:
-        _need(_is_number(value), where, "a number", value)
-
-
 def _check_used(used: Any) -> None:
     _check(used, [{"class?": _text, "schedule?": _flag, "constant?": _flag}], "used")
     for i, part in enumerate(used):
         for key in part.keys() - {"class", "schedule", "constant"}:
-            _check_setting(part[key], key, f"used.{i}.{key}")
+            check_setting(key, part[key], f"used.{i}.{key}")
 
 
 def _check_parts(record: Mapping[str, Any]) -> None:
-    for value in _values(record["checkpoint"]):
+    extra = record.get("optimizer", {}).get("extra")
+    for value in _values([record["checkpoint"], extra]):
         if isinstance(value, Part):
-            known = value in ("model", "optimizer", "scaler") and value in record
+            number, _, part = value.rpartition("/")
+            known = part in ("model", "optimizer", "scaler")
+            if "several" in record:
+                runs = map(str, range(len(record["several"])))
+                known = known and number in runs
+            else:
+                known = known and not number and value in record
             _need(known, "checkpoint", "of parts that the record has", str(value))
 
 

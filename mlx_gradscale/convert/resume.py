@@ -18,6 +18,7 @@ from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from ..torch_optimizers import Rate
 from ..torch_optimizers.builder import Divided
+from ..torch_optimizers.frozen import without_frozen
 from .folder import RESUME, SCALER, TRAINING, read_run, write_run
 from .record import RunError
 from .rounding import ROUNDED, cast_weights, lost, unrounded
@@ -82,6 +83,11 @@ def load_run(
         array([[1, 1]], dtype=float32)
     """
     run = read_run(folder)
+    if run.runs:
+        raise RunError(
+            f"{folder} holds several runs, {', '.join(run.runs)}: load each from the "
+            "folder of that name in it."
+        )
     weights = run.weights or {}
     _check_model(folder, weights, model)
     optimizer = scaler = None
@@ -108,7 +114,14 @@ def load_run(
                 setattr(part, name, used[name])
         optimizer.init(model.trainable_parameters())
         given = [part.learning_rate for part in _parts(optimizer)]
-        load_optimizer_state(optimizer, run.optimizer)
+        state, suspects = without_frozen(
+            run.optimizer,
+            run.record["optimizer"],
+            plan_of(run.record).entries,
+            dict(tree_flatten(model.trainable_parameters())),
+        )
+        load_optimizer_state(optimizer, state)
+        _warn_of_frozen(suspects)
         if learning_rate is None:
             _warn_of_lost_schedule(run)
         else:
@@ -292,9 +305,9 @@ def load_optimizer_state(
     if missing or spare:
         raise ValueError(
             f"The optimizer state lacks {missing[:4] or 'nothing'} and has "
-            f"{spare[:4] or 'nothing'} too much for this optimizer and model: freeze "
-            "or unfreeze the model's parameters as they were in PyTorch, or give the "
-            "model and optimizer that the state was saved from."
+            f"{spare[:4] or 'nothing'} too much for this optimizer and model: unfreeze "
+            "a parameter that was trained, freeze one that was not, or give the model "
+            "and optimizer that the state was saved from."
         )
     for key, array in own.items():
         if array.shape != flat[key].shape:
@@ -336,6 +349,17 @@ def optimizer_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
         used["constant"] = is_divided and not callable(schedule.rate)
     used["schedule"] = schedule is not None
     return [{"class": type(optimizer).__name__, **used}]
+
+
+def _warn_of_frozen(names: list[str]) -> None:
+    if names:
+        some = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+        warnings.warn(
+            f"{some} had no optimizer state in PyTorch, as frozen parameters have, and "
+            "will be trained here: if they were frozen, freeze them in the model "
+            "before load_run.",
+            stacklevel=3,
+        )
 
 
 def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:

@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import numpy as np
 
 from .. import torch_checkpoint
 from ..array_files import read_arrays, write_arrays
+from ..layout_hints import listed
 from ..torch_checkpoint.atomic import atomic_write
 from ..torch_checkpoint.locks import open_file, refuse_special
 from .parts import Unordered
@@ -27,8 +29,8 @@ TRAINER = "trainer_state.json"
 _ASIDE = re.compile(
     r"rng_state(_\d+)?\.pth|training_args\.bin|(sampler|dl_state_dict)(_\d+)?\.bin"
 )
-# Files that are no part are carried along up to this size each.
-_LARGEST_CARRIED = 2**26
+# Files that are no part are carried along up to this size each, and together.
+_LARGEST_CARRIED, _MOST_CARRIED, _MOST_FILES = 2**26, 2**28, 1000
 
 
 class _Raw(bytes):
@@ -59,6 +61,13 @@ def read_torch(
                 f"holds them all, {path.parent}."
             )
         return _read_file(path, float64), []
+    if (path / ".metadata").exists() and any(path.glob("*.distcp")):
+        raise ValueError(
+            f"{path} was written by torch.distributed.checkpoint. Make it one file "
+            "where PyTorch is, and give that: python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{quote(str(path))} {quote(str(path))}.pt"
+        )
     names = _part_names(path)
     sets = shard_sets(names)
     content: dict[str, Any] = {}
@@ -98,21 +107,23 @@ def read_rest(
         for name, content in checkpoint.items()
         if hasattr(content, "files")
     }
-    carried, left = {}, []
+    carried: dict[str, mx.array] = {}
+    left, room = [], _MOST_CARRIED
     for file in sorted(path.iterdir()):
         if file.name in (*names, *shards, TRAINER):
             continue
-        if not file.is_file() or file.stat().st_size > _LARGEST_CARRIED:
+        if not _can_carry(file, room) or len(carried) == _MOST_FILES:
             left.append(file.name)
             continue
         with open(file, "rb", opener=open_file) as source:
             data = np.frombuffer(source.read(_LARGEST_CARRIED), np.uint8)
-        carried[check_name(file.name, str(path))] = mx.array(data)
+        carried[file.name] = mx.array(data)
+        room -= data.size
     notes = []
     if carried:
-        notes.append(f"Kept for the way back, as they are: {', '.join(carried)}.")
+        notes.append(f"Kept for the way back, as they are: {listed(carried)}.")
     if left:
-        notes.append(f"Left out, as no files of a checkpoint: {', '.join(left)}.")
+        notes.append(f"Left out, as no files of a checkpoint: {listed(left)}.")
     record = {"carried": carried, "shards": shards}
     return {key: value for key, value in record.items() if value}, notes
 
@@ -163,16 +174,15 @@ def torch_files(
     files: dict[str, Any] = {}
     for name, content in checkpoint.items():
         index = record.get("shards", {}).get(check_name(name, "The run's record"))
-        # Another suffix than PyTorch's: a hostile run would replace a train.py.
-        if index is None and Path(name).suffix not in _TORCH_SUFFIXES + (
-            (".json",) if name == TRAINER else ()
-        ):
-            raise ValueError(f"The run's record names {name!r}, no PyTorch file.")
         if index is not None:
             parts, text = split(content, index)
             files |= parts | {name: _Raw(text)}
-        else:
+        elif name == TRAINER:
+            files[name] = _as_json(content)
+        elif Path(name).suffix in _TORCH_SUFFIXES:
             files[name] = content
+        else:  # a hostile run would replace a train.py
+            raise ValueError(f"The run's record names {name!r}, no PyTorch file.")
     for name, content in files.items():
         _check_flat(name, content)
     is_there = check_folder(path, overwrite).is_dir()
@@ -191,12 +201,24 @@ def torch_files(
     return files
 
 
+def _can_carry(file: Path, room: int) -> bool:
+    try:
+        check_name(file.name, "it")
+    except ValueError:  # nor could it be written
+        return False
+    is_begun = file.name.startswith(".") and file.suffix == ".tmp"
+    fits = file.is_file() and file.stat().st_size <= min(_LARGEST_CARRIED, room)
+    return fits and not is_begun
+
+
 def _part_names(path: Path) -> list[str]:
     """The files of a folder that may hold a part."""
     return sorted(
         file.name
         for file in path.iterdir()
-        if file.suffix in _TORCH_SUFFIXES and not _ASIDE.fullmatch(file.name)
+        if file.suffix in _TORCH_SUFFIXES
+        and not _ASIDE.fullmatch(file.name)
+        and not file.is_dir()
     )
 
 
@@ -233,10 +255,16 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def _write_file(path: Path, content: Any) -> None:
-    if path.name == TRAINER and not isinstance(content, _Raw):
+def _as_json(content: Any) -> _Raw:
+    """As Transformers writes it."""
+    try:
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        content = _Raw(text.encode())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{TRAINER} cannot be written as JSON: {error}.") from error
+    return _Raw(text.encode())
+
+
+def _write_file(path: Path, content: Any) -> None:
     if isinstance(content, _Raw):
         with atomic_write(path) as file:
             file.write(content)

@@ -11,10 +11,17 @@ import mlx.nn as nn
 
 from .. import formats, torch_optimizers
 from ..layouts import Choices, Entry, Plan, make_plan
+from ..model_hints import model_notes
 from ..torch_optimizers import state as optimizer_state
+from ..torch_optimizers.valid import check_state_dict
+from ..wrappers import LIGHTNING
+from .flat_optimizer import flattened, is_flat, unflattened
+from .foreign import foreign_notes, plain_part
 from .order import mlx_order, parameter_names
-from .parts import cut, find_parts, get, paste
+from .parts import cut, find_parts, get, moments_in, other_models, paste
 from .passed import age_notes, entries, schedules, steps_of
+
+LIGHTNING_VERSION = "pytorch-lightning_version"  # only Lightning's files have it
 
 
 @dataclass
@@ -27,6 +34,8 @@ class Run:
         scaler: a ``GradScaler.state_dict``, or None.
         record: all that only PyTorch knows, for the way back.
         notes: sentences for the user.
+        runs: where the checkpoint holds several models, a run for each; then only
+            ``record`` and ``notes`` are there beside it.
     """
 
     weights: dict[str, mx.array] | None = None
@@ -34,6 +43,7 @@ class Run:
     scaler: dict[str, Any] | None = None
     record: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    runs: dict[str, "Run"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,8 +83,7 @@ def from_torch(
         Run: ready to be written or resumed. What MLX has no place for is in its
         ``record`` and comes back as it was: dropped tensors with their moments,
         averaged copies of the model (in PyTorch's layout, and not averaged further),
-        schedules, counters. Not so a dtype, device or size of PyTorch's: it is a
-        string or a tuple by the time it gets here, and comes back as that.
+        schedules, counters, objects of other programs' classes.
 
     Example:
         >>> weight = mx.array([[1.0, 2.0]])
@@ -86,11 +95,16 @@ def from_torch(
     parts = find_parts(checkpoint, options.keys)
     run = Run(record={"checkpoint": cut(checkpoint, parts)})
     if "model" in parts:
-        tensors = get(checkpoint, parts["model"])
-        plan = make_plan(tensors, model, options.choices)
+        tensors = plain_part("model", get(checkpoint, parts["model"]))
+        is_lightning = LIGHTNING_VERSION in (
+            checkpoint if isinstance(checkpoint, Mapping) else ()
+        )
+        prefix = LIGHTNING if is_lightning else ""
+        plan = make_plan(tensors, model, options.choices, prefix)
         run.weights = plan.to_mlx(tensors)
         run.record["model"] = _model_record(tensors, plan)
-        run.notes += _model_notes(plan)
+        run.notes += _model_notes(plan) + _other_notes(checkpoint, parts)
+        run.notes += model_notes(model) if model is not None else []
     if "optimizer" in parts:
         if "model" not in parts:
             raise ValueError(
@@ -98,7 +112,9 @@ def from_torch(
                 "names its state cannot be converted. Name the model (--model-key), or "
                 "leave the optimizer out (--optimizer-key '')."
             )
-        state = get(checkpoint, parts["optimizer"])
+        found = plain_part("optimizer", get(checkpoint, parts["optimizer"]))
+        state = unflattened(found)
+        check_state_dict(state)
         # Before its parameters are sought: an optimizer that MLX has not is told so.
         torch_optimizers.recognise(state, options.optimizer)
         names, doubts = parameter_names(
@@ -119,11 +135,15 @@ def from_torch(
             step=options.step,
         )
         run.optimizer = converted.flat
-        run.record["optimizer"] = converted.record
+        run.record["optimizer"] = converted.record | _extra(state, parts)
+        if is_flat(found):
+            run.record["optimizer"]["flat"] = True
         run.notes += converted.notes + doubts
     if "scaler" in parts:
-        _take_scaler(run, get(checkpoint, parts["scaler"]), options.scaler_format)
-    run.notes += _schedule_notes(run)
+        state = plain_part("scaler", get(checkpoint, parts["scaler"]))
+        _take_scaler(run, state, options.scaler_format)
+    run.notes += foreign_notes(run.record["checkpoint"])
+    run.notes += schedule_notes(run)
     return run
 
 
@@ -145,6 +165,10 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
         3
     """
     record = run.record
+    if run.runs:
+        from .several import several_to_torch
+
+        return several_to_torch(run, accept)
     if "checkpoint" not in record:
         raise ValueError(
             "The run does not say how its PyTorch checkpoint looks: give one of the "
@@ -162,14 +186,20 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
             raise ValueError(
                 f"The MLX weights have {sorted(spare)}, which PyTorch's model has not."
             )
+    if "scaler" in record and run.scaler is not None:
+        values["scaler"], said = _give_scaler(run.scaler, record["scaler"]["format"])
+        notes += said
     if "optimizer" in record and run.optimizer is not None:
-        values["optimizer"], said = optimizer_state.to_torch(
+        state, said = optimizer_state.to_torch(
             run.optimizer,
             record["optimizer"],
             plan.entries,
             used=record.get("used"),
             accept=accept,
         )
+        state |= paste(record["optimizer"].get("extra", {}), values)
+        is_flat_one = record["optimizer"].get("flat", False)
+        values["optimizer"] = flattened(state) if is_flat_one else state
         notes += said
         notes += [
             f"PyTorch's {entry.torch} gets the optimizer state of "
@@ -177,15 +207,17 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
             for entry in plan.entries.values()
             for other in entry.places[1:]
         ]
-    if "scaler" in record and run.scaler is not None:
-        values["scaler"], said = _give_scaler(run.scaler, record["scaler"]["format"])
-        notes += said
     for part in ("optimizer", "scaler"):
         if part in record and part not in values:
             notes.append(f"The run has no {part} state: it is left out.")
         if part not in record and getattr(run, part) is not None:
             notes.append(f"PyTorch's checkpoint has no place for the {part} state.")
     notes += age_notes(record, run.optimizer)
+    notes += [
+        f"{place}: an optimizer's state that was not converted. It goes back as it "
+        "was, beside newer weights: make a new optimizer in PyTorch."
+        for place in moments_in(record["checkpoint"])
+    ]
     return paste(record["checkpoint"], values), notes
 
 
@@ -244,6 +276,12 @@ def _model_notes(plan: Plan) -> list[str]:
             "optimizer state, but they will train apart, and then there is no way "
             "back. To keep them tied, use one array in MLX (embedding.as_linear, say)."
         )
+    if any(name.endswith(".lora_a") for e in plan.entries.values() for name in e.mlx):
+        notes.append(
+            "LoRA adapters of PEFT: mlx-lm multiplies them by the scale in its "
+            "adapter_config.json, which must be PEFT's lora_alpha / r (by sqrt(r) with "
+            "use_rslora)."
+        )
     counters = [n for n in plan.aside if n.endswith("num_batches_tracked")]
     if counters:
         notes.append(
@@ -254,6 +292,26 @@ def _model_notes(plan: Plan) -> list[str]:
     if dropped:
         notes.append(f"Kept only for the way back: {', '.join(dropped)}.")
     return notes
+
+
+def _other_notes(checkpoint: Any, parts: Mapping[str, Any]) -> list[str]:
+    others = other_models(checkpoint, parts)
+    if not others:
+        return []
+    taken = "/".join(map(str, parts["model"]))
+    return [
+        f"{taken} is taken for the model that was trained. {', '.join(others)}: also "
+        "a model, kept for the way back as it is (--model-key takes another)."
+    ]
+
+
+def _extra(state: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer's dict holds besides its own two keys, without a scaler."""
+    extra = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+    start, scaler = parts["optimizer"], parts.get("scaler", ())
+    if scaler[: len(start)] == start and len(scaler) > len(start):
+        extra = cut(extra, {"scaler": scaler[len(start) :]})
+    return {"extra": extra} if extra else {}
 
 
 def _take_scaler(run: Run, state: Mapping[str, Any], format: str | None) -> None:
@@ -285,7 +343,7 @@ def _give_scaler(state: dict[str, Any], format: str) -> tuple[Any, list[str]]:
     return out, notes
 
 
-def _schedule_notes(run: Run) -> list[str]:
+def schedule_notes(run: Run) -> list[str]:
     """A word on learning rate schedulers, which have no counterpart to convert to."""
     steps = steps_of(run.optimizer or {})
     at = f", the optimizer at step {steps[0]}" if steps else ""

@@ -2,6 +2,7 @@
 
 from .alarm import SkipAlarm, SkippedStepsError, SkippedStepsWarning, check_skips
 from .callback import LossScaleCallback
+from .compute_dtypes import DtypeReport, compute_dtypes
 from .explain import OverflowReport, explain_overflow
 from .histogram import GradientHistogram, Shares, gradient_histogram
 from .history import ScaleHistory
@@ -9,6 +10,7 @@ from .overflow import overflow_table
 from .records import ScaleRecord
 
 __all__ = [
+    "DtypeReport",
     "GradientHistogram",
     "LossScaleCallback",
     "OverflowReport",
@@ -19,6 +21,7 @@ __all__ = [
     "SkippedStepsError",
     "SkippedStepsWarning",
     "check_skips",
+    "compute_dtypes",
     "explain_overflow",
     "gradient_histogram",
     "overflow_table",

@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 
 from ..finite import NonFinite, nonfinite
 from ..notices import warn_user
+from ..tracing import evaluate_unless_traced
 from .overflow import overflow_table
 from .reading import power, scaler_of
 
@@ -141,11 +142,8 @@ class SkipAlarm:
 
     def _nonfinite_remembered(self) -> list[NonFinite]:
         alive = {path: x() for path, x in self._remembered if x() is not None}
-        try:
-            return nonfinite(alive)
-        except (RuntimeError, ValueError):
-            # Of a compiled step that was traced: they have no values.
-            return []
+        # Those of a compiled step that was traced have no values.
+        return nonfinite(alive) if evaluate_unless_traced(alive) else []
 
 
 def check_skips(source: Any, grads: Any = None) -> int:

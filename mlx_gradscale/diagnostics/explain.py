@@ -13,6 +13,7 @@ from .. import precision
 from ..finite import NonFinite, all_finite, nonfinite
 from ..scale import SMALLEST_SCALE
 from .arguments import by_name, largest, made_small, too_large
+from .cure import api_in_use, find_cure, keep_line, line_to_paste
 from .overflow import records_table
 from .probes import Event, Probes, probed, unchanged
 from .reading import power, scale_of
@@ -36,8 +37,8 @@ _ADVICE = {
     "which. No loss scale helps: go back to a checkpoint from before, or keep them in "
     "float32 if they are finite there and too large for float16.",
     "forward": "The forward pass overflows. Loss scaling works on gradients and cannot "
-    "help: keep this layer in float32 (keep= of value_and_grad), make its inputs "
-    "smaller, or compute in bfloat16.",
+    "help: let the layers that make and take this value compute in float32, make their "
+    "inputs smaller, or compute in bfloat16.",
     "loss": "The model's outputs are finite and the loss is not. Loss scaling cannot "
     "help: compute the loss in float32, from logits.astype(mx.float32), and look for a "
     "logarithm or a division of zero.",
@@ -56,8 +57,8 @@ class OverflowReport:
     Attributes:
         cause: "nothing", "batch", "arguments", "parameters", "forward", "loss",
             "gradients" or "derivative".
-        layer: the path of the first layer with a value that is not finite; "" is
-            the model itself, None the loss function or none at all.
+        layer: the path of the layer that made the first value that is not finite; ""
+            is the model itself, None the loss function or none at all.
         where: the same in words, with what was found there; or how it was run, if
             nothing was.
         loss: the true loss.
@@ -65,6 +66,10 @@ class OverflowReport:
         leaves: the leaves that are not finite, of the batch, the parameters or the
             gradients, whichever the cause is in. ``args[1].mask`` is in the second
             argument of the loss function.
+        cure: the layers that, in float32, make loss and gradients of this batch finite;
+            what ``float32_layers`` takes. Tried, and None where none do or none are
+            needed.
+        line: where to put which line of code; "" if none helps.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -82,6 +87,8 @@ class OverflowReport:
     loss: float
     scale: float
     leaves: list[NonFinite] = field(default_factory=list)
+    cure: list | None = None
+    line: str = ""
 
     @property
     def scaling_helps(self) -> bool:
@@ -89,7 +96,7 @@ class OverflowReport:
         return self.cause == "gradients"
 
     def __str__(self) -> str:
-        lines = [_ADVICE[self.cause], self.where]
+        lines = [_ADVICE[self.cause], self.where, self.line]
         lines.append(
             f"The loss is {self.loss:.6g}, the loss scale {power(self.scale)}."
         )
@@ -110,11 +117,12 @@ def explain_overflow(
     cast_inputs: bool = True,
     **named: Any,
 ) -> OverflowReport:
-    """Rerun one batch and name the first layer where a value is not finite.
+    """Rerun one batch, name the layer where a value stops being finite, and a cure.
 
     The pass is run layer by layer without compilation and keeps what is needed to
-    look at each: use it on a batch that was skipped, not on every one. Model and
-    random state are the same after it, also if it fails.
+    look at each; where the forward pass overflows, it is run several times to find
+    layers that cure it in float32. Use it on a batch that was skipped, not on every
+    one. Model and random state are the same after it, also if it fails.
 
     Args:
         model (nn.Module): The model.
@@ -145,6 +153,8 @@ def explain_overflow(
         ('gradients', 'layers.1')
     """
     how = _how_it_runs(model, loss_fn, scale, compute_dtype)
+    api = api_in_use(model, loss_fn, batch, scale, compute_dtype)
+    given_loss_fn = loss_fn
     if scale is None:
         scale, loss_fn = 1.0, _as_unscaled(loss_fn)
     scale = scale_of(scale)
@@ -175,8 +185,22 @@ def explain_overflow(
     loss, leaves = loss.item(), nonfinite(grads)
     sound = math.isfinite(loss)
 
-    def report(cause: str, place: _Place, leaves: list[NonFinite]) -> OverflowReport:
-        return OverflowReport(cause, *place, loss, scale, leaves)
+    def report(
+        cause: str, place: _Place, leaves: list[NonFinite], line: str = ""
+    ) -> OverflowReport:
+        cure = None
+        if cause in ("forward", "loss"):
+            cure = find_cure(
+                model,
+                given_loss_fn,
+                batch,
+                named,
+                compute_dtype=compute_dtype,
+                cast_inputs=cast_inputs,
+                keep=keep,
+            )
+            line = line_to_paste(cure, api) if cure else ""
+        return OverflowReport(cause, *place, loss, scale, leaves, cure, line)
 
     if sound and not leaves:
         return report("nothing", (None, how), [])
@@ -197,7 +221,9 @@ def explain_overflow(
         return report("arguments", (None, _sizes(large, compute_dtype)), found)
     found = nonfinite(_as_computed(model, compute_dtype, keep))
     if found:
-        return report("parameters", (found[0].path.rpartition(".")[0], ""), found)
+        finite = not nonfinite({"x": _parameters(model)[found[0].path]})
+        line = keep_line(found[0].path) if finite else ""
+        return report("parameters", (found[0].path.rpartition(".")[0], ""), found, line)
     place = _first_forward(probes, sound)
     if place:
         return report("forward", place, leaves)
@@ -250,13 +276,17 @@ def _as_computed(
     keep: Callable[[str, mx.array], bool] | None,
 ) -> Any:
     """Return the parameters as the forward pass has them."""
-    parameters = tree_flatten(model.parameters(), destination={})
+    parameters = _parameters(model)
     if compute_dtype is not None:
         for path, x in tree_flatten(model.trainable_parameters()):
             floating = mx.issubdtype(x.dtype, mx.floating)
             if floating and not (keep and keep(path, x)):
                 parameters[path] = x.astype(compute_dtype)
     return parameters
+
+
+def _parameters(model: nn.Module) -> dict[str, mx.array]:
+    return tree_flatten(model.parameters(), destination={})
 
 
 def _first_forward(probes: Probes, loss_is_finite: bool) -> _Place | None:
@@ -269,7 +299,8 @@ def _first_forward(probes: Probes, loss_is_finite: bool) -> _Place | None:
             if event.side == "output":
                 return event.path, f"First in the output of {_name(event)}: {event}."
             return event.caller, (
-                f"First in what {_caller(event)} hands to {_name(event)}: {event}."
+                f"First in what {_caller(event)} hands to {_name(event)}: {event}. "
+                f"{_caller(event)} made it, in code of its own."
             )
     return None
 

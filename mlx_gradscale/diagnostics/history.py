@@ -67,8 +67,8 @@ class ScaleHistory:
             loss (array, optional): The true loss. Evaluate it with the step, as in
                 ``mx.eval(loss, model.state, ...)``, or what it is computed from stays
                 in memory until it is read here.
-            grad_norm (array, optional): The norm of the unscaled gradients, as
-                ``clip_grad_norm`` returns it after ``unscale_``. A
+            grad_norm (array, optional): The norm of the true gradients, as
+                ``clip_grad_norm`` returns it. A
                 ``LossScaleOptimizer`` with ``max_grad_norm`` brings it itself.
             grads (Any, optional): The gradients, scaled or not. They are looked at
                 only if too many steps were skipped, and not kept; no norm is computed

@@ -12,10 +12,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from ..islands.calls import METHODS, defines
 from ..precision import is_leaf
-
-# Modules are called by these; a tied embedding is also the output layer.
-_METHODS = ("__call__", "as_linear")
 
 
 @dataclass
@@ -26,23 +24,27 @@ class Event:
         path: the layer's; "" is the whole model.
         caller: the path of the layer that called it; None for the loss function.
         side: "input" or "output".
+        call: the number of the call, and ``within`` that of the one around it.
         dtype: of the array.
         size: of the array.
-        counts: of NaN, +inf and -inf; lazily until :meth:`Probes.read`.
+        counts: of NaN, +inf and -inf, or what else the probes measure; lazily until
+            :meth:`Probes.read`.
         differentiated: whether a gradient came back through it.
     """
 
     path: str
     caller: str | None
     side: str
+    call: int
+    within: int | None
     dtype: mx.Dtype
     size: int
     counts: Any
     differentiated: bool = False
 
     def __str__(self) -> str:
-        counts = zip(("NaN", "+inf", "-inf"), self.counts, strict=True)
-        found = ", ".join(f"{n} {name}" for name, n in counts if n)
+        counts = zip(("NaN", "+inf", "-inf"), self.counts, strict=False)
+        found = ", ".join(f"{n:.0f} {name}" for name, n in counts if n)
         return f"{found} of {self.size}, {str(self.dtype).rpartition('.')[2]}"
 
 
@@ -51,21 +53,25 @@ class Probes:
     """What happened in one forward and backward pass, in the order it did."""
 
     paths: list[str]
+    measure: Callable[[mx.array], mx.array]
     forward: list[Event] = field(default_factory=list)
     backward: list[Event] = field(default_factory=list)
     forward_done: bool = False
-    _running: list[str] = field(default_factory=list)
+    calls: int = 0
+    _running: list[tuple[str, int]] = field(default_factory=list)
 
     def call(self, path: str, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a layer's function with probes on what goes in and comes out."""
-        caller = self._caller(path)
-        args, kwargs = self._tap((args, kwargs), path, caller, "input")
-        self._running.append(path)
+        within = self._running[-1][1] if self._running else None
+        here = (path, self._caller(path), self.calls, within)
+        self.calls += 1
+        args, kwargs = self._tap((args, kwargs), here, "input")
+        self._running.append((path, here[2]))
         try:
             outputs = function(*args, **kwargs)
         finally:
             self._running.pop()
-        return self._tap(outputs, path, caller, "output")
+        return self._tap(outputs, here, "output")
 
     def ends_with(self, loss_fn: Callable) -> Callable:
         """Wrap the loss function: where it returns, the forward pass is done."""
@@ -88,7 +94,7 @@ class Probes:
 
     def _caller(self, path: str) -> str | None:
         if self._running:
-            return self._running[-1]
+            return self._running[-1][0]
         if self.forward_done and path:
             # A checkpointed layer runs again in the backward pass, where nothing
             # shows who called it: take the module that it is in.
@@ -96,11 +102,14 @@ class Probes:
             return max(above, key=len)
         return None
 
-    def _tap(self, tree: Any, path: str, caller: str | None, side: str) -> Any:
+    def _tap(self, tree: Any, here: tuple, side: str) -> Any:
+        path, caller, call, within = here
+
         def tap(x: Any) -> Any:
             if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating):
                 return x
-            event = Event(path, caller, side, x.dtype, x.size, _count(x))
+            where = (path, caller, side, call, within)
+            event = Event(*where, x.dtype, x.size, self.measure(x))
             if not self.forward_done:
                 self.forward.append(event)
             return self._watch_gradient(x, event)
@@ -115,7 +124,7 @@ class Probes:
         @identity.vjp
         def identity_vjp(_, cotangent, __):
             event.differentiated = True
-            counts = _count(cotangent)
+            counts = self.measure(cotangent)
             self.backward.append(replace(event, dtype=cotangent.dtype, counts=counts))
             return cotangent
 
@@ -123,14 +132,22 @@ class Probes:
 
 
 @contextlib.contextmanager
-def probed(model: nn.Module) -> Iterator[Probes]:
-    """Watch the layers of ``model``, which comes out as it was."""
+def probed(
+    model: nn.Module, measure: Callable[[mx.array], mx.array] | None = None
+) -> Iterator[Probes]:
+    """Watch the layers of ``model``, which comes out as it was.
+
+    Args:
+        model (nn.Module): The model.
+        measure (Callable, optional): What to note of each array, lazily: a vector.
+            Default: how often it holds NaN, +inf and -inf.
+    """
     # A call is looked up on the type, so each layer gets a class of its own for
     # the while. Shared layers go by their first name.
     layers: dict[int, tuple[str, nn.Module]] = {}
     for path, layer in sorted(model.named_modules(), key=lambda item: item[0]):
         layers.setdefault(id(layer), (path, layer))
-    probes = Probes([path for path, _ in layers.values()])
+    probes = Probes([path for path, _ in layers.values()], measure or _count)
     with unchanged(model):
         for path, layer in layers.values():
             object.__setattr__(layer, "__class__", _watched(type(layer), path, probes))
@@ -138,17 +155,19 @@ def probed(model: nn.Module) -> Iterator[Probes]:
 
 
 def _watched(cls: type, path: str, probes: Probes) -> type:
-    def watch(function: Callable) -> Callable:
+    def watch(name: str) -> Callable:
         def method(self, *args, **kwargs):
-            def bound(*args, **kwargs):
-                return function(self, *args, **kwargs)
-
-            return probes.call(path, bound, args, kwargs)
+            # Not that of the class: an island's is found only by calling it.
+            function = getattr(super(watched, self), name)
+            return probes.call(path, function, args, kwargs)
 
         return method
 
-    body = {name: watch(getattr(cls, name)) for name in _METHODS if hasattr(cls, name)}
-    return types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(body))
+    body = {name: watch(name) for name in METHODS if defines(cls, name)}
+    watched = types.new_class(
+        cls.__name__, (cls,), exec_body=lambda ns: ns.update(body)
+    )
+    return watched
 
 
 @contextlib.contextmanager

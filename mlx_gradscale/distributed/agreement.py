@@ -113,7 +113,9 @@ def _kinds(leaves: dict[str, mx.array], sharded: Any) -> dict[str, str]:
     return {
         path: f"{str(x.dtype).removeprefix('mlx.core.')}{list(x.shape)}"
         for path, x in leaves.items()
-        if is_floating(x) and not (sharded and sharded(path, x))
+        if isinstance(x, mx.array)
+        and is_floating(x)
+        and not (sharded and sharded(path, x))
     }
 
 

@@ -1,5 +1,6 @@
 """Scaler states read from the table's formats into PyTorch's keys, and written."""
 
+import math
 import struct
 import warnings
 from collections.abc import Mapping
@@ -89,10 +90,12 @@ def read_state(
         for key, value in row.assumed.items()
         if key not in found and key not in settings
     }
+    given = {key: _number(value, TYPES[key], key) for key, value in settings.items()}
     found = {**row.assumed, **found}
     if row.after is not None:
-        found |= row.after(values, found)
-    found |= {key: _number(value, TYPES[key], key) for key, value in settings.items()}
+        found |= row.after(values, found | given)
+    found |= given
+    guessed = {key: value for key, value in guessed.items() if found[key] == value}
     for key in TORCH_KEYS:
         if key not in found:
             raise ValueError(
@@ -196,6 +199,8 @@ def _number(value: Any, kind: type, key: str) -> Any:
     if array.size != 1 or array.dtype.kind not in "biuf":
         raise ValueError(f"{key} must be one number, not {value!r}.")
     number = array.reshape(()).item()
+    if kind is not float and not math.isfinite(number):
+        raise ValueError(f"{key} must be finite, not {number!r}.")
     if kind is not float and number != kind(number):
         raise ValueError(f"{key} must be of type {kind.__name__}, not {number!r}.")
     return kind(number)

@@ -27,7 +27,24 @@ def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     return {
         "backoff_factor": 1.0 / factor,
         "_growth_tracker": (since - 1) % window if since > 0 else 0,
+        **_hysteresis("cur_hysteresis", state, found),
     }
+
+
+def _megatron(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    return _hysteresis("hysteresis_tracker", state, found)
+
+
+def _hysteresis(
+    key: str, state: dict[str, Any], found: dict[str, Any]
+) -> dict[str, Any]:
+    # They count down what is left of the budget, here it is counted up what is used.
+    # Nothing is left where a state does not say it.
+    left = state.get(key)
+    if left is None:
+        return {"hysteresis": 1}
+    used = found["hysteresis"] - int(left)
+    return {"backoff_tracker": min(max(used, 0), found["hysteresis"])}
 
 
 @dataclass(frozen=True)
@@ -55,9 +72,10 @@ class Format:
 
 
 USUAL = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+# NeMo's, which is apex's rule.
 _HYSTERESIS = (
-    "delays a backoff until it is spent and is refilled in another way than this "
-    "package's backoff_interval; set backoff_interval to delay backoffs"
+    "is refilled there by every finite step, and the hysteresis of this package, as "
+    "Megatron's and DeepSpeed's, by growth: set hysteresis= if you want that"
 )
 
 FORMATS: dict[str, Format] = {
@@ -131,8 +149,8 @@ FORMATS: dict[str, Format] = {
     "megatron": Format(
         frozenset({"scale", "growth_tracker", "hysteresis_tracker"}),
         {"scale": "scale", "_growth_tracker": "growth_tracker"},
-        assumed=USUAL | {"growth_interval": 1000, "min_scale": 1.0},
-        lost={"hysteresis_tracker": _HYSTERESIS},
+        assumed=USUAL | {"growth_interval": 1000, "min_scale": 1.0, "hysteresis": 2},
+        after=_megatron,
     ),
     "apex": Format(
         frozenset({"loss_scale", "unskipped"}),
@@ -152,9 +170,9 @@ FORMATS: dict[str, Format] = {
             "growth_interval": 1000,
             "dynamic": True,
             "min_scale": 1.0,
+            "hysteresis": 2,
         },
         lost={
-            "cur_hysteresis": _HYSTERESIS,
             "last_overflow_iter": "makes the first growth after an overflow come one "
             "step later there than here",
         },

@@ -2,6 +2,7 @@
 
 from .command import main
 from .gradients import plot_gradients
+from .headroom import plot_headroom
 from .history import plot_history
 
-__all__ = ["main", "plot_gradients", "plot_history"]
+__all__ = ["main", "plot_gradients", "plot_headroom", "plot_history"]

@@ -4,8 +4,18 @@
 refuses with a ``CheckpointError``. ``save`` writes what ``torch.load`` reads.
 """
 
+from .foreign import Placeholder
 from .limits import CheckpointError, Limits
+from .meanings import plain_value
 from .reader import load
 from .writer import save, save_bytes
 
-__all__ = ["CheckpointError", "Limits", "load", "save", "save_bytes"]
+__all__ = [
+    "CheckpointError",
+    "Limits",
+    "Placeholder",
+    "load",
+    "plain_value",
+    "save",
+    "save_bytes",
+]

@@ -8,10 +8,15 @@ are hashed with a key that a file cannot know.
 from collections.abc import Iterable
 from typing import Any
 
+from .foreign import Placeholder, TorchName, TorchSize
 from .limits import Budget, CheckpointError
 
-_SECRET = frozenset({str, bytes})
-_FLAT = frozenset({str, int, float, bool, bytes, type(None), complex})
+# A placeholder is itself as a key, wherever it is in memory.
+_SECRET = frozenset({str, bytes, TorchName})
+_FLAT = frozenset(
+    {str, int, float, bool, bytes, type(None), complex, TorchName, Placeholder}
+)
+_OWN = frozenset({bool, Placeholder})
 # Bytes that an entry takes in a table that is just growing.
 _ENTRY = 100
 # Passing a taken place costs some 10 ns, an operation 1 to 3 microseconds; comparing
@@ -40,7 +45,7 @@ class Keys:
         if kind not in _SECRET:
             check_key(key)
             # The keys 0, 1, 2, ... (an optimizer's) are never in each other's way.
-            if kind is not bool and not (kind is int and 0 <= key <= len(target)):
+            if kind not in _OWN and not (kind is int and 0 <= key <= len(target)):
                 self._chosen[place] = self._chosen.get(place, 0) + 1
                 self._budget.take(_ENTRY)
         weight = _weight(key)
@@ -59,7 +64,8 @@ class Keys:
 
 def check_key(key: Any) -> None:
     """Raise on a key or member that this package neither reads nor writes."""
-    parts = key if type(key) is tuple and len(key) <= 64 else (key,)
+    is_tuple = type(key) in (tuple, TorchSize) and len(key) <= 64
+    parts = key if is_tuple else (key,)
     if not all(type(part) in _FLAT for part in parts):
         raise CheckpointError(
             f"a dict key or set member is of type {type(key).__name__}; only plain "
@@ -72,7 +78,7 @@ def _weight(key: Any) -> int:
     kind = type(key)
     if kind in _SECRET:
         return 1 + len(key) // _TEXT
-    if kind is tuple:
+    if kind in (tuple, TorchSize):
         return 1 + sum(map(_weight, key))
     # Of the other numbers hardly any have the same hash; then the next place is tried.
     return 8 if kind is complex or (kind is int and key.bit_length() > 64) else 1

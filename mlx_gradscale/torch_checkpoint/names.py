@@ -1,14 +1,18 @@
-"""The closed table of names a pickle may use, and what each one builds here.
+"""The closed table of names in pickles that are built here; the others are kept.
 
-Nothing is imported or looked up: a name in a file is a key of ``TABLE`` or an error.
+Nothing is imported or looked up: a name in a file is a key of ``TABLE``, or becomes a
+``Placeholder``, or is an error where it stands for a tensor.
 """
 
 import inspect
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .dtypes import BY_NAME, BY_STORAGE, FOREIGN, Element
+from .foreign import DefaultDict, Placeholder, TorchName, TorchSize
 from .limits import CheckpointError
 from .tensors import StorageRef, TensorRef, is_count, view
 
@@ -51,19 +55,21 @@ def _require(args_fit: bool, path: str) -> None:
 
 
 def _tensor_v2(storage, offset, shape, strides, grad, hooks, metadata=None):
-    return view(storage, offset, shape, strides, metadata=metadata)
+    return view(storage, offset, shape, strides, None, metadata, grad is True)
 
 
 def _tensor_v3(storage, offset, shape, strides, grad, hooks, dtype, metadata=None):
-    return view(storage, offset, shape, strides, dtype, metadata)
+    return view(storage, offset, shape, strides, dtype, metadata, grad is True)
 
 
 def _parameter(data, requires_grad=True, hooks=None, state=None):
     _require(isinstance(data, TensorRef), "torch._utils._rebuild_parameter")
-    return data
+    return replace(data, requires_grad=requires_grad is True, is_parameter=True)
 
 
 def _from_type(function, kind, args, state):
+    if function is WRAPPER:
+        return _local_tensor(kind, args, state)
     # A tensor with Python attributes; an mx.array has no place for them. Only the
     # plain functions may be inside: this one inside itself would recurse.
     plain = isinstance(function, Name) and function.path.startswith("torch._utils.")
@@ -72,8 +78,38 @@ def _from_type(function, kind, args, state):
     return call(function, args)
 
 
+def _local_tensor(kind, args, state):
+    """FSDP2's DTensor, where this process holds all of it."""
+    known = type(kind) is Placeholder and kind.name == "DTensor"
+    fits = type(args) is tuple and len(args) > 2 and type(state) is tuple and state
+    held = state[-1] if known and fits and type(state[-1]) is dict else {}
+    local, spec = held.get("_local_tensor"), held.get("_spec")
+    _require(type(local) is TensorRef, WRAPPER.path)
+    placements = spec.state.get("placements") if _has_dict(spec) else ()
+    whole = type(placements) is tuple and not any(
+        isinstance(how, Placeholder) and "Partial" in how.name for how in placements
+    )
+    if not whole or local.shape != args[2]:
+        raise CheckpointError(
+            f"The file holds a part of shape {local.shape} of a DTensor; gather the "
+            "full state dict (torch.distributed.checkpoint.state_dict, "
+            "full_state_dict=True) and save that."
+        )
+    return local
+
+
+def _has_dict(value):
+    return isinstance(value, Placeholder) and type(value.state) is dict
+
+
 def _ordered_dict():
     return OrderedDict()
+
+
+def _default_dict(factory=None):
+    named = isinstance(factory, (Name, Placeholder))
+    _require(factory is None or named, "collections.defaultdict")
+    return DefaultDict(factory=factory)
 
 
 def _counter(counts):
@@ -82,15 +118,23 @@ def _counter(counts):
     return Counter(counts)
 
 
-def _size(sizes=()):
+def torch_size(sizes=()):
     _require(type(sizes) is tuple and all(map(is_count, sizes)), "torch.Size")
-    return sizes
+    return TorchSize(sizes)
 
 
 def _device(kind, index=None):
-    fits = type(kind) is str and len(kind) <= 64
+    fits = type(kind) is str and _DEVICE.fullmatch(kind)
     _require(fits and (index is None or is_count(index)), "torch.device")
-    return kind if index is None else f"{kind}:{index}"
+    return TorchName(kind if index is None else f"{kind}:{index}")
+
+
+def torch_name(text):
+    """A dtype's or a device's name, checked: it can become a name in a file."""
+    is_dtype = type(text) is str and isinstance(TABLE.get(text), TorchName)
+    if not is_dtype and not (type(text) is str and _NAMED_DEVICE.fullmatch(text)):
+        raise CheckpointError(f"{text!r:.80} is no dtype and no device.")
+    return TorchName(text)
 
 
 def _layout(name):
@@ -138,7 +182,8 @@ _BUILDERS = {
     "torch.tensor._rebuild_from_type_v2": _from_type,
     "collections.OrderedDict": _ordered_dict,
     "collections.Counter": _counter,
-    "torch.Size": _size,
+    "collections.defaultdict": _default_dict,
+    "torch.Size": torch_size,
     "torch.device": _device,
     "torch.serialization._get_layout": _layout,
     "_codecs.encode": _encode,
@@ -148,6 +193,8 @@ _BUILDERS = {
 }
 TABLE: dict[str, Any] = {path: Name(path, build) for path, build in _BUILDERS.items()}
 TABLE |= {path: Name(path) for path in _TENSOR_CLASSES}
+WRAPPER = Name("torch._utils._rebuild_wrapper_subclass")
+TABLE[WRAPPER.path] = WRAPPER
 COUNTER = TABLE["collections.Counter"]
 # Their members are checked one by one, so the reader builds these two itself.
 SET, FROZENSET = Name("builtins.set"), Name("builtins.frozenset")
@@ -158,37 +205,45 @@ TABLE |= {
 }
 UNTYPED = Name("torch.storage.UntypedStorage")
 TABLE |= {UNTYPED.path: UNTYPED, "torch.UntypedStorage": UNTYPED}
-# A dtype in a file is its name as a plain string, e.g. "torch.float16".
-TABLE |= {dtype: dtype for dtype in (*BY_NAME, *FOREIGN)}
+# A dtype in a file is its name as a string, e.g. "torch.float16".
+TABLE |= {dtype: TorchName(dtype) for dtype in (*BY_NAME, *FOREIGN)}
 
-# By the first prefix that fits.
-_ADVICE = {
-    "numpy.core.multiarray.scalar": "Save a number with .item() instead.",
-    "numpy._core.multiarray.scalar": "Save a number with .item() instead.",
-    "numpy.": "Save an array with torch.from_numpy() or .tolist() instead.",
+# What stands for a tensor or a storage, and is none that can be read, by the first
+# prefix that fits.
+_REFUSED = {
     "torch._utils._rebuild_qtensor": "Dequantize the tensor and save again.",
     "torch._utils._rebuild_sparse": "Call .to_dense() and save again.",
     "torch._utils._rebuild_nested": "Save the nested tensor as a list.",
     "torch._utils._rebuild_meta": "A meta tensor has no data to read.",
-    "torch.distributed": "Gather the full state dict and save that.",
-    "argparse.Namespace": "Save vars(args) instead.",
-    "": "Save state dicts and plain Python values only.",
+    "torch._utils._rebuild": "Save it as a dense tensor.",
+    "torch._tensor._rebuild": "Save it as a dense tensor.",
+    "torch.storage.": "Save the tensor instead.",
 }
+_STORAGE = re.compile(r"torch\.(cuda\.)?\w+Storage")
+_DEVICE = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+_NAMED_DEVICE = re.compile(r"[A-Za-z_]\w{0,63}(:\d{1,18})?", re.ASCII)
+_LONGEST = 1000
 
 
 def look_up(module: str, name: str) -> Any:
-    """The table's entry for a name in a file, or an error that names it."""
-    if module == "__builtin__":  # how protocol 2 writes it, for Python 2's sake
-        module = "builtins"
-    path = f"{module}.{name}"
+    """The table's entry for a name in a file, or a placeholder for it."""
+    # "__builtin__" is how protocol 2 writes it, for Python 2's sake.
+    path = f"{'builtins' if module == '__builtin__' else module}.{name}"
     if path in TABLE:
         return TABLE[path]
-    shown = path if len(path) <= 120 and path.isprintable() else ascii(path)[:120]
-    advice = next(text for start, text in _ADVICE.items() if path.startswith(start))
-    raise CheckpointError(
-        f"The file holds {shown}, which is not a plain value or a dense tensor; "
-        f"nothing in a file is imported or run. {advice}"
-    )
+    advice = next((_REFUSED[start] for start in _REFUSED if path.startswith(start)), "")
+    if advice or _STORAGE.fullmatch(path):
+        raise CheckpointError(
+            f"The file holds {_shown(path)}, which is not a dense tensor that can be "
+            f"read. {advice or 'Save it as a dense tensor.'}"
+        )
+    if len(path) > _LONGEST or not path.isprintable() or "" in path.split("."):
+        raise CheckpointError(f"The file names {_shown(path)}, which is no name.")
+    return Placeholder.named(module, name)
+
+
+def _shown(path: str) -> str:
+    return path if len(path) <= 120 and path.isprintable() else ascii(path[:120])
 
 
 def storage_of(pid: Any) -> StorageRef:

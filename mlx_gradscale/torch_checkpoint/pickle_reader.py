@@ -1,8 +1,9 @@
-"""A closed interpreter for pickles: it can build plain values and nothing else.
+"""A closed interpreter for pickles: plain values, tensors, and placeholders.
 
 It follows the instructions that PyTorch's pickles (protocols 2 to 5) are made of and
 raises ``CheckpointError`` for any other. Names go through ``names.look_up``, a fixed
-table; Python's own unpickler is not involved.
+table; what is done with one that is not in it is noted on a ``Placeholder`` and not
+done. Python's own unpickler is not involved.
 """
 
 import struct
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from sys import getsizeof
 from typing import Any
 
+from .foreign import DefaultDict, Placeholder, TorchSize
 from .keys import Keys
 from .limits import Budget, CheckpointError, CutOffError
 from .names import COUNTER, FROZENSET, SET, call, check_call, look_up
@@ -27,7 +29,12 @@ _COPIED = 100
 _TENSOR = 2000
 # What is kept of a container that can be met again.
 _SHARED = 300
-_CONTAINERS = frozenset({list, tuple, dict, OrderedDict, Counter, set, frozenset})
+# What a placeholder takes, also while its tensors are read, and each of the steps noted
+# on it.
+_PLACEHOLDER, _STEP = 1000, 150
+_DICTS = frozenset({dict, OrderedDict, Counter, DefaultDict})
+_CONTAINERS = _DICTS | {list, tuple, TorchSize, set, frozenset}
+_SHAREABLE = _CONTAINERS | {TensorRef, Placeholder}
 _STOP = ord(".")
 _NOTHING = object()
 
@@ -59,6 +66,7 @@ class PickleReader:
         # A list, not a dict: a file can choose the numbers.
         self.memo: list[Any] = []
         self.remembered = 0
+        self.names: dict[tuple[str, str], Placeholder] = {}
         # The containers and tensors that may be in the object more than once, by id.
         self.shared: dict[int, Any] = {}
 
@@ -143,34 +151,61 @@ class PickleReader:
                 f"the pickle refers to object {index}, which it has not."
             )
         self.budget.take(_PLACE)
-        nests = type(value) in _CONTAINERS or type(value) is TensorRef
-        if nests and id(value) not in self.shared:
+        if type(value) in _SHAREABLE and id(value) not in self.shared:
             self.budget.take(_SHARED)
             self.shared[id(value)] = value
         self.stack.append(value)
 
-    def set_items(self, items: list[Any]) -> None:
+    def note(self, step: bytes, values: list[Any]) -> bool:
+        """Note what is done with a placeholder, if it is one."""
         target = self.stack[-1]
-        if type(target) not in (dict, OrderedDict, Counter) or len(items) % 2:
+        if type(target) is not Placeholder:
+            return False
+        self.budget.take(_STEP + _PLACE * len(values))
+        target.steps.append((step, values))
+        return True
+
+    def set_items(self, items: list[Any], step: bytes = b"u") -> None:
+        target = self.stack[-1]
+        if len(items) % 2 == 0 and self.note(step, items):
+            return
+        if type(target) not in _DICTS or len(items) % 2:
             raise CheckpointError(f"sets items of a {type(target).__name__}.")
         for key, value in zip(items[::2], items[1::2], strict=True):
             self.keys.add(target, key)
             target[key] = value
 
-    def extend(self, items: list[Any]) -> None:
+    def extend(self, items: list[Any], step: bytes = b"e") -> None:
+        if self.note(step, items):
+            return
         if type(self.stack[-1]) is not list:
             raise CheckpointError(f"appends to a {type(self.stack[-1]).__name__}.")
         self.budget.take(_PLACE * len(items))
         self.stack[-1].extend(items)
 
     def add_items(self, items: list[Any]) -> None:
+        if self.note(b"\x90", items):
+            return
         if type(self.stack[-1]) is not set:
             raise CheckpointError(f"adds to a {type(self.stack[-1]).__name__}.")
         self.keys.fill(self.stack[-1], items)
 
+    def place(self, how: bytes, callee: Any, args: Any, kwargs: Any = None) -> None:
+        """A placeholder for what the file would have made here."""
+        fits = type(args) is tuple and type(kwargs) in (dict, type(None))
+        if type(callee) is not Placeholder or not fits:
+            raise CheckpointError(f"makes an object of a {type(callee).__name__}.")
+        self.push_placeholder(callee.called(how, args, kwargs))
+
+    def push_placeholder(self, value: Placeholder) -> None:
+        self.budget.take(_PLACEHOLDER + len(value.module) + len(value.name))
+        self.push(value)
+
     def reduce(self) -> None:
         args = self.stack.pop()
         name = self.stack.pop()
+        if type(name) is Placeholder:
+            return self.place(b"R", name, args)
         if name is SET or name is FROZENSET:
             if type(args) is not tuple or [type(a) for a in args] not in ([list], []):
                 raise CheckpointError(f"calls {name.path} with something not a list.")
@@ -194,6 +229,8 @@ class PickleReader:
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
+        if self.note(b"b", [state]):
+            return
         if type(target) is not OrderedDict or type(state) is not dict:
             raise CheckpointError(f"sets the state of a {type(target).__name__}.")
         # What nn.Module.state_dict() adds; other names could shadow methods.
@@ -208,7 +245,12 @@ class PickleReader:
     def global_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise CheckpointError("a name in the pickle is not text.")
-        self.push(look_up(module, name))
+        found = look_up(module, name)
+        if type(found) is not Placeholder:
+            return self.push(found)
+        # The same name is the same object, as the class itself would be (as a key).
+        found = self.names.setdefault((module, name), found)
+        self.push_placeholder(found)
 
     def tuple_of(self, count: int) -> None:
         if len(self.stack) < count:
@@ -266,17 +308,35 @@ def _stack_global(r: PickleReader) -> None:
 
 def _set_item(r: PickleReader) -> None:
     value, key = r.stack.pop(), r.stack.pop()
-    r.set_items([key, value])
+    r.set_items([key, value], b"s")
 
 
 def _append(r: PickleReader) -> None:
     item = r.stack.pop()
-    r.extend([item])
+    r.extend([item], b"a")
 
 
 def _tuple(r: PickleReader) -> None:
     items = r.to_mark()
     r.push(tuple(items))
+
+
+def _new_object(r: PickleReader) -> None:
+    args, kind = r.stack.pop(), r.stack.pop()
+    r.place(b"\x81", kind, args)
+
+
+def _new_object_ex(r: PickleReader) -> None:
+    kwargs, args, kind = r.stack.pop(), r.stack.pop(), r.stack.pop()
+    r.place(b"\x92", kind, args, kwargs if kwargs is not None else ())
+
+
+def _pop(r: PickleReader) -> None:
+    # A mark on top is taken too, as Python does.
+    if r.stack:
+        r.stack.pop()
+    else:
+        r.to_mark()
 
 
 def _frozenset(r: PickleReader) -> None:
@@ -327,7 +387,12 @@ _STEPS: dict[int, Callable[[PickleReader], None]] = {
     0x93: _stack_global,
     ord("R"): lambda r: r.reduce(),
     ord("b"): lambda r: r.build(),
+    0x81: _new_object,
+    0x92: _new_object_ex,
     ord("Q"): lambda r: r.push(r.persistent_load(r.stack.pop())),
+    # POP and POP_MARK, which Python writes for tuples that hold themselves.
+    ord("0"): _pop,
+    ord("1"): lambda r: r.to_mark(),
     # References: BINPUT, LONG_BINPUT, MEMOIZE, BINGET, LONG_BINGET.
     ord("q"): lambda r: r.put(r.number(_U8)),
     ord("r"): lambda r: r.put(r.number(_U32)),

@@ -15,6 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from .dtypes import BY_MLX, BY_NUMPY, Element
+from .foreign import DefaultDict, PlacedTensor, Placeholder, TorchName, TorchSize
+from .foreign_writer import ForeignSavers
 from .keys import check_key
 from .limits import DEFAULT_LIMITS, CheckpointError
 from .tree import show_key
@@ -26,7 +28,7 @@ _BATCH = 1000  # how many items Python's pickler writes at once
 _LATIN1, _STORAGE, _CPU = "latin1", "storage", "cpu"
 
 
-class PickleWriter:
+class PickleWriter(ForeignSavers):
     """Writes one object; afterwards ``arrays`` are its storages, by number."""
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class PickleWriter:
         self._names: dict[str, int] = {}
         self._count = 0
         self._open: set[int] = set()
+        self._inside = 0  # how many placeholders are open
         self._path: list[Any] = []
 
     def write(self, value: Any) -> bytes:
@@ -53,10 +56,11 @@ class PickleWriter:
         save = _SAVERS.get(type(value))
         if save is None:
             raise self._fail(_refusal(value))
-        if id(value) in self._open:
-            raise self._fail("contains itself, which cannot be saved.")
-        if id(value) in self._memo:
+        # Inside of a placeholder there may be rings, as Python's pickler writes them.
+        if id(value) in self._memo and (self._inside or id(value) not in self._open):
             self._get(self._memo[id(value)][0])
+        elif id(value) in self._open:
+            raise self._fail("contains itself, which cannot be saved.")
         elif type(value) in _NESTING:
             if len(self._open) >= DEFAULT_LIMITS.depth:
                 raise self._fail(f"is nested over {DEFAULT_LIMITS.depth} deep.")
@@ -80,11 +84,15 @@ class PickleWriter:
         self._emit(*((b"q", "B") if number < 256 else (b"r", "<I")), number)
 
     def _name(self, path: str) -> None:
-        if path in self._names:
-            return self._get(self._names[path])
-        self._names[path] = self._count
         module, _, name = path.rpartition(".")
-        self._emit(f"c{module}\n{name}\n".encode())
+        self._global(module, name)
+
+    def _global(self, module: str, name: str) -> None:
+        line = f"c{module}\n{name}\n"
+        if line in self._names:
+            return self._get(self._names[line])
+        self._names[line] = self._count
+        self._emit(line.encode())
         self._put()
 
     # Plain values.
@@ -122,7 +130,12 @@ class PickleWriter:
         self._put(value)
 
     def _bytes(self, value: bytes) -> None:
-        # Protocol 2 has no bytes: they travel as text of the same code points.
+        # Protocol 2 has no bytes: they travel as text of the same code points. Python
+        # writes empty ones otherwise, which weights_only=True does not read.
+        if not value and self._inside:
+            self._name("__builtin__.bytes")
+            self._emit(b")R")
+            return self._put(value)
         self._name("_codecs.encode")
         self._save(value.decode("latin1"))
         self._save(_LATIN1)
@@ -185,6 +198,15 @@ class PickleWriter:
         self._name("collections.OrderedDict")
         self._emit(b")R")
         self._put(value)
+        self._entries(value)
+        if set(vars(value)) - {"_metadata"}:
+            raise self._fail("is an OrderedDict with attributes besides _metadata.")
+        if vars(value):
+            self._save(dict(vars(value)))
+            self._emit(b"b")
+
+    def _entries(self, value: dict) -> None:
+        """The items of an object that is more than a dict."""
         whole, last = divmod(len(value), _BATCH)
         if last == 1:
             self._batches(value.items(), whole * _BATCH, b"u", self._pairs)
@@ -192,11 +214,6 @@ class PickleWriter:
             self._emit(b"s")
         else:
             self._batches(value.items(), len(value), b"u", self._pairs)
-        if set(vars(value)) - {"_metadata"}:
-            raise self._fail("is an OrderedDict with attributes besides _metadata.")
-        if vars(value):
-            self._save(dict(vars(value)))
-            self._emit(b"b")
 
     def _counter(self, value: Counter) -> None:
         self._name("collections.Counter")
@@ -245,7 +262,9 @@ class PickleWriter:
 
     # Arrays.
 
-    def _array(self, value: Array) -> None:
+    def _array(
+        self, value: Array, requires_grad: bool = False, remembered: Any = None
+    ) -> None:
         element = _element(value)
         if element is None:
             raise self._fail(f"is an array of {value.dtype}, which PyTorch has not.")
@@ -255,13 +274,13 @@ class PickleWriter:
         self._int(0)
         self._sizes(value.shape)
         self._sizes(_strides(value.shape))
-        self._emit(b"\x89")  # requires_grad
+        self._emit(b"\x88" if requires_grad else b"\x89")
         self._name("collections.OrderedDict")
         self._emit(b")R")
         self._put()
         if not element.storage:
             self._name(element.name)
-        self._call(b"t", value)
+        self._call(b"t", value if remembered is None else remembered)
 
     def _storage(self, value: Array, element: Element) -> None:
         self._emit(b"(")
@@ -309,8 +328,6 @@ def _refusal(value: Any) -> str:
         return f"is a numpy {kind}; save .item() of it."
     if isinstance(value, tuple):
         return f"is a {kind}, a named tuple; save tuple() or ._asdict() of it."
-    if isinstance(value, frozenset):
-        return "is a frozenset, which torch.load() refuses; save a set."
     if hasattr(value, "parameters"):
         return f"is a {kind}; save its parameters as a dict of arrays."
     return (
@@ -334,8 +351,16 @@ _SAVERS: dict[type, Callable[[PickleWriter, Any], None]] = {
     OrderedDict: PickleWriter._ordered_dict,
     Counter: PickleWriter._counter,
     set: PickleWriter._set,
+    frozenset: PickleWriter._frozenset,
+    DefaultDict: PickleWriter._default_dict,
+    TorchName: PickleWriter._torch_name,
+    TorchSize: PickleWriter._torch_size,
+    Placeholder: PickleWriter._placeholder,
+    PlacedTensor: PickleWriter._placed_tensor,
     mx.array: PickleWriter._array,
     np.ndarray: PickleWriter._array,
     np.memmap: PickleWriter._array,
 }
-_NESTING = frozenset({tuple, list, dict, OrderedDict, Counter})
+_NESTING = frozenset(
+    {tuple, list, dict, OrderedDict, Counter, DefaultDict, Placeholder}
+)

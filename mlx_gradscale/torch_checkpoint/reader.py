@@ -27,7 +27,9 @@ def load(
     array twice. A ``Parameter`` is its array, a ``torch.Size`` a tuple, a
     ``torch.dtype`` or ``torch.device`` its name, as in ``"torch.float16"`` or
     ``"cuda:0"``. ``requires_grad`` and Python attributes of tensors are left behind. A
-    ``state_dict``'s ``_metadata`` stays on its ``OrderedDict``.
+    ``state_dict``'s ``_metadata`` stays on its ``OrderedDict``. An object of any other
+    class becomes a ``Placeholder``, which ``save`` writes as it was; ``plain_value``
+    tells what it means where that is known (``argparse.Namespace``, numpy, paths).
 
     Args:
         file (str, PathLike, bytes or file): A path, the bytes of a file, or a
@@ -41,8 +43,8 @@ def load(
         The object in the file.
 
     Raises:
-        CheckpointError: The file is damaged, hostile, or holds more than tensors and
-            plain values. Nothing is returned in part.
+        CheckpointError: The file is damaged, hostile, or holds tensors that MLX has
+            not. Nothing is returned in part.
         OSError: The file cannot be opened or read.
 
     Example:
@@ -62,7 +64,7 @@ def load(
         )
         walk = limits, found.shared, written_limit(found.pickle_size, limits)
         # All of the object is checked before any memory is taken for its tensors.
-        TreeFinisher(storages.check, *walk).finish(found.value)
+        TreeFinisher(storages.check, *walk, is_check=True).finish(found.value)
         storages.read()
         value = TreeFinisher(storages.tensor, *walk).finish(found.value)
         storages.evaluate()

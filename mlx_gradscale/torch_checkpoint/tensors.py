@@ -43,6 +43,9 @@ class TensorRef:
     strides: tuple[int, ...]
     conj: bool = False
     neg: bool = False
+    # For tensors inside of placeholders, which come back as they were.
+    requires_grad: bool = False
+    is_parameter: bool = False
 
     @property
     def numel(self) -> int:
@@ -77,11 +80,11 @@ def is_count(value: Any) -> bool:
 
 def _check_sizes(values: Any, what: str) -> None:
     # The length first: a long one could be checked again and again.
-    if type(values) is tuple and len(values) > MAX_NDIM:
+    if isinstance(values, tuple) and len(values) > MAX_NDIM:
         raise CheckpointError(
             f"A tensor has more than {MAX_NDIM} dimensions, which MLX cannot hold."
         )
-    if type(values) is not tuple or not all(is_count(v) for v in values):
+    if not isinstance(values, tuple) or not all(is_count(v) for v in values):
         raise CheckpointError(f"A tensor's {what} is not a tuple of sizes.")
 
 
@@ -92,6 +95,7 @@ def view(
     strides: Any,
     dtype: Any = None,
     metadata: Any = None,
+    requires_grad: bool = False,
 ) -> TensorRef:
     """Check a rebuilt tensor's numbers and return it as a reference."""
     if not isinstance(storage, StorageRef):
@@ -122,11 +126,15 @@ def view(
     conj, neg = _bits(metadata)
     if neg and element.name == "torch.bool":
         raise CheckpointError("A bool tensor is marked as negative.")
-    return TensorRef(storage, element, offset, shape, strides, conj, neg)
+    return TensorRef(
+        storage, element, offset, tuple(shape), strides, conj, neg, requires_grad
+    )
 
 
 def element_named(dtype: Any) -> Element:
-    element = BY_NAME.get(dtype) or FOREIGN.get(dtype) if type(dtype) is str else None
+    element = (
+        BY_NAME.get(dtype) or FOREIGN.get(dtype) if isinstance(dtype, str) else None
+    )
     if element is not None:
         return element
     raise CheckpointError("A tensor is rebuilt without a known dtype.")

@@ -6,13 +6,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from .foreign import DefaultDict, PlacedTensor, Placeholder, TorchName, TorchSize
 from .limits import CheckpointError, Limits
 from .names import Name
 from .tensors import StorageRef, TensorRef
 
-_TEXTS = frozenset({str, bytes, bytearray})
+_TEXTS = frozenset({str, bytes, bytearray, TorchName})
 _NUMBERS = frozenset({int, float, bool, type(None), complex})
-_DICTS = frozenset({dict, OrderedDict, Counter})
+_DICTS = frozenset({dict, OrderedDict, Counter, DefaultDict})
+_SEQUENCES = frozenset({list, tuple, TorchSize})
 _SETS = frozenset({set, frozenset})
 # What a value counts in an object that is written out, besides its text, and what
 # each byte of a pickle allows: an instruction that makes a value is one at least.
@@ -36,6 +38,7 @@ class TreeFinisher:
             alive, so that no other object can get the id while the walk lasts.
         written (int): How much the object may take with all that is shared written
             out wherever it is.
+        is_check (bool): Whether ``make_array`` only checks, and nothing is changed.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class TreeFinisher:
         limits: Limits,
         shared: Mapping[int, Any],
         written: int,
+        is_check: bool = False,
     ) -> None:
         self._make_array = make_array
         self._limits = limits
@@ -52,10 +56,37 @@ class TreeFinisher:
         self._done: dict[int, tuple[Any, int, int]] = {}
         self._open: set[int] = set()
         self._path: list[Any] = []
+        self._is_check = is_check
+        # Placeholders are finished after all else, so that a container that is also
+        # outside of them gets plain arrays; and each once, as they may form rings.
+        self._placeholders: dict[int, tuple[Placeholder, int, list[Any]]] = {}
+        self._level = 0
+        self._names: dict[str, Placeholder] = {}
 
     def finish(self, root: Any) -> Any:
         """The object with arrays; dicts and lists are filled in place."""
-        return self._visit(root)[0]
+        root, _, size = self._visit(root)
+        waiting = 0
+        while waiting < len(self._placeholders):
+            found = list(self._placeholders.values())[waiting:]
+            waiting += len(found)
+            for placeholder, self._level, self._path in found:
+                size += self._finish_placeholder(placeholder)
+                self._check_size(size)
+        return root
+
+    def _finish_placeholder(self, value: Placeholder) -> int:
+        value.callee, _, size = self._visit(value.callee)
+        value.args, _, more = self._visit(value.args)
+        size += more
+        if value.kwargs is not None:
+            value.kwargs, _, more = self._visit(value.kwargs)
+            size += more
+        for _, held in value.steps:
+            for i, item in enumerate(held):
+                held[i], _, more = self._visit(item)
+                size += more
+        return size
 
     def _fail(self, text: str) -> CheckpointError:
         path = "".join(show_key(key) for key in self._path[:20])
@@ -68,12 +99,16 @@ class TreeFinisher:
             return value, 0, _VALUE
         if kind in _TEXTS:
             return value, 0, _VALUE + len(value)
+        if kind is Placeholder:
+            return self._defer(value), 0, _VALUE + len(value.name)
+        if kind is Name:
+            return self._named(value), 0, _VALUE
         if id(value) in self._done:
             return self._done[id(value)]
         if kind is TensorRef:
             result = self._array(value), 0, _VALUE
         elif kind in _SETS:
-            result = value, 0, _VALUE + sum(map(_key_size, value))
+            result = value, 0, _VALUE + sum(map(self._visit_key, value))
         else:
             result = self._visit_container(value)
         if id(value) in self._shared:
@@ -81,22 +116,42 @@ class TreeFinisher:
         return result
 
     def _visit_container(self, value: Any) -> tuple[Any, int, int]:
-        if type(value) not in _DICTS and type(value) not in (list, tuple):
+        if type(value) not in _DICTS and type(value) not in _SEQUENCES:
             raise self._fail(_what_is(value))
         if id(value) in self._open:
             raise self._fail("the object contains itself, which is not supported.")
-        if len(self._open) >= self._limits.depth:
+        if self._level + len(self._open) >= self._limits.depth:
             raise self._fail(f"containers are nested over {self._limits.depth} deep.")
         self._open.add(id(value))
         result = self._visit_items(value)
         self._open.discard(id(value))
         return result
 
-    def _array(self, ref: TensorRef) -> mx.array:
+    def _defer(self, value: Placeholder) -> Placeholder:
+        if id(value) not in self._placeholders:
+            level = self._level + len(self._open) + 1
+            if level > self._limits.depth:
+                raise self._fail(f"objects are nested over {self._limits.depth} deep.")
+            self._placeholders[id(value)] = value, level, self._path[:20]
+        return value
+
+    def _named(self, name: Name) -> Any:
+        """A class or function of the table that is only named."""
+        if self._is_check:
+            return name
+        module, _, attribute = name.path.rpartition(".")
+        module = "__builtin__" if module == "builtins" else module
+        new = Placeholder.named(module, attribute)
+        return self._names.setdefault(name.path, new)
+
+    def _array(self, ref: TensorRef) -> Any:
         try:
-            return self._make_array(ref)
+            array = self._make_array(ref)
         except CheckpointError as error:
             raise self._fail(str(error)) from None
+        if self._level and not self._is_check:
+            return PlacedTensor(array, ref.requires_grad, ref.is_parameter)
+        return array
 
     def _visit_items(self, value: Any) -> tuple[Any, int, int]:
         height, size = 0, _VALUE
@@ -111,8 +166,10 @@ class TreeFinisher:
                 changed[key] = finished
             height, size = max(height, item_height), size + item_size
             if is_dict:
-                size += _key_size(key)
+                size += self._visit_key(key)
             self._check_size(size)
+        if type(value) is DefaultDict:
+            value.factory = self._visit(value.factory)[0]
         if type(value) is OrderedDict and hasattr(value, "_metadata"):
             self._path.append("_metadata")
             metadata, item_height, item_size = self._visit(value._metadata)
@@ -121,13 +178,20 @@ class TreeFinisher:
             height, size = max(height, item_height), size + item_size
             self._check_size(size)
         # A shared container was visited at another depth: its height tells.
-        if len(self._open) + height > self._limits.depth:
+        if self._level + len(self._open) + height > self._limits.depth:
             raise self._fail(f"containers are nested over {self._limits.depth} deep.")
         if changed and type(value) is tuple:
             value = tuple(changed.get(i, item) for i, item in enumerate(value))
         for key, item in changed.items() if type(value) is not tuple else ():
             value[key] = item
         return value, height + 1, size
+
+    def _visit_key(self, key: Any) -> int:
+        parts = key if type(key) in _SEQUENCES else (key,)
+        for part in parts:
+            if type(part) is Placeholder:
+                self._defer(part)
+        return _VALUE + sum(len(part) for part in parts if type(part) in _TEXTS)
 
     def _check_size(self, size: int) -> None:
         if size > self._written:
@@ -142,14 +206,7 @@ def written_limit(pickle_size: int, limits: Limits) -> int:
     return _VALUE * pickle_size + limits.shared_bytes
 
 
-def _key_size(key: Any) -> int:
-    parts = key if type(key) is tuple else (key,)
-    return _VALUE + sum(len(part) for part in parts if type(part) in _TEXTS)
-
-
 def _what_is(value: Any) -> str:
-    if isinstance(value, Name):
-        return f"{value.path} itself is stored, where a value was expected."
     if isinstance(value, StorageRef):
         return "a bare storage is stored; save the tensor instead."
     return f"a {type(value).__name__} is stored, which is not supported."

@@ -17,6 +17,7 @@ from ..layouts import Entry
 from .builder import scheduled_rate, settings
 from .compare import Difference, check, differences, mlx_differences, recognise
 from .table import ROWS, SCHEDULED, number
+from .valid import check_group, check_slots
 
 
 @dataclass
@@ -68,7 +69,12 @@ def to_mlx(
     name = recognise(state_dict, optimizer)
     row, states = ROWS[name], state_dict["state"]
     groups = [dict(group) for group in state_dict["param_groups"]]
-    notes = list(row.notes)
+    for group in groups:
+        check_group(name, group)
+    for index, parameter in names.items():
+        check_slots(name, states.get(index, {}), parameter)
+    doubts = [row.doubt(group) for group in groups]
+    notes = [*row.notes, *dict.fromkeys(filter(None, doubts))]
     fresh: dict[str, dict] = {}
     found: list[Difference] = []
     members = [[i for i in g["params"] if names[i] in entries] for g in groups]
@@ -98,7 +104,9 @@ def to_mlx(
     if fresh and any(steps) and row.counts:
         notes.append(
             f"{len(fresh)} parameters had no optimizer state ({next(iter(fresh))}, "
-            "...): they start with zero moments, and with the step count of the rest."
+            "...), as frozen ones have: freeze them in the MLX model, too, before "
+            "load_run. If they are trained, they start with zero moments, and with the "
+            "step count of the rest."
         )
     if not row.counts and step is None:
         notes.append(f"{name} keeps no step count: MLX's starts at 0 (--step).")
@@ -159,6 +167,12 @@ def to_torch(
         # Records of older versions have no indices: all parameters were converted.
         indices = record["indices"][i] if "indices" in record else group["params"]
         for index, torch_name in zip(indices, record["names"][i], strict=True):
+            if torch_name in record["fresh"] and not _has_state(
+                flat, prefix, row.slots, entries[torch_name]
+            ):  # it was frozen there and here
+                if record["fresh"][torch_name]:
+                    states[index] = dict(record["fresh"][torch_name])
+                continue
             slots = _slots_to_torch(flat, prefix, row.slots, entries[torch_name])
             # PyTorch starts a momentum buffer that is not there with the undampened
             # gradient, MLX with the dampened one: written as zeros, they agree.
@@ -329,6 +343,13 @@ def _slots_to_torch(
         )
         for theirs, ours in slots.items()
     }
+
+
+def _has_state(
+    flat: Mapping[str, mx.array], prefix: str, slots: Mapping[str, str], entry: Entry
+) -> bool:
+    keys = (f"{prefix}{name}.{slot}" for name in entry.mlx for slot in slots.values())
+    return any(key in flat for key in keys)
 
 
 def _required(flat: Mapping[str, mx.array], key: str) -> mx.array:

@@ -37,6 +37,7 @@ class Row:
         notes: sentences to tell the user in any case.
         carried: further group keys that change nothing in MLX; they come back as
             they were.
+        doubt: (group) -> a sentence on what its keys do not tell, or None.
     """
 
     mlx: type[optim.Optimizer]
@@ -50,6 +51,7 @@ class Row:
     counts: bool = True
     notes: tuple[str, ...] = ()
     carried: frozenset[str] = frozenset()
+    doubt: Callable[[Mapping], str | None] = lambda group: None
 
     def unknown(self, group: Mapping[str, Any]) -> list[str]:
         """Group keys that are none of this optimizer's: a subclass's, say."""
@@ -86,6 +88,20 @@ def _adagrad_divisor(group: Mapping) -> Callable | None:
 def _adamax_divisor(group: Mapping) -> Callable:
     beta = number(group["betas"][0])
     return lambda step: 1 - beta ** (step + 1)
+
+
+def _lion_doubt(group: Mapping) -> str | None:
+    # lion_pytorch keeps the switch in the object; timm's groups have more keys.
+    decay, rate = number(group["weight_decay"]), number(group["lr"])
+    if not decay or "maximize" in group:
+        return None
+    first = number(group.get("initial_lr", rate))
+    other = f" ({decay / first:.6g})" if first else ""
+    return (
+        "Lion: its state does not tell whether it is lion_pytorch's with "
+        "decoupled_weight_decay=True, which divides the weight decay by the first "
+        f"learning rate. If so, set the MLX optimizer's weight_decay to that{other}."
+    )
 
 
 _ADAM_REFUSED = {
@@ -200,5 +216,6 @@ ROWS: dict[str, Row] = {
         }
         | _MAXIMIZE,
         counts=False,
+        doubt=_lion_doubt,
     ),
 }

@@ -6,7 +6,12 @@ What the files hold is written here once, as numpy arrays and plain values, for 
 script to save and for the tests to compare with.
 """
 
+import argparse
 import collections
+import datetime
+import functools
+import http
+import pathlib
 import zipfile
 from pathlib import Path
 
@@ -119,6 +124,27 @@ def _torchscript(torch):
                 archive.writestr(info.filename, data, info.compress_type)
 
 
+def _foreign(torch):
+    """What is neither plain nor a tensor, and what it holds."""
+    args = argparse.Namespace(lr=0.1, output=pathlib.PurePosixPath("/runs/1"))
+    args.weight = torch.nn.Parameter(torch.ones(2))
+    args.itself = [args]
+    layer = torch.nn.Linear(1, 1)
+    return {
+        "args": args,
+        "same": args,
+        "best": np.float64(0.75),
+        "rng": ("MT19937", np.arange(4, dtype=np.uint32), 3),
+        "status": http.HTTPStatus.OK,
+        "state": collections.defaultdict(dict, {"w": {"step": torch.ones(1)}}),
+        "make": functools.partial(int, base=2),
+        "when": datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.timezone.utc),
+        "losses": collections.deque([1.5, 0.5], 10),
+        "kinds": {np.int64(3): dict, "layer": layer},
+        "dtypes": [torch.float16, torch.device("cuda", 1), torch.Size([2, 3])],
+    }
+
+
 def main() -> None:
     import torch
 
@@ -131,11 +157,12 @@ def main() -> None:
     torch.save(everything, HERE / "legacy_protocol4.pt", pickle_protocol=4, **old)
     torch.save(training, HERE / "training.pt")
     torch.save({"x": torch.ones(2, dtype=torch.float64)}, HERE / "float64.pt")
+    torch.save({"x": np.float32(1)}, HERE / "foreign_numpy.pt")
+    torch.save(torch.nn.Linear(1, 1), HERE / "foreign_module.pt")
+    torch.save(_foreign(torch), HERE / "foreign.pt")
     # Files that have to be refused.
     _torchscript(torch)
-    torch.save({"x": np.float32(1)}, HERE / "refused_numpy.pt")
     torch.save({"x": torch.eye(2).to_sparse()}, HERE / "refused_sparse.pt")
-    torch.save(torch.nn.Linear(1, 1), HERE / "refused_module.pt")
     float8 = torch.ones(2).to(torch.float8_e4m3fn)
     torch.save({"x": float8}, HERE / "refused_float8.pt")
     itself: list = []

@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_gradscale.torch_checkpoint.foreign import TorchSize
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 CONTENTS = runpy.run_path(str(GOLDEN / "make_golden.py"))
 
@@ -49,7 +51,7 @@ def assert_equals_torch(actual: Any, expected: Any, where: str = "obj") -> None:
         if isinstance(expected, OrderedDict) and hasattr(expected, "_metadata"):
             assert actual._metadata == expected._metadata
     elif isinstance(expected, (list, tuple)):
-        kind = tuple if isinstance(expected, torch.Size) else type(expected)
+        kind = TorchSize if isinstance(expected, torch.Size) else type(expected)
         assert type(actual) is kind, where
         assert len(actual) == len(expected), where
         for i, item in enumerate(expected):

@@ -16,6 +16,7 @@ from mlx_gradscale.array_files import read_arrays
 from mlx_gradscale.convert import from_torch, jsonable, read_run, write_run
 from mlx_gradscale.convert.jsonable import decode, encode
 from mlx_gradscale.convert.text import table
+from mlx_gradscale.inspect import describe
 from mlx_gradscale.torch_checkpoint import CheckpointError, Limits, keys, legacy_reader
 from mlx_gradscale.torch_checkpoint.limits import Budget
 
@@ -80,6 +81,18 @@ BOMBS = {
     + b"q\x00"
     + b"h\x00h\x01R" * 100_000
     + b"t",
+    "placeholders": b"(" + name("x", "Y") + b"q\x00" + b"h\x00)R" * 100_000 + b"t",
+    "names": b"(" + name("x" * 900, "y") * 15_000 + b"t",
+    "states": name("x", "Y") + b")R" + b"Nb" * 150_000,
+    "items": name("x", "Y") + b")R" + b"(Ne" * 100_000,
+    "names in names": b"("
+    + name("x", "Y" * 150)
+    + name("__builtin__", "getattr")
+    + b"q\x00"
+    + text("z" * 150)
+    + b"q\x01"
+    + b"h\x00h\x00h\x01\x86R" * 40_000
+    + b"t",
     "wide text": b"(" + text("x" * 3_000_000 + "\U0001f600") * 6 + b"t",
     "doubled tuples": b"(" + doubled(22) + b"t",
     "a text very often": b"(" + text("x" * 1_000_000) + OFTEN,
@@ -123,6 +136,19 @@ def test_small_files_take_no_more_memory_than_they_are_allowed(tmp_path):
         assert "limits." in said, kind
         # Besides the objects: the file, its text, and what MLX keeps for itself.
         assert grown < 1.5 * MEMORY + 40_000_000, kind
+
+
+def test_inspect_tells_each_object_once(tmp_path):
+    # Sixty namespaces, each holding the one before twice: 2**60 told in full.
+    found = name("argparse", "Namespace") + b"q\x00"
+    for i in range(60):
+        both = text("a") + (b"h\x01" if i else b"N") + text("b") + b"h\x01" * bool(i)
+        found += b"h\x00)R}(" + both + b"N" * (not i) + b"ubq\x01" + b"0" * (i < 59)
+    path = tmp_path / "a.pt"
+    path.write_bytes(pickled(b"(" + found + b"t"))
+    start = time.monotonic()
+    assert len(json.dumps(describe(path))) < 200_000
+    assert time.monotonic() - start < 60  # only against a hang
 
 
 def test_a_storage_key_is_short_in_old_files_too():

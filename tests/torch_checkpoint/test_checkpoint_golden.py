@@ -67,9 +67,7 @@ def test_training_checkpoint():
     ("file", "says"),
     [
         ("refused_torchscript.pt", "TorchScript"),
-        ("refused_numpy.pt", r"numpy.*multiarray\.scalar.*\.item\(\)"),
         ("refused_sparse.pt", r"_rebuild_sparse_tensor.*to_dense"),
-        ("refused_module.pt", r"torch\.nn\.modules\.linear\.Linear"),
         ("refused_float8.pt", r"\['x'\].*float8_e4m3fn"),
         ("refused_cycle.pt", r"\['x'\]\[0\].*contains itself"),
     ],

@@ -1,0 +1,72 @@
+"""Optimizer states that torch.distributed flattened to ``state.<name>.<slot>``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_STATE, _GROUPS = "state.", "param_groups."
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a dict is one that ``flatten_optimizer_state_dict=True`` made.
+
+    Example:
+        >>> is_flat({"state.fc.weight.step": 1, "param_groups.fc.weight.lr": 0.1})
+        True
+    """
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) for key in value)
+        and any(key.startswith(_GROUPS) for key in value)
+        and all(_is_path(key) for key in value)
+    )
+
+
+def _is_path(key: str) -> bool:
+    return key.startswith((_STATE, _GROUPS)) and key.count(".") >= 2
+
+
+def unflattened(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of an optimizer, keyed by names; another one as it is.
+
+    Parameters with the same settings are one group.
+
+    Example:
+        >>> unflattened({"state.w.step": 1, "param_groups.w.lr": 0.1})
+        {'state': {'w': {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': ['w']}]}
+    """
+    if not is_flat(value):
+        return value
+    states: dict[str, dict] = {}
+    settings: dict[str, dict] = {}
+    for key, item in value.items():
+        into = states if key.startswith(_STATE) else settings
+        _, _, path = key.partition(".")
+        name, _, last = path.rpartition(".")
+        into.setdefault(name, {})[last] = item
+    groups: dict[str, dict[str, Any]] = {}
+    for name, found in settings.items():
+        # Values may be arrays, which are compared by what they print.
+        key = repr([(k, v) for k, v in sorted(found.items()) if k != "params"])
+        group = groups.setdefault(key, {**found, "params": []})
+        group["params"].append(name)
+    return {"state": states, "param_groups": list(groups.values())}
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The way back of :func:`unflattened`.
+
+    Example:
+        >>> group = {"lr": 0.1, "params": ["w"]}
+        >>> flattened({"state": {"w": {"step": 1}}, "param_groups": [group]})
+        {'state.w.step': 1, 'param_groups.w.lr': 0.1}
+    """
+    out = {
+        f"{_STATE}{name}.{slot}": item
+        for name, slots in state["state"].items()
+        for slot, item in slots.items()
+    }
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            held = {k: v for k, v in group.items() if k != "params"}
+            out |= {f"{_GROUPS}{name}.{key}": item for key, item in held.items()}
+    return out

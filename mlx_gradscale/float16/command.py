@@ -1,0 +1,158 @@
+"""The command ``mlx_gradscale.float16``: can this model train in float16?"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .report import Float32Search
+from .search import find_float32_layers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Find the layers of an mlx-lm model that must be float32, and write them.
+
+    Args:
+        arguments (list): Default: those of the process.
+
+    Returns:
+        int: 0, or 1 if no layers help or something is missing, which is said.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        model, loss_fn, batches = _load(options)
+        found = find_float32_layers(
+            model,
+            loss_fn,
+            batches,
+            margin=options.margin,
+            tolerance=options.tolerance,
+        )
+        print(found)
+        if not found.helps:
+            return 1
+        found.save(options.output)
+        print(f"\n{options.output}")
+        _draw(found, Path(options.output))
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        print(f"mlx_gradscale.float16: {error}", file=sys.stderr)
+        return 1
+    print(
+        "\nBefore training, and before LoRA layers are made:\n"
+        f'    mlx_gradscale.float32_layers(model, "{options.output}")'
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx_gradscale.float16",
+        description="Run batches through an mlx-lm model, forward and backward, in "
+        "float32 and float16. Say how far each layer is from 65504, draw it, and write "
+        "the layers that must compute in float32 to a file.",
+    )
+    parser.add_argument("--model", required=True, help="a folder with an mlx-lm model")
+    parser.add_argument(
+        "--data", required=True, help="a .jsonl file, or a folder with train.jsonl"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="float32_layers.json",
+        help="the file to write; the pictures go beside it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fine-tune-type",
+        choices=("full", "lora"),
+        default="full",
+        help="which parameters get gradients (default: %(default)s)",
+    )
+    parser.add_argument("--batches", type=int, default=4, metavar="N")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N")
+    parser.add_argument("--max-seq-length", type=int, default=512, metavar="N")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=2.0,
+        help="how many times larger values may become (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.02,
+        help="how far the loss may be from float32's (default: %(default)s)",
+    )
+    return parser
+
+
+def _load(options: argparse.Namespace) -> tuple[nn.Module, Any, list]:
+    if not Path(options.model).is_dir():
+        raise ValueError(f"--model must be a folder, got {options.model!r}.")
+    for name in ("batches", "batch_size", "max_seq_length"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
+    if not options.output.endswith(".json"):
+        raise ValueError(f"--output must end in .json, got {options.output!r}.")
+    try:
+        import mlx_lm
+        from mlx_lm.tuner.trainer import default_loss
+    except ImportError as error:
+        raise ImportError("This command needs mlx-lm: pip install mlx-lm.") from error
+    model, tokenizer = mlx_lm.load(options.model)
+    batches = _batches(options, tokenizer)
+    # Before the adapters, which mlx-lm makes in float32.
+    model.set_dtype(mx.float16)
+    if options.fine_tune_type == "lora":
+        from mlx_lm.tuner.utils import linear_to_lora_layers
+
+        model.freeze()
+        every = len(model.layers)
+        linear_to_lora_layers(model, every, {"rank": 8, "scale": 20.0, "dropout": 0.0})
+    model.train()
+    return model, default_loss, [(model, *batch) for batch in batches]
+
+
+def _batches(options: argparse.Namespace, tokenizer: Any) -> list:
+    """Return batches as mlx-lm's trainer makes them."""
+    from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_local_dataset
+    from mlx_lm.tuner.trainer import iterate_batches
+
+    path, plain = Path(options.data), SimpleNamespace()
+    if path.is_dir():
+        found = load_local_dataset(path, tokenizer, plain)
+        dataset = next((each for each in found if len(each)), None)
+    else:
+        dataset = create_dataset(_rows(path), tokenizer, plain)
+    if not dataset:
+        raise ValueError(f"There is no train.jsonl with data in {options.data}.")
+    batches = iterate_batches(
+        CacheDataset(dataset), options.batch_size, options.max_seq_length, seed=0
+    )
+    return list(islice(batches, options.batches))
+
+
+def _rows(path: Path) -> list:
+    with open(path, encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file if line.strip()]
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} holds no samples: one JSON object per line.")
+    return rows
+
+
+def _draw(found: Float32Search, output: Path) -> None:
+    try:
+        from ..plot import plot_headroom
+
+        for dark in (False, True):
+            name = f"{output.stem}-{'dark' if dark else 'light'}.png"
+            plot_headroom(found, output.with_name(name), dark=dark)
+            print(output.with_name(name))
+    except ImportError as error:
+        print(f"No picture: {error}")

@@ -1,0 +1,146 @@
+"""Models of Transformers into mlx-lm's, whose sanitize tells names and layouts."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from interop_helpers import convert
+
+from mlx_gradscale.convert import load_run, save_run
+from mlx_gradscale.convert.mlx_lm_model import mlx_lm_model
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("mlx_lm", reason="needs mlx-lm")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def gpt2():
+    # n_embd twice: a square weight, whose shape does not tell that it is turned.
+    sizes = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 8}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, **dropout, vocab_size=32, n_ctx=8)
+    )
+
+
+def llama():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, **heads, vocab_size=32, rms_norm_eps=1e-6)
+    )
+
+
+def data(number):
+    rng = np.random.default_rng(number)
+    return rng.integers(0, 32, (2, 8))
+
+
+def torch_steps(model, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        x = torch.tensor(data(number))
+        logits = model(x).logits[:, :-1].reshape(-1, 32)
+        loss = torch.nn.functional.cross_entropy(logits, x[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def mlx_steps(model, optimizer, numbers):
+    def loss_fn(x):
+        logits = model(x)[:, :-1]
+        return nn.losses.cross_entropy(logits, x[:, 1:], reduction="mean")
+
+    losses = []
+    for number in numbers:
+        loss, grads = nn.value_and_grad(model, loss_fn)(mx.array(data(number)))
+        optimizer.update(model, grads)
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", [gpt2, llama])
+@pytest.mark.parametrize("saved", ["file", "folder"])
+def test_a_run_goes_on_in_mlx_lms_model_and_back(kind, saved, tmp_path):
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    torch_steps(model, optimizer, range(3))
+    there = tmp_path / "there"
+    model.save_pretrained(there)
+    (there / "config.json").write_text(model.config.to_json_string(use_diff=False))
+    if saved == "file":
+        checkpoint = {"model": model.state_dict(), "opt": optimizer.state_dict()}
+        source, back = tmp_path / "a.pt", tmp_path / "b.pt"
+        torch.save(checkpoint, source)
+    else:
+        source, back = there, tmp_path / "back"
+        torch.save(optimizer.state_dict(), there / "optimizer.pt")
+    want = torch_steps(model, optimizer, range(3, 9))
+
+    flags = ["--model", there]
+    if saved == "folder":
+        # safetensors keep no order, and mlx-lm's blocks have another one.
+        names = [name for name, _ in model.named_parameters()]
+        (tmp_path / "names").write_text("\n".join(names))
+        flags += ["--names", tmp_path / "names"]
+    convert(source, tmp_path / "run", *flags)
+    mlx = mlx_lm_model(there)
+    run = load_run(tmp_path / "run", mlx)
+    losses = mlx_steps(mlx, run.optimizer, range(3, 6))
+    np.testing.assert_allclose(losses, want[:3], rtol=1e-4, atol=1e-4)
+    save_run(tmp_path / "run", mlx, run.optimizer, record=run.record)
+
+    convert(back, tmp_path / "run")
+    if saved == "file":
+        found = torch.load(back, weights_only=True)
+        again = kind()
+        again.load_state_dict(found["model"])
+        state = found["opt"]
+    else:
+        again = type(model).from_pretrained(back)
+        state = torch.load(back / "optimizer.pt", weights_only=True)
+    optimizer = torch.optim.AdamW(again.parameters(), 1e-3)
+    optimizer.load_state_dict(state)
+    losses = torch_steps(again, optimizer, range(6, 9))
+    np.testing.assert_allclose(losses, want[3:], rtol=1e-4, atol=1e-4)
+
+
+def test_lora_adapters_of_peft_become_mlx_lms(tmp_path):
+    """The adapters' product is the same; names and layouts are mlx-lm's."""
+    from mlx_lm.tuner.lora import LoRALinear
+
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((4, 16)), rng.standard_normal((16, 4))
+    stem = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{stem}.lora_A.weight": torch.tensor(a, dtype=torch.float32),
+        f"{stem}.lora_B.weight": torch.tensor(b, dtype=torch.float32),
+    }
+    import safetensors.torch
+
+    (tmp_path / "peft").mkdir()
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps({"r": 4}))
+    convert(tmp_path / "peft", tmp_path / "run")
+    weights = mx.load(str(tmp_path / "run" / "model.safetensors"))
+    stem = "model.layers.0.self_attn.q_proj."
+    layer = LoRALinear.from_base(nn.Linear(16, 16, bias=False), r=4, scale=2.0)
+    names = {key.removeprefix(stem): value for key, value in weights.items()}
+    layer.load_weights(list(names.items()), strict=False)
+    assert names.keys() == {"lora_a", "lora_b"}
+    x = rng.standard_normal((3, 16))
+    want = x @ np.array(layer.linear.weight).T + 2.0 * (x @ a.T) @ b.T
+    found = np.array(layer(mx.array(x, mx.float32)))
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    convert(tmp_path / "back", tmp_path / "run")
+    back = safetensors.torch.load_file(tmp_path / "back" / path.name)
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[key], tensors[key]) for key in back)

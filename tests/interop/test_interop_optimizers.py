@@ -1,0 +1,47 @@
+"""The optimizers of mlx-optimizers, guarded, beside themselves alone."""
+
+import mlx.optimizers as optim
+import pytest
+from optimizer_helpers import check_beside_bare
+
+theirs = pytest.importorskip("mlx_optimizers", reason="needs the extra interop")
+
+
+def kron():
+    # Its schedule draws from a generator of the class.
+    theirs.Kron.rng.seed(0)
+    return theirs.Kron(1e-2)
+
+
+MAKERS = {
+    "ADOPT": lambda: theirs.ADOPT(1e-2, weight_decay=0.1, decouple=True),
+    "DiffGrad": lambda: theirs.DiffGrad(1e-2),
+    "Kron": kron,
+    "Lamb": lambda: theirs.Lamb(1e-2),
+    "MADGRAD": lambda: theirs.MADGRAD(1e-2),
+    "MARS": lambda: theirs.MARS(1e-2),
+    "Muon": lambda: theirs.Muon(1e-2, alternate_optimizer=optim.AdamW(1e-2)),
+    "QHAdam": lambda: theirs.QHAdam(1e-2, nus=(0.7, 1.0)),
+    "Shampoo": lambda: theirs.Shampoo(1e-2, momentum=0.9, update_freq=2),
+}
+
+
+def test_none_is_missing():
+    there = {
+        name
+        for name, x in vars(theirs).items()
+        if isinstance(x, type) and issubclass(x, optim.Optimizer)
+    }
+    assert there == set(MAKERS)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_skip_changes_no_bit_and_other_steps_are_their_own(name, compiled):
+    if compiled and name == "Shampoo":
+        with pytest.raises(TypeError, match="decides in Python by a number"):
+            check_beside_bare(MAKERS[name], compiled, bad=())
+        return
+    check_beside_bare(MAKERS[name], compiled, bad=(0, 3))
+    if not compiled:
+        check_beside_bare(MAKERS[name], compiled, bad=())

@@ -1,0 +1,407 @@
+"""find_float32_layers: the layers that overflow, found, few, and enough to train."""
+
+import math
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_gradscale import find_float32_layers, float32_layers
+from mlx_gradscale.float16 import Reason
+from mlx_gradscale.float16.measure import Batch, Setting, run
+from mlx_gradscale.float16.progress import Progress
+from mlx_gradscale.float16.search import Search
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+import float32_layers as example
+import overflowing
+
+HALF = mx.float16
+FOUND = {
+    "residual": ["blocks.5 to norm"],
+    "mlp": ["blocks.3.mlp"],
+    "attention": ["blocks.3.attention"],
+    "loss": [["head", "the loss"]],
+    "norm": ["blocks.5.norms.0", "blocks.5.norms.2", "norm"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The loss is float16")
+@pytest.mark.parametrize("name", list(FOUND))
+def test_a_model_that_overflows_is_found_and_trains(name):
+    def make(dtype):
+        model, loss_fn = overflowing.MODELS[name]()
+        model.set_dtype(dtype)
+        return model, loss_fn
+
+    expected = example.train(*make(mx.float32), 5)
+    assert not math.isfinite(example.train(*make(HALF), 2))
+    model, loss_fn = make(HALF)
+    found = find_float32_layers(model, loss_fn, [overflowing.batch(0)])
+    assert found.where == FOUND[name]
+    assert found.float16_parameters > 0.8
+    assert found.float16_multiply_adds > 0.8
+    before = example.kernels(model, loss_fn)
+    float32_layers(model, found)
+    after = example.kernels(model, loss_fn)
+    # Nothing but casts comes with an island: no kernel else.
+    assert after[0] - before[0] == after[1] - before[1] < 30
+    assert example.train(model, loss_fn, 5) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_example_prints_its_table_and_draws(tmp_path, capsys):
+    example.main(2, tmp_path, ["norm"])
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("| norm |")
+    assert "| lost |" in row
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"headroom-norm-light.png", "headroom-norm-dark.png"}
+
+
+class Net(nn.Module):
+    """``gain`` is made by the model's own code and taken away by ``last``."""
+
+    def __init__(self, gain=1.0):
+        super().__init__()
+        mx.random.seed(2)
+        self.layers = [nn.Linear(8, 8) for _ in range(4)]
+        self.last = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
+        self.gain = gain
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + nn.relu(layer(x))
+        return self.head(self.last(self.gain * x))
+
+
+def make(gain=1.0, dtype=HALF):
+    model = Net(gain)
+    model.set_dtype(dtype)
+
+    def loss_fn(x):
+        return model(x).astype(mx.float32).square().mean()
+
+    return model, loss_fn
+
+
+X = mx.random.normal((4, 8), key=mx.random.key(0)).astype(HALF)
+
+
+def snapshot(model):
+    types = [(p, type(m), dict(vars(m))) for p, m in model.named_modules()]
+    values = [(p, np.array(x)) for p, x in tree_flatten(model.parameters())]
+    return types, values, mx.random.state[0].tolist()
+
+
+def assert_same(model, before):
+    now = snapshot(model)
+    assert now[0] == before[0]
+    assert now[2] == before[2]
+    for (p, x), (q, y) in zip(now[1], before[1], strict=True):
+        assert p == q
+        assert np.array_equal(x, y, equal_nan=True)
+
+
+def test_a_model_that_is_well_needs_no_layers():
+    model, loss_fn = make()
+    before = snapshot(model)
+    found = find_float32_layers(model, loss_fn, [X, X * 2])
+    assert_same(model, before)
+    assert (found.where, found.problem, found.helps) == ([], "", True)
+    assert "Every layer can compute in half precision" in str(found)
+    assert {row.layer for row in found.rows} > {"", "layers.0", "last", "head"}
+    assert all(row.headroom > 1 for row in found.rows)
+    assert float32_layers(model, found).paths == []
+
+
+def test_the_table_says_how_large_how_near_and_why():
+    model, loss_fn = make(gain=6e4)
+    before = snapshot(model)
+    found = find_float32_layers(model, loss_fn, [X])
+    assert_same(model, before)
+    assert found.helps
+    rows = {row.layer: row for row in found.rows}
+    assert rows["last"].is_float32
+    assert not rows["head"].is_float32
+    assert rows[""].forward > 65504
+    assert rows[""].headroom < 0
+    assert "above 65504" in rows[""].why
+    assert rows["head"].backward > 0
+    text = str(found)
+    assert "layer" in text.splitlines()[-len(found.rows) - 1]
+    assert f"{found.float16_parameters:.2%}" in text
+    with float32_layers(model, found):
+        assert mx.isfinite(loss_fn(X)).item()
+    assert not mx.isfinite(loss_fn(X)).item()
+
+
+def test_what_comes_near_65504_is_in_the_set_by_the_margin():
+    model, loss_fn = make()
+    largest = max(r.forward for r in find_float32_layers(model, loss_fn, [X]).rows)
+    model, loss_fn = make(gain=40000.0 / largest)
+    assert find_float32_layers(model, loss_fn, [X], margin=1.0).where == []
+    found = find_float32_layers(model, loss_fn, [X], margin=2.0)
+    assert found.where
+    assert "within 2x of 65504" in found.reasons[0].why
+
+
+def test_each_batch_counts_and_shapes_may_differ():
+    model, loss_fn = make(gain=2000.0)
+    assert find_float32_layers(model, loss_fn, [X]).where == []
+    found = find_float32_layers(model, loss_fn, [X, X[:2] * 50, {"x": X[:3]}])
+    assert found.where
+    assert len(found.losses) == 3
+
+
+def test_what_is_given_in_float16_may_be_near_its_end():
+    model, _ = make()
+    model.layers[0].weight = model.layers[0].weight * 1e-4
+    x = X / mx.abs(X).max() * 60000
+
+    def first_only(x):
+        return model.head(model.layers[0](x) * 1e-2).astype(mx.float32).square().mean()
+
+    found = find_float32_layers(model, first_only, [x])
+    assert (found.where, found.problem) == ([], "")
+
+
+def test_a_layer_that_is_not_needed_is_left_out():
+    model, loss_fn = make(gain=6e4)
+    search = Search(Setting(model, loss_fn), 2.0, 0.02, Progress(False))
+    search.reasons.append(Reason("layers.0", "layers.0", "by mistake"))
+    search.add(Batch((X,)), "batch 1")
+    assert "layers.0" in search.where
+    search.finish()
+    assert search.where == find_float32_layers(model, loss_fn, [X]).where
+
+
+def test_a_model_that_is_one_layer():
+    model = nn.Linear(8, 8)
+    model.weight = mx.full((8, 8), 3e4)
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        return (model(x).astype(mx.float32) * 1e-6).square().mean()
+
+    found = find_float32_layers(model, loss_fn, [X * 8])
+    assert found.where == [["", "the loss"]]
+    float32_layers(model, found)
+    assert mx.isfinite(loss_fn(X * 8)).item()
+
+
+def test_a_model_that_is_cast_for_the_pass():
+    model, loss_fn = make(gain=6e4, dtype=mx.float32)
+    x = X.astype(mx.float32)
+    found = find_float32_layers(model, loss_fn, [x], compute_dtype=HALF)
+    half, other = make(gain=6e4)
+    assert found.where == find_float32_layers(half, other, [X]).where
+    assert {p.dtype for _, p in tree_flatten(model.parameters())} == {mx.float32}
+
+
+def test_islands_that_are_there_already_are_found_anew():
+    model, loss_fn = make(gain=6e4)
+    layers = float32_layers(model, "head")
+    found = find_float32_layers(model, loss_fn, [X])
+    assert "head" not in found.where
+    assert float32_layers(model, found).where == found.where
+    layers.undo()
+
+
+def test_a_residual_stream_that_mlx_lm_clips_is_found():
+    gemma = pytest.importorskip("mlx_lm.models.gemma3_text", reason="no mlx-lm")
+    from mlx_lm.tuner.trainer import default_loss
+
+    mx.random.seed(0)
+    model = gemma.Model(
+        gemma.ModelArgs(
+            model_type="gemma3_text",
+            hidden_size=32,
+            num_hidden_layers=3,
+            intermediate_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            vocab_size=32,
+            sliding_window_pattern=3,
+            query_pre_attn_scalar=16,
+        )
+    )
+    model.model.embed_tokens.weight *= 4
+    model.model.layers[2].post_feedforward_layernorm.weight += 6e4
+    model.set_dtype(HALF)
+    tokens, lengths = mx.arange(12)[None], mx.array([[0, 12]])
+    # Finite, because mlx-lm clips at 65504; the gradients are wrong.
+    assert mx.isfinite(default_loss(model, tokens, lengths)[0]).item()
+    setting = Setting(model, default_loss)
+    batch = Batch((model, tokens, lengths))
+    reference = run(setting, batch, float32=True)
+    assert run(setting, batch).gradient_distance(reference) > 0.2
+    found = find_float32_layers(model, default_loss, [(model, tokens, lengths)])
+    assert found.where == ["model.layers.2 to model.norm"]
+    half = run(setting, batch, found.where)
+    assert half.gradient_distance(reference) < 0.05
+
+
+def test_the_file_is_what_float32_layers_takes(tmp_path):
+    model, loss_fn = make(gain=6e4)
+    found = find_float32_layers(model, loss_fn, [X])
+    found.save(tmp_path / "layers.json")
+    layers = float32_layers(model, tmp_path / "layers.json")
+    assert layers.where == found.where
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def broken_weight(model, x):
+    model.layers[1].weight = mx.full((8, 8), NAN, HALF)
+    return x
+
+
+HOPELESS = {
+    "weights": (broken_weight, "Parameters are not finite: layers.1.weight"),
+    "batch": (lambda model, x: x * INF, r"args\[0\] of batch 1 is not finite"),
+}
+
+
+@pytest.mark.parametrize("name", list(HOPELESS))
+def test_where_no_layers_help_it_says_why(name, tmp_path):
+    spoil, message = HOPELESS[name]
+    model, loss_fn = make()
+    x = spoil(model, X)
+    before = snapshot(model)
+    found = find_float32_layers(model, loss_fn, [x])
+    assert_same(model, before)
+    assert not found.helps
+    with pytest.raises(ValueError, match=message):
+        float32_layers(model, found)
+    with pytest.raises(ValueError, match="nothing to save"):
+        found.save(tmp_path / "layers.json")
+    assert str(found).startswith("No layers in float32 help.")
+
+
+def test_what_is_not_finite_in_float32_either_is_named():
+    model, loss_fn = make()
+    found = find_float32_layers(model, lambda x: mx.log(loss_fn(x) * 0), [X])
+    assert "The loss of batch 1 is -inf in float32, too" in found.problem
+
+    def loss_in_float16(x):
+        return (model(x).astype(mx.float32) * 1e6).astype(HALF).sum()
+
+    found = find_float32_layers(model, loss_in_float16, [X])
+    assert "a cast to half precision" in found.problem
+    found = find_float32_layers(model, lambda x: loss_fn(mx.log(x * 0)), [X])
+    assert "not finite in float32 either, first at layers.0" in found.problem
+
+    def root(x):
+        return mx.sqrt(model(x).astype(mx.float32) * 0).sum()
+
+    found = find_float32_layers(model, root, [X])
+    assert "not finite in float32 either, first at the model" in found.problem
+
+
+def test_a_layer_that_casts_by_itself_cannot_be_helped():
+    class Casts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def __call__(self, x):
+            return (self.layer(x) * self.gain).astype(HALF) / self.gain
+
+    model = Casts()
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        # So that the run in float32 is well.
+        model.gain = 1e5 if x.dtype == HALF else 1.0
+        return model(x).astype(mx.float32).square().mean()
+
+    found = find_float32_layers(model, loss_fn, [X])
+    assert "With the whole model in float32" in found.problem
+
+
+def test_arguments_that_do_not_fit():
+    model, loss_fn = make(dtype=mx.float32)
+    x = X.astype(mx.float32) * 1e6
+    found = find_float32_layers(model, loss_fn, [x], compute_dtype=HALF)
+    assert "args[0] of batch 1 reaches" in found.problem
+    assert "cast_inputs=False" in found.problem
+
+
+class NeedsCache(Net):
+    def __call__(self, x, cache):
+        return super().__call__(x)
+
+
+def frozen():
+    model, loss_fn = make()
+    model.freeze()
+    return model, loss_fn
+
+
+MISUSE = {
+    "no batches": (make, [], {}, ValueError, "no batches: give at least one"),
+    "an array": (make, X, {}, TypeError, "batches must be a list"),
+    "a dict": (make, {"x": X}, {}, TypeError, "batches must be a list"),
+    "a number": (make, 3, {}, TypeError, "batches must be a list"),
+    "too many arguments": (make, [(X, X)], {}, TypeError, "positional argument"),
+    "margin": (make, [X], {"margin": 0.5}, ValueError, "margin must be at least 1"),
+    "tolerance": (make, [X], {"tolerance": 0}, ValueError, "between 0 and 1"),
+    "dtype": (make, [X], {"compute_dtype": mx.int8}, ValueError, "must be mx.float16"),
+    "frozen": (frozen, [X], {}, ValueError, "unfreeze some"),
+    "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
+    "model": (lambda: (3, print), [X], {}, TypeError, "must be a module"),
+    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "must be a function"),
+    "no loss": (
+        lambda: (make()[0], lambda x: None),
+        [X],
+        {},
+        TypeError,
+        "must be an array with one value",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MISUSE))
+def test_misuse_is_told_and_the_model_untouched(name):
+    how, batches, options, error, message = MISUSE[name]
+    model, loss_fn = how()
+    before = snapshot(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=message):
+        find_float32_layers(model, loss_fn, batches, **options)
+    if before:
+        assert_same(model, before)
+
+
+def test_a_model_that_needs_a_cache_is_told():
+    model = NeedsCache()
+    model.set_dtype(HALF)
+    before = snapshot(model)
+    with pytest.raises(TypeError, match="cache"):
+        find_float32_layers(model, lambda x: model(x).sum(), [X])
+    assert_same(model, before)
+
+
+def test_a_scaled_loss_is_refused():
+    from mlx_gradscale import GradScaler
+
+    model, loss_fn = make()
+    with pytest.raises(TypeError, match="without scale_loss"):
+        find_float32_layers(model, GradScaler().scale_loss(loss_fn), [X])
+
+
+def test_progress_is_shown_where_it_is_wanted(capsys):
+    model, loss_fn = make()
+    find_float32_layers(model, loss_fn, [X], progress=True)
+    text = capsys.readouterr().err
+    assert "batch 1 of 1, run 1, 0 float32 layers" in text
+    assert text.endswith("\r")
+    find_float32_layers(model, loss_fn, [X])
+    assert capsys.readouterr().err == ""
