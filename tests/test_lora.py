@@ -334,3 +334,19 @@ def test_the_example_resumes(monkeypatch):
 
     rows = lora_command.main(["--iters", "4"])
     assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4"]
+
+
+def test_a_file_of_float32_layers_is_taken(place, tmp_path):
+    from mlx_gradscale.islands.file import save_float32_layers
+
+    history, file = tmp_path / "run.csv", tmp_path / "layers.json"
+    save_float32_layers(file, ["model.layers.1.mlp"])
+    flags = ("--iters", "2", "--float32-layers", file, "--history", history)
+    assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
+    assert all(applied for *_, applied in losses(history))
+    plain = tmp_path / "plain.csv"
+    flags = ("--iters", "2", "--history", plain)
+    assert main(arguments(place, tmp_path / "b", *FULL, *flags)) == 0
+    # Near, and not the same: something was computed in another precision.
+    assert losses(history) != losses(plain)
+    assert losses(history)[0][1] == pytest.approx(losses(plain)[0][1], rel=1e-3)
