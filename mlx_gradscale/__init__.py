@@ -4,6 +4,7 @@ from . import uninterrupted  # noqa: F401 - first: it imports MLX
 from ._version import __version__
 from .checkpoint import restore_checkpoint, save_checkpoint
 from .compiled import compile_step
+from .everywhere import everywhere
 from .finite import NonFinite, all_finite, nonfinite
 from .float16 import find_float32_layers
 from .islands import float32_layers
@@ -18,6 +19,7 @@ __all__ = [
     "__version__",
     "all_finite",
     "compile_step",
+    "everywhere",
     "find_float32_layers",
     "float32_layers",
     "nonfinite",

@@ -9,7 +9,9 @@ COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
     "float16": ("float16", "find the layers that must be float32, and draw headroom"),
     "inspect": ("inspect", "print what is in a checkpoint"),
+    "lora": ("lora", "fine-tune with mlx-lm, with loss scaling"),
     "plot": ("plot", "draw the history of a run"),
+    "run": ("everywhere.command", "run a training script with loss scaling"),
 }
 
 

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
-from . import precision
+from . import calibration, precision
 from .distributed.decision import agreed, is_alone
 from .double_scaling import is_scaled_now, scaled_once
 from .finite import all_finite, all_finite_times, arrays, is_floating
@@ -313,6 +313,8 @@ class GradScaler(LossScale):
         # Once, as after Ctrl-C between step() and update(): a new iteration begins.
         self._cut_short = True
         self._records.clear()
+
+    calibrate, warm_start = calibration.calibrate, calibration.warm_start
 
     # The step
 
