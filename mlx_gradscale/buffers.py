@@ -66,7 +66,8 @@ def remember(record: dict[str, Any], before: Places) -> None:
         # The first pass since the last step: what it found is what to go back to.
         known = path in kept and _alike(kept[path], old)
         kept[path] = mx.where(pending, kept[path], old) if known else old
-    record["pending"] = mx.array(True)
+    # Computed, because MLX before 0.32 cannot compile what returns a constant.
+    record["pending"] = pending | True
 
 
 def _alike(a: Any, b: mx.array) -> bool:
@@ -85,7 +86,7 @@ def taken_back(
     """
     now = places(model)
     keep = applied | mx.logical_not(record["pending"])
-    writes = [(record, "pending", mx.array(False))]
+    writes = [(record, "pending", record["pending"] & False)]
     for path, old in record["before"].items():
         box, key, new = now.get(path, (None, None, None))
         if _alike(new, old):

@@ -101,13 +101,17 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
     }
     moves = state["dynamic"] & (state["loss_finite"] | finite)
     changed = {k: mx.where(moves, v, state[k]) for k, v in changed.items()}
-    changed["consecutive_skips"] = mx.where(
-        finite, 0, _one_more(state["consecutive_skips"])
-    )
-    return _rooted(changed, "scale") | {
-        "skips_since_update": mx.array(0, mx.int32),
-        "loss_finite": mx.array(True),
-    }
+    skips = mx.where(finite, 0, _one_more(state["consecutive_skips"]))
+    return _rooted({**changed, "consecutive_skips": skips}, "scale") | _reset(state)
+
+
+def _reset(state: dict[str, mx.array]) -> dict[str, mx.array]:
+    # A kernel of its own, as 24 arrays are all that one may have. And computed, because
+    # MLX before 0.32 cannot compile what returns a constant.
+    since = state["skips_since_update"] * 0
+    loss_finite = state["loss_finite"] | True
+    reset = {"skips_since_update": since, "loss_finite": loss_finite}
+    return _rooted(reset, "skips_since_update")
 
 
 @mx.compile

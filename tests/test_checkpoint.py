@@ -18,6 +18,9 @@ from mlx_gradscale import LossScaleOptimizer, restore_checkpoint, save_checkpoin
 TESTS = Path(__file__).parent
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
+# What follows a BatchNorm computes in float32.
+pytestmark = pytest.mark.filterwarnings("ignore:.*computes in float32")
+
 
 @pytest.fixture(autouse=True)
 def _compiled_or_not(request):

@@ -143,9 +143,9 @@ def test_a_factor_reads_as_it_was_written():
     assert rule.read_field("growth_factor", mx.array(1.1)) == 1.1
 
 
-def test_the_whole_rule_is_one_kernel_and_so_are_the_tallies():
+def test_the_rule_is_one_kernel_what_it_resets_another_and_the_tallies_a_third():
     state = state_of(Reference())
     finite = mx.array(True)
     mx.eval(state, finite)
-    assert len(kernels(rule.next_scale(state, finite))) == 1
+    assert len(kernels(rule.next_scale(state, finite))) == 2
     assert len(kernels(rule.count_step(state, finite))) == 1
