@@ -79,8 +79,7 @@ class Forward:
             # Compiled, but without the state: nothing may be written to it.
             given = precision.arrays_among((args, kwargs))
             given += [x for _, _, x in before.values()][:1]
-            listed = is_traced(self._state["scale"])
-            elsewhere = not listed and any(map(is_traced, given))
+            elsewhere = not self._is_listed() and any(map(is_traced, given))
             if elsewhere:
                 self._warn(_COMPILED_WITHOUT)
             value, gradients = differentiate(*args, **kwargs)
@@ -128,7 +127,7 @@ class Forward:
             before = [buffers.places(each) for each in models]
             # Whether it is compiled without the state cannot be told in here, where
             # it is differentiated: settle() looks at what was left.
-            self._unsettled = not is_traced(scale)
+            self._unsettled = not self._is_listed()
             passes = precision.Passes()
             noted_loss_fn = precision.with_loss(
                 watched(warned), lambda loss: self._scale_and_note(loss, passes)
@@ -202,6 +201,11 @@ class Forward:
         self._state["loss_finite"] = mx.array(True)
         for record in self._state.get("buffers", {}).values():
             record["pending"] = mx.array(False)
+
+    def _is_listed(self) -> bool:
+        # Of a setting, which no loss depends on: MLX forgets that an array is being
+        # traced once it was part of what mx.grad differentiates.
+        return is_traced(self._state["growth_interval"])
 
     def _register(self, model: nn.Module) -> str:
         for i, known in enumerate(self._models):

@@ -202,7 +202,7 @@ def test_lions_hidden_switch_is_told():
 def test_the_hidden_switch_is_as_the_note_says(tmp_path):
     """With the weight decay of the note, MLX's Lion makes lion_pytorch's steps."""
     torch = pytest.importorskip("torch")
-    package = pytest.importorskip("lion_pytorch", reason="needs lion_pytorch")
+    package = pytest.importorskip("lion_pytorch", reason="needs the extra interop")
     torch.manual_seed(0)
     net = torch.nn.Linear(3, 1)
     settings = {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}

@@ -238,6 +238,27 @@ def test_models_without_buffers_and_frozen_weights_cost_nothing():
     assert counts[True] == 0 < counts[False]
 
 
+def test_two_losses_in_one_compiled_step_are_both_noted():
+    # MLX forgets in mx.grad which arrays a compiled function is traced with.
+    model, scaler, optimizer = Mlp(), GradScaler(64.0), optim.SGD(0.1)
+    first = scaler.value_and_grad(model, mse(model), mx.float16)
+    second = scaler.value_and_grad(model, mse(model), mx.float16)
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state, scaler.state]
+
+    def step(x, y, factor):
+        _, grads = first(x, y)
+        _, more = second(x * factor, y)
+        scaler.minimize(optimizer, model, tree_map(mx.add, grads, more))
+
+    step = mx.compile(step, inputs=state, outputs=state)
+    for factor in (1.0, NAN, NAN, 1.0):
+        step(*good(), mx.array(factor))
+    assert scaler.skipped_losses.item() == 2
+    assert scaler.get_scale() == 64.0
+    assert optimizer.step.item() == 2
+
+
 # A loss that is not finite by itself
 
 
