@@ -9,20 +9,30 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
+from .finite import is_floating
 from .state_slots import slots
 
-# (container, key, array) by path, for every array that a model holds.
+# (container, key, array) by path, for the arrays of a model that are not trained.
 Places = dict[str, tuple[Any, Any, mx.array]]
 
 
 def places(model: nn.Module) -> Places:
-    """Return where every array of the model is, and which one it is now."""
-    return {
+    """Return where the arrays are that are not trained, and which ones they are now.
+
+    Not those that are: a checkpointed layer puts others in their place, and a step
+    writes them itself.
+    """
+    trained = {
+        path for path, x in tree_flatten(model.trainable_parameters()) if is_floating(x)
+    }
+    found = {
         ".".join(map(str, path)): (box, key, box[key])
         for path, box, key in slots(model)
         if not isinstance(box, tuple)
     }
+    return {path: place for path, place in found.items() if path not in trained}
 
 
 def known_buffers(model: nn.Module) -> dict[str, mx.array]:

@@ -78,7 +78,7 @@ class Forward:
             before = buffers.places(model)
             # Compiled, but without the state: nothing may be written to it.
             given = precision.arrays_among((args, kwargs))
-            given += [x for _, _, x in before.values()][:1]
+            given += [x for _, x in tree_flatten(model.trainable_parameters())][:1]
             elsewhere = not self._is_listed() and any(map(is_traced, given))
             if elsewhere:
                 self._warn(_COMPILED_WITHOUT)

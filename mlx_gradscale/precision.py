@@ -226,6 +226,9 @@ def value_and_grad(
         floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
         return x.astype(compute_dtype) if floating else x
 
+    # What stands in the model's parameters' place while the loss is computed.
+    put: list[mx.array] = []
+
     def differentiate(parameters: Any, args: tuple, kwargs: dict) -> Any:
         # A layer with kept parameters is a float32 island: it casts back.
         with kept_in_float32(model, compute_dtype, keep) as kept:
@@ -239,6 +242,7 @@ def value_and_grad(
                     if cast_inputs:
                         args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_leaf)
                 model.update(parameters)
+                put.extend(x for _, x in tree_flatten(parameters))
                 return loss_fn(*args, **kwargs)
 
             return mx.value_and_grad(cast_loss_fn)(parameters, args, kwargs)
@@ -261,11 +265,20 @@ def value_and_grad(
         borrowed[:] = everything
         try:
             result = differentiate(parameters, args, kwargs)
-            borrowed[:] = [place for place in everything if id(place[2]) in trained]
+            # What the forward pass itself wrote to a trainable array stays, as in MLX,
+            # unless it was cast: then it cannot be told from what a checkpointed layer
+            # puts there.
+            ours = None if compute_dtype is not None else set(map(id, put))
+            borrowed[:] = [
+                (box, key, x)
+                for box, key, x in everything
+                if id(x) in trained and (ours is None or id(box[key]) in ours)
+            ]
             return result
         finally:
             write_all(borrowed)
             borrowed.clear()
+            put.clear()
 
     return value_and_grad_fn
 

@@ -169,6 +169,41 @@ def test_parts_of_a_model_that_are_stepped_apart_are_taken_back_too(compiled):
     assert bits(buffers(model)) == before
 
 
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
+@MODES
+@pytest.mark.parametrize("cast", [None, mx.float16], ids=["own dtype", "float16"])
+def test_a_checkpointed_layer_is_trained_and_not_taken_for_a_buffer(cast, compiled):
+    found = []
+    for checkpointed in (False, True):
+        mx.random.seed(2)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 1))
+        optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(16.0))
+        first = model.layers[0]
+        layer = nn.utils.checkpoint(first) if checkpointed else first
+
+        def loss_fn(x, y, model=model, layer=layer):
+            out = model.layers[2](model.layers[1](layer(x)))
+            return mx.mean(mx.square(out.astype(mx.float32) - y))
+
+        loss_and_grad = optimizer.value_and_grad(model, loss_fn, cast)
+        optimizer.init(model.trainable_parameters())
+
+        def step(x, y, model=model, optimizer=optimizer, f=loss_and_grad):
+            optimizer.update(model, f(x, y)[1])
+
+        state = [model.state, optimizer.state]
+        step = mx.compile(step, inputs=state, outputs=state) if compiled else step
+        for seed in range(3):
+            step(*good(seed))
+            mx.eval(state)
+        kept = optimizer.scaler.state["buffers"]["0"]["before"]
+        assert set(kept) == {"layers.1.running_mean", "layers.1.running_var"}
+        assert optimizer.step.item() == 3
+        found.append(model.parameters())
+    for (path, a), (_, b) in zip(*map(tree_flatten, found), strict=True):
+        assert mx.allclose(a, b, rtol=1e-3, atol=1e-5).item(), path
+
+
 def test_a_validation_loss_leaves_no_trace_of_itself():
     mx.random.seed(2)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 1))

@@ -1,5 +1,7 @@
 """Differentiating in a compute dtype leaves everything else as it was."""
 
+import warnings
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -212,3 +214,37 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 def test_a_compute_dtype_that_is_not_floating_is_refused(dtype):
     with pytest.raises(ValueError, match="must be a floating dtype"):
         GradScaler().value_and_grad(Mlp(), lambda: None, dtype)
+
+
+class Counts(nn.Module):
+    """Writes to arrays in its forward pass that nobody froze."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.center = mx.zeros(8)
+        self.calls = mx.array(0)
+
+    def __call__(self, x):
+        self.center = mx.stop_gradient(0.9 * self.center + 0.1 * mx.mean(x, axis=0))
+        self.calls = self.calls + 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_a_forward_pass_writes_to_a_trainable_array_stays_as_in_mlx(compiled):
+    found = []
+    for ours in (False, True):
+        model = Counts()
+        make = GradScaler(64.0).value_and_grad if ours else nn.value_and_grad
+        function = make(model, mse(model))
+        if compiled:
+            scaled = [model.state]
+            function = mx.compile(function, inputs=scaled, outputs=scaled)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            function(*batch())
+            function(*batch(1))
+        found.append((model.center, model.calls))
+    assert bits(found[0]) == bits(found[1])
+    assert found[1][1].item() == 2
