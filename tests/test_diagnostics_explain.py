@@ -3,7 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_gradscale import GradScaler, float32_layers
 from mlx_gradscale.diagnostics import explain_overflow
@@ -436,3 +436,15 @@ def test_a_frozen_model_is_told():
     model.freeze()
     with pytest.raises(ValueError, match="unfreeze"):
         explain_overflow(model, mean_square(model), mx.ones((4, 8)))
+
+
+def test_a_parameter_that_is_too_large_is_no_fault_in_a_float32_island():
+    model = Net()
+    model.eval()
+    large = dict(tree_flatten(model.trainable_parameters()))
+    path = next(path for path, x in large.items() if x.ndim == 2)
+    layer = path.rpartition(".")[0]
+    model.update(tree_unflatten([(path, mx.full(large[path].shape, 1e5))]))
+    assert explain(model).cause == "parameters"
+    with float32_layers(model, [layer]):
+        assert explain(model).cause != "parameters"

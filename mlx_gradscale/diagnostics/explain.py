@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from .. import precision
 from ..finite import NonFinite, all_finite, nonfinite
+from ..islands import kept_in_float32
 from ..scale import SMALLEST_SCALE
 from .arguments import by_name, largest, made_small, too_large
 from .cure import api_in_use, find_cure, keep_line, line_to_paste
@@ -278,10 +279,11 @@ def _as_computed(
     """Return the parameters as the forward pass has them."""
     parameters = _parameters(model)
     if compute_dtype is not None:
-        for path, x in tree_flatten(model.trainable_parameters()):
-            floating = mx.issubdtype(x.dtype, mx.floating)
-            if floating and not (keep and keep(path, x)):
-                parameters[path] = x.astype(compute_dtype)
+        with kept_in_float32(model, compute_dtype, keep) as kept:
+            for path, x in tree_flatten(model.trainable_parameters()):
+                floating = mx.issubdtype(x.dtype, mx.floating)
+                if floating and not kept(path, x):
+                    parameters[path] = x.astype(compute_dtype)
     return parameters
 
 
