@@ -25,6 +25,7 @@ _BANDS = (
 _X_LABEL = "magnitude of the gradient, and what float16 makes of it"
 # Room beside float16's range for the labels, and no more than this for tails.
 _MARGIN, _WIDEST = 8, 40
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def plot_gradients(
@@ -145,7 +146,8 @@ def _background(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda p, _: f"$2^{{{p:.0f}}}$"))
     name = "without loss scaling"
     if scale != 1:
-        name = f"with loss scale $\\mathbf{{2^{{{round(math.log2(scale))}}}}}$"
+        # Not as a formula, which would not be bold.
+        name = f"with loss scale 2{str(round(math.log2(scale))).translate(_RAISED)}"
     axes.set_title(name, loc="left", fontweight="bold")
 
 
@@ -157,9 +159,16 @@ def _bands(axes: "Axes") -> Iterator[tuple[str, float, float, str]]:
 
 
 def _write_names(axes: "Axes") -> None:
-    place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+    low, high = axes.get_xlim()
     for name, start, end, _ in _bands(axes):
-        axes.text((start + end) / 2, 1.005, name, fontsize=7, **place)
+        # At the edges, or they would run into their neighbours.
+        at, side = (start + end) / 2, "center"
+        if start == low or end == high:
+            at, side = (low, "left") if start == low else (high, "right")
+        transform = axes.get_xaxis_transform()
+        axes.text(
+            at, 1.005, name, fontsize=7, ha=side, va="bottom", transform=transform
+        )
     axes.set_title(axes.get_title("left"), loc="left", fontweight="bold", pad=14)
 
 
