@@ -30,19 +30,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a count is wrong, never because of seconds."""
-    options = build_parser().parse_args(arguments)
-    chosen = QUICK if options.quick else FULL
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    known = QUICK if options.quick else FULL
+    names = options.only or known
+    if missing := [name for name in names if name not in known]:
+        parser.error(f"--quick has no {missing}: leave out --quick.")
     rounds = options.rounds or (3 if options.quick else 15)
     results = Results(machine.describe(), {})
     print("\n".join(f"{k}: {v}" for k, v in results.machine.items()), flush=True)
-    for name, measure in chosen.items():
-        if not options.only or name in options.only:
-            say(f"== {name}")
-            results.sections[name] = measure(rounds)
-            # At once: somebody may stop the run.
-            print(f"\n{report.section(name, results.sections[name])}", flush=True)
-    if options.json:
-        results.save(options.json)
+    for name in names:
+        say(f"== {name}")
+        results.sections[name] = known[name](rounds)
+        # At once: somebody may stop the run.
+        print(f"\n{report.section(name, results.sections[name])}", flush=True)
+        if options.json:
+            results.save(options.json)
     if options.pictures:
         from .drawing import draw_all
 

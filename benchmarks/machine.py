@@ -91,7 +91,7 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         trim_threshold, mmap_threshold = -1, -3
         mallopt(trim_threshold, _KEPT_BYTES)
-        mallopt(mmap_threshold, 2**25)
+        mallopt(mmap_threshold, 2**24)
 
 
 def _cpu(field: str) -> str:

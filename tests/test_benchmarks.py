@@ -348,6 +348,25 @@ def test_a_slow_machine_does_not_fail_the_command(monkeypatch):
     assert main(["--quick", "--only", "counts"]) == 0
 
 
+def test_a_run_that_is_stopped_has_written_what_it_had(monkeypatch, tmp_path):
+    def stopped(rounds):
+        raise KeyboardInterrupt
+
+    done = Section(figures=[Figure("kernels", 1, bar=1, counted=True)])
+    monkeypatch.setitem(QUICK, "counts", lambda rounds: done)
+    monkeypatch.setitem(QUICK, "cost", stopped)
+    path = tmp_path / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        main(["--quick", "--only", "counts", "cost", "--json", str(path)])
+    assert Results.load(path).sections == {"counts": done}
+
+
+def test_a_section_that_quick_has_not_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--quick", "--only", "first-call"])
+    assert "leave out --quick" in capsys.readouterr().err
+
+
 def test_a_comparison_gives_its_memory_back():
     makers = {"bare": lambda: variants.bare(OPTIMIZERS["SGD"], [(256, 256)])}
     comparison.compare("case", makers, 2)
