@@ -31,6 +31,11 @@ class Bar:
     base: float = 0.0
     mark: float | None = None
 
+    @property
+    def end(self) -> float:
+        """Where the last of what is drawn ends, and the text begins."""
+        return max(self.value, self.high or 0, self.mark or 0)
+
 
 def draw(
     title: str,
@@ -56,7 +61,7 @@ def draw(
         axes = all_axes[0, 0]
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.supxlabel(footer, x=0.01, ha="left", fontsize=_SMALL)
-        ends = [b.high or b.value for bars in groups.values() for b in bars]
+        ends = [b.end for bars in groups.values() for b in bars]
         longest = max(len(b.text) for bars in groups.values() for b in bars)
         axes.set_xlim(0, max(ends) * (1.06 + 0.035 * longest))
         places = _draw_groups(axes, groups, colors)
@@ -111,7 +116,7 @@ def _draw_bar(axes: "Axes", position: float, bar: Bar, colors: dict[str, Any]) -
         axes.plot(marks, span, color=colors["text"], lw=1.6, zorder=4)
     axes.annotate(
         bar.text,
-        (max(bar.value, bar.high or 0), position),
+        (bar.end, position),
         xytext=(3, 0),
         textcoords="offset points",
         va="center",

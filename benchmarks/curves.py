@@ -76,7 +76,7 @@ def _draw_panel(
     axes.set(xscale="log", yscale="log")
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.tick_params(labelsize=8)
     bare, ours = slopes
     note = f"slope {ours:.2f}, bare {bare:.2f}"

@@ -83,7 +83,7 @@ def _torch(section: Section, footer: str, dark: bool) -> "Figure":
         # By the paired medians: a difference of medians is mostly noise.
         end = max(bare.milliseconds + scaled.added, 0)
         percent = 100 * (scaled.ratio - 1)
-        text = f"+{scaled.added:.1f} ms, {percent:+.0f}%"
+        text = f"{scaled.added:+.1f} ms, {percent:+.0f}%"
         base = min(bare.milliseconds, end)
         bars.append(Bar(case, end, text, ours=True, base=base))
     groups = {"AdamW, 8 M: bare in grey, what a scaler adds in blue": bars}

@@ -13,18 +13,19 @@ from .comparison import free, say
 from .counting import peak_bytes
 from .rows import Figure, Point, Section
 from .timing import exponent, interleave
-from .trees import Shapes
+from .trees import Shapes, size
 from .variants import OPTIMIZERS, Phase
 
 PARAMETERS, LEAVES = "parameters", "leaves"
 BARE, WRAPPER = "bare", "LossScaleOptimizer"
 _MAKERS: dict[str, Callable] = {
     BARE: variants.bare,
-    "GradScaler": variants.scaler,
     WRAPPER: variants.loss_scale_optimizer,
 }
 # 32 leaves that grow: 1, 8, 64 and 256 M.
 _SIDES = ((125, 250), (500, 500), (1000, 2000), (2000, 4000))
+# Parameters: of 256 M two variants at once would be 10 GB.
+_MOST_AT_ONCE = 10**8
 MEASURES: dict[str, Callable[[Point], float]] = {
     "time per step": lambda point: point.milliseconds,
     "first call": lambda point: point.first_call,
@@ -48,18 +49,18 @@ def measure(
     ):
         for amount, shapes in amounts.items():
             say(f"{amount:,} {axis}")
-            # A large tree varies less, and takes longer.
-            few = rounds if amount < min(amounts) * 500 else max(3, rounds // 4)
-            alone = amount * 4 > 2**28
-            points += _at(axis, amount, shapes, optimizer, few, alone)
+            # The largest takes longest, and varies least.
+            few = max(3, rounds // 4) if amount == max(amounts) else rounds
+            points += _at(axis, amount, shapes, optimizer, few)
     return Section(points=points, figures=figures(points))
 
 
 def _at(
-    axis: str, amount: int, shapes: Shapes, optimizer: str, rounds: int, alone: bool
+    axis: str, amount: int, shapes: Shapes, optimizer: str, rounds: int
 ) -> list[Point]:
-    """Measure the variants at one size, interleaved unless they must be alone."""
+    """Measure the variants at one size, interleaved where memory allows."""
     found = []
+    alone = size(shapes) > _MOST_AT_ONCE
     for names in [[name] for name in _MAKERS] if alone else [list(_MAKERS)]:
         phases, first, peaks = {}, {}, {}
         for name in names:
