@@ -81,10 +81,10 @@ def masters_ways(shapes: Shapes, clip: bool) -> Makers:
         ways[name] = lambda options=options: variants.loss_scale_optimizer(
             _MAKE, shapes, true=True, options=options, **half
         )
-        # The first kind's name is the package's; what follows it goes without.
-        other = "with" if name == "LossScaleOptimizer" else f"{name},"
-        ways[f"{other} scaled gradients"] = lambda options=options: (
-            variants.loss_scale_optimizer(_MAKE, shapes, options=options, **half)
+        default = name == "LossScaleOptimizer"
+        scaled = "with scaled gradients" if default else f"{name}, scaled"
+        ways[scaled] = lambda options=options: variants.loss_scale_optimizer(
+            _MAKE, shapes, options=options, **half
         )
     return ways
 

@@ -41,14 +41,14 @@ def _block(name: str, results: Results) -> str:
 
 
 def the_machine(results: Results) -> str:
-    """Return what the numbers were measured on, all of it."""
-    line = machine.in_a_line(results.machine)
-    more = [
-        f"{k} {v}"
-        for k, v in results.machine.items()
-        if k in ("python", "numpy", "compiler of the kernels", "load when it began")
-    ]
-    return f"{line}. {'; '.join(more).capitalize()}."
+    """Return what the numbers were measured on, and whether it was at rest."""
+    found, load = results.machine, results.machine["load when it began"]
+    compiler = found.get("compiler of the kernels")
+    more = f", kernels by {compiler}" if compiler else ""
+    text = f"{machine.in_a_line(found)}{more}."
+    if load > found["cores"] / 2:
+        text += f" **The machine was busy (load {load}): these numbers are rough.**"
+    return text
 
 
 def bars(results: Results) -> str:

@@ -154,6 +154,13 @@ def test_only_what_is_between_markers_is_written():
     assert "old" not in found
 
 
+@pytest.mark.parametrize(("load", "busy"), [(0.1, False), (9.0, True)])
+def test_a_busy_machine_is_confessed(load, busy):
+    quiet = RESULTS.machine | {"cores": 2, "load when it began": load}
+    said = publish.the_machine(Results(quiet, {}))
+    assert ("busy (load 9.0)" in said) == busy
+
+
 def test_figures_of_any_section_can_be_shown():
     text = "<!-- begin figures counts -->\n<!-- end figures counts -->"
     assert "| traces, GradScaler | 1 | 1 | met |" in publish.fill(text, RESULTS)

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from benchmarks import (
     by_optimizer,
     comparison,
+    cost,
     counting,
     counts,
     growth,
@@ -365,6 +366,20 @@ def test_a_section_that_quick_has_not_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--quick", "--only", "first-call"])
     assert "leave out --quick" in capsys.readouterr().err
+
+
+def test_each_kind_of_masters_is_measured_with_both_kinds_of_gradients(monkeypatch):
+    monkeypatch.setitem(cost.KINDS_OF_MASTERS, "another", {"max_grad_norm": 2.0})
+    assert list(cost.masters_ways(SHAPES, clip=False)) == [
+        "bare on masters + cast",
+        "LossScaleOptimizer",
+        "with scaled gradients",
+        "another",
+        "another, scaled",
+    ]
+    # What a kind is given reaches the optimizer: two norms are one too many.
+    with pytest.raises(TypeError, match="max_grad_norm"):
+        cost.masters_ways(SHAPES, clip=True)["another"]()
 
 
 def test_a_comparison_gives_its_memory_back():
