@@ -68,8 +68,3 @@ def peak_bytes(run: Callable[[], None], repeats: int = 3) -> int:
         mx.synchronize()
         most = max(most, mx.get_peak_memory())
     return most
-
-
-def live_bytes(tree: Any) -> int:
-    """Return the bytes of all arrays in a tree."""
-    return sum(x.nbytes for _, x in tree_flatten(tree))

@@ -8,7 +8,7 @@ from mlx_gradscale import all_finite
 
 from . import trees, variants
 from .counting import kernels, peak_bytes
-from .rows import Figure
+from .rows import Figure, Section
 from .variants import ELEMENTWISE, OPTIMIZERS
 
 # A half and a whole: what grows from one to the other is per leaf.
@@ -18,9 +18,9 @@ _FEW, _MANY = 64, 128
 _MEMORY_SHAPES = [(500, 500)] * 16
 
 
-def measure() -> list[Figure]:
+def measure() -> Section:
     """Count everything."""
-    return [*kernel_figures(), *trace_figures(), *memory_figures()]
+    return Section(figures=[*kernel_figures(), *trace_figures(), *memory_figures()])
 
 
 def kernel_figures() -> list[Figure]:

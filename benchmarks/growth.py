@@ -1,83 +1,140 @@
-"""How the cost grows: with the number of parameters, and with that of leaves."""
+"""How time, first call and memory grow with parameters and with leaves."""
 
-import gc
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 
 from . import variants
-from .rows import Figure, Row, rows_of
-from .timing import Timing, interleave, slope
-from .variants import OPTIMIZERS
+from .comparison import free, say
+from .counting import peak_bytes
+from .rows import Figure, Point, Section
+from .timing import exponent, interleave
+from .trees import Shapes, size
+from .variants import OPTIMIZERS, Phase
 
-MILLIONS = (1, 4, 16, 64, 256)
-LEAVES = (10, 50, 250, 1000, 5000)
+PARAMETERS, LEAVES = "parameters", "leaves"
+BARE, WRAPPER = "bare", "LossScaleOptimizer"
+_MAKERS: dict[str, Callable] = {
+    BARE: variants.bare,
+    WRAPPER: variants.loss_scale_optimizer,
+}
+# 32 leaves that grow: 1, 8, 64 and 256 M.
+_SIDES = ((125, 250), (500, 500), (1000, 2000), (2000, 4000))
+# Parameters: of 256 M two variants at once would be 10 GB.
+_MOST_AT_ONCE = 10**8
+MEASURES: dict[str, Callable[[Point], float]] = {
+    "time per step": lambda point: point.milliseconds,
+    "first call": lambda point: point.first_call,
+    "peak memory": lambda point: point.peak_bytes,
+}
 
 
-def with_parameters(rounds: int, most: int) -> tuple[list[Row], list[Figure]]:
-    """Grow the tree in leaves of 1 M. SGD with momentum, so that 256 M fit in 5 GB.
+def measure(
+    rounds: int,
+    sides: Sequence[tuple[int, int]] = _SIDES,
+    numbers: Sequence[int] = (10, 100, 1000, 10_000),
+) -> Section:
+    """Grow 32 leaves to 256 M parameters, and leaves of 64 values to 10,000.
 
-    One variant after the other at 256 M: both at once are 10 GB.
+    SGD with momentum for the parameters: its 256 M fit in 5.2 GB.
     """
-    sizes = [m for m in MILLIONS if m <= most]
-    rows: list[Row] = []
-    for millions in sizes:
-        shapes = [(1000, 1000)] * millions
-        few = max(3, rounds // millions) if millions > 4 else rounds
-        rows += _pair(
-            "growth, parameters", f"{millions} M", "SGD", shapes, few, millions < 100
-        )
-    return rows, _slopes(rows, sizes, "ms per M parameters", 1.0)
+    points = []
+    for axis, optimizer, amounts in (
+        (PARAMETERS, "SGD, momentum", {32 * x * y: [(x, y)] * 32 for x, y in sides}),
+        (LEAVES, "AdamW", {n: [(64,)] * n for n in numbers}),
+    ):
+        for amount, shapes in amounts.items():
+            say(f"{amount:,} {axis}")
+            # The largest takes longest, and varies least.
+            few = max(3, rounds // 4) if amount == max(amounts) else rounds
+            points += _at(axis, amount, shapes, optimizer, few)
+    return Section(points=points, figures=figures(points))
 
 
-def with_leaves(rounds: int, most: int) -> tuple[list[Row], list[Figure]]:
-    """Grow the number of leaves, each of 64 values."""
-    numbers = [n for n in LEAVES if n <= most]
-    rows: list[Row] = []
-    for n in numbers:
-        few = rounds if n <= 1000 else max(3, rounds // 3)
-        rows += _pair("growth, leaves", f"{n} leaves", "AdamW", [(64,)] * n, few, True)
-    return rows, _slopes(rows, numbers, "us per leaf", 1e3)
-
-
-def _pair(
-    section: str, case: str, name: str, shapes: list, rounds: int, together: bool
-) -> list[Row]:
-    makers: dict[str, Callable] = {
-        "bare compiled": lambda: variants.bare(OPTIMIZERS[name], shapes),
-        "scaler compiled": lambda: variants.scaler(OPTIMIZERS[name], shapes),
-    }
-    seconds = {}
-    if together:
-        phases = {key: make() for key, make in makers.items()}
-        runs = {key: phase.run for key, phase in phases.items()}
-        seconds = {k: t.seconds for k, t in interleave(runs, rounds).items()}
-        del phases, runs
-    else:
-        for key, make in makers.items():
-            phase = make()
-            alone = interleave({key: phase.run}, rounds, warm_up=2)
-            seconds[key] = alone[key].seconds
-            del phase
-            _free()
-    _free()
-    base = seconds["bare compiled"]
-    return rows_of(section, case, {k: Timing(s, base) for k, s in seconds.items()})
-
-
-def _slopes(
-    rows: list[Row], amounts: list[int], unit: str, factor: float
-) -> list[Figure]:
+def _at(
+    axis: str, amount: int, shapes: Shapes, optimizer: str, rounds: int
+) -> list[Point]:
+    """Measure the variants at one size, interleaved where memory allows."""
     found = []
-    for variant in ("bare compiled", "scaler compiled"):
-        times = [r.best * factor for r in rows if r.variant == variant]
-        per_unit, r_squared = slope([float(a) for a in amounts], times)
-        found.append(
-            Figure(f"{variant}: slope", per_unit, unit, note=f"R2 {r_squared:.3f}")
-        )
+    alone = size(shapes) > _MOST_AT_ONCE
+    for names in [[name] for name in _MAKERS] if alone else [list(_MAKERS)]:
+        phases, first, peaks = {}, {}, {}
+        for name in names:
+            before = mx.get_active_memory()
+            build = partial(_MAKERS[name], OPTIMIZERS[optimizer], shapes)
+            phases[name], first[name] = _first_call(build)
+            peaks[name] = peak_bytes(phases[name].run, 2) - before
+        timings = interleave({n: p.run for n, p in phases.items()}, rounds, warm_up=1)
+        phases.clear()
+        free()
+        found += [
+            Point(axis, amount, n, timings[n].best * 1e3, first[n] * 1e3, peaks[n])
+            for n in names
+        ]
     return found
 
 
-def _free() -> None:
-    gc.collect()
-    mx.clear_cache()
+def _first_call(build: Callable[[], Phase]) -> tuple[Phase, float]:
+    """Trace and run, with every kernel built before: that is another question."""
+    phase, seconds, compiled = _timed(build)
+    if compiled:
+        del phase
+        free()
+        phase, seconds, _ = _timed(build)
+    return phase, seconds
+
+
+def _timed(build: Callable[[], Phase]) -> tuple[Phase, float, bool]:
+    phase, before = build(), _kernels_on_disk()
+    start = time.perf_counter()
+    phase.run()
+    seconds = time.perf_counter() - start
+    return phase, seconds, _kernels_on_disk() > before
+
+
+def _kernels_on_disk() -> int:
+    # Where MLX's CPU backend keeps what the C++ compiler has made for it.
+    return sum(1 for _ in Path(tempfile.gettempdir()).rglob("*.so"))
+
+
+def figures(points: list[Point]) -> list[Figure]:
+    """Exponents of growth, 1 being linear, and the largest tree against bare."""
+    return [
+        figure
+        for axis in (PARAMETERS, LEAVES)
+        for what in MEASURES
+        for figure in _growth_of(what, axis, points)
+    ]
+
+
+def _growth_of(what: str, axis: str, points: list[Point]) -> list[Figure]:
+    exponents, largest = {}, {}
+    for variant in (BARE, WRAPPER):
+        amounts, values = curve(points, axis, variant, what)
+        exponents[variant] = exponent(amounts, values)
+        largest[variant] = values[-1]
+    return [
+        Figure(
+            f"{what} by {axis}: exponent",
+            exponents[WRAPPER],
+            note=f"bare {exponents[BARE]:.2f}",
+        ),
+        Figure(
+            f"{what}, {amounts[-1]:,} {axis} / bare",
+            largest[WRAPPER] / largest[BARE],
+            # Time has its bars elsewhere, and peak memory is counted.
+            bar=1.5 if what == "first call" else None,
+        ),
+    ]
+
+
+def curve(
+    points: list[Point], axis: str, variant: str, what: str
+) -> tuple[list[int], list[float]]:
+    """Return the amounts along an axis, and what was measured of a variant there."""
+    found = [p for p in points if (p.axis, p.variant) == (axis, variant)]
+    return [p.amount for p in found], [MEASURES[what](p) for p in found]

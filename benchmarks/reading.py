@@ -9,7 +9,8 @@ from mlx.utils import tree_flatten
 from mlx_gradscale import all_finite
 
 from . import trees
-from .rows import Figure, Row, rows_of
+from .comparison import say
+from .rows import Figure, Row, Section, rows_of
 from .timing import interleave, joined
 
 # Where in memory the arrays happen to lie makes a third of the time: try several.
@@ -17,11 +18,13 @@ _PLACES = 7
 _BITS = {mx.float32: (mx.int32, np.int32), mx.float16: (mx.int16, np.int16)}
 
 
-def measure(rounds: int, shapes: trees.Shapes) -> tuple[list[Row], list[Figure]]:
+def measure(rounds: int, shapes: trees.Shapes | None = None) -> Section:
     """Time all_finite and three plain reads, for float32 and float16."""
+    shapes = shapes or trees.shapes_of(trees.MAIN)
     rows: list[Row] = []
     figures: list[Figure] = []
     for dtype, label in ((mx.float32, "float32"), (mx.float16, "float16")):
+        say(f"all_finite, {label}")
         # All at once, or the next would get the memory of the last.
         places = [trees.make(shapes, dtype) for _ in range(_PLACES)]
         found = [interleave(_reads(tree, dtype), rounds) for tree in places]
@@ -33,8 +36,8 @@ def measure(rounds: int, shapes: trees.Shapes) -> tuple[list[Row], list[Figure]]
         ratio = sorted(a / b for a, b in pairs)[len(ours.seconds) // 2]
         gigabytes = trees.size(shapes) * dtype.size / 1e9
         bandwidth = gigabytes / plain[fastest].best
-        case = f"{label}, {gigabytes * 1e3:.0f} MB"
-        rows += rows_of("all_finite", case, timings)
+        case = f"all_finite, {label}, {gigabytes * 1e3:.0f} MB"
+        rows += rows_of(case, timings)
         figures.append(
             Figure(
                 f"all_finite / best plain read, {label}",
@@ -43,7 +46,7 @@ def measure(rounds: int, shapes: trees.Shapes) -> tuple[list[Row], list[Figure]]
                 note=f"best is {fastest}, {bandwidth:.1f} GB/s",
             )
         )
-    return rows, figures
+    return Section(rows, figures)
 
 
 def _reads(tree: Any, dtype: mx.Dtype) -> dict[str, Any]:

@@ -1,86 +1,88 @@
-"""The results as a table on the screen, as JSON and as Markdown."""
+"""Rows, figures and points as Markdown tables, which are tables on the screen too."""
 
-import json
-import os
-import platform
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from collections.abc import Iterable
 
-import mlx.core as mx
+from .rows import Figure, Point, Row, Section
 
-from .rows import Figure, Row
+_MET = {None: "", True: "met", False: "missed"}
 
 
-def environment() -> dict[str, Any]:
-    """The machine, device and versions that the numbers belong to."""
-    return {
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "device": str(mx.default_device()),
-        "metal": mx.metal.is_available(),
-        "python": platform.python_version(),
-        **{name: _version(name) for name in ("mlx", "numpy", "torch", "mlx_gradscale")},
-    }
+def section(name: str, found: Section) -> str:
+    """Return all tables of a section under its name."""
+    tables = [f"## {name}"]
+    tables += [rows(found.rows)] if found.rows else []
+    tables += [points(found.points)] if found.points else []
+    tables += [figures(found.figures)] if found.figures else []
+    return "\n\n".join(tables)
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [x.split(":", 1)[1] for x in file if x.startswith("model name")]
-        return names[0].strip()
-    except (OSError, IndexError):
-        return platform.processor()
+def table(heads: dict[str, str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table.
+
+    Args:
+        heads (dict): Each column's head and ``"left"`` or ``"right"``.
+        lines (Iterable): The cells of each line.
+    """
+    sides = {"left": "---", "right": "---:"}
+    rule = (sides[side] for side in heads.values())
+    return "\n".join(f"| {' | '.join(x)} |" for x in (heads, rule, *lines))
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def rows(found: Iterable[Row]) -> str:
+    """Return every row with its time, ratio and quartiles."""
+    heads = {"case": "left", "variant": "left"} | dict.fromkeys(
+        ("median ms", "best ms", "added ms", "ratio", "quartiles"), "right"
+    )
+    return table(
+        heads,
+        (
+            (
+                r.case,
+                r.variant,
+                f"{r.milliseconds:.2f}",
+                f"{r.best:.2f}",
+                f"{r.added:.2f}",
+                f"{r.ratio:.2f}",
+                f"{r.low:.2f}-{r.high:.2f}",
+            )
+            for r in found
+        ),
+    )
 
 
-def tables(rows: list[Row], figures: list[Figure]) -> str:
-    """The rows and the figures of a section."""
-    found = [table(rows)] if rows else []
-    return "\n\n".join(found + ([figure_table(figures)] if figures else []))
+def points(found: Iterable[Point]) -> str:
+    """Return every point of a growing tree."""
+    heads = {"tree": "left", "variant": "left"} | dict.fromkeys(
+        ("ms per step", "first call, s", "peak MB"), "right"
+    )
+    return table(
+        heads,
+        (
+            (
+                f"{p.amount:,} {p.axis}",
+                p.variant,
+                f"{p.milliseconds:.2f}",
+                f"{p.first_call / 1e3:.3f}",
+                f"{p.peak_bytes / 1e6:.1f}",
+            )
+            for p in found
+        ),
+    )
 
 
-def table(rows: list[Row]) -> str:
-    """Rows as a Markdown table, which is one on the screen too."""
-    lines = [
-        "| section | case | variant | median ms | best ms | ratio | quartiles |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {r.section} | {r.case} | {r.variant} | {r.milliseconds:.2f} | {r.best:.2f} "
-        f"| {r.ratio:.2f} | {r.low:.2f}-{r.high:.2f} |"
-        for r in rows
-    ]
-    return "\n".join(lines)
-
-
-def figure_table(figures: list[Figure]) -> str:
-    """Figures as a Markdown table, with their bars."""
-    words = {None: "", True: "met", False: "missed"}
-    lines = ["| figure | value | at most | | note |", "|---|---:|---:|---|---|"]
-    lines += [
-        f"| {f.name} | {f.value:.3g}{' ' + f.unit if f.unit else ''} "
-        f"| {'' if f.bar is None else f'{f.bar:g}'} | {words[f.met]} | {f.note} |"
-        for f in figures
-    ]
-    return "\n".join(lines)
-
-
-def as_json(rows: list[Row], figures: list[Figure]) -> str:
-    """Everything, to compare two machines or two versions."""
-    return json.dumps(
-        {
-            "environment": environment(),
-            "rows": [asdict(r) for r in rows],
-            "figures": [asdict(f) | {"met": f.met} for f in figures],
-        },
-        indent=1,
+def figures(found: Iterable[Figure]) -> str:
+    """Return figures with their bars."""
+    heads = {"figure": "left", "value": "right", "at most": "right"}
+    return table(
+        heads | {"": "left", "note": "left"},
+        (
+            (
+                f.name,
+                f"{f.value:.3g}{' ' + f.unit if f.unit else ''}",
+                "" if f.bar is None else f"{f.bar:g}",
+                _MET[f.met],
+                f.note,
+            )
+            for f in found
+        ),
     )

@@ -1,6 +1,7 @@
 """Time variants against each other: interleaved rounds, medians, paired ratios."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -28,8 +29,10 @@ class Timing:
         return statistics.median(self._ratios())
 
     @property
-    def best_ratio(self) -> float:
-        return min(self.seconds) / min(self.baseline)
+    def added(self) -> float:
+        """The median of the rounds' differences, in seconds."""
+        pairs = zip(self.seconds, self.baseline, strict=True)
+        return statistics.median(seconds - baseline for seconds, baseline in pairs)
 
     @property
     def spread(self) -> tuple[float, float]:
@@ -87,19 +90,7 @@ def joined(timings: list[Timing]) -> Timing:
     )
 
 
-def slope(amounts: list[float], values: list[float]) -> tuple[float, float]:
-    """Return the slope of a straight line through the points, and its R squared.
-
-    Points are weighted by 1/amount**2, so that relative errors count: a plain fit
-    over 1 to 256 sees only the last point.
-    """
-    weights = [1 / a**2 for a in amounts]
-    total = sum(weights)
-    mean_a = sum(w * a for w, a in zip(weights, amounts, strict=True)) / total
-    mean_v = sum(w * v for w, v in zip(weights, values, strict=True)) / total
-    points = list(zip(weights, amounts, values, strict=True))
-    covariance = sum(w * (a - mean_a) * (v - mean_v) for w, a, v in points)
-    variance = sum(w * (a - mean_a) ** 2 for w, a, _ in points)
-    spread = sum(w * (v - mean_v) ** 2 for w, _, v in points)
-    found = covariance / variance
-    return found, covariance**2 / (variance * spread) if spread else 1.0
+def exponent(amounts: list[float], values: list[float]) -> float:
+    """Return the slope of values over amounts on two logarithmic axes: 1 is linear."""
+    x, y = ([math.log(v) for v in column] for column in (amounts, values))
+    return statistics.linear_regression(x, y).slope

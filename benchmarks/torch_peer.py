@@ -1,23 +1,27 @@
-"""The same step in PyTorch, where it is installed: bare, and with its GradScaler."""
+"""PyTorch's GradScaler and this one, alike: what each adds to its own bare step."""
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from . import variants
-from .rows import Figure, Row, rows_of
+from . import machine, trees, variants
+from .comparison import say
+from .rows import Figure, Row, Section, rows_of
 from .timing import Timing, interleave
-from .trees import Shapes, size
+from .trees import Shapes
 from .variants import SCALE
 
-# Timed by itself: the for-loop and foreach steps vary by 15 ms, as their temporaries
-# do or do not fault pages in, and what the scaler adds to them is 3 ms.
-ALONE = "torch, unscale_ and update alone"
+BARE, SCALED = "bare", "with its scaler"
+OURS = "MLX, compiled"
+FUSED = "PyTorch, fused"
 KINDS: dict[str, dict[str, bool]] = {
-    "for-loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
+    "PyTorch, for-loop": {"foreach": False, "fused": False},
+    "PyTorch, foreach": {"foreach": True},
+    FUSED: {"fused": True},
 }
+MISSING = "PyTorch is left out: pip install 'mlx_gradscale[torch]' to compare with it."
 
 
 def available() -> bool:
@@ -26,6 +30,8 @@ def available() -> bool:
 
 
 class _Peer:
+    """PyTorch's optimizer phase, as :class:`variants.Phase` is MLX's."""
+
     def __init__(self, torch: Any, shapes: Shapes, kind: dict, scaled: bool):
         self.parameters = [torch.nn.Parameter(torch.randn(s)) for s in shapes]
         factor = 0.01 * (SCALE if scaled else 1.0)
@@ -42,13 +48,8 @@ class _Peer:
         for p, g in zip(self.parameters, self.gradients, strict=True):
             p.grad.copy_(g)
 
-    def run_scaler_alone(self) -> None:
-        """What GradScaler does around a step that is not fused; ends in a sync."""
-        self.scaler.unscale_(self.optimizer)
-        self.scaler.update()
-        self.scaler.get_scale()
-
     def run(self) -> None:
+        """Do one step."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -56,58 +57,88 @@ class _Peer:
             self.scaler.update()
 
 
-def measure(rounds: int, shapes: Shapes) -> tuple[list[Row], list[Figure]]:
-    """Time PyTorch's scaler and this one, and what each adds to a bare step.
+def measure(rounds: int, shapes: Shapes | None = None) -> Section:
+    """Time the optimizer phase with and without a scaler, on both sides.
 
-    One thread, as MLX's CPU backend uses.
+    The same trees, the same number of threads, all by turns. Before each call the
+    gradients are written anew and 64 MB are touched: after a backward pass they are
+    not in the cache either.
     """
     if not available():
-        return [], []
+        print(MISSING)
+        return Section()
     import torch
 
-    torch.set_num_threads(1)
-    make = variants.OPTIMIZERS["AdamW"]
-    pairs: dict[str, tuple[Any, Any]] = {
-        "this package": (variants.bare(make, shapes), variants.scaler(make, shapes)),
-    }
-    for name, kind in KINDS.items():
-        pairs[f"torch {name}"] = tuple(
-            _Peer(torch, shapes, kind, scaled) for scaled in (False, True)
-        )
-    runs: dict[str, Callable] = {}
-    refill: dict[str, Callable] = {}
-    for name, (bare, scaled) in pairs.items():
-        runs |= {f"{name}, bare": bare.run, f"{name}, scaled": scaled.run}
-        if name != "this package":
-            refill |= {f"{name}, bare": bare.refill, f"{name}, scaled": scaled.refill}
-    alone = _Peer(torch, shapes, KINDS["for-loop"], scaled=True)
-    runs[ALONE], refill[ALONE] = alone.run_scaler_alone, alone.refill
-    # 64 MB, because gradients that were just refilled are in the cache, where
-    # unscaling costs next to nothing, as it never does after a backward pass.
+    pairs = _pairs(torch, shapes or trees.shapes_of(trees.MAIN))
+    say("PyTorch and MLX, each bare and with its scaler")
+    # Twice as many rounds: of two steps that vary, the difference is asked for.
+    with _as_many_threads_as_mlx(torch):
+        timings = _by_turns(torch, pairs, 2 * rounds)
+        busy = {n: _busy_threads(pair[SCALED].run) for n, pair in pairs.items()}
+    rows: list[Row] = []
+    for name in pairs:
+        bare = timings[name, BARE].seconds
+        pair = {v: Timing(timings[name, v].seconds, bare) for v in (BARE, SCALED)}
+        rows += rows_of(name, pair)
+    return Section(rows, figures(Section(rows), busy))
+
+
+def _by_turns(torch: Any, pairs: dict, rounds: int) -> dict[tuple[str, str], Timing]:
+    phases = {(n, v): p for n, pair in pairs.items() for v, p in pair.items()}
     other = torch.zeros(2**24)
 
-    def prepare(name: str) -> None:
-        refill.get(name, lambda: None)()
+    def prepare(key: tuple[str, str]) -> None:
+        if isinstance(phases[key], _Peer):
+            phases[key].refill()
         other.add_(1)
 
-    timings = interleave(runs, rounds, before=prepare)
-    rows = rows_of("PyTorch", f"AdamW, {len(shapes)} leaves", timings)
-    return rows, _figures(timings, size(shapes) / 1e6)
+    runs = {key: phase.run for key, phase in phases.items()}
+    return interleave(runs, rounds, before=prepare)
 
 
-def _figures(timings: dict[str, Timing], millions: float) -> list[Figure]:
-    # Of the best rounds: a difference of medians is mostly noise where the rounds
-    # of one variant differ by more than what the scaler adds.
-    def added(name: str) -> float:
-        difference = timings[f"{name}, scaled"].best - timings[f"{name}, bare"].best
-        return difference * 1e3 / millions
+@contextlib.contextmanager
+def _as_many_threads_as_mlx(torch: Any) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(machine.THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
-    ours = added("this package")
-    default = timings[ALONE].best * 1e3 / millions
-    unit = "ms per M parameters"
-    return [
-        Figure("added by this package", ours, unit),
-        Figure("added by torch, for-loop or foreach", default, unit),
-        Figure("added by torch, fused", added("torch fused"), unit),
-        Figure("added / added by torch's default", ours / default, bar=1.0),
-    ]
+
+def _pairs(torch: Any, shapes: Shapes) -> dict[str, dict[str, Any]]:
+    make = variants.OPTIMIZERS["AdamW"]
+    found: dict[str, dict[str, Any]] = {
+        OURS: {
+            BARE: variants.bare(make, shapes),
+            SCALED: variants.scaler(make, shapes),
+        }
+    }
+    for name, kind in KINDS.items():
+        found[name] = {
+            variant: _Peer(torch, shapes, kind, variant == SCALED)
+            for variant in (BARE, SCALED)
+        }
+    return found
+
+
+def _busy_threads(run: Callable[[], None], repeats: int = 3) -> float:
+    """Return how many threads were at work: processor seconds per second."""
+    start, used = time.perf_counter(), time.process_time()
+    for _ in range(repeats):
+        run()
+    return (time.process_time() - used) / (time.perf_counter() - start)
+
+
+def figures(section: Section, busy: dict[str, float]) -> list[Figure]:
+    """What each scaler adds in milliseconds and in percent; ours against fused."""
+    found, percents = [], {}
+    for name, (bare, scaled) in section.cases().items():
+        percents[name] = 100 * (scaled.ratio - 1)
+        note = f"to {bare.milliseconds:.1f} ms, {busy[name]:.1f} threads at work"
+        found += [
+            Figure(f"{name}: scaler adds", scaled.added, "ms", note=note),
+            Figure(f"{name}: scaler adds", percents[name], "%"),
+        ]
+    ours, fused = percents[OURS], percents[FUSED]
+    return [*found, Figure("percent added / PyTorch fused's", ours / fused, bar=1.0)]

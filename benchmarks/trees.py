@@ -1,5 +1,6 @@
 """The trees that are measured: parameters and gradients of a given shape."""
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -7,23 +8,20 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 Shapes = list[tuple[int, ...]]
+_DRAWN = 10**6
 
-# Name, shapes. The first is the one that the bars are about.
-SHAPES: dict[str, Shapes] = {
-    "8 M in 32 leaves": [(500, 500)] * 32,
-    "LoRA-like, 448 of 16,000": [(1000, 16), (16, 1000)] * 224,
-    "4,000 leaves of 64": [(64,)] * 4000,
-    "one leaf of 64 M": [(8192, 8192)],
-}
 MAIN = "8 M in 32 leaves"
-LORA = "LoRA-like, 448 of 16,000"
-TRANSFORMER = "transformer, 12 layers of 256"
-OTHERS = ("4,000 leaves of 64", "one leaf of 64 M", TRANSFORMER)
+LORA = "448 leaves of 16,000, as LoRA has"
+TRANSFORMER = "a transformer, 12 layers of 256"
 
 
 def shapes_of(name: str) -> Shapes:
-    """Return the shapes of a named tree."""
-    return transformer_shapes() if name == TRANSFORMER else SHAPES[name]
+    """Return the shapes of a named tree. The bars are about the first."""
+    if name == MAIN:
+        return [(500, 500)] * 32
+    if name == LORA:
+        return [(1000, 16), (16, 1000)] * 224
+    return transformer_shapes()
 
 
 def transformer_shapes(layers: int = 12, dims: int = 256) -> Shapes:
@@ -36,24 +34,21 @@ def transformer_shapes(layers: int = 12, dims: int = 256) -> Shapes:
 
 def size(shapes: Shapes) -> int:
     """Return how many parameters there are."""
-    total = 0
-    for shape in shapes:
-        count = 1
-        for length in shape:
-            count *= length
-        total += count
-    return total
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def make(shapes: Shapes, dtype: mx.Dtype = mx.float32, factor: float = 1.0) -> Any:
     """Return a tree of evaluated normal values, as a model's is nested."""
-    tree = {
-        f"layer{i}": {"weight": (mx.random.normal(shape) * factor).astype(dtype)}
-        for i, shape in enumerate(shapes)
-    }
-    # Leaf by leaf: all at once the random bits of a whole tree are alive.
-    for _, leaf in tree_flatten(tree):
+    # Drawing 256 M values takes half a minute; a million of them, repeated, will do.
+    drawn = mx.random.normal((min(_DRAWN, max(map(math.prod, shapes))),))
+    tree = {}
+    for i, shape in enumerate(shapes):
+        count = math.prod(shape)
+        values = mx.tile(drawn, -(-count // drawn.size))[:count]
+        leaf = (values * factor).astype(dtype).reshape(shape)
+        # Leaf by leaf: all at once the repeated values of a whole tree are alive.
         mx.eval(leaf)
+        tree[f"layer{i}"] = {"weight": leaf}
     return tree
 
 

@@ -14,16 +14,36 @@ from . import trees
 
 SCALE = 65536.0
 
+# Every one of mlx.optimizers, which a test compares with.
 OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
-    "SGD": lambda: optim.SGD(1e-3, momentum=0.9),
-    "Adam": lambda: optim.Adam(1e-4),
     "AdamW": lambda: optim.AdamW(1e-4),
+    "Adam": lambda: optim.Adam(1e-4),
+    "Adamax": lambda: optim.Adamax(1e-4),
+    "AdaDelta": lambda: optim.AdaDelta(1e-4),
+    "Adagrad": lambda: optim.Adagrad(1e-4),
+    "RMSprop": lambda: optim.RMSprop(1e-4),
     "Lion": lambda: optim.Lion(1e-5),
+    "SGD": lambda: optim.SGD(1e-3),
+    "SGD, momentum": lambda: optim.SGD(1e-3, momentum=0.9),
     "Adafactor": lambda: optim.Adafactor(1e-4),
     "Muon": lambda: optim.Muon(1e-4),
+    "MultiOptimizer": lambda: optim.MultiOptimizer(
+        [optim.AdamW(1e-4), optim.Lion(1e-5)],
+        [lambda path, _: int(path.partition(".")[0][5:]) % 2 == 0],
+    ),
 }
 # Their update is elementwise: it can be one kernel per parameter.
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Lion")
+ELEMENTWISE = (
+    "AdamW",
+    "Adam",
+    "Adamax",
+    "AdaDelta",
+    "Adagrad",
+    "RMSprop",
+    "Lion",
+    "SGD",
+    "SGD, momentum",
+)
 
 
 class Phase:
@@ -177,14 +197,16 @@ def loss_scale_optimizer(
     clip: bool = False,
     model_dtype: mx.Dtype = mx.float32,
     true: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> Phase:
     """This package's optimizer, with masters where ``model_dtype`` is float16.
 
     With ``true`` the gradients are made true first, as the backward pass does it:
-    what that costs more than scaled ones.
+    what that costs more than scaled ones. ``options`` go to LossScaleOptimizer.
     """
     parameters = trees.make(shapes, model_dtype)
-    optimizer = LossScaleOptimizer(make(), max_grad_norm=1.0 if clip else None)
+    clipping = {"max_grad_norm": 1.0} if clip else {}
+    optimizer = LossScaleOptimizer(make(), **clipping, **(options or {}))
     optimizer.scaler.take_way(TRUE_GRADIENTS if true else SCALED_GRADIENTS)
     optimizer.init(parameters)
 

@@ -44,9 +44,25 @@ _DARK: dict[str, Any] = {
 
 @contextlib.contextmanager
 def canvas(
-    rows: int, columns: int, dark: bool, size: tuple[float, float]
+    rows: int,
+    columns: int,
+    dark: bool,
+    size: tuple[float, float],
+    *,
+    dpi: int = 130,
+    share: dict[str, Any] | None = None,
 ) -> Iterator[tuple["Figure", Any, dict[str, Any]]]:
-    """Yield a figure, its array of axes, and the colours of its theme."""
+    """Yield a figure, its array of axes, and the colours of its theme.
+
+    Args:
+        rows (int): Of axes.
+        columns (int): Of axes.
+        dark (bool): For a dark page.
+        size (tuple): Inches.
+        dpi (int): Pixels per inch. Default: ``130``.
+        share (dict, optional): ``sharex`` and ``sharey``, as ``subplots`` takes them.
+            Default: the x axis in one column, else the y axis.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -76,8 +92,8 @@ def canvas(
     }
     # A figure without pyplot: no window, no backend, nothing global left behind.
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=size, dpi=130, layout="constrained")
-        share = {"sharex": columns == 1, "sharey": columns > 1}
+        figure = Figure(figsize=size, dpi=dpi, layout="constrained")
+        share = share or {"sharex": columns == 1, "sharey": columns > 1}
         yield figure, figure.subplots(rows, columns, squeeze=False, **share), colors
 
 
