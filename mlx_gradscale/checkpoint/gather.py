@@ -23,7 +23,14 @@ from .layout import strides
 from .leaves import NUMBERS, dtype_name, settings, statistics, weights
 
 # Of a LossScaleOptimizer's state, what other files of the folder hold.
-_ELSEWHERE = ("optimizer", "masters", "written", "scaler", "max_grad_norm")
+_ELSEWHERE = (
+    "optimizer",
+    "masters",
+    "written",
+    "remainders",
+    "scaler",
+    "max_grad_norm",
+)
 
 
 def gather(
@@ -100,9 +107,10 @@ def _strides(
     own: Mapping[str, mx.array], optimizer: Optimizer, flat: list[tuple[str, Any]]
 ) -> dict[str, dict[str, list[int]]]:
     wrapped = isinstance(optimizer, LossScaleOptimizer)
+    state = optimizer.state if wrapped else {"masters": {}, "remainders": {}}
     return {
         "model": strides(own),
-        "masters": strides(optimizer.state["masters"] if wrapped else {}),
+        "masters": strides(state["masters"] | state["remainders"]),
         "optimizer": strides({k: x for k, x in flat if isinstance(x, mx.array)}),
     }
 
