@@ -43,7 +43,7 @@ from mlx_gradscale.distributed import (
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
 
-def data_parallel(group, average, steps=200):
+def data_parallel(group, average, steps=200, masters="float32"):
     """Float16 training where random ranks overflow at random steps."""
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(
@@ -52,6 +52,7 @@ def data_parallel(group, average, steps=200):
         max_grad_norm=1.0,
         group=group,
         average=average,
+        masters=masters,
     )
     step = compiled_step(model, optimizer)
     scales = []
@@ -480,6 +481,9 @@ CHECKS = {
     "data parallel float32": lambda group: data_parallel(group, "float32"),
     "data parallel scaled": lambda group: data_parallel(group, "scaled"),
     "data parallel short": lambda group: data_parallel(group, "float32", 50),
+    "data parallel remainder": lambda group: data_parallel(
+        group, "scaled", 50, "remainder"
+    ),
     "own loop": own_loop,
     "loss of one": loss_of_one,
     "order": order,
