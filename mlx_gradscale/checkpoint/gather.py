@@ -60,7 +60,7 @@ def gather(
     wrapped = isinstance(optimizer, LossScaleOptimizer)
     inner = optimizer.optimizer if wrapped else optimizer
     if wrapped:
-        _refuse_nonfinite(optimizer)
+        _refuse_nonfinite(optimizer, own)
     run = live_run(place, model, optimizer, scaler, settings=_torch_settings)
     check_run(run)
     saved = _saved_names(model, own, frozen)
@@ -115,11 +115,16 @@ def _strides(
     }
 
 
-def _refuse_nonfinite(optimizer: LossScaleOptimizer) -> None:
+def _refuse_nonfinite(
+    optimizer: LossScaleOptimizer, own: Mapping[str, mx.array]
+) -> None:
     # The overflow of a skipped step leaves its norm behind.
     # To clip to inf is to clip nothing.
     norms = ("grad_norm", "max_grad_norm")
     state = {k: x for k, x in optimizer.state.items() if k not in norms}
+    # Of masters that are weight and remainder, the weight tells.
+    split = state["remainders"].keys() & own.keys()
+    state["masters"] = state["masters"] | {name: own[name] for name in sorted(split)}
     if all_finite(state).item():
         return
     [first, *_] = nonfinite(state)
