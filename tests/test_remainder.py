@@ -63,7 +63,9 @@ def test_what_comes_back_is_within_the_bound(dtype, masters):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("part", [0.0, 1e-7, 0.24999, 0.25, 0.49999, 0.5, 0.50001, 0.9])
+@pytest.mark.parametrize(
+    "part", [0.0, 1e-7, 0.24999, 0.25, 0.499995, 0.5, 0.500005, 0.9]
+)
 def test_so_it_is_between_every_weight_and_the_next(dtype, part):
     patterns = mx.arange(65536).astype(mx.uint16).view(dtype)
     values = np.array(mx.where(mx.isfinite(patterns), patterns, 0).astype(mx.float32))
