@@ -12,6 +12,7 @@ from .finite import is_floating
 from .half import HALF, full_precision, half_bits, to_float32
 from .other_optimizers import apply as apply_other
 from .other_optimizers import is_mlx_own, prepare
+from .remainder import join, select_step
 from .state_slots import CONTAINERS, copies, dotted, items, restore, slots, write_all
 from .tracing import refuse_shapeless
 
@@ -43,6 +44,7 @@ def guarded_apply(
     apply: mx.array,
     masters: dict[str, mx.array] | None = None,
     written: dict[str, mx.array] | None = None,
+    remainders: dict[str, mx.array] | None = None,
 ) -> Any:
     """Return the parameters after one optimizer step, or before it.
 
@@ -65,12 +67,14 @@ def guarded_apply(
         written (dict, optional): For each master, and needed with them, the
             :func:`half_bits` of the parameter as the last step left it; replaced in
             place.
+        remainders (dict, optional): In the place of masters, what half parameters lack
+            of theirs, by their path; replaced in place.
 
     Returns:
         Any: A tree of new parameters with the structure of ``gradients``.
     """
     new, writes = planned_step(
-        optimizer, gradients, parameters, factor, apply, masters, written
+        optimizer, gradients, parameters, factor, apply, masters, written, remainders
     )
     write_all(writes)
     return in_place_of(gradients, parameters, new)
@@ -90,6 +94,7 @@ def planned_step(
     apply: mx.array,
     masters: dict[str, mx.array] | None = None,
     written: dict[str, mx.array] | None = None,
+    remainders: dict[str, mx.array] | None = None,
 ) -> tuple[dict[str, mx.array], Writes]:
     """Return the new parameters by path, and what :func:`guarded_apply` would write.
 
@@ -122,13 +127,19 @@ def planned_step(
         for path, p in tree_flatten(parameters)
         if masters and path in masters and p.dtype in HALF
     }
+    lost = {
+        path: remainders[path]
+        for path, p in tree_flatten(parameters)
+        if remainders and path in remainders and p.dtype in HALF
+    }
     step = compiled_if_plain(_run, optimizer, list(_parts(optimizer, trained)))
-    new, new_masters, state = step(
+    new, new_masters, new_remainders, state = step(
         [box[key] for box, key in places],
         _scheduled(optimizer, trained),
         trained,
         parameters,
         kept,
+        lost,
         factor,
         apply,
     )
@@ -136,6 +147,7 @@ def planned_step(
     for path, master in new_masters.items():
         writes.append((masters, path, master))
         writes.append((written, path, half_bits(new[path])))
+    writes += [(remainders, path, x) for path, x in new_remainders.items()]
     return new, writes
 
 
@@ -276,9 +288,12 @@ def _run(
     gradients: Any,
     parameters: Any,
     kept: dict[str, tuple[mx.array, mx.array]],
+    lost: dict[str, mx.array],
     factor: mx.array | None,
     apply: mx.array,
-) -> tuple[dict[str, mx.array], dict[str, mx.array], list[mx.array]]:
+) -> tuple[
+    dict[str, mx.array], dict[str, mx.array], dict[str, mx.array], list[mx.array]
+]:
     """Step from ``state`` and select; the optimizer itself comes out untouched."""
     parts = [part for part, _ in _parts(optimizer, gradients)]
     # With what each container holds, because a step may replace containers.
@@ -290,8 +305,14 @@ def _run(
     for part, values in zip(parts, scheduled, strict=True):
         part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
     try:
+        joined = {p: join(x, lost[p]) for p, x in tree_flatten(parameters) if p in lost}
         full = tree_map_with_path(
-            lambda path, p: full_precision(p, *kept.get(path, ())), parameters
+            lambda path, p: (
+                joined[path].master
+                if path in joined
+                else full_precision(p, *kept.get(path, ()))
+            ),
+            parameters,
         )
         # One by one and joined by path: the tree_merge of a MultiOptimizer's own
         # apply_gradients fails where a list has a frozen module in a gap.
@@ -320,16 +341,23 @@ def _run(
             new_state.append(box[key])
         outputs: dict[str, mx.array] = {}
         new_masters: dict[str, mx.array] = {}
+        new_remainders: dict[str, mx.array] = {}
         for part, tree, new in steps:
             moments = _arrays_by_owner(part.state)
 
-            def select(path, _, parameter, full, new, moments=moments):
+            def select(path, gradient, parameter, full, new, moments=moments):
                 if new.shape != parameter.shape:
                     raise ValueError(
                         f"{path!r} has shape {parameter.shape}, and a step would give "
                         f"it {new.shape}: the optimizer was initialised for another "
                         "shape. Make a new optimizer for the changed model."
                     )
+                if path in lost:
+                    others = [*moments.get(path, [])[::-1], gradient]
+                    outputs[path], new_remainders[path] = select_step(
+                        parameter, lost[path], joined[path], new, apply, others
+                    )
+                    return
                 if path in kept:
                     # Also in a skipped step: a replaced weight is its own master.
                     new = new_masters[path] = mx.where(apply, new, full)
@@ -339,7 +367,7 @@ def _run(
                 outputs[path] = mx.where(apply, new.astype(parameter.dtype), keep)
 
             tree_map_with_path(select, tree, parameters, full, new)
-        return outputs, new_masters, new_state
+        return outputs, new_masters, new_remainders, new_state
     finally:
         restore(saved)
         for part, old_state, old_schedulers in replaceable:

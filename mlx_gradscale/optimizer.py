@@ -27,7 +27,13 @@ from .guard import (
     unscale,
 )
 from .half import BITS, HALF, full_precision, half_bits, to_float32
-from .optimizer_state import NOT_LOADED, check_loaded, write_in_place
+from .optimizer_state import (
+    NOT_LOADED,
+    check_loaded,
+    with_masters_as_here,
+    write_in_place,
+)
+from .remainder import join, no_remainder
 from .scale import FIELDS
 from .scaler import (
     SCALED_GRADIENTS,
@@ -75,6 +81,11 @@ class LossScaleOptimizer(Optimizer):
         sharded (Callable, optional): Told path and gradient, whether this is a shard;
             others are copies, which count once in the norm, or are averaged. Default:
             all are, or with ``average`` none.
+        masters (str): How masters are kept. ``"float32"``: as float32 arrays.
+            ``"remainder"``: as the weight and 16 bits of what rounding it lost, two
+            bytes less for each half parameter, and the same masters but for the last
+            bit of a bfloat16 one (:mod:`mlx_gradscale.remainder` derives it). Slower
+            where casts are, on CPUs. Default: ``"float32"``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -101,6 +112,7 @@ class LossScaleOptimizer(Optimizer):
         group: mx.distributed.Group | None = None,
         average: str | None = None,
         sharded: Sharded | None = None,
+        masters: str = "float32",
         **inner: Any,
     ):
         for name in inner:
@@ -133,6 +145,10 @@ class LossScaleOptimizer(Optimizer):
             _check_norm(max_grad_norm)
         if average not in (None, "float32", "scaled"):
             raise ValueError(f'average must be "float32" or "scaled", got {average!r}.')
+        if masters not in ("float32", "remainder"):
+            raise ValueError(
+                f'masters must be "float32" or "remainder", got {masters!r}.'
+            )
         if group is None and (average or sharded):
             raise ValueError(
                 "average= and sharded= need a group: pass group=mx.distributed.init()."
@@ -156,7 +172,9 @@ class LossScaleOptimizer(Optimizer):
                 "The scaler has another group than this optimizer: leave one out, or "
                 "say with average= that gradients are averaged over the optimizer's."
             )
+        self._keeps_remainders = masters == "remainder"
         self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
+        self._halves: dict[str, str] = {}  # names of dtypes, which can be pickled
         self._loaded: dict[str, mx.array] | None = None
         self._scaler_before_load: dict[str, mx.array] = {}
         # One dict for life: compiled steps have captured it.
@@ -164,6 +182,7 @@ class LossScaleOptimizer(Optimizer):
             "optimizer": optimizer.state,
             "masters": {},
             "written": {},
+            "remainders": {},
             "scaler": self.scaler.state,
             "grad_norm": mx.array(0.0),
             "max_grad_norm": mx.array(float(max_grad_norm if self._clips else "inf")),
@@ -274,10 +293,17 @@ class LossScaleOptimizer(Optimizer):
         before = list(copies(self.state))
         initialize(self.optimizer, parameters, again=True)
         masters, written = self._state["masters"], self._state["written"]
-        for path, parameter in tree_flatten(parameters):
-            if parameter.dtype in HALF and path not in masters:
+        remainders = self._state["remainders"]
+        halves = {p: x for p, x in tree_flatten(parameters) if x.dtype in HALF}
+        for path, parameter in halves.items():
+            if self._keeps_remainders:
+                remainders.setdefault(path, no_remainder(parameter))
+            elif path not in masters:
                 masters[path] = parameter.astype(mx.float32)
                 written[path] = half_bits(parameter)
+        self._halves |= {
+            path: str(x.dtype).removeprefix("mlx.core.") for path, x in halves.items()
+        }
         if self._loaded is not None:
             # The scaler has its state since the load, and may have moved on.
             scaler = {f"scaler.{k}": self.scaler.state[k] for k in FIELDS}
@@ -370,8 +396,10 @@ class LossScaleOptimizer(Optimizer):
         leaves = tree_flatten(fitting)
         self._check_shapes({path: x.shape for path, x in leaves})
         masters, written = self._state["masters"], self._state["written"]
+        remainders = self._state["remainders"]
+        kept = remainders if self._keeps_remainders else masters
         for path, parameter in leaves:
-            if parameter.dtype in HALF and path not in masters:
+            if parameter.dtype in HALF and path not in kept:
                 raise ValueError(
                     f"{path!r} became {parameter.dtype} after this optimizer was "
                     "initialised, and has no float32 master. Call init() again."
@@ -394,7 +422,14 @@ class LossScaleOptimizer(Optimizer):
             gradients, factor, loss_finite
         )
         new, writes = planned_step(
-            self.optimizer, gradients, parameters, factor, applied, masters, written
+            self.optimizer,
+            gradients,
+            parameters,
+            factor,
+            applied,
+            masters,
+            written,
+            remainders,
         )
         writes.append((self._state, "grad_norm", norm))
         self.scaler.remember(gradients)
@@ -543,7 +578,8 @@ class LossScaleOptimizer(Optimizer):
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32: the masters of those that have one.
 
-        A weight that was replaced since the last step is its own master.
+        A weight that was replaced since the last step is its own master; with
+        ``masters="remainder"`` to within half its ulp.
 
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
@@ -558,8 +594,13 @@ class LossScaleOptimizer(Optimizer):
             {'w': array([1, 1], dtype=float32)}
         """
         masters, written = self._state["masters"], self._state["written"]
+        remainders = self._state["remainders"]
         return tree_map_with_path(
-            lambda path, x: full_precision(x, masters.get(path), written.get(path)),
+            lambda path, x: (
+                join(x, remainders[path]).master
+                if path in remainders
+                else full_precision(x, masters.get(path), written.get(path))
+            ),
             parameters,
         )
 
@@ -594,6 +635,9 @@ class LossScaleOptimizer(Optimizer):
                 self.scaler.state[name] = loaded[f"scaler.{name}"]
 
     def _write(self, loaded: dict[str, mx.array]) -> None:
+        loaded = with_masters_as_here(
+            loaded, self._state["remainders"], self._halves, self._keeps_remainders
+        )
         # A file may be without what was written, or be of a model in the other half.
         derived = {}
         for path, here in self._state["written"].items():

@@ -26,8 +26,10 @@ CORE = [
     "test_guard_in_place.py",
     "test_optimizer.py",
     "test_optimizer_masters.py",
+    "test_optimizer_remainder.py",
     "test_optimizer_state.py",
     "test_precision.py",
+    "test_remainder.py",
     "test_learning.py",
 ]
 

@@ -106,6 +106,7 @@ KINDS = {
     "GradScaler": lambda: Run(optim.AdamW(1e-2), scaler()),
     "LossScaleOptimizer": lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=1.0),
     "LossScaleOptimizer of several": lambda: half(multi()),
+    "remainders": lambda: half(optim.AdamW(1e-2), masters="remainder"),
     "compiled AdamW": lambda: Run(optim.AdamW(1e-2), model=Net(norm=False)),
     "compiled LossScaleOptimizer": lambda: half(optim.AdamW(1e-2), norm=False),
 }

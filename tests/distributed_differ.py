@@ -42,7 +42,8 @@ def told(group):
         optimizer = wrapped(group, **options)
         found[case] = message(lambda: optimizer.init(model.trainable_parameters()))
         # All raise and nothing is half done, so that the next one can be tried.
-        assert (found[case] is None) == bool(optimizer.state["masters"])
+        kept = optimizer.state["masters"] or optimizer.state["remainders"]
+        assert (found[case] is None) == bool(kept)
 
     init("nothing")
     init("layer", Deep(2 if odd else 1))
@@ -57,6 +58,7 @@ def told(group):
     init("interval", scaler=GradScaler(growth_interval=7 if odd else 8))
     init("enabled", scaler=GradScaler(enabled=not odd))
     init("norm", max_grad_norm=1.0 if odd else None)
+    init("masters", masters="remainder" if odd else "float32")
     init("average", average="scaled" if odd else "float32")
     init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
     init("rate", inner=optim.SGD(1e-2 if odd else 1e-3))

@@ -32,7 +32,12 @@ from helpers import (
 )
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, all_finite
+from mlx_gradscale import (
+    GradScaler,
+    GuardedOptimizer,
+    LossScaleOptimizer,
+    all_finite,
+)
 from mlx_gradscale.distributed import (
     assert_in_sync,
     average_gradients,
@@ -43,7 +48,7 @@ from mlx_gradscale.distributed import (
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
 
-def data_parallel(group, average, steps=200):
+def data_parallel(group, average, steps=200, masters="float32"):
     """Float16 training where random ranks overflow at random steps."""
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(
@@ -52,6 +57,7 @@ def data_parallel(group, average, steps=200):
         max_grad_norm=1.0,
         group=group,
         average=average,
+        masters=masters,
     )
     step = compiled_step(model, optimizer)
     scales = []
@@ -323,6 +329,29 @@ def fully_sharded(group, steps=10):
     }
 
 
+def sharded_remainder(group, steps=6):
+    """Float16 shards with remainders, against the same weights in one piece."""
+    rank, size = group.rank(), group.size()
+    whole = {"w": mx.random.normal((8, 4), key=mx.random.key(1)).astype(mx.float16)}
+    mine = tree_map(lambda x: mx.split(x, size)[rank], whole)
+    options = {"masters": "remainder"}
+    sharded = GuardedOptimizer(optim.AdamW(1e-5), group=group, **options)
+    expected = GuardedOptimizer(optim.AdamW(1e-5), **options)
+    for i in range(steps):
+        gradient = mx.random.normal((8, 4), key=mx.random.key(i + 2))
+        if i == 3:  # on the last rank alone
+            gradient[-1] = INF
+        whole = expected.apply_gradients({"w": gradient}, whole)
+        mine = sharded.apply_gradients({"w": mx.split(gradient, size)[rank]}, mine)
+        mx.eval(mine, whole, sharded.state, expected.state)
+    part = mx.split(expected.masters(whole)["w"], size)[rank]
+    return {
+        "skipped": sharded.scaler.skipped_steps.item(),
+        "same": mx.array_equal(sharded.masters(mine)["w"], part).item(),
+        "moved": mx.any(part != part.astype(mx.float16)).item(),
+    }
+
+
 def uneven(group):
     """Rank r has r + 1 micro-batches, then rank 0 has none; against one process."""
     rank, size = group.rank(), group.size()
@@ -480,6 +509,10 @@ CHECKS = {
     "data parallel float32": lambda group: data_parallel(group, "float32"),
     "data parallel scaled": lambda group: data_parallel(group, "scaled"),
     "data parallel short": lambda group: data_parallel(group, "float32", 50),
+    "sharded remainder": sharded_remainder,
+    "data parallel remainder": lambda group: data_parallel(
+        group, "scaled", 50, "remainder"
+    ),
     "own loop": own_loop,
     "loss of one": loss_of_one,
     "order": order,

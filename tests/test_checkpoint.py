@@ -333,3 +333,44 @@ def test_the_net_has_all_that_is_promised():
         *("norm.running_mean", "norm.running_var"),
         *("layers.1.weight", "layers.1.bias"),
     }
+
+
+@pytest.mark.parametrize("saved", ["float32", "remainder"])
+def test_a_checkpoint_fits_both_kinds_of_masters(saved, tmp_path):
+    mx.disable_compile()
+    runs = {
+        kind: half(optim.AdamW(1e-2), masters=kind) for kind in ("float32", "remainder")
+    }
+    run = runs.pop(saved)
+    [other] = runs.values()
+    run.train(0, 6)
+    save_checkpoint(tmp_path / "run", *run.parts)
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    both = [
+        dict(tree_flatten(x.optimizer.masters(x.model.trainable_parameters())))
+        for x in (run, other)
+    ]
+    for path, master in both[0].items():
+        assert mx.allclose(both[1][path], master, rtol=0, atol=2.0**-40), path
+    assert bits(run.model.parameters()) == bits(other.model.parameters())
+    # And on.
+    for each in (run, other):
+        mx.random.seed(3)
+        each.train(6, 9)
+    assert bits(run.model.parameters()) == bits(other.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+def test_a_master_that_is_not_finite_is_not_saved(kind, tmp_path):
+    mx.disable_compile()
+    run = half(optim.AdamW(1e-2), masters=kind)
+    run.train(0, 2)
+    save_checkpoint(tmp_path / "run", *run.parts, step=2)
+    run.model.layers[2].weight *= float("nan")
+    if kind == "float32":
+        master = run.optimizer.state["masters"]["layers.2.weight"]
+        run.optimizer.state["masters"]["layers.2.weight"] = master * float("nan")
+    with pytest.raises(ValueError, match=r"masters.layers.2.weight' holds NaN"):
+        save_checkpoint(tmp_path / "run", *run.parts, step=3)
+    assert restore_checkpoint(tmp_path / "run", *run.parts) == {"step": 2}
+    assert mx.isfinite(run.model.layers[2].weight).all().item()

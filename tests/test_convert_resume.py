@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from convert_helpers import usual
 
-from mlx_gradscale.convert import from_torch, load_run, read_run, save_run, write_run
+from mlx_gradscale.convert import (
+    from_torch,
+    load_run,
+    read_run,
+    save_run,
+    to_torch,
+    write_run,
+)
 
 
 class Net(nn.Module):
@@ -24,12 +31,12 @@ class Net(nn.Module):
         return self.fc(self.norm(self.body(x)))
 
 
-def half(folder):
+def half(folder, **options):
     model = Net()
     model.set_dtype(mx.float16)
     model.body.freeze()
     model.norm.freeze()
-    return model, load_run(folder, model, loss_scaling=True)
+    return model, load_run(folder, model, loss_scaling=True, **options)
 
 
 def write_start(folder, **weights):
@@ -156,3 +163,22 @@ def test_infinities_of_the_checkpoint_are_its_own(tmp_path):
     save_run(tmp_path / "run", model, resumed.optimizer)
     saved = read_run(tmp_path / "run").weights["norm.bias"]
     assert np.array_equal(np.array(saved), np.array(bias), equal_nan=True)
+
+
+def test_masters_as_remainders_go_to_pytorch_and_back_as_float32(tmp_path):
+    start = write_start(tmp_path / "run")
+    found = {}
+    for kind in ("float32", "remainder"):
+        model, resumed = half(tmp_path / "run", masters=kind)
+        # The 24 bits of the file, none of which float16 has a place for.
+        full = resumed.optimizer.masters(model.trainable_parameters())
+        assert same(full["fc"]["weight"], start["fc.weight"])
+        mx.random.seed(4)
+        step(model, resumed.optimizer)
+        save_run(tmp_path / kind, model, resumed.optimizer, record=resumed.record)
+        found[kind] = read_run(tmp_path / kind).weights
+    for name, x in found["float32"].items():
+        assert same(found["remainder"][name], x), name
+    assert not same(found["remainder"]["fc.weight"], start["fc.weight"])
+    checkpoint, _ = to_torch(read_run(tmp_path / "remainder"))
+    assert same(checkpoint["model"]["fc.weight"], found["float32"]["fc.weight"])

@@ -117,6 +117,8 @@ def reports(n, folder):
 CHECKS = [
     "data parallel float32",
     "data parallel scaled",
+    "data parallel remainder",
+    "sharded remainder",
     "own loop",
     "loss of one",
     "order",
@@ -184,6 +186,12 @@ def check_data_parallel(report, ranks, steps):
 @pytest.mark.parametrize("average", ["float32", "scaled"])
 def test_an_overflow_on_one_rank_skips_the_step_on_both(two, average):
     check_data_parallel(equal(two, f"data parallel {average}"), 2, 200)
+
+
+def test_so_it_does_with_masters_as_remainders(two):
+    check_data_parallel(equal(two, "data parallel remainder"), 2, 50)
+    report = equal(two, "sharded remainder")
+    assert report == {"skipped": 1, "same": True, "moved": True}
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all_four(four):

@@ -27,6 +27,7 @@ DIFFERENCES = {
     "interval": "'scaler.growth_interval': it has 7, rank 0 has 8.",
     "enabled": "'scaler.enabled': it has False, rank 0 has True.",
     "norm": "'max_grad_norm': it has 1.0, rank 0 has None.",
+    "masters": "'masters': it has remainder, rank 0 has float32.",
     "average": "'average': it has scaled, rank 0 has float32.",
     "optimizer": "'optimizer': it has SGD, rank 0 has Lion.",
     "rate": "'optimizer.learning_rate': it has 0.00999",

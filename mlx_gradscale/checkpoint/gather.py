@@ -23,7 +23,14 @@ from .layout import strides
 from .leaves import NUMBERS, dtype_name, settings, statistics, weights
 
 # Of a LossScaleOptimizer's state, what other files of the folder hold.
-_ELSEWHERE = ("optimizer", "masters", "written", "scaler", "max_grad_norm")
+_ELSEWHERE = (
+    "optimizer",
+    "masters",
+    "written",
+    "remainders",
+    "scaler",
+    "max_grad_norm",
+)
 
 
 def gather(
@@ -53,7 +60,7 @@ def gather(
     wrapped = isinstance(optimizer, LossScaleOptimizer)
     inner = optimizer.optimizer if wrapped else optimizer
     if wrapped:
-        _refuse_nonfinite(optimizer)
+        _refuse_nonfinite(optimizer, own)
     run = live_run(place, model, optimizer, scaler, settings=_torch_settings)
     check_run(run)
     saved = _saved_names(model, own, frozen)
@@ -100,18 +107,24 @@ def _strides(
     own: Mapping[str, mx.array], optimizer: Optimizer, flat: list[tuple[str, Any]]
 ) -> dict[str, dict[str, list[int]]]:
     wrapped = isinstance(optimizer, LossScaleOptimizer)
+    state = optimizer.state if wrapped else {"masters": {}, "remainders": {}}
     return {
         "model": strides(own),
-        "masters": strides(optimizer.state["masters"] if wrapped else {}),
+        "masters": strides(state["masters"] | state["remainders"]),
         "optimizer": strides({k: x for k, x in flat if isinstance(x, mx.array)}),
     }
 
 
-def _refuse_nonfinite(optimizer: LossScaleOptimizer) -> None:
+def _refuse_nonfinite(
+    optimizer: LossScaleOptimizer, own: Mapping[str, mx.array]
+) -> None:
     # The overflow of a skipped step leaves its norm behind.
     # To clip to inf is to clip nothing.
     norms = ("grad_norm", "max_grad_norm")
     state = {k: x for k, x in optimizer.state.items() if k not in norms}
+    # Of masters that are weight and remainder, the weight tells.
+    split = state["remainders"].keys() & own.keys()
+    state["masters"] = state["masters"] | {name: own[name] for name in sorted(split)}
     if all_finite(state).item():
         return
     [first, *_] = nonfinite(state)

@@ -14,6 +14,7 @@ from ..distributed import from_rank_0
 from ..distributed.agreement import agreed_already
 from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
+from ..remainder import remainder_of
 from ..scaler import GradScaler
 from ..state_slots import copies, restore
 from . import ranks
@@ -176,6 +177,10 @@ def _write_optimizer(
         _write_state(inner, saved)
         return
     state = {f"optimizer.{path}": x for path, x in saved.items()}
+    for name in optimizer.state["remainders"]:
+        full = wider.get(name, new[name]).astype(mx.float32)
+        lost = remainder_of(full, new[name])
+        state[f"remainders.{name}"] = arranged(lost, lie["masters"].get(name))
     for name in optimizer.state["masters"]:
         full = wider.get(name, new[name]).astype(mx.float32)
         state[f"masters.{name}"] = arranged(full, lie["masters"].get(name))

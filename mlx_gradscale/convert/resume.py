@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from .. import torch_optimizers
 from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
+from ..remainder import remainder_of
 from ..scaler import GradScaler
 from ..torch_optimizers import Rate
 from ..torch_optimizers.builder import Divided
@@ -49,6 +50,7 @@ def load_run(
     learning_rate: Rate | Sequence[Rate] | None = None,
     loss_scaling: bool = False,
     max_grad_norm: float | None = None,
+    masters: str = "float32",
 ) -> Resumed:
     """Puts a converted run into an MLX model, and makes its optimizer and scaler.
 
@@ -65,6 +67,7 @@ def load_run(
             uncast ones: ``model.set_dtype(mx.float16)`` first. A weight that the
             cast would make infinite is an error.
         max_grad_norm: for the ``LossScaleOptimizer``.
+        masters: for the ``LossScaleOptimizer``.
 
     Returns:
         Resumed: the optimizer computes what PyTorch's computed (bias correction
@@ -134,15 +137,19 @@ def load_run(
     if loss_scaling:
         dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
         cast = cast_weights(weights, dtypes)
-        optimizer = LossScaleOptimizer(optimizer, scaler, max_grad_norm=max_grad_norm)
+        optimizer = LossScaleOptimizer(
+            optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
+        )
         model.load_weights(list(cast.items()), strict=True)
         optimizer.init(model.trainable_parameters())
-        masters = optimizer.state["masters"]
-        masters.update({name: weights[name].astype(mx.float32) for name in masters})
+        full = {name: weights[name].astype(mx.float32) for name in optimizer._halves}
+        whole, split = optimizer.state["masters"], optimizer.state["remainders"]
+        whole.update({name: full[name] for name in whole})
+        split.update({name: remainder_of(full[name], cast[name]) for name in split})
         scaler = optimizer.scaler
         run.record[ROUNDED] = {
             "folder": str(Path(folder).resolve()),
-            "names": [name for name in lost(weights, cast) if name not in masters],
+            "names": [name for name in lost(weights, cast) if name not in full],
         }
     elif weights:
         model.load_weights(list(weights.items()), strict=True)
@@ -234,8 +241,9 @@ def _masters(optimizer: LossScaleOptimizer, model: nn.Module) -> dict[str, mx.ar
         if own[name].dtype not in HALF
         or not _equal(half_bits(own[name]), state["written"][name])
     }
+    split = {name: own[name] for name in state["remainders"] if name in own}
     # Only for those: it makes a copy of each.
-    return masters | optimizer.masters(replaced)
+    return masters | optimizer.masters(replaced | split)
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:

@@ -70,6 +70,7 @@ def compare_optimizers(call: str, optimizer: Any, arrays: Any) -> None:
             **_kinds(leaves, optimizer._sharded),
             **_numbers(own | leaves),
             "average": optimizer.average,
+            "masters": "remainder" if optimizer._keeps_remainders else "float32",
             "optimizer": type(optimizer.optimizer).__name__,
         }
         check_equal(call, whole | shared, everyone, _text, _ADVICE)
