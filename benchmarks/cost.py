@@ -19,7 +19,10 @@ TRANSFORMER = "a transformer's leaves"
 SKIPPED = "a skipped step, against an applied one"
 
 # Each kind of masters is a row: its name and what LossScaleOptimizer is given.
-KINDS_OF_MASTERS: dict[str, dict] = {"LossScaleOptimizer": {}}
+KINDS_OF_MASTERS: dict[str, dict] = {
+    "LossScaleOptimizer": {},
+    "masters=remainder": {"masters": "remainder"},
+}
 
 _MAKE = OPTIMIZERS["AdamW"]
 

@@ -13,6 +13,7 @@ from . import (
     counts,
     first_call,
     growth,
+    memory,
     reading,
     torch_peer,
 )
@@ -26,6 +27,7 @@ FULL: dict[str, Measure] = {
     "by-hand": by_hand.measure,
     "by-optimizer": by_optimizer.measure,
     "growth": growth.measure,
+    "memory": lambda rounds: Section(figures=memory.measure()),
     "reading": reading.measure,
     "first-call": lambda rounds: first_call.measure(leaves=32),
     "torch": torch_peer.measure,

@@ -267,8 +267,11 @@ def test_a_yaml_file_can_set_ours():
     options = Options.of(given)
     assert options == Options(mx.bfloat16, 1.0, 2.0)
     assert Options.of(types.SimpleNamespace(loss_scale=1024)).loss_scale == 1024.0
+    assert Options.of(types.SimpleNamespace(masters="remainder")).masters == "remainder"
     with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16"):
         Options.of(types.SimpleNamespace(dtype="float8"))
+    with pytest.raises(ValueError, match="masters must be one of float32, remainder"):
+        Options.of(types.SimpleNamespace(masters="none"))
 
 
 @pytest.mark.parametrize("scale", ["off", "128"])
@@ -278,6 +281,19 @@ def test_no_scale_and_a_scale_that_stays(scale, place, tmp_path):
     assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
     wanted = 1.0 if scale == "off" else 128.0
     assert [(s, ok) for *_, s, ok in losses(history)] == [(wanted, True)] * 2
+
+
+def test_remainders_train_as_masters_do_and_resume(place, tmp_path):
+    found = {}
+    for kind in ("float32", "remainder"):
+        history = tmp_path / f"{kind}.csv"
+        flags = ("--masters", kind, "--history", history, "--save-every", "2")
+        given = arguments(place, tmp_path / kind, *FULL, *flags)
+        assert main([*given, "--iters", "2"]) == 0
+        assert main([*given, "--iters", "4", "--resume"]) == 0
+        found[kind] = [loss for _, loss, *_ in losses(history)]
+    assert found["remainder"] == pytest.approx(found["float32"], rel=1e-5)
+    assert len(set(found["remainder"])) == 4
 
 
 def test_layers_in_float32_are_those_of_the_model_that_is_trained(

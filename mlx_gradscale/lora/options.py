@@ -13,6 +13,7 @@ from ..optimizer import GuardedOptimizer, LossScaleOptimizer
 from ..scaler import GradScaler
 
 DTYPES = ("float16", "bfloat16", "float32")
+MASTERS = ("float32", "remainder")
 HISTORIES = (".csv", ".jsonl")
 
 
@@ -34,6 +35,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="NORM",
         help="Clip the global norm of the gradients to this.",
+    )
+    ours.add_argument(
+        "--masters",
+        choices=MASTERS,
+        help="What is kept beside half-precision weights: float32 masters, or only "
+        "the 16 bits that rounding lost, in less memory. Default: float32.",
     )
     ours.add_argument(
         "--float32-layers",
@@ -62,6 +69,7 @@ class Options:
         dtype: the dtype to train in, or None for the model's own.
         loss_scale: the scale that stays, 1.0 for none, or None if it is dynamic.
         max_grad_norm: the norm to clip to, or None.
+        masters: the kind of masters.
         float32_layers: the file that names the layers, or None.
         history: the file to write, or None.
         resume: whether to go on from a checkpoint.
@@ -70,6 +78,7 @@ class Options:
     dtype: mx.Dtype | None = None
     loss_scale: float | None = None
     max_grad_norm: float | None = None
+    masters: str = "float32"
     float32_layers: Path | None = None
     history: Path | None = None
     resume: bool = False
@@ -89,6 +98,9 @@ class Options:
             norm = _positive("max_grad_norm", norm)
         if history is not None and Path(history).suffix not in HISTORIES:
             raise ValueError(f"history must be a .csv or .jsonl file, not {history}.")
+        masters = given["masters"] or "float32"
+        if masters not in MASTERS:
+            raise ValueError(f"masters must be one of {', '.join(MASTERS)}.")
         layers = given["float32_layers"]
         if layers is not None and not Path(layers).is_file():
             raise ValueError(f"float32_layers: there is no file {layers}.")
@@ -96,6 +108,7 @@ class Options:
             dtype=dtype and getattr(mx, dtype),
             loss_scale=_loss_scale(given["loss_scale"]),
             max_grad_norm=norm,
+            masters=masters,
             float32_layers=layers and Path(layers),
             history=history and Path(history),
             resume=bool(given["resume"]),
@@ -104,7 +117,10 @@ class Options:
     def wrap(self, optimizer: Optimizer) -> LossScaleOptimizer:
         """Return the optimizer of mlx-lm in ours."""
         world = mx.distributed.init()
-        arguments: dict[str, Any] = {"max_grad_norm": self.max_grad_norm}
+        arguments: dict[str, Any] = {
+            "max_grad_norm": self.max_grad_norm,
+            "masters": self.masters,
+        }
         if world.size() > 1:
             # mlx-lm has averaged the gradients, so each rank holds the same. Whether
             # a loss was finite is each rank's own, and all have to know.
