@@ -14,7 +14,7 @@ from .other_optimizers import apply as apply_other
 from .other_optimizers import is_mlx_own, prepare
 from .remainder import join, select_step
 from .state_slots import CONTAINERS, copies, dotted, items, restore, slots, write_all
-from .tracing import refuse_shapeless
+from .tracing import broadcasts, refuse_shapeless
 
 # What a step writes: (container, key, value) for each array.
 Writes = list[tuple[Any, Any, mx.array]]
@@ -27,11 +27,13 @@ def unscale(gradients: Any, factor: mx.array | None) -> Any:
     for integer parameters, and a product would make them float.
     """
 
+    factor_of = None if factor is None else broadcasts(factor)
+
     def unscaled(gradient: mx.array) -> mx.array:
         if not is_floating(gradient):
             return gradient
         gradient = to_float32(gradient)
-        return gradient if factor is None else gradient * factor
+        return gradient * factor_of(gradient.shape) if factor_of else gradient
 
     return tree_map(unscaled, gradients)
 
@@ -326,6 +328,7 @@ def _run(
         stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
         _check_same_paths(optimizer, [path for path, *_ in places], stepped)
         new_state = []
+        applies = broadcasts(apply)
         # Only of MLX's own is it known that none writes to its state in place.
         known = all(map(is_mlx_own, parts))
         for (path, *_), old, alias in zip(places, state, given, strict=True):
@@ -337,7 +340,10 @@ def _run(
                     "cannot. Make a new optimizer if the model has changed."
                 )
             untouched = known and box[key] is alias
-            box[key] = old if untouched else mx.where(apply, box[key], old)
+            if not untouched:
+                box[key] = mx.where(applies(old.shape), box[key], old)
+            else:
+                box[key] = old
             new_state.append(box[key])
         outputs: dict[str, mx.array] = {}
         new_masters: dict[str, mx.array] = {}
@@ -352,6 +358,7 @@ def _run(
                         f"it {new.shape}: the optimizer was initialised for another "
                         "shape. Make a new optimizer for the changed model."
                     )
+                apply = applies(parameter.shape)
                 if path in lost:
                     others = [*moments.get(path, [])[::-1], gradient]
                     outputs[path], new_remainders[path] = select_step(
@@ -363,7 +370,7 @@ def _run(
                     new = new_masters[path] = mx.where(apply, new, full)
                 # In the parameter's own dtype: a cast there and back flushes bfloat16
                 # subnormals on Apple's GPUs, and changes the bits of a float16 NaN.
-                keep = _rooted(parameter, moments.get(path, []))
+                keep = _rooted(parameter, moments.get(path, []), apply)
                 outputs[path] = mx.where(apply, new.astype(parameter.dtype), keep)
 
             tree_map_with_path(select, tree, parameters, full, new)
@@ -418,16 +425,17 @@ def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
         ) from error
 
 
-def _rooted(parameter: mx.array, moments: list[mx.array]) -> mx.array:
-    # Equal to the parameter, bit for bit, but computed from its new moments too.
-    # mx.compile fuses a node only into a kernel that holds all its consumers;
-    # with this common root a parameter and its moments become one kernel instead
-    # of five. The last moment comes outermost, hence first in the fuser's walk:
-    # AdaDelta's u is computed from v, and 11 levels are all a kernel may have.
-    never = mx.array(False)
+def _rooted(parameter: mx.array, moments: list[mx.array], apply: mx.array) -> mx.array:
+    # Where the step is not applied, and only there, the parameter, bit for bit; but
+    # computed from its new moments too. mx.compile fuses a node only into a kernel
+    # that holds all its consumers; with this common root a parameter and its moments
+    # become one kernel instead of five. The last moment comes outermost, hence first
+    # in the fuser's walk: AdaDelta's u is computed from v, and 11 levels are all a
+    # kernel may have.
     for moment in moments:
         if moment.shape == parameter.shape:
-            parameter = mx.where(never, moment.astype(parameter.dtype), parameter)
+            moment = moment.astype(parameter.dtype)
+            parameter = mx.where(apply, moment, parameter)
     return parameter
 
 

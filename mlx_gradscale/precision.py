@@ -14,6 +14,7 @@ from .finite import is_floating
 from .half import to_float32
 from .islands import kept_in_float32
 from .state_slots import slots, write_all
+from .tracing import broadcasts
 
 
 @mx.custom_function
@@ -44,7 +45,8 @@ def true_gradient(gradient: mx.array, inverse_scale: mx.array) -> mx.array:
 @mx.compile
 def true_gradients(gradients: Any, inverse_scale: mx.array) -> Any:
     """Return the tree with every leaf as :func:`true_gradient` makes it."""
-    return tree_map(lambda g: true_gradient(g, inverse_scale), gradients)
+    inverse = broadcasts(inverse_scale)
+    return tree_map(lambda g: true_gradient(g, inverse(g.shape)), gradients)
 
 
 def with_loss(loss_fn: Callable, change: Callable[[mx.array], mx.array]) -> Callable:

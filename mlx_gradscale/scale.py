@@ -107,8 +107,9 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
 
 def _reset(state: dict[str, mx.array]) -> dict[str, mx.array]:
     # A kernel of its own, as 24 arrays are all that one may have. And computed, because
-    # MLX before 0.32 cannot compile what returns a constant.
-    since = state["skips_since_update"] * 0
+    # MLX before 0.32 cannot compile what returns a constant; not from what a step has
+    # just counted, which would be a kernel more.
+    since = state["growth_interval"] * 0
     loss_finite = state["loss_finite"] | True
     reset = {"skips_since_update": since, "loss_finite": loss_finite}
     return _rooted(reset, "skips_since_update")

@@ -2,10 +2,14 @@
 
 import io
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+
+# Far more than most models have leaves: a few hundred are merged in no time.
+_USES = 512
 
 
 class _Runs(threading.local):
@@ -38,6 +42,29 @@ def is_traced(x: mx.array) -> bool:
     # An empty slice, or each new shape would be compiled once.
     empty = x.reshape(-1)[:0]
     return _runs_python(empty) and not _runs_python(mx.zeros(0, x.dtype))
+
+
+def broadcasts(scalar: mx.array) -> Callable[[tuple[int, ...]], mx.array]:
+    """Return a function that broadcasts ``scalar`` to a shape.
+
+    For what every leaf of a tree is combined with. The work of ``mx.compile`` grows
+    with the square of how often an array is used, so that it is the same one for only
+    so many leaves, and then another in the same memory.
+    """
+    made: dict[tuple[int, ...], mx.array] = {}
+    current, uses = scalar, 0
+
+    def broadcast(shape: tuple[int, ...]) -> mx.array:
+        nonlocal current, uses
+        uses += 1
+        if uses > _USES:
+            uses, current = 1, mx.depends(scalar, scalar)
+            made.clear()
+        if shape not in made:
+            made[shape] = mx.broadcast_to(current, shape)
+        return made[shape]
+
+    return broadcast
 
 
 def have_values(*arrays: mx.array) -> bool:

@@ -149,3 +149,17 @@ def test_the_rule_is_one_kernel_what_it_resets_another_and_the_tallies_a_third()
     mx.eval(state, finite)
     assert len(kernels(rule.next_scale(state, finite))) == 2
     assert len(kernels(rule.count_step(state, finite))) == 1
+
+
+def test_a_step_and_its_update_are_three_kernels_to_build():
+    state, finite = state_of(Reference()), mx.array(True)
+    mx.eval(state, finite)
+
+    def step(state, finite):
+        state = state | rule.count_step(state, finite)
+        return state | rule.next_scale(state, finite)
+
+    changed = mx.compile(step)(state, finite)
+    changed = {k: x for k, x in changed.items() if k in rule.VALUES}
+    fused = [name for name in kernels(changed) if name.startswith("Compiled")]
+    assert len(fused) == 3

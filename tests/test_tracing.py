@@ -1,6 +1,9 @@
 """What can be done while MLX traces."""
 
+import io
 import os
+import re
+from collections import Counter
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,6 +12,8 @@ import pytest
 from helpers import BEFORE_0_32, Mlp, batch, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale.guard import guarded_apply
+from mlx_gradscale.precision import true_gradients
 from mlx_gradscale.tracing import evaluate_unless_traced
 
 
@@ -64,3 +69,32 @@ def test_shapeless_is_refused_as_long_as_mlx_broadcasts_all_in_there(wrap):
     shapeless = mx.compile(step, inputs=state, outputs=state, shapeless=True)
     with pytest.raises(ValueError, match="leave out shapeless"):
         shapeless(*batch())
+
+
+def test_no_array_is_used_by_all_leaves_of_a_large_tree():
+    # The work of mx.compile grows with the square of how often one is.
+    tree = {str(i): mx.ones(2) for i in range(1500)}
+    optimizer = optim.SGD(mx.array(0.1), momentum=0.9)
+    optimizer.init(tree)
+    mx.eval(tree, optimizer.state)
+    factor, apply = mx.array(0.5) + 0.0, mx.array(1.0) > 0
+    mx.eval(factor, apply)
+    mx.disable_compile()
+    try:
+        true = true_gradients(tree, factor)
+        new = guarded_apply(optimizer, tree, tree, factor, apply)
+    finally:
+        mx.enable_compile()
+    file = io.StringIO()
+    outputs = [*true.values(), *new.values()]
+    mx.export_to_dot(file, outputs, factor=factor, apply=apply)
+    # Those that the factor and the flag become, not the optimizer's own scalars.
+    text = file.getvalue()
+    ours = set(re.findall(r'"(?:factor|apply)" -> (\d+)', text))
+    uses = Counter(re.findall(r'"(\w+)" -> ', text))
+    made = [
+        name for node, name in re.findall(r'(\d+) -> "(\w+)"', text) if node in ours
+    ]
+    assert len(ours) >= 9
+    assert max(uses[name] for name in ["factor", "apply", *made]) <= 512
+    assert sum(uses[name] for name in made) >= 1500
