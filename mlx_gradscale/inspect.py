@@ -11,17 +11,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import files, torch_optimizers
-from .array_files import read_arrays
+from . import state_files as files
+from . import torch_optimizers
 from .convert.flat_optimizer import unflattened
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
 from .convert.foreign import plain_part
 from .convert.parts import Part, PartsError, cut, find_parts, get, is_scaler
 from .convert.passed import leaves
 from .convert.resume import current_groups
-from .convert.text import dtype, printable, shape, size, table
 from .convert.torch_folder import read_torch
 from .convert.whole import Run
+from .files.arrays import read_arrays
+from .files.text import dtype, printable, shape, size, table
 from .torch_checkpoint import Placeholder, plain_value
 from .torch_checkpoint.foreign import PlacedTensor
 from .torch_optimizers import number

@@ -20,8 +20,8 @@ from mlx_gradscale.convert import (
     main,
     read_run,
     save_run,
-    text,
 )
+from mlx_gradscale.files import text
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):

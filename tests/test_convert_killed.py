@@ -16,10 +16,10 @@ from mlx_gradscale.convert import (
     from_torch,
     read_run,
     read_torch,
-    swap,
     write_run,
     write_torch,
 )
+from mlx_gradscale.files import folders as swap
 
 # Replaces a run and is killed at one of its renames; with "renames", as on a disk that
 # cannot exchange two folders in one step.

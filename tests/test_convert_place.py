@@ -11,8 +11,9 @@ import pytest
 from convert_helpers import fails, paths, usual
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import Run, from_torch, main, read_run, swap, write_run
-from mlx_gradscale.convert.place import check_folder
+from mlx_gradscale.convert import Run, from_torch, main, read_run, write_run
+from mlx_gradscale.files import folders as swap
+from mlx_gradscale.files.paths import check_folder
 
 
 def test_a_failed_write_leaves_the_old_folder(tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ..torch_checkpoint.aside import start_aside
+from ..files.background import start_aside
 
 _running: list[Future] = []
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..convert.text import printable
+from ..files.text import printable
 from ..finite import is_floating
 from ..optimizer import LossScaleOptimizer
 from ..optimizer_state import check_loaded

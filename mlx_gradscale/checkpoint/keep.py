@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from ..convert.folder import OURS, TRAINING
-from ..convert.swap import hidden_start, sync
+from ..files.folders import hidden_start, sync
 
 
 def keep_last(folder: Path, keep: int) -> None:

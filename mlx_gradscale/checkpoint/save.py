@@ -10,8 +10,8 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from ..convert.folder import OURS, RESUME, write_run
-from ..convert.place import check_folder
 from ..convert.whole import Run
+from ..files.paths import check_folder
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from . import ranks

@@ -4,13 +4,7 @@ from ..layouts import Choices
 from .command import main
 from .folder import read_run, write_run
 from .record import RunError
-from .resume import (
-    Resumed,
-    build_optimizer,
-    load_optimizer_state,
-    load_run,
-    save_run,
-)
+from .resume import Resumed, build_optimizer, load_optimizer_state, load_run, save_run
 from .several import from_several
 from .torch_folder import read_torch, write_torch
 from .whole import Options, Run, from_torch, to_torch

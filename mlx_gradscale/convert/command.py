@@ -10,6 +10,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..files.folders import refuse_hidden
+from ..files.paths import check_folder, contains
+from ..files.text import dtype, evaluate, printable, shape, table
 from ..layouts import Choices
 from ..torch_optimizers import number
 from .arguments import ACCEPTED, parser
@@ -19,11 +22,8 @@ from .import_here import import_here
 from .mlx_lm_model import mlx_lm_model
 from .parts import find_parts, get
 from .passed import PATTERN, leaves
-from .place import check_folder, contains
 from .resume import current_groups
 from .several import from_several, is_several
-from .swap import refuse_hidden
-from .text import dtype, evaluate, printable, shape, table
 from .torch_folder import read_rest, read_torch, torch_files, write_torch
 from .whole import Options, Run, from_torch, plan_of, to_torch
 

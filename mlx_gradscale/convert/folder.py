@@ -12,18 +12,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import files
-from ..array_files import read_arrays, write_arrays
-from ..bounded_json import parse
+from .. import state_files as files
+from ..files.arrays import read_arrays, write_arrays
+from ..files.atomic import atomic_write
+from ..files.bounded_json import parse
+from ..files.folders import refuse_hidden
+from ..files.locks import open_file
+from ..files.paths import check_folder, new_folder
 from ..scale import FIELDS, TORCH_KEYS, check
-from ..torch_checkpoint.atomic import atomic_write
-from ..torch_checkpoint.locks import open_file
 from .jsonable import decode, encode
 from .passed import remember, settle
-from .place import check_folder, new_folder
 from .record import RunError, check_record
 from .shards import INDEX, shard_sets
-from .swap import refuse_hidden
 from .whole import Run
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"

@@ -6,9 +6,9 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..files.paths import check_name
 from .parts import PartsError, cut, find_parts, get, moments_in, paste
 from .passed import age_notes
-from .place import check_name
 from .whole import Options, Run, from_torch, schedule_notes, to_torch
 
 

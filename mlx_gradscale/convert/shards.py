@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..torch_checkpoint.locks import open_file
-from .place import check_name
+from ..files.locks import open_file
+from ..files.paths import check_name
 
 INDEX = ".index.json"
 _SHARD = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})(\.safetensors|\.bin)")

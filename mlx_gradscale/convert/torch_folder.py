@@ -13,14 +13,14 @@ import mlx.core as mx
 import numpy as np
 
 from .. import torch_checkpoint
-from ..array_files import read_arrays, write_arrays
+from ..files.arrays import read_arrays, write_arrays
+from ..files.atomic import atomic_write
+from ..files.folders import refuse_hidden
+from ..files.locks import open_file, refuse_special
+from ..files.paths import check_file, check_folder, check_name, new_folder
 from ..layout_hints import listed
-from ..torch_checkpoint.atomic import atomic_write
-from ..torch_checkpoint.locks import open_file, refuse_special
 from .parts import Unordered
-from .place import check_file, check_folder, check_name, new_folder
 from .shards import is_shard, read_index, shard_sets, split
-from .swap import refuse_hidden
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # Transformers' count of steps and epochs: the only JSON that changes in training.

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from ..convert.text import printable
+from ..files.text import printable
 from ..replaced import replaced
 from . import host
 from .float32 import compute_in_float32

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..convert.text import printable
+from ..files.text import printable
 from .history import plot_history
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from .aside import start_aside
+from ..files.background import start_aside
+from ..files.locks import open_file
 from .limits import CheckpointError
-from .locks import open_file
 
 # What is rounded, or written, at a time.
 CHUNK = 2**22

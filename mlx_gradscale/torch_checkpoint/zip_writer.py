@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import BinaryIO
 
-from .aside import start_aside
+from ..files.background import start_aside
 
 ALIGNMENT = 64
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF

@@ -12,10 +12,10 @@ import pytest
 from checkpoint_helpers import integer, name, pickled, storage, tensor, text
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.array_files import read_arrays
 from mlx_gradscale.convert import from_torch, jsonable, read_run, write_run
 from mlx_gradscale.convert.jsonable import decode, encode
-from mlx_gradscale.convert.text import table
+from mlx_gradscale.files.arrays import read_arrays
+from mlx_gradscale.files.text import table
 from mlx_gradscale.inspect import describe
 from mlx_gradscale.torch_checkpoint import CheckpointError, Limits, keys, legacy_reader
 from mlx_gradscale.torch_checkpoint.limits import Budget

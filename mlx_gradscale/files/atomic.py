@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from typing import Any
 
-from .aside import start_aside
+from .background import start_aside
 from .locks import is_there, lock, refuse_special
 
 # So much is written before the disk is set to work on it.

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from . import torch_checkpoint
-from .torch_checkpoint.atomic import atomic_write
-from .torch_checkpoint.locks import open_file
+from .files.atomic import atomic_write
+from .files.locks import open_file
 
 # A scaler's state is some 300 bytes. Whatever unpacks to more is another file.
 _LARGEST = 2**20

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from .torch_checkpoint.limits import Budget
+from ..torch_checkpoint.limits import Budget
 
 # Bytes that the parser makes of one character: an object with one key, an array, and
 # a value with its place and its copy on the way out.

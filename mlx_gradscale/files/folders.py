@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..torch_checkpoint.atomic import short_name
-from ..torch_checkpoint.locks import lock
+from .atomic import short_name
+from .locks import lock
 
 _EXCHANGE = 2  # Linux's RENAME_EXCHANGE, and macOS's RENAME_SWAP
 _HERE = -100  # Linux's AT_FDCWD

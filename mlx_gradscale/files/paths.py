@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..torch_checkpoint.locks import refuse_special
-from .swap import (
+from .folders import (
     FILLING,
     hidden_start,
     hold,
@@ -20,6 +19,7 @@ from .swap import (
     replace_folder,
     sync,
 )
+from .locks import refuse_special
 
 
 def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
@@ -115,13 +115,13 @@ def new_folder(
     """A folder to fill, which takes its place when nothing was raised.
 
     The new folder is built beside the old one, under a hidden name
-    (:func:`~mlx_gradscale.convert.swap.hidden_start`), and exchanges its place with it
+    (:func:`~mlx_gradscale.files.folders.hidden_start`), and exchanges its place with it
     when all of it is on the disk; then the files that are not ours move into it, and
     the old ones are deleted. If any step fails, all are undone. A kill or a power cut
     finds the old run or the new one in its place, whole, and the other, or a part of
     it, under the hidden name. The files that are not ours may be there too: the next
     writer brings them back and removes the rest
-    (:func:`~mlx_gradscale.convert.swap.remove_left`).
+    (:func:`~mlx_gradscale.files.folders.remove_left`).
     Only where the system cannot exchange folders in one step (network disks, say) is
     there a moment between two renames when both runs are hidden; the next read or
     write then says how to take them back.

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from .safetensors_file import check_apart
-from .torch_checkpoint.atomic import atomic_write
-from .torch_checkpoint.locks import open_file
+from .atomic import atomic_write
+from .locks import open_file
+from .safetensors import check_apart
 
 
 def read_arrays(
