@@ -12,8 +12,8 @@ from convert_helpers import fails, paths, usual
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import Run, from_torch, main, read_run, write_run
-from mlx_gradscale.files import folders as swap
-from mlx_gradscale.files.paths import check_folder
+from mlx_gradscale.files import folders
+from mlx_gradscale.files.folders import check_folder
 
 
 def test_a_failed_write_leaves_the_old_folder(tmp_path):
@@ -42,7 +42,7 @@ def test_a_place_that_cannot_be_taken_keeps_the_old_folder(tmp_path, monkeypatch
             raise OSError("no")
         return rename(self, target)
 
-    monkeypatch.setattr(swap, "_in_one_step", lambda *_: False)
+    monkeypatch.setattr(folders, "_in_one_step", lambda *_: False)
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(OSError, match="no"):
         write_run(tmp_path / "run", run, overwrite=True)
@@ -115,7 +115,7 @@ def test_a_failed_swap_is_undone(renames, failing, tmp_path, monkeypatch):
         return rename(self, target)
 
     if renames:
-        monkeypatch.setattr(swap, "_in_one_step", lambda *_: False)
+        monkeypatch.setattr(folders, "_in_one_step", lambda *_: False)
     monkeypatch.setattr(Path, "rename", one_fails)
     with pytest.raises(OSError, match="no"):
         write_run(run, from_torch({"w": mx.ones(2)}), overwrite=True)
@@ -192,11 +192,12 @@ def test_a_hidden_folder_of_the_user_is_left_alone(tmp_path):
 WRITE = """
 import sys
 import mlx.core as mx
-from mlx_gradscale.convert import Run, swap, write_run
+from mlx_gradscale.convert import Run, write_run
+from mlx_gradscale.files import folders
 
 folder, number, way = sys.argv[1:]
 if way == "renames":
-    swap._in_one_step = lambda a, b: False
+    folders._in_one_step = lambda a, b: False
 run = Run({"w": mx.ones(2)}, scaler={"scale": float(number)})
 run.record["who"] = float(number)
 for _ in range(60):

@@ -21,7 +21,8 @@ import sys
 import mlx.core as mx
 from mlx_gradscale.convert import Run, write_run, write_torch
 from mlx_gradscale.diagnostics import ScaleHistory
-from mlx_gradscale.torch_checkpoint import atomic, writer
+from mlx_gradscale.files import atomic
+from mlx_gradscale.torch_checkpoint import writer
 from mlx_gradscale.files.atomic import atomic_write
 
 kind, path = sys.argv[1:]

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ..files.background import start_aside
+from ..files.background import in_background
 
 _running: list[Future] = []
 
 
 def begin(function: Callable[..., Any], *arguments: Any) -> None:
     """Call the function in a thread of its own; :func:`finish` must come before."""
-    _running.append(start_aside(function, *arguments))
+    _running.append(in_background(function, *arguments))
 
 
 def finish() -> None:

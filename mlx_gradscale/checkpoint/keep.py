@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from ..convert.folder import OURS, TRAINING
-from ..files.folders import hidden_start, sync
+from ..files.atomic import sync
+from ..files.folders import hidden_start
 
 
 def keep_last(folder: Path, keep: int) -> None:

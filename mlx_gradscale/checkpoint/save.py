@@ -11,7 +11,7 @@ from mlx.optimizers import Optimizer
 
 from ..convert.folder import OURS, RESUME, write_run
 from ..convert.whole import Run
-from ..files.paths import check_folder
+from ..files.folders import check_folder
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from . import ranks

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..files.folders import refuse_hidden
-from ..files.paths import check_folder, contains
+from ..files.folders import check_folder, refuse_hidden
+from ..files.paths import contains
 from ..files.text import dtype, evaluate, printable, shape, table
 from ..layouts import Choices
 from ..torch_optimizers import number

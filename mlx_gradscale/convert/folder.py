@@ -16,9 +16,8 @@ from .. import state_files as files
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_write
 from ..files.bounded_json import parse
-from ..files.folders import refuse_hidden
+from ..files.folders import check_folder, new_folder, refuse_hidden
 from ..files.locks import open_file
-from ..files.paths import check_folder, new_folder
 from ..scale import FIELDS, TORCH_KEYS, check
 from .jsonable import decode, encode
 from .passed import remember, settle

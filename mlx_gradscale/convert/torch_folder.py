@@ -15,9 +15,9 @@ import numpy as np
 from .. import torch_checkpoint
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_write
-from ..files.folders import refuse_hidden
+from ..files.folders import check_folder, new_folder, refuse_hidden
 from ..files.locks import open_file, refuse_special
-from ..files.paths import check_file, check_folder, check_name, new_folder
+from ..files.paths import check_file, check_name
 from ..layout_hints import listed
 from .parts import Unordered
 from .shards import is_shard, read_index, shard_sets, split

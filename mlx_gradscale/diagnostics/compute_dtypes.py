@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from .. import precision
 from ..dtypes import LayerDtypes, sentence, watched_dtypes
+from ..files.text import align
 from .probes import unchanged
-from .tables import align
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from ..files.text import align
 from ..finite import NonFinite, nonfinite
-from .tables import align
 
 
 def overflow_table(grads: Any, limit: int | None = 20) -> str:

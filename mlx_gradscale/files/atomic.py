@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from typing import Any
 
-from .background import start_aside
+from .background import in_background
 from .locks import is_there, lock, refuse_special
 
 # So much is written before the disk is set to work on it.
@@ -49,7 +49,7 @@ class WholeFile:
                 done += os.write(self._descriptor, view[done:])
         self._unsent += done
         if self._unsent >= _FLUSH_EVERY and (not self._flush or self._flush.done()):
-            self._flush = start_aside(os.fsync, self._descriptor)
+            self._flush = in_background(os.fsync, self._descriptor)
             self._unsent = 0
         return done
 
@@ -138,8 +138,8 @@ def atomic_write(path: "str | os.PathLike[str]") -> Iterator[WholeFile]:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    with naming(path):
-        _sync_folder(os.path.dirname(target))
+    with naming(path):  # so that the new name survives a power cut
+        sync(os.path.dirname(target))
 
 
 def short_name(name: str) -> str:
@@ -201,10 +201,10 @@ def _remove_left(target: str) -> None:
                 os.close(descriptor)
 
 
-def _sync_folder(folder: str) -> None:
-    # So that the new name survives a power cut; Windows cannot open a folder.
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: "str | os.PathLike[str]") -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
+    if os.name == "posix":  # Windows cannot open a folder
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

@@ -6,7 +6,7 @@ from threading import Thread
 from typing import Any
 
 
-def start_aside(function: Callable[..., Any], *arguments: Any) -> Future:
+def in_background(function: Callable[..., Any], *arguments: Any) -> Future:
     """Begin to call the function; the future gives its result.
 
     Not by an executor: those take no work once the main thread has ended, when
@@ -14,7 +14,7 @@ def start_aside(function: Callable[..., Any], *arguments: Any) -> Future:
 
     Example:
 
-        >>> start_aside(max, 1, 2).result()
+        >>> in_background(max, 1, 2).result()
         2
     """
     future: Future = Future()

@@ -34,13 +34,27 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         b         3
     """
     lines = [[_cell(cell) for cell in line] for line in (header, *rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    return align(lines, left=len(header))
+
+
+def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """Return ``rows`` as lines, the first ``left`` columns to the left.
+
+    Example:
+        >>> print(align([("leaf", "nan"), ("a.weight", 12)]))
+        leaf      nan
+        a.weight   12
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def _cell(value: object) -> str:
