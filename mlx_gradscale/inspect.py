@@ -12,21 +12,21 @@ import mlx.core as mx
 import numpy as np
 
 from . import state_files as files
-from . import torch_optimizers
+from .convert import optimizers
+from .convert.conversion import Run
 from .convert.flat_optimizer import unflattened
 from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
 from .convert.foreign import plain_part
-from .convert.parts import Part, PartsError, cut, find_parts, get, is_scaler
-from .convert.passed import leaves
+from .convert.optimizers import number
+from .convert.optimizers.valid import check_state_dict
+from .convert.passthrough import leaves
 from .convert.resume import current_groups
+from .convert.sections import Part, PartsError, cut, find_parts, get, is_scaler
 from .convert.torch_folder import read_torch
-from .convert.whole import Run
 from .files.arrays import read_arrays
 from .files.text import dtype, printable, shape, size, table
 from .torch_checkpoint import Placeholder, plain_value
 from .torch_checkpoint.foreign import PlacedTensor
-from .torch_optimizers import number
-from .torch_optimizers.valid import check_state_dict
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _torch_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         return {"name": f"{error}", "steps": [], "slots": [], "bytes": 0}
     try:
-        name = torch_optimizers.recognise(state)
+        name = optimizers.recognise(state)
     except ValueError:
         name = "unknown"
     steps = {

@@ -16,10 +16,10 @@ import pytest
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import from_torch, read_run, to_torch, write_run
 from mlx_gradscale.convert.command import main as convert
-from mlx_gradscale.convert.jsonable import decode, encode
-from mlx_gradscale.convert.whole import Options
+from mlx_gradscale.convert.conversion import Options
 from mlx_gradscale.inspect import describe
 from mlx_gradscale.inspect import main as inspect
+from mlx_gradscale.run_folder.values import decode, encode
 
 torch = pytest.importorskip("torch")
 

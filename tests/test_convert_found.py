@@ -6,7 +6,7 @@ from convert_helpers import fails, forward, identical, paths, small, usual
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import Options, from_torch, main, read_run, to_torch
-from mlx_gradscale.convert.parts import PartsError, find_parts
+from mlx_gradscale.convert.sections import PartsError, find_parts
 
 
 def changed(model, by=1.0):

@@ -21,9 +21,9 @@ from mlx_gradscale.convert import (
     to_torch,
     write_run,
 )
-from mlx_gradscale.convert.jsonable import decode, encode
-from mlx_gradscale.convert.parts import PartsError, find_parts
-from mlx_gradscale.torch_optimizers import ROWS
+from mlx_gradscale.convert.optimizers import ROWS
+from mlx_gradscale.convert.sections import PartsError, find_parts
+from mlx_gradscale.run_folder.values import decode, encode
 
 
 @pytest.mark.parametrize("kind", shapes_of_checkpoints())

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from mlx_gradscale.layouts import LAYOUTS, Choices, Entry, LayoutError, make_plan
+from mlx_gradscale.convert.layouts import (
+    LAYOUTS,
+    Choices,
+    Entry,
+    LayoutError,
+    make_plan,
+)
 
 
 def convert(tensors, model, **choices):

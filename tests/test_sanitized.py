@@ -9,8 +9,8 @@ import pytest
 from convert_helpers import fails, paths, small
 
 from mlx_gradscale.convert import Options, from_torch, main, read_run, to_torch
-from mlx_gradscale.layouts import Choices, make_plan
-from mlx_gradscale.sanitized import sanitized
+from mlx_gradscale.convert.layouts import Choices, make_plan
+from mlx_gradscale.convert.layouts.sanitized import sanitized
 
 SHAPES = {"h.w": (4, 4), "h.conv": (5, 3, 2, 2), "h.one": (1, 4), "h.b": (4,),
           "rope": (2,), "scalar": ()}  # fmt: skip

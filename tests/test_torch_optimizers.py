@@ -21,8 +21,8 @@ from torch_optimizers_helpers import (
     torch_steps,
 )
 
-from mlx_gradscale.torch_optimizers import ROWS, OptimizerMismatch, build, settings
-from mlx_gradscale.torch_optimizers.state import to_mlx, to_torch
+from mlx_gradscale.convert.optimizers import ROWS, OptimizerMismatch, build, settings
+from mlx_gradscale.convert.optimizers.state import to_mlx, to_torch
 
 torch = pytest.importorskip("torch")
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_gradscale.layouts import Entry
-from mlx_gradscale.torch_optimizers import build
-from mlx_gradscale.torch_optimizers.state import to_mlx
+from mlx_gradscale.convert.layouts import Entry
+from mlx_gradscale.convert.optimizers import build
+from mlx_gradscale.convert.optimizers.state import to_mlx
 
 torch = pytest.importorskip("torch")
 

@@ -10,12 +10,12 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
+from ..convert.conversion import Run
 from ..convert.folder import RESUME, check_run
-from ..convert.jsonable import encode
 from ..convert.resume import live_run, optimizer_settings
-from ..convert.whole import Run
 from ..finite import all_finite, nonfinite
 from ..optimizer import LossScaleOptimizer
+from ..run_folder.values import encode
 from ..scale import FIELDS
 from ..scaler import GradScaler
 from .checksum import bits, checksum

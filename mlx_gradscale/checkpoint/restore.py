@@ -9,11 +9,11 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from ..convert.folder import RESUME, read_run
-from ..convert.jsonable import decode, encode
 from ..distributed import from_rank_0
 from ..distributed.agreement import agreed_already
 from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
+from ..run_folder.values import decode, encode
 from ..scaler import GradScaler
 from ..state_slots import copies, restore
 from . import ranks

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from ..convert.conversion import Run
 from ..convert.folder import OURS, RESUME, write_run
-from ..convert.whole import Run
 from ..files.folders import check_folder
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler

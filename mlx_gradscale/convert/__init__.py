@@ -1,13 +1,13 @@
 """Whole checkpoints between PyTorch and MLX, as functions and as a command."""
 
-from ..layouts import Choices
 from .command import main
+from .conversion import Options, Run, from_torch, to_torch
 from .folder import read_run, write_run
+from .layouts import Choices
 from .record import RunError
 from .resume import Resumed, build_optimizer, load_optimizer_state, load_run, save_run
 from .several import from_several
 from .torch_folder import read_torch, write_torch
-from .whole import Options, Run, from_torch, to_torch
 
 __all__ = [
     "Choices",

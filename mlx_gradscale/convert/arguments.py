@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ..formats import FORMATS
-from ..torch_optimizers import ROWS
+from .optimizers import ROWS
 
-# What optimizers refuse until it is accepted (torch_optimizers.compare).
+# What optimizers refuse until it is accepted (optimizers.compare).
 ACCEPTED = tuple(
     sorted(
         {key for row in ROWS.values() for key in row.refused}

@@ -13,19 +13,19 @@ import mlx.nn as nn
 from ..files.folders import check_folder, refuse_hidden
 from ..files.paths import contains
 from ..files.text import dtype, evaluate, printable, shape, table
-from ..layouts import Choices
-from ..torch_optimizers import number
 from .arguments import ACCEPTED, parser
+from .conversion import Options, Run, from_torch, plan_of, to_torch
 from .flat_optimizer import unflattened
 from .folder import read_run, run_files, write_run
 from .import_here import import_here
+from .layouts import Choices
 from .mlx_lm_model import mlx_lm_model
-from .parts import find_parts, get
-from .passed import PATTERN, leaves
+from .optimizers import number
+from .passthrough import PATTERN, leaves
 from .resume import current_groups
+from .sections import find_parts, get
 from .several import from_several, is_several
 from .torch_folder import read_rest, read_torch, torch_files, write_torch
-from .whole import Options, Run, from_torch, plan_of, to_torch
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)

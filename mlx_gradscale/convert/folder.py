@@ -18,12 +18,12 @@ from ..files.atomic import atomic_write
 from ..files.bounded_json import parse
 from ..files.folders import check_folder, new_folder, refuse_hidden
 from ..files.locks import open_file
+from ..run_folder.values import decode, encode
 from ..scale import FIELDS, TORCH_KEYS, check
-from .jsonable import decode, encode
-from .passed import remember, settle
+from .conversion import Run
+from .passthrough import remember, settle
 from .record import RunError, check_record
 from .shards import INDEX, shard_sets
-from .whole import Run
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SCALER, TRAINING, EXTRA = "scaler.json", "training.json", "extra.safetensors"

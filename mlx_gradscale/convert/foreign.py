@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..torch_checkpoint import Placeholder, plain_value
-from ..torch_optimizers import ROWS
-from .parts import PartsError
+from .optimizers import ROWS
+from .sections import PartsError
 
 # Keys of an optimizer's groups that decide how it steps.
 _NEEDED = frozenset(

@@ -13,10 +13,10 @@ import mlx.core as mx
 
 from ..files.paths import check_name
 from ..formats import FORMATS
-from ..layouts import LAYOUTS
-from ..torch_optimizers import ROWS
-from ..torch_optimizers.valid import check_group, check_setting
-from .parts import Part
+from .layouts import LAYOUTS
+from .optimizers import ROWS
+from .optimizers.valid import check_group, check_setting
+from .sections import Part
 from .shards import check_shards
 
 # Only a live run's record has these (see passed and rounding): not a file.

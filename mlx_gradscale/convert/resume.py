@@ -12,17 +12,17 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from .. import torch_optimizers
 from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
+from ..run_folder.rounding import ROUNDED, cast_weights, lost, unrounded
 from ..scaler import GradScaler
-from ..torch_optimizers import Rate
-from ..torch_optimizers.builder import Divided
-from ..torch_optimizers.frozen import without_frozen
+from . import optimizers
+from .conversion import Run, plan_of
 from .folder import RESUME, SCALER, TRAINING, read_run, write_run
+from .optimizers import Rate
+from .optimizers.builder import Divided
+from .optimizers.frozen import without_frozen
 from .record import RunError
-from .rounding import ROUNDED, cast_weights, lost, unrounded
-from .whole import Run, plan_of
 
 
 @dataclass
@@ -110,7 +110,7 @@ def load_run(
         for part, used in zip(
             _parts(optimizer), run.record.get("used") or [], strict=False
         ):
-            for name in torch_optimizers.ROWS[now["name"]].fixed.keys() & used.keys():
+            for name in optimizers.ROWS[now["name"]].fixed.keys() & used.keys():
                 setattr(part, name, used[name])
         optimizer.init(model.trainable_parameters())
         given = [part.learning_rate for part in _parts(optimizer)]
@@ -251,7 +251,7 @@ def current_groups(run: Run) -> list[dict[str, Any]]:
     Returns:
         list: with the current learning rate and settings, not the recorded ones.
     """
-    groups, _, _ = torch_optimizers.state.torch_groups(
+    groups, _, _ = optimizers.state.torch_groups(
         run.optimizer, run.record["optimizer"], run.record.get("used")
     )
     return groups
@@ -272,7 +272,7 @@ def build_optimizer(
     mine, entries = record["optimizer"], plan_of(record).entries
     groups = mine["groups"][:1] if mine["joined"] else mine["groups"]
     members = [[n for t in names for n in entries[t].mlx] for names in mine["names"]]
-    return torch_optimizers.build(mine["name"], groups, members, learning_rate)
+    return optimizers.build(mine["name"], groups, members, learning_rate)
 
 
 def load_optimizer_state(
@@ -333,9 +333,9 @@ def optimizer_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
     """
     if isinstance(optimizer, optim.MultiOptimizer):
         return [s for part in _parts(optimizer) for s in optimizer_settings(part)]
-    rows = [r for r in torch_optimizers.ROWS.values() if type(optimizer) is r.mlx]
+    rows = [r for r in optimizers.ROWS.values() if type(optimizer) is r.mlx]
     if not rows:
-        known = ", ".join(row.mlx.__name__ for row in torch_optimizers.ROWS.values())
+        known = ", ".join(row.mlx.__name__ for row in optimizers.ROWS.values())
         raise ValueError(
             f"{type(optimizer).__name__} has no PyTorch counterpart here: {known} do."
         )
@@ -375,7 +375,7 @@ def _next_rate(optimizer: optim.Optimizer) -> mx.array:
 def _warn_of_lost_schedule(run: Run) -> None:
     record, used = run.record["optimizer"], run.record.get("used") or []
     if any(
-        torch_optimizers.state.has_schedule(record["name"], group, part)
+        optimizers.state.has_schedule(record["name"], group, part)
         for group, part in zip(record["groups"], used, strict=False)
     ):
         warnings.warn(

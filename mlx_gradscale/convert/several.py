@@ -7,9 +7,9 @@ from typing import Any
 import mlx.nn as nn
 
 from ..files.paths import check_name
-from .parts import PartsError, cut, find_parts, get, moments_in, paste
-from .passed import age_notes
-from .whole import Options, Run, from_torch, schedule_notes, to_torch
+from .conversion import Options, Run, from_torch, schedule_notes, to_torch
+from .passthrough import age_notes
+from .sections import PartsError, cut, find_parts, get, moments_in, paste
 
 
 def is_several(options: Options) -> bool:

@@ -18,8 +18,8 @@ from ..files.atomic import atomic_write
 from ..files.folders import check_folder, new_folder, refuse_hidden
 from ..files.locks import open_file, refuse_special
 from ..files.paths import check_file, check_name
-from ..layout_hints import listed
-from .parts import Unordered
+from .layouts.hints import listed
+from .sections import Unordered
 from .shards import is_shard, read_index, shard_sets, split
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")

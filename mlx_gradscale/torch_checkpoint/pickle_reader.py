@@ -15,7 +15,7 @@ from typing import Any
 from .foreign import DefaultDict, Placeholder, TorchSize
 from .keys import Keys
 from .limits import Budget, CheckpointError, CutOffError
-from .names import COUNTER, FROZENSET, SET, call, check_call, look_up
+from .pickle_allowlist import COUNTER, FROZENSET, SET, call, check_call, look_up
 from .tensors import TensorRef
 
 _U8, _U16, _U32, _U64, _I32, _F64 = map(

@@ -32,7 +32,7 @@ def sanitized(
         shapes (dict): By name, as Transformers has them.
 
     Returns:
-        dict: Name -> the model's name, and a key of ``layouts.LAYOUTS``. What
+        dict: Name -> the model's name, and a key of ``LAYOUTS``. What
         ``sanitize`` drops is not in it.
 
     Raises:

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..torch_checkpoint import plain_value
-from ..torch_optimizers import ROWS, SCHEDULED
-from .parts import Part
+from .optimizers import ROWS, SCHEDULED
+from .sections import Part
 
 # In a live record only: the entries as they were read, and that they are a pattern's.
 READ, PATTERN = "read", "pattern"

@@ -9,17 +9,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import formats, torch_optimizers
-from ..layouts import Choices, Entry, Plan, make_plan
-from ..model_hints import model_notes
-from ..torch_optimizers import state as optimizer_state
-from ..torch_optimizers.valid import check_state_dict
-from ..wrappers import LIGHTNING
+from .. import formats
+from . import optimizers
 from .flat_optimizer import flattened, is_flat, unflattened
 from .foreign import foreign_notes, plain_part
-from .order import mlx_order, parameter_names
-from .parts import cut, find_parts, get, moments_in, other_models, paste
-from .passed import age_notes, entries, schedules, steps_of
+from .layouts import Choices, Entry, Plan, make_plan
+from .layouts.model_hints import model_notes
+from .layouts.wrappers import LIGHTNING
+from .optimizers import state as optimizer_state
+from .optimizers.valid import check_state_dict
+from .parameter_order import mlx_order, parameter_names
+from .passthrough import age_notes, entries, schedules, steps_of
+from .sections import cut, find_parts, get, moments_in, other_models, paste
 
 LIGHTNING_VERSION = "pytorch-lightning_version"  # only Lightning's files have it
 
@@ -52,7 +53,7 @@ class Options:
 
     Attributes:
         choices: names and layouts.
-        keys: part -> its place (see :func:`~mlx_gradscale.convert.parts.find_parts`).
+        keys: part -> its place (see :func:`~mlx_gradscale.convert.sections.find_parts`).
         optimizer: the PyTorch optimizer's class name.
         accept: differences between the optimizers to convert in spite of.
         names: the parameters' PyTorch names in the optimizer's order.
@@ -116,7 +117,7 @@ def from_torch(
         state = unflattened(found)
         check_state_dict(state)
         # Before its parameters are sought: an optimizer that MLX has not is told so.
-        torch_optimizers.recognise(state, options.optimizer)
+        optimizers.recognise(state, options.optimizer)
         names, doubts = parameter_names(
             state,
             tensors,

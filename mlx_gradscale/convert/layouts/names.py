@@ -26,7 +26,7 @@ def names_and_layouts(
         model (Module, optional): If it has a ``sanitize``, as mlx-lm's models have,
             that is asked.
         known (Collection, optional): The names that the model knows.
-        prefix (str): See :func:`~mlx_gradscale.wrappers.unwrapping`.
+        prefix (str): See :func:`~mlx_gradscale.convert.layouts.wrappers.unwrapping`.
 
     Returns:
         dict: PyTorch name -> MLX name, and a layout, or None where only the model's

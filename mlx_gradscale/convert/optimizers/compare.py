@@ -197,7 +197,7 @@ def mlx_differences(
         found.append(Difference(
             "bias_correction",
             "MLX's Adamax ran with a constant learning rate and PyTorch's divides it "
-            "by 1 - beta1**step: build it with mlx_gradscale.torch_optimizers.build.",
+            "by 1 - beta1**step: build it with mlx_gradscale.convert.optimizers.build.",
         ))  # fmt: skip
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .folder import MODEL, read_weights
+from ..convert.folder import MODEL, read_weights
 
 # In a live run's record only: where to find what the cast to half precision lost.
 ROUNDED = "rounded"

@@ -1,188 +1,20 @@
-"""Where each tensor of a PyTorch model is in the MLX model, and in which layout.
+"""Make the plan of a checkpoint, from the MLX model's own layers or from patterns."""
 
-A :class:`Plan` is made once per checkpoint, from the MLX model's own layers or
-from patterns, and then applied to the weights and to each of the optimizer's
-moments alike, in both directions.
-"""
-
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .layout_hints import listed, mismatch
-from .layout_names import DROPPED, names_and_layouts
-from .layout_targets import Target, known_names
+from .choices import Choices, matches
+from .hints import listed, mismatch
+from .kinds import LAYOUTS, LayoutError
+from .names import DROPPED, names_and_layouts
+from .plan import Entry, Plan
+from .targets import Target, known_names
 
-Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one PyTorch tensor becomes ``parts`` MLX arrays, and back."""
-
-    to_mlx: Callable[[mx.array], list[mx.array]]
-    to_torch: Callable[[list[mx.array]], mx.array]
-    parts: int = 1
-
-
-LAYOUTS: dict[str, Layout] = {
-    "same": Layout(lambda x: [x], lambda xs: xs[0]),
-    # (in, out) <-> (out, in): Transformers' Conv1D, PEFT's LoRA
-    "transpose": Layout(
-        lambda x: [mx.swapaxes(x, 0, 1)], lambda xs: mx.swapaxes(xs[0], 0, 1)
-    ),
-    # (out, in, *kernel) <-> (out, *kernel, in)
-    "conv": Layout(
-        lambda x: [mx.moveaxis(x, 1, -1)], lambda xs: mx.moveaxis(xs[0], -1, 1)
-    ),
-    # (in, out, *kernel) <-> (out, *kernel, in)
-    "conv_transpose": Layout(
-        lambda x: [mx.moveaxis(x, 0, -1)], lambda xs: mx.moveaxis(xs[0], -1, 0)
-    ),
-    # nn.Bilinear: (out, in1, in2) <-> (out, in2, in1)
-    "bilinear": Layout(
-        lambda x: [mx.swapaxes(x, 1, 2)], lambda xs: mx.swapaxes(xs[0], 1, 2)
-    ),
-    # nn.MultiheadAttention's in_proj: query, key and value in one tensor
-    "split_qkv": Layout(lambda x: mx.split(x, 3), mx.concatenate, parts=3),
-}
 _COUNTER = "num_batches_tracked"  # BatchNorm's step count; MLX keeps none
 _EXTRA = "_extra_state"  # what torch.nn.Module.get_extra_state gave, of any type
-
-
-class LayoutError(ValueError):
-    """A tensor whose name or layout on the other side is not known."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What the user says about names and layouts.
-
-    The patterns are shell patterns (``features.*.weight``, ``*``) on PyTorch
-    names.
-
-    Attributes:
-        rename: PyTorch name -> MLX name, as a mapping, a function, or (regular
-            expression, replacement) pairs tried in turn.
-        conv: convolution weights.
-        conv_transpose: weights of transposed convolutions.
-        split_qkv: fused attention weights to split in query, key and value.
-        transpose: weights of two dimensions, (in, out) in PyTorch.
-        keep: tensors of 3 and more dimensions whose layout stays.
-        drop: tensors the MLX model does not have; kept for the way back.
-    """
-
-    rename: Rename = None
-    conv: tuple[str, ...] = ()
-    conv_transpose: tuple[str, ...] = ()
-    split_qkv: tuple[str, ...] = ()
-    transpose: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-
-    def named(self, name: str) -> str:
-        """The MLX name the user gives a PyTorch name."""
-        if self.rename is None:
-            return name
-        if isinstance(self.rename, Mapping):
-            return self.rename.get(name, name)
-        if callable(self.rename):
-            return self.rename(name)
-        for pattern, replacement in self.rename:
-            name = re.sub(pattern, replacement, name)
-        return name
-
-    def layout(self, name: str, ndim: int) -> str | None:
-        """The layout the user's patterns give a tensor; None where they say nothing."""
-        fits = [
-            layout
-            for layout, patterns, least in (
-                ("conv", self.conv, 3),
-                ("conv_transpose", self.conv_transpose, 3),
-                ("split_qkv", self.split_qkv, 1),
-                ("transpose", self.transpose, 2),
-                ("same", self.keep, 0),
-            )
-            if ndim >= least and _matches(name, patterns)
-        ]
-        if len(fits) > 1:
-            raise LayoutError(
-                f"{name} is matched by the patterns for {' and '.join(fits)}: make "
-                "one of them narrower."
-            )
-        return fits[0] if fits else None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One PyTorch tensor: its MLX names and layout.
-
-    A fused tensor has several names. So has a tied one whose names are parameters
-    of their own in MLX: all get its values, and the first gives them back.
-    """
-
-    torch: str
-    mlx: tuple[str, ...]
-    layout: str = "same"
-
-    @property
-    def places(self) -> list[tuple[str, ...]]:
-        """The MLX names of each copy; more than one where a tie is undone."""
-        parts = LAYOUTS[self.layout].parts
-        return [self.mlx[i : i + parts] for i in range(0, len(self.mlx), parts)]
-
-    def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
-        """The MLX arrays of a PyTorch tensor, weight or moment."""
-        arrays = LAYOUTS[self.layout].to_mlx(tensor)
-        return dict(zip(self.mlx, arrays * len(self.places), strict=True))
-
-    def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
-        """The PyTorch tensor of the MLX arrays, weight or moment."""
-        parts = [arrays[name] for name in self.places[0]]
-        try:
-            return LAYOUTS[self.layout].to_torch(parts)
-        except (IndexError, ValueError) as error:
-            raise LayoutError(
-                f"{self.mlx[0]} has shape {parts[0].shape}, which has no layout "
-                f"{self.layout!r} to undo: {error}"
-            ) from error
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All tensors of a PyTorch state dict.
-
-    Attributes:
-        entries: by PyTorch name, in the state dict's order.
-        tied: alias -> the name it shares its tensor with, whose entry it is in.
-        aside: what MLX has no place for (BatchNorm's counters, dropped tensors, extra
-            states of modules and other values that are no tensors).
-    """
-
-    entries: dict[str, Entry]
-    tied: dict[str, str] = field(default_factory=dict)
-    aside: tuple[str, ...] = ()
-
-    def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The MLX weights of a PyTorch state dict."""
-        out: dict[str, mx.array] = {}
-        for name, entry in self.entries.items():
-            out |= entry.to_mlx(tensors[name])
-        return out
-
-    def to_torch(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The PyTorch tensors of MLX weights; aliases are the same object."""
-        missing = [n for e in self.entries.values() for n in e.mlx if n not in weights]
-        if missing:
-            raise LayoutError(f"The MLX weights lack {listed(missing)}.")
-        for entry in self.entries.values():
-            _check_equal(entry, weights)
-        out = {name: entry.to_torch(weights) for name, entry in self.entries.items()}
-        return out | {alias: out[name] for alias, name in self.tied.items()}
 
 
 def make_plan(
@@ -255,7 +87,7 @@ def make_plan(
 def _has_no_place(name: str, value: object, choices: Choices) -> bool:
     is_tensor = isinstance(value, mx.array)
     own = name.rsplit(".", 1)[-1] in (_COUNTER, _EXTRA)
-    return own or not is_tensor or _matches(name, choices.drop)
+    return own or not is_tensor or matches(name, choices.drop)
 
 
 def _with_copy(entry: Entry, alias: Entry) -> Entry:
@@ -269,19 +101,6 @@ def _with_copy(entry: Entry, alias: Entry) -> Entry:
             "in PyTorch before saving."
         )
     return Entry(entry.torch, entry.mlx + alias.mlx, entry.layout)
-
-
-def _check_equal(entry: Entry, weights: Mapping[str, mx.array]) -> None:
-    first, *others = entry.places
-    for other in others:
-        for a, b in zip(first, other, strict=True):
-            if not mx.array_equal(weights[a], weights[b], equal_nan=True).item():
-                raise LayoutError(
-                    f"{a} and {b} are one tensor in PyTorch ({entry.torch}) and have "
-                    "different values in MLX, so there is no way back: tie them in "
-                    "the MLX model (embedding.as_linear, say) before training on, or "
-                    "give both the same values."
-                )
 
 
 def _entry(
@@ -383,7 +202,3 @@ def _check_names(
     missing = [name for name in sorted(wanted) if name not in taken]
     if lost or missing:
         raise LayoutError(mismatch(lost, missing))
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

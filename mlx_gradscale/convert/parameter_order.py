@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..layouts import Plan
-from ..wrappers import unwrapped
-from .parts import Unordered
+from .layouts import Plan
+from .layouts.wrappers import unwrapped
+from .sections import Unordered
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "_extra_state")
 # Ways to place the names that are followed at once; beyond it, it is a guess.
@@ -49,7 +49,7 @@ def parameter_names(
         OrderError: if more than one assignment fits in the model's order, or none.
 
     Example:
-        >>> from mlx_gradscale.layouts import make_plan
+        >>> from mlx_gradscale.convert.layouts import make_plan
         >>> tensors = {"a": mx.zeros((2, 3)), "b": mx.zeros(3)}
         >>> groups = [{"params": [0]}, {"params": [1]}]
         >>> states = {0: {"exp_avg": mx.zeros(3)}, 1: {"exp_avg": mx.zeros((2, 3))}}
@@ -103,7 +103,7 @@ def mlx_order(
         model: the MLX model; without it, nothing is known.
 
     Example:
-        >>> from mlx_gradscale.layouts import make_plan
+        >>> from mlx_gradscale.convert.layouts import make_plan
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
         >>> tensors = {f"{i}.{x}": mx.ones(2) for i in (1, 0) for x in ("bias",)}
         >>> tensors |= {"0.weight": mx.ones((2, 2)), "1.weight": mx.ones(2)}

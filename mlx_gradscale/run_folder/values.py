@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..convert.sections import Part
 from ..torch_checkpoint import entries
 from ..torch_checkpoint.foreign import DefaultDict, Placeholder, TorchName, TorchSize
 from ..torch_checkpoint.keys import Keys, check_key
 from ..torch_checkpoint.limits import Budget
-from ..torch_checkpoint.names import torch_name, torch_size
-from .parts import Part
+from ..torch_checkpoint.pickle_allowlist import torch_name, torch_size
 
 # Up to here a tensor is written in the JSON itself (a BatchNorm counter, say).
 _MOST_INLINE = 16
