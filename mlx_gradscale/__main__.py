@@ -4,6 +4,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from .commands import run_command
+
 # command -> (the module whose main runs it, what it does)
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
@@ -27,13 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else None
     if name not in COMMANDS:
-        asked = name in ("-h", "--help")
-        lines = [f"  {each:10}{text}" for each, (_, text) in COMMANDS.items()]
-        usage = "usage: mlx_gradscale COMMAND ...; COMMAND --help tells more"
-        print("\n".join([usage, *lines]), file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
+        return run_command(lambda: _usage(name in ("-h", "--help")))
     module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
     return module.main(arguments[1:])
+
+
+def _usage(asked: bool) -> int:
+    lines = [f"  {each:10}{text}" for each, (_, text) in COMMANDS.items()]
+    usage = "usage: mlx_gradscale COMMAND ...; COMMAND --help tells more"
+    print("\n".join([usage, *lines]), file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..commands import run_command
 from ..files.folders import check_folder, refuse_hidden
 from ..files.paths import contains
 from ..files.text import dtype, evaluate, printable, shape, table
@@ -29,12 +30,10 @@ from .torch_folder import read_rest, read_torch, torch_files, write_torch
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
-_INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ended
-# Functions name their arguments in errors; the command has flags for them.
-_FLAGS = (
-    ("float64=mx.float32", "--float64 float32"),
-    ("float64=mx.float64", "--float64 float64"),
-)
+_FLAGS = {
+    "float64=mx.float32": "--float64 float32",
+    "float64=mx.float64": "--float64 float64",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,19 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         int: 0, 1 after an error, 130 after Ctrl-C, both told in one line. Wrong
         usage exits with 2.
     """
-    arguments = parser().parse_args(argv)
-    try:
-        convert(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
-    except _EXPECTED as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        for argument, flag in _FLAGS:
-            text = text.replace(argument, flag)
-        print(f"error: {printable(text)}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(
+        lambda: convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS
+    )
 
 
 def convert(arguments: argparse.Namespace) -> None:

@@ -53,7 +53,7 @@ class Options:
 
     Attributes:
         choices: names and layouts.
-        keys: part -> its place (see :func:`~mlx_gradscale.convert.sections.find_parts`).
+        keys: part -> its place (see ``sections.find_parts``).
         optimizer: the PyTorch optimizer's class name.
         accept: differences between the optimizers to convert in spite of.
         names: the parameters' PyTorch names in the optimizer's order.
