@@ -14,7 +14,6 @@ from mlx_gradscale import inspect, torch_checkpoint
 from mlx_gradscale.convert import (
     Choices,
     Options,
-    folder,
     from_torch,
     load_run,
     main,
@@ -22,6 +21,7 @@ from mlx_gradscale.convert import (
     save_run,
 )
 from mlx_gradscale.files import text
+from mlx_gradscale.run_folder import contents
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
@@ -124,7 +124,7 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypat
     where = paths(tmp_path, usual())
     assert main([*where, "--model", f"{__name__}:interrupted"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-    monkeypatch.setattr(folder.files, "save_state", lambda *_: interrupted())
+    monkeypatch.setattr(contents, "write_arrays", lambda *_: interrupted())
     where[-1] = str(tmp_path / "new" / "deep" / "run")
     assert main(where) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
@@ -193,7 +193,7 @@ def test_errors_in_a_folder_name_the_file(tmp_path, capsys):
     where[1] = str(tmp_path / "back")
     whole = path.read_text()
     for old, new in (
-        ('"$part"', '"$strange"'),
+        ('"$section"', '"$strange"'),
         ('"entries": {', '"entries": [], "x": {'),
         ('"order"', '"odrer"'),
         ('"version": 1', '"version": 9'),

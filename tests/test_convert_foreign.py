@@ -201,7 +201,7 @@ def test_tensors_inside_go_to_the_other_file(tmp_path):
     run = from_torch(torch_checkpoint.load(torch_bytes(found)))
     write_run(tmp_path / "run", run)
     assert (tmp_path / "run" / "extra.safetensors").exists()
-    kept = read_run(tmp_path / "run").record["checkpoint"]["ema"]
+    kept = read_run(tmp_path / "run").record.checkpoint["ema"]
     assert mx.array_equal(kept.state["w"].array, mx.ones(100))
     assert kept.state["w"].is_parameter
 

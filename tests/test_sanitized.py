@@ -91,7 +91,7 @@ def test_moments_are_turned_with_their_weights():
     run = from_torch(checkpoint, Turned(), Options(names=names))
     assert run.weights["fc.weight"].tolist() == [[1.0, 3.0], [2.0, 4.0]]
     assert run.optimizer["fc.weight.v"].tolist() == [[5.0, 7.0], [6.0, 8.0]]
-    assert list(run.record["model"]["aside"]) == ["module.rope"]
+    assert list(run.record.model.unplaced) == ["module.rope"]
     back, _ = to_torch(run)
     assert back["model"].keys() == checkpoint["model"].keys()
     assert mx.array_equal(back["model"]["module.fc.weight"], model["fc.weight"])

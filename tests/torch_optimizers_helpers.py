@@ -120,8 +120,8 @@ def convert(params, optimizer, **options):
 def resumed(done):
     """The MLX optimizer that goes on from a converted state."""
     record = done.record
-    groups = record["groups"][:1] if record["joined"] else record["groups"]
-    made = build(record["name"], groups, record["names"])
+    groups = record.groups[:1] if record.joined else record.groups
+    made = build(record.name, groups, record.names)
     made.state = tree_unflatten(list(done.flat.items()))
     return made
 

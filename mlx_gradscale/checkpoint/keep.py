@@ -6,9 +6,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ..convert.folder import OURS, TRAINING
 from ..files.atomic import sync
 from ..files.folders import hidden_start
+from ..run_folder.contents import OURS, TRAINING
 
 
 def keep_last(folder: Path, keep: int) -> None:

@@ -6,14 +6,7 @@ from typing import Any
 
 from ..formats import FORMATS
 from .optimizers import ROWS
-
-# What optimizers refuse until it is accepted (optimizers.compare).
-ACCEPTED = tuple(
-    sorted(
-        {key for row in ROWS.values() for key in row.refused}
-        | {"bias_correction", "dampening"}
-    )
-)
+from .optimizers.compare import ACCEPTED
 
 
 def _pattern(help: str) -> dict[str, Any]:

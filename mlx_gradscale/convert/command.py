@@ -3,7 +3,8 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,21 @@ import mlx.nn as nn
 from ..commands import run_command
 from ..files.folders import check_folder, refuse_hidden
 from ..files.paths import contains
-from ..files.text import dtype, evaluate, printable, shape, table
-from .arguments import ACCEPTED, parser
-from .conversion import Options, Run, from_torch, plan_of, to_torch
-from .flat_optimizer import unflattened
-from .folder import read_run, run_files, write_run
+from ..files.text import dtype_name, evaluate, printable, shape, table
+from ..run_folder.contents import write_files
+from .arguments import parser
+from .conversion import from_torch, to_torch
+from .folder import read_run, run_files
 from .import_here import import_here
 from .layouts import Choices
 from .mlx_lm_model import mlx_lm_model
 from .optimizers import number
-from .passthrough import PATTERN, leaves
+from .passthrough import leaves
+from .record import Record
 from .resume import current_groups
-from .sections import find_parts, get
+from .run import Options, Run
 from .several import from_several, is_several
-from .torch_folder import read_rest, read_torch, torch_files, write_torch
+from .torch_folder import read_rest, read_torch, torch_files, write_torch_files
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
@@ -97,17 +99,15 @@ def to_mlx_folder(arguments: argparse.Namespace) -> None:
     if is_several(options):
         run = from_several(checkpoint, models, options)
     else:
-        _check_accepted(arguments.accept, _groups_in(checkpoint, options))
         run = from_torch(checkpoint, _only(models), options)
-    run.record["folder"] = arguments.torch_path.is_dir()
-    rest, left = read_rest(arguments.torch_path, checkpoint)
-    run.record |= rest
+    left = read_rest(arguments.torch_path, checkpoint, run.record)
     _say(notes + left + run.notes)
-    written = [arguments.mlx_path / name for name in run_files(run)]
+    files = run_files(run)
     if arguments.dry_run:
+        written = [arguments.mlx_path / name for name in files]
         print(_plan(run, arguments.torch_path, arguments.mlx_path, written))
         return
-    write_run(arguments.mlx_path, run, arguments.overwrite, evaluate)
+    write_files(arguments.mlx_path, files, arguments.overwrite, evaluate)
     print(f"Wrote {printable(arguments.mlx_path)}.")
 
 
@@ -116,67 +116,43 @@ def to_torch_file(arguments: argparse.Namespace) -> None:
     if arguments.like is not None and run.runs:
         raise ValueError(f"--like is for one run: {arguments.mlx_path} holds several.")
     if arguments.like is not None:
-        used = run.record.get("used")
-        run.record = {**_record_like(arguments), "used": used, PATTERN: True}
-    _check_accepted(arguments.accept, _recorded_groups(run.record))
+        like = _record_like(arguments)
+        run.record = replace(like, used=run.record.used, is_pattern=True)
     checkpoint, notes = to_torch(run, arguments.accept)
     _say(notes)
-    is_folder = run.record.get("folder", False)
-    place = (arguments.torch_path, checkpoint, is_folder, arguments.overwrite)
+    is_folder, overwrite = run.record.is_folder, arguments.overwrite
+    place = (arguments.torch_path, checkpoint, is_folder, overwrite)
     files = torch_files(*place, run.record)
     if arguments.dry_run:
-        if run.optimizer is not None and "optimizer" in run.record:
-            run.record["optimizer"]["groups"] = current_groups(run)
+        if run.optimizer is not None and run.record.optimizer:
+            run.record.optimizer.groups = current_groups(run)
         written = [arguments.torch_path]
         if is_folder:
             written = [arguments.torch_path / name for name in files]
         print(_plan(run, arguments.mlx_path, arguments.torch_path, written))
         return
     evaluate(_arrays(checkpoint))
-    write_torch(*place, run.record)
+    write_torch_files(arguments.torch_path, files, is_folder, overwrite)
     print(f"Wrote {printable(arguments.torch_path)}.")
 
 
-def _groups_in(checkpoint: Any, options: Options) -> Sequence[Mapping[str, Any]]:
-    parts = find_parts(checkpoint, options.keys)
-    if "optimizer" not in parts:
-        return ()
-    return unflattened(get(checkpoint, parts["optimizer"]))["param_groups"]
-
-
-def _recorded_groups(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    optimizer = record.get("optimizer")
-    return optimizer.get("groups", ()) if isinstance(optimizer, Mapping) else ()
-
-
-def _check_accepted(accept: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
-    keys = {str(key) for group in groups for key in group} - {"params", "param_names"}
-    known = sorted({*ACCEPTED, *keys})
-    for word in accept:
-        if word not in known:
-            raise ValueError(
-                f"--accept {word}: there is no such setting; known are "
-                f"{', '.join(known)}."
-            )
-
-
-def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
+def _record_like(arguments: argparse.Namespace) -> Record:
     checkpoint, _ = read_torch(arguments.like, _float64(arguments))
     options = _options(arguments)
     # The pattern's own momentum is not used, so it may be missing.
     accept = (*options.accept, "dampening")
-    options = Options(**{**vars(options), "accept": accept})
-    run = from_torch(checkpoint, _only(_models(arguments.model)), options)
-    run.record["folder"] = arguments.like.is_dir()
-    return run.record | read_rest(arguments.like, checkpoint)[0]
+    options = replace(options, accept=accept)
+    record = from_torch(checkpoint, _only(_models(arguments.model)), options).record
+    read_rest(arguments.like, checkpoint, record)
+    return record
 
 
 def _options(arguments: argparse.Namespace) -> Options:
     renames = [_rename(text) for text in arguments.rename]
     keys = {
-        part: getattr(arguments, f"{part}_key")
-        for part in ("model", "optimizer", "scaler")
-        if getattr(arguments, f"{part}_key") is not None
+        section: getattr(arguments, f"{section}_key")
+        for section in ("model", "optimizer", "scaler")
+        if getattr(arguments, f"{section}_key") is not None
     }
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
@@ -270,27 +246,26 @@ def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
     lines = [printable(f"{source} -> {target}")]
     for name, each in run.runs.items():
         lines += ["", _plan(each, Path(name), target / name, ())]
-    if run.weights is not None and "model" in run.record:
-        plan = plan_of(run.record)
+    if run.weights is not None and run.record.model:
+        plan = run.record.model.plan
         rows = []
         for name, entry in plan.entries.items():
             array = run.weights[entry.mlx[0]]
             arrows = ", ".join(entry.mlx)
-            rows.append((name, arrows, shape(array), dtype(array), entry.layout))
+            rows.append((name, arrows, shape(array), dtype_name(array), entry.layout))
         rows += [(a, f"(tied to {n})", "", "", "") for a, n in plan.tied.items()]
-        rows += [(name, "(training.json)", "", "", "") for name in plan.aside]
+        rows += [(name, "(training.json)", "", "", "") for name in plan.unplaced]
         header = ("PyTorch", "MLX", "MLX shape", "dtype", "layout")
         lines += ["", table(header, rows)]
-    if run.optimizer is not None and "optimizer" in run.record:
-        record = run.record["optimizer"]
+    if run.optimizer is not None and run.record.optimizer:
+        record = run.record.optimizer
         rows = []
-        for i, group in enumerate(record["groups"]):
-            prefix = "" if record["joined"] else f"states.{i}."
-            step = run.optimizer[f"{prefix}step"].item()
-            count = len(record["names"][i])
-            rows.append((i, record["name"], count, number(group["lr"]), step))
+        for i, group in enumerate(record.groups):
+            step = run.optimizer[f"{record.prefix(i)}step"].item()
+            count = len(record.names[i])
+            rows.append((i, record.name, count, number(group["lr"]), step))
         header = ("group", "optimizer", "parameters", "learning rate", "step")
-        one = "one optimizer" if record["joined"] else "a MultiOptimizer"
+        one = "one optimizer" if record.joined else "a MultiOptimizer"
         lines += ["", table(header, rows), f"as {one}"]
     if run.scaler is not None:
         rows = run.scaler.items()

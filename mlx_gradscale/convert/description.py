@@ -10,19 +10,22 @@ import numpy as np
 
 from .. import state_files
 from ..files.arrays import read_arrays
-from ..files.text import dtype, printable, shape, size, table
+from ..files.text import dtype_name, natural_order, printable, shape, size, table
+from ..run_folder.contents import OPTIMIZER, TRAINING
+from ..run_folder.values import SectionMark
 from ..torch_checkpoint import Placeholder, plain_value
 from ..torch_checkpoint.foreign import PlacedTensor
 from . import optimizers
-from .conversion import Run
 from .flat_optimizer import unflattened
-from .folder import OPTIMIZER, TRAINING, read_run
-from .foreign import plain_part
+from .folder import read_run
+from .foreign import plain_section
 from .optimizers import number
 from .optimizers.valid import check_state_dict
 from .passthrough import leaves
 from .resume import current_groups
-from .sections import Part, PartsError, cut, find_parts, get, is_scaler
+from .run import Run
+from .sections import SectionsError, find_sections, is_scaler
+from .skeleton import cut, get
 from .torch_folder import read_torch
 
 
@@ -70,19 +73,19 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     run = read_run(folder)
     if run.runs:
         kind = f"several MLX runs, in folders of their own: {', '.join(run.runs)}"
-        return {"kind": kind, **_rest(run.record["checkpoint"])}
+        return {"kind": kind, **_rest(run.record.checkpoint)}
     found: dict[str, Any] = {"kind": "MLX run"}
     if run.weights is not None:
         found["tensors"] = _tensors(_sorted(run.weights))
     if run.optimizer is not None:
         found["optimizer"] = _flat_optimizer(run.optimizer)
-        if "optimizer" in run.record:
-            record = run.record["optimizer"]
-            found["optimizer"] |= _groups(record["name"], _run_groups(run))
+        if run.record.optimizer:
+            name = run.record.optimizer.name
+            found["optimizer"] |= _groups(name, _run_groups(run))
     if run.scaler is not None:
         found["scaler"] = _plain(run.scaler)
-    if "checkpoint" in run.record:
-        found |= _rest(run.record["checkpoint"])
+    if run.record.checkpoint is not None:
+        found |= _rest(run.record.checkpoint)
     return found
 
 
@@ -90,7 +93,7 @@ def _run_groups(run: Run) -> list[dict[str, Any]]:
     try:
         return current_groups(run)
     except ValueError:  # the state is another optimizer's: only the record is left
-        recorded = run.record["optimizer"]["groups"]
+        recorded = run.record.optimizer.groups
         return [{k: v for k, v in g.items() if k != "lr"} for g in recorded]
 
 
@@ -106,21 +109,21 @@ def _describe_safetensors(path: Path) -> dict[str, Any]:
 
 def _describe_torch(checkpoint: Any) -> dict[str, Any]:
     try:
-        parts = find_parts(checkpoint)
-    except PartsError:
-        parts = {}  # several models, or none: the tensors are listed where they are
+        sections = find_sections(checkpoint)
+    except SectionsError:
+        sections = {}  # several models, or none: the tensors are listed where they are
     found: dict[str, Any] = {}
-    if "model" in parts:
-        found["tensors"] = _tensors(get(checkpoint, parts["model"]))
-    if "optimizer" in parts:
+    if "model" in sections:
+        found["tensors"] = _tensors(get(checkpoint, sections["model"]))
+    if "optimizer" in sections:
         try:
-            state = plain_part("optimizer", get(checkpoint, parts["optimizer"]))
+            state = plain_section("optimizer", get(checkpoint, sections["optimizer"]))
             found["optimizer"] = _torch_optimizer(unflattened(state))
-        except PartsError:  # it holds objects where numbers are: shown as it is
-            del parts["optimizer"]
-    if "scaler" in parts:
-        found["scaler"] = _plain(get(checkpoint, parts["scaler"]))
-    return found | _rest(cut(checkpoint, parts) if parts else checkpoint)
+        except SectionsError:  # it holds objects where numbers are: shown as it is
+            del sections["optimizer"]
+    if "scaler" in sections:
+        found["scaler"] = _plain(get(checkpoint, sections["scaler"]))
+    return found | _rest(cut(checkpoint, sections) if sections else checkpoint)
 
 
 def _tensors(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -129,7 +132,7 @@ def _tensors(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
         {
             "name": name,
             "shape": list(array.shape),
-            "dtype": dtype(array),
+            "dtype": dtype_name(array),
             "bytes": array.nbytes,
         }
         for name, array in arrays.items()
@@ -138,13 +141,8 @@ def _tensors(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _sorted(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """By name, numbers as numbers: mx.load gives them in any order."""
-
-    def key(name: str) -> list[tuple[bool, int, str]]:
-        words = name.split(".")
-        return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]
-
-    return {name: arrays[name] for name in sorted(arrays, key=key)}
+    """By name: mx.load gives them in any order."""
+    return {name: arrays[name] for name in sorted(arrays, key=natural_order)}
 
 
 def _torch_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +190,7 @@ def _flat_optimizer(flat: Mapping[str, mx.array]) -> dict[str, Any]:
 
 
 def _rest(skeleton: Any) -> dict[str, Any]:
-    if isinstance(skeleton, Part):
+    if isinstance(skeleton, SectionMark):
         return {}
     if isinstance(skeleton, mx.array):
         return {"tensors": _tensors({"the file itself": skeleton})}
@@ -200,7 +198,7 @@ def _rest(skeleton: Any) -> dict[str, Any]:
         skeleton = dict(enumerate(skeleton))
     if not isinstance(skeleton, Mapping):
         skeleton = {"the file itself": skeleton}
-    skeleton = {k: v for k, v in skeleton.items() if not isinstance(v, Part)}
+    skeleton = {k: v for k, v in skeleton.items() if not isinstance(v, SectionMark)}
     seen: set[int] = set()
     rest = {_key(k): _plain(v, seen) for k, v in skeleton.items()}
     return {"rest": rest} if rest else {}
@@ -223,7 +221,7 @@ def _plain(value: Any, seen: set[int] | None = None) -> Any:
     if isinstance(value, PlacedTensor):
         value = value.array
     if isinstance(value, mx.array):
-        told = f"{dtype(value)} {shape(value)}"
+        told = f"{dtype_name(value)} {shape(value)}"
         return _plain(value.item()) if value.size == 1 else told
     if isinstance(value, np.ndarray):
         return f"numpy {value.dtype.name} {'x'.join(map(str, value.shape)) or 'scalar'}"

@@ -6,14 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..run_folder.values import SectionMark
 from ..torch_checkpoint import plain_value
 from .optimizers import ROWS, SCHEDULED
-from .sections import Part
+from .record import Record
 
-# In a live record only: the entries as they were read, and that they are a pattern's.
-READ, PATTERN = "read", "pattern"
-# Entry -> the step counts at which it was changed in a live record.
-CHANGED = "changed"
 _STEP = re.compile(r"(?:states\.(\d+)\.)?step")
 # What a training script was started with goes by these names.
 _SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
@@ -22,15 +19,15 @@ _CONSTANT = (str, bool, type(None))
 
 
 def entries(skeleton: Any, path: tuple = ()) -> dict[str, Any]:
-    """What of a checkpoint is in no part, by its place.
+    """What of a checkpoint is in no section, by its place.
 
     Example:
-        >>> entries({"net": Part("model"), "epoch": 3, "amp": [Part("scaler"), 7]})
-        {'epoch': 3, 'amp/1': 7}
+        >>> entries({"net": SectionMark("model"), "epoch": 3, "amp": [7]})
+        {'epoch': 3, 'amp': [7]}
     """
-    if isinstance(skeleton, Part):
+    if isinstance(skeleton, SectionMark):
         return {}
-    if not any(isinstance(leaf, Part) for leaf in leaves(skeleton)):
+    if not any(isinstance(leaf, SectionMark) for leaf in leaves(skeleton)):
         return {"/".join(map(str, path)): skeleton}
     is_dict = isinstance(skeleton, Mapping)
     inner = skeleton.items() if is_dict else enumerate(skeleton)
@@ -68,85 +65,46 @@ def steps_of(optimizer: Mapping[str, mx.array]) -> list[int]:
     return [found[index].item() for index in sorted(found)]
 
 
-def remember(record: dict[str, Any]) -> None:
-    """Notes in a record how its entries are now, as :func:`settle` needs it."""
-    if "checkpoint" in record:
-        found = entries(record["checkpoint"])
-        record[READ] = {name: _flat(value) for name, value in found.items()}
-
-
-def settle(
-    record: Mapping[str, Any], optimizer: Mapping[str, mx.array] | None
-) -> dict[str, Any]:
-    """The record to write: an entry that was changed since is of the step now.
-
-    Args:
-        record: a live run's.
-        optimizer: the run's flat optimizer state.
-    """
-    out = {key: value for key, value in record.items() if key not in (READ, PATTERN)}
-    if READ not in record or "checkpoint" not in record or not optimizer:
-        return out
-    read, now = record[READ], steps_of(optimizer)
-    changed = {
-        name: now
-        for name, value in entries(record["checkpoint"]).items()
-        if name not in read or not _same(read[name], _flat(value))
-    }
-    if changed:
-        out[CHANGED] = out.get(CHANGED, {}) | changed
-    return out
-
-
-def age_notes(
-    record: Mapping[str, Any], optimizer: Mapping[str, mx.array] | None
-) -> list[str]:
+def age_notes(record: Record, optimizer: Mapping[str, mx.array] | None) -> list[str]:
     """Sentences on entries that are of another step than the optimizer."""
-    if record.get(PATTERN):
+    if record.is_pattern:
         return _pattern_notes(record)
     now = steps_of(optimizer or {})
     if not now:
         return []
-    record = settle(record, optimizer)
-    start = record["optimizer"]["steps"] if "optimizer" in record else [0] * len(now)
-    changed = record.get(CHANGED, {})
-    found = entries(record["checkpoint"])
-    behind: dict[tuple[int, int], list[str]] = {}
-    for name, value in found.items():
-        if not _may_count(name, value):
-            continue
-        pairs = zip(changed.get(name, start), now, strict=False)
-        then, at = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
-        if then != at:
-            behind.setdefault((then, at), []).append(name)
+    start = record.optimizer.steps if record.optimizer else [0] * len(now)
+    pairs = zip(start, now, strict=False)
+    then, at = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+    if then == at:
+        return []
+    found = entries(record.checkpoint)
+    found = {name: x for name, x in found.items() if _may_count(name, x)}
     # Random states, positions in the data, objects that were registered.
-    states = [n for n in record.get("carried", {}) if _STATES.search(n)]
-    for then, at in zip(start[:1], now[:1], strict=False):
-        if states and then != at:
-            behind.setdefault((then, at), []).extend(states)
+    names = [*found, *(name for name in record.carried if _STATES.search(name))]
+    if not names:
+        return []
     return [
-        f"{', '.join(names)}: as of step {then}, and the optimizer stands at step "
-        f"{at}. What of it counts or changes with the steps is out of date: set it in "
-        'record["checkpoint"] of what load_run returns and give that record to '
-        "save_run(record=...), or set it in PyTorch after loading."
-        + _schedule_note({name: found[name] for name in names if name in found})
-        for (then, at), names in behind.items()
+        f"{', '.join(names)}: as of step {then}, unless it was set since, and the "
+        f"optimizer stands at step {at}. What of it counts or changes with the steps "
+        "is out of date: set it in record.checkpoint of what load_run returns and "
+        "give that record to save_run(record=...), or set it in PyTorch after loading."
+        + _schedule_note(found)
     ]
 
 
-def _pattern_notes(record: Mapping[str, Any]) -> list[str]:
-    found = entries(record["checkpoint"])
+def _pattern_notes(record: Record) -> list[str]:
+    found = entries(record.checkpoint)
     named = list(found)
-    if "optimizer" in record:
-        groups, name = record["optimizer"]["groups"], record["optimizer"]["name"]
+    if record.optimizer:
         keys = SCHEDULED
-        if not record.get("used"):  # not by save_run: nothing tells the run's own
-            keys = keys | (ROWS[name].settings.keys() - {"lr"})
+        if not record.used:  # not by save_run: nothing tells the run's own
+            keys = keys | (ROWS[record.optimizer.name].settings.keys() - {"lr"})
+        groups = record.optimizer.groups
         held = dict.fromkeys(key for group in groups for key in group if key in keys)
         named += [f"{key} in the optimizer's groups" for key in held]
-    aside = list(record["model"]["aside"]) if "model" in record else []
-    if aside:
-        some = ", ".join(aside[:2]) + (", ..." if aside[2:] else "")
+    unplaced = list(record.model.unplaced) if record.model else []
+    if unplaced:
+        some = ", ".join(unplaced[:2]) + (", ..." if unplaced[2:] else "")
         named.append(f"the tensors that MLX has not ({some})")
     if not named:
         return []
@@ -184,36 +142,16 @@ def leaves(value: Any) -> list[Any]:
         >>> leaves({"a": [1, (2, None)], "b": "x"})
         [1, 2, None, 'x']
     """
-    return [leaf for leaf in _flat(value) if type(leaf) is not tuple]
-
-
-def _flat(value: Any) -> list[Any]:
-    """The leaves, and a tuple that tells its keys, or length, for each container."""
-    flat: list[Any] = []
+    found: list[Any] = []
 
     def visit(value: Any) -> None:
         if isinstance(value, Mapping):
-            flat.append((dict, list(value)))
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, (list, tuple)):
-            flat.append((list, len(value)))
-            for item in value:
-                visit(item)
-        else:
-            flat.append(value)
+            value = value.values()
+        elif not isinstance(value, (list, tuple)):
+            found.append(value)
+            return
+        for item in value:
+            visit(item)
 
     visit(value)
-    return flat
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(_equal, a, b))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, mx.array) and isinstance(b, mx.array):
-        return a.dtype == b.dtype and mx.array_equal(a, b, equal_nan=True).item()
-    return type(a) is type(b) and (a == b or (a != a and b != b))  # NaN is NaN
+    return found

@@ -8,10 +8,9 @@ import mlx.core as mx
 
 from .. import formats
 from ..torch_checkpoint import Placeholder
-from ..torch_checkpoint.foreign import DefaultDict
 from .flat_optimizer import is_flat
+from .skeleton import Path, cut, get
 
-Path = tuple[str | int, ...]
 _DEEPEST = 4
 # Where several dicts of tensors are found (a model and its average, say), the one
 # at such a name is the model.
@@ -41,16 +40,12 @@ _MOMENTS = {
 }
 
 
-class PartsError(ValueError):
-    """A checkpoint in which the parts cannot be told."""
+class SectionsError(ValueError):
+    """A checkpoint in which the sections cannot be told."""
 
 
 class Unordered(dict):
     """A state dict from a file that does not keep the model's order (safetensors)."""
-
-
-class Part(str):
-    """The place in a checkpoint where a part was cut out; its value is its name."""
 
 
 def is_model(value: Any) -> bool:
@@ -127,76 +122,76 @@ _TESTS = {"optimizer": is_optimizer, "scaler": is_scaler, "model": is_model}
 _NAMED_TESTS = _TESTS | {"model": _may_be_model}
 
 
-def find_parts(
+def find_sections(
     checkpoint: Any, keys: Mapping[str, str] | None = None
 ) -> dict[str, Path]:
-    """Finds the parts of a checkpoint by what they contain.
+    """Finds the sections of a checkpoint by what they contain.
 
     Args:
         checkpoint: a dict of any shape, or a bare state dict.
-        keys: part -> its place, as ``"optimizer_states/0"``, where it is known; an
-            empty string leaves the part out.
+        keys: section -> its place, as ``"optimizer_states/0"``, where it is known; an
+            empty string leaves the section out.
 
     Returns:
-        dict: part (``"model"``, ``"optimizer"``, ``"scaler"``) -> its path.
+        dict: section (``"model"``, ``"optimizer"``, ``"scaler"``) -> its path.
 
     Raises:
-        PartsError: if several places fit, or a named one does not.
+        SectionsError: if several places fit, or a named one does not.
 
     Example:
-        >>> find_parts({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3})
+        >>> find_sections({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3})
         {'model': ('net',)}
     """
     keys = dict(keys or {})
-    found: dict[str, list[Path]] = {part: [] for part in _TESTS}
+    found: dict[str, list[Path]] = {section: [] for section in _TESTS}
     mixed: list[Path] = []
     for path, value in _walk(checkpoint):
         if _may_be_model(value):
             mixed.append(path)
-        for part, test in _TESTS.items():
+        for section, test in _TESTS.items():
             if test(value):
-                found[part].append(path)
+                found[section].append(path)
                 break
     # In an optimizer's dict there may be a scaler (mmengine's), and no model.
     inside = found["optimizer"]
     found["model"] = [p for p in found["model"] if not _is_in(p, inside)]
-    parts: dict[str, Path] = {}
+    sections: dict[str, Path] = {}
     if not found["model"]:
         whole = () in mixed and not any(found.values())
         found["model"] = [p for p in mixed if (p[-1] in _MODEL_NAMES if p else whole)]
-    for part in ("model", "optimizer", "scaler"):
-        if part in keys:
-            if keys[part]:
-                parts[part] = _named(checkpoint, part, keys[part])
-        elif found[part]:
-            parts[part] = _only(part, found[part])
+    for section in ("model", "optimizer", "scaler"):
+        if section in keys:
+            if keys[section]:
+                sections[section] = _named(checkpoint, section, keys[section])
+        elif found[section]:
+            sections[section] = _only(section, found[section])
     mixed = [path for path in mixed if path]  # the outermost dict has no key to name
-    if mixed and "model" not in {**parts, **keys} and parts.keys() != {"scaler"}:
+    if mixed and "model" not in {**sections, **keys} and sections.keys() != {"scaler"}:
         place = _shown(mixed[0])
         key = _odd(get(checkpoint, mixed[0]))[0]
-        raise PartsError(
+        raise SectionsError(
             f"{place} holds tensors, and {key!r}, which is none: if it is the model, "
             f"say so with --model-key {place}; what is no tensor is then kept for the "
             "way back."
         )
     if "optimizer" not in keys:
-        _refuse_moments(cut(checkpoint, parts), parts)
-    if not parts:
+        _refuse_moments(cut(checkpoint, sections), sections)
+    if not sections:
         whole = [path for path, value in _objects(checkpoint) if _is_module(value)]
         if whole:
             place = "/".join(map(str, whole[0])) or "The file"
-            raise PartsError(
+            raise SectionsError(
                 f"{place} is a whole PyTorch model, which only its own program can "
                 "make: save its state_dict() there."
             )
-        raise PartsError(
+        raise SectionsError(
             "The checkpoint holds no model, optimizer or scaler that could be "
             "recognised: name them with --model-key, --optimizer-key, --scaler-key."
         )
-    return parts
+    return sections
 
 
-def other_models(checkpoint: Any, parts: Mapping[str, Path]) -> list[str]:
+def other_models(checkpoint: Any, sections: Mapping[str, Path]) -> list[str]:
     """The places of further models, beside the one that was taken.
 
     Example:
@@ -204,19 +199,19 @@ def other_models(checkpoint: Any, parts: Mapping[str, Path]) -> list[str]:
         >>> other_models({"net": weights, "ema": weights}, {"model": ("net",)})
         ['ema']
     """
-    if "model" not in parts:
+    if "model" not in sections:
         return []
     return [
         _shown(path)
         for path, value in _walk(checkpoint)
         if is_model(value)
         and not any(test(value) for test in (is_optimizer, is_scaler))
-        and not _is_in(path, parts.values())
+        and not _is_in(path, sections.values())
     ]
 
 
 def moments_in(skeleton: Any) -> list[str]:
-    """The places of optimizer states that are in no part.
+    """The places of optimizer states that are in no section.
 
     Example:
         >>> moments_in({"opt": {"w": {"exp_avg": 1}}, "epoch": 3})
@@ -235,11 +230,11 @@ def moments_in(skeleton: Any) -> list[str]:
     return sorted(found)
 
 
-def _refuse_moments(skeleton: Any, parts: Mapping[str, Path]) -> None:
+def _refuse_moments(skeleton: Any, sections: Mapping[str, Path]) -> None:
     places = moments_in(skeleton)
     if places:
-        beside = ", besides the one that was found" if "optimizer" in parts else ""
-        raise PartsError(
+        beside = ", besides the one that was found" if "optimizer" in sections else ""
+        raise SectionsError(
             f"{places[0]} looks like the state of an optimizer{beside}, and is not of "
             "a shape that could be converted (state and param_groups). Save "
             "optimizer.state_dict() itself; or leave it out, and keep it for the way "
@@ -251,66 +246,8 @@ def _is_in(path: Path, places: Iterable[Path]) -> bool:
     return any(path[: len(place)] == place for place in places)
 
 
-def get(checkpoint: Any, path: Path) -> Any:
-    """The value at a path.
-
-    Example:
-        >>> get({"optimizers": [{"lr": 1}]}, ("optimizers", 0, "lr"))
-        1
-    """
-    for key in path:
-        checkpoint = checkpoint[key]
-    return checkpoint
-
-
-def cut(checkpoint: Any, parts: Mapping[str, Path]) -> Any:
-    """The checkpoint with a :class:`Part` in the place of each part."""
-    return _replace(checkpoint, (), {path: Part(part) for part, path in parts.items()})
-
-
-def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
-    """The checkpoint with the parts back in their places; absent ones are left out.
-
-    Example:
-        >>> paste({"net": Part("model"), "scaler": Part("scaler")}, {"model": 1})
-        {'net': 1}
-    """
-    if isinstance(skeleton, Part):
-        if skeleton not in values:
-            raise ValueError(f"The run has no {skeleton} state, and must have one.")
-        return values[skeleton]
-    if isinstance(skeleton, Mapping):
-        pasted = {
-            key: paste(value, values)
-            for key, value in skeleton.items()
-            if not (isinstance(value, Part) and value not in values)
-        }
-        return _like(skeleton, pasted)
-    if type(skeleton) in (list, tuple):
-        return type(skeleton)(paste(value, values) for value in skeleton)
-    return skeleton
-
-
-def _like(mapping: Mapping, items: dict) -> Mapping:
-    if isinstance(mapping, DefaultDict):
-        return DefaultDict(items, mapping.factory)
-    # From a dict: a Counter (MultiStepLR's milestones) would count pairs.
-    return type(mapping)(items)
-
-
-def _replace(value: Any, path: Path, by: Mapping[Path, Part]) -> Any:
-    if path in by:
-        return by[path]
-    if not any(target[: len(path)] == path for target in by):
-        return value
-    if isinstance(value, Mapping):
-        replaced = {k: _replace(v, (*path, k), by) for k, v in value.items()}
-        return _like(value, replaced)
-    return type(value)(_replace(v, (*path, i), by) for i, v in enumerate(value))
-
-
 def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The dicts of a checkpoint, from the outside; not those inside a part."""
+    """The dicts of a checkpoint, from the outside; not those inside a section."""
     if isinstance(value, Mapping):
         yield path, value
         inner = value.items()
@@ -339,9 +276,9 @@ def _is_module(value: Any) -> bool:
     return isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
 
 
-def _only(part: str, paths: list[Path]) -> Path:
+def _only(section: str, paths: list[Path]) -> Path:
     fits = paths
-    if part == "model" and len(fits) > 1:
+    if section == "model" and len(fits) > 1:
         fits = [p for p in paths if p and p[-1] == _TRAINED]
         fits = fits or [
             p for p in paths if not _AVERAGES.fullmatch("/".join(map(str, p)))
@@ -354,9 +291,9 @@ def _only(part: str, paths: list[Path]) -> Path:
             fits = preferred
     if len(fits) != 1:
         places = ", ".join(_shown(path) for path in paths)
-        raise PartsError(
-            f"The checkpoint holds {len(paths)} that could be the {part}: say "
-            f"which with --{part}-key, one of {places}; or several, with commas, each "
+        raise SectionsError(
+            f"The checkpoint holds {len(paths)} that could be the {section}: say which "
+            f"with --{section}-key, one of {places}; or several, with commas, each "
             "with its own optimizer (--model-key, --optimizer-key)."
         )
     return fits[0]
@@ -366,7 +303,7 @@ def _shown(path: Path) -> str:
     return "/".join(map(str, path))
 
 
-def _named(checkpoint: Any, part: str, key: str) -> Path:
+def _named(checkpoint: Any, section: str, key: str) -> Path:
     path: list[str | int] = []
     value = checkpoint
     for word in key.split("/"):
@@ -375,10 +312,12 @@ def _named(checkpoint: Any, part: str, key: str) -> Path:
         try:
             value = value[word]
         except (KeyError, IndexError, TypeError):
-            raise PartsError(
-                f"--{part}-key {key}: there is no {word!r} in the checkpoint."
+            raise SectionsError(
+                f"--{section}-key {key}: there is no {word!r} in the checkpoint."
             ) from None
         path.append(word)
-    if not _NAMED_TESTS[part](value):
-        raise PartsError(f"--{part}-key {key}: what is there is no {part} state.")
+    if not _NAMED_TESTS[section](value):
+        raise SectionsError(
+            f"--{section}-key {key}: what is there is no {section} state."
+        )
     return tuple(path)

@@ -87,14 +87,25 @@ def shape(array: mx.array) -> str:
     return "x".join(map(str, array.shape)) or "scalar"
 
 
-def dtype(array: mx.array) -> str:
-    """The name of an array's dtype.
+def dtype_name(of: mx.array | mx.Dtype) -> str:
+    """The name of a dtype, or of an array's.
 
     Example:
-        >>> dtype(mx.zeros(2))
-        'float32'
+        >>> dtype_name(mx.zeros(2)), dtype_name(mx.float16)
+        ('float32', 'float16')
     """
-    return str(array.dtype).removeprefix("mlx.core.")
+    return str(getattr(of, "dtype", of)).rpartition(".")[2]
+
+
+def natural_order(path: str) -> list[tuple[bool, int, str]]:
+    """A key for sorting paths with dots: by name, and numbers as numbers.
+
+    Example:
+        >>> sorted(["layers.10.w", "layers.9.w"], key=natural_order)
+        ['layers.9.w', 'layers.10.w']
+    """
+    words = path.split(".")
+    return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]
 
 
 def evaluate(arrays: Mapping[str, mx.array], label: str = "converting") -> None:

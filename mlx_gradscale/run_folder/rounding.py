@@ -2,15 +2,27 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
-from ..convert.folder import MODEL, read_weights
+from ..files.arrays import read_arrays
+from ..files.text import dtype_name
+from .contents import MODEL
 
-# In a live run's record only: where to find what the cast to half precision lost.
-ROUNDED = "rounded"
+
+@dataclass(frozen=True)
+class Rounded:
+    """Where to find what a cast to half precision lost.
+
+    Attributes:
+        folder: of the run that was loaded.
+        names: of the weights that were rounded and have no master.
+    """
+
+    folder: Path
+    names: tuple[str, ...] = ()
 
 
 def cast_weights(
@@ -50,7 +62,7 @@ def unrounded(
     weights: Mapping[str, mx.array],
     trained: Mapping[str, mx.array],
     folder: Path,
-    rounded: Mapping[str, Any] | None,
+    rounded: Rounded | None,
 ) -> dict[str, mx.array]:
     """The weights, with the originals of those that are still their rounding.
 
@@ -58,12 +70,11 @@ def unrounded(
         weights: the model's.
         trained: those that have masters; they are left as they are.
         folder: with a run that may hold the originals.
-        rounded: ``record[ROUNDED]`` of a live run: another such folder, and the
-            names of the weights that were rounded when it was loaded.
+        rounded: another such folder, and the weights that were rounded when it was
+            loaded.
     """
-    rounded = rounded or {"names": []}
-    places = [rounded["folder"]] if "folder" in rounded else []
-    found = [_originals(Path(place)) for place in (*places, folder)]
+    rounded = rounded or Rounded(folder)
+    found = [_originals(place) for place in dict.fromkeys((rounded.folder, folder))]
     out, missing = dict(weights), []
     for name, value in weights.items():
         if name in trained or not mx.issubdtype(value.dtype, mx.floating):
@@ -76,14 +87,14 @@ def unrounded(
         else:
             # BatchNorm's statistics moved on: their value, in the dtype they had.
             out[name] = value.astype(wider[0].dtype) if wider else value
-            if not wider and name in rounded["names"]:
+            if not wider and name in rounded.names:
                 missing.append(name)
     if missing:
         warnings.warn(
             f"{len(missing)} weights that were not trained are saved as rounded by "
-            f"load_run ({', '.join(missing[:4])}, ...): {rounded['folder']}, which "
+            f"load_run ({', '.join(missing[:4])}, ...): {rounded.folder}, which "
             "held them exactly, does so no more.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return out
 
@@ -93,7 +104,7 @@ def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
     if mx.any(mx.isinf(cast) & mx.isfinite(array)).item():
         most = mx.max(mx.abs(mx.where(mx.isfinite(array), array, 0))).item()
         raise ValueError(
-            f"{name} holds {most:g}, beyond {str(dtype).removeprefix('mlx.core.')}'s "
+            f"{name} holds {most:g}, beyond {dtype_name(dtype)}'s "
             f"largest ({mx.finfo(dtype).max:g}): keep its layer in float32 "
             "(set_dtype(mx.float32) on it), or load without loss_scaling."
         )
@@ -102,7 +113,8 @@ def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def _originals(folder: Path) -> dict[str, mx.array]:
     try:
-        return read_weights(folder / MODEL) or {}
+        path = folder / MODEL
+        return read_arrays(path)[0] if path.exists() else {}
     except ValueError:  # not a safetensors file: it is replaced, not needed
         return {}
 

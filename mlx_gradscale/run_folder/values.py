@@ -13,12 +13,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..convert.sections import Part
+from ..files.text import dtype_name
 from ..torch_checkpoint import entries
 from ..torch_checkpoint.foreign import DefaultDict, Placeholder, TorchName, TorchSize
 from ..torch_checkpoint.keys import Keys, check_key
 from ..torch_checkpoint.limits import Budget
 from ..torch_checkpoint.pickle_allowlist import torch_name, torch_size
+
+
+class SectionMark(str):
+    """Stands in a checkpoint where a section was cut out; its value is the name."""
+
 
 # Up to here a tensor is written in the JSON itself (a BatchNorm counter, say).
 _MOST_INLINE = 16
@@ -79,8 +84,8 @@ class _Encoder:
     def encode(self, value: Any) -> Any:
         # Its line is indented by as many spaces as there are containers around it.
         self._take(_LINE + 2 * len(self._path))
-        if isinstance(value, Part):
-            return {"$part": str(value)}
+        if isinstance(value, SectionMark):
+            return {"$section": str(value)}
         if isinstance(value, str):
             self._take(len(value))
             return {"$torch": str(value)} if type(value) is TorchName else value
@@ -158,7 +163,7 @@ class _Encoder:
         return {"$object": held}
 
     def _array(self, value: mx.array) -> Any:
-        dtype = str(value.dtype).removeprefix("mlx.core.")
+        dtype = dtype_name(value)
         if dtype == "float64":  # MLX's safetensors have none
             data = self._base64(np.array(value).astype("<f8").tobytes())
             return {"$float64": {"shape": value.shape, "data": data}}
@@ -237,7 +242,7 @@ def _decode_float64(held: dict[str, Any]) -> mx.array:
 
 
 _LEAVES = {
-    "$part": Part,
+    "$section": SectionMark,
     "$torch": torch_name,
     "$float": float,
     "$complex": lambda held: complex(float(held[0]), float(held[1])),

@@ -273,7 +273,7 @@ def test_an_array_that_comes_often_is_written_once(tmp_path):
     checkpoint = {"model": {"w": mx.ones((2, 2))}, "a": [array] * 50, "b": array}
     write_run(tmp_path / "run", from_torch(checkpoint))
     assert (tmp_path / "run" / "extra.safetensors").stat().st_size < 5000
-    back = read_run(tmp_path / "run").record["checkpoint"]
+    back = read_run(tmp_path / "run").record.checkpoint
     assert back["b"] is back["a"][49]
     assert back["b"].tolist() == array.tolist()
 
@@ -283,7 +283,7 @@ def test_a_long_key_above_many_values(tmp_path):
     checkpoint = {"model": {"w": mx.ones((2, 2))}, "k" * 1_000_000: [0] * 30_000}
     write_run(tmp_path / "run", from_torch(checkpoint))
     assert (tmp_path / "run" / "training.json").stat().st_size < 5_000_000
-    back = read_run(tmp_path / "run").record["checkpoint"]
+    back = read_run(tmp_path / "run").record.checkpoint
     assert back["k" * 1_000_000] == [0] * 30_000
     assert len(table(("k" * 1_000_000, ""), [("x", 1)] * 100)) < 100_000
 

@@ -55,13 +55,13 @@ class Plan:
     Attributes:
         entries: by PyTorch name, in the state dict's order.
         tied: alias -> the name it shares its tensor with, whose entry it is in.
-        aside: what MLX has no place for (BatchNorm's counters, dropped tensors, extra
-            states of modules and other values that are no tensors).
+        unplaced: what MLX has no place for (BatchNorm's counters, dropped tensors,
+            extra states of modules and other values that are no tensors).
     """
 
     entries: dict[str, Entry]
     tied: dict[str, str] = field(default_factory=dict)
-    aside: tuple[str, ...] = ()
+    unplaced: tuple[str, ...] = ()
 
     def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """The MLX weights of a PyTorch state dict."""

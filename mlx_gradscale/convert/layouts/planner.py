@@ -54,8 +54,8 @@ def make_plan(
     tied: dict[str, str] = {}
     lost: list[str] = []
     owners: dict[int, str] = {}
-    aside = [n for n, x in tensors.items() if _has_no_place(n, x, choices)]
-    placed = [name for name in tensors if name not in set(aside)]
+    unplaced = [n for n, x in tensors.items() if _has_no_place(n, x, choices)]
+    placed = [name for name in tensors if name not in set(unplaced)]
     shapes = {name: tensors[name].shape for name in placed}
     learned = names_and_layouts(shapes, choices.named, model, known, prefix)
     for name in placed:
@@ -73,15 +73,15 @@ def make_plan(
             owners[id(tensor)] = name
             entries[name] = entry
     # What the model's own sanitize drops has no place either.
-    aside += [n for n in lost if learned[n][1] == DROPPED]
+    unplaced += [n for n in lost if learned[n][1] == DROPPED]
     lost = [n for n in lost if learned[n][1] != DROPPED]
     # A dropped name of a tensor that is kept under another one must follow it.
-    tied |= {n: owners[id(tensors[n])] for n in aside if id(tensors[n]) in owners}
+    tied |= {n: owners[id(tensors[n])] for n in unplaced if id(tensors[n]) in owners}
     for alias in [name for name in lost if id(tensors[name]) in owners]:
         tied[alias] = owners[id(tensors[alias])]
         lost.remove(alias)
     _check_names(entries, lost, known)
-    return Plan(entries, tied, tuple(name for name in aside if name not in tied))
+    return Plan(entries, tied, tuple(name for name in unplaced if name not in tied))
 
 
 def _has_no_place(name: str, value: object, choices: Choices) -> bool:

@@ -135,6 +135,11 @@ class Divided:
     rate: Rate
     divisor: Callable[[mx.array], mx.array]
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the rate itself is no schedule."""
+        return not callable(self.rate)
+
     def __call__(self, step: mx.array) -> mx.array:
         rate = self.rate(step) if callable(self.rate) else self.rate
         return rate / self.divisor(step)

@@ -6,6 +6,14 @@ from typing import Any
 
 from .table import ROWS, Row, number
 
+# What is refused until it is accepted.
+ACCEPTED = tuple(
+    sorted(
+        {key for row in ROWS.values() for key in row.refused}
+        | {"bias_correction", "dampening"}
+    )
+)
+
 
 class OptimizerMismatch(ValueError):
     """MLX's and PyTorch's optimizer would compute different things."""
@@ -231,3 +239,20 @@ def check(found: Iterable[Difference], accept: Iterable[str] = ()) -> list[str]:
             f"leave it out, accept it by name: {keys} (accept=..., --accept)."
         )
     return [each.text for each in found]
+
+
+def check_accepted(accept: Iterable[str], groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raises on a word to accept that is no setting: it would be a typing error.
+
+    Args:
+        accept: the words.
+        groups: the optimizer's; their keys are settings, too.
+    """
+    keys = {str(key) for group in groups for key in group} - {"params", "param_names"}
+    known = sorted({*ACCEPTED, *keys})
+    for word in accept:
+        if word not in known:
+            raise ValueError(
+                f"--accept {word}: there is no such setting; known are "
+                f"{', '.join(known)}."
+            )

@@ -1,17 +1,17 @@
 """Parameters that PyTorch's optimizer was given and never moved."""
 
 from collections.abc import Container, Mapping
-from typing import Any
 
 import mlx.core as mx
 
 from ..layouts import Entry
+from .record import OptimizerRecord
 from .table import ROWS
 
 
 def without_frozen(
     flat: Mapping[str, mx.array],
-    record: Mapping[str, Any],
+    record: OptimizerRecord,
     entries: Mapping[str, Entry],
     trainable: Container[str],
 ) -> tuple[dict[str, mx.array], list[str]]:
@@ -28,11 +28,11 @@ def without_frozen(
         trainable here, where others had one.
     """
     out, suspects = dict(flat), []
-    count = sum(map(len, record["names"]))
-    slots = ROWS[record["name"]].slots.values()
-    for i, names in enumerate(record["names"]):
-        prefix = "" if record["joined"] else f"states.{i}."
-        for name in (n for t in names if t in record["fresh"] for n in entries[t].mlx):
+    count = sum(map(len, record.names))
+    slots = ROWS[record.name].slots.values()
+    for i, names in enumerate(record.names):
+        prefix = record.prefix(i)
+        for name in (n for t in names if t in record.fresh for n in entries[t].mlx):
             held = [f"{prefix}{name}.{slot}" for slot in slots]
             if any(mx.any(flat[key]).item() for key in held if key in flat):
                 continue  # it was trained in MLX since
@@ -41,5 +41,5 @@ def without_frozen(
             else:
                 for key in held:
                     out.pop(key, None)
-    is_telling = any(record["steps"]) and len(record["fresh"]) < count
+    is_telling = any(record.steps) and len(record.fresh) < count
     return out, suspects if is_telling else []

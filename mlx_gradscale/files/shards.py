@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files.locks import open_file
-from ..files.paths import check_name
+from .locks import open_file
+from .paths import check_name
 
 INDEX = ".index.json"
 _SHARD = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})(\.safetensors|\.bin)")
@@ -111,7 +111,8 @@ def split(
         {'a-1-of-1.bin': {'w': 1}}
     """
     out: dict[str, dict[str, Any]] = {}
-    if tensors.keys() != index["files"].keys():
+    is_model = isinstance(tensors, Mapping)  # a file may say anything
+    if not is_model or tensors.keys() != index["files"].keys():
         raise ValueError("The model has other tensors than the index of its files.")
     for name, tensor in tensors.items():
         out.setdefault(index["files"][name], {})[name] = tensor
