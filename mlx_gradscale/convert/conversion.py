@@ -1,6 +1,7 @@
 """A PyTorch checkpoint object <-> everything an MLX run needs."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -158,9 +159,7 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
         3
     """
     if run.runs:
-        from .several import several_to_torch
-
-        return several_to_torch(run, accept)
+        return _several_to_torch(run, accept)
     record = run.record
     check_accepted(accept, record.optimizer.groups if record.optimizer else ())
     if record.checkpoint is None:
@@ -186,6 +185,23 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
             notes.append(f"PyTorch's checkpoint has no place for the {section} state.")
     notes += age_notes(record, run.optimizer) + moments_notes(record.checkpoint)
     return paste(record.checkpoint, values), notes
+
+
+def _several_to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
+    """The one checkpoint of several runs."""
+    values: dict[str, Any] = {}
+    notes: list[str] = []
+    for i, (name, each) in enumerate(run.runs.items()):
+        made, said = to_torch(each, accept)
+        if not isinstance(made, dict):
+            raise ValueError(f"The run {name} is not one of several.")
+        values |= {f"{i}/{section}": value for section, value in made.items()}
+        notes += [f"{name}: {note}" for note in said]
+    first = next(iter(run.runs.values()))
+    skeleton = run.record.checkpoint
+    notes += age_notes(replace(first.record, checkpoint=skeleton), first.optimizer)
+    notes += moments_notes(skeleton)
+    return paste(skeleton, values), notes
 
 
 def _give_model(run: Run) -> dict[str, mx.array]:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..files.paths import check_name
-from .conversion import from_sections, to_torch
+from .conversion import from_sections
 from .notes import moments_notes, schedule_notes
 from .passthrough import age_notes
 from .record import Record
@@ -75,23 +75,6 @@ def from_several(
     first = next(iter(runs.values()))
     several.notes += schedule_notes(replace(first, record=several.record))
     return several
-
-
-def several_to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
-    """Makes the one PyTorch checkpoint of several runs; see ``to_torch``."""
-    values: dict[str, Any] = {}
-    notes: list[str] = []
-    for i, (name, each) in enumerate(run.runs.items()):
-        made, said = to_torch(each, accept)
-        if not isinstance(made, dict):
-            raise ValueError(f"The run {name} is not one of several.")
-        values |= {f"{i}/{section}": value for section, value in made.items()}
-        notes += [f"{name}: {note}" for note in said]
-    first = next(iter(run.runs.values()))
-    skeleton = run.record.checkpoint
-    notes += age_notes(replace(first.record, checkpoint=skeleton), first.optimizer)
-    notes += moments_notes(skeleton)
-    return paste(skeleton, values), notes
 
 
 def _places(options: Options) -> dict[str, dict[str, str]]:
