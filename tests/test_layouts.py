@@ -392,7 +392,7 @@ def test_every_layout_there_and_back(layout, spatial, data):
     if layout == "split_qkv":
         shape[0] *= 3
     x = mx.arange(int(np.prod(shape))).reshape(shape)
-    names = tuple("abc"[: LAYOUTS[layout].parts])
+    names = tuple("abc"[: LAYOUTS[layout].count])
     entry = Entry("t", names, layout)
     parts = entry.to_mlx(x)
     assert sum(p.size for p in parts.values()) == x.size

@@ -15,7 +15,7 @@ from ..optimizer_state import check_loaded
 from ..run_folder.settings import settings
 from ..scaler import GradScaler
 from .checksum import checksum
-from .layout import arranged
+from .memory_order import arranged
 from .weights import statistics, weights
 
 Flat = Mapping[str, Any]

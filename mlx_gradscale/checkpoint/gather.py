@@ -21,7 +21,7 @@ from ..run_folder.values import encode
 from ..scale import FIELDS
 from ..scaler import GradScaler
 from .checksum import bits, checksum
-from .layout import strides
+from .memory_order import strides
 from .weights import statistics, weights
 
 # In training.json: what restore_checkpoint needs.

@@ -19,7 +19,6 @@ from ..run_folder.values import decode, encode
 from ..scaler import GradScaler
 from ..state_slots import copies, restore
 from . import ranks
-from .background import finish
 from .fit import (
     Flat,
     check_moment,
@@ -30,7 +29,8 @@ from .fit import (
     short,
 )
 from .gather import RESUME
-from .layout import arranged
+from .memory_order import arranged
+from .pending_save import finish
 from .save import check_arguments
 
 # What code meets in a file that is not as save_checkpoint writes it.

@@ -14,9 +14,9 @@ from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import OURS, Contents, file_contents, write_files
 from ..scaler import GradScaler
 from . import ranks
-from .background import begin, finish
 from .gather import RESUME, complete, gather
 from .keep import is_run, keep_last
+from .pending_save import begin, finish
 from .weights import statistics, weights
 
 

@@ -1,6 +1,6 @@
 """Several models in one checkpoint (a GAN's), as several runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +8,11 @@ import mlx.nn as nn
 
 from ..files.paths import check_name
 from .conversion import from_sections
-from .notes import moments_notes, schedule_notes
-from .passthrough import age_notes
+from .notes import schedule_notes
 from .record import Record
 from .run import Options, Run
 from .sections import SectionsError, find_sections
-from .skeleton import cut, get, paste
+from .skeleton import cut, get
 
 
 def is_several(options: Options) -> bool:

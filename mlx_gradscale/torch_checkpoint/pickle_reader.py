@@ -1,9 +1,9 @@
 """A closed interpreter for pickles: plain values, tensors, and placeholders.
 
 It follows the instructions that PyTorch's pickles (protocols 2 to 5) are made of and
-raises ``CheckpointError`` for any other. Names go through ``pickle_allowlist.look_up``, a fixed
-table; what is done with one that is not in it is noted on a ``Placeholder`` and not
-done. Python's own unpickler is not involved.
+raises ``CheckpointError`` for any other. Names go through a fixed table,
+``pickle_allowlist.look_up``; what is done with one that is not in it is noted on a
+``Placeholder`` and not done. Python's own unpickler is not involved.
 """
 
 import struct

@@ -12,11 +12,11 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one PyTorch tensor becomes ``parts`` MLX arrays, and back."""
+    """How one PyTorch tensor becomes ``count`` MLX arrays, and back."""
 
     to_mlx: Callable[[mx.array], list[mx.array]]
     to_torch: Callable[[list[mx.array]], mx.array]
-    parts: int = 1
+    count: int = 1
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -38,5 +38,5 @@ LAYOUTS: dict[str, Layout] = {
         lambda x: [mx.swapaxes(x, 1, 2)], lambda xs: mx.swapaxes(xs[0], 1, 2)
     ),
     # nn.MultiheadAttention's in_proj: query, key and value in one tensor
-    "split_qkv": Layout(lambda x: mx.split(x, 3), mx.concatenate, parts=3),
+    "split_qkv": Layout(lambda x: mx.split(x, 3), mx.concatenate, count=3),
 }

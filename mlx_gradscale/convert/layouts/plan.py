@@ -28,8 +28,8 @@ class Entry:
     @property
     def places(self) -> list[tuple[str, ...]]:
         """The MLX names of each copy; more than one where a tie is undone."""
-        parts = LAYOUTS[self.layout].parts
-        return [self.mlx[i : i + parts] for i in range(0, len(self.mlx), parts)]
+        count = LAYOUTS[self.layout].count
+        return [self.mlx[i : i + count] for i in range(0, len(self.mlx), count)]
 
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
         """The MLX arrays of a PyTorch tensor, weight or moment."""

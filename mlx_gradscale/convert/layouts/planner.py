@@ -120,7 +120,7 @@ def _entry(
     if target is None:
         return None
     layout = said or target.layout or _unchanged(name, tensor, target)
-    if LAYOUTS[layout].parts != len(target.mlx):
+    if LAYOUTS[layout].count != len(target.mlx):
         raise LayoutError(f"{name} cannot be {layout}: in MLX it is {target.mlx}.")
     if layout == "split_qkv" and tensor.shape[0] % 3:
         raise LayoutError(f"{name} has shape {tensor.shape}: not a fused attention.")
