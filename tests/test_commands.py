@@ -1,6 +1,7 @@
 """Every command ends as others do: its codes, and no word about a closed pipe."""
 
 import os
+import runpy
 import subprocess
 import sys
 from contextlib import contextmanager, redirect_stdout
@@ -54,3 +55,19 @@ def test_a_module_that_is_run_inspects_and_minds_the_pipe():
     assert piped.stderr.read() == b""
     piped.stderr.close()
     assert piped.wait() == 141
+
+
+@pytest.mark.filterwarnings("ignore:'mlx_gradscale.inspect' found in sys.modules")
+@pytest.mark.parametrize("name", ["convert", "float16", "inspect", "lora", "plot"])
+def test_every_command_runs_as_a_module(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"mlx_gradscale.{name}", run_name="__main__")
+    assert end.value.code == 0
+    assert f"usage: mlx_gradscale.{name} " in capsys.readouterr().out
+
+
+def test_the_package_imports_no_conversion():
+    code = "import sys, mlx_gradscale; print('mlx_gradscale.convert' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

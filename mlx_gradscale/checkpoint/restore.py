@@ -95,7 +95,7 @@ def restore_checkpoint(
             with agreed_already():
                 extra, seed = _write(found, model, optimizer, scaler, group)
         except Exception as problem:
-            error = _told(problem, folder)
+            error = _with_folder(problem, folder)
         ranks.agree(error, group, "restore_checkpoint")
     except BaseException:
         restore(before)
@@ -104,15 +104,15 @@ def restore_checkpoint(
     return extra
 
 
-def _told(problem: Exception, folder: str | os.PathLike) -> Exception:
+def _with_folder(problem: Exception, folder: str | os.PathLike) -> Exception:
     if isinstance(problem, _UNEXPECTED):
         kind = type(problem).__name__
         problem = ValueError(f"The checkpoint is damaged: {kind}: {problem}.")
     if not isinstance(problem, ValueError):
         return problem
-    told = ValueError(f"{folder}: {problem} Nothing was changed.")
-    told.__cause__ = problem
-    return told
+    named = ValueError(f"{folder}: {problem} Nothing was changed.")
+    named.__cause__ = problem
+    return named
 
 
 def _read(folder: str | os.PathLike) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..run_folder.contents import (
     Contents,
     Files,
     RunError,
+    check_arrays,
     damaged,
     file_contents,
     read_contents,
@@ -63,7 +64,9 @@ def run_files(run: Run) -> Files:
 def _contents(run: Run) -> Contents:
     runs = {name: _contents(each) for name, each in run.runs.items()}
     training = run.record.to_training()
-    return Contents(run.weights, run.optimizer, run.scaler, training, runs)
+    contents = Contents(run.weights, run.optimizer, run.scaler, training, runs)
+    check_arrays(contents)
+    return contents
 
 
 def read_run(folder: str | os.PathLike) -> Run:

@@ -70,7 +70,7 @@ def parameter_names(
         return _given(state_dict, saved, tensors, plan, rename), []
     if not isinstance(tensors, Unordered):
         found = _placed(state_dict, tensors, plan)
-        return found, _doubts(found, state_dict, tensors, plan)
+        return found, _ambiguity_notes(found, state_dict, tensors, plan)
     try:
         return _matched(state_dict, tensors, plan), []
     except OrderError as error:
@@ -85,7 +85,7 @@ def parameter_names(
         "The optimizer does not name its parameters, and a safetensors file does not "
         "keep their order: that of the MLX model's layers was taken, and fits by all "
         "shapes. If PyTorch's model has its layers in another order, moments of one "
-        f"shape are now mixed up. To be sure: {_how()}"
+        f"shape are now mixed up. To be sure: {_advice()}"
     ]
 
 
@@ -136,7 +136,7 @@ def _leaves_first(tree: Mapping[str, Any]) -> Iterator[str]:
             yield from _leaves_first(inner)
 
 
-def _how(some_are_left: bool = False) -> str:
+def _advice(some_are_left: bool = False) -> str:
     trained = "[name for name, p in model.named_parameters() if p.requires_grad]"
     every = "[name for name, _ in model.named_parameters()]"
     names = trained if some_are_left else every
@@ -158,7 +158,7 @@ def _given(
     if len(given) != len(indices):
         raise OrderError(
             f"{len(given)} names for the optimizer's {len(indices)} parameters. "
-            f"{_how(len(given) > len(indices))}"
+            f"{_advice(len(given) > len(indices))}"
         )
 
     def plain(name: str) -> str:
@@ -174,16 +174,16 @@ def _given(
             what = f"could be {' or '.join(fits)}" if fits[1:] else "is not"
             raise OrderError(
                 f"The optimizer's parameter {name!r} {what} in the model's state "
-                f"dict. {_how()}"
+                f"dict. {_advice()}"
             )
         found[index] = plan.tied.get(fits[0], fits[0])
     twice = [name for name, n in Counter(found.values()).items() if n > 1]
     if twice:
-        raise OrderError(f"The names give {twice[0]!r} more than once. {_how()}")
+        raise OrderError(f"The names give {twice[0]!r} more than once. {_advice()}")
     return found
 
 
-def _doubts(
+def _ambiguity_notes(
     found: Mapping[int, str],
     state_dict: Mapping[str, Any],
     tensors: Mapping[str, mx.array],
@@ -204,7 +204,7 @@ def _doubts(
         "The optimizer does not name its parameters: the model's order was taken, as "
         f"in optimizer(model.parameters()). {len(alike)} of {len(found)} have the "
         f"shape of another ({', '.join(alike[:2])}, ...), so if the optimizer was "
-        f"given another order, their moments are now mixed up. To be sure: {_how()}"
+        f"given another order, their moments are now mixed up. To be sure: {_advice()}"
     ]
 
 
@@ -252,7 +252,7 @@ def _matched(
     if doubtful or len(set(shapes)) != len(shapes):
         raise OrderError(
             "The model was read from a safetensors file, which does not keep the order "
-            f"of its tensors, and their shapes do not tell them apart. {_how()}"
+            f"of its tensors, and their shapes do not tell them apart. {_advice()}"
         )
     found = zip(indices, shapes, strict=True)
     return {index: names[shape][0] for index, shape in found}
@@ -297,13 +297,15 @@ def _placed(
                 _add(following, dealt, ways, path)
         placings = following
         if len(placings) > _MOST_PLACINGS:
-            raise OrderError(f"Too many orders of the parameters fit. {_how(may_skip)}")
+            raise OrderError(
+                f"Too many orders of the parameters fit. {_advice(may_skip)}"
+            )
     ways, path = placings.get(tuple(map(len, groups)), (0, None))
     if ways != 1:
         how_many = "More than one order" if ways else "No order"
         raise OrderError(
             f"{how_many} of the model's {len(names)} tensors fits the optimizer's "
-            f"{len(shapes)} parameters. {_how(may_skip)}"
+            f"{len(shapes)} parameters. {_advice(may_skip)}"
         )
     found = {}
     while path is not None:

@@ -11,7 +11,7 @@ def to_scaler(
     section: Mapping[str, Any], format: str
 ) -> tuple[dict[str, Any], list[str]]:
     """The ``GradScaler.state_dict`` of a section, and sentences for the user."""
-    return _told(lambda: formats.read_state(section, format))
+    return _with_notes(lambda: formats.read_state(section, format))
 
 
 def from_scaler(state: dict[str, Any], format: str) -> tuple[Any, list[str]]:
@@ -32,7 +32,7 @@ def from_scaler(state: dict[str, Any], format: str) -> tuple[Any, list[str]]:
         said = f"PyTorch's GradScaler ignores {', '.join(ignored)}."
         return dict(state), [said] if ignored else []
     target = format if row.writes and format != "flodl" else "torch"
-    out, notes = _told(lambda: formats.write_state(state, target))
+    out, notes = _with_notes(lambda: formats.write_state(state, target))
     if target != format:
         notes.append(
             f"The scaler state came from {format}; it is written as PyTorch's."
@@ -40,7 +40,7 @@ def from_scaler(state: dict[str, Any], format: str) -> tuple[Any, list[str]]:
     return out, notes
 
 
-def _told(convert: Callable[[], Any]) -> tuple[Any, list[str]]:
+def _with_notes(convert: Callable[[], Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", formats.FormatWarning)
         made = convert()

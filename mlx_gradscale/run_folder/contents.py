@@ -77,7 +77,6 @@ def file_contents(contents: Contents) -> Files:
         >>> list(file_contents(Contents(weights={"w": mx.ones(2)})))
         ['model.safetensors', 'training.json']
     """
-    check_arrays(contents)
     extra: Arrays = {}
     named = {_SEVERAL: list(contents.runs)} if contents.runs else {}
     training = contents.training | named
@@ -97,7 +96,7 @@ def file_contents(contents: Contents) -> Files:
 
 
 def check_arrays(contents: Contents) -> None:
-    """Raise for arrays that the files have no format for."""
+    """Raise for arrays that the files have no format for; before they are written."""
     for arrays in (contents.weights, contents.optimizer):
         for name, array in (arrays or {}).items():
             if array.dtype == mx.float64:
