@@ -91,6 +91,7 @@ def file_contents(contents: Contents) -> Files:
     }
     files = {name: content for name, content in found.items() if content is not None}
     for folder, each in contents.runs.items():
+        check_name(folder, "The run")
         files |= {f"{folder}/{name}": x for name, x in file_contents(each).items()}
     return files
 
