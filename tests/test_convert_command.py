@@ -17,10 +17,10 @@ from mlx_gradscale.convert import (
     from_torch,
     load_run,
     main,
+    progress,
     read_run,
     save_run,
 )
-from mlx_gradscale.files import text
 from mlx_gradscale.run_folder import contents
 
 
@@ -309,16 +309,15 @@ def test_big_arrays_have_a_progress_bar_on_a_terminal(monkeypatch, capsys, tqdm)
     else:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     arrays = {"a": mx.zeros(1000), "b": mx.ones(500) + 1}
-    text.evaluate(arrays)
+    progress.evaluate(arrays)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(text, "_BIG", 1)
-    text.evaluate(arrays)
+    monkeypatch.setattr(progress, "_BIG", 1)
+    progress.evaluate(arrays)
     assert capsys.readouterr().err == ""  # not a terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    text.evaluate(arrays)
+    progress.evaluate(arrays)
     said = capsys.readouterr().err
-    assert "converting" in said
-    assert "100%" in said if tqdm else "6.0 kB of 6.0 kB" in said
+    assert ("converting" in said, "100%" in said) == (tqdm, tqdm)
 
 
 def test_choices_from_python():

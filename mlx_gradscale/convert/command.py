@@ -14,7 +14,7 @@ import mlx.nn as nn
 from ..commands import run_command
 from ..files.folders import check_folder, refuse_hidden
 from ..files.paths import contains
-from ..files.text import dtype_name, evaluate, printable, shape, table
+from ..files.text import dtype_name, printable, shape, table
 from ..run_folder.contents import write_files
 from .arguments import parser
 from .conversion import from_torch, to_torch
@@ -24,6 +24,7 @@ from .layouts import Choices
 from .mlx_lm_model import mlx_lm_model
 from .optimizers import number
 from .passthrough import leaves
+from .progress import evaluate
 from .record import Record
 from .resume import current_groups
 from .run import Options, Run

@@ -1,12 +1,9 @@
-"""Plain text for the commands: tables, sizes, a progress bar."""
+"""Plain text for people: tables, sizes, names of dtypes, an order of paths."""
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
-# Below this an evaluation is over before a bar could be read.
-_BIG = 256 * 2**20
 # Every row of a table is as wide as its widest cell.
 _WIDEST = 200
 
@@ -106,42 +103,3 @@ def natural_order(path: str) -> list[tuple[bool, int, str]]:
     """
     words = path.split(".")
     return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]
-
-
-def evaluate(arrays: Mapping[str, mx.array], label: str = "converting") -> None:
-    """Computes arrays one by one; with a progress bar if they are big.
-
-    The bar is tqdm's where it is installed, and goes to a terminal only.
-    """
-    total = sum(array.nbytes for array in arrays.values())
-    if total < _BIG or not sys.stderr.isatty():
-        mx.eval(*arrays.values())
-        return
-    with _bar(total, label) as bar:
-        for array in arrays.values():
-            mx.eval(array)
-            bar.update(array.nbytes)
-
-
-def _bar(total: int, label: str):
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _PlainBar(total, label)
-    return tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr)
-
-
-class _PlainBar:
-    def __init__(self, total: int, label: str) -> None:
-        self.total, self.label, self.done = total, label, 0
-
-    def __enter__(self) -> "_PlainBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        print(file=sys.stderr)
-
-    def update(self, count: int) -> None:
-        self.done += count
-        share = f"{size(self.done)} of {size(self.total)}"
-        print(f"\r{self.label}: {share}", end="", file=sys.stderr, flush=True)
