@@ -14,6 +14,7 @@ from mlx_gradscale import inspect, torch_checkpoint
 from mlx_gradscale.convert import (
     Choices,
     Options,
+    command,
     from_torch,
     load_run,
     main,
@@ -318,6 +319,15 @@ def test_big_arrays_have_a_progress_bar_on_a_terminal(monkeypatch, capsys, tqdm)
     progress.evaluate(arrays)
     said = capsys.readouterr().err
     assert ("converting" in said, "100%" in said) == (tqdm, tqdm)
+
+
+def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path, monkeypatch, capsys):
+    where, back = paths(tmp_path, usual()), tmp_path / "a.pt"
+    assert main(where) == 0
+    back.unlink()
+    monkeypatch.setattr(command, "evaluate", lambda arrays: back.write_text("mine"))
+    assert "is there already" in fails(capsys, *where)
+    assert back.read_text() == "mine"
 
 
 def test_choices_from_python():

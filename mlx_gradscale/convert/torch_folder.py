@@ -154,6 +154,7 @@ def write_torch_files(
     """Writes what :func:`torch_files` gave."""
     path = Path(path)
     if not is_folder:
+        check_file(path, overwrite)  # it may have come since, as new_folder checks too
         _write_file(path, files[path.name])
         return
     # What is carried along and there already stays as it is.
