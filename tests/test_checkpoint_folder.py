@@ -389,6 +389,13 @@ def set_in(*path, value):
     return damaged(change)
 
 
+def _nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 HOSTILE = {
     "no settings": damaged(lambda resume: resume.pop("settings")),
     "no weights' dtypes": set_in("dtypes", value={}),
@@ -426,9 +433,20 @@ HOSTILE = {
     "a deep nest": lambda folder: (folder / "training.json").write_text(
         '{"format": "mlx_gradscale", "version": 1, "resume": ' + "[" * 10**5
     ),
+    "a nest that can be parsed": set_in("extra", value=_nested(400)),
     "a short model": cut("model.safetensors"),
     "a short optimizer": cut("optimizer.safetensors"),
 }
+
+
+def test_a_nest_in_what_is_there_is_a_sentence_too(tmp_path):
+    run = KINDS["AdamW"]()
+    save_checkpoint(tmp_path / "run", *run.parts)
+    training = tmp_path / "run" / "training.json"
+    record = json.loads(training.read_text()) | {"theirs": _nested(400)}
+    training.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="nested more than"):
+        save_checkpoint(tmp_path / "run", *run.parts)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

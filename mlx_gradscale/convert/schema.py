@@ -6,7 +6,7 @@ end in ``?`` may be missing, others may be there too), ``{str: schema}`` for a d
 with texts as keys.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -15,14 +15,12 @@ from ..files.paths import check_name
 from ..files.shards import check_shards
 from ..formats import FORMATS
 from ..run_folder.contents import RunError
-from ..run_folder.values import SectionMark
+from ..run_folder.values import SectionMark, each_value
 from .layouts import LAYOUTS
 from .optimizers import ROWS
 from .optimizers.valid import check_group, check_setting
 
 _LARGEST_INT = 2**53  # what a float holds exactly
-# PyTorch's files are read to a depth of 128 (torch_checkpoint.Limits).
-_DEEPEST = 160
 
 
 def check_training(record: Mapping[str, Any], runs: int = 0) -> None:
@@ -38,8 +36,6 @@ def check_training(record: Mapping[str, Any], runs: int = 0) -> None:
         ...
         mlx_gradscale.run_folder.contents.RunError: folder must be true or false, not 1
     """
-    for _ in _values(record):
-        pass  # the depth is checked
     _check(record, _RECORD, "")
     if record.get("used") is not None:
         _check_used(record["used"])
@@ -207,7 +203,7 @@ def _check_used(used: Any) -> None:
 
 def _check_marks(record: Mapping[str, Any], runs: int) -> None:
     extra = record.get("optimizer", {}).get("extra")
-    for value in _values([record["checkpoint"], extra]):
+    for value in each_value([record["checkpoint"], extra]):
         if isinstance(value, SectionMark):
             number, _, section = value.rpartition("/")
             known = section in ("model", "optimizer", "scaler")
@@ -216,17 +212,3 @@ def _check_marks(record: Mapping[str, Any], runs: int) -> None:
             else:
                 known = known and not number and value in record
             _need(known, "checkpoint", "of sections that it has", str(value))
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """All values inside a value, without recursion; they may not be too deep."""
-    left = [(value, 0)]
-    while left:
-        value, depth = left.pop()
-        yield value
-        if depth > _DEEPEST:
-            raise RunError(f"it is nested more than {_DEEPEST} times")
-        if isinstance(value, Mapping):
-            left += ((inner, depth + 1) for inner in value.values())
-        elif isinstance(value, (list, tuple)):
-            left += ((inner, depth + 1) for inner in value)

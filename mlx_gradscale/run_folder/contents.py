@@ -22,7 +22,7 @@ from ..files.locks import open_file
 from ..files.paths import check_name
 from ..files.shards import INDEX, shard_sets
 from ..scale import FIELDS, TORCH_KEYS, check
-from .values import decode, encode
+from .values import decode, each_value, encode
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SCALER, TRAINING, EXTRA = "scaler.json", "training.json", "extra.safetensors"
@@ -249,7 +249,10 @@ def _read_training(path: Path, extra: Arrays) -> dict[str, Any]:
     if version != _HEADER["version"]:
         raise RunError(f"{path} has version {version}, not {_HEADER['version']}.")
     try:
-        return {k: decode(v, extra) for k, v in held.items() if k not in _HEADER}
+        found = {k: decode(v, extra) for k, v in held.items() if k not in _HEADER}
+        for _ in each_value(found):
+            pass  # the depth is checked: not all that follows is without recursion
+        return found
     except DAMAGE as error:
         raise damaged(path, error) from error
 

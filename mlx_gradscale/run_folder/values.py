@@ -8,6 +8,7 @@ stays readable.
 import base64
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +38,8 @@ _SEQUENCES = {
     "$frozenset": frozenset,
     "$size": TorchSize,
 }
+# PyTorch's files are read to a depth of 128 (torch_checkpoint.Limits).
+_DEEPEST = 160
 _MAPPINGS = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
 
@@ -71,6 +74,24 @@ def decode(value: Any, tensors: dict[str, mx.array]) -> Any:
         (1, {'x': b'ab'})
     """
     return _Decoder(tensors).decode(value)
+
+
+def each_value(value: Any) -> Iterator[Any]:
+    """All values inside a value, without recursion.
+
+    Raises:
+        ValueError: they are nested too deep.
+    """
+    left = [(value, 0)]
+    while left:
+        value, depth = left.pop()
+        yield value
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested more than {_DEEPEST} times")
+        if isinstance(value, Mapping):
+            left += ((inner, depth + 1) for inner in value.values())
+        elif isinstance(value, (list, tuple)):
+            left += ((inner, depth + 1) for inner in value)
 
 
 class _Encoder:
