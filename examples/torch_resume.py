@@ -85,7 +85,7 @@ def run(folder):
         print(f"scale {scale:.0f} (PyTorch {scaler.get_scale():.0f})")
 
     # What the epoch counts only this script knows: MLX passes it through.
-    resumed.record["checkpoint"]["epoch"] = 20
+    resumed.record.checkpoint["epoch"] = 20
     save_run(folder / "run", model, resumed.optimizer, resumed.scaler, resumed.record)
     paths[1] = str(folder / "back.pt")
     assert main(paths) == 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from ._version import __version__
+from .commands import run_command
 
 # command -> (the module whose main runs it, what it does)
 COMMANDS = {
@@ -28,20 +29,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         int: The command's exit code; 2 if there is no such command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments[0] if arguments else "--help"
-    if name in COMMANDS:
-        module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
-        return module.main(arguments[1:])
-    if name == "--version":
+    name = arguments[0] if arguments else None
+    if name not in COMMANDS:
+        return run_command(lambda: _without_command(name))
+    module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
+    return module.main(arguments[1:])
+
+
+def _without_command(word: str | None) -> int:
+    if word == "--version":
         print(f"mlx_gradscale {__version__}, MLX {version('mlx')}")
         return 0
     lines = [f"  {each:10}{text}" for each, (_, text) in COMMANDS.items()]
     usage = "usage: mlx_gradscale COMMAND ...; COMMAND --help tells more"
     help_text = "\n".join([usage, *lines])
-    if name in ("-h", "--help"):
+    if word in ("-h", "--help"):
         print(help_text)
-        return 0 if arguments else 2
-    print(f"There is no command {name!r}.\n{help_text}", file=sys.stderr)
+        return 0
+    if word is not None:
+        help_text = f"There is no command {word!r}.\n{help_text}"
+    print(help_text, file=sys.stderr)
     return 2
 
 

@@ -2,334 +2,43 @@
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
-import numpy as np
+from .commands import run_command
+from .convert.description import describe, render
 
-from . import files, torch_optimizers
-from .array_files import read_arrays
-from .convert.flat_optimizer import unflattened
-from .convert.folder import MODEL, OPTIMIZER, TRAINING, read_run
-from .convert.foreign import plain_part
-from .convert.parts import Part, PartsError, cut, find_parts, get, is_scaler
-from .convert.passed import leaves
-from .convert.resume import current_groups
-from .convert.text import dtype, printable, shape, size, table
-from .convert.torch_folder import read_torch
-from .convert.whole import Run
-from .torch_checkpoint import Placeholder, plain_value
-from .torch_checkpoint.foreign import PlacedTensor
-from .torch_optimizers import number
-from .torch_optimizers.valid import check_state_dict
+__all__ = ["describe", "main", "render"]
 
-
-def describe(path: str | Path) -> dict[str, Any]:
-    """What is in a ``.pt`` or ``.safetensors`` file, a scaler's file or a folder.
-
-    Args:
-        path: the file or folder.
-
-    Returns:
-        dict: ready for JSON: ``kind``, ``tensors`` (name, shape, dtype, bytes),
-        ``optimizer``, ``scaler`` and ``rest``, those that are there.
-
-    Example:
-        >>> import os, tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = os.path.join(folder, "model.safetensors")
-        ...     mx.save_safetensors(path, {"w": mx.zeros((2, 3))})
-        ...     describe(path)["tensors"]
-        [{'name': 'w', 'shape': [2, 3], 'dtype': 'float32', 'bytes': 24}]
-    """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"There is no {path}.")
-    if path.is_dir() and any((path / n).exists() for n in (TRAINING, OPTIMIZER)):
-        found = _describe_run(path)
-    elif path.suffix == ".safetensors":
-        found = _describe_safetensors(path)
-    elif path.name.endswith((".json", ".json.gz")):
-        found = _describe_json(files.load_state(path))
-    else:
-        kind = "folder of PyTorch files" if path.is_dir() else "PyTorch checkpoint"
-        # float64 is kept: nothing is computed here.
-        found = {"kind": kind, **_describe_torch(read_torch(path, mx.float64)[0])}
-    return {"path": str(path), **found}
-
-
-def _describe_json(state: dict[str, Any]) -> dict[str, Any]:
-    if is_scaler(state):
-        return {"kind": "scaler state", "scaler": _plain(state)}
-    return {"kind": "JSON, no scaler state", **_rest(state)}
-
-
-def _describe_run(folder: Path) -> dict[str, Any]:
-    run = read_run(folder)
-    if run.runs:
-        kind = f"several MLX runs, in folders of their own: {', '.join(run.runs)}"
-        return {"kind": kind, **_rest(run.record["checkpoint"])}
-    found: dict[str, Any] = {"kind": "MLX run"}
-    if run.weights is not None:
-        found["tensors"] = _tensors(_sorted(run.weights))
-    if run.optimizer is not None:
-        found["optimizer"] = _flat_optimizer(run.optimizer)
-        if "optimizer" in run.record:
-            record = run.record["optimizer"]
-            found["optimizer"] |= _groups(record["name"], _run_groups(run))
-    if run.scaler is not None:
-        found["scaler"] = _plain(run.scaler)
-    if "checkpoint" in run.record:
-        found |= _rest(run.record["checkpoint"])
-    return found
-
-
-def _run_groups(run: Run) -> list[dict[str, Any]]:
-    try:
-        return current_groups(run)
-    except ValueError:  # the state is another optimizer's: only the record is left
-        recorded = run.record["optimizer"]["groups"]
-        return [{k: v for k, v in g.items() if k != "lr"} for g in recorded]
-
-
-def _describe_safetensors(path: Path) -> dict[str, Any]:
-    arrays, metadata = read_arrays(path)
-    found = {"kind": "safetensors", "tensors": _tensors(_sorted(arrays))}
-    if metadata:
-        found["metadata"] = metadata
-    if {"step", "learning_rate"} <= arrays.keys() or "states.0.step" in arrays:
-        found["optimizer"] = _flat_optimizer(arrays)
-    return found
-
-
-def _describe_torch(checkpoint: Any) -> dict[str, Any]:
-    try:
-        parts = find_parts(checkpoint)
-    except PartsError:
-        parts = {}  # several models, or none: the tensors are listed where they are
-    found: dict[str, Any] = {}
-    if "model" in parts:
-        found["tensors"] = _tensors(get(checkpoint, parts["model"]))
-    if "optimizer" in parts:
-        try:
-            state = plain_part("optimizer", get(checkpoint, parts["optimizer"]))
-            found["optimizer"] = _torch_optimizer(unflattened(state))
-        except PartsError:  # it holds objects where numbers are: shown as it is
-            del parts["optimizer"]
-    if "scaler" in parts:
-        found["scaler"] = _plain(get(checkpoint, parts["scaler"]))
-    return found | _rest(cut(checkpoint, parts) if parts else checkpoint)
-
-
-def _tensors(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each tensor is; a model's state may hold other values beside them."""
-    return [
-        {
-            "name": name,
-            "shape": list(array.shape),
-            "dtype": dtype(array),
-            "bytes": array.nbytes,
-        }
-        for name, array in arrays.items()
-        if isinstance(array, mx.array)
-    ]
-
-
-def _sorted(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """By name, numbers as numbers: mx.load gives them in any order."""
-
-    def key(name: str) -> list[tuple[bool, int, str]]:
-        words = name.split(".")
-        return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]
-
-    return {name: arrays[name] for name in sorted(arrays, key=key)}
-
-
-def _torch_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        check_state_dict(state)
-    except ValueError as error:
-        return {"name": f"{error}", "steps": [], "slots": [], "bytes": 0}
-    try:
-        name = torch_optimizers.recognise(state)
-    except ValueError:
-        name = "unknown"
-    steps = {
-        number(s["step"]) for s in state["state"].values() if s.get("step") is not None
-    }
-    slots = {k for s in state["state"].values() for k in s if k != "step"}
-    arrays = [x for x in leaves(state["state"]) if isinstance(x, mx.array)]
-    return {
-        "steps": sorted(steps),
-        "slots": sorted(slots),
-        "bytes": sum(x.nbytes for x in arrays),
-        **_groups(name, state["param_groups"]),
-    }
-
-
-def _groups(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    said = []
-    for group in groups:
-        kept = {k: _plain(v) for k, v in group.items() if k != "param_names"}
-        said.append({**kept, "params": len(group["params"])})
-    return {"name": name, "groups": said}
-
-
-def _flat_optimizer(flat: Mapping[str, mx.array]) -> dict[str, Any]:
-    def ends(word: str) -> list[Any]:
-        places = [k for k in _sorted(flat) if k == word or k.startswith("states.")]
-        return [_plain(flat[k]) for k in places if k.rsplit(".", 1)[-1] == word]
-
-    slots = {key.rsplit(".", 1)[-1] for key in flat} - {"step", "learning_rate"}
-    return {
-        "steps": ends("step"),
-        "learning_rates": ends("learning_rate"),
-        "slots": sorted(slots),
-        "bytes": sum(array.nbytes for array in flat.values()),
-    }
-
-
-def _rest(skeleton: Any) -> dict[str, Any]:
-    if isinstance(skeleton, Part):
-        return {}
-    if isinstance(skeleton, mx.array):
-        return {"tensors": _tensors({"the file itself": skeleton})}
-    if isinstance(skeleton, (list, tuple)):
-        skeleton = dict(enumerate(skeleton))
-    if not isinstance(skeleton, Mapping):
-        skeleton = {"the file itself": skeleton}
-    skeleton = {k: v for k, v in skeleton.items() if not isinstance(v, Part)}
-    seen: set[int] = set()
-    rest = {_key(k): _plain(v, seen) for k, v in skeleton.items()}
-    return {"rest": rest} if rest else {}
-
-
-def _plain(value: Any, seen: set[int] | None = None) -> Any:
-    """JSON for people: a tensor is told by its shape, unless it is one number.
-
-    Objects of other programs may hold themselves and each other: ``seen`` are those
-    that were told, by id, and are told only in short again.
-    """
-    seen = set() if seen is None else seen
-    if isinstance(value, Placeholder):
-        again = id(value) in seen
-        seen.add(id(value))
-        plain = plain_value(value)
-        value = str(value) if again and isinstance(plain, Mapping) else plain
-    if isinstance(value, Placeholder):
-        return str(value)
-    if isinstance(value, PlacedTensor):
-        value = value.array
-    if isinstance(value, mx.array):
-        told = f"{dtype(value)} {shape(value)}"
-        return _plain(value.item()) if value.size == 1 else told
-    if isinstance(value, np.ndarray):
-        return f"numpy {value.dtype.name} {'x'.join(map(str, value.shape)) or 'scalar'}"
-    if isinstance(value, Mapping):
-        return {_key(key): _plain(item, seen) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item, seen) for item in value]
-    if isinstance(value, (bytes, bytearray)):
-        return f"{len(value)} bytes"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no word for it
-    return value if isinstance(value, (str, int, float, type(None))) else str(value)
-
-
-def _key(key: Any) -> str:
-    return str(plain_value(key))
-
-
-def render(found: Mapping[str, Any]) -> str:
-    """The description as text.
-
-    Example:
-        >>> print(render({"path": "a.pt", "kind": "PyTorch checkpoint",
-        ...               "rest": {"epoch": 3}}))
-        a.pt: PyTorch checkpoint
-        <BLANKLINE>
-        epoch  3
-    """
-    lines = [printable(f"{found['path']}: {found['kind']}")]
-    if not found.keys() - {"path", "kind"}:
-        lines.append("It is empty.")
-    if "tensors" in found:
-        rows = [
-            (t["name"], "x".join(map(str, t["shape"])) or "scalar", t["dtype"],
-             size(t["bytes"]))
-            for t in found["tensors"]
-        ]  # fmt: skip
-        count, total = len(rows), sum(t["bytes"] for t in found["tensors"])
-        lines += ["", table(("tensor", "shape", "dtype", "size"), rows)]
-        lines += [f"{count} tensors, {size(total)}"]
-    if "optimizer" in found:
-        lines += ["", *_optimizer_lines(found["optimizer"])]
-    if "scaler" in found:
-        lines += ["", table(("scaler", ""), found["scaler"].items())]
-    for key in ("metadata", "rest"):
-        if key in found:
-            rows = [(k, _short(v)) for k, v in found[key].items()]
-            lines += ["", table(rows[0], rows[1:])]
-    return "\n".join(lines)
-
-
-def _optimizer_lines(optimizer: Mapping[str, Any]) -> list[str]:
-    steps = ", ".join(map(_digits, optimizer["steps"])) or "none"
-    slots = ", ".join(optimizer["slots"]) or "none"
-    rows = [
-        ("optimizer", optimizer.get("name", "an MLX optimizer")),
-        ("step", steps),
-        ("state", f"{slots}, {size(optimizer['bytes'])}"),
-    ]
-    if "learning_rates" in optimizer:
-        rates = ", ".join(map(_digits, optimizer["learning_rates"]))
-        rows.append(("learning rate", rates))
-    for i, group in enumerate(optimizer.get("groups", ())):
-        shown = {k: v for k, v in group.items() if k != "params" and v}
-        said = ", ".join(f"{key}={value}" for key, value in shown.items())
-        rows.append((f"group {i}", f"{group['params']} parameters, {said}"))
-    return table(rows[0], rows[1:]).splitlines()
-
-
-def _digits(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-def _short(value: Any, most: int = 60) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+_EXPECTED = (ValueError, TypeError, KeyError, OSError, RuntimeError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command.
 
     Args:
-        argv: the arguments; by default those of the process.
+        argv (list): The arguments. Default: those of the process.
 
     Returns:
         int: 0, or 1 after an error, which is printed in one line.
     """
+    return run_command(lambda: _inspect(argv), _EXPECTED)
+
+
+def _inspect(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale.inspect",
         epilog="example: mlx_gradscale.inspect run.pt",
         description="Print what is in a PyTorch checkpoint, a safetensors file, a "
         "scaler's file or a converted folder. Nothing in a file is executed.",
     )
-    parser.add_argument("path", metavar="FILE", type=Path, help=f"also a folder with "
-                        f"{MODEL} and {TRAINING}")  # fmt: skip
+    parser.add_argument("path", metavar="FILE", type=Path, help="also a run's folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
-    try:
-        found = describe(arguments.path)
-        print(json.dumps(found, indent=1) if arguments.json else render(found))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
-        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
-        return 1
-    return 0
+    found = describe(arguments.path)
+    print(json.dumps(found, indent=1) if arguments.json else render(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

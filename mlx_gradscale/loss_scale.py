@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import distributed, files
+from . import distributed
+from . import state_files as files
 from .diagnostics.alarm import SkipAlarm, check_skips
 from .distributed.agreement import compare_scalers
 from .scale import (

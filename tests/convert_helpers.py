@@ -16,9 +16,7 @@ from golden_convert.data import (
 )
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import (
-    main,
-)
+from mlx_gradscale.convert import main
 
 GOLDEN = Path(__file__).parent / "golden_convert"
 RUNS = [f"{k}_{o}" for k in ("conv", "transformer") for o in ("adam", "adamw", "sgd")]

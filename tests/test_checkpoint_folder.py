@@ -355,7 +355,7 @@ def test_a_run_from_pytorch_keeps_its_way_back(tmp_path):
     )
     assert extra == {"step": 5}
     save_run(tmp_path / "run", model, resumed.optimizer, resumed.scaler)
-    assert "resume" not in read_run(tmp_path / "run").record
+    assert "resume" not in (tmp_path / "run" / "training.json").read_text()
 
 
 def damaged(change):
@@ -387,6 +387,13 @@ def set_in(*path, value):
         resume[last] = value
 
     return damaged(change)
+
+
+def _nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 HOSTILE = {
@@ -426,9 +433,20 @@ HOSTILE = {
     "a deep nest": lambda folder: (folder / "training.json").write_text(
         '{"format": "mlx_gradscale", "version": 1, "resume": ' + "[" * 10**5
     ),
+    "a nest that can be parsed": set_in("extra", value=_nested(400)),
     "a short model": cut("model.safetensors"),
     "a short optimizer": cut("optimizer.safetensors"),
 }
+
+
+def test_a_nest_in_what_is_there_is_a_sentence_too(tmp_path):
+    run = KINDS["AdamW"]()
+    save_checkpoint(tmp_path / "run", *run.parts)
+    training = tmp_path / "run" / "training.json"
+    record = json.loads(training.read_text()) | {"theirs": _nested(400)}
+    training.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="nested more than"):
+        save_checkpoint(tmp_path / "run", *run.parts)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -47,7 +47,7 @@ def test_a_golden_pytorch_run_goes_on_in_mlx(name, tmp_path):
     }
     model = mlx_model(name)
     run = load_run(folder, model)
-    assert run.record["checkpoint"]["epoch"] == 3
+    assert run.record.checkpoint["epoch"] == 3
     scales = go_on(name, model, run, range(BEFORE, BEFORE + AFTER))
     assert scales == json.loads((GOLDEN / f"{name}.json").read_text())
 

@@ -17,10 +17,10 @@ from mlx_gradscale.convert import (
     to_torch,
     write_run,
 )
-from mlx_gradscale.convert.order import parameter_names
+from mlx_gradscale.convert.layouts import make_plan
+from mlx_gradscale.convert.layouts.model_hints import model_notes
+from mlx_gradscale.convert.parameter_order import parameter_names
 from mlx_gradscale.inspect import describe
-from mlx_gradscale.layouts import make_plan
-from mlx_gradscale.model_hints import model_notes
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 from convert_helpers import fails, forward, identical, small
 
 from mlx_gradscale import inspect, torch_checkpoint
-from mlx_gradscale.convert import main, read_run, read_torch, write_torch
+from mlx_gradscale.convert import Record, main, read_run, read_torch, write_torch
 from mlx_gradscale.convert.torch_folder import read_rest
 
 NAMES = {
@@ -161,7 +161,7 @@ def test_a_folder_full_of_other_files_is_not_carried_along(tmp_path, capsys):
     forward(there, tmp_path / "run")
     said = capsys.readouterr().err
     assert "0007.png and 992 more" in said
-    assert len(read_run(tmp_path / "run").record["carried"]) == 1000
+    assert len(read_run(tmp_path / "run").record.carried) == 1000
     (left,) = (line for line in said.splitlines() if "Left out" in line)
     assert ".c.0123456789abcdef.tmp" in left
     assert "1000.png" in left
@@ -174,13 +174,29 @@ def test_a_trainers_state_that_is_no_json_is_an_error(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("content", [5, "text", {"other": mx.ones(2)}])
+def test_an_index_without_its_model_is_an_error(content, tmp_path):
+    """It was an AttributeError where a damaged run says that a number is the model."""
+    shards = {"a.bin.index.json": {"metadata": {}, "files": {"w": "a-1-of-1.bin"}}}
+    with pytest.raises(ValueError, match="other tensors than the index"):
+        write_torch(
+            tmp_path / "out",
+            {"a.bin.index.json": content},
+            is_folder=True,
+            record=Record(shards=shards),
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_text_in_a_pytorch_file_is_not_taken_for_a_file(tmp_path):
     there = tmp_path / "there"
     there.mkdir()
     torch_checkpoint.save(there / "pytorch_model.bin", small()[0])
     torch_checkpoint.save(there / "note.pt", b"bytes")
     content, _ = read_torch(there)
-    write_torch(tmp_path / "back", content, True, record=read_rest(there, content)[0])
+    record = Record()
+    read_rest(there, content, record)
+    write_torch(tmp_path / "back", content, True, record=record)
     identical(read_torch(tmp_path / "back")[0], content)
 
 

@@ -16,10 +16,10 @@ import pytest
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import from_torch, read_run, to_torch, write_run
 from mlx_gradscale.convert.command import main as convert
-from mlx_gradscale.convert.jsonable import decode, encode
-from mlx_gradscale.convert.whole import Options
+from mlx_gradscale.convert.conversion import Options
 from mlx_gradscale.inspect import describe
 from mlx_gradscale.inspect import main as inspect
+from mlx_gradscale.run_folder.values import decode, encode
 
 torch = pytest.importorskip("torch")
 
@@ -201,7 +201,7 @@ def test_tensors_inside_go_to_the_other_file(tmp_path):
     run = from_torch(torch_checkpoint.load(torch_bytes(found)))
     write_run(tmp_path / "run", run)
     assert (tmp_path / "run" / "extra.safetensors").exists()
-    kept = read_run(tmp_path / "run").record["checkpoint"]["ema"]
+    kept = read_run(tmp_path / "run").record.checkpoint["ema"]
     assert mx.array_equal(kept.state["w"].array, mx.ones(100))
     assert kept.state["w"].is_parameter
 

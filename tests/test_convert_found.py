@@ -6,7 +6,7 @@ from convert_helpers import fails, forward, identical, paths, small, usual
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import Options, from_torch, main, read_run, to_torch
-from mlx_gradscale.convert.parts import PartsError, find_parts
+from mlx_gradscale.convert.sections import SectionsError, find_sections
 
 
 def changed(model, by=1.0):
@@ -46,7 +46,7 @@ def test_lightnings_average_is_not_taken_for_the_trained_model(tmp_path, capsys)
 def test_averages_are_kept_with_a_word(own, name):
     model = small()[0]
     checkpoint = {own: model, name: changed(model)}
-    assert find_parts(checkpoint) == {"model": (own,)}
+    assert find_sections(checkpoint) == {"model": (own,)}
     (note,) = from_torch(checkpoint).notes
     assert f"{own} is taken for the model" in note
     assert name in note
@@ -62,9 +62,9 @@ def test_two_models_are_not_guessed_at(names):
     """The first of Accelerate's two models was taken without a word."""
     model = small()[0]
     checkpoint = {name: changed(model, i) for i, name in enumerate(names)}
-    with pytest.raises(PartsError, match="--model-key"):
-        find_parts(checkpoint)
-    parts = find_parts(checkpoint, {"model": names[1]})
+    with pytest.raises(SectionsError, match="--model-key"):
+        find_sections(checkpoint)
+    parts = find_sections(checkpoint, {"model": names[1]})
     assert parts == {"model": (names[1],)}
 
 

@@ -16,10 +16,10 @@ from mlx_gradscale.convert import (
     from_torch,
     read_run,
     read_torch,
-    swap,
     write_run,
     write_torch,
 )
+from mlx_gradscale.files import folders
 
 # Replaces a run and is killed at one of its renames; with "renames", as on a disk that
 # cannot exchange two folders in one step.
@@ -39,8 +39,8 @@ def killed(self, target):
     return rename(self, target)
 
 if way == "renames":
-    from mlx_gradscale.convert import swap
-    swap._in_one_step = lambda a, b: False
+    from mlx_gradscale.files import folders
+    folders._in_one_step = lambda a, b: False
 Path.rename = killed
 write_run(folder, from_torch({"new": mx.ones(2)}), overwrite=True)
 """
@@ -196,7 +196,7 @@ def test_an_old_run_is_not_deleted_where_it_cannot_be_put_back(tmp_path, monkeyp
     run = tmp_path / "run"
     write_run(run, from_torch(usual()))
     (run / "a.txt").write_text("mine")
-    exchange, calls = swap._exchange, []
+    exchange, calls = folders._exchange, []
 
     def only_once(a, b):
         calls.append(a)
@@ -207,7 +207,7 @@ def test_an_old_run_is_not_deleted_where_it_cannot_be_put_back(tmp_path, monkeyp
     def refused(self, target):
         raise OSError("no")
 
-    monkeypatch.setattr(swap, "_exchange", only_once)
+    monkeypatch.setattr(folders, "_exchange", only_once)
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(OSError, match="no way back"):
         write_run(run, from_torch({"new": mx.ones(2)}), overwrite=True)

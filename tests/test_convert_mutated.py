@@ -11,6 +11,7 @@ from convert_helpers import Small, small, usual
 from mlx_gradscale import inspect
 from mlx_gradscale.convert import (
     RunError,
+    description,
     from_torch,
     load_run,
     main,
@@ -24,8 +25,8 @@ ODD = [
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**64, 10**400, -(2**70), 0.5,
     -0.0, 1e-320, 1e308, "", "x", "fc.weight", "same", "conv", "Adam", "torch", "..",
     "/etc/passwd", "\ud800", "\0", [], [[]], [0], [None, None], ["fc.weight"], {},
-    {"": 0}, {"a": {"b": 1}}, {"$tuple": [1, 2]}, {"$tuple": 3}, {"$part": "model"},
-    {"$part": "nothing"}, {"$part": ["x"]}, {"$float": "nan"}, {"$float": "x"},
+    {"": 0}, {"a": {"b": 1}}, {"$tuple": [1, 2]}, {"$tuple": 3}, {"$section": "model"},
+    {"$section": "nothing"}, {"$section": ["x"]}, {"$float": "nan"}, {"$float": "x"},
     {"$float": "inf"}, {"$set": [1, []]}, {"$dict": [[0, 1], [[], 2]]}, {"$dict": [1]},
     {"$dict": [[0, {"exp_avg": 1}]]}, {"$counter": [["a", []]]}, {"$ordered": 3},
     {"$bytes": "?"}, {"$bytes": 3}, {"$complex": ["1"]}, {"$complex": ["1", "2"]},
@@ -77,9 +78,9 @@ def make_runs(folder):
     run = from_torch(
         {index: model, "optimizer.bin": optimizer, "trainer_state.json": {}}
     )
-    run.record["folder"] = True
-    run.record["shards"] = {index: {"metadata": {}, "files": held}}
-    run.record["carried"] = {"config.json": mx.arange(40).astype(mx.uint8)}
+    run.record.is_folder = True
+    run.record.shards = {index: {"metadata": {}, "files": held}}
+    run.record.carried = {"config.json": mx.arange(40).astype(mx.uint8)}
     write_run(folder / "files", run)
     return ("sgd", "adam", "sgd-saved", "adam-saved", "files")
 
@@ -114,7 +115,7 @@ def mutate(record, rng):
     elif isinstance(holder, list):
         holder.append(holder[last])
     else:
-        holder[rng.choice(["x", "$part", "params", "fc.weight"])] = holder.pop(last)
+        holder[rng.choice(["x", "$section", "params", "fc.weight"])] = holder.pop(last)
     return record
 
 
@@ -233,7 +234,7 @@ def test_damaged_checkpoints_are_converted_or_value_errors(seed, tmp_path):
         start = plain_copy((usual, adam)[number % 2]())
         checkpoint = damage(damage(start, rng) if number % 3 else start, rng)
         problems = []
-        for way in (from_torch, inspect._describe_torch):
+        for way in (from_torch, description._describe_torch):
             try:
                 way(checkpoint)
             except ValueError as error:

@@ -9,9 +9,9 @@ from convert_helpers import forward, identical, small
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import Choices, Options, from_torch, read_run, to_torch
-from mlx_gradscale.convert.order import OrderError, parameter_names
-from mlx_gradscale.convert.parts import Unordered
-from mlx_gradscale.layouts import make_plan
+from mlx_gradscale.convert.layouts import make_plan
+from mlx_gradscale.convert.parameter_order import OrderError, parameter_names
+from mlx_gradscale.convert.sections import Unordered
 
 
 def named(**shapes):

@@ -21,9 +21,9 @@ from mlx_gradscale.convert import (
     to_torch,
     write_run,
 )
-from mlx_gradscale.convert.jsonable import decode, encode
-from mlx_gradscale.convert.parts import PartsError, find_parts
-from mlx_gradscale.torch_optimizers import ROWS
+from mlx_gradscale.convert.optimizers import ROWS
+from mlx_gradscale.convert.sections import SectionsError, find_sections
+from mlx_gradscale.run_folder.values import decode, encode
 
 
 @pytest.mark.parametrize("kind", shapes_of_checkpoints())
@@ -95,25 +95,25 @@ def test_a_real_accelerate_like_folder_loads_in_pytorch(tmp_path):
 
 def test_parts_are_told_apart_or_named():
     model, optimizer, _ = small()
-    assert find_parts({"model": model, "ema": model}) == {"model": ("model",)}
+    assert find_sections({"model": model, "ema": model}) == {"model": ("model",)}
     two = {"a": model, "b": model}
-    with pytest.raises(PartsError, match="--model-key, one of a, b"):
-        find_parts(two)
-    assert find_parts(two, {"model": "b"}) == {"model": ("b",)}
+    with pytest.raises(SectionsError, match="--model-key, one of a, b"):
+        find_sections(two)
+    assert find_sections(two, {"model": "b"}) == {"model": ("b",)}
     several = {"model": model, "optimizers": [optimizer, optimizer]}
-    with pytest.raises(PartsError, match="optimizers/0, optimizers/1"):
-        find_parts(several)
-    found = find_parts(several, {"optimizer": "optimizers/1"})
+    with pytest.raises(SectionsError, match="optimizers/0, optimizers/1"):
+        find_sections(several)
+    found = find_sections(several, {"optimizer": "optimizers/1"})
     assert found["optimizer"] == ("optimizers", 1)
-    assert "optimizer" not in find_parts(several, {"optimizer": ""})
-    with pytest.raises(PartsError, match="no 'c' in"):
-        find_parts(two, {"model": "c"})
-    with pytest.raises(PartsError, match="no scaler state"):
-        find_parts(two, {"model": "a", "scaler": "b"})
-    with pytest.raises(PartsError, match="no model, optimizer or scaler"):
-        find_parts({"epoch": 3})
+    assert "optimizer" not in find_sections(several, {"optimizer": ""})
+    with pytest.raises(SectionsError, match="no 'c' in"):
+        find_sections(two, {"model": "c"})
+    with pytest.raises(SectionsError, match="no scaler state"):
+        find_sections(two, {"model": "a", "scaler": "b"})
+    with pytest.raises(SectionsError, match="no model, optimizer or scaler"):
+        find_sections({"epoch": 3})
     rng = {"cpu": mx.zeros(10, mx.uint8)}
-    assert find_parts({"model": model, "rng": rng}) == {"model": ("model",)}
+    assert find_sections({"model": model, "rng": rng}) == {"model": ("model",)}
 
 
 def test_values_in_a_state_dict_that_are_no_tensors_return(tmp_path):
@@ -139,12 +139,12 @@ def test_a_dict_that_may_be_a_model_is_not_taken_for_one():
     model, optimizer, scaler = small()
     stats = {"losses": mx.ones(3), "epoch": 4}
     both = {"net": model, "stats": stats, "best": mx.ones(2), "epoch": 3}
-    assert find_parts(both) == {"model": ("net",)}
-    assert find_parts({"stats": stats, "amp": scaler}) == {"scaler": ("amp",)}
-    with pytest.raises(PartsError, match=r"stats holds .*'epoch'.*--model-key"):
-        find_parts({"stats": stats, "opt": optimizer})
-    with pytest.raises(PartsError, match="no model state"):
-        find_parts(both, {"model": "epoch"})
+    assert find_sections(both) == {"model": ("net",)}
+    assert find_sections({"stats": stats, "amp": scaler}) == {"scaler": ("amp",)}
+    with pytest.raises(SectionsError, match=r"stats holds .*'epoch'.*--model-key"):
+        find_sections({"stats": stats, "opt": optimizer})
+    with pytest.raises(SectionsError, match="no model state"):
+        find_sections(both, {"model": "epoch"})
 
 
 def test_an_extra_state_of_pytorch_returns(tmp_path):

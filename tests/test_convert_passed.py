@@ -37,13 +37,12 @@ def train(model, optimizer, steps):
         optimizer.update(model, grads)
 
 
-def session(folder, steps, change=lambda checkpoint: None, target=None):
+def session(folder, steps):
     """Loads a run, makes steps, and saves it."""
     model = Small()
     run = load_run(folder, model)
     train(model, run.optimizer, steps)
-    change(run.record["checkpoint"])
-    save_run(target or folder, model, run.optimizer, run.scaler, run.record)
+    save_run(folder, model, run.optimizer, run.scaler, run.record)
 
 
 def notes(folder):
@@ -62,8 +61,9 @@ def test_the_command_names_what_mlx_left_behind(tmp_path, capsys):
     session(tmp_path / "run", 3)
     forward(tmp_path / "b.pt", tmp_path / "run")
     said = capsys.readouterr().err
-    assert "epoch, scheduler: as of step 5, and the optimizer stands at step 8" in said
-    assert 'record["checkpoint"]' in said
+    assert "epoch, scheduler: as of step 5, unless it was set since, and the" in said
+    assert "the optimizer stands at step 8" in said
+    assert "record.checkpoint" in said
     assert "scheduler (last_epoch 5): a learning rate schedule" in said
     back = torch_checkpoint.load(tmp_path / "b.pt")
     assert (back["epoch"], back["scheduler"]) == (3, SCHEDULE)
@@ -76,49 +76,6 @@ def test_nothing_is_said_while_the_optimizer_stands_still(tmp_path):
     write(tmp_path / "parts", dict(zip(("model", "optimizer"), small(), strict=False)))
     session(tmp_path / "parts", 3)
     assert notes(tmp_path / "parts") == []
-
-
-@pytest.mark.parametrize("target", ["run", "other"])
-def test_what_was_brought_up_to_date_is_not_named(target, tmp_path):
-    def change(checkpoint):
-        checkpoint["epoch"] = 8
-        checkpoint["scheduler"].update(last_epoch=8)
-
-    write(tmp_path / "run", checkpoint(best=0.5))
-    session(tmp_path / "run", 3, change, tmp_path / target)
-    (said,) = notes(tmp_path / target)
-    assert said.startswith("best: as of step 5, and the optimizer stands at step 8")
-    assert "last_epoch" not in said
-
-    # It is of step 8 from then on.
-    session(tmp_path / target, 2)
-    assert [note.partition(", and")[0] for note in notes(tmp_path / target)] == [
-        "epoch, scheduler: as of step 8",
-        "best: as of step 5",
-    ]
-    run = read_run(tmp_path / target)
-    run.record["checkpoint"].update(epoch=10, best=0.6, new=1)
-    said = [note for note in to_torch(run)[1] if "out of date" in note]
-    assert [note.partition(":")[0] for note in said] == ["scheduler"]
-
-
-def test_values_of_every_kind_are_compared(tmp_path):
-    start = checkpoint(
-        ema={"w": mx.zeros(3)},
-        nan=float("nan"),
-        odd=(1, [2, {3}]),
-        rng=mx.arange(40, dtype=mx.uint8),
-    )
-
-    def change(checkpoint):
-        checkpoint["ema"]["w"] = mx.ones(3)
-        checkpoint["odd"][1].append(4)
-        checkpoint["rng"] = mx.arange(40, dtype=mx.uint8)  # an equal one
-
-    write(tmp_path / "run", start)
-    session(tmp_path / "run", 1, change)
-    (said,) = notes(tmp_path / "run")
-    assert said.startswith("epoch, scheduler, nan, rng: as of step 5, ")
 
 
 def test_what_counts_no_steps_is_not_named(tmp_path):
@@ -161,7 +118,8 @@ def test_one_of_several_groups_that_moved_is_enough(tmp_path):
     assert notes(tmp_path / "run") == []
     run.optimizer["states.1.step"] = mx.array(2, mx.uint64)  # backwards, too
     said = to_torch(run)[1][-1]
-    assert "scheduler: as of step 5, and the optimizer stands at step 2." in said
+    assert "scheduler: as of step 5, " in said
+    assert "the optimizer stands at step 2." in said
 
 
 def born(folder, keep_settings=True):

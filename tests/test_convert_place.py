@@ -11,18 +11,26 @@ import pytest
 from convert_helpers import fails, paths, usual
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import Run, from_torch, main, read_run, swap, write_run
-from mlx_gradscale.convert.place import check_folder
+from mlx_gradscale.convert import (
+    Record,
+    Run,
+    from_torch,
+    main,
+    read_run,
+    write_run,
+)
+from mlx_gradscale.files import folders
+from mlx_gradscale.files.folders import check_folder
 
 
 def test_a_failed_write_leaves_the_old_folder(tmp_path):
     run = from_torch(usual())
     write_run(tmp_path / "run", run)
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    run.record["odd"] = object()
+    run.record.checkpoint = {"odd": object()}
     with pytest.raises(TypeError, match="odd is a object"):
         write_run(tmp_path / "run", run, overwrite=True)
-    run.record.pop("odd")
+    run.record.checkpoint = None
     run.scaler = {"scale": object()}
     with pytest.raises(TypeError):
         write_run(tmp_path / "run", run, overwrite=True)
@@ -41,7 +49,7 @@ def test_a_place_that_cannot_be_taken_keeps_the_old_folder(tmp_path, monkeypatch
             raise OSError("no")
         return rename(self, target)
 
-    monkeypatch.setattr(swap, "_in_one_step", lambda *_: False)
+    monkeypatch.setattr(folders, "_in_one_step", lambda *_: False)
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(OSError, match="no"):
         write_run(tmp_path / "run", run, overwrite=True)
@@ -114,7 +122,7 @@ def test_a_failed_swap_is_undone(renames, failing, tmp_path, monkeypatch):
         return rename(self, target)
 
     if renames:
-        monkeypatch.setattr(swap, "_in_one_step", lambda *_: False)
+        monkeypatch.setattr(folders, "_in_one_step", lambda *_: False)
     monkeypatch.setattr(Path, "rename", one_fails)
     with pytest.raises(OSError, match="no"):
         write_run(run, from_torch({"w": mx.ones(2)}), overwrite=True)
@@ -191,13 +199,14 @@ def test_a_hidden_folder_of_the_user_is_left_alone(tmp_path):
 WRITE = """
 import sys
 import mlx.core as mx
-from mlx_gradscale.convert import Run, swap, write_run
+from mlx_gradscale.convert import Run, write_run
+from mlx_gradscale.files import folders
 
 folder, number, way = sys.argv[1:]
 if way == "renames":
-    swap._in_one_step = lambda a, b: False
+    folders._in_one_step = lambda a, b: False
 run = Run({"w": mx.ones(2)}, scaler={"scale": float(number)})
-run.record["who"] = float(number)
+run.record.checkpoint = {"who": float(number)}
 for _ in range(60):
     write_run(folder, run, overwrite=True)
 """
@@ -206,7 +215,9 @@ for _ in range(60):
 @pytest.mark.parametrize("way", ["one step", "renames"])
 def test_two_processes_that_write_lose_nothing(way, tmp_path):
     run = tmp_path / "run"
-    write_run(run, Run({"w": mx.ones(2)}, scaler={"scale": 3.0}, record={"who": 3.0}))
+    write_run(
+        run, Run({"w": mx.ones(2)}, scaler={"scale": 3.0}, record=Record({"who": 3.0}))
+    )
     names = {f"{i}.txt" for i in range(8)}
     for name in names:
         (run / name).write_text(name)
@@ -225,7 +236,9 @@ def test_two_processes_that_write_lose_nothing(way, tmp_path):
         ]
         while way == "one step" and any(writer.poll() is None for writer in writers):
             read = read_run(run)
-            assert read.scaler["scale"] == read.record["who"]  # the files of one run
+            assert (
+                read.scaler["scale"] == read.record.checkpoint["who"]
+            )  # the files of one run
         for writer in writers:
             said = writer.communicate()[1]
             # Only where a folder is not there for a moment may a writer give up.

@@ -4,12 +4,27 @@ import json
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from convert_helpers import fails, identical, paths, small
 
-from mlx_gradscale import inspect, torch_checkpoint
-from mlx_gradscale.convert import RunError, load_run, main, read_run, save_run
+from mlx_gradscale import (
+    inspect,
+    restore_checkpoint,
+    save_checkpoint,
+    torch_checkpoint,
+)
+from mlx_gradscale.convert import (
+    Record,
+    Run,
+    RunError,
+    load_run,
+    main,
+    read_run,
+    save_run,
+    write_run,
+)
 
 KEYS = ["--model-key", "nets/G,nets/D", "--optimizer-key", "opts/0,opts/1"]
 
@@ -155,3 +170,20 @@ def test_a_run_in_itself_is_an_error(tmp_path):
     training.write_text(json.dumps(record))
     with pytest.raises(RunError):
         read_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["..", "../other", "a/b"])
+def test_no_run_is_written_elsewhere(name, tmp_path):
+    runs = {name: Run({"w": mx.ones(2)})}
+    with pytest.raises(ValueError, match="no plain name"):
+        write_run(tmp_path / "run", Run(record=Record({}), runs=runs))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_our_own_checkpoint_may_take_the_place_of_several(tmp_path):
+    assert main([*paths(tmp_path, gan()), *KEYS]) == 0
+    model, optimizer = nn.Linear(3, 2), optim.SGD(0.1)
+    save_checkpoint(tmp_path / "run", model, optimizer, step=1)
+    assert restore_checkpoint(tmp_path / "run", model, optimizer) == {"step": 1}
+    found = read_run(tmp_path / "run")
+    assert (found.runs, found.record.checkpoint) == ({}, None)

@@ -14,11 +14,11 @@ PROGRAM = """
 import io, json, resource, sys
 import mlx.core as mx
 from mlx_gradscale import GradScaler, torch_checkpoint
-from mlx_gradscale.array_files import write_arrays
+from mlx_gradscale.files.arrays import write_arrays
 from mlx_gradscale.convert import from_torch, save_run, write_torch
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.formats import save_flodl
-from mlx_gradscale.torch_checkpoint.atomic import atomic_write
+from mlx_gradscale.files.atomic import atomic_write
 import mlx.nn as nn
 
 kind, path, limit, when = sys.argv[1:]

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from mlx_gradscale.layouts import LAYOUTS, Choices, Entry, LayoutError, make_plan
+from mlx_gradscale.convert.layouts import (
+    LAYOUTS,
+    Choices,
+    Entry,
+    LayoutError,
+    make_plan,
+)
 
 
 def convert(tensors, model, **choices):
@@ -119,7 +125,7 @@ def test_sequential_and_list_names_and_batchnorm_buffers():
     assert names["features.2.0.weight"] == ("features.layers.2.layers.0.weight",)
     assert names["features.1.running_var"] == ("features.layers.1.running_var",)
     assert names["blocks.1.bias"] == ("blocks.1.bias",)
-    assert plan.aside == ("features.1.num_batches_tracked",)
+    assert plan.unplaced == ("features.1.num_batches_tracked",)
 
 
 def net_tensors():
@@ -168,7 +174,7 @@ def test_wrappers_are_left_out_of_names_and_put_back(wrapped, renamed):
     plan = make_plan(tensors, Net(), choices)
     weights = plan.to_mlx(tensors)
     assert weights.keys() == dict(tree_flatten(Net().parameters())).keys()
-    assert plan.to_torch(weights).keys() | set(plan.aside) == tensors.keys()
+    assert plan.to_torch(weights).keys() | set(plan.unplaced) == tensors.keys()
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
@@ -198,10 +204,10 @@ def test_missing_and_extra_names_are_listed():
         make_plan(tensors, Net())
 
 
-def test_dropped_tensors_are_put_aside():
+def test_dropped_tensors_are_kept_apart():
     tensors = net_tensors() | {"mask": mx.zeros((2, 2))}
     plan = make_plan(tensors, Net(), Choices(drop=("mask",)))
-    assert plan.aside == ("mask",)
+    assert plan.unplaced == ("mask",)
 
 
 def test_recurrent_layers_are_refused_with_a_reason():
@@ -274,17 +280,17 @@ def test_a_tied_name_without_a_place_may_come_first_or_be_dropped():
     tensors = {"a": weight, "table": weight}
     want = {"a": "table"}
     assert make_plan(tensors, Custom(5, 3)).tied == want
-    # Put aside, it would come back with its old values, and win in PyTorch.
+    # Kept apart, it would come back with its old values, and win in PyTorch.
     plan = make_plan(tensors, choices=Choices(drop=("a",)))
-    assert (plan.tied, plan.aside) == (want, ())
+    assert (plan.tied, plan.unplaced) == (want, ())
 
 
-def test_what_is_no_tensor_is_put_aside():
+def test_what_is_no_tensor_is_kept_apart():
     tensors = net_tensors() | {"blocks.0._extra_state": {"n": 1}, "temperature": 0.5}
     plan = make_plan(tensors, Net())
-    assert plan.aside == ("blocks.0._extra_state", "temperature")
+    assert plan.unplaced == ("blocks.0._extra_state", "temperature")
     tensors["blocks.0._extra_state"] = mx.zeros(3, mx.uint8)
-    assert make_plan(tensors, Net()).aside == plan.aside
+    assert make_plan(tensors, Net()).unplaced == plan.unplaced
 
 
 def hint(lost, *rest):
@@ -386,7 +392,7 @@ def test_every_layout_there_and_back(layout, spatial, data):
     if layout == "split_qkv":
         shape[0] *= 3
     x = mx.arange(int(np.prod(shape))).reshape(shape)
-    names = tuple("abc"[: LAYOUTS[layout].parts])
+    names = tuple("abc"[: LAYOUTS[layout].count])
     entry = Entry("t", names, layout)
     parts = entry.to_mlx(x)
     assert sum(p.size for p in parts.values()) == x.size

@@ -13,7 +13,7 @@ import pytest
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import Run, read_run, write_run, write_torch
 from mlx_gradscale.diagnostics import ScaleHistory
-from mlx_gradscale.torch_checkpoint.atomic import atomic_write
+from mlx_gradscale.files.atomic import atomic_write
 
 # Begins to write, says so, and goes on when it is told to.
 PROGRAM = """
@@ -21,8 +21,9 @@ import sys
 import mlx.core as mx
 from mlx_gradscale.convert import Run, write_run, write_torch
 from mlx_gradscale.diagnostics import ScaleHistory
-from mlx_gradscale.torch_checkpoint import atomic, writer
-from mlx_gradscale.torch_checkpoint.atomic import atomic_write
+from mlx_gradscale.files import atomic
+from mlx_gradscale.torch_checkpoint import writer
+from mlx_gradscale.files.atomic import atomic_write
 
 kind, path = sys.argv[1:]
 

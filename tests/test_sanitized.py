@@ -9,8 +9,8 @@ import pytest
 from convert_helpers import fails, paths, small
 
 from mlx_gradscale.convert import Options, from_torch, main, read_run, to_torch
-from mlx_gradscale.layouts import Choices, make_plan
-from mlx_gradscale.sanitized import sanitized
+from mlx_gradscale.convert.layouts import Choices, make_plan
+from mlx_gradscale.convert.layouts.sanitized import sanitized
 
 SHAPES = {"h.w": (4, 4), "h.conv": (5, 3, 2, 2), "h.one": (1, 4), "h.b": (4,),
           "rope": (2,), "scalar": ()}  # fmt: skip
@@ -91,7 +91,7 @@ def test_moments_are_turned_with_their_weights():
     run = from_torch(checkpoint, Turned(), Options(names=names))
     assert run.weights["fc.weight"].tolist() == [[1.0, 3.0], [2.0, 4.0]]
     assert run.optimizer["fc.weight.v"].tolist() == [[5.0, 7.0], [6.0, 8.0]]
-    assert list(run.record["model"]["aside"]) == ["module.rope"]
+    assert list(run.record.model.unplaced) == ["module.rope"]
     back, _ = to_torch(run)
     assert back["model"].keys() == checkpoint["model"].keys()
     assert mx.array_equal(back["model"]["module.fc.weight"], model["fc.weight"])

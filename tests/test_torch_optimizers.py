@@ -21,8 +21,8 @@ from torch_optimizers_helpers import (
     torch_steps,
 )
 
-from mlx_gradscale.torch_optimizers import ROWS, OptimizerMismatch, build, settings
-from mlx_gradscale.torch_optimizers.state import to_mlx, to_torch
+from mlx_gradscale.convert.optimizers import ROWS, OptimizerMismatch, build, settings
+from mlx_gradscale.convert.optimizers.state import to_mlx, to_torch
 
 torch = pytest.importorskip("torch")
 
@@ -56,7 +56,7 @@ def test_pytorch_goes_on_where_mlx_stopped(kind):
     torch_steps(fresh, other, range(9, 29))
     torch_steps(params, optimizer, range(2, 29))
     close(tree_unflatten([(n, as_mlx(p)) for n, p in fresh.items()]), params)
-    if ROWS[done.record["name"]].counts:
+    if ROWS[done.record.name].counts:
         assert other.state_dict()["state"][0]["step"].item() == 29
 
 
@@ -95,7 +95,7 @@ def test_the_state_is_the_one_mlx_itself_writes(kind):
     params, optimizer = torch_side(kind)
     torch_steps(params, optimizer, range(3))
     tree, done = convert(params, optimizer)
-    mlx = build(done.record["name"], done.record["groups"])
+    mlx = build(done.record.name, done.record.groups)
     mlx.init(tree)
     own = dict(tree_flatten(mlx.state))
     assert own.keys() == done.flat.keys()
@@ -131,7 +131,7 @@ def test_groups_become_a_multi_optimizer():
     names = {0: "a.weight", 1: "b", 2: "a.bias"}
     state = as_mlx(optimizer.state_dict())
     done = to_mlx(state, names, ENTRIES, tensors)
-    assert not done.record["joined"]
+    assert not done.record.joined
     mlx = resumed(done)
     assert isinstance(mlx, optim.MultiOptimizer)
     tree = mlx_steps(tree_unflatten(list(tensors.items())), mlx, range(3, 13))
@@ -152,7 +152,7 @@ def test_equal_groups_become_one_optimizer():
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
     torch_steps(params, optimizer, range(2))
     _, done = convert(params, optimizer)
-    assert done.record["joined"]
+    assert done.record.joined
     back, _ = to_torch(done.flat, done.record, ENTRIES)
     assert back["param_groups"] == optimizer.state_dict()["param_groups"]
 
@@ -188,7 +188,7 @@ def test_a_tensor_learning_rate_stays_one():
     params, optimizer = torch_side("Adam", lr=torch.tensor(0.25))
     torch_steps(params, optimizer, range(1))
     _, done = convert(params, optimizer)
-    assert settings("Adam", done.record["groups"][0])["learning_rate"] == 0.25
+    assert settings("Adam", done.record.groups[0])["learning_rate"] == 0.25
     back, _ = to_torch(done.flat, done.record, ENTRIES)
     assert isinstance(back["param_groups"][0]["lr"], mx.array)
 
@@ -220,7 +220,7 @@ def test_equal_groups_at_different_steps_stay_apart():
     torch_steps(params, optimizer, range(2))
     optimizer.state[values[0]]["step"] += 1
     _, done = convert(params, optimizer)
-    assert not done.record["joined"]
+    assert not done.record.joined
     steps = [done.flat[f"states.{i}.step"].item() for i in (0, 1)]
     assert steps == [3, 2]
 
@@ -230,7 +230,7 @@ def test_the_learning_rate_is_the_one_mlx_would_hold(kind):
     params, optimizer = torch_side(kind)
     torch_steps(params, optimizer, range(4))
     _, done = convert(params, optimizer)
-    mlx = build(done.record["name"], done.record["groups"])
+    mlx = build(done.record.name, done.record.groups)
     start = {n: mx.array(g) for n, g in gradients(99).items()}
     mlx_steps(tree_unflatten(list(start.items())), mlx, range(4))
     assert done.flat["learning_rate"].item() == mlx.learning_rate.item()
@@ -240,7 +240,7 @@ def test_changed_settings_of_the_mlx_run_are_written():
     params, optimizer = torch_side("AdamW")
     torch_steps(params, optimizer, range(1))
     _, done = convert(params, optimizer)
-    used = settings("AdamW", done.record["groups"][0]) | {
+    used = settings("AdamW", done.record.groups[0]) | {
         "betas": [0.5, 0.6],
         "weight_decay": 0.7,
     }
@@ -310,7 +310,7 @@ def test_a_group_without_a_place_keeps_its_optimizer():
     tensors = {n: as_mlx(p) for n, p in params.items()}
     done = to_mlx(as_mlx(optimizer.state_dict()), names, kept, tensors)
     tree = tree_unflatten([(n, tensors[n]) for n in kept])
-    mlx = build("SGD", done.record["groups"], done.record["names"])
+    mlx = build("SGD", done.record.groups, done.record.names)
     mlx.init(tree)
     assert dict(tree_flatten(mlx.state)).keys() == done.flat.keys()
     mlx.state = tree_unflatten(list(done.flat.items()))

@@ -16,7 +16,7 @@ from torch_optimizers_helpers import (
     torch_steps,
 )
 
-from mlx_gradscale.torch_optimizers import (
+from mlx_gradscale.convert.optimizers import (
     ROWS,
     OptimizerMismatch,
     check,
@@ -24,7 +24,7 @@ from mlx_gradscale.torch_optimizers import (
     mlx_differences,
     recognise,
 )
-from mlx_gradscale.torch_optimizers.state import to_torch
+from mlx_gradscale.convert.optimizers.state import to_torch
 
 torch = pytest.importorskip("torch")
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_gradscale.layouts import Entry
-from mlx_gradscale.torch_optimizers import build
-from mlx_gradscale.torch_optimizers.state import to_mlx
+from mlx_gradscale.convert.layouts import Entry
+from mlx_gradscale.convert.optimizers import build
+from mlx_gradscale.convert.optimizers.state import to_mlx
 
 torch = pytest.importorskip("torch")
 
@@ -120,8 +120,8 @@ def convert(params, optimizer, **options):
 def resumed(done):
     """The MLX optimizer that goes on from a converted state."""
     record = done.record
-    groups = record["groups"][:1] if record["joined"] else record["groups"]
-    made = build(record["name"], groups, record["names"])
+    groups = record.groups[:1] if record.joined else record.groups
+    made = build(record.name, groups, record.names)
     made.state = tree_unflatten(list(done.flat.items()))
     return made
 

@@ -8,14 +8,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..convert.text import printable
+from ..files.text import dtype_name, printable
 from ..finite import is_floating
 from ..optimizer import LossScaleOptimizer
 from ..optimizer_state import check_loaded
+from ..run_folder.settings import settings
 from ..scaler import GradScaler
 from .checksum import checksum
-from .layout import arranged
-from .leaves import dtype_name, settings, statistics, weights
+from .memory_order import arranged
+from .weights import statistics, weights
 
 Flat = Mapping[str, Any]
 _LISTED = 4

@@ -10,18 +10,22 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from ..convert.folder import RESUME, check_run
-from ..convert.jsonable import encode
-from ..convert.resume import live_run, optimizer_settings
-from ..convert.whole import Run
+from ..files.text import dtype_name
 from ..finite import all_finite, nonfinite
 from ..optimizer import LossScaleOptimizer
+from ..run_folder.contents import TRAINING, Contents, check_arrays, read_contents
+from ..run_folder.leaves import NUMBERS
+from ..run_folder.live import live_contents
+from ..run_folder.settings import settings
+from ..run_folder.values import encode
 from ..scale import FIELDS
 from ..scaler import GradScaler
 from .checksum import bits, checksum
-from .layout import strides
-from .leaves import NUMBERS, dtype_name, settings, statistics, weights
+from .memory_order import strides
+from .weights import statistics, weights
 
+# In training.json: what restore_checkpoint needs.
+RESUME = "resume"
 # Of a LossScaleOptimizer's state, what other files of the folder hold.
 _ELSEWHERE = (
     "optimizer",
@@ -40,7 +44,7 @@ def gather(
     scaler: GradScaler | None,
     frozen: bool | None,
     extra: Mapping[str, Any],
-) -> tuple[Run, dict[str, mx.array]]:
+) -> tuple[Contents, dict[str, mx.array]]:
     """Return what is to be written, evaluated, and the model's own weights.
 
     For a thread: arrays are handles of their own on the same memory, because
@@ -61,14 +65,15 @@ def gather(
     inner = optimizer.optimizer if wrapped else optimizer
     if wrapped:
         _refuse_nonfinite(optimizer, own)
-    run = live_run(place, model, optimizer, scaler, settings=_torch_settings)
-    check_run(run)
+    run = live_contents(place, model, optimizer, scaler)
+    check_arrays(run)  # now, not in a thread
+    run.training = _of_others(place) | run.training
     saved = _saved_names(model, own, frozen)
     run.weights = {name: run.weights[name] for name in own if name in saved}
     state = optimizer.state if wrapped else {}
     rest = {k: v for k, v in state.items() if k not in _ELSEWHERE}
     flat = tree_flatten(inner.state)
-    run.record[RESUME] = {
+    run.training[RESUME] = {
         "wrapped": wrapped,
         "max_grad_norm": getattr(optimizer, "max_grad_norm", None),
         "settings": settings(inner),
@@ -81,19 +86,19 @@ def gather(
         "extra": extra,
     }
     run, own = copy.deepcopy((run, own))
-    arrays = [run.weights, run.optimizer, run.record, own]
+    arrays = [run.weights, run.optimizer, run.training, own]
     mx.eval([x for _, x in tree_flatten(arrays) if isinstance(x, mx.array)])
     return run, own
 
 
-def complete(run: Run, own: Mapping[str, mx.array]) -> None:
+def complete(run: Contents, own: Mapping[str, mx.array]) -> None:
     """Add what restores every bit, or tells that a weight is another.
 
     Args:
-        run (Run): From :func:`gather`.
+        run (Contents): From :func:`gather`.
         own (dict): The model's weights, with it.
     """
-    run.record[RESUME] |= {
+    run.training[RESUME] |= {
         "exact": _lost_in_cast(run.weights, own),
         "frozen": {
             name: [dtype_name(x), list(x.shape), checksum(x)]
@@ -157,9 +162,11 @@ def _lost_in_cast(
     }
 
 
-def _torch_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    try:
-        return optimizer_settings(optimizer)
-    except ValueError:
-        # PyTorch has no such optimizer: the way there names and refuses it.
-        return [{"class": part["class"]} for part in settings(optimizer)]
+def _of_others(place: Path) -> dict[str, Any]:
+    """Return what the run that is there says of PyTorch, which stays as it is."""
+    if not (place / TRAINING).exists():
+        return {}
+    found = read_contents(place)
+    if found.runs:  # of several models, and this is one
+        return {}
+    return {key: value for key, value in found.training.items() if key != RESUME}

@@ -6,8 +6,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ..convert.folder import OURS, TRAINING
-from ..convert.swap import hidden_start, sync
+from ..files.atomic import sync
+from ..files.folders import hidden_start
+from ..run_folder.contents import OURS, TRAINING
 
 
 def keep_last(folder: Path, keep: int) -> None:

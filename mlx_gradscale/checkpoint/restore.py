@@ -8,17 +8,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..convert.folder import RESUME, read_run
-from ..convert.jsonable import decode, encode
 from ..distributed import from_rank_0
 from ..distributed.agreement import agreed_already
 from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
 from ..remainder import remainder_of
+from ..run_folder.contents import read_contents
+from ..run_folder.leaves import NUMBERS, places
+from ..run_folder.settings import single_parts
+from ..run_folder.values import decode, encode
 from ..scaler import GradScaler
 from ..state_slots import copies, restore
 from . import ranks
-from .background import finish
 from .fit import (
     Flat,
     check_moment,
@@ -28,8 +29,9 @@ from .fit import (
     fitting_weights,
     short,
 )
-from .layout import arranged
-from .leaves import NUMBERS, parts, places
+from .gather import RESUME
+from .memory_order import arranged
+from .pending_save import finish
 from .save import check_arguments
 
 # What code meets in a file that is not as save_checkpoint writes it.
@@ -94,7 +96,7 @@ def restore_checkpoint(
             with agreed_already():
                 extra, seed = _write(found, model, optimizer, scaler, group)
         except Exception as problem:
-            error = _told(problem, folder)
+            error = _with_folder(problem, folder)
         ranks.agree(error, group, "restore_checkpoint")
     except BaseException:
         restore(before)
@@ -103,28 +105,28 @@ def restore_checkpoint(
     return extra
 
 
-def _told(problem: Exception, folder: str | os.PathLike) -> Exception:
+def _with_folder(problem: Exception, folder: str | os.PathLike) -> Exception:
     if isinstance(problem, _UNEXPECTED):
         kind = type(problem).__name__
         problem = ValueError(f"The checkpoint is damaged: {kind}: {problem}.")
     if not isinstance(problem, ValueError):
         return problem
-    told = ValueError(f"{folder}: {problem} Nothing was changed.")
-    told.__cause__ = problem
-    return told
+    named = ValueError(f"{folder}: {problem} Nothing was changed.")
+    named.__cause__ = problem
+    return named
 
 
 def _read(folder: str | os.PathLike) -> dict[str, Any]:
     tensors: dict[str, mx.array] = {}
     try:
-        run = read_run(folder)
-        if RESUME not in run.record:
+        run = read_contents(folder)
+        if RESUME not in run.training:
             raise ValueError(
                 f"{folder} was not written by save_checkpoint(): load it with "
                 "mlx_gradscale.convert.load_run."
             )
         # As JSON, in which it can be sent to other ranks.
-        resume = encode(run.record[RESUME], tensors)
+        resume = encode(run.training[RESUME], tensors)
         found = {"weights": run.weights or {}, "optimizer": run.optimizer or {}}
         # Arrays of a file are read when used: now, before the file can change.
         mx.eval(found, tensors)
@@ -194,7 +196,7 @@ def _write_state(optimizer: Optimizer, saved: Flat) -> None:
     state = optimizer.state
     held = places(state)
     # Some optimizers make a part of a parameter's state in the first step only.
-    roots = {id(part.state) for part in parts(optimizer)}
+    roots = {id(part.state) for part in single_parts(optimizer)}
     boxes = {
         path.rpartition(".")[0]: box
         for path, (box, _) in held.items()

@@ -9,16 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..convert.folder import OURS, RESUME, write_run
-from ..convert.place import check_folder
-from ..convert.whole import Run
+from ..files.folders import check_folder
 from ..optimizer import LossScaleOptimizer
+from ..run_folder.contents import OURS, Contents, file_contents, write_files
 from ..scaler import GradScaler
 from . import ranks
-from .background import begin, finish
-from .gather import complete, gather
+from .gather import RESUME, complete, gather
 from .keep import is_run, keep_last
-from .leaves import statistics, weights
+from .pending_save import begin, finish
+from .weights import statistics, weights
 
 
 def save_checkpoint(
@@ -100,7 +99,7 @@ def save_checkpoint(
     keys = ranks.random_keys(group)
     if gathered is not None:
         run, own = gathered
-        run.record[RESUME]["random"] = keys
+        run.training[RESUME]["random"] = keys
         try:
             if background:
                 begin(_write, place, run, own, keep)
@@ -152,6 +151,7 @@ def _check_place(folder: str | os.PathLike) -> Path:
     return place
 
 
-def _write(place: Path, run: Run, own: Mapping[str, mx.array], keep: int) -> None:
+def _write(place: Path, run: Contents, own: Mapping[str, mx.array], keep: int) -> None:
     complete(run, own)
-    write_run(place, run, overwrite=True, before=lambda: keep_last(place, keep))
+    files = file_contents(run)
+    write_files(place, files, overwrite=True, before=lambda: keep_last(place, keep))

@@ -5,15 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ..formats import FORMATS
-from ..torch_optimizers import ROWS
-
-# What optimizers refuse until it is accepted (torch_optimizers.compare).
-ACCEPTED = tuple(
-    sorted(
-        {key for row in ROWS.values() for key in row.refused}
-        | {"bias_correction", "dampening"}
-    )
-)
+from .optimizers import ROWS
+from .optimizers.compare import ACCEPTED
 
 
 def _pattern(help: str) -> dict[str, Any]:

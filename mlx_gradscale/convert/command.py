@@ -3,38 +3,40 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..layouts import Choices
-from ..torch_optimizers import number
-from .arguments import ACCEPTED, parser
-from .flat_optimizer import unflattened
-from .folder import read_run, run_files, write_run
+from ..commands import run_command
+from ..files.folders import check_folder, refuse_hidden
+from ..files.paths import contains
+from ..files.text import dtype_name, printable, shape, table
+from ..run_folder.contents import write_files
+from .arguments import parser
+from .conversion import from_torch, to_torch
+from .folder import read_run, run_files
 from .import_here import import_here
+from .layouts import Choices
 from .mlx_lm_model import mlx_lm_model
-from .parts import find_parts, get
-from .passed import PATTERN, leaves
-from .place import check_folder, contains
+from .optimizers import number
+from .passthrough import leaves
+from .progress import evaluate
+from .record import Record
 from .resume import current_groups
+from .run import Options, Run
 from .several import from_several, is_several
-from .swap import refuse_hidden
-from .text import dtype, evaluate, printable, shape, table
-from .torch_folder import read_rest, read_torch, torch_files, write_torch
-from .whole import Options, Run, from_torch, plan_of, to_torch
+from .torch_folder import read_rest, read_torch, torch_files, write_torch_files
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
-_INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ended
-# Functions name their arguments in errors; the command has flags for them.
-_FLAGS = (
-    ("float64=mx.float32", "--float64 float32"),
-    ("float64=mx.float64", "--float64 float64"),
-)
+_FLAGS = {
+    "float64=mx.float32": "--float64 float32",
+    "float64=mx.float64": "--float64 float64",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,19 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         int: 0, 1 after an error, 130 after Ctrl-C, both told in one line. Wrong
         usage exits with 2.
     """
-    arguments = parser().parse_args(argv)
-    try:
-        convert(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
-    except _EXPECTED as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        for argument, flag in _FLAGS:
-            text = text.replace(argument, flag)
-        print(f"error: {printable(text)}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(
+        lambda: convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS
+    )
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -108,17 +100,15 @@ def to_mlx_folder(arguments: argparse.Namespace) -> None:
     if is_several(options):
         run = from_several(checkpoint, models, options)
     else:
-        _check_accepted(arguments.accept, _groups_in(checkpoint, options))
         run = from_torch(checkpoint, _only(models), options)
-    run.record["folder"] = arguments.torch_path.is_dir()
-    rest, left = read_rest(arguments.torch_path, checkpoint)
-    run.record |= rest
+    left = read_rest(arguments.torch_path, checkpoint, run.record)
     _say(notes + left + run.notes)
-    written = [arguments.mlx_path / name for name in run_files(run)]
+    files = run_files(run)
     if arguments.dry_run:
+        written = [arguments.mlx_path / name for name in files]
         print(_plan(run, arguments.torch_path, arguments.mlx_path, written))
         return
-    write_run(arguments.mlx_path, run, arguments.overwrite, evaluate)
+    write_files(arguments.mlx_path, files, arguments.overwrite, evaluate)
     print(f"Wrote {printable(arguments.mlx_path)}.")
 
 
@@ -127,67 +117,43 @@ def to_torch_file(arguments: argparse.Namespace) -> None:
     if arguments.like is not None and run.runs:
         raise ValueError(f"--like is for one run: {arguments.mlx_path} holds several.")
     if arguments.like is not None:
-        used = run.record.get("used")
-        run.record = {**_record_like(arguments), "used": used, PATTERN: True}
-    _check_accepted(arguments.accept, _recorded_groups(run.record))
+        like = _record_like(arguments)
+        run.record = replace(like, used=run.record.used, is_pattern=True)
     checkpoint, notes = to_torch(run, arguments.accept)
     _say(notes)
-    is_folder = run.record.get("folder", False)
-    place = (arguments.torch_path, checkpoint, is_folder, arguments.overwrite)
+    is_folder, overwrite = run.record.is_folder, arguments.overwrite
+    place = (arguments.torch_path, checkpoint, is_folder, overwrite)
     files = torch_files(*place, run.record)
     if arguments.dry_run:
-        if run.optimizer is not None and "optimizer" in run.record:
-            run.record["optimizer"]["groups"] = current_groups(run)
+        if run.optimizer is not None and run.record.optimizer:
+            run.record.optimizer.groups = current_groups(run)
         written = [arguments.torch_path]
         if is_folder:
             written = [arguments.torch_path / name for name in files]
         print(_plan(run, arguments.mlx_path, arguments.torch_path, written))
         return
     evaluate(_arrays(checkpoint))
-    write_torch(*place, run.record)
+    write_torch_files(arguments.torch_path, files, is_folder, overwrite)
     print(f"Wrote {printable(arguments.torch_path)}.")
 
 
-def _groups_in(checkpoint: Any, options: Options) -> Sequence[Mapping[str, Any]]:
-    parts = find_parts(checkpoint, options.keys)
-    if "optimizer" not in parts:
-        return ()
-    return unflattened(get(checkpoint, parts["optimizer"]))["param_groups"]
-
-
-def _recorded_groups(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    optimizer = record.get("optimizer")
-    return optimizer.get("groups", ()) if isinstance(optimizer, Mapping) else ()
-
-
-def _check_accepted(accept: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
-    keys = {str(key) for group in groups for key in group} - {"params", "param_names"}
-    known = sorted({*ACCEPTED, *keys})
-    for word in accept:
-        if word not in known:
-            raise ValueError(
-                f"--accept {word}: there is no such setting; known are "
-                f"{', '.join(known)}."
-            )
-
-
-def _record_like(arguments: argparse.Namespace) -> dict[str, Any]:
+def _record_like(arguments: argparse.Namespace) -> Record:
     checkpoint, _ = read_torch(arguments.like, _float64(arguments))
     options = _options(arguments)
     # The pattern's own momentum is not used, so it may be missing.
     accept = (*options.accept, "dampening")
-    options = Options(**{**vars(options), "accept": accept})
-    run = from_torch(checkpoint, _only(_models(arguments.model)), options)
-    run.record["folder"] = arguments.like.is_dir()
-    return run.record | read_rest(arguments.like, checkpoint)[0]
+    options = replace(options, accept=accept)
+    record = from_torch(checkpoint, _only(_models(arguments.model)), options).record
+    read_rest(arguments.like, checkpoint, record)
+    return record
 
 
 def _options(arguments: argparse.Namespace) -> Options:
     renames = [_rename(text) for text in arguments.rename]
     keys = {
-        part: getattr(arguments, f"{part}_key")
-        for part in ("model", "optimizer", "scaler")
-        if getattr(arguments, f"{part}_key") is not None
+        section: getattr(arguments, f"{section}_key")
+        for section in ("model", "optimizer", "scaler")
+        if getattr(arguments, f"{section}_key") is not None
     }
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
@@ -281,27 +247,26 @@ def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
     lines = [printable(f"{source} -> {target}")]
     for name, each in run.runs.items():
         lines += ["", _plan(each, Path(name), target / name, ())]
-    if run.weights is not None and "model" in run.record:
-        plan = plan_of(run.record)
+    if run.weights is not None and run.record.model:
+        plan = run.record.model.plan
         rows = []
         for name, entry in plan.entries.items():
             array = run.weights[entry.mlx[0]]
             arrows = ", ".join(entry.mlx)
-            rows.append((name, arrows, shape(array), dtype(array), entry.layout))
+            rows.append((name, arrows, shape(array), dtype_name(array), entry.layout))
         rows += [(a, f"(tied to {n})", "", "", "") for a, n in plan.tied.items()]
-        rows += [(name, "(training.json)", "", "", "") for name in plan.aside]
+        rows += [(name, "(training.json)", "", "", "") for name in plan.unplaced]
         header = ("PyTorch", "MLX", "MLX shape", "dtype", "layout")
         lines += ["", table(header, rows)]
-    if run.optimizer is not None and "optimizer" in run.record:
-        record = run.record["optimizer"]
+    if run.optimizer is not None and run.record.optimizer:
+        record = run.record.optimizer
         rows = []
-        for i, group in enumerate(record["groups"]):
-            prefix = "" if record["joined"] else f"states.{i}."
-            step = run.optimizer[f"{prefix}step"].item()
-            count = len(record["names"][i])
-            rows.append((i, record["name"], count, number(group["lr"]), step))
+        for i, group in enumerate(record.groups):
+            step = run.optimizer[f"{record.prefix(i)}step"].item()
+            count = len(record.names[i])
+            rows.append((i, record.name, count, number(group["lr"]), step))
         header = ("group", "optimizer", "parameters", "learning rate", "step")
-        one = "one optimizer" if record["joined"] else "a MultiOptimizer"
+        one = "one optimizer" if record.joined else "a MultiOptimizer"
         lines += ["", table(header, rows), f"as {one}"]
     if run.scaler is not None:
         rows = run.scaler.items()

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..torch_checkpoint import Placeholder, plain_value
-from ..torch_optimizers import ROWS
-from .parts import PartsError
+from .optimizers import ROWS
+from .sections import SectionsError
 
 # Keys of an optimizer's groups that decide how it steps.
 _NEEDED = frozenset(
@@ -16,33 +16,33 @@ _NEEDED = frozenset(
 _MOST_NAMED = 8
 
 
-def plain_part(part: str, value: Any) -> Any:
-    """The part with Python's numbers in the place of numpy's.
+def plain_section(section: str, value: Any) -> Any:
+    """The section with Python's numbers in the place of numpy's.
 
     Args:
-        part: ``"model"``, ``"optimizer"`` or ``"scaler"``.
-        value: the part.
+        section: ``"model"``, ``"optimizer"`` or ``"scaler"``.
+        value: the section.
 
     Raises:
-        PartsError: if another object stands where a tensor or a number is needed.
+        SectionsError: if another object stands where a tensor or a number is needed.
 
     Example:
-        >>> plain_part("scaler", {"scale": 2.0})
+        >>> plain_section("scaler", {"scale": 2.0})
         {'scale': 2.0}
     """
-    return _plain(part, value, (part,))
+    return _plain(section, value, (section,))
 
 
-def _plain(part: str, value: Any, path: tuple) -> Any:
+def _plain(section: str, value: Any, path: tuple) -> Any:
     if isinstance(value, Placeholder):
         plain = plain_value(value)
         if isinstance(plain, (bool, int, float)):
             return plain
-        if not _may_be_there(part, path):
+        if not _may_be_there(section, path):
             place, needed = "/".join(map(str, path)), "a tensor"
-            if part == "scaler" or "param_groups" in path:
+            if section == "scaler" or "param_groups" in path:
                 needed = "a number"
-            raise PartsError(
+            raise SectionsError(
                 f"{place} is {kind(value)}, where {needed} is needed: save it as one "
                 "in PyTorch."
             )
@@ -51,18 +51,18 @@ def _plain(part: str, value: Any, path: tuple) -> Any:
         changed = {
             key: new
             for key, item in value.items()
-            if (new := _plain(part, item, (*path, key))) is not item
+            if (new := _plain(section, item, (*path, key))) is not item
         }
         return {**value, **changed} if changed else value
     if type(value) in (list, tuple):
-        new = [_plain(part, item, (*path, i)) for i, item in enumerate(value)]
+        new = [_plain(section, item, (*path, i)) for i, item in enumerate(value)]
         same = all(a is b for a, b in zip(value, new, strict=True))
         return value if same else type(value)(new)
     return value
 
 
-def _may_be_there(part: str, path: tuple) -> bool:
-    if part == "model":
+def _may_be_there(section: str, path: tuple) -> bool:
+    if section == "model":
         return str(path[-1]).rpartition(".")[2] == "_extra_state"
     # ("optimizer", "param_groups", 0, key, ...)
     return path[1:2] == ("param_groups",) and len(path) > 3 and path[3] not in _NEEDED

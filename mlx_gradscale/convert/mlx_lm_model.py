@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..torch_checkpoint.locks import open_file
+from ..files.locks import open_file
 
 _LARGEST_CONFIG = 2**22
 

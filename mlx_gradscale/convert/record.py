@@ -1,246 +1,158 @@
-"""What ``training.json`` must look like: it is checked when it is read.
+"""All that only PyTorch knows of a run, and how ``training.json`` holds it."""
 
-A schema is a function that raises, or plain data to be looked through: ``[schema]``
-for a list of such values, ``{"key": schema}`` for a dict with these keys (those that
-end in ``?`` may be missing, others may be there too), ``{str: schema}`` for a dict
-with texts as keys.
-"""
-
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import mlx.core as mx
 
-from ..formats import FORMATS
-from ..layouts import LAYOUTS
-from ..torch_optimizers import ROWS
-from ..torch_optimizers.valid import check_group, check_setting
-from .parts import Part
-from .place import check_name
-from .shards import check_shards
-
-# Only a live run's record has these (see passed and rounding): not a file.
-LIVE = ("read", "pattern", "rounded")
-_LARGEST_INT = 2**53  # what a float holds exactly
-# PyTorch's files are read to a depth of 128 (torch_checkpoint.Limits).
-_DEEPEST = 160
+from ..run_folder.live import USED
+from ..run_folder.rounding import Rounded
+from .layouts import Entry, Plan
+from .optimizers.record import OptimizerRecord
+from .schema import check_training
 
 
-class RunError(ValueError):
-    """A folder that is no run, or whose files are damaged, and why."""
+@dataclass
+class ModelRecord:
+    """How a PyTorch model's state dict looked.
 
-
-def check_record(record: Mapping[str, Any]) -> None:
-    """Raises :class:`RunError` on a record that could not be used.
-
-    Args:
-        record: as decoded; keys that this package does not know may be there.
-
-    Example:
-        >>> check_record({"folder": "yes"})
-        Traceback (most recent call last):
-        ...
-        mlx_gradscale.convert.record.RunError: folder must be true or false, not 'yes'
+    Attributes:
+        order: its names.
+        entries: of its plan.
+        tied: of its plan.
+        unplaced: what MLX has no place for, with its values.
+        ordered: whether it was an ``OrderedDict``.
+        metadata: what ``torch.nn.Module.state_dict`` hangs on it, the versions of its
+            modules.
     """
-    for key in LIVE:
-        if key in record:
-            raise RunError(f"{key} is not for files")
-    for _ in _values(record):
-        pass  # the depth is checked
-    _check(record, _RECORD, "")
-    if record.get("used") is not None:
-        _check_used(record["used"])
-    if "model" in record:
-        _check_model(record["model"])
-    if "optimizer" in record:
-        _check_optimizer(record)
-    if "checkpoint" in record:
-        _check_parts(record)
-    for name in (*record.get("carried", ()), *record.get("several", ())):
-        check_name(name, "it")
-    if "several" in record:
-        _need("checkpoint" in record, "several", "of a checkpoint", record["several"])
-    check_shards(record.get("shards", {}))
+
+    order: list[str]
+    entries: dict[str, Entry]
+    tied: dict[str, str]
+    unplaced: dict[str, Any]
+    ordered: bool
+    metadata: Any
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, mx.array], plan: Plan) -> "ModelRecord":
+        """The record of a state dict."""
+        return cls(
+            list(tensors),
+            plan.entries,
+            plan.tied,
+            {name: tensors[name] for name in plan.unplaced},
+            isinstance(tensors, OrderedDict),
+            getattr(tensors, "_metadata", None),
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """Where its tensors are in MLX."""
+        return Plan(self.entries, self.tied, tuple(self.unplaced))
+
+    def state_dict(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """The state dict of MLX weights, as it looked."""
+        found = {**self.plan.to_torch(weights), **self.unplaced}
+        out = OrderedDict((name, found[name]) for name in self.order)
+        if not self.ordered:
+            return dict(out)
+        if self.metadata is not None:
+            out._metadata = self.metadata
+        return out
 
 
-def _check(value: Any, schema: Any, where: str) -> None:
-    if callable(schema):
-        schema(value, where)
-    elif isinstance(schema, list):
-        _need(isinstance(value, (list, tuple)), where, "a list", value)
-        for i, item in enumerate(value):
-            _check(item, schema[0], f"{where}.{i}")
-    elif str in schema:
-        _need(isinstance(value, Mapping), where, "a dict", value)
-        for key, item in value.items():
-            _need(type(key) is str, where, "a dict of texts", key)
-            _check(item, schema[str], f"{where}.{key}")
-    else:
-        _need(isinstance(value, Mapping), where, "a dict", value)
-        for key, inner in schema.items():
-            name = key.rstrip("?")
-            place = f"{where}.{name}".lstrip(".")
-            if name in value:
-                _check(value[name], inner, place)
-            elif name == key:
-                raise RunError(f"{place} is missing")
+@dataclass
+class Record:
+    """All that only PyTorch knows of a run, for the way back.
+
+    Attributes:
+        checkpoint: the checkpoint with a mark in the place of each section; None for a
+            run that was born in MLX. Epoch and so on are in it.
+        model: how its state dict looked, if there is one.
+        optimizer: how its state looked, if there is one.
+        scaler_format: a key of :data:`mlx_gradscale.formats.FORMATS`, if there is one.
+        used: the settings that the MLX optimizers ran with, if that is known.
+        is_folder: whether the checkpoint was a folder.
+        carried: file -> its bytes, of a folder's files that are no sections.
+        shards: index -> what was in which file of a model.
+        rounded: of a live run only.
+        is_pattern: whether it is that of another run (``--like``).
+    """
+
+    checkpoint: Any = None
+    model: ModelRecord | None = None
+    optimizer: OptimizerRecord | None = None
+    scaler_format: str | None = None
+    used: list[dict[str, Any]] | None = None
+    is_folder: bool = False
+    carried: dict[str, mx.array] = field(default_factory=dict)
+    shards: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rounded: Rounded | None = None
+    is_pattern: bool = False
+
+    def to_training(self) -> dict[str, Any]:
+        """What ``training.json`` holds of it.
+
+        Example:
+            >>> Record({"epoch": 3}, scaler_format="torch").to_training()
+            {'checkpoint': {'epoch': 3}, 'scaler': {'format': 'torch'}}
+        """
+        model = self.model and vars(self.model) | {
+            "entries": {
+                name: {"mlx": list(entry.mlx), "layout": entry.layout}
+                for name, entry in self.model.entries.items()
+            }
+        }
+        out = {
+            "checkpoint": self.checkpoint,
+            "model": model,
+            "optimizer": self.optimizer and dict(vars(self.optimizer)),
+            "scaler": self.scaler_format and {"format": self.scaler_format},
+            USED: self.used,
+            "folder": self.is_folder or None,
+            "carried": self.carried or None,
+            "shards": self.shards or None,
+        }
+        return {key: value for key, value in out.items() if value is not None}
+
+    @classmethod
+    def of_training(cls, training: Mapping[str, Any], runs: int = 0) -> "Record":
+        """The record in ``training.json``, checked.
+
+        Args:
+            training: as decoded; what else is there belongs to others.
+            runs: how many the folder holds, if several.
+
+        Raises:
+            RunError: it could not be used.
+
+        Example:
+            >>> Record.of_training({"checkpoint": {"epoch": 3}}).checkpoint
+            {'epoch': 3}
+        """
+        check_training(training, runs)
+        model, optimizer = training.get("model"), training.get("optimizer")
+        if model is not None:
+            entries = {
+                name: Entry(name, tuple(entry["mlx"]), entry["layout"])
+                for name, entry in model["entries"].items()
+            }
+            model = ModelRecord(**_known(ModelRecord, model) | {"entries": entries})
+        if optimizer is not None:
+            optimizer = OptimizerRecord(**_known(OptimizerRecord, optimizer))
+        return cls(
+            training.get("checkpoint"),
+            model,
+            optimizer,
+            training["scaler"]["format"] if "scaler" in training else None,
+            training.get(USED),
+            training.get("folder", False),
+            training.get("carried", {}),
+            training.get("shards", {}),
+        )
 
 
-def _need(is_right: bool, where: str, what: str, value: Any) -> None:
-    if not is_right:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise RunError(f"{where} must be {what}, not {shown}")
-
-
-def _kind(what: str, *kinds: type) -> Callable[[Any, str], None]:
-    def check(value: Any, where: str) -> None:
-        _need(type(value) in kinds, where, what, value)
-
-    return check
-
-
-def _one_of(known: Mapping[str, Any]) -> Callable[[Any, str], None]:
-    def check(value: Any, where: str) -> None:
-        is_known = isinstance(value, Hashable) and value in known
-        _need(is_known, where, f"one of {', '.join(known)}", value)
-
-    return check
-
-
-def _anything(value: Any, where: str) -> None:
-    pass
-
-
-def _count(value: Any, where: str) -> None:
-    fits = type(value) is int and 0 <= value <= _LARGEST_INT
-    _need(fits, where, "a count", value)
-
-
-def _counts(value: Any, where: str) -> None:
-    _check(value, [_count], where)
-    _need(bool(value), where, "a list of counts", value)
-
-
-def _index(value: Any, where: str) -> None:
-    _need(type(value) in (int, str), where, "a number or a text", value)
-
-
-def _states(value: Any, where: str) -> None:
-    _need(isinstance(value, Mapping), where, "a dict", value)
-    for key, state in value.items():
-        _index(key, where)
-        _need(isinstance(state, Mapping), f"{where}.{key}", "a dict", state)
-
-
-def _bytes(value: Any, where: str) -> None:
-    fits = isinstance(value, mx.array) and value.dtype == mx.uint8 and value.ndim == 1
-    _need(fits, where, "bytes", value)
-
-
-_text, _flag = _kind("a text", str), _kind("true or false", bool)
-_dict = _kind("a dict", dict)
-_RECORD = {
-    "checkpoint?": _anything,
-    "folder?": _flag,
-    "model?": {
-        "order": [_text],
-        "entries": {str: {"mlx": [_text], "layout": _one_of(LAYOUTS)}},
-        "tied": {str: _text},
-        "aside": {str: _anything},
-        "ordered": _flag,
-        "metadata": _anything,
-    },
-    "optimizer?": {
-        "name": _one_of(ROWS),
-        "joined": _flag,
-        "groups": [{"params": [_index]}],
-        "indices?": [[_index]],
-        "names": [[_text]],
-        "aside?": _states,
-        "steps": [_count],
-        "step_like": _one_of(dict.fromkeys(("scalar", "vector", "int", "float"))),
-        "fresh": {str: {str: _anything}},
-        "extra?": _dict,
-        "flat?": _flag,
-    },
-    "scaler?": {"format": _one_of(FORMATS)},
-    "carried?": {str: _bytes},
-    "shards?": {str: {"metadata": _dict, "files": {str: _text}}},
-    "several?": [_text],
-    "changed?": {str: _counts},
-}
-
-
-def _check_model(model: Mapping[str, Any]) -> None:
-    entries, tied, aside = model["entries"], model["tied"], model["aside"]
-    for name, entry in entries.items():
-        count, parts = len(entry["mlx"]), LAYOUTS[entry["layout"]].parts
-        fits = count and count % parts == 0
-        _need(fits, f"model.entries.{name}", f"{parts} names", entry["mlx"])
-    for alias, name in tied.items():
-        _need(name in entries, f"model.tied.{alias}", "the name of a tensor", name)
-    for name in model["order"]:
-        known = name in entries or name in tied or name in aside
-        _need(known, "model.order", "of names that are known", name)
-
-
-def _check_optimizer(record: Mapping[str, Any]) -> None:
-    mine = record["optimizer"]
-    groups, row = mine["groups"], ROWS[mine["name"]]
-    _need(bool(groups), "optimizer.groups", "at least one", groups)
-    for i, group in enumerate(groups):
-        for key in group:
-            _need(type(key) is str, f"optimizer.groups.{i}", "a dict of texts", key)
-        check_group(mine["name"], group)
-        for key in row.settings:
-            has = key in group
-            _need(has, f"optimizer.groups.{i}", f"a dict with {key}", sorted(group))
-        indices = mine["indices"][i : i + 1] if "indices" in mine else [group["params"]]
-        names = mine["names"][i : i + 1]
-        fits = bool(indices) and [len(x) for x in indices] == [len(x) for x in names]
-        _need(fits, f"optimizer.names.{i}", "one for each parameter", names)
-    _need(len(mine["steps"]) == len(groups), "optimizer.steps", "one for each group",
-          mine["steps"])  # fmt: skip
-    _need("model" in record, "optimizer", "beside a model", sorted(record))
-    entries = record["model"]["entries"]
-    for name in (name for names in mine["names"] for name in names):
-        _need(name in entries, "optimizer.names", "names of the model", name)
-    if record.get("used"):
-        wanted = 1 if mine["joined"] else len(groups)
-        _need(len(record["used"]) >= wanted, "used", f"{wanted} dicts", record["used"])
-
-
-def _check_used(used: Any) -> None:
-    _check(used, [{"class?": _text, "schedule?": _flag, "constant?": _flag}], "used")
-    for i, part in enumerate(used):
-        for key in part.keys() - {"class", "schedule", "constant"}:
-            check_setting(key, part[key], f"used.{i}.{key}")
-
-
-def _check_parts(record: Mapping[str, Any]) -> None:
-    extra = record.get("optimizer", {}).get("extra")
-    for value in _values([record["checkpoint"], extra]):
-        if isinstance(value, Part):
-            number, _, part = value.rpartition("/")
-            known = part in ("model", "optimizer", "scaler")
-            if "several" in record:
-                runs = map(str, range(len(record["several"])))
-                known = known and number in runs
-            else:
-                known = known and not number and value in record
-            _need(known, "checkpoint", "of parts that the record has", str(value))
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """All values inside a value, without recursion; they may not be too deep."""
-    left = [(value, 0)]
-    while left:
-        value, depth = left.pop()
-        yield value
-        if depth > _DEEPEST:
-            raise RunError(f"it is nested more than {_DEEPEST} times")
-        if isinstance(value, Mapping):
-            left += ((inner, depth + 1) for inner in value.values())
-        elif isinstance(value, (list, tuple)):
-            left += ((inner, depth + 1) for inner in value)
+def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f.name: values[f.name] for f in fields(kind) if f.name in values}

@@ -2,8 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,21 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from .. import torch_optimizers
-from ..half import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
 from ..remainder import remainder_of
+from ..run_folder.contents import SCALER, TRAINING, RunError
+from ..run_folder.leaves import places
+from ..run_folder.live import USED, live_contents
+from ..run_folder.rounding import Rounded, cast_weights, lost
+from ..run_folder.settings import next_rate, single_parts
 from ..scaler import GradScaler
-from ..torch_optimizers import Rate
-from ..torch_optimizers.builder import Divided
-from ..torch_optimizers.frozen import without_frozen
-from .folder import RESUME, SCALER, TRAINING, read_run, write_run
-from .record import RunError
-from .rounding import ROUNDED, cast_weights, lost, unrounded
-from .whole import Run, plan_of
+from . import optimizers
+from .folder import read_run, write_run
+from .optimizers import Rate
+from .optimizers.frozen import without_frozen
+from .optimizers.groups import has_schedule, torch_groups
+from .record import Record
+from .run import Run
 
 
 @dataclass
@@ -34,13 +37,12 @@ class Resumed:
         optimizer: built with PyTorch's settings, its state filled; or None. With
             ``loss_scaling`` it is a ``LossScaleOptimizer`` around that.
         scaler: filled; or None.
-        record: the run's, with PyTorch's own ``record["checkpoint"]`` (epoch and so
-            on).
+        record: the run's, with PyTorch's own ``record.checkpoint`` (epoch and so on).
     """
 
     optimizer: optim.Optimizer | None
     scaler: GradScaler | None
-    record: dict[str, Any]
+    record: Record
 
 
 def load_run(
@@ -80,11 +82,12 @@ def load_run(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_run(folder, from_torch({"model": tensors, "epoch": 3}))
         ...     model = nn.Linear(2, 1)
-        ...     load_run(folder, model).record["checkpoint"]["epoch"]
+        ...     load_run(folder, model).record.checkpoint["epoch"]
         3
         >>> model.weight
         array([[1, 1]], dtype=float32)
     """
+    folder = Path(folder)
     run = read_run(folder)
     if run.runs:
         raise RunError(
@@ -93,64 +96,20 @@ def load_run(
         )
     weights = run.weights or {}
     _check_model(folder, weights, model)
-    optimizer = scaler = None
-    if run.scaler is not None:
-        scaler = GradScaler()
-        try:
-            scaler.load_state_dict(run.scaler)
-        except (ValueError, TypeError, KeyError) as error:
-            said = error.args[0] if error.args else error
-            raise RunError(f"{Path(folder) / SCALER}: {said}") from error
+    scaler = _make_scaler(folder, run.scaler)
+    optimizer = None
     if run.optimizer is not None:
-        if "optimizer" not in run.record:
-            raise ValueError(
-                f"{folder} has an optimizer state, but was not converted, and so does "
-                "not tell how to build the optimizer: build it as it was, call init, "
-                "and give it to load_optimizer_state with read_run(folder).optimizer."
-            )
-        now = run.record["optimizer"] | {"groups": current_groups(run)}
-        optimizer = build_optimizer(run.record | {"optimizer": now}, learning_rate)
-        for part, used in zip(
-            _parts(optimizer), run.record.get("used") or [], strict=False
-        ):
-            for name in torch_optimizers.ROWS[now["name"]].fixed.keys() & used.keys():
-                setattr(part, name, used[name])
-        optimizer.init(model.trainable_parameters())
-        given = [part.learning_rate for part in _parts(optimizer)]
-        state, suspects = without_frozen(
-            run.optimizer,
-            run.record["optimizer"],
-            plan_of(run.record).entries,
-            dict(tree_flatten(model.trainable_parameters())),
-        )
-        load_optimizer_state(optimizer, state)
-        _warn_of_frozen(suspects)
-        if learning_rate is None:
-            _warn_of_lost_schedule(run)
-        else:
-            for part, rate in zip(_parts(optimizer), given, strict=True):
-                part.learning_rate = rate
-                part.learning_rate = _next_rate(part)
+        optimizer = _make_optimizer(folder, run, model, learning_rate)
     elif loss_scaling or learning_rate is not None:
         what = "a learning rate" if learning_rate is not None else "loss scaling"
         raise ValueError(f"{folder} has no optimizer state: {what} has no use.")
     if loss_scaling:
-        dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
-        cast = cast_weights(weights, dtypes)
         optimizer = LossScaleOptimizer(
             optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
         )
-        model.load_weights(list(cast.items()), strict=True)
-        optimizer.init(model.trainable_parameters())
-        full = {name: weights[name].astype(mx.float32) for name in optimizer._halves}
-        whole, split = optimizer.state["masters"], optimizer.state["remainders"]
-        whole.update({name: full[name] for name in whole})
-        split.update({name: remainder_of(full[name], cast[name]) for name in split})
         scaler = optimizer.scaler
-        run.record[ROUNDED] = {
-            "folder": str(Path(folder).resolve()),
-            "names": [name for name in lost(weights, cast) if name not in full],
-        }
+        names = _load_rounded(model, weights, optimizer)
+        run.record.rounded = Rounded(folder.resolve(), tuple(names))
     elif weights:
         model.load_weights(list(weights.items()), strict=True)
     # Arrays of a file are read when used: now, before the file can change.
@@ -158,12 +117,79 @@ def load_run(
     return Resumed(optimizer, scaler, run.record)
 
 
+def _make_scaler(folder: Path, state: dict[str, Any] | None) -> GradScaler | None:
+    if state is None:
+        return None
+    scaler = GradScaler()
+    try:
+        scaler.load_state_dict(state)
+    except (ValueError, TypeError, KeyError) as error:
+        said = error.args[0] if error.args else error
+        raise RunError(f"{folder / SCALER}: {said}") from error
+    return scaler
+
+
+def _make_optimizer(
+    folder: Path,
+    run: Run,
+    model: nn.Module,
+    learning_rate: Rate | Sequence[Rate] | None,
+) -> optim.Optimizer:
+    """The optimizer that goes on, with its state."""
+    record = run.record
+    if record.optimizer is None:
+        raise ValueError(
+            f"{folder} has an optimizer state, but was not converted, and so does "
+            "not tell how to build the optimizer: build it as it was, call init, "
+            "and give it to load_optimizer_state with read_run(folder).optimizer."
+        )
+    now = replace(record.optimizer, groups=current_groups(run))
+    optimizer = build_optimizer(replace(record, optimizer=now), learning_rate)
+    parts = list(single_parts(optimizer))
+    for part, used in zip(parts, record.used or [], strict=False):
+        for name in optimizers.ROWS[now.name].fixed.keys() & used.keys():
+            setattr(part, name, used[name])
+    trainable = model.trainable_parameters()
+    optimizer.init(trainable)
+    given = [part.learning_rate for part in parts]
+    state, suspects = without_frozen(
+        run.optimizer,
+        record.optimizer,
+        record.model.entries,
+        dict(tree_flatten(trainable)),
+    )
+    load_optimizer_state(optimizer, state)
+    _warn_of_frozen(suspects)
+    if learning_rate is None:
+        _warn_of_lost_schedule(record)
+    else:
+        for part, rate in zip(parts, given, strict=True):
+            part.learning_rate = rate
+            part.learning_rate = next_rate(part)
+    return optimizer
+
+
+def _load_rounded(
+    model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
+) -> list[str]:
+    """Loads weights in the model's own dtypes; those that have no master are told."""
+    dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
+    cast = cast_weights(weights, dtypes)
+    model.load_weights(list(cast.items()), strict=True)
+    optimizer.init(model.trainable_parameters())
+    full = {name: weights[name].astype(mx.float32) for name in optimizer._halves}
+    whole, split = optimizer.state["masters"], optimizer.state["remainders"]
+    whole.update({name: full[name] for name in whole})
+    split.update({name: remainder_of(full[name], cast[name]) for name in split})
+    return [name for name in lost(weights, cast) if name not in full]
+
+
 def save_run(
     folder: str | os.PathLike,
     model: nn.Module,
     optimizer: optim.Optimizer | None = None,
     scaler: GradScaler | None = None,
-    record: Mapping[str, Any] | None = None,
+    record: Record | None = None,
 ) -> None:
     """Writes a live MLX run to a folder, for the command to take back to PyTorch.
 
@@ -177,77 +203,30 @@ def save_run(
             have not changed since: from where they were loaded, or ``folder``.
         scaler: its state is saved.
         record: from :func:`load_run`; by default that of the folder, if it is there.
-            What of its ``"checkpoint"`` was changed since it was read is taken to be
-            of this step; of the rest, the way to PyTorch says how old it is.
+            What of its ``checkpoint`` counts steps, you set: the way to PyTorch says
+            how old it may be.
     """
-    run = live_run(folder, model, optimizer, scaler, record)
+    folder = Path(folder)
+    if record is None:
+        record = read_run(folder).record if (folder / TRAINING).exists() else Record()
+    if optimizer is not None:
+        _refuse_unknown(optimizer)
+    live = live_contents(folder, model, optimizer, scaler, record.rounded)
+    record = replace(record, used=live.training.get(USED, record.used))
+    run = Run(live.weights, live.optimizer, live.scaler, record)
     write_run(folder, run, overwrite=True)
 
 
-def live_run(
-    folder: str | os.PathLike,
-    model: nn.Module,
-    optimizer: optim.Optimizer | None = None,
-    scaler: GradScaler | None = None,
-    record: Mapping[str, Any] | None = None,
-    settings: Callable[[optim.Optimizer], list[dict[str, Any]]] | None = None,
-) -> Run:
-    """What :func:`save_run` writes, evaluated.
-
-    Args:
-        folder: see :func:`save_run`.
-        model: see :func:`save_run`.
-        optimizer: see :func:`save_run`.
-        scaler: see :func:`save_run`.
-        record: see :func:`save_run`.
-        settings: what tells the optimizer's settings; by default
-            :func:`optimizer_settings`, which refuses what PyTorch has not.
-    """
-    folder = Path(folder)
-    if record is None and (folder / TRAINING).exists():
-        record = read_run(folder).record
-    run = Run(weights=dict(tree_flatten(model.parameters())), record=dict(record or {}))
-    run.record.pop(RESUME, None)  # of an earlier step
-    rounded = run.record.pop(ROUNDED, None)
+def _refuse_unknown(optimizer: optim.Optimizer) -> None:
     if isinstance(optimizer, LossScaleOptimizer):
-        if not optimizer._initialized:
-            # It may hold a state that was set and waits for the parameters.
-            optimizer.init(model.trainable_parameters())
-        masters = _masters(optimizer, model)
-        run.weights = unrounded(run.weights, masters, folder, rounded) | masters
-        scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
-    if optimizer is not None:
-        run.optimizer = {
-            # A schedule of Python numbers leaves one in the state.
-            name: x if isinstance(x, mx.array) else mx.array(x)
-            for name, x in tree_flatten(optimizer.state)
-            if isinstance(x, (mx.array, int, float))
-        }
-        run.record["used"] = (settings or optimizer_settings)(optimizer)
-    if scaler is not None and scaler.is_enabled():
-        run.scaler = scaler.state_dict()
-    mx.eval(run.weights, run.optimizer or {})
-    return run
-
-
-def _masters(optimizer: LossScaleOptimizer, model: nn.Module) -> dict[str, mx.array]:
-    """The masters, and in the place of one the weight that the user put there since."""
-    own, state = dict(tree_flatten(model.parameters())), optimizer.state
-    masters = {name: x for name, x in state["masters"].items() if name in own}
-    replaced = {
-        name: own[name]
-        for name in masters
-        if own[name].dtype not in HALF
-        or not _equal(half_bits(own[name]), state["written"][name])
-    }
-    split = {name: own[name] for name in state["remainders"] if name in own}
-    # Only for those: it makes a copy of each.
-    return masters | optimizer.masters(replaced | split)
-
-
-def _equal(a: mx.array, b: mx.array) -> bool:
-    return a.dtype == b.dtype and mx.array_equal(a, b).item()
+    classes = [row.mlx for row in optimizers.ROWS.values()]
+    for part in single_parts(optimizer):
+        if type(part) not in classes:
+            known = ", ".join(each.__name__ for each in classes)
+            raise ValueError(
+                f"{type(part).__name__} has no PyTorch counterpart here: {known} do."
+            )
 
 
 def current_groups(run: Run) -> list[dict[str, Any]]:
@@ -259,14 +238,11 @@ def current_groups(run: Run) -> list[dict[str, Any]]:
     Returns:
         list: with the current learning rate and settings, not the recorded ones.
     """
-    groups, _, _ = torch_optimizers.state.torch_groups(
-        run.optimizer, run.record["optimizer"], run.record.get("used")
-    )
-    return groups
+    return torch_groups(run.optimizer, run.record.optimizer, run.record.used)[0]
 
 
 def build_optimizer(
-    record: Mapping[str, Any], learning_rate: Rate | Sequence[Rate] | None = None
+    record: Record, learning_rate: Rate | Sequence[Rate] | None = None
 ) -> optim.Optimizer:
     """The MLX optimizer of a run's record, without its state.
 
@@ -277,10 +253,10 @@ def build_optimizer(
     Returns:
         optim.Optimizer: a ``MultiOptimizer`` where PyTorch's groups differ.
     """
-    mine, entries = record["optimizer"], plan_of(record).entries
-    groups = mine["groups"][:1] if mine["joined"] else mine["groups"]
-    members = [[n for t in names for n in entries[t].mlx] for names in mine["names"]]
-    return torch_optimizers.build(mine["name"], groups, members, learning_rate)
+    mine, entries = record.optimizer, record.model.entries
+    groups = mine.groups[:1] if mine.joined else mine.groups
+    members = [[n for t in names for n in entries[t].mlx] for names in mine.names]
+    return optimizers.build(mine.name, groups, members, learning_rate)
 
 
 def load_optimizer_state(
@@ -307,8 +283,7 @@ def load_optimizer_state(
         >>> second.state["w"]["m"]
         array([1, 2], dtype=float32)
     """
-    state = optimizer.state
-    own = dict(tree_flatten(state))
+    own = places(optimizer.state)
     missing, spare = sorted(own.keys() - flat.keys()), sorted(flat.keys() - own.keys())
     if missing or spare:
         raise ValueError(
@@ -317,46 +292,14 @@ def load_optimizer_state(
             "a parameter that was trained, freeze one that was not, or give the model "
             "and optimizer that the state was saved from."
         )
-    for key, array in own.items():
-        if array.shape != flat[key].shape:
+    for path, (box, key) in own.items():
+        shape = getattr(box[key], "shape", ())
+        if shape != flat[path].shape:
             raise ValueError(
-                f"{key} has shape {flat[key].shape}, the optimizer needs {array.shape}."
+                f"{path} has shape {flat[path].shape}, the optimizer needs {shape}."
             )
-    for key, array in flat.items():
-        *path, leaf = key.split(".")
-        place = state
-        for word in path:
-            place = (
-                place[int(word)] if isinstance(place, (list, tuple)) else place[word]
-            )
-        place[leaf] = array
-
-
-def optimizer_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """What an MLX optimizer runs with, one dict per part of a ``MultiOptimizer``.
-
-    Example:
-        >>> optimizer_settings(optim.Lion(0.1, betas=[0.8, 0.9]))
-        [{'class': 'Lion', 'betas': [0.8, 0.9], 'weight_decay': 0.0, 'schedule': False}]
-    """
-    if isinstance(optimizer, optim.MultiOptimizer):
-        return [s for part in _parts(optimizer) for s in optimizer_settings(part)]
-    rows = [r for r in torch_optimizers.ROWS.values() if type(optimizer) is r.mlx]
-    if not rows:
-        known = ", ".join(row.mlx.__name__ for row in torch_optimizers.ROWS.values())
-        raise ValueError(
-            f"{type(optimizer).__name__} has no PyTorch counterpart here: {known} do."
-        )
-    names = {*rows[0].settings.values(), *rows[0].fixed} - {"learning_rate"}
-    used = {name: getattr(optimizer, name) for name in sorted(names)}
-    used |= {k: list(v) for k, v in used.items() if isinstance(v, (list, tuple))}
-    schedule = optimizer._schedulers.get("learning_rate")
-    if schedule:  # the state holds that of the last step, PyTorch that of the next
-        used["learning_rate"] = _next_rate(optimizer).item()
-        is_divided = isinstance(schedule, Divided)
-        used["constant"] = is_divided and not callable(schedule.rate)
-    used["schedule"] = schedule is not None
-    return [{"class": type(optimizer).__name__, **used}]
+    for path, (box, key) in own.items():
+        box[key] = flat[path]
 
 
 def _warn_of_frozen(names: list[str]) -> None:
@@ -366,31 +309,17 @@ def _warn_of_frozen(names: list[str]) -> None:
             f"{some} had no optimizer state in PyTorch, as frozen parameters have, and "
             "will be trained here: if they were frozen, freeze them in the model "
             "before load_run.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def _parts(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
-    is_several = isinstance(optimizer, optim.MultiOptimizer)
-    return optimizer.optimizers if is_several else [optimizer]
-
-
-def _next_rate(optimizer: optim.Optimizer) -> mx.array:
-    schedule = optimizer._schedulers.get("learning_rate")
-    return mx.array(schedule(optimizer.step)) if schedule else optimizer.learning_rate
-
-
-def _warn_of_lost_schedule(run: Run) -> None:
-    record, used = run.record["optimizer"], run.record.get("used") or []
-    if any(
-        torch_optimizers.state.has_schedule(record["name"], group, part)
-        for group, part in zip(record["groups"], used, strict=False)
-    ):
+def _warn_of_lost_schedule(record: Record) -> None:
+    if any(map(has_schedule, record.used or [])):
         warnings.warn(
             "The run was saved with a learning rate schedule, which no file holds: "
             "give it again, load_run(..., learning_rate=...), or the rate stays what "
             "it was at the last step.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

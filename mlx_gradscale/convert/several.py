@@ -1,15 +1,18 @@
 """Several models in one checkpoint (a GAN's), as several runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
 
-from .parts import PartsError, cut, find_parts, get, moments_in, paste
-from .passed import age_notes
-from .place import check_name
-from .whole import Options, Run, from_torch, schedule_notes, to_torch
+from ..files.paths import check_name
+from .conversion import from_sections
+from .notes import schedule_notes
+from .record import Record
+from .run import Options, Run
+from .sections import SectionsError, find_sections
+from .skeleton import cut, get
 
 
 def is_several(options: Options) -> bool:
@@ -43,28 +46,28 @@ def from_several(
         >>> import mlx.core as mx
         >>> checkpoint = {"a": {"w": mx.ones(2)}, "b": {"w": mx.zeros(2)}, "epoch": 3}
         >>> run = from_several(checkpoint, options=Options(keys={"model": "a,b"}))
-        >>> list(run.runs), run.record["checkpoint"]["epoch"]
+        >>> list(run.runs), run.record.checkpoint["epoch"]
         (['a', 'b'], 3)
     """
     options = options or Options()
-    places = _places(options)
-    if models and len(models) != len(places):
+    named = _places(options)
+    if models and len(models) != len(named):
         raise ValueError(
-            f"{len(places)} models are named (--model-key) and {len(models)} given "
+            f"{len(named)} models are named (--model-key) and {len(models)} given "
             "(--model)."
         )
     if options.names is not None:
         raise ValueError("--names is for one optimizer: convert them one by one.")
     runs: dict[str, Run] = {}
     taken = {}
-    for i, (name, keys) in enumerate(places.items()):
-        parts = find_parts(checkpoint, keys)
-        taken |= {f"{i}/{part}": path for part, path in parts.items()}
-        own = {part: get(checkpoint, path) for part, path in parts.items()}
-        alone = replace(options, keys={part: part for part in own})
-        runs[name] = from_torch(own, models[i] if models else None, alone)
-    skeleton = cut(checkpoint, taken)
-    several = Run(record={"checkpoint": skeleton, "several": list(runs)}, runs=runs)
+    for i, (name, keys) in enumerate(named.items()):
+        sections = find_sections(checkpoint, keys)
+        taken |= {f"{i}/{section}": path for section, path in sections.items()}
+        own = {section: get(checkpoint, path) for section, path in sections.items()}
+        places = {section: (section,) for section in own}
+        model = models[i] if models else None
+        runs[name] = from_sections(own, places, model, options)
+    several = Run(record=Record(cut(checkpoint, taken)), runs=runs)
     several.notes = [
         f"{name}: {note}" for name, run in runs.items() for note in run.notes
     ]
@@ -73,51 +76,31 @@ def from_several(
     return several
 
 
-def several_to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
-    """Makes the one PyTorch checkpoint of several runs; see ``to_torch``."""
-    values: dict[str, Any] = {}
-    notes: list[str] = []
-    for i, (name, each) in enumerate(run.runs.items()):
-        made, said = to_torch(each, accept)
-        if not isinstance(made, dict):
-            raise ValueError(f"The run {name} is not one of several.")
-        values |= {f"{i}/{part}": value for part, value in made.items()}
-        notes += [f"{name}: {note}" for note in said]
-    first = next(iter(run.runs.values()))
-    notes += age_notes(
-        {**first.record, "checkpoint": run.record["checkpoint"]}, first.optimizer
-    )
-    notes += [
-        f"{place}: an optimizer's state that was not converted; it goes back as it was."
-        for place in moments_in(run.record["checkpoint"])
-    ]
-    return paste(run.record["checkpoint"], values), notes
-
-
 def _places(options: Options) -> dict[str, dict[str, str]]:
     """The keys of each model and its optimizer, by the name of the run."""
-    given = {part: key.split(",") for part, key in options.keys.items()}
+    given = {section: key.split(",") for section, key in options.keys.items()}
     models = given["model"]
-    for part in ("optimizer", "scaler"):
-        if part in given and given[part] != [""] and len(given[part]) > len(models):
-            raise PartsError(f"--{part}-key names more than --model-key.")
+    for section in ("optimizer", "scaler"):
+        keys = given.get(section, [""])
+        if keys != [""] and len(keys) > len(models):
+            raise SectionsError(f"--{section}-key names more than --model-key.")
     if len(given.get("optimizer", models)) not in (1, len(models)):
-        raise PartsError(
+        raise SectionsError(
             "--optimizer-key names not as many as --model-key: give them in the same "
             "order, with commas between them."
         )
     rows = []
     for i, key in enumerate(models):
         row = {"model": key}
-        for part in given.keys() - {"model"}:
-            row[part] = given[part][i] if i < len(given[part]) else ""
+        for section in given.keys() - {"model"}:
+            row[section] = given[section][i] if i < len(given[section]) else ""
         # One scaler that is found by itself goes with the first.
         rows.append(row if i == 0 else {"scaler": "", **row})
     names = [key.rpartition("/")[2] for key in models]
     if len(set(names)) != len(names):
         names = [key.replace("/", "-") for key in models]
     if len(set(names)) != len(names):
-        raise PartsError(f"--model-key {options.keys['model']}: one comes twice.")
+        raise SectionsError(f"--model-key {options.keys['model']}: one comes twice.")
     return {
         check_name(name, "--model-key"): row
         for name, row in zip(names, rows, strict=True)

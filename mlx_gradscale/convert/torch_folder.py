@@ -13,23 +13,24 @@ import mlx.core as mx
 import numpy as np
 
 from .. import torch_checkpoint
-from ..array_files import read_arrays, write_arrays
-from ..layout_hints import listed
-from ..torch_checkpoint.atomic import atomic_write
-from ..torch_checkpoint.locks import open_file, refuse_special
-from .parts import Unordered
-from .place import check_file, check_folder, check_name, new_folder
-from .shards import is_shard, read_index, shard_sets, split
-from .swap import refuse_hidden
+from ..files.arrays import read_arrays, write_arrays
+from ..files.atomic import atomic_write
+from ..files.folders import check_folder, new_folder, refuse_hidden
+from ..files.locks import open_file, refuse_special
+from ..files.paths import check_file, check_name
+from ..files.shards import is_shard, read_index, shard_sets, split
+from .layouts.hints import listed
+from .record import Record
+from .sections import Unordered
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # Transformers' count of steps and epochs: the only JSON that changes in training.
 TRAINER = "trainer_state.json"
-# What Transformers and Accelerate write beside the parts: objects of their own.
-_ASIDE = re.compile(
+# What Transformers and Accelerate write beside the sections: objects of their own.
+_OTHERS = re.compile(
     r"rng_state(_\d+)?\.pth|training_args\.bin|(sampler|dl_state_dict)(_\d+)?\.bin"
 )
-# Files that are no part are carried along up to this size each, and together.
+# Files that are no section are carried along up to this size each, and together.
 _LARGEST_CARRIED, _MOST_CARRIED, _MOST_FILES = 2**26, 2**28, 1000
 
 
@@ -68,7 +69,7 @@ def read_torch(
             "torch.distributed.checkpoint.format_utils dcp_to_torch "
             f"{quote(str(path))} {quote(str(path))}.pt"
         )
-    names = _part_names(path)
+    names = _section_names(path)
     sets = shard_sets(names)
     content: dict[str, Any] = {}
     for index, files in sets.items():
@@ -84,24 +85,22 @@ def read_torch(
     return dict(sorted(content.items())), []
 
 
-def read_rest(
-    path: str | os.PathLike, checkpoint: Any
-) -> tuple[dict[str, Any], list[str]]:
-    """What a folder holds besides what :func:`read_torch` reads, for the way back.
+def read_rest(path: str | os.PathLike, checkpoint: Any, record: Record) -> list[str]:
+    """Notes in a run's record what a folder holds besides, for the way back.
 
     Args:
         path: the folder; of a file there is nothing.
         checkpoint: what :func:`read_torch` gave.
+        record: of the run; gets ``is_folder``, ``carried`` and ``shards``.
 
     Returns:
-        tuple: entries for a run's record, ``carried`` (file -> its bytes, as an
-        array) and ``shards`` (index -> what is in which file); and sentences for the
-        user.
+        list: sentences for the user.
     """
     path = Path(path)
-    if not path.is_dir():
-        return {}, []
-    names = _part_names(path)
+    record.is_folder = path.is_dir()
+    if not record.is_folder:
+        return []
+    names = _section_names(path)
     shards = {
         name: read_index(path / name, content.files)
         for name, content in checkpoint.items()
@@ -124,8 +123,8 @@ def read_rest(
         notes.append(f"Kept for the way back, as they are: {listed(carried)}.")
     if left:
         notes.append(f"Left out, as no files of a checkpoint: {listed(left)}.")
-    record = {"carried": carried, "shards": shards}
-    return {key: value for key, value in record.items() if value}, notes
+    record.carried, record.shards = carried, shards
+    return notes
 
 
 def write_torch(
@@ -133,7 +132,7 @@ def write_torch(
     checkpoint: Any,
     is_folder: bool = False,
     overwrite: bool = False,
-    record: Mapping[str, Any] | None = None,
+    record: Record | None = None,
 ) -> None:
     """Writes a PyTorch checkpoint: a file, or a folder of them.
 
@@ -142,13 +141,21 @@ def write_torch(
         checkpoint: for a folder, a dict from file name to content.
         is_folder: whether to write a folder.
         overwrite: replace what is there.
-        record: with what :func:`read_rest` gave. Files that are carried along do
+        record: with what :func:`read_rest` put there. Files that are carried along do
             not replace others.
     """
+    files = torch_files(path, checkpoint, is_folder, overwrite, record or Record())
+    write_torch_files(path, files, is_folder, overwrite)
+
+
+def write_torch_files(
+    path: str | os.PathLike, files: dict[str, Any], is_folder: bool, overwrite: bool
+) -> None:
+    """Writes what :func:`torch_files` gave."""
     path = Path(path)
-    files = torch_files(path, checkpoint, is_folder, overwrite, record)
     if not is_folder:
-        _write_file(path, checkpoint)
+        check_file(path, overwrite)  # it may have come since, as new_folder checks too
+        _write_file(path, files[path.name])
         return
     # What is carried along and there already stays as it is.
     with new_folder(path, files.keys(), overwrite) as place:
@@ -159,12 +166,12 @@ def write_torch(
 def torch_files(
     path: str | os.PathLike,
     checkpoint: Any,
-    is_folder: bool = False,
-    overwrite: bool = False,
-    record: Mapping[str, Any] | None = None,
+    is_folder: bool,
+    overwrite: bool,
+    record: Record,
 ) -> dict[str, Any]:
     """What :func:`write_torch` writes, by file name; raises what it would."""
-    path, record = Path(path), record or {}
+    path = Path(path)
     if not is_folder:
         check_file(path, overwrite)
         _check_flat(path.name, checkpoint)
@@ -173,7 +180,7 @@ def torch_files(
         raise ValueError("A folder is to be written, and its files have no names.")
     files: dict[str, Any] = {}
     for name, content in checkpoint.items():
-        index = record.get("shards", {}).get(check_name(name, "The run's record"))
+        index = record.shards.get(check_name(name, "The run's record"))
         if index is not None:
             parts, text = split(content, index)
             files |= parts | {name: _Raw(text)}
@@ -187,12 +194,12 @@ def torch_files(
         _check_flat(name, content)
     is_there = check_folder(path, overwrite).is_dir()
     there = {p.name for p in path.iterdir()} if is_there else set()
-    for name, data in record.get("carried", {}).items():
+    for name, data in record.carried.items():
         if name not in there:
             data = _Raw(np.array(data).tobytes())
             files.setdefault(check_name(name, "The run's record"), data)
     spare = {n for n in there if Path(n).suffix in _TORCH_SUFFIXES}
-    spare -= {*files, *record.get("carried", {})}
+    spare -= {*files, *record.carried}
     if spare:
         raise FileExistsError(
             f"{path} holds {', '.join(sorted(spare))}, which this run has not: it "
@@ -211,13 +218,13 @@ def _can_carry(file: Path, room: int) -> bool:
     return fits and not is_begun
 
 
-def _part_names(path: Path) -> list[str]:
-    """The files of a folder that may hold a part."""
+def _section_names(path: Path) -> list[str]:
+    """The files of a folder that may hold a section."""
     return sorted(
         file.name
         for file in path.iterdir()
         if file.suffix in _TORCH_SUFFIXES
-        and not _ASIDE.fullmatch(file.name)
+        and not _OTHERS.fullmatch(file.name)
         and not file.is_dir()
     )
 

@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from .. import precision
 from ..dtypes import LayerDtypes, sentence, watched_dtypes
+from ..files.text import align, dtype_name
 from .probes import unchanged
-from .tables import align
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DtypeReport:
 
 
 def _names(dtypes: Any) -> str:
-    names = dict.fromkeys(str(dtype).rpartition(".")[2] for dtype in dtypes)
+    names = dict.fromkeys(dtype_name(dtype) for dtype in dtypes)
     return ", ".join(names) or "-"
 
 

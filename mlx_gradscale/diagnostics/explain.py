@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import precision
+from ..files.text import dtype_name
 from ..finite import NonFinite, all_finite, nonfinite
 from ..islands import kept_in_float32
 from ..scale import SMALLEST_SCALE
@@ -267,7 +268,7 @@ def _arrays(arguments: dict[str, Any]) -> dict[str, mx.array]:
 
 def _sizes(large: dict[str, mx.array], dtype: mx.Dtype) -> str:
     reached = [f"{path} reaches {largest(x, dtype):.6g}" for path, x in large.items()]
-    name = str(dtype).rpartition(".")[2]
+    name = dtype_name(dtype)
     return f"{', '.join(reached)}; {name} ends at {mx.finfo(dtype).max:.6g}."
 
 

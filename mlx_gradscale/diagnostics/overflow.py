@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from ..files.text import align, dtype_name
 from ..finite import NonFinite, nonfinite
-from .tables import align
 
 
 def overflow_table(grads: Any, limit: int | None = 20) -> str:
@@ -41,7 +41,7 @@ def records_table(records: list[NonFinite], what: str, limit: int | None = 20) -
         return "Every value is finite."
     rows: list[tuple] = [(what, "dtype", "nan", "+inf", "-inf", "of")]
     for r in records[:limit]:
-        dtype = str(r.dtype).rpartition(".")[2]
+        dtype = dtype_name(r.dtype)
         size = math.prod(r.shape)
         rows.append((r.path, dtype, r.nan, r.positive_inf, r.negative_inf, size))
     table = align(rows)

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from ..files.text import dtype_name
 from ..islands.calls import METHODS, defines
 from ..precision import is_leaf
 
@@ -45,7 +46,7 @@ class Event:
     def __str__(self) -> str:
         counts = zip(("NaN", "+inf", "-inf"), self.counts, strict=False)
         found = ", ".join(f"{n:.0f} {name}" for name, n in counts if n)
-        return f"{found} of {self.size}, {str(self.dtype).rpartition('.')[2]}"
+        return f"{found} of {self.size}, {dtype_name(self.dtype)}"
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ..torch_checkpoint.atomic import atomic_write, naming
-from ..torch_checkpoint.locks import is_there, lock, open_file
+from ..files.atomic import atomic_write, naming
+from ..files.locks import is_there, lock, open_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..files.text import dtype_name
 from ..finite import is_floating
 from ..scale import as_array, read
 from ..tracing import evaluate_unless_traced
@@ -112,7 +113,7 @@ def _kinds(leaves: dict[str, mx.array], sharded: Any) -> dict[str, str]:
         # A saved state has other paths than the parameters that sharded() is told.
         return {}
     return {
-        path: f"{str(x.dtype).removeprefix('mlx.core.')}{list(x.shape)}"
+        path: f"{dtype_name(x)}{list(x.shape)}"
         for path, x in leaves.items()
         if isinstance(x, mx.array)
         and is_floating(x)

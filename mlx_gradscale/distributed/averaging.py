@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
+from ..files.text import natural_order
 from ..finite import is_floating
 from .decision import Group, is_alone
 
@@ -116,7 +117,7 @@ def _buckets(leaves: dict[str, mx.array]) -> Iterator[list[str]]:
     # so that no rank depends on the order in which its tree was built.
     open_buckets: dict[mx.Dtype, list[str]] = {}
     sizes: dict[mx.Dtype, int] = {}
-    for path in sorted(leaves, key=_natural, reverse=True):
+    for path in sorted(leaves, key=natural_order, reverse=True):
         x = leaves[path]
         open_buckets.setdefault(x.dtype, []).append(path)
         sizes[x.dtype] = sizes.get(x.dtype, 0) + x.nbytes
@@ -124,10 +125,3 @@ def _buckets(leaves: dict[str, mx.array]) -> Iterator[list[str]]:
             yield open_buckets.pop(x.dtype)
             del sizes[x.dtype]
     yield from open_buckets.values()
-
-
-def _natural(path: str) -> list[tuple[bool, int, str]]:
-    return [
-        (part.isdigit(), int(part) if part.isdigit() else 0, part)
-        for part in path.split(".")
-    ]

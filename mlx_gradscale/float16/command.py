@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..commands import run_command
 from .report import Float32Search
 from .search import find_float32_layers
 
@@ -25,25 +25,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         int: 0, or 1 if no layers help or something is missing, which is said.
     """
+    expected = (OSError, ValueError, TypeError, ImportError)
+    return run_command(lambda: _search(arguments), expected, "mlx_gradscale.float16: ")
+
+
+def _search(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        model, loss_fn, batches = _load(options)
-        found = find_float32_layers(
-            model,
-            loss_fn,
-            batches,
-            margin=options.margin,
-            tolerance=options.tolerance,
-        )
-        print(found)
-        if not found.helps:
-            return 1
-        found.save(options.output)
-        print(f"\n{options.output}")
-        _draw(found, Path(options.output))
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        print(f"mlx_gradscale.float16: {error}", file=sys.stderr)
+    model, loss_fn, batches = _load(options)
+    found = find_float32_layers(
+        model,
+        loss_fn,
+        batches,
+        margin=options.margin,
+        tolerance=options.tolerance,
+    )
+    print(found)
+    if not found.helps:
         return 1
+    found.save(options.output)
+    print(f"\n{options.output}")
+    _draw(found, Path(options.output))
     print(
         "\nBefore training, and before LoRA layers are made:\n"
         f'    mlx_gradscale.float32_layers(model, "{options.output}")'

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..torch_checkpoint.atomic import atomic_write
-from ..torch_checkpoint.locks import open_file
+from ..files.atomic import atomic_write
+from ..files.locks import open_file
 from .state import FLODL, read_state, write_state
 from .table import USUAL
 

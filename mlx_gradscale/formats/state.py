@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..scale import check, clamped
+from ..scale import FIELDS, SETTINGS
+from ..state_dict import from_state_dict, to_state_dict
 from .table import FORMATS, OWN_DEFAULTS, TORCH_KEYS, TYPES, Format
 
 # Scale and steps since growth, little endian: all of flodl's file.
@@ -102,8 +103,7 @@ def read_state(
                 f"This {name} scaler state has no {row.fields.get(key, key)!r}: give "
                 f"{key}=..."
             )
-    found = clamped(found)
-    _check(found)
+    state_dict = _checked(found)
     if guessed:
         said = ", ".join(f"{key}={value!r}" for key, value in guessed.items())
         _warn(f"{name} does not carry {said}: its defaults are taken; give them if "
@@ -111,8 +111,7 @@ def read_state(
     for key, why in row.lost.items():
         if values.get(key) is not None:
             _warn(f"{key}={values[key]!r} of {name} is not taken over: it {why}.")
-    own = {k: found[k] for k, v in OWN_DEFAULTS.items() if found.get(k, v) != v}
-    return {key: found[key] for key in TORCH_KEYS} | own
+    return state_dict
 
 
 def write_state(state: Mapping[str, Any], format: str) -> dict[str, Any] | bytes:
@@ -137,14 +136,13 @@ def write_state(state: Mapping[str, Any], format: str) -> dict[str, Any] | bytes
         names = ", ".join(name for name, row in FORMATS.items() if row.writes)
         raise ValueError(f"Cannot write format {format!r}: choose one of {names}.")
     row, _, values = _row(state, "torch")
-    full = OWN_DEFAULTS | {
+    full = {
         key: _number(values[key], TYPES[key], key) for key in values if key in TYPES
     }
     for key in TORCH_KEYS:
         if key not in full:
             raise ValueError(f"The scaler state has no {key!r}.")
-    full = clamped(full)
-    _check(full)
+    full = OWN_DEFAULTS | _checked(full)
     row = FORMATS[format]
     kept = set(TORCH_KEYS) if format == "torch" else set(row.fields)
     neutral = OWN_DEFAULTS | row.assumed
@@ -206,8 +204,10 @@ def _number(value: Any, kind: type, key: str) -> Any:
     return kind(number)
 
 
-def _check(state: Mapping[str, Any]) -> None:
-    check({TORCH_KEYS.get(key, key): value for key, value in state.items()})
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
+    """The same within the limits, its own keys only where not at their defaults."""
+    settings = {key: FIELDS[key][1] for key in SETTINGS}
+    return to_state_dict(from_state_dict(state, settings))
 
 
 def _warn(text: str) -> None:

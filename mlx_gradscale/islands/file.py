@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..torch_checkpoint.atomic import atomic_write
+from ..files.atomic import atomic_write
 
 _FORMAT = "mlx_gradscale.float32_layers"
 _VERSION = 1

@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from ..convert.text import printable
+from ..commands import run_command
+from ..files.text import printable
 from ..replaced import replaced
 from . import host
 from .float32 import compute_in_float32
@@ -28,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         int: 0, or 1 if it cannot run, which is said. Wrong arguments exit with 2.
     """
+    return run_command(lambda: _fine_tune(argv))
+
+
+def _fine_tune(argv: Sequence[str] | None) -> int:
     try:
         mlx_lm = host.command()
         build_parser, run = mlx_lm.build_parser, mlx_lm.run
@@ -42,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             mlx_lm.main()
     except (ImportError, OSError, ValueError) as error:
-        if not _is_ours(error):
+        if isinstance(error, BrokenPipeError) or not _is_ours(error):
             raise
         print(f"mlx_gradscale.lora: {printable(error)}", file=sys.stderr)
         return 1

@@ -1,11 +1,11 @@
 """The command ``mlx_gradscale.plot``: draw a run from its file."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..convert.text import printable
+from ..commands import run_command
+from ..files.text import printable
 from .history import plot_history
 
 
@@ -33,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...     sorted(os.listdir(folder))
         ['run.csv', 'run.png']
     """
+    expected = (OSError, ValueError, ImportError)
+    return run_command(lambda: _plot(arguments), expected, "mlx_gradscale.plot: ")
+
+
+def _plot(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale.plot",
         description="Draw a run that a ScaleHistory has written: loss, loss scale with "
@@ -46,14 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dark", action="store_true", help="for a dark page")
     parser.add_argument("--title", help="above the picture")
     options = parser.parse_args(arguments)
-    try:
-        output = options.output or Path(options.history).with_suffix(".png")
-        plot_history(options.history, output, dark=options.dark, title=options.title)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except (OSError, ValueError, ImportError) as error:
-        print(f"mlx_gradscale.plot: {printable(error)}", file=sys.stderr)
-        return 1
+    output = options.output or Path(options.history).with_suffix(".png")
+    plot_history(options.history, output, dark=options.dark, title=options.title)
     print(printable(output))
-    return 0

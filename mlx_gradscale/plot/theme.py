@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..torch_checkpoint.atomic import atomic_write
+from ..files.atomic import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from .foreign import Placeholder
 from .limits import Budget, CheckpointError
-from .names import storage_of
+from .pickle_allowlist import storage_of
 from .pickle_reader import PickleReader
 from .pickle_writer import PickleWriter
 from .tensors import TensorRef

@@ -1,7 +1,7 @@
 """Pickle what only PyTorch, or only the file's own program, has a class for."""
 
 from .foreign import DefaultDict, PlacedTensor, Placeholder, TorchName, TorchSize
-from .names import torch_name
+from .pickle_allowlist import torch_name
 
 # Instructions that take all values down to a mark.
 _MARKED = frozenset({b"e", b"u", b"\x90"})

@@ -8,7 +8,7 @@ are little-endian whatever machine wrote them.
 from typing import Any
 
 from .limits import Budget, CheckpointError, CutOffError
-from .names import storage_of
+from .pickle_allowlist import storage_of
 from .pickle_reader import PickleReader
 from .source import Source
 from .storages import Contents, Extent

@@ -1,9 +1,9 @@
 """A closed interpreter for pickles: plain values, tensors, and placeholders.
 
 It follows the instructions that PyTorch's pickles (protocols 2 to 5) are made of and
-raises ``CheckpointError`` for any other. Names go through ``names.look_up``, a fixed
-table; what is done with one that is not in it is noted on a ``Placeholder`` and not
-done. Python's own unpickler is not involved.
+raises ``CheckpointError`` for any other. Names go through a fixed table,
+``pickle_allowlist.look_up``; what is done with one that is not in it is noted on a
+``Placeholder`` and not done. Python's own unpickler is not involved.
 """
 
 import struct
@@ -15,14 +15,10 @@ from typing import Any
 from .foreign import DefaultDict, Placeholder, TorchSize
 from .keys import Keys
 from .limits import Budget, CheckpointError, CutOffError
-from .names import COUNTER, FROZENSET, SET, call, check_call, look_up
+from .pickle_allowlist import COUNTER, FROZENSET, SET, call, check_call, look_up
+from .pickle_opcodes import PLACE, STEPS, U8, opcode_name, utf8
 from .tensors import TensorRef
 
-_U8, _U16, _U32, _U64, _I32, _F64 = map(
-    struct.Struct, ("B", "<H", "<I", "<Q", "<i", ">d")
-)
-# Bytes for a place on the stack, in a list or in the memo, while it is growing.
-_PLACE = 16
 # An item of a container in a call's arguments, which may be copied to a table.
 _COPIED = 100
 # A tensor's reference, its text and its array, without the data.
@@ -73,12 +69,12 @@ class PickleReader:
     def read(self) -> Any:
         start = self.position
         try:
-            while (code := self.number(_U8)) != _STOP:
+            while (code := self.number(U8)) != _STOP:
                 self.budget.take(operations=1)
-                step = _STEPS.get(code)
+                step = STEPS.get(code)
                 if step is None:
                     raise CheckpointError(
-                        f"pickle opcode {_opcode_name(code)} is not one that plain "
+                        f"pickle opcode {opcode_name(code)} is not one that plain "
                         "checkpoints use."
                     )
                 step(self)
@@ -119,7 +115,7 @@ class PickleReader:
             cut = len(self.data) < self.position + 1000
             kind = CutOffError if cut else CheckpointError
             raise kind("a name in the pickle does not end.")
-        text = _utf8(self.take(end - self.position))
+        text = utf8(self.take(end - self.position))
         self.position += 1
         return text
 
@@ -132,14 +128,14 @@ class PickleReader:
 
     def push(self, value: Any) -> None:
         """A new value, paid for by what it takes."""
-        self.budget.take(getsizeof(value) + _PLACE)
+        self.budget.take(getsizeof(value) + PLACE)
         self.stack.append(value)
 
     def put(self, index: int) -> None:
         value = self.stack[-1]
         missing = index + 1 - len(self.memo)
         if missing > 0:
-            self.budget.take(_PLACE * missing)
+            self.budget.take(PLACE * missing)
             self.memo.extend([_NOTHING] * missing)
         self.remembered += self.memo[index] is _NOTHING
         self.memo[index] = value
@@ -150,7 +146,7 @@ class PickleReader:
             raise CheckpointError(
                 f"the pickle refers to object {index}, which it has not."
             )
-        self.budget.take(_PLACE)
+        self.budget.take(PLACE)
         if type(value) in _SHAREABLE and id(value) not in self.shared:
             self.budget.take(_SHARED)
             self.shared[id(value)] = value
@@ -161,7 +157,7 @@ class PickleReader:
         target = self.stack[-1]
         if type(target) is not Placeholder:
             return False
-        self.budget.take(_STEP + _PLACE * len(values))
+        self.budget.take(_STEP + PLACE * len(values))
         target.steps.append((step, values))
         return True
 
@@ -180,7 +176,7 @@ class PickleReader:
             return
         if type(self.stack[-1]) is not list:
             raise CheckpointError(f"appends to a {type(self.stack[-1]).__name__}.")
-        self.budget.take(_PLACE * len(items))
+        self.budget.take(PLACE * len(items))
         self.stack[-1].extend(items)
 
     def add_items(self, items: list[Any]) -> None:
@@ -258,145 +254,3 @@ class PickleReader:
         items = tuple(self.stack[-count:])
         del self.stack[-count:]
         self.push(items)
-
-
-def _utf8(data: bytes) -> str:
-    try:
-        return data.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        raise CheckpointError("a text in the pickle is not valid UTF-8.") from None
-
-
-def _opcode_name(code: int) -> str:
-    import pickletools
-
-    opcode = pickletools.code2op.get(chr(code))
-    return opcode.name if opcode else f"0x{code:02x}"
-
-
-def _proto(r: PickleReader) -> None:
-    version = r.number(_U8)
-    if not 2 <= version <= 5:
-        raise CheckpointError(f"pickle protocol {version} is not one of 2 to 5.")
-
-
-def _long1(r: PickleReader) -> None:
-    r.push(int.from_bytes(r.take(r.number(_U8)), "little", signed=True))
-
-
-def _frame(r: PickleReader) -> None:
-    # Only a hint for buffering: the instructions simply go on.
-    if r.number(_U64) > len(r.data) - r.position:
-        raise CutOffError("the pickle is cut off.")
-
-
-def _mark(r: PickleReader) -> None:
-    r.outer.append(r.stack)
-    r.stack = []
-    r.budget.take(getsizeof(r.stack) + _PLACE)
-
-
-def _global(r: PickleReader) -> None:
-    module = r.line()
-    r.global_name(module, r.line())
-
-
-def _stack_global(r: PickleReader) -> None:
-    name = r.stack.pop()
-    r.global_name(r.stack.pop(), name)
-
-
-def _set_item(r: PickleReader) -> None:
-    value, key = r.stack.pop(), r.stack.pop()
-    r.set_items([key, value], b"s")
-
-
-def _append(r: PickleReader) -> None:
-    item = r.stack.pop()
-    r.extend([item], b"a")
-
-
-def _tuple(r: PickleReader) -> None:
-    items = r.to_mark()
-    r.push(tuple(items))
-
-
-def _new_object(r: PickleReader) -> None:
-    args, kind = r.stack.pop(), r.stack.pop()
-    r.place(b"\x81", kind, args)
-
-
-def _new_object_ex(r: PickleReader) -> None:
-    kwargs, args, kind = r.stack.pop(), r.stack.pop(), r.stack.pop()
-    r.place(b"\x92", kind, args, kwargs if kwargs is not None else ())
-
-
-def _pop(r: PickleReader) -> None:
-    # A mark on top is taken too, as Python does.
-    if r.stack:
-        r.stack.pop()
-    else:
-        r.to_mark()
-
-
-def _frozenset(r: PickleReader) -> None:
-    r.push(frozenset(r.keys.fill(set(), r.to_mark())))
-
-
-_STEPS: dict[int, Callable[[PickleReader], None]] = {
-    0x80: _proto,
-    0x95: _frame,
-    # Values.
-    ord("N"): lambda r: r.push(None),
-    0x88: lambda r: r.push(True),
-    0x89: lambda r: r.push(False),
-    ord("K"): lambda r: r.push(r.number(_U8)),
-    ord("M"): lambda r: r.push(r.number(_U16)),
-    ord("J"): lambda r: r.push(r.number(_I32)),
-    ord("G"): lambda r: r.push(r.number(_F64)),
-    0x8A: _long1,
-    # Text: BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and Python 2's str.
-    ord("X"): lambda r: r.push(_utf8(r.take(r.number(_U32)))),
-    0x8C: lambda r: r.push(_utf8(r.take(r.number(_U8)))),
-    0x8D: lambda r: r.push(_utf8(r.take(r.number(_U64)))),
-    ord("U"): lambda r: r.push(_utf8(r.take(r.number(_U8)))),
-    ord("T"): lambda r: r.push(_utf8(r.take(r.number(_U32)))),
-    # Bytes: BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8.
-    ord("B"): lambda r: r.push(r.take(r.number(_U32))),
-    ord("C"): lambda r: r.push(r.take(r.number(_U8))),
-    0x8E: lambda r: r.push(r.take(r.number(_U64))),
-    0x96: lambda r: r.push(bytearray(r.take(r.number(_U64)))),
-    # Containers.
-    ord("("): _mark,
-    ord(")"): lambda r: r.push(()),
-    0x85: lambda r: r.tuple_of(1),
-    0x86: lambda r: r.tuple_of(2),
-    0x87: lambda r: r.tuple_of(3),
-    ord("t"): _tuple,
-    ord("]"): lambda r: r.push([]),
-    ord("a"): _append,
-    ord("e"): lambda r: r.extend(r.to_mark()),
-    ord("}"): lambda r: r.push({}),
-    ord("s"): _set_item,
-    ord("u"): lambda r: r.set_items(r.to_mark()),
-    0x8F: lambda r: r.push(set()),
-    0x90: lambda r: r.add_items(r.to_mark()),
-    0x91: _frozenset,
-    # Names.
-    ord("c"): _global,
-    0x93: _stack_global,
-    ord("R"): lambda r: r.reduce(),
-    ord("b"): lambda r: r.build(),
-    0x81: _new_object,
-    0x92: _new_object_ex,
-    ord("Q"): lambda r: r.push(r.persistent_load(r.stack.pop())),
-    # POP and POP_MARK, which Python writes for tuples that hold themselves.
-    ord("0"): _pop,
-    ord("1"): lambda r: r.to_mark(),
-    # References: BINPUT, LONG_BINPUT, MEMOIZE, BINGET, LONG_BINGET.
-    ord("q"): lambda r: r.put(r.number(_U8)),
-    ord("r"): lambda r: r.put(r.number(_U32)),
-    0x94: lambda r: r.put(r.remembered),
-    ord("h"): lambda r: r.get(r.number(_U8)),
-    ord("j"): lambda r: r.get(r.number(_U32)),
-}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from .aside import start_aside
+from ..files.background import in_background
+from ..files.locks import open_file
 from .limits import CheckpointError
-from .locks import open_file
 
 # What is rounded, or written, at a time.
 CHUNK = 2**22
@@ -42,7 +42,7 @@ class Source:
             self._file.seek(self._start + offset)
             return _fill(buffer, self._file.readinto, what)
         half = buffer.nbytes // 2
-        rest = start_aside(self._read_at, offset + half, buffer[half:], what)
+        rest = in_background(self._read_at, offset + half, buffer[half:], what)
         try:
             self._read_at(offset, buffer[:half], what)
         finally:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .foreign import DefaultDict, PlacedTensor, Placeholder, TorchName, TorchSize
 from .limits import CheckpointError, Limits
-from .names import Name
+from .pickle_allowlist import Name
 from .tensors import StorageRef, TensorRef
 
 _TEXTS = frozenset({str, bytes, bytearray, TorchName})

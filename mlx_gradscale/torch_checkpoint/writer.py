@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 import numpy as np
 
-from .atomic import atomic_write
+from ..files.atomic import atomic_write
 from .pickle_writer import Array, PickleWriter
 from .source import CHUNK
 from .zip_writer import ALIGNMENT, ZipWriter

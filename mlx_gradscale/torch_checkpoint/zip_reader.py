@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .limits import Budget, CheckpointError, Limits
-from .names import storage_of
+from .pickle_allowlist import storage_of
 from .pickle_reader import PickleReader
 from .source import Source
 from .storages import Contents, Extent

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import BinaryIO
 
-from .aside import start_aside
+from ..files.background import in_background
 
 ALIGNMENT = 64
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
@@ -72,7 +72,7 @@ class ZipWriter:
             self._write(chunk)
             return zlib.crc32(chunk, checksum)
         # Both release the interpreter's lock: the sum costs no time of its own.
-        pending = start_aside(zlib.crc32, chunk, checksum)
+        pending = in_background(zlib.crc32, chunk, checksum)
         self._write(chunk)
         return pending.result()
 

@@ -7,8 +7,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.torch_checkpoint import atomic, writer
-from mlx_gradscale.torch_checkpoint.atomic import atomic_write
+from mlx_gradscale.files import atomic
+from mlx_gradscale.files.atomic import atomic_write
+from mlx_gradscale.torch_checkpoint import writer
 
 
 @pytest.fixture

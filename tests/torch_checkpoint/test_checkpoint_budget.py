@@ -12,11 +12,12 @@ import pytest
 from checkpoint_helpers import integer, name, pickled, storage, tensor, text
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.array_files import read_arrays
-from mlx_gradscale.convert import from_torch, jsonable, read_run, write_run
-from mlx_gradscale.convert.jsonable import decode, encode
-from mlx_gradscale.convert.text import table
+from mlx_gradscale.convert import from_torch, read_run, write_run
+from mlx_gradscale.files.arrays import read_arrays
+from mlx_gradscale.files.text import table
 from mlx_gradscale.inspect import describe
+from mlx_gradscale.run_folder import values
+from mlx_gradscale.run_folder.values import decode, encode
 from mlx_gradscale.torch_checkpoint import CheckpointError, Limits, keys, legacy_reader
 from mlx_gradscale.torch_checkpoint.limits import Budget
 
@@ -260,7 +261,7 @@ def shared(value, times):
     ],
 )
 def test_training_json_is_bounded(value, tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonable, "_MOST", 2**22)
+    monkeypatch.setattr(values, "_MOST", 2**22)
     checkpoint = {"model": {"w": mx.ones((2, 2))}, "extra": value}
     with pytest.raises(ValueError, match=r"extra.*json would take over 4 MB"):
         write_run(tmp_path / "run", from_torch(checkpoint))
@@ -272,7 +273,7 @@ def test_an_array_that_comes_often_is_written_once(tmp_path):
     checkpoint = {"model": {"w": mx.ones((2, 2))}, "a": [array] * 50, "b": array}
     write_run(tmp_path / "run", from_torch(checkpoint))
     assert (tmp_path / "run" / "extra.safetensors").stat().st_size < 5000
-    back = read_run(tmp_path / "run").record["checkpoint"]
+    back = read_run(tmp_path / "run").record.checkpoint
     assert back["b"] is back["a"][49]
     assert back["b"].tolist() == array.tolist()
 
@@ -282,7 +283,7 @@ def test_a_long_key_above_many_values(tmp_path):
     checkpoint = {"model": {"w": mx.ones((2, 2))}, "k" * 1_000_000: [0] * 30_000}
     write_run(tmp_path / "run", from_torch(checkpoint))
     assert (tmp_path / "run" / "training.json").stat().st_size < 5_000_000
-    back = read_run(tmp_path / "run").record["checkpoint"]
+    back = read_run(tmp_path / "run").record.checkpoint
     assert back["k" * 1_000_000] == [0] * 30_000
     assert len(table(("k" * 1_000_000, ""), [("x", 1)] * 100)) < 100_000
 

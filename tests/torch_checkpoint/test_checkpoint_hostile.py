@@ -122,10 +122,10 @@ def test_nothing_is_run(tmp_path, protocol):
 def test_opcodes_outside_the_table_are_refused_by_name():
     import pickletools
 
-    from mlx_gradscale.torch_checkpoint.pickle_reader import _STEPS
+    from mlx_gradscale.torch_checkpoint.pickle_opcodes import STEPS
 
     refused_names = {
-        op.name for op in pickletools.opcodes if op.code not in map(chr, _STEPS)
+        op.name for op in pickletools.opcodes if op.code not in map(chr, STEPS)
     }
     assert refused_names == {
         *("INT", "LONG", "LONG4", "FLOAT", "STRING", "UNICODE"),

@@ -1,0 +1,1 @@
+"""Whole files or none: atomic writing, folders, locks, arrays, plain text."""

@@ -1,0 +1,105 @@
+"""Plain text for people: tables, sizes, names of dtypes, an order of paths."""
+
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+
+# Every row of a table is as wide as its widest cell.
+_WIDEST = 200
+
+
+def printable(value: object) -> str:
+    """Text without what could move a terminal's cursor or hide other text.
+
+    Example:
+        >>> print(printable("a\x1b[2J\\nb"))
+        a\\x1b[2J\\nb
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in str(value)
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns of text, two spaces apart; what cannot be printed is escaped.
+
+    Example:
+        >>> print(table(("name", "size"), [("a.weight", 12), ("b", 3)]))
+        name      size
+        a.weight  12
+        b         3
+    """
+    lines = [[_cell(cell) for cell in line] for line in (header, *rows)]
+    return align(lines, left=len(header))
+
+
+def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """Return ``rows`` as lines, the first ``left`` columns to the left.
+
+    Example:
+        >>> print(align([("leaf", "nan"), ("a.weight", 12)]))
+        leaf      nan
+        a.weight   12
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    text = str(value)
+    return printable(text if len(text) <= _WIDEST else f"{text[:_WIDEST]}...")
+
+
+def size(number: int) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> size(512), size(3_400_000)
+        ('512 B', '3.4 MB')
+    """
+    value = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def shape(array: mx.array) -> str:
+    """A shape as "3x4"; "scalar" for a 0-d array.
+
+    Example:
+        >>> shape(mx.zeros((3, 4))), shape(mx.array(1))
+        ('3x4', 'scalar')
+    """
+    return "x".join(map(str, array.shape)) or "scalar"
+
+
+def dtype_name(of: mx.array | mx.Dtype) -> str:
+    """The name of a dtype, or of an array's.
+
+    Example:
+        >>> dtype_name(mx.zeros(2)), dtype_name(mx.float16)
+        ('float32', 'float16')
+    """
+    return str(getattr(of, "dtype", of)).rpartition(".")[2]
+
+
+def natural_order(path: str) -> list[tuple[bool, int, str]]:
+    """A key for sorting paths with dots: by name, and numbers as numbers.
+
+    Example:
+        >>> sorted(["layers.10.w", "layers.9.w"], key=natural_order)
+        ['layers.9.w', 'layers.10.w']
+    """
+    words = path.split(".")
+    return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]

@@ -1,0 +1,32 @@
+"""Every leaf of a live tree and where it is held, so that it can be replaced there."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..state_slots import CONTAINERS, items
+
+Place = tuple[Any, Any]
+# What an optimizer may keep in its state besides arrays; text and so on is its own.
+NUMBERS = (bool, int, float)
+
+
+def places(tree: Any, path: str = "") -> dict[str, Place]:
+    """Return, by path as ``tree_flatten`` writes it, where each array and number is.
+
+    Returns:
+        dict: Container and key, by path.
+
+    Example:
+        >>> tree = {"a": [1, {"b": 2, "c": "text"}]}
+        >>> {path: key for path, (_, key) in places(tree).items()}
+        {'a.0': 0, 'a.1.b': 'b'}
+    """
+    found: dict[str, Place] = {}
+    for key, value in items(tree):
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, CONTAINERS):
+            found |= places(value, where)
+        elif isinstance(value, (mx.array, *NUMBERS)):
+            found[where] = tree, key
+    return found

@@ -1,0 +1,81 @@
+"""What of a live run goes into its folder: weights, optimizer and scaler."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
+
+from ..half import HALF, half_bits
+from ..optimizer import LossScaleOptimizer
+from ..scaler import GradScaler
+from .contents import Contents
+from .rounding import Rounded, unrounded
+from .settings import used_settings
+
+# In training.json: what used_settings gives.
+USED = "used"
+
+
+def live_contents(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    rounded: Rounded | None = None,
+) -> Contents:
+    """Return a live run as it is to be written, evaluated.
+
+    Args:
+        folder (Path): A run that is there may hold weights in their full precision.
+        model (nn.Module): Its parameters are saved.
+        optimizer (Optimizer, optional): Of a ``LossScaleOptimizer`` the inner one's
+            state, and its masters in the place of the weights.
+        scaler (GradScaler, optional): Default: the optimizer's.
+        rounded (Rounded, optional): What is known of weights that were rounded.
+    """
+    weights = dict(tree_flatten(model.parameters()))
+    contents = Contents(weights)
+    if isinstance(optimizer, LossScaleOptimizer):
+        if not optimizer._initialized:
+            # It may hold a state that was set and waits for the parameters.
+            optimizer.init(model.trainable_parameters())
+        masters = _masters(optimizer, weights)
+        contents.weights = unrounded(weights, masters, folder, rounded) | masters
+        scaler = optimizer.scaler if scaler is None else scaler
+        optimizer = optimizer.optimizer
+    if optimizer is not None:
+        contents.optimizer = {
+            # A schedule of Python numbers leaves one in the state.
+            name: x if isinstance(x, mx.array) else mx.array(x)
+            for name, x in tree_flatten(optimizer.state)
+            if isinstance(x, (mx.array, int, float))
+        }
+        contents.training[USED] = used_settings(optimizer)
+    if scaler is not None and scaler.is_enabled():
+        contents.scaler = scaler.state_dict()
+    mx.eval(contents.weights, contents.optimizer or {})
+    return contents
+
+
+def _masters(
+    optimizer: LossScaleOptimizer, weights: dict[str, Any]
+) -> dict[str, mx.array]:
+    """The masters, and in the place of one the weight that the user put there since."""
+    state = optimizer.state
+    masters = {name: x for name, x in state["masters"].items() if name in weights}
+    replaced = {
+        name: weights[name]
+        for name in masters
+        if weights[name].dtype not in HALF
+        or not _equal(half_bits(weights[name]), state["written"][name])
+    }
+    split = {name: weights[name] for name in state["remainders"] if name in weights}
+    # Only for those: it makes a copy of each.
+    return masters | optimizer.masters(replaced | split)
+
+
+def _equal(a: mx.array, b: mx.array) -> bool:
+    return a.dtype == b.dtype and mx.array_equal(a, b).item()
