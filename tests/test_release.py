@@ -1,0 +1,60 @@
+"""A release is stopped where tag, version, changelog and address do not agree."""
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+import pages
+import pytest
+
+import mlx_gradscale
+
+ROOT = Path(__file__).parents[1]
+ADDRESS = "https://github.com/owner/name"
+
+
+@pytest.fixture
+def problems():
+    pytest.importorskip("tomllib")  # the workflow has Python 3.11
+    path = ROOT / ".github" / "check_release.py"
+    spec = importlib.util.spec_from_file_location("check_release", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.problems
+
+
+@pytest.fixture
+def root(tmp_path):
+    version = mlx_gradscale.__version__
+    for name in ("CHANGELOG.md", "mlx_gradscale/_version.py", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "tests" / "golden_saved" / version).mkdir(parents=True)
+    pyproject = tmp_path / "pyproject.toml"
+    text = re.sub(r"(?ms)^\[project\.urls\].*?(?=^\[)", "", pyproject.read_text())
+    pyproject.write_text(f'{text}\n[project.urls]\nRepository = "{ADDRESS}"\n')
+    return tmp_path
+
+
+def test_a_release_that_agrees_goes_on(problems, root):
+    assert problems(root, f"v{mlx_gradscale.__version__}", ADDRESS + "/") == []
+
+
+def test_each_difference_is_told(problems, root):
+    version = mlx_gradscale.__version__
+    assert "tag" in problems(root, "v9.9.9", ADDRESS)[0]
+    assert "urls" in problems(root, f"v{version}", "https://elsewhere")[0]
+    (root / "CHANGELOG.md").write_text("# Changelog\n\n## 0.0.1\n")
+    assert "CHANGELOG" in problems(root, f"v{version}", ADDRESS)[0]
+    (root / "tests" / "golden_saved" / version).rmdir()
+    assert "golden_saved" in problems(root, f"v{version}", ADDRESS)[1]
+
+
+def test_the_issue_forms_ask_for_versions_by_a_command_that_runs(capsys):
+    forms = ROOT / ".github" / "ISSUE_TEMPLATE"
+    for name in ("bug.yml", "wrong_result.yml"):
+        lines = (forms / name).read_text().splitlines()
+        (command,) = (line for line in lines if line.lstrip().startswith("python -c"))
+        pages.run_command(next(pages.lines_of(command.strip())))
+        assert mlx_gradscale.__version__ in capsys.readouterr().out
