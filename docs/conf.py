@@ -29,6 +29,13 @@ html_title = f"mlx_gradscale {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+# Those of the pictures, so that a dark one has no edge.
+html_theme_options = {
+    "dark_css_variables": {
+        "color-background-primary": "#0d1117",
+        "color-background-secondary": "#161b22",
+    }
+}
 # Code of both themes with a contrast of 4.5 or more, which most styles do not have.
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
@@ -38,9 +45,9 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 autodoc_default_options = {
     "members": True,
-    "show-inheritance": True,
     # What a class takes from ours is shown, what it takes from Python or MLX is not.
     "inherited-members": "Optimizer, BaseException, tuple, dict, object",
 }
