@@ -27,7 +27,9 @@ def problems(root: Path, tag: str, address: str) -> list[str]:
     if address.rstrip("/") not in urls:
         found.append(f"[project.urls] in pyproject.toml does not have {address}.")
     if not (root / "tests" / "golden_saved" / version).is_dir():
-        found.append(f"tests/golden_saved has no files of {version}: run its make.py.")
+        found.append(
+            f"tests/golden_saved has no files of {version}: run its make_saved.py."
+        )
     return found
 
 

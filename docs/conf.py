@@ -54,6 +54,7 @@ autodoc_default_options = {
 maximum_signature_line_length = 70
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes as a short list
 
 # These pages are files at the top of the repository, where people look for them.
 TOP_PAGES = {

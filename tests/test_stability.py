@@ -1,7 +1,7 @@
 """What each release has saved is read by this version, as docs/stability.md promises.
 
 If this fails because a format has changed: keep the old reader. Only for a version that
-was never released may its folder be removed and made again (golden_saved/make.py).
+was never released may its folder be removed and made again (golden_saved/make_saved.py).
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from golden_saved.make import GROWTH_INTERVAL, SCALE, STEPS, make_run, steps
+from golden_saved.make_saved import GROWTH_INTERVAL, SCALE, STEPS, make_run, steps
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_gradscale import (
