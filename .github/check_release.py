@@ -28,7 +28,7 @@ def problems(root: Path, tag: str, address: str) -> list[str]:
         found.append(f"[project.urls] in pyproject.toml does not have {address}.")
     if not (root / "tests" / "golden_saved" / version).is_dir():
         found.append(
-            f"tests/golden_saved has no files of {version}: run its make_saved.py."
+            f"tests/golden_saved has no files of {version}: run make_saved.py."
         )
     return found
 

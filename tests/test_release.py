@@ -14,14 +14,17 @@ ROOT = Path(__file__).parents[1]
 ADDRESS = "https://github.com/owner/name"
 
 
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".github" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def problems():
     pytest.importorskip("tomllib")  # the workflow has Python 3.11
-    path = ROOT / ".github" / "check_release.py"
-    spec = importlib.util.spec_from_file_location("check_release", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.problems
+    return script("check_release").problems
 
 
 @pytest.fixture
@@ -49,6 +52,16 @@ def test_each_difference_is_told(problems, root):
     assert "CHANGELOG" in problems(root, f"v{version}", ADDRESS)[0]
     (root / "tests" / "golden_saved" / version).rmdir()
     assert "golden_saved" in problems(root, f"v{version}", ADDRESS)[1]
+
+
+def test_no_link_of_the_readme_on_pypi_is_relative():
+    readme = (ROOT / "README.md").read_text()
+    text = script("pypi_readme").absolute(readme, ADDRESS, "v1.2.3")
+    assert pages.LINK.search(readme)
+    links = ["".join(found) for found in pages.LINK.findall(text)]
+    assert [link for link in links if not link.startswith("https:")] == []
+    assert f"]({ADDRESS}/blob/v1.2.3/docs/getting_started.md)" in text
+    assert f'src="{ADDRESS}/raw/v1.2.3/examples/pictures/gradients-light.png"' in text
 
 
 def test_the_issue_forms_ask_for_versions_by_a_command_that_runs(capsys):

@@ -1,7 +1,7 @@
 """What each release has saved is read by this version, as docs/stability.md promises.
 
 If this fails because a format has changed: keep the old reader. Only for a version that
-was never released may its folder be removed and made again (golden_saved/make_saved.py).
+was never released may its folder be removed and made again, by make_saved.py in there.
 """
 
 from pathlib import Path
