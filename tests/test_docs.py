@@ -1,6 +1,7 @@
 """Every code block of the documentation runs as it stands, page by page."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pages
 import pytest
@@ -26,6 +27,12 @@ def test_no_link_of_a_page_is_dead(path):
     assert pages.dead_links(path) == []
 
 
+@pytest.mark.parametrize("path", [*DOCS, ROOT / "README.md"], ids=named)
+def test_the_names_of_a_page_are_there(path):
+    for name in pages.names(path):
+        resolve_name(name)
+
+
 def test_the_commands_for_contributors_are_there():
     pages.run(ROOT / "CONTRIBUTING.md", {})
 
@@ -43,3 +50,5 @@ def test_a_wrong_page_is_noticed(tmp_path):
         pages.run(page, {})
     page.write_text("[gone](gone.md) [there](page.md#here) [far](https://mlx.dev)\n")
     assert pages.dead_links(page) == ["gone.md"]
+    page.write_text("Call `mlx_gradscale.guard.nothing`.\n")
+    assert pages.names(page) == {"mlx_gradscale.guard.nothing"}
