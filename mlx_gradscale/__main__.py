@@ -3,6 +3,9 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+
+from ._version import __version__
 
 # command -> (the module whose main runs it, what it does)
 COMMANDS = {
@@ -16,24 +19,30 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the first argument names.
+    """Run the command that the first argument names.
 
     Args:
-        argv: the arguments; by default those of the process.
+        argv (list, optional): Default: the arguments of the process.
 
     Returns:
-        int: the command's exit code; 2 if there is no such command.
+        int: The command's exit code; 2 if there is no such command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments[0] if arguments else None
-    if name not in COMMANDS:
-        asked = name in ("-h", "--help")
-        lines = [f"  {each:10}{text}" for each, (_, text) in COMMANDS.items()]
-        usage = "usage: mlx_gradscale COMMAND ...; COMMAND --help tells more"
-        print("\n".join([usage, *lines]), file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
-    module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
-    return module.main(arguments[1:])
+    name = arguments[0] if arguments else "--help"
+    if name in COMMANDS:
+        module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
+        return module.main(arguments[1:])
+    if name == "--version":
+        print(f"mlx_gradscale {__version__}, MLX {version('mlx')}")
+        return 0
+    lines = [f"  {each:10}{text}" for each, (_, text) in COMMANDS.items()]
+    usage = "usage: mlx_gradscale COMMAND ...; COMMAND --help tells more"
+    help_text = "\n".join([usage, *lines])
+    if name in ("-h", "--help"):
+        print(help_text)
+        return 0 if arguments else 2
+    print(f"There is no command {name!r}.\n{help_text}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

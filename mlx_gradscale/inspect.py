@@ -315,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale.inspect",
+        epilog="example: mlx_gradscale.inspect run.pt",
         description="Print what is in a PyTorch checkpoint, a safetensors file, a "
         "scaler's file or a converted folder. Nothing in a file is executed.",
     )

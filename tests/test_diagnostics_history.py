@@ -163,6 +163,42 @@ def test_a_run_that_went_back_replaces_the_steps_after(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_second_run_goes_on_in_the_file(tmp_path, suffix):
+    path, scaler = tmp_path / f"run{suffix}", GradScaler()
+    for steps in (100, 30):
+        with ScaleHistory(path) as history:
+            for _ in range(steps):
+                history.record(scaler, loss=float(steps))
+    loaded = ScaleHistory.load(path)
+    assert [record.step for record in loaded] == list(range(1, 131))
+    assert [record.loss for record in loaded] == [100.0] * 100 + [30.0] * 30
+
+
+def test_the_end_of_a_with_block_reads_the_rest_and_hides_no_error(tmp_path):
+    path = tmp_path / "run.csv"
+
+    def run(loss, path=None):
+        with ScaleHistory(path) as history:
+            history.record(GradScaler(), loss=loss)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(mx.array(1.0), path)
+    assert len(ScaleHistory.load(path)) == 1
+    with pytest.raises(ZeroDivisionError):
+        mx.compile(run)(mx.array(1.0))  # inside a trace nothing can be read
+
+    @mx.compile
+    def unbroken(x):
+        with ScaleHistory() as history:
+            history.record(GradScaler(), loss=x)
+        return x
+
+    with pytest.raises(ValueError, match="eval"):
+        unbroken(mx.array(1.0))
+
+
 @pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])
 @pytest.mark.parametrize("content", ["my thesis", "a,b\n1,2\n", "{}\n", "[1]\n"])
 def test_another_file_is_left_alone(tmp_path, name, content):

@@ -1,14 +1,11 @@
 """What the inspect command says of each kind of file."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from mlx_gradscale import __main__ as dispatcher
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import from_torch, read_torch, write_run
 from mlx_gradscale.inspect import describe, main
@@ -154,16 +151,6 @@ def test_errors_are_one_line(tmp_path, capsys):
         text = capsys.readouterr().err
         assert text.startswith("error: ")
         assert text.count("\n") == 1
-
-
-def test_the_dispatcher(capsys):
-    assert dispatcher.main(["--help"]) == 0
-    assert "inspect" in capsys.readouterr().out
-    assert dispatcher.main(["nonsense"]) == 2
-    assert dispatcher.main(["inspect", str(GOLDEN / "conv_sgd.pt")]) == 0
-    assert "SGD" in capsys.readouterr().out
-    run = [sys.executable, "-m", "mlx_gradscale", "inspect", "no.pt"]
-    assert subprocess.run(run, capture_output=True).returncode == 1
 
 
 def test_a_model_with_values_that_are_no_tensors(tmp_path):

@@ -61,6 +61,32 @@ def test_a_history_has_three_panels_and_a_mark_on_every_skip():
     assert "12 steps, 3 skipped" in texts(figure)
 
 
+def test_a_run_of_nan_says_so_and_short_runs_have_whole_steps():
+    made = ScaleHistory()
+    for _ in range(3):
+        made.record(GradScaler(), loss=float("nan"), grad_norm=1.0)
+    figure = plot_history(made)
+    figure.draw_without_rendering()
+    loss, _, norm = figure.axes
+    assert [text.get_text() for text in loss.texts] == ["inf or NaN in every step"]
+    assert not norm.texts
+    assert all(step == int(step) for step in norm.get_xticks())
+
+
+def test_plain_gradients_are_drawn_as_their_histogram():
+    grads = {"w": mx.full((4,), 2.0**-26), "b": mx.ones(4)}
+    plain, counted = plot_gradients(grads), plot_gradients(gradient_histogram(grads))
+    assert texts(plain) == texts(counted)
+    assert "underflow\n50.00%" in texts(plain)
+
+
+def test_the_ranges_have_the_same_names_in_both_pictures():
+    names = {"underflow", "subnormal", "normal", "overflow"}
+    bars, layers = (plot_gradients(gradients(), layers=each) for each in (False, True))
+    assert names == {text.split("\n")[0] for text in texts(bars)} & names
+    assert names == set(texts(layers)) & names
+
+
 def test_panels_without_data_are_left_out():
     made = ScaleHistory()
     made.record(GradScaler())
@@ -77,7 +103,7 @@ def test_bars_are_the_shares_before_and_after():
         [-13.5, -10.5, -7.5]
     )
     found = texts(figure)
-    assert "rounds to 0\n66.67%" in found
+    assert "underflow\n66.67%" in found
     assert "normal\n100.00%" in found
 
 

@@ -110,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
     """
     made = argparse.ArgumentParser(
         prog="mlx_gradscale.convert",
+        epilog="example: mlx_gradscale.convert --torch-path run.pt --mlx-path run",
         description="Convert a training run between PyTorch and MLX: model, optimizer "
         "and GradScaler state. The path that exists is read, the other is written.",
     )

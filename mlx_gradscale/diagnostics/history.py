@@ -18,14 +18,16 @@ class ScaleHistory:
 
     :meth:`record` only keeps the lazy arrays; every so many steps they are read
     from the device together, as one array. A loop that evaluates its own arrays
-    (``mx.eval``) as usual never waits for this.
+    (``mx.eval``) as usual never waits for this. At the end of a ``with`` block, or by
+    :meth:`flush`, the last of them are read as well.
 
     Args:
         path (str, optional): A ``.csv`` or ``.jsonl`` file to add to whenever the
             records are read from the device. If it is there already, the run goes
-            on in it: records from the next recorded step on are replaced when it
-            is loaded. One process at a time can write to it, and in a process the
-            newest history. Default: ``None``.
+            on in it, with the number after its last step. Give :meth:`record` an
+            earlier ``step`` to go on from there: when the file is loaded, the records
+            from that step on are those of the new run. One process at a time can
+            write to it, and in a process the newest history. Default: ``None``.
         every (int): How many steps to read at a time. Default: ``50``.
 
     Example:
@@ -49,6 +51,8 @@ class ScaleHistory:
         self._streak = 0
         self._source: Any = None
         self._file = None if path is None else RecordFile(Path(path))
+        if self._file is not None:
+            self._step = self._file.last_step()
 
     def record(
         self,
@@ -74,7 +78,7 @@ class ScaleHistory:
                 only if too many steps were skipped, and not kept; no norm is computed
                 from them.
             step (int, optional): The number of the step. Default: one more than
-                the last.
+                the last, which may be in the file already.
         """
         scaler = scaler_of(source)
         if grad_norm is None:
@@ -116,6 +120,17 @@ class ScaleHistory:
         alarm = alarm_of(self._source)
         if alarm is not None:
             alarm.see(longest, new[-1].scale, grads)
+
+    def __enter__(self) -> "ScaleHistory":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.flush()
+        except Exception:
+            # A run that failed says so itself; its last arrays may be what failed.
+            if kind is None:
+                raise
 
     def save(self, path: str | os.PathLike) -> None:
         """Write all records to one ``.csv`` or ``.jsonl`` file, atomically."""

@@ -58,10 +58,23 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._header, self._line, _ = _format(path)
+        self._header, self._line, self._parse = _format(path)
         self._descriptor = self._process = None
         self._is_taken = False
         self.append([])
+
+    def last_step(self) -> int:
+        """Return the number of the last step in the file, or 0."""
+        with open(self._path, "rb", opener=open_file) as file:
+            descriptor = file.fileno()
+            end = _whole_lines(descriptor)
+            start = max(0, end - _TAIL)
+            lines = _read_at(descriptor, start)[: end - start].splitlines()
+        if not lines or (start == 0 and len(lines) == bool(self._header)):
+            return 0
+        return _parsed(
+            self._path, "the last line", lines[-1].decode(), self._parse
+        ).step
 
     def append(self, records: list[ScaleRecord]) -> None:
         """Add lines; one that a crash has cut off at the end is taken away first."""
@@ -126,21 +139,19 @@ def read_records(path: Path) -> list[ScaleRecord]:
     lines = text[: text.rfind(b"\n") + 1].decode().splitlines()
     records: list[ScaleRecord] = []
     for number, row in enumerate(lines[bool(header) :], start=1 + bool(header)):
-        try:
-            record = parse(row)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
-            shown = f"{row[:100]!r}{'...' if len(row) > 100 else ''}"
-            raise ValueError(f"{path}, line {number}, is no record: {shown}") from error
+        record = _parsed(path, f"line {number}", row, parse)
         while records and records[-1].step >= record.step:
             records.pop()
         records.append(record)
     return records
+
+
+def _parsed(path: Path, place: str, row: str, parse: Callable) -> ScaleRecord:
+    try:
+        return parse(row)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        shown = f"{row[:100]!r}{'...' if len(row) > 100 else ''}"
+        raise ValueError(f"{path}, {place}, is no record: {shown}") from error
 
 
 def _check_start(path: Path, text: bytes) -> None:

@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale run",
         description="Run a training script with loss scaling and float32 masters.",
+        epilog="example: mlx_gradscale run --max-grad-norm 1 train.py --epochs 3",
     )
     parser.add_argument("--init-scale", type=float, default=65536.0, metavar="SCALE")
     parser.add_argument("--max-grad-norm", type=float, metavar="NORM")

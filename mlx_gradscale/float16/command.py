@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run batches through an mlx-lm model, forward and backward, in "
         "float32 and float16. Say how far each layer is from 65504, draw it, and write "
         "the layers that must compute in float32 to a file.",
+        epilog="example: mlx_gradscale.float16 --model my-model --data my-data",
     )
     parser.add_argument("--model", required=True, help="a folder with an mlx-lm model")
     parser.add_argument(

@@ -59,7 +59,10 @@ def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_options(parser)
     tested = ", ".join(host.TESTED)
     parser.description = f"{parser.description or ''} With loss scaling.".strip()
-    parser.epilog = f"Tested with mlx-lm {tested}; installed is {host.version()}."
+    parser.epilog = (
+        "example: mlx_gradscale.lora --model my-model --data my-data --train --dtype "
+        f"float16. Tested with mlx-lm {tested}; installed is {host.version()}."
+    )
 
     def error(message: str) -> None:
         parser.print_help(sys.stderr)

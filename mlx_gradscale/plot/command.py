@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="mlx_gradscale.plot",
         description="Draw a run that a ScaleHistory has written: loss, loss scale with "
         "a mark on every skipped step, and gradient norm.",
+        epilog="example: mlx_gradscale.plot run.csv -o run.svg --dark",
     )
     parser.add_argument("history", help="a .csv or .jsonl file of a ScaleHistory")
     parser.add_argument(

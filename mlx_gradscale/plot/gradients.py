@@ -3,9 +3,9 @@
 import math
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..diagnostics import GradientHistogram
+from ..diagnostics import GradientHistogram, gradient_histogram
 from ..diagnostics.histogram import LARGEST, NORMAL, ROUNDS_UP
 from ..diagnostics.reading import percent
 from .theme import canvas, ramp, saved
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Kind, names long and short, start and end in powers of two, colour. None is the
+# Name, as in a histogram, start and end in powers of two, colour. None is the
 # picture's edge.
 _BANDS = (
-    ("underflow", "rounds to 0", "zero", None, ROUNDS_UP, "lost"),
-    ("subnormal", "subnormal", "subnormal", ROUNDS_UP, NORMAL, "subnormal"),
-    ("normal", "normal", "normal", NORMAL, LARGEST + 1, "normal"),
-    ("overflow", "overflow", "inf", LARGEST + 1, None, "lost"),
+    ("underflow", None, ROUNDS_UP, "lost"),
+    ("subnormal", ROUNDS_UP, NORMAL, "subnormal"),
+    ("normal", NORMAL, LARGEST + 1, "normal"),
+    ("overflow", LARGEST + 1, None, "lost"),
 )
 _X_LABEL = "magnitude of the gradient, and what float16 makes of it"
 # Room beside float16's range for the labels, and no more than this for tails.
-_MARGIN, _WIDEST = 6, 40
+_MARGIN, _WIDEST = 8, 40
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def plot_gradients(
-    histogram: GradientHistogram,
+    gradients: Any,
     path: str | os.PathLike | None = None,
     *,
     scale: float | None = None,
@@ -38,7 +39,8 @@ def plot_gradients(
     """Draw where gradients lie in float16, before and after scaling.
 
     Args:
-        histogram (GradientHistogram): Of :func:`gradient_histogram`.
+        gradients (Any): The true gradients, a tree, or their histogram from
+            :func:`gradient_histogram`.
         path (str, optional): Write the picture to this file, ``.png``, ``.svg`` or
             ``.pdf``.
         scale (float, optional): The loss scale of the second half. Default: that
@@ -51,11 +53,12 @@ def plot_gradients(
 
     Example:
         >>> import mlx.core as mx
-        >>> from mlx_gradscale.diagnostics import gradient_histogram
         >>> from mlx_gradscale.plot import plot_gradients
-        >>> histogram = gradient_histogram({"w": mx.random.normal((50,)) * 1e-7})
-        >>> figure = plot_gradients(histogram, scale=65536.0)
+        >>> gradients = {"w": mx.random.normal((50,)) * 1e-7}
+        >>> figure = plot_gradients(gradients, scale=65536.0)
     """
+    is_histogram = isinstance(gradients, GradientHistogram)
+    histogram = gradients if is_histogram else gradient_histogram(gradients)
     if not histogram.by_power():
         raise ValueError("There is no gradient here but zeros: nothing to draw.")
     if scale is None:
@@ -137,37 +140,45 @@ def _background(
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 
     axes.set_xlim(*edges)
-    for *_, start, end, color in _bands(axes):
+    for _, start, end, color in _bands(axes):
         axes.axvspan(start, end, color=colors[color], lw=0, zorder=0)
     axes.xaxis.set_major_locator(MultipleLocator(8))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda p, _: f"$2^{{{p:.0f}}}$"))
     name = "without loss scaling"
     if scale != 1:
-        name = f"with loss scale $\\mathbf{{2^{{{round(math.log2(scale))}}}}}$"
+        # Not as a formula, which would not be bold.
+        name = f"with loss scale 2{str(round(math.log2(scale))).translate(_RAISED)}"
     axes.set_title(name, loc="left", fontweight="bold")
 
 
-def _bands(axes: "Axes") -> Iterator[tuple[str, str, str, float, float, str]]:
+def _bands(axes: "Axes") -> Iterator[tuple[str, float, float, str]]:
     low, high = axes.get_xlim()
-    for *names, start, end, color in _BANDS:
+    for name, start, end, color in _BANDS:
         start, end = low if start is None else start, high if end is None else end
-        yield *names, start, end, color
+        yield name, start, end, color
 
 
 def _write_names(axes: "Axes") -> None:
-    place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-    for _, _, name, start, end, _ in _bands(axes):
-        axes.text((start + end) / 2, 1.005, name, fontsize=7, **place)
+    low, high = axes.get_xlim()
+    for name, start, end, _ in _bands(axes):
+        # At the edges, or they would run into their neighbours.
+        at, side = (start + end) / 2, "center"
+        if start == low or end == high:
+            at, side = (low, "left") if start == low else (high, "right")
+        transform = axes.get_xaxis_transform()
+        axes.text(
+            at, 1.005, name, fontsize=7, ha=side, va="bottom", transform=transform
+        )
     axes.set_title(axes.get_title("left"), loc="left", fontweight="bold", pad=14)
 
 
 def _write_shares(axes: "Axes", histogram: GradientHistogram, scale: float) -> None:
     shares = histogram.at(scale)
-    for kind, name, _, start, end, _ in _bands(axes):
+    for name, start, end, _ in _bands(axes):
         axes.text(
             (start + end) / 2,
             0.95,
-            f"{name}\n{percent(getattr(shares, kind))}",
+            f"{name}\n{percent(getattr(shares, name))}",
             transform=axes.get_xaxis_transform(),
             ha="center",
             va="top",

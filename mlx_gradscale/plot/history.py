@@ -63,6 +63,7 @@ def plot_history(
                     axes.axvline(record.step, color=colors["alarm"], lw=0.6, alpha=0.5)
             axes.set_ylabel(_LABELS[name])
         all_axes.flat[-1].set_xlabel("step")
+        all_axes.flat[-1].xaxis.get_major_locator().set_params(integer=True)
         title = title or f"{len(records)} steps, {len(skipped)} skipped"
         all_axes.flat[0].set_title(title, loc="left", fontweight="bold")
         figure.align_ylabels()
@@ -104,5 +105,9 @@ def _draw_line(
     values = [math.nan if x is None or not math.isfinite(x) else x for x in values]
     axes.plot([r.step for r in records], values, color=colors["line"], lw=1.2)
     found = [x for x in values if math.isfinite(x)]
+    if not found:
+        axes.set_yticks([])
+        place = {"ha": "center", "va": "center", "transform": axes.transAxes}
+        axes.text(0.5, 0.5, "inf or NaN in every step", color=colors["alarm"], **place)
     if found and min(found) > 0 and max(found) > 50 * min(found):
         axes.set_yscale("log")

@@ -12,7 +12,8 @@ from ..torch_checkpoint.atomic import atomic_write
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# GitHub's page and text colours, so that a picture in a README sits on the page.
+# GitHub's page and text colours, so that a picture in a README sits on the page. What
+# is marked differs in lightness too: orange, yellow, grey, never red beside green.
 _LIGHT: dict[str, Any] = {
     "page": "#ffffff",
     "text": "#24292f",
@@ -21,9 +22,9 @@ _LIGHT: dict[str, Any] = {
     "second": "#8250df",
     "alarm": "#cf222e",
     "bar": "#57606a",
-    "lost": "#ff818266",
-    "subnormal": "#d4a72c4d",
-    "normal": "#4ac26b33",
+    "lost": "#e3631b59",
+    "subnormal": "#f2c94c59",
+    "normal": "#8c959f26",
     "map": ("#b6d7ff", "#0a3069"),
 }
 _DARK: dict[str, Any] = {
@@ -34,9 +35,9 @@ _DARK: dict[str, Any] = {
     "second": "#bc8cff",
     "alarm": "#ff7b72",
     "bar": "#c9d1d9",
-    "lost": "#f8514966",
-    "subnormal": "#bb800966",
-    "normal": "#2ea04340",
+    "lost": "#e3631b73",
+    "subnormal": "#c9a2275c",
+    "normal": "#8b949e33",
     "map": ("#1f4b7a", "#ddf4ff"),
 }
 
