@@ -76,15 +76,21 @@ _PICTURE = re.compile(
 )
 
 
-def _both_pictures(found: re.Match) -> str:
+def _both_pictures(text: str, folder: Path, page: Path) -> str:
     """Show the one or the other, as the reader's choice of theme on the site is."""
-    alt, light = (
-        re.search(rf'{name}="([^"]*)"', found["image"])[1] for name in ("alt", "src")
-    )
-    return "\n\n".join(
-        f":::{{image}} {path}\n:class: only-{theme}\n:alt: {alt}\n:::"
-        for theme, path in (("light", light), ("dark", found["dark"]))
-    )
+
+    def shown(found: re.Match) -> str:
+        alt, light = (
+            re.search(rf'{name}="([^"]*)"', found["image"])[1]
+            for name in ("alt", "src")
+        )
+        return "\n\n".join(
+            f":::{{image}} {os.path.relpath(folder / path, page)}\n"
+            f":class: only-{theme}\n:alt: {alt}\n:::"
+            for theme, path in (("light", light), ("dark", found["dark"]))
+        )
+
+    return _PICTURE.sub(shown, text)
 
 
 def _relink(text: str, folder: Path, page: Path) -> str:
@@ -120,7 +126,8 @@ def read_page(app, docname: str, source: list[str]) -> None:
         text = "".join(
             line for line in text.splitlines(True) if line.strip() not in missing
         )
-    source[0] = _PICTURE.sub(_both_pictures, _relink(text, folder, page))
+    text = _relink(text, folder, page)
+    source[0] = _both_pictures(text, folder, page)
 
 
 def setup(app) -> None:
