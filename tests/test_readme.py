@@ -1,48 +1,51 @@
 """Every snippet of the README runs as it stands, from top to bottom."""
 
 import re
-import shlex
 import subprocess
 import sys
-from importlib.metadata import entry_points, metadata
 from pathlib import Path
+
+import pages
 
 import mlx_gradscale
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-
-
-def test_the_python_snippets_run_in_order(tmp_path, monkeypatch, capsys):
+def test_the_snippets_run_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {}
-    snippets = blocks("python")
-    assert len(snippets) >= 7
-    for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), namespace)
+    languages = [language for language, _, _ in pages.blocks(README.read_text())]
+    assert languages.count("python") >= 3
+    pages.run(README, namespace)
     assert (tmp_path / "scaler.pt").exists()
-    assert (tmp_path / "run.csv").exists()
+    assert namespace["step_reached"] == 10
     assert namespace["applied"].item() in (True, False)
 
 
-def test_the_commands_and_files_it_names_are_there():
-    extras = set(metadata("mlx_gradscale").get_all("Provides-Extra"))
-    scripts = {script.name for script in entry_points(group="console_scripts")}
-    commands = [line for block in blocks("sh") for line in block.splitlines()]
-    for line in commands:
-        words = shlex.split(line)
-        if words[0] == "pip":
-            assert set(re.findall(r"\[(.*?)\]", line)[0].split(",")) <= extras
-        else:
-            assert words[0] in scripts
-    for link in re.findall(
-        r"\]\((?!http)([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", README
-    ):
-        assert (ROOT / "".join(link)).exists(), link
+def test_what_it_links_to_is_there():
+    assert pages.dead_links(README) == []
+
+
+def test_it_is_short_and_leads_to_every_guide_and_example():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 175
+    # Pages that are another file, or made by a test, have their own links.
+    others = ("index", "architecture", "benchmarks", "changelog", "contributing")
+    others += ("security", "compatibility", "checkpoint_sources")
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{path.name}" in text or path.stem in others, path
+    guides = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    examples = {path.name for path in (ROOT / "examples").glob("*.py")}
+    for name in examples - {"overflowing.py"}:  # a part of another
+        assert f"examples/{name}" in text + guides, name
+
+
+def test_ci_finds_the_two_commands():
+    for command in ("&& pytest", "&& python examples/quickstart.py"):
+        (line,) = re.findall(f"^.*{command}.*$", README.read_text(), re.MULTILINE)
+        assert line.startswith("pip install -e ")
 
 
 def test_every_public_name_has_a_docstring():

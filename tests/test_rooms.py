@@ -23,7 +23,7 @@ MAY_IMPORT = {
     },
     "convert": {
         *("commands", "files", "torch_checkpoint", "state_files", "formats"),
-        *("run_folder", "scaler", "optimizer"),
+        *("run_folder", "scaler", "optimizer", "remainder"),
     },
     "inspect": {"commands", "convert"},
 }

@@ -1,0 +1,79 @@
+"""Write what this version saves, for later versions to read: see docs/stability.md.
+
+    python tests/golden_saved/make_saved.py
+
+Run it for each release. Files of an earlier version are never made again.
+"""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten
+
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    __version__,
+    float32_layers,
+    save_checkpoint,
+)
+from mlx_gradscale.convert import from_torch, write_run
+from mlx_gradscale.diagnostics import ScaleHistory
+
+SCALE, GROWTH_INTERVAL, STEPS = 512.0, 7, 3
+
+
+def make_run() -> tuple[nn.Module, LossScaleOptimizer]:
+    """Return a model of known weights, and an optimizer with known settings."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model.update(
+        {
+            "layers": [
+                {"weight": mx.full(layer.weight.shape, 0.5), "bias": layer.bias * 0}
+                for layer in model.layers
+            ]
+        }
+    )
+    model.set_dtype(mx.float16)
+    scaler = GradScaler(SCALE, growth_interval=GROWTH_INTERVAL, hysteresis=2)
+    return model, LossScaleOptimizer(optim.AdamW(1e-2), scaler)
+
+
+def steps(model: nn.Module, optimizer: LossScaleOptimizer) -> list[mx.array]:
+    """Take three steps with gradients that every machine computes alike."""
+    gradients = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).trainable_parameters()
+    gradients = {
+        "layers": [
+            {name: mx.full(x.shape, 0.25) for name, x in layer.items()}
+            for layer in gradients["layers"]
+        ]
+    }
+    optimizer.scale_loss(lambda model: model, model)  # true gradients from here on
+    for _ in range(STEPS):
+        optimizer.update(model, gradients)
+        mx.eval(model.state, optimizer.state)
+    return [x for _, x in tree_flatten(optimizer.masters(model.trainable_parameters()))]
+
+
+def main(folder: Path) -> None:
+    folder.mkdir()
+    model, optimizer = make_run()
+    steps(model, optimizer)
+    for suffix in ("json", "pt", "safetensors", "json.gz", "pt.gz"):
+        optimizer.scaler.save(folder / f"scaler.{suffix}")
+    save_checkpoint(folder / "checkpoint", model, optimizer, step=STEPS, note="kept")
+    state = dict(tree_flatten(optimizer.state))
+    mx.save_safetensors(str(folder / "state.safetensors"), state)
+    torch = {"model": {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}, "epoch": 3}
+    write_run(folder / "run", from_torch(torch | {"scaler": GradScaler().state_dict()}))
+    for suffix in ("csv", "jsonl"):
+        history = ScaleHistory()
+        history.record(optimizer, loss=mx.array(0.5))
+        history.save(folder / f"history.{suffix}")
+    float32_layers(model, ["layers.0"]).save(folder / "float32_layers.json")
+
+
+if __name__ == "__main__":
+    main(Path(__file__).parent / __version__)
