@@ -20,14 +20,15 @@ HERE = "keyword", "markexpr", "lf", "failedfirst", "usepdb", "trace", "collecton
 def pytest_cmdline_main(config):
     """Share the whole suite out among processes, if pytest-xdist is there.
 
-    A part of it starts faster in one, and `-n` says otherwise.
+    A few files start faster in one. `-n` decides otherwise.
     """
     options = config.option
+    whole = config.args_source == config.ArgsSource.TESTPATHS
     if (
         config.pluginmanager.hasplugin("xdist")
         and options.numprocesses is None
         and not hasattr(config, "workerinput")
-        and config.args_source == config.ArgsSource.TESTPATHS
+        and (whole or len(config.args) > 4)
         and not any(getattr(options, name, None) for name in HERE)
         and options.capture != "no"
     ):
@@ -35,6 +36,12 @@ def pytest_cmdline_main(config):
         options.numprocesses = min(4, os.cpu_count() or 1)
         # The tests of a file share kernels.
         options.dist = "loadfile"
+
+
+def pytest_ignore_collect(collection_path):
+    """Look for doctests in the package alone: helpers may need PyTorch or mlx-lm."""
+    is_helper = not collection_path.name.startswith("test_")
+    return True if collection_path.suffix == ".py" and is_helper else None
 
 
 def pytest_configure(config):
