@@ -34,8 +34,10 @@ def pytest_cmdline_main(config):
     ):
         # More would compete for memory, or for the one GPU.
         options.numprocesses = min(4, os.cpu_count() or 1)
-        # The tests of a file share kernels.
+        # The tests of a file share models and kernels. As they are ordered, the short
+        # files are last, so that nobody waits long for the other.
         options.dist = "loadfile"
+        options.loadscopereorder = False
 
 
 def pytest_ignore_collect(collection_path):
