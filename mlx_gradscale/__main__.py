@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join([usage, *lines]), file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
-    return module.main(arguments[1:])
+    return int(module.main(arguments[1:]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import GradientHistogram
 from ..diagnostics.histogram import LARGEST, NORMAL, ROUNDS_UP
@@ -29,7 +29,7 @@ _MARGIN, _WIDEST = 6, 40
 
 def plot_gradients(
     histogram: GradientHistogram,
-    path: str | os.PathLike | None = None,
+    path: str | os.PathLike[str] | None = None,
     *,
     scale: float | None = None,
     layers: bool = False,
@@ -59,7 +59,7 @@ def plot_gradients(
     if not histogram.by_power():
         raise ValueError("There is no gradient here but zeros: nothing to draw.")
     if scale is None:
-        scale = histogram.scale if histogram.scale != 1 else histogram.best_scale
+        scale = histogram.scale if histogram.scale != 1 else histogram.best_scale or 1.0
     draw = _draw_layers if layers else _draw_all
     return saved(draw(histogram, scale, dark), path)
 
@@ -149,13 +149,17 @@ def _background(
 
 def _bands(axes: "Axes") -> Iterator[tuple[str, str, str, float, float, str]]:
     low, high = axes.get_xlim()
-    for *names, start, end, color in _BANDS:
-        start, end = low if start is None else start, high if end is None else end
-        yield *names, start, end, color
+    for kind, share, name, start, end, color in _BANDS:
+        left, right = low if start is None else start, high if end is None else end
+        yield kind, share, name, left, right, color
 
 
 def _write_names(axes: "Axes") -> None:
-    place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+    place: dict[str, Any] = {
+        "transform": axes.get_xaxis_transform(),
+        "ha": "center",
+        "va": "bottom",
+    }
     for _, _, name, start, end, _ in _bands(axes):
         axes.text((start + end) / 2, 1.005, name, fontsize=7, **place)
     axes.set_title(axes.get_title("left"), loc="left", fontweight="bold", pad=14)

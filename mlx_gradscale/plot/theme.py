@@ -76,7 +76,7 @@ def canvas(
     # A figure without pyplot: no window, no backend, nothing global left behind.
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=size, dpi=130, layout="constrained")
-        share = {"sharex": columns == 1, "sharey": columns > 1}
+        share: dict[str, Any] = {"sharex": columns == 1, "sharey": columns > 1}
         yield figure, figure.subplots(rows, columns, squeeze=False, **share), colors
 
 
@@ -87,7 +87,7 @@ def ramp(colors: dict[str, Any]) -> Any:
     return LinearSegmentedColormap.from_list("ramp", colors["map"])
 
 
-def saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
+def saved(figure: "Figure", path: str | os.PathLike[str] | None) -> "Figure":
     """Write the figure to a file, atomically, if there is a path."""
     if path is not None:
         path = Path(path)
