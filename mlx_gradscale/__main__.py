@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return run_command(lambda: _without_command(name))
     module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
-    return module.main(arguments[1:])
+    return int(module.main(arguments[1:]))
 
 
 def _without_command(word: str | None) -> int:

@@ -23,7 +23,7 @@ _LARGEST, _SMALLEST = 24, -24
 def calibrate(
     self: "GradScaler",
     model: nn.Module,
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     *batch: Any,
     compute_dtype: mx.Dtype | None = None,
     headroom: int = 1,
@@ -67,7 +67,7 @@ def calibrate(
         problem = error
     if self._group is not None and self._group.size() > 1:
         # A rank that raised alone would leave the others waiting.
-        scale = mx.distributed.all_min(mx.array(scale), group=self._group).item()
+        scale = float(mx.distributed.all_min(mx.array(scale), group=self._group))
     if problem is not None:
         raise problem
     if scale == 0.0:
@@ -76,7 +76,9 @@ def calibrate(
     return self.get_scale()
 
 
-def warm_start(self: "GradScaler", history: ScaleHistory | str | os.PathLike) -> float:
+def warm_start(
+    self: "GradScaler", history: ScaleHistory | str | os.PathLike[str]
+) -> float:
     """Set the scale to that of an earlier run, at its end.
 
     Args:
@@ -102,14 +104,18 @@ def warm_start(self: "GradScaler", history: ScaleHistory | str | os.PathLike) ->
 
 
 def _largest(
-    model: nn.Module, loss_fn: Callable, batch: tuple, compute_dtype: mx.Dtype | None
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: tuple[Any, ...],
+    compute_dtype: mx.Dtype | None,
 ) -> float:
     scale = mx.array(1.0)
     scaled = precision.with_scaled_gradient(loss_fn, lambda: scale)
     differentiate = precision.value_and_grad(model, scaled, compute_dtype)
     before = list(places(model).values())
     # A key is its seed in two halves.
-    first, second = mx.random.state[0].tolist()
+    random_state: Any = mx.random.state
+    first, second = random_state[0].tolist()
 
     def fits(power: int) -> bool:
         nonlocal scale
@@ -122,7 +128,7 @@ def _largest(
                     "The loss of this batch is not finite, which no scale cures. See "
                     "mlx_gradscale.diagnostics.explain_overflow for where it begins."
                 )
-            return all_finite(gradients).item()
+            return bool(all_finite(gradients).item())
         finally:
             write_all(before)
             mx.random.seed(first << 32 | second)

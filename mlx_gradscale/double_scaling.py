@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -26,11 +27,11 @@ class _UnderWay(threading.local):
 _under_way = _UnderWay()
 
 
-def watched(loss_fn: Callable) -> Callable:
+def watched(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``loss_fn``, whose gradient is to be scaled, known to be while it runs."""
 
     @wraps(loss_fn)
-    def watched_loss_fn(*args, **kwargs):
+    def watched_loss_fn(*args: Any, **kwargs: Any) -> Any:
         loss = _Loss()
         _under_way.losses.add(loss)
         try:
@@ -65,7 +66,7 @@ def scaled_once(x: mx.array) -> mx.array:
             "This loss is scaled already: scale(scale(loss)) scales it twice. Call "
             "scale() once."
         )
-    return _inside(x) if _under_way.losses else x
+    return cast(mx.array, _inside(x)) if _under_way.losses else x
 
 
 @mx.custom_function
@@ -74,7 +75,7 @@ def _inside(x: mx.array) -> mx.array:
 
 
 @_inside.vjp
-def _inside_vjp(_, cotangent, __):
+def _inside_vjp(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
     if not _under_way.losses:
         raise RuntimeError(
             "The gradient is scaled twice: the loss function that value_and_grad() or "

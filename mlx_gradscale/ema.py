@@ -51,7 +51,7 @@ class EMA:
     ):
         if not isinstance(decay, Real) or not 0 <= decay < 1:
             raise ValueError(f"decay must be from 0 to below 1, got {decay!r}.")
-        self._optimizer = optimizer
+        self._optimizer: Optimizer | None = optimizer
         # One minus the decay, which float32 could not tell from 1 in the end. Arrays
         # of their own: ``weight += 1`` changes an array in place.
         self._state: dict[str, Any] = {

@@ -17,4 +17,4 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _top_module(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

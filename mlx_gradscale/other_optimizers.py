@@ -30,13 +30,15 @@ _OF_THE_BASE = ("_state", "_initialized", "_schedulers", _PLAN)
 
 @dataclass
 class _Plan:
-    structure: dict[tuple, str] = field(default_factory=dict)  # when it was made
-    parameters: set[tuple] = field(default_factory=set)
-    numbers: set[tuple] = field(default_factory=set)
+    structure: dict[tuple[Any, ...], str] = field(
+        default_factory=dict
+    )  # when it was made
+    parameters: set[tuple[Any, ...]] = field(default_factory=set)
+    numbers: set[tuple[Any, ...]] = field(default_factory=set)
     # What the first step finds otherwise than later ones: (value,), None for no key.
-    first: dict[tuple, tuple | None] = field(default_factory=dict)
+    first: dict[tuple[Any, ...], tuple[Any, ...] | None] = field(default_factory=dict)
 
-    def owner(self, path: tuple) -> tuple:
+    def owner(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
         """The parameter that a path in the state belongs to, () for none."""
         starts = (path[:n] for n in range(len(path), 0, -1))
         return next((p for p in starts if p in self.parameters), ())
@@ -180,7 +182,7 @@ def _step(optimizer: Optimizer, plan: _Plan, gradients: Any, parameters: Any) ->
     return new
 
 
-def _trial(optimizer: Optimizer, parameters: Any) -> tuple:
+def _trial(optimizer: Optimizer, parameters: Any) -> tuple[Any, ...]:
     """Return a fresh state and those after two steps, by path, and what came new.
 
     No array is computed, and the optimizer comes out as it was.
@@ -191,8 +193,8 @@ def _trial(optimizer: Optimizer, parameters: Any) -> tuple:
     attributes = [(x, dict(vars(x))) for x in everyone]
     before = [_identities(x.state) for _, x in inner]
     key = _random_key()
-    seen: list[dict] = []
-    added: dict[tuple, Any] = {}
+    seen: list[dict[Any, Any]] = []
+    added: dict[tuple[Any, ...], Any] = {}
     touched = [True] * len(inner)
     try:
         for name in list(parameters):
@@ -237,7 +239,9 @@ def _trial(optimizer: Optimizer, parameters: Any) -> tuple:
     return *seen, added
 
 
-def _new_parts(state: Any, start: dict, one: dict) -> dict[tuple, Any]:
+def _new_parts(
+    state: Any, start: dict[Any, Any], one: dict[Any, Any]
+) -> dict[tuple[Any, ...], Any]:
     # The outermost new keys: a whole dict may be new.
     known = {path[:n] for path in start for n in range(len(path) + 1)}
     parts = {}
@@ -247,7 +251,9 @@ def _new_parts(state: Any, start: dict, one: dict) -> dict[tuple, Any]:
     return parts
 
 
-def _add_flag(optimizer: Optimizer, plan: _Plan, path: tuple, here: dict) -> None:
+def _add_flag(
+    optimizer: Optimizer, plan: _Plan, path: tuple[Any, ...], here: dict[Any, Any]
+) -> None:
     box = _at(optimizer.state, plan.owner(path))
     if not isinstance(box, dict):
         raise TypeError(
@@ -258,14 +264,15 @@ def _add_flag(optimizer: Optimizer, plan: _Plan, path: tuple, here: dict) -> Non
         return
     # It may have stepped before, without us.
     mine = [p for p in plan.first if plan.owner(p) == plan.owner(path)]
-    box[STARTED] = mx.array(
-        any(
-            any(q[: len(p)] == p for q in here)
-            if plan.first[p] is None
-            else p in here and _differ(here[p], plan.first[p][0])
-            for p in mine
-        )
-    )
+    box[STARTED] = mx.array(any(_has_stepped(here, p, plan.first[p]) for p in mine))
+
+
+def _has_stepped(
+    here: dict[Any, Any], path: tuple[Any, ...], first: tuple[Any, ...] | None
+) -> bool:
+    if first is None:
+        return any(other[: len(path)] == path for other in here)
+    return path in here and _differ(here[path], first[0])
 
 
 def _hidden_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
@@ -288,14 +295,15 @@ def _changed_attribute(optimizer: Optimizer, before: dict[str, Any]) -> str | No
 
 def _random_key() -> int | None:
     try:
-        high, low = mx.random.state[0].tolist()
+        state: Any = mx.random.state
+        high, low = map(int, state[0].tolist())
     except (RuntimeError, ValueError):
         # Inside of mx.compile: steps draw other numbers there, as good as these.
         return None
     return high << 32 | low
 
 
-def _promote(state: Any, numbers: set[tuple]) -> None:
+def _promote(state: Any, numbers: set[tuple[Any, ...]]) -> None:
     for path, x in list(_leaves(state)):
         if path in numbers and not isinstance(x, mx.array):
             _put(state, path, mx.array(x))
@@ -305,7 +313,9 @@ def _placeholder(x: Any) -> Any:
     return mx.zeros_like(x) if isinstance(x, mx.array) else x
 
 
-def _leaves(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+def _leaves(
+    tree: Any, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
     for key, value in items(tree):
         if isinstance(value, CONTAINERS):
             yield from _leaves(value, (*path, key))
@@ -313,7 +323,7 @@ def _leaves(tree: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
             yield (*path, key), value
 
 
-def _structure(state: Any) -> dict[tuple, str]:
+def _structure(state: Any) -> dict[tuple[Any, ...], str]:
     # By repr, because True, 1 and 1.0 are equal, and NaN is not.
     return {
         path: "array" if isinstance(x, mx.array) else repr(x)
@@ -321,7 +331,7 @@ def _structure(state: Any) -> dict[tuple, str]:
     }
 
 
-def _identities(state: Any) -> dict[tuple, int]:
+def _identities(state: Any) -> dict[tuple[Any, ...], int]:
     return {path: id(x) for path, x in _leaves(state)}
 
 
@@ -331,13 +341,13 @@ def _differ(x: Any, y: Any) -> bool:
     return repr(x) != repr(y)
 
 
-def _at(state: Any, path: tuple) -> Any:
+def _at(state: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         state = state[key]
     return state
 
 
-def _put(state: Any, path: tuple, value: Any) -> None:
+def _put(state: Any, path: tuple[Any, ...], value: Any) -> None:
     box = _at(state, path[:-1])
     if isinstance(box, tuple):
         raise TypeError(

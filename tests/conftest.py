@@ -1,5 +1,9 @@
 """What every test starts from."""
 
+import os
+import shutil
+
+import kernel_store
 import mlx.core as mx
 import pytest
 from hypothesis import settings
@@ -7,6 +11,45 @@ from hypothesis import settings
 # Times are no part of any test here, and the machine may be busy.
 settings.register_profile("mlx", deadline=None)
 settings.load_profile("mlx")
+
+# Options that choose some tests, or that want to see them in this process.
+HERE = "keyword", "markexpr", "lf", "failedfirst", "usepdb", "trace", "collectonly"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Share the whole suite out among processes, if pytest-xdist is there.
+
+    A few files start faster in one. `-n` decides otherwise.
+    """
+    options = config.option
+    whole = config.args_source == config.ArgsSource.TESTPATHS
+    if (
+        config.pluginmanager.hasplugin("xdist")
+        and options.numprocesses is None
+        and not hasattr(config, "workerinput")
+        and (whole or len(config.args) > 4)
+        and not any(getattr(options, name, None) for name in HERE)
+        and options.capture != "no"
+    ):
+        # More would compete for memory, or for the one GPU.
+        options.numprocesses = min(4, os.cpu_count() or 1)
+        # The tests of a file share models and kernels. As they are ordered, the short
+        # files are last, so that nobody waits long for the other.
+        options.dist = "loadfile"
+        options.loadscopereorder = False
+
+
+def pytest_ignore_collect(collection_path):
+    """Look for doctests in the package alone: helpers may need PyTorch or mlx-lm."""
+    is_helper = not collection_path.name.startswith("test_")
+    return True if collection_path.suffix == ".py" and is_helper else None
+
+
+def pytest_configure(config):
+    folder = kernel_store.use()
+    if folder is not None:
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,14 @@ from mlx.utils import tree_flatten
 from mlx_gradscale import GradScaler, LossScaleOptimizer, compile_step
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard():
+    # What a shell starts in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupt:
     """Raise KeyboardInterrupt at the n-th line that the package executes.
 

@@ -83,7 +83,7 @@ class SkipAlarm:
         self.action = action
         self.explain = explain
         self._told = 0
-        self._remembered: list[tuple[str, weakref.ref]] = []
+        self._remembered: list[tuple[str, weakref.ref[Any]]] = []
 
     def remember(self, grads: Any) -> None:
         """Note gradients for the table, without keeping them alive."""
@@ -169,9 +169,10 @@ def check_skips(source: Any, grads: Any = None) -> int:
     skips, scale, since_update = (scaler.state[name].item() for name in names)
     if scaler.skip_alarm is not None:
         scaler.skip_alarm.see(skips, scale, grads, since_update=since_update)
-    return skips
+    return int(skips)
 
 
 def alarm_of(source: Any) -> SkipAlarm | None:
     """Return the alarm of a scaler, None if it has none."""
-    return scaler_of(source).skip_alarm
+    alarm: SkipAlarm | None = scaler_of(source).skip_alarm
+    return alarm

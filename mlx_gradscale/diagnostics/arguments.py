@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten, tree_map
 from ..precision import is_leaf
 
 
-def by_name(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments in one tree, whose paths are as ``args[1].mask.0``."""
     return {f"args[{i}]": x for i, x in enumerate(args)} | kwargs
 
@@ -22,7 +22,7 @@ def too_large(arguments: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]
 def largest(x: mx.array, dtype: mx.Dtype) -> float:
     """Return the largest, by magnitude, of the values that do not fit."""
     values = mx.where(_overflows(x, dtype), x, 0).reshape(-1)
-    return values[mx.argmax(mx.abs(values))].item()
+    return float(values[mx.argmax(mx.abs(values))])
 
 
 def made_small(tree: Any, dtype: mx.Dtype) -> Any:
@@ -36,7 +36,7 @@ def made_small(tree: Any, dtype: mx.Dtype) -> Any:
 
 def _is_too_large(x: Any, dtype: mx.Dtype) -> bool:
     floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
-    return floating and mx.any(_overflows(x, dtype)).item()
+    return floating and bool(mx.any(_overflows(x, dtype)).item())
 
 
 def _overflows(x: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -42,7 +42,7 @@ def _names(dtypes: Any) -> str:
 
 def compute_dtypes(
     model: nn.Module,
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     *args: Any,
     compute_dtype: mx.Dtype | None = None,
     keep: Callable[[str, mx.array], bool] | None = None,
@@ -80,7 +80,7 @@ def compute_dtypes(
         )
     with unchanged(model), watched_dtypes(model) as calls:
 
-        def named_loss_fn(*args, **kwargs):
+        def named_loss_fn(*args: Any, **kwargs: Any) -> Any:
             calls.names(loss_fn, args, kwargs)
             return loss_fn(*args, **kwargs)
 

@@ -19,8 +19,8 @@ _BEFORE = {
 
 def api_in_use(
     model: nn.Module,
-    loss_fn: Callable,
-    batch: tuple,
+    loss_fn: Callable[..., Any],
+    batch: tuple[Any, ...],
     scale: Any,
     compute_dtype: mx.Dtype | None,
 ) -> str:
@@ -35,8 +35,12 @@ def api_in_use(
 
 
 def find_cure(
-    model: nn.Module, loss_fn: Callable, batch: tuple, named: dict, **how: Any
-) -> list | None:
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: tuple[Any, ...],
+    named: dict[Any, Any],
+    **how: Any,
+) -> list[Any] | None:
     """Return the layers that cure one batch in float32; None if none do."""
     # Not before: the search looks with the probes of this folder.
     from ..float16.measure import Batch, Setting
@@ -53,7 +57,7 @@ def find_cure(
     return found.where if found.helps else None
 
 
-def line_to_paste(cure: list, api: str) -> str:
+def line_to_paste(cure: list[Any], api: str) -> str:
     """Return the advice: where to put which line."""
     where = cure if len(cure) != 1 or not isinstance(cure[0], str) else cure[0]
     return (

@@ -89,7 +89,7 @@ class OverflowReport:
     loss: float
     scale: float
     leaves: list[NonFinite] = field(default_factory=list)
-    cure: list | None = None
+    cure: list[Any] | None = None
     line: str = ""
 
     @property
@@ -111,7 +111,7 @@ class OverflowReport:
 
 def explain_overflow(
     model: nn.Module,
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     *batch: Any,
     scale: Any = None,
     compute_dtype: mx.Dtype | None = None,
@@ -164,7 +164,10 @@ def explain_overflow(
         raise ValueError("The model has no trainable parameters: unfreeze some.")
 
     def differentiate(
-        function: Callable, scale: float, args: tuple, kwargs: dict
+        function: Callable[..., Any],
+        scale: float,
+        args: tuple[Any, ...],
+        kwargs: dict[Any, Any],
     ) -> tuple[mx.array, Any]:
         scaled = precision.with_scaled_gradient(function, lambda: mx.array(scale))
         if compute_dtype is None:
@@ -176,15 +179,16 @@ def explain_overflow(
         outputs, grads = function(*args, **kwargs)
         return outputs[0] if isinstance(outputs, tuple) else outputs, grads
 
-    def scaling_helps(args: tuple, kwargs: dict) -> bool:
+    def scaling_helps(args: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
         smaller = max(scale * _SMALLER, SMALLEST_SCALE)
         with unchanged(model):
-            return all_finite(differentiate(loss_fn, smaller, args, kwargs)).item()
+            finite = all_finite(differentiate(loss_fn, smaller, args, kwargs))
+            return bool(finite.item())
 
     with probed(model) as probes:
-        loss, grads = differentiate(probes.ends_with(loss_fn), scale, batch, named)
+        value, grads = differentiate(probes.ends_with(loss_fn), scale, batch, named)
         probes.read()
-    loss, leaves = loss.item(), nonfinite(grads)
+    loss, leaves = float(value), nonfinite(grads)
     sound = math.isfinite(loss)
 
     def report(
@@ -211,16 +215,17 @@ def explain_overflow(
     found = [r for r in nonfinite(_arrays(arguments)) if r.nan or r.positive_inf]
     if found:
         return report("batch", _NOWHERE, found)
-    casts = compute_dtype is not None and cast_inputs
-    large = too_large(arguments, compute_dtype) if casts else {}
+    cast = compute_dtype if cast_inputs else None
+    large = too_large(arguments, cast) if cast is not None else {}
     # Nor is a mask of -1e9: look whether all is well with small arguments.
     if (
-        large
+        cast is not None
+        and large
         and not scaling_helps(batch, named)
-        and scaling_helps(*made_small((batch, named), compute_dtype))
+        and scaling_helps(*made_small((batch, named), cast))
     ):
-        found = nonfinite({k: x.astype(compute_dtype) for k, x in large.items()})
-        return report("arguments", (None, _sizes(large, compute_dtype)), found)
+        found = nonfinite({k: x.astype(cast) for k, x in large.items()})
+        return report("arguments", (None, _sizes(large, cast)), found)
     found = nonfinite(_as_computed(model, compute_dtype, keep))
     if found:
         finite = not nonfinite({"x": _parameters(model)[found[0].path]})
@@ -237,7 +242,10 @@ def explain_overflow(
 
 
 def _how_it_runs(
-    model: nn.Module, loss_fn: Callable, scale: Any, compute_dtype: mx.Dtype | None
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    scale: Any,
+    compute_dtype: mx.Dtype | None,
 ) -> str:
     """Say what the user may have left out."""
     hows, missing = [], []
@@ -256,7 +264,7 @@ def _how_it_runs(
     )
 
 
-def _as_unscaled(loss_fn: Callable) -> Callable:
+def _as_unscaled(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     # Without its mark, which refuses a second scale: that is 1 here.
     return lambda *args, **kwargs: loss_fn(*args, **kwargs)
 

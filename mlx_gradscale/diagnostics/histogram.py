@@ -177,7 +177,7 @@ class GradientHistogram:
             scales[f"at scale {power(self.scale)}"] = self.scale
         if self.best_scale is not None:
             scales[f"at the best, {power(self.best_scale)}"] = self.best_scale
-        rows = [(f"{self.size} values in float16", *names)]
+        rows: list[tuple[str, ...]] = [(f"{self.size} values in float16", *names)]
         for name, scale in scales.items():
             shares = self.at(scale)
             rows.append((name, *(percent(getattr(shares, n)) for n in names)))
@@ -240,7 +240,7 @@ def _count_leaf(x: mx.array) -> mx.array:
         x = x.reshape(-1).view(mx.float32)
     if x.dtype not in _LAYOUTS:
         x = x.astype(mx.float32)
-    x = mx.atleast_1d(x)
+    x = x.reshape(1) if x.ndim == 0 else x
     lanes = mx.arange(x.shape[-1], dtype=mx.uint32) & (_LANES - 1)
     bins = mx.zeros((_LANES * _BINS,), mx.int32)
     bins = bins.at[_bin(x) + lanes * _BINS].add(mx.array(1, mx.int32))

@@ -41,7 +41,7 @@ class ScaleHistory:
         (2, 8.0, 0.25)
     """
 
-    def __init__(self, path: str | os.PathLike | None = None, every: int = 50):
+    def __init__(self, path: str | os.PathLike[str] | None = None, every: int = 50):
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every must be a positive integer, got {every!r}.")
         self._every = every
@@ -132,12 +132,12 @@ class ScaleHistory:
             if kind is None:
                 raise
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write all records to one ``.csv`` or ``.jsonl`` file, atomically."""
         write_records(Path(path), self.records)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "ScaleHistory":
+    def load(cls, path: str | os.PathLike[str]) -> "ScaleHistory":
         """Read what :meth:`save`, or a history with a ``path``, wrote.
 
         Returns:
@@ -175,7 +175,7 @@ def _read(pending: list[tuple[int, list[Any]]]) -> Iterable[ScaleRecord]:
     floats = [x.reshape(()).astype(mx.float32) for x in lazy]
     known = iter(np.array(mx.stack(floats)))
 
-    def number(x: Any) -> float | None:
+    def number(x: Any) -> Any:
         if isinstance(x, mx.array):
             # 0.1, not 0.10000000149011612: the shortest that is this float32.
             return float(str(next(known)))

@@ -39,7 +39,7 @@ def records_table(records: list[NonFinite], what: str, limit: int | None = 20) -
     """Return the table of :func:`overflow_table` for leaves that are a ``what``."""
     if not records:
         return "Every value is finite."
-    rows: list[tuple] = [(what, "dtype", "nan", "+inf", "-inf", "of")]
+    rows: list[tuple[Any, ...]] = [(what, "dtype", "nan", "+inf", "-inf", "of")]
     for r in records[:limit]:
         dtype = dtype_name(r.dtype)
         size = math.prod(r.shape)

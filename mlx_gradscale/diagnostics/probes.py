@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,7 +61,13 @@ class Probes:
     calls: int = 0
     _running: list[tuple[str, int]] = field(default_factory=list)
 
-    def call(self, path: str, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def call(
+        self,
+        path: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[Any, Any],
+    ) -> Any:
         """Call a layer's function with probes on what goes in and comes out."""
         within = self._running[-1][1] if self._running else None
         here = (path, self._caller(path), self.calls, within)
@@ -74,11 +80,11 @@ class Probes:
             self._running.pop()
         return self._tap(outputs, here, "output")
 
-    def ends_with(self, loss_fn: Callable) -> Callable:
+    def ends_with(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the loss function: where it returns, the forward pass is done."""
 
         @wraps(loss_fn)
-        def watched(*args, **kwargs):
+        def watched(*args: Any, **kwargs: Any) -> Any:
             outputs = loss_fn(*args, **kwargs)
             self.forward_done = True
             return outputs
@@ -103,7 +109,7 @@ class Probes:
             return max(above, key=len)
         return None
 
-    def _tap(self, tree: Any, here: tuple, side: str) -> Any:
+    def _tap(self, tree: Any, here: tuple[Any, ...], side: str) -> Any:
         path, caller, call, within = here
 
         def tap(x: Any) -> Any:
@@ -119,17 +125,17 @@ class Probes:
 
     def _watch_gradient(self, x: mx.array, event: Event) -> mx.array:
         @mx.custom_function
-        def identity(x):
+        def identity(x: mx.array) -> mx.array:
             return x
 
         @identity.vjp
-        def identity_vjp(_, cotangent, __):
+        def identity_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
             event.differentiated = True
             counts = self.measure(cotangent)
             self.backward.append(replace(event, dtype=cotangent.dtype, counts=counts))
             return cotangent
 
-        return identity(x)
+        return cast(mx.array, identity(x))
 
 
 @contextlib.contextmanager
@@ -156,8 +162,8 @@ def probed(
 
 
 def _watched(cls: type, path: str, probes: Probes) -> type:
-    def watch(name: str) -> Callable:
-        def method(self, *args, **kwargs):
+    def watch(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Not that of the class: an island's is found only by calling it.
             function = getattr(super(watched, self), name)
             return probes.call(path, function, args, kwargs)
@@ -179,7 +185,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     attributes = [
         (x, type(x), dict(vars(x))) for x in containers if isinstance(x, nn.Module)
     ]
-    high, low = mx.random.state[0].tolist()
+    random_state: Any = mx.random.state
+    high, low = random_state[0].tolist()
     compiles = _compiles()
     # Inside a compiled function a layer's values cannot be seen.
     mx.disable_compile()
@@ -222,7 +229,7 @@ def _compiles() -> bool:
     """Tell whether ``mx.compile`` is on, which MLX does not say."""
     calls = []
 
-    def function(x):
+    def function(x: mx.array) -> mx.array:
         calls.append(1)
         return x + 1
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from ..files.atomic import atomic_write, naming
 from ..files.locks import is_there, lock, open_file
@@ -59,7 +60,8 @@ class RecordFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._header, self._line, self._parse = _format(path)
-        self._descriptor = self._process = None
+        self._descriptor: int | None = None
+        self._process: int | None = None
         self._is_taken = False
         self.append([])
 
@@ -108,6 +110,7 @@ class RecordFile:
             os.close(descriptor)
             raise
         self._descriptor, self._process = descriptor, os.getpid()
+        self._close: Callable[[], object]
         self._close = weakref.finalize(self, os.close, descriptor)
         return descriptor
 
@@ -127,7 +130,9 @@ class RecordFile:
 
 
 # (process, device, file) -> who writes to it.
-_OPEN: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_OPEN: "weakref.WeakValueDictionary[tuple[int, int, int], RecordFile]" = (
+    weakref.WeakValueDictionary()
+)
 
 
 def read_records(path: Path) -> list[ScaleRecord]:
@@ -217,13 +222,13 @@ def _step(number: int) -> int:
     return number
 
 
-_FORMATS: dict[str, tuple[str, Callable, Callable]] = {
+_FORMATS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     ".csv": (",".join(_NAMES) + "\n", _csv_line, _from_csv),
     ".jsonl": ("", _json_line, _from_json),
 }
 
 
-def _format(path: Path) -> tuple[str, Callable, Callable]:
+def _format(path: Path) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
     try:
         return _FORMATS[path.suffix]
     except KeyError:

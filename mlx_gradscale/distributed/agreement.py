@@ -50,7 +50,7 @@ def compare_optimizers(call: str, optimizer: Any, arrays: Any) -> None:
         optimizer (LossScaleOptimizer): This rank's.
         arrays (Any): The parameters, or the state that is about to be loaded.
     """
-    everyone = optimizer._group if optimizer.average else None
+    everyone: Any = optimizer._group if optimizer.average else None
     deciders = optimizer._deciders
     leaves = dict(tree_flatten(arrays))
     if _agreed.already or (is_alone(everyone) and is_alone(deciders)):

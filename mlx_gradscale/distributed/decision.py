@@ -59,9 +59,10 @@ def norm_over_ranks(
         sharded (Callable, optional): Told path and gradient, whether this is a
             shard. Others are equal on all ranks and count once. Default: all are.
     """
-    if is_alone(group):
+    if group is None or is_alone(group):
         return global_norm(gradients, factor), loss_finite
-    shards, copies = [], []
+    shards: list[mx.array] = []
+    copies: list[mx.array] = []
     for path, x in tree_flatten(gradients):
         is_shard = sharded is None or not is_floating(x) or sharded(path, x)
         (shards if is_shard else copies).append(x)

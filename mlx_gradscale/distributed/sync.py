@@ -100,7 +100,7 @@ def _text(entry: list[Any] | None) -> str:
         return "no such leaf"
     shape, dtype, value, digest = entry
     if value is not None:
-        return value
+        return str(value)
     return f"{dtype.removeprefix('mlx.core.')}{shape} with checksum {digest[:8]}"
 
 

@@ -45,14 +45,17 @@ class Everywhere:
         self._make_scaler = make_scaler
         self._arguments = arguments
         self._outer = outer
-        self._made: list[weakref.ref] = []
+        self._made: list[weakref.ref[LossScaleOptimizer]] = []
         # Which optimizer the gradients of a model went to.
-        self._pairs: list[tuple[weakref.ref, weakref.ref]] = []
+        self._pairs: list[
+            tuple[weakref.ref[nn.Module], weakref.ref[LossScaleOptimizer]]
+        ] = []
 
     @property
     def optimizers(self) -> list[LossScaleOptimizer]:
         """Those that were made inside and are still there, in their order."""
-        return [made() for made in self._made if made() is not None]
+        alive = (made() for made in self._made)
+        return [optimizer for optimizer in alive if optimizer is not None]
 
     def wrap(self, optimizer: Optimizer) -> LossScaleOptimizer:
         """Return a new optimizer in a ``LossScaleOptimizer``."""
@@ -72,7 +75,7 @@ class Everywhere:
                 return optimizer()
         made = self.optimizers
         if not made:
-            return self._outer and self._outer.optimizer_of(model)
+            return self._outer.optimizer_of(model) if self._outer else None
         taken = [optimizer() for _, optimizer in self._pairs]
         free = [each for each in made if not any(each is other for other in taken)]
         chosen = (free or made)[-1]
@@ -137,7 +140,7 @@ def _enter() -> None:
             return
         if Optimizer.__new__ is object.__new__:
             # For good: Python refuses arguments to a class whose __new__ was deleted.
-            Optimizer.__new__ = _new
+            Optimizer.__new__ = _new  # type: ignore[method-assign, assignment]
         _plain_value_and_grad = nn.value_and_grad
         nn.value_and_grad = nn.utils.value_and_grad = value_and_grad
         for name in _STEPS:
@@ -163,7 +166,7 @@ def _new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
     try:
         # One of several, as in a MultiOptimizer, is a part.
         args, kwargs = _unwrapped(args, here), _unwrapped(kwargs, here)
-        optimizer.__init__(*args, **kwargs)
+        optimizer.__init__(*args, **kwargs)  # type: ignore[misc]
         # No instance of cls, so that Python does not initialise it again.
         return here.wrap(optimizer)
     finally:
@@ -183,13 +186,13 @@ def _unwrapped(given: Any, here: Everywhere) -> Any:
     return given
 
 
-def value_and_grad(model: nn.Module, fn: Callable) -> Callable:
+def value_and_grad(model: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Take the place of ``nn.value_and_grad``."""
-    plain = _plain_value_and_grad(model, fn)
+    plain: Callable[..., Any] = _plain_value_and_grad(model, fn)
     here = _active.get()
     if here is None or hasattr(fn, "has_scaled_gradient"):
         return plain
-    scaled: list[tuple[weakref.ref, Callable]] = []
+    scaled: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []
 
     # Which optimizer it is for is known when it is called: it may be made later.
     @wraps(fn)
@@ -205,7 +208,7 @@ def value_and_grad(model: nn.Module, fn: Callable) -> Callable:
     return value_and_grad_fn
 
 
-def _refusing(step: Callable) -> Callable:
+def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def refusing_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _active.get() is not None and self not in _wrappers:

@@ -18,6 +18,11 @@ class Call:
     outputs: list[Value] = field(default_factory=list)
     children: list["Call"] = field(default_factory=list)
 
+    @property
+    def module(self) -> str:
+        """The path of a module's call."""
+        return self.path or ""
+
     def made(self) -> float:
         """Return the largest value that this call made, or returned.
 

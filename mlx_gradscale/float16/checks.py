@@ -22,7 +22,7 @@ class NoSetHelps(Exception):
 
 def checked_batches(
     model: nn.Module,
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     batches: Iterable[Any],
     compute_dtype: mx.Dtype | None,
     margin: float,
@@ -99,9 +99,10 @@ def check_arguments(setting: Setting, batch: Batch, name: str) -> None:
     if setting.compute_dtype is None or not setting.cast_inputs:
         return
     for path, x in too_large(arguments, setting.compute_dtype).items():
-        if mx.max(x).item() > LARGEST:
+        largest = float(mx.max(x))
+        if largest > LARGEST:
             raise NoSetHelps(
-                f"{path} of {name} reaches {mx.max(x).item():.6g} and is not finite "
+                f"{path} of {name} reaches {largest:.6g} and is not finite "
                 "where compute_dtype casts it: normalise it, or leave arguments alone "
                 "with cast_inputs=False."
             )

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(options: argparse.Namespace) -> tuple[nn.Module, Any, list]:
+def _load(options: argparse.Namespace) -> tuple[nn.Module, Any, list[Any]]:
     if not Path(options.model).is_dir():
         raise ValueError(f"--model must be a folder, got {options.model!r}.")
     for name in ("batches", "batch_size", "max_seq_length"):
@@ -121,7 +121,7 @@ def _load(options: argparse.Namespace) -> tuple[nn.Module, Any, list]:
     return model, default_loss, [(model, *batch) for batch in batches]
 
 
-def _batches(options: argparse.Namespace, tokenizer: Any) -> list:
+def _batches(options: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Return batches as mlx-lm's trainer makes them."""
     from mlx_lm.tuner.datasets import CacheDataset, create_dataset, load_local_dataset
     from mlx_lm.tuner.trainer import iterate_batches
@@ -140,7 +140,7 @@ def _batches(options: argparse.Namespace, tokenizer: Any) -> list:
     return list(islice(batches, options.batches))
 
 
-def _rows(path: Path) -> list:
+def _rows(path: Path) -> list[Any]:
     with open(path, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file if line.strip()]
     if not rows or not all(isinstance(row, dict) for row in rows):

@@ -27,7 +27,7 @@ _BEFORE_SUMS = 5
 class Batch:
     """The arguments of a loss function."""
 
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,7 +101,7 @@ class Setting:
     """
 
     model: nn.Module
-    loss_fn: Callable
+    loss_fn: Callable[..., Any]
     compute_dtype: mx.Dtype | None = None
     cast_inputs: bool = True
     keep: Callable[[str, mx.array], bool] | None = None
@@ -186,15 +186,15 @@ def _loss_of(
     dtype: mx.Dtype | None,
     scale: float,
     float32: bool,
-) -> Callable:
+) -> Callable[..., Any]:
     """Return the scaled loss as a function of the parameters."""
     args, kwargs = batch.args, batch.kwargs
     if float32 or (dtype is not None and setting.cast_inputs):
-        to = mx.float32 if float32 else dtype
+        to = mx.float32 if float32 or dtype is None else dtype
         args, kwargs = tree_map(lambda x: _cast(x, to), (args, kwargs), is_leaf=is_leaf)
     watched = probes.ends_with(setting.loss_fn)
 
-    def scaled_loss(parameters: Any, kept: Callable) -> mx.array:
+    def scaled_loss(parameters: Any, kept: Callable[..., Any]) -> mx.array:
         if dtype is not None:
             parameters = tree_map_with_path(
                 lambda path, x: x if kept(path, x) else _cast(x, dtype), parameters

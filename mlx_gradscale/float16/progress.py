@@ -14,7 +14,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._width:
             self._write("")
             sys.stderr.write("\r")

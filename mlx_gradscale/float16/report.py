@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -112,7 +113,7 @@ class Float32Search:
         more = len(self.rows) - len(shown)
         return "\n".join([*text, *([f"... and {more} more"] if more else [])])
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file that ``float32_layers`` takes."""
         if not self.helps:
             raise ValueError(f"There is nothing to save: {self.problem}")
@@ -174,7 +175,7 @@ def _rows(
     backward: dict[str, float] = {}
     for reference in references:
         for call in _calls(call_tree(reference)):
-            forward[call.path] = max(call.made(), forward.get(call.path, 0.0))
+            forward[call.module] = max(call.made(), forward.get(call.module, 0.0))
         for value in reference.backward:
             path = value.event.path
             if value.event.side == "input":
@@ -208,7 +209,7 @@ def _shares(
     parameters = sum(n for path, n in sizes.items() if outside(path.rpartition(".")[0]))
     modules = dict(ordered_modules(model))
     counts = [
-        (call.path, _multiply_adds(modules[call.path], call))
+        (call.module, _multiply_adds(modules[call.module], call))
         for reference in references[:1]
         for call in _calls(call_tree(reference))
     ]
@@ -226,7 +227,7 @@ def _multiply_adds(module: nn.Module, call: Call) -> int:
     return call.outputs[0].event.size * math.prod(weight.shape[1:])
 
 
-def _cells(row: Row) -> tuple:
+def _cells(row: Row) -> tuple[Any, ...]:
     headroom = "-" if math.isinf(row.headroom) else f"{row.headroom:+.1f}"
     dtype = "float32" if row.is_float32 else "half"
     name = row.layer or "(model)"

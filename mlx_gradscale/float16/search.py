@@ -34,7 +34,7 @@ _MOST_RUNS = 200
 
 def find_float32_layers(
     model: nn.Module,
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     batches: Iterable[Any],
     *,
     compute_dtype: mx.Dtype | None = None,
@@ -132,7 +132,7 @@ class Search:
         self._runs = 0
         self._rounding = math.inf
         self._given: list[float] = []
-        self._sizes = {
+        self._sizes: dict[str, int] = {
             path: sum(x.size for _, x in tree_flatten(module.parameters()))
             for path, module in ordered_modules(setting.model)
         }
@@ -194,11 +194,15 @@ class Search:
     def _is_covered(self, call: Call, large: list[bool]) -> bool:
         inside = self._inside(self.where)
         needed = [
-            c.path for c, is_large in zip(call.children, large, strict=True) if is_large
+            c.module
+            for c, is_large in zip(call.children, large, strict=True)
+            if is_large
         ]
         return all(any(is_inside(p, i) for i in inside) for p in needed)
 
-    def _island_for(self, batch: Batch, call: Call, first: int) -> tuple[Entry, str]:
+    def _island_for(
+        self, batch: Batch, call: Call, first: int
+    ) -> tuple[Entry, str | None]:
         """Return the smallest island that holds the large values of one call."""
         children = call.children
         made_before = self._is_large(children[first].inputs)
@@ -211,13 +215,13 @@ class Search:
         makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
         last = max([*takers, *(i + 1 for i in makers)])
         for end in range(last, len(children)):
-            entry = self._named([c.path for c in children[first : end + 1]])
+            entry = self._named([c.module for c in children[first : end + 1]])
             if not self._leaks(batch, entry):
                 return entry, maker
         if call.path:
             return call.path, maker
         # It goes through the whole model: the loss function gets it, too.
-        return [*dict.fromkeys(c.path for c in children[first:]), THE_LOSS], maker
+        return [*dict.fromkeys(c.module for c in children[first:]), THE_LOSS], maker
 
     def _is_large(self, values: list[Value]) -> bool:
         reached = [reach(value) for value in values]

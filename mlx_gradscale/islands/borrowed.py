@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +22,7 @@ class Changes:
         dtype: of the first half array that was met.
     """
 
-    def __init__(self, cast: Callable[[mx.array], mx.array]):
+    def __init__(self, cast: Callable[[mx.array], Any]):
         self.dtype: mx.Dtype | None = None
         self._cast = cast
         self._seen: set[int] = set()
@@ -48,7 +48,9 @@ class Changes:
                 _put(holder, key, now.astype(old.dtype))
         self._done.clear()
 
-    def _raise_items(self, holder: Any, deep: bool, is_buffer: Callable) -> None:
+    def _raise_items(
+        self, holder: Any, deep: bool, is_buffer: Callable[[str], bool]
+    ) -> None:
         if id(holder) in self._seen:
             return
         self._seen.add(id(holder))
@@ -67,7 +69,13 @@ class Changes:
                 _put(holder, key, new)
                 self._done.append((holder, key, value, new, keeps))
 
-    def _raised(self, value: Any, kinds: tuple, deep: bool, is_buffer: Callable) -> Any:
+    def _raised(
+        self,
+        value: Any,
+        kinds: tuple[Any, ...],
+        deep: bool,
+        is_buffer: Callable[[str], bool],
+    ) -> Any:
         if isinstance(value, mx.array):
             if value.dtype not in HALF:
                 return value
@@ -90,7 +98,7 @@ class Borrowed:
     what is new in any of them afterwards is lowered as the outputs are.
     """
 
-    def __init__(self, arguments: tuple[tuple, dict]):
+    def __init__(self, arguments: tuple[tuple[Any, ...], dict[Any, Any]]):
         self._arguments = arguments
         self._before = {
             (id(holder), key): _dtypes(value)
@@ -105,12 +113,16 @@ class Borrowed:
         """The first half dtype among the arguments."""
         return self._changes.dtype if self._changes else None
 
-    def raised(self, cast: Callable[[mx.array], mx.array]) -> tuple[tuple, dict]:
+    def raised(
+        self, cast: Callable[[mx.array], mx.array]
+    ) -> tuple[tuple[Any, ...], dict[Any, Any]]:
         """Return the arguments with half arrays in float32."""
         self._changes = Changes(cast)
         args, kwargs = self._arguments
         # The dict of keywords is the call's own.
-        return self._changes.raised((args, dict(kwargs)))
+        raised: tuple[tuple[Any, ...], dict[Any, Any]]
+        raised = self._changes.raised((args, dict(kwargs)))
+        return raised
 
     def give_back(self) -> None:
         """Put the arrays back into dicts and lists."""
@@ -144,7 +156,7 @@ def _lowered(x: Any, dtype: mx.Dtype, done: set[int]) -> Any:
         return _tuple_like(x, [lower(value) for value in x])
     if isinstance(x, dict):
         # Of the same class, with whatever else it has.
-        lowered = copy.copy(x)
+        lowered: Any = copy.copy(x)
         lowered.update({key: lower(value) for key, value in x.items()})
         return lowered
     if type(x) is list:
@@ -157,15 +169,15 @@ def _lowered(x: Any, dtype: mx.Dtype, done: set[int]) -> Any:
     return x
 
 
-def _lowered_new(value: Any, before: Iterator, dtype: mx.Dtype) -> Any:
+def _lowered_new(value: Any, before: Iterator[Any], dtype: mx.Dtype) -> Any:
     if isinstance(value, mx.array):
         was = next(before, None)
         new = was is None or was in HALF
         return value.astype(dtype) if new and value.dtype == mx.float32 else value
     if isinstance(value, tuple):
-        new = [_lowered_new(x, before, dtype) for x in value]
-        if any(a is not b for a, b in zip(new, value, strict=True)):
-            return _tuple_like(value, new)
+        parts = [_lowered_new(x, before, dtype) for x in value]
+        if any(a is not b for a, b in zip(parts, value, strict=True)):
+            return _tuple_like(value, parts)
     return value
 
 
@@ -183,7 +195,7 @@ def _holders(x: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[A
     if isinstance(x, (mx.array, nn.Module, str, bytes, type, types.ModuleType)):
         return
     if isinstance(x, tuple):
-        inner = x
+        inner: Iterable[Any] = x
     elif type(x) in (dict, list):
         inner = x.values() if type(x) is dict else x
     elif hasattr(x, "__dict__") and not callable(x):
@@ -217,5 +229,5 @@ def _put(holder: Any, key: Any, value: Any) -> None:
         holder[key] = value
 
 
-def _tuple_like(x: tuple, values: list) -> tuple:
+def _tuple_like(x: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
     return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -35,10 +35,10 @@ class Chain:
         dtype: the half dtype that its first module met, for one that sees none itself.
     """
 
-    name: str
+    name: str | Sequence[str]
     dtype: mx.Dtype | None = None
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A Dtype can be neither pickled nor copied.
         return Chain, (self.name,)
 
@@ -111,7 +111,7 @@ def _raise_with_float32_gradient(x: mx.array) -> mx.array:
 
 
 @_raise_with_float32_gradient.vjp
-def _raise_vjp(_, cotangent, __):
+def _raise_vjp(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
     return cotangent
 
 
@@ -143,7 +143,10 @@ def defines(cls: type, method: str) -> bool:
 
 
 def call_island(
-    module: nn.Module, function: Callable, args: tuple, kwargs: dict
+    module: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[Any, Any],
 ) -> Any:
     """Call a module's function in float32."""
     island = get_island(module)
@@ -201,45 +204,49 @@ def _island_class(cls: type) -> type:
     # Kept with the class, and not in a table: a class may be made for a while only.
     if _CLASS not in vars(cls):
         type.__setattr__(cls, _CLASS, _make_class(cls))
-    return vars(cls)[_CLASS]
+    island_class: type = vars(cls)[_CLASS]
+    return island_class
 
 
 def _make_class(cls: type) -> type:
-    def called(name: str) -> Callable:
-        def method(self, *args, **kwargs):
+    def called(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             function = getattr(super(island_class, self), name)
             return call_island(self, function, args, kwargs)
 
         return method
 
-    def converted(name: str) -> Callable:
-        def method(self, *args, **kwargs):
+    def converted(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             module = getattr(super(island_class, self), name)(*args, **kwargs)
             set_island(module, get_island(self))
             return module
 
         return method
 
-    def reduced(self, protocol: int) -> tuple:
+    def reduced(self: Any, protocol: int) -> tuple[Any, ...]:
         # The class has no name to find it by.
-        make, args, *rest = super(island_class, self).__reduce_ex__(max(2, protocol))
+        own: Any = super(island_class, self)
+        make, args, *rest = own.__reduce_ex__(max(2, protocol))
         args = tuple(cls if arg is island_class else arg for arg in args)
         return (_made_island, (make, args), *rest)
 
-    body = {name: called(name) for name in METHODS if defines(cls, name)}
+    body: dict[str, Any] = {
+        name: called(name) for name in METHODS if defines(cls, name)
+    }
     body |= {name: converted(name) for name in _CONVERSIONS if defines(cls, name)}
     body |= {"__reduce_ex__": reduced, "__doc__": cls.__doc__}
     body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
-    metaclass = _IslandType
+    metaclass: type = _IslandType
     if type(cls) is not type:
         metaclass = type("IslandType", (_IslandType, type(cls)), {})
-    island_class = types.new_class(
+    island_class: type = types.new_class(
         cls.__name__, (cls,), {"metaclass": metaclass}, lambda ns: ns.update(body)
     )
     return island_class
 
 
-def _made_island(make: Callable, args: tuple) -> nn.Module:
-    module = make(*args)
+def _made_island(make: Callable[..., Any], args: tuple[Any, ...]) -> nn.Module:
+    module: nn.Module = make(*args)
     object.__setattr__(module, "__class__", _island_class(type(module)))
     return module

@@ -16,7 +16,7 @@ _LONGEST_NAME = 1000
 
 
 def save_float32_layers(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     layers: Iterable[str | Sequence[str]],
     table: Sequence[dict[str, Any]] = (),
 ) -> None:
@@ -38,7 +38,7 @@ def save_float32_layers(
         file.write(data)
 
 
-def load_float32_layers(path: str | os.PathLike) -> list[str | list[str]]:
+def load_float32_layers(path: str | os.PathLike[str]) -> list[str | list[str]]:
     """Read the layers that :func:`save_float32_layers` wrote.
 
     Args:
@@ -66,7 +66,8 @@ def load_float32_layers(path: str | os.PathLike) -> list[str | list[str]]:
         _check(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no list of float32 layers: {error}.") from error
-    return content["layers"]
+    layers: list[str | list[str]] = content["layers"]
+    return layers
 
 
 def _check(content: Any) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,7 +29,7 @@ class Float32Layers:
         paths: the paths of the modules.
     """
 
-    def __init__(self, model: nn.Module, where: list[Entry], made: list):
+    def __init__(self, model: nn.Module, where: list[Entry], made: list[Any]):
         self.where = where
         self.paths = list(dict.fromkeys(path for path, _ in made))
         self._model = model
@@ -40,14 +41,14 @@ class Float32Layers:
             set_island(module, _without(get_island(module), self._islands))
         self._islands = set()
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file that :func:`float32_layers` takes."""
         save_float32_layers(path, self.where)
 
     def __enter__(self) -> "Float32Layers":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,23 @@ TO = " to "
 THE_LOSS = "the loss"
 
 Entry = str | Sequence[str]
-Where = Entry | Iterable[Entry] | Callable[[str, nn.Module], bool] | os.PathLike | None
+
+
+class HasWhere(Protocol):
+    """What find_float32_layers and float32_layers return."""
+
+    @property
+    def where(self) -> Sequence[Entry]: ...
+
+
+Where = (
+    Entry
+    | Iterable[Entry]
+    | HasWhere
+    | Callable[[str, nn.Module], bool]
+    | os.PathLike[str]
+    | None
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,9 @@ def ordered_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from _ordered(module, "", ())
 
 
-def _ordered(value: Any, path: str, above: tuple) -> Iterator[tuple[str, nn.Module]]:
+def _ordered(
+    value: Any, path: str, above: tuple[Any, ...]
+) -> Iterator[tuple[str, nn.Module]]:
     if id(value) in above:
         return
     if isinstance(value, nn.Module):
@@ -82,7 +100,7 @@ def is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def _entries(where: Where, modules: dict[str, nn.Module]) -> list[Entry]:
+def _entries(where: Any, modules: dict[str, nn.Module]) -> Sequence[Entry]:
     # What find_float32_layers and float32_layers return, and the file of them.
     if getattr(where, "problem", ""):
         raise ValueError(f"No layers in float32 help. {where.problem}")
@@ -118,7 +136,7 @@ def _members(
     if not isinstance(entry, str):
         *paths, last = entry
         is_open = last == THE_LOSS
-        paths = paths if is_open else entry
+        paths = paths if is_open else list(entry)
         chain = [(path, _module_at(model, modules, path)) for path in paths]
         if not chain:
             raise ValueError(f"A chain of layers needs a layer, got {entry!r}.")

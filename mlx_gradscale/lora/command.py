@@ -57,7 +57,7 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
 def _is_ours(error: Exception) -> bool:
     """Tell whether this is a sentence of ours; what mlx-lm raises, it shows itself."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").startswith("mlx_gradscale.")
+    return str(frame.f_globals.get("__name__", "")).startswith("mlx_gradscale.")
 
 
 def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -73,16 +73,18 @@ def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.print_help(sys.stderr)
         parser.exit(2, f"\n{parser.prog}: error: {message}\n")
 
-    parser.error = error
+    parser.error = error  # type: ignore[method-assign, assignment]
     return parser
 
 
-def _run(mlx_lm: ModuleType, run: Callable, arguments: Any, *rest: Any) -> None:
+def _run(
+    mlx_lm: ModuleType, run: Callable[..., Any], arguments: Any, *rest: Any
+) -> None:
     options = Options.of(arguments)
     training = Training(options, arguments)
     load, evaluate = mlx_lm.load, mlx_lm.evaluate
 
-    def load_in_dtype(*args: Any, **kwargs: Any) -> tuple:
+    def load_in_dtype(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         model, *others = load(*args, **kwargs)
         _cast(model, options.dtype)
         return model, *others

@@ -20,7 +20,9 @@ class Position:
             last one ends without another batch being asked for, so it is not told.
     """
 
-    def __init__(self, iterate_batches: Callable, after: Callable[[int], None]):
+    def __init__(
+        self, iterate_batches: Callable[..., Any], after: Callable[[int], None]
+    ):
         self._iterate_batches = iterate_batches
         self._after = after
         self._epoch: dict[str, Any] = {}

@@ -35,7 +35,10 @@ class SeenOptimizer:
 
     def __init__(self, optimizer: LossScaleOptimizer):
         self._optimizer = optimizer
-        self.state = {"optimizer": optimizer.state, "loss": mx.array(0.0)}
+        self.state: dict[str, Any] = {
+            "optimizer": optimizer.state,
+            "loss": mx.array(0.0),
+        }
         self.update = optimizer.update
 
     @property
@@ -43,7 +46,7 @@ class SeenOptimizer:
         """The learning rate, for mlx-lm's report."""
         return self._optimizer.learning_rate
 
-    def see(self, loss_fn: Callable) -> Callable:
+    def see(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return mlx-lm's loss function, whose loss is then in the state."""
 
         def seen_loss_fn(*args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:

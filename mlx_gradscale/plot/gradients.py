@@ -30,7 +30,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def plot_gradients(
     gradients: Any,
-    path: str | os.PathLike | None = None,
+    path: str | os.PathLike[str] | None = None,
     *,
     scale: float | None = None,
     layers: bool = False,
@@ -62,7 +62,7 @@ def plot_gradients(
     if not histogram.by_power():
         raise ValueError("There is no gradient here but zeros: nothing to draw.")
     if scale is None:
-        scale = histogram.scale if histogram.scale != 1 else histogram.best_scale
+        scale = histogram.scale if histogram.scale != 1 else histogram.best_scale or 1.0
     draw = _draw_layers if layers else _draw_all
     return saved(draw(histogram, scale, dark), path)
 
@@ -154,8 +154,8 @@ def _background(
 def _bands(axes: "Axes") -> Iterator[tuple[str, float, float, str]]:
     low, high = axes.get_xlim()
     for name, start, end, color in _BANDS:
-        start, end = low if start is None else start, high if end is None else end
-        yield name, start, end, color
+        left, right = low if start is None else start, high if end is None else end
+        yield name, left, right, color
 
 
 def _write_names(axes: "Axes") -> None:

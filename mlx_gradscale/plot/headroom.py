@@ -19,7 +19,7 @@ _MOST_NAMES = 40
 
 def plot_headroom(
     search: Float32Search,
-    path: str | os.PathLike | None = None,
+    path: str | os.PathLike[str] | None = None,
     *,
     dark: bool = False,
     title: str | None = None,
@@ -138,7 +138,7 @@ def _zip(values: list[float], rows: list[Row]) -> Any:
 def _stretches(flags: list[bool]) -> list[tuple[int, int]]:
     """Return first and last index of every run of True."""
     starts = [i for i, x in enumerate(flags) if x and not (i and flags[i - 1])]
-    ends = [i for i, x in enumerate(flags) if x and not (flags[i + 1 :] or [0])[0]]
+    ends = [i for i, x in enumerate(flags) if x and not (flags[i + 1 :] or [False])[0]]
     return list(zip(starts, ends, strict=True))
 
 

@@ -17,8 +17,8 @@ _MOST_LINES = 100
 
 
 def plot_history(
-    history: ScaleHistory | str | os.PathLike,
-    path: str | os.PathLike | None = None,
+    history: ScaleHistory | str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     dark: bool = False,
     title: str | None = None,

@@ -104,7 +104,7 @@ def ramp(colors: dict[str, Any]) -> Any:
     return LinearSegmentedColormap.from_list("ramp", colors["map"])
 
 
-def saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
+def saved(figure: "Figure", path: str | os.PathLike[str] | None) -> "Figure":
     """Write the figure to a file, atomically, if there is a path."""
     if path is not None:
         path = Path(path)
