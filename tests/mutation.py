@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 _TORCH = "mlx_gradscale/torch_checkpoint"
 _READER = [
     f"tests/torch_checkpoint/test_checkpoint_{name}.py"
-    for name in ("hostile", "golden", "foreign")
+    for name in ("bounds", "hostile", "golden", "foreign")
 ]
 # The quickest first: the tests stop at the first that fails.
 TESTS = {

@@ -1,0 +1,327 @@
+"""Each check of the reader at its bound: the last that is read, the first that is not.
+
+And each part of a check that has several, by itself.
+"""
+
+import struct
+
+import pytest
+from checkpoint_helpers import (
+    GOLDEN,
+    integer,
+    name,
+    pack,
+    pickled,
+    storage,
+    tensor,
+    text,
+)
+
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.torch_checkpoint import CheckpointError, Limits, Placeholder
+
+ZIP = (GOLDEN / "zip.pt").read_bytes()
+NOTHING = pack({"data.pkl": b"\x80\x02N."})
+
+
+def refused(data: bytes, says: str, **options) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        torch_checkpoint.load(data, **options)
+
+
+def put(data: bytes, form: str, at: int, *values) -> bytes:
+    changed = bytearray(data)
+    struct.pack_into(form, changed, at, *values)
+    return bytes(changed)
+
+
+# The zip file.
+
+
+@pytest.mark.parametrize("field", ["disk", "first disk", "entries here", "comment"])
+def test_each_number_of_the_end_record(field):
+    end = NOTHING.rindex(b"PK\x05\x06")
+    at = {"disk": 4, "first disk": 6, "entries here": 8, "comment": 20}[field]
+    refused(put(NOTHING, "<H", end + at, 2), "end record does not fit")
+
+
+@pytest.mark.parametrize("size", [1, 65535])
+def test_a_file_with_a_comment_is_read(size):
+    end = NOTHING.rindex(b"PK\x05\x06")
+    commented = put(NOTHING, "<H", end + 20, size) + b"P" * size
+    assert torch_checkpoint.load(commented) is None
+    refused(commented + b"P", "does not fit|no directory")
+
+
+def with_zip64(data: bytes) -> bytes:
+    """The same file with the end record of large files before the ordinary one."""
+    end = data.rindex(b"PK\x05\x06")
+    _, _, here, count, size, start, _ = struct.unpack_from("<4H2LH", data, end + 4)
+    record = struct.pack(
+        "<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, here, count, size, start
+    )
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, end, 1)
+    return data[:end] + record + locator + data[end:]
+
+
+LARGE = with_zip64(NOTHING)
+END64, LOCATOR64 = LARGE.rindex(b"PK\x06\x06"), LARGE.rindex(b"PK\x06\x07")
+
+
+def test_a_zip64_end_record_is_read_and_counts():
+    assert torch_checkpoint.load(LARGE) is None
+    # The ordinary one says nothing then, as in files that are really large.
+    end = LARGE.rindex(b"PK\x05\x06")
+    assert (
+        torch_checkpoint.load(put(LARGE, "<2L", end + 12, 2**32 - 1, 2**32 - 1)) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "at", "value", "says"),
+    [
+        ("<L", LOCATOR64 + 4, 1, "several parts"),
+        ("<L", LOCATOR64 + 16, 2, "several parts"),
+        ("<L", LOCATOR64 + 16, 0, "several parts"),
+        ("<Q", LOCATOR64 + 8, 2**40, "outside the file"),
+        ("<Q", LOCATOR64 + 8, END64 - 1, "zip64 end record does not fit"),
+        ("<L", END64 + 16, 1, "zip64 end record does not fit"),
+        ("<L", END64 + 20, 1, "zip64 end record does not fit"),
+        ("<Q", END64 + 24, 2, "zip64 end record does not fit"),
+        ("<Q", END64 + 40, 2**40, "overlaps its end record"),
+        ("<Q", END64 + 48, END64, "overlaps its end record"),
+    ],
+)
+def test_each_number_of_the_zip64_end_record(form, at, value, says):
+    refused(put(LARGE, form, at, value), says)
+
+
+def test_a_directory_that_reaches_into_its_end_record():
+    end = NOTHING.rindex(b"PK\x05\x06")
+    size, start = struct.unpack_from("<2L", NOTHING, end + 12)
+    refused(put(NOTHING, "<L", end + 12, size + 1), "overlaps its end record")
+    refused(put(NOTHING, "<L", end + 16, start + 1), "overlaps its end record")
+    refused(put(NOTHING, "<L", end + 12, size - 1), "cut off|damaged")
+
+
+def test_as_many_records_and_bytes_as_the_limits_say():
+    two = pack({"data.pkl": b"\x80\x02N.", "data/0": b"x"})
+    assert torch_checkpoint.load(two, limits=Limits(records=2)) is None
+    refused(two, "more than 1 records", limits=Limits(records=1))
+    end = two.rindex(b"PK\x05\x06")
+    (directory,) = struct.unpack_from("<L", two, end + 12)
+    assert torch_checkpoint.load(two, limits=Limits(pickle_bytes=directory)) is None
+    says = f"directory has {directory} bytes"
+    refused(two, says, limits=Limits(pickle_bytes=directory - 1))
+
+
+def test_records_that_touch_are_read_and_one_byte_more_is_refused():
+    data = pack({"data.pkl": b"\x80\x02N.", "data/0": b"xx"})
+    entry = data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)
+    assert torch_checkpoint.load(data) is None
+    # Of the last record, into the directory.
+    refused(put(data, "<2L", entry + 20, 3, 3), "overlap")
+
+
+def test_a_local_header_of_an_encrypted_or_compressed_record():
+    for at in (6, 8):
+        refused(put(NOTHING, "<H", at, 1), "damaged header")
+
+
+# The pickle.
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_protocols(protocol):
+    data = pack({"data.pkl": bytes([0x80, protocol]) + b"N."})
+    assert torch_checkpoint.load(data) is None
+
+
+def test_objects_that_were_never_put():
+    refused(pickled(b"h\x00"), "refers to object 0")
+    refused(pickled(b"Nq\x05h\x03"), "refers to object 3")
+    refused(pickled(b"Nq\x05h\x06"), "refers to object 6")
+    assert torch_checkpoint.load(pickled(b"K\x07q\x05h\x05\x86")) == (7, 7)
+    # MEMOIZE counts what was put, not the highest number.
+    assert torch_checkpoint.load(pickled(b"K\x07q\x00K\x08\x94h\x01\x87")) == (7, 8, 8)
+
+
+def test_a_number_that_ends_with_the_pickle():
+    for cut in (b"J\x01\x00\x00", b"G" + bytes(7), b"M\x01"):
+        data = pack({"data.pkl": b"\x80\x02" + cut})
+        refused(data, "cut off")
+    assert torch_checkpoint.load(pickled(b"J\xff\xff\xff\xff")) == -1
+
+
+def test_a_frame_may_end_with_the_pickle():
+    for size, fits in ((2, True), (3, False)):
+        data = pack({"data.pkl": b"\x80\x04\x95" + size.to_bytes(8, "little") + b"N."})
+        if fits:
+            assert torch_checkpoint.load(data) is None
+        else:
+            refused(data, "cut off")
+
+
+def test_as_many_operations_as_the_limit_says():
+    # Three instructions besides the end: the protocol, a number and another.
+    data = pack({"data.pkl": b"\x80\x02K\x01K\x02\x86."})
+    assert torch_checkpoint.load(data, limits=Limits(operations=4)) == (1, 2)
+    refused(data, "more than 3 operations", limits=Limits(operations=3))
+
+
+def test_a_set_is_made_of_one_list():
+    made = name("__builtin__", "set")
+    assert torch_checkpoint.load(pickled(made + b")R")) == set()
+    assert torch_checkpoint.load(pickled(made + b"](K\x01e\x85R")) == {1}
+    for arguments in (b"]]\x86", b")\x85", b"]"):
+        refused(pickled(made + arguments + b"R"), "not a list")
+    frozen = torch_checkpoint.load(pickled(name("__builtin__", "frozenset") + b")R"))
+    assert frozen == frozenset()
+    assert type(frozen) is frozenset
+
+
+# Names.
+
+
+def test_the_longest_name():
+    for length, fits in ((1000, True), (1001, False)):
+        named = text("m") + text("n" * (length - 2)) + b"\x93"
+        if fits:
+            assert type(torch_checkpoint.load(pickled(named))) is Placeholder
+        else:
+            refused(pickled(named), "is no name")
+    line = b"c" + b"m" * 998 + b"\nn\n"
+    assert type(torch_checkpoint.load(pickled(line))) is Placeholder
+
+
+def storage_id(*parts: bytes) -> bytes:
+    return b"(" + b"".join(parts) + b"tQ"
+
+
+FLOATS = name("torch", "FloatStorage")
+
+
+@pytest.mark.parametrize(
+    ("pid", "says"),
+    [
+        (b"]Q", "other than a storage"),
+        (storage_id(), "other than a storage"),
+        (storage_id(text("storage"), FLOATS, text("0"), text("cpu")), "other than"),
+        (storage_id(text("stora"), FLOATS, text("0"), text("cpu"), b"K\x04"), "other"),
+        (storage_id(text("module"), FLOATS, text("0"), text("cpu")), "whole model"),
+        (
+            storage_id(text("storage"), b"N", text("0"), text("cpu"), b"K\x04"),
+            "unknown",
+        ),
+        (
+            storage_id(text("storage"), FLOATS, b"K\x00", text("cpu"), b"K\x04"),
+            "unknown",
+        ),
+        (
+            storage_id(text("storage"), FLOATS, text("0"), text("cpu"), b"\x88"),
+            "unknown",
+        ),
+        (
+            storage_id(
+                text("storage"), name("torch", "Size"), text("0"), text("cpu"), b"K\x04"
+            ),
+            "unknown",
+        ),
+    ],
+)
+def test_each_part_of_a_storage(pid, says):
+    refused(pickled(tensor(of=pid)), says)
+
+
+def part(start: int, count: int, kind: bytes = FLOATS, total: int = 4) -> bytes:
+    piece = b"(" + text("0") + integer(start) + integer(count) + b"t"
+    head = (text("storage"), kind, text("0"), text("cpu"), integer(total))
+    return storage_id(*head, piece)
+
+
+def test_a_part_of_a_storage():
+    values = struct.pack("<4f", 0, 1, 2, 3)
+
+    def load(of, count):
+        data = b"\x80\x02" + tensor(of=of, shape=(count,)) + b"."
+        return torch_checkpoint.load(pack({"data.pkl": data, "data/0": values}))
+
+    assert load(part(1, 3), 3).tolist() == [1, 2, 3]
+    assert load(part(2, 1), 1).tolist() == [2]
+    assert load(part(0, 4), 4).tolist() == [0, 1, 2, 3]
+    refused(pickled(tensor(of=part(1, 4), shape=(4,))), "reaches outside it")
+    refused(pickled(tensor(of=part(1, 3), shape=(4,))), "outside its storage of 3")
+    untyped = part(0, 4, name("torch.storage", "UntypedStorage"), 16)
+    refused(pickled(tensor(of=untyped)), "reaches outside it")
+
+
+def test_a_key_of_64_characters():
+    key = "0" * 64
+    data = b"\x80\x02" + tensor(of=storage(key=key)) + b"."
+    assert torch_checkpoint.load(
+        pack({"data.pkl": data, f"data/{key}": bytes(16)})
+    ).size
+
+
+# Tensors.
+
+
+def test_64_dimensions():
+    assert torch_checkpoint.load(
+        pickled(tensor(shape=(1,) * 64, strides=(1,) * 64))
+    ).size
+    many = tensor(shape=(1,), strides=(1,) * 65)
+    refused(pickled(many), "more than 64 dimensions")
+
+
+def test_the_largest_dimension_and_size():
+    last = 2**31 - 1
+    for shape in ((0, last), (last, 0), (0, 2**30, 2**31 - 1)):
+        found = torch_checkpoint.load(
+            pickled(tensor(shape=shape, strides=(0,) * len(shape)))
+        )
+        assert found.shape == shape
+    refused(pickled(tensor(shape=(0, last + 1), strides=(0, 0))), "beyond 2147483647")
+    too_much = (0, 2**30, 2**30, 4)
+    refused(pickled(tensor(shape=too_much, strides=(0,) * 4)), "overflows 64 bits")
+
+
+def test_what_is_exactly_inside_a_storage():
+    values = struct.pack("<4f", 0, 1, 2, 3)
+
+    def load(**arguments):
+        data = b"\x80\x02" + tensor(**arguments) + b"."
+        return torch_checkpoint.load(
+            pack({"data.pkl": data, "data/0": values})
+        ).tolist()
+
+    assert load(offset=3, shape=(1,), strides=(9,)) == [3]
+    assert load(offset=1, shape=(2,), strides=(2,)) == [1, 3]
+    assert load(shape=(2, 2), strides=(1, 2)) == [[0, 2], [1, 3]]
+    assert load(shape=(2, 2), strides=(2, 1)) == [[0, 1], [2, 3]]
+    assert load(shape=(4, 1), strides=(1, 7)) == [[0], [1], [2], [3]]
+    assert load(shape=(3,), strides=(0,), offset=2) == [2, 2, 2]
+    assert load(shape=(0,), offset=100) == []
+    for beyond in ({"offset": 4, "shape": (1,)}, {"shape": (3, 2), "strides": (1, 2)}):
+        refused(pickled(tensor(**{"strides": (1,)} | beyond)), "outside its storage")
+
+
+def test_tensors_may_hold_what_the_limit_says():
+    view = tensor(shape=(1000,), strides=(0,))
+    data = pickled(view)
+    extra = 4000 - 4 * len(data)
+    assert torch_checkpoint.load(data, limits=Limits(extra_bytes=extra)).size == 1000
+    refused(data, "four times its size", limits=Limits(extra_bytes=extra - 1))
+    # The same view again is the same array, and counts once.
+    twice = pickled(b"(" + view + view + b"t")
+    extra = 4000 - 4 * len(twice)
+    a, b = torch_checkpoint.load(twice, limits=Limits(extra_bytes=extra))
+    assert a is b
+
+
+def test_elements_and_bytes_of_a_storage_must_agree():
+    for numel in (3, 5):
+        data = tensor(of=storage(numel=numel), shape=(1,))
+        refused(pickled(data), f"should have {numel} elements")
+    empty = tensor(of=storage(numel=5), shape=(0,))
+    refused(pickled(empty), "should have 5 elements")
