@@ -111,7 +111,7 @@ class Soak:
             self.scaler.load(path)
         found = []
         for i in range(steps + 1):
-            if i % (steps // 10) == 0:
+            if i % 100 == 0:
                 self.check()
             if i in (steps // 10, steps):
                 found.append(Memory.now())
@@ -163,16 +163,18 @@ class Soak:
         self.saved = copy.copy(self.reference)
 
     def _load(self) -> None:
-        if self.random.random() < 0.5:
-            self.scaler.load(self.folder / f"scaler{self.suffix}")
-        else:
+        now, self.reference = self.reference, copy.copy(self.saved)
+        if whole := self.random.random() < 0.5:
             arrays = mx.load(str(self.folder / "all.safetensors"))
             weights, state = tree_unflatten(list(arrays.items()))
             self.model.update(weights)
             self.optimizer.state = state
-            self.scaler.load(self.folder / f"scaler{self.suffix}")
             mx.eval(self.state())
-        self.reference = copy.copy(self.saved)
+        if not whole or not self.compiled:
+            self.scaler.load(self.folder / f"scaler{self.suffix}")
+            # A file is silent about what PyTorch has not and is at its default: then
+            # the setting stays.
+            self.reference.dynamic &= now.dynamic
         self.loads += 1
 
     def check(self) -> None:
@@ -207,9 +209,9 @@ def soak(
     )
     assert not compiled or run.traced.count == 1, figures
     assert min(run.changes, run.loads, skipped) > 0, figures
-    # Arrays to the byte; what Python itself keeps moves a little, but not with the
-    # number of steps.
-    assert end.active <= start.active, figures
+    # It moves a little: after a load numbers that shared their memory do not. But not
+    # with the number of steps.
+    assert end.active - start.active < 1024, figures
     room = 100 + steps // 100
     assert end.objects - start.objects < room, figures
     assert end.blocks - start.blocks < room, figures
