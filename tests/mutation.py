@@ -34,9 +34,9 @@ _READER = [
 # The quickest first: the tests stop at the first that fails.
 TESTS = {
     "mlx_gradscale/scale.py": [
+        "tests/test_scale_bounds.py",
         "tests/test_scale.py",
         "tests/test_scaler_misuse.py",
-        "tests/test_scaler_saving.py",
     ],
     "mlx_gradscale/finite.py": ["tests/test_finite.py"],
     "mlx_gradscale/guard.py": ["tests/test_guard.py"],
