@@ -214,7 +214,7 @@ def _difference(ours: Ours, bare: Bare) -> str | None:
 
 def part() -> list[Combination]:
     """A few combinations: every optimizer class, and each two of the other values."""
-    names = {type(make()).__name__: name for name, make in OPTIMIZERS.items()}
+    names = {type(make()): name for name, make in OPTIMIZERS.items()}
     rows = _every_pair(DIMENSIONS[1:])
     rows *= -(-len(names) // len(rows))
     return [

@@ -159,6 +159,7 @@ def test_module(root: Path, where: str, tests: list[str], most: int, seed: int) 
                 equivalent += 1
             elif project.kills(mutant):
                 killed += 1
+                print(f"{module}:{mutant.line} killed", file=sys.stderr, flush=True)
             else:
                 survivors.append(mutant)
                 print(f"{module}:{mutant.line} survived", flush=True)

@@ -22,7 +22,10 @@ def test_the_fields_defaults_are_those_of_a_new_scaler():
     for name, (_, default) in rule.SETTINGS.items():
         assert arguments[name].default == default, name
     new = rule.read(GradScaler().state)
-    assert new == {name: default for name, (_, default) in rule.FIELDS.items()}
+    assert {name: new.pop(name) for name in TALLIES} == dict.fromkeys(TALLIES, 0)
+    assert new.pop("scale") == 65536
+    assert new.pop("last_step_applied") is new.pop("loss_finite") is True
+    assert new == {name: default for name, (_, default) in rule.SETTINGS.items()}
     # So nothing of it is worth telling.
     assert repr(GradScaler()) == "GradScaler(scale=65536.0, skipped_steps=0)"
 
