@@ -38,7 +38,7 @@ TESTS = {
         "tests/test_scale.py",
         "tests/test_scaler_misuse.py",
     ],
-    "mlx_gradscale/finite.py": ["tests/test_finite.py"],
+    "mlx_gradscale/finite.py": ["tests/test_finite_edges.py", "tests/test_finite.py"],
     "mlx_gradscale/guard.py": ["tests/test_guard.py"],
     "mlx_gradscale/precision.py": [
         "tests/test_precision.py",

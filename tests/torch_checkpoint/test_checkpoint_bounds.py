@@ -102,6 +102,9 @@ def test_a_directory_that_reaches_into_its_end_record():
     refused(put(NOTHING, "<L", end + 12, size + 1), "overlaps its end record")
     refused(put(NOTHING, "<L", end + 16, start + 1), "overlaps its end record")
     refused(put(NOTHING, "<L", end + 12, size - 1), "cut off|damaged")
+    # Numbers that look like another end record are still this one's.
+    lookalike = put(NOTHING, "<4s", end + 16, b"PK\x05\x06")
+    refused(lookalike, "overlaps its end record")
 
 
 def test_as_many_records_and_bytes_as_the_limits_say():
