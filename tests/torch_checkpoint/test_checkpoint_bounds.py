@@ -96,6 +96,48 @@ def test_each_number_of_the_zip64_end_record(form, at, value, says):
     refused(put(LARGE, form, at, value), says)
 
 
+def with_extra(extra: bytes, places: dict[int, int], comment: bytes = b"") -> bytes:
+    """NOTHING, with an extra field and a comment in the directory's one entry."""
+    end = NOTHING.rindex(b"PK\x05\x06")
+    (start,) = struct.unpack_from("<L", NOTHING, end + 16)
+    entry = NOTHING[start:end]
+    for at, value in places.items():
+        entry = put(entry, "<L", at, value)
+    entry = put(entry, "<2H", 30, len(extra), len(comment)) + extra + comment
+    return NOTHING[:start] + entry + put(NOTHING[end:], "<L", 12, len(entry))
+
+
+def extra_field(kind: int, *values: int) -> bytes:
+    return struct.pack(f"<2H{len(values)}Q", kind, 8 * len(values), *values)
+
+
+def test_sizes_and_places_of_64_bits():
+    size, many = len(b"\x80\x02N."), 2**32 - 1
+    packed_at, size_at, header_at = 20, 24, 42
+    all_wide = {packed_at: many, size_at: many, header_at: many}
+    other = extra_field(0x7075, 7)
+    wide = extra_field(1, size, size, 0)
+    for data in (
+        with_extra(wide, all_wide),
+        with_extra(other + wide, all_wide, b"PK\x01\x02"),
+        with_extra(wide + other, all_wide),
+        with_extra(extra_field(1, 0), {header_at: many}),
+        with_extra(other, {}),
+        # Only of what does not fit in 32 bits.
+        with_extra(extra_field(1, 9, 9, 9), {}),
+    ):
+        assert torch_checkpoint.load(data) is None
+    for data in (
+        with_extra(extra_field(1, size, size), all_wide),
+        with_extra(extra_field(2, size, size, 0), all_wide),
+        with_extra(extra_field(1, size, size, 1), all_wide),
+        with_extra(extra_field(1, size, size - 1, 0), all_wide),
+        with_extra(wide[:-1], all_wide),
+    ):
+        with pytest.raises(CheckpointError):
+            torch_checkpoint.load(data)
+
+
 def test_a_directory_that_reaches_into_its_end_record():
     end = NOTHING.rindex(b"PK\x05\x06")
     size, start = struct.unpack_from("<2L", NOTHING, end + 12)
