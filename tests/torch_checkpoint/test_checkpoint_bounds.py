@@ -370,3 +370,21 @@ def test_elements_and_bytes_of_a_storage_must_agree():
         refused(pickled(data), f"should have {numel} elements")
     empty = tensor(of=storage(numel=5), shape=(0,))
     refused(pickled(empty), "should have 5 elements")
+
+
+# The limits themselves.
+
+
+def test_limits_cannot_be_changed_for_everybody():
+    with pytest.raises(AttributeError):
+        torch_checkpoint.Limits().operations = 1
+
+
+def test_what_is_shared_a_lot_is_read_with_the_limits_as_they_are():
+    # A list of 250 numbers, 250 times: a kilobyte in the file, 62,500 numbers.
+    numbers = b"](" + b"K\x07" * 250 + b"eq\x00"
+    found = torch_checkpoint.load(pickled(b"(" + numbers + b"h\x00" * 249 + b"t"))
+    assert len(found) == 250
+    assert all(part is found[0] for part in found)
+    short = Limits(shared_bytes=0)
+    refused(pickled(b"(" + numbers + b"h\x00" * 249 + b"t"), "shared", limits=short)
