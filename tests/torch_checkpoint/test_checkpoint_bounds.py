@@ -372,6 +372,46 @@ def test_elements_and_bytes_of_a_storage_must_agree():
     refused(pickled(empty), "should have 5 elements")
 
 
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        ((), [1 + 2j, 3 - 4j]),
+        (("conj",), [1 - 2j, 3 + 4j]),
+        (("neg",), [-1 - 2j, -3 + 4j]),
+        (("conj", "neg"), [-1 + 2j, -3 - 4j]),
+    ],
+)
+def test_conjugate_and_negative_each_by_itself(bits, expected):
+    metadata = b"}" + b"".join(text(bit) + b"\x88s" for bit in bits)
+    complex_numbers = storage(kind="ComplexFloatStorage", numel=2)
+    data = tensor(of=complex_numbers, shape=(2,), metadata=metadata)
+    values = struct.pack("<4f", 1, 2, 3, -4)
+    file = pack({"data.pkl": b"\x80\x02" + data + b".", "data/0": values})
+    assert torch_checkpoint.load(file).tolist() == expected
+
+
+def typed_tensor(of: bytes, count: int, dtype: bytes) -> bytes:
+    """As PyTorch writes uint16 and its like: the tensor says its dtype itself."""
+    parts = (of, integer(0), b"(" + integer(count) + b"t", b"(" + integer(1) + b"t")
+    hooks = b"\x89" + name("collections", "OrderedDict") + b")R"
+    rebuild = name("torch._utils", "_rebuild_tensor_v3")
+    return rebuild + b"(" + b"".join(parts) + hooks + dtype + b"tR"
+
+
+def test_a_dtype_that_the_tensor_says_counts():
+    untyped = storage(kind="UntypedStorage", numel=16)
+    for of in (untyped, storage()):
+        found = torch_checkpoint.load(
+            pickled(typed_tensor(of, 8, name("torch", "float16")))
+        )
+        assert (found.shape, str(found.dtype)) == ((8,), "mlx.core.float16")
+        too_many = typed_tensor(of, 9, name("torch", "float16"))
+        refused(pickled(too_many), "outside its storage of 8 elements")
+    refused(pickled(typed_tensor(untyped, 8, b"N")), "without a known dtype")
+    refused(pickled(typed_tensor(untyped, 8, text("torch.float17"))), "known dtype")
+    refused(pickled(tensor(of=untyped)), "without a known dtype")
+
+
 # The limits themselves.
 
 
