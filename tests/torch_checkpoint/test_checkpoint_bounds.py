@@ -428,3 +428,16 @@ def test_what_is_shared_a_lot_is_read_with_the_limits_as_they_are():
     assert all(part is found[0] for part in found)
     short = Limits(shared_bytes=0)
     refused(pickled(b"(" + numbers + b"h\x00" * 249 + b"t"), "shared", limits=short)
+
+
+def test_the_limits_are_what_they_are_said_to_be():
+    # A changed one is a decision: what a file may cost whoever opens it.
+    assert Limits() == Limits(
+        operations=10_000_000,
+        memory=2**30,
+        depth=128,
+        pickle_bytes=2**26,
+        records=1_000_000,
+        shared_bytes=2**24,
+        extra_bytes=2**30,
+    )
