@@ -19,6 +19,7 @@ from checkpoint_helpers import (
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import CheckpointError, Limits, Placeholder
+from mlx_gradscale.torch_checkpoint.limits import Budget
 
 ZIP = (GOLDEN / "zip.pt").read_bytes()
 NOTHING = pack({"data.pkl": b"\x80\x02N."})
@@ -428,6 +429,18 @@ def test_what_is_shared_a_lot_is_read_with_the_limits_as_they_are():
     assert all(part is found[0] for part in found)
     short = Limits(shared_bytes=0)
     refused(pickled(b"(" + numbers + b"h\x00" * 249 + b"t"), "shared", limits=short)
+
+
+def test_a_budget_is_used_up_to_the_last_and_only_by_what_is_taken():
+    budget = Budget(Limits(memory=10, operations=5))
+    budget.take(operations=5)
+    budget.take(10)
+    budget.take()
+    assert (budget.memory, budget.operations) == (0, 0)
+    with pytest.raises(CheckpointError, match="more than 10 bytes"):
+        budget.take(1)
+    with pytest.raises(CheckpointError, match="more than 5 operations"):
+        budget.take(operations=1)
 
 
 def test_the_limits_are_what_they_are_said_to_be():
