@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 _TORCH = "mlx_gradscale/torch_checkpoint"
 _READER = [
     f"tests/torch_checkpoint/test_checkpoint_{name}.py"
-    for name in ("bounds", "hostile", "foreign")
+    for name in ("bounds", "golden", "hostile", "foreign")
 ]
 # The quickest first: the tests stop at the first that fails.
 TESTS = {
@@ -39,8 +39,9 @@ TESTS = {
         "tests/test_scaler_misuse.py",
     ],
     "mlx_gradscale/finite.py": ["tests/test_finite_edges.py", "tests/test_finite.py"],
-    "mlx_gradscale/guard.py": ["tests/test_guard.py"],
+    "mlx_gradscale/guard.py": ["tests/test_guard.py", "tests/test_guard_classes.py"],
     "mlx_gradscale/precision.py": [
+        "tests/test_scaled_loss.py",
         "tests/test_precision.py",
         "tests/test_true_gradients.py",
         "tests/test_forward.py",
