@@ -45,6 +45,7 @@ TESTS = {
         "tests/test_precision.py",
         "tests/test_true_gradients.py",
         "tests/test_forward.py",
+        "tests/test_calibration.py",
     ],
     **{
         f"{_TORCH}/{name}.py": _READER

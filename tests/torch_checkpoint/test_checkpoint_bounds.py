@@ -413,6 +413,24 @@ def test_a_dtype_that_the_tensor_says_counts():
     refused(pickled(tensor(of=untyped)), "without a known dtype")
 
 
+@pytest.mark.parametrize("spec", [b"", b"N", b"]", text("x"), name("x", "Y")])
+def test_a_dtensor_whose_placement_says_nothing_is_what_is_held_of_it(spec):
+    held = b"}" + text("_local_tensor") + tensor() + b"s"
+    held += text("_spec") + spec + b"s" if spec else b""
+    wrapper = name("torch._utils", "_rebuild_wrapper_subclass")
+    kind = name("torch.distributed.tensor", "DTensor")
+
+    def load(shape):
+        arguments = b"(NN(" + b"".join(map(integer, shape)) + b"tt"
+        parts = b"(" + wrapper + kind + arguments + b"(" + held + b"tt"
+        rebuild = name("torch._tensor", "_rebuild_from_type_v2")
+        return torch_checkpoint.load(pickled(rebuild + parts + b"R"))
+
+    assert load((4,)).tolist() == [0, 0, 0, 0]
+    with pytest.raises(CheckpointError, match="holds a part of shape"):
+        load((8,))
+
+
 # The limits themselves.
 
 
