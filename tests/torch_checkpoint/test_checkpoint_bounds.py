@@ -4,6 +4,7 @@ And each part of a check that has several, by itself.
 """
 
 import struct
+from collections import Counter
 
 import pytest
 from checkpoint_helpers import (
@@ -224,6 +225,16 @@ def test_a_set_is_made_of_one_list():
     frozen = torch_checkpoint.load(pickled(name("__builtin__", "frozenset") + b")R"))
     assert frozen == frozenset()
     assert type(frozen) is frozenset
+
+
+def test_a_counter_is_made_of_a_dict_of_numbers():
+    made = name("collections", "Counter")
+    found = torch_checkpoint.load(pickled(made + b"}" + text("a") + b"K\x02s\x85R"))
+    assert type(found) is Counter
+    assert found == {"a": 2}
+    for arguments in (b"]\x85", b"}" + text("a") + b"\x88s\x85", b"N\x85"):
+        refused(pickled(made + arguments + b"R"), "arguments of other types")
+    refused(pickled(made + b")R"), "with 0 arguments")
 
 
 # Names.
