@@ -1,0 +1,36 @@
+"""A loss that ``scale_loss`` made leaves the model's own arrays in the model."""
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from helpers import Mlp, batch, mse
+from mlx.utils import tree_flatten
+
+from mlx_gradscale import LossScaleOptimizer
+
+
+def own_arrays(model):
+    return {path: id(x) for path, x in tree_flatten(model.parameters())}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_after_a_loss_that_is_not_differentiated(fails):
+    model, optimizer = Mlp(dtype=mx.float16), LossScaleOptimizer(optim.SGD(0.1))
+
+    def loss_fn(x, y):
+        loss = mse(model)(x, y)
+        if fails:
+            raise KeyError("the user's")
+        return loss
+
+    # As for validation with the same function: MLX puts nothing back there.
+    kept, before = model.parameters(), own_arrays(model)
+    scaled = optimizer.scale_loss(loss_fn, model)
+    if fails:
+        with pytest.raises(KeyError, match="the user's"):
+            scaled(*batch(dtype=mx.float16))
+    else:
+        expected = mse(model)(*batch(dtype=mx.float16))
+        assert scaled(*batch(dtype=mx.float16)).item() == expected.item()
+    assert own_arrays(model) == before
+    assert kept.keys() == model.parameters().keys()
