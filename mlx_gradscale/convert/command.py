@@ -25,6 +25,7 @@ from .several import from_several, is_several
 from .swap import refuse_hidden
 from .text import dtype, evaluate, printable, shape, table
 from .torch_folder import read_rest, read_torch, torch_files, write_torch
+from .trainer_state import move_trainer
 from .whole import Options, Run, from_torch, plan_of, to_torch
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
@@ -130,8 +131,9 @@ def to_torch_file(arguments: argparse.Namespace) -> None:
         used = run.record.get("used")
         run.record = {**_record_like(arguments), "used": used, PATTERN: True}
     _check_accepted(arguments.accept, _recorded_groups(run.record))
+    moved = move_trainer(run, arguments.step)
     checkpoint, notes = to_torch(run, arguments.accept)
-    _say(notes)
+    _say(moved + notes)
     is_folder = run.record.get("folder", False)
     place = (arguments.torch_path, checkpoint, is_folder, arguments.overwrite)
     files = torch_files(*place, run.record)
