@@ -82,14 +82,21 @@ def contenders(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def measure(size: float, rounds: int, place: str | None = None, width: int = 1024):
-    """All costs.
+def measure(
+    size: float,
+    rounds: int,
+    place: str | None = None,
+    width: int = 1024,
+    only: str = "",
+) -> tuple[int, dict[str, list[Cost]]]:
+    """Let the contenders take turns.
 
     Args:
         size (float): Bytes of tensors, at least.
         rounds (int): How often each runs.
         place (str, optional): Where to write. Default: a temporary folder.
         width (int): Of the model's layers. Default: ``1024``.
+        only (str): What the names of the contenders begin with. Default: ``""``.
 
     Returns:
         tuple: The bytes of tensors there were, and the costs by contender.
@@ -99,13 +106,16 @@ def measure(size: float, rounds: int, place: str | None = None, width: int = 102
         make = [sys.executable, "-c", _MAKE, str(folder / "run.pt")]
         make += [str(size), str(width)]
         total = int(subprocess.run(make, check=True, capture_output=True).stdout)
-        costs: dict[str, list[Cost]] = {key: [] for key in contenders(folder)}
+        commands = contenders(folder)
+        costs: dict[str, list[Cost]] = {
+            key: [] for key in commands if key.startswith(only)
+        }
         for _ in range(rounds):
-            for key, command in contenders(folder).items():
-                costs[key].append(cost(*command))
+            for key, found in costs.items():
+                found.append(cost(*commands[key]))
             shutil.rmtree(folder / "run")
             (folder / "back.pt").unlink()
-            (folder / "copy.pt").unlink()
+            (folder / "copy.pt").unlink(missing_ok=True)
     return total, costs
 
 
