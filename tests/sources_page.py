@@ -5,7 +5,7 @@ page anew: WRITE_CHECKPOINT_SOURCES=1 pytest tests/test_sources.py tests/interop
 """
 
 import os
-import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -29,20 +29,20 @@ def check_row(source, *, inspect, to_mlx, onward, back):
     Args:
         source: the program that wrote the checkpoint.
         inspect: what :func:`seen` gave.
-        to_mlx: the flags that convert needed besides ``--model``.
+        to_mlx: the flags that convert needed besides ``--model``, or a sentence.
         onward: what :func:`steps` gave in MLX.
         back: what :func:`steps` gave in PyTorch again.
     """
-    flags = " ".join(to_mlx) if not isinstance(to_mlx, str) else to_mlx
+    flags = to_mlx
     if not isinstance(to_mlx, str):
-        flags = f"`{flags}`" if flags else "at once"
+        flags = f"`{shlex.join(to_mlx)}`" if to_mlx else "at once"
     line = f"| {source} | {inspect} | {flags} | {onward} | {back} |"
     if os.environ.get("WRITE_CHECKPOINT_SOURCES"):
-        text, old = PAGE.read_text(), rows().get(source)
-        place = re.compile("^(?:\\| .*\n|\\|---.*\n)+", re.M).search(text)
-        new = text.replace(old, line) if old else ""
-        end = place.end() if place else len(text)
-        PAGE.write_text(new or f"{text[:end]}{line}\n{text[end:]}")
+        last = list(rows().values())[-1]
+        old, new = rows().get(source, last), line
+        if source not in rows():
+            new = f"{last}\n{line}"
+        PAGE.write_text(PAGE.read_text().replace(old, new))
     assert rows().get(source) == line
 
 
