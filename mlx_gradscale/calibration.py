@@ -27,6 +27,7 @@ def calibrate(
     *batch: Any,
     compute_dtype: mx.Dtype | None = None,
     headroom: int = 1,
+    group: mx.distributed.Group | None = None,
 ) -> float:
     """Set the scale to the largest that does not overflow on one batch.
 
@@ -41,9 +42,12 @@ def calibrate(
         compute_dtype (Dtype, optional): As for :meth:`value_and_grad`.
         headroom (int): How many powers of two to stay below, because other batches
             have larger gradients. Default: ``1``.
+        group (mx.distributed.Group, optional): The ranks that train together, which
+            all must call this, each with its own batch. Default: the scaler's, else
+            all.
 
     Returns:
-        float: The scale. With a group, the smallest of its ranks.
+        float: The scale, the smallest that a rank found.
 
     Raises:
         ValueError: The loss itself is not finite, or no scale is small enough.
@@ -65,9 +69,11 @@ def calibrate(
         scale = _largest(model, loss_fn, batch, compute_dtype) * 2.0**-headroom
     except ValueError as error:
         problem = error
-    if self._group is not None and self._group.size() > 1:
+    # Not only the scaler's own group: a LossScaleOptimizer around it has another.
+    group = group or self._group or mx.distributed.init()
+    if group.size() > 1:
         # A rank that raised alone would leave the others waiting.
-        scale = float(mx.distributed.all_min(mx.array(scale), group=self._group))
+        scale = float(mx.distributed.all_min(mx.array(scale), group=group))
     if problem is not None:
         raise problem
     if scale == 0.0:

@@ -37,6 +37,7 @@ from mlx_gradscale import (
     GuardedOptimizer,
     LossScaleOptimizer,
     all_finite,
+    calibration,
 )
 from mlx_gradscale.distributed import (
     assert_in_sync,
@@ -505,6 +506,26 @@ def message(function):
     return None
 
 
+def calibrated(group):
+    """Batches of very different size, one scale; and one batch that no scale cures."""
+    model, rank = Mlp(dtype=mx.float16), group.rank()
+    x, y = batch(rank, 4, mx.float16)
+    loss_fn = lambda x, y: 10.0 ** (2 * rank) * mse(model)(x, y)  # noqa: E731
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(), group=group)
+    found = {
+        "alone": calibration._largest(model, loss_fn, (x, y), None) / 2,
+        "bare": GradScaler().calibrate(model, loss_fn, x, y),
+        "scaler": GradScaler(group=group).calibrate(model, loss_fn, x, y),
+        "optimizer": optimizer.scaler.calibrate(model, loss_fn, x, y),
+    }
+    found["left"] = optimizer.scaler.get_scale()
+    bad = x * (float("nan") if rank == 0 else 1)
+    found["bad"] = message(lambda: optimizer.scaler.calibrate(model, loss_fn, bad, y))
+    found["after"] = optimizer.scaler.get_scale()
+    optimizer.scaler.assert_in_sync()
+    return found
+
+
 CHECKS = {
     "data parallel float32": lambda group: data_parallel(group, "float32"),
     "data parallel scaled": lambda group: data_parallel(group, "scaled"),
@@ -523,6 +544,7 @@ CHECKS = {
     "buckets": buckets,
     "counted": counted,
     "drift": drift,
+    "calibrated": calibrated,
 }
 
 

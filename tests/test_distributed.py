@@ -129,6 +129,7 @@ CHECKS = [
     "buckets",
     "counted",
     "drift",
+    "calibrated",
 ]
 # Fewer steps: ranks that wait are ranks that spin, and there may be two cores.
 CHECKS_OF_FOUR = ["data parallel short", "tensor parallel", "uneven", "drift"]
@@ -316,6 +317,18 @@ def test_rank_0_brings_everybody_back(ranks):
         assert "no such file.safetensors" in report["missing"]
         assert ("Rank 0 could not load" in report["missing"]) == (rank > 0)
         assert report["after"] == 1
+
+
+def test_calibrate_finds_one_scale_for_all_ranks(two):
+    found = [report["calibrated"] for report in two]
+    alone = [report["alone"] for report in found]
+    assert alone[0] > alone[1]
+    for rank, report in enumerate(found):
+        ways = {report[way] for way in ("bare", "scaler", "optimizer")}
+        assert ways == {min(alone)}
+        assert report["left"] == report["after"] == min(alone)
+        own = "The loss of this batch is not finite", "failed on another rank"
+        assert own[rank] in report["bad"]
 
 
 @pytest.mark.skipif(BEFORE_0_32, reason=NOT_NOTICED)

@@ -71,7 +71,12 @@ _REST: dict[str, dict[str, Any]] = {
         "metavar": "FILE",
         "help": "the optimizer's parameters in order, one PyTorch name a line",
     },
-    "--step": {"type": int, "help": "the step count, where the optimizer keeps none"},
+    "--step": {
+        "type": int,
+        "metavar": "N",
+        "help": "the step count, where the optimizer keeps none; to PyTorch, the "
+        "global_step of a Trainer's folder",
+    },
     "--accept": {
         "action": "append",
         "default": [],

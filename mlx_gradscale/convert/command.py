@@ -30,6 +30,7 @@ from .resume import current_groups
 from .run import Options, Run
 from .several import from_several, is_several
 from .torch_folder import read_rest, read_torch, torch_files, write_torch_files
+from .trainer_state import move_trainer
 
 # RuntimeError is what MLX raises where a file cannot be read or written.
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
@@ -119,8 +120,9 @@ def to_torch_file(arguments: argparse.Namespace) -> None:
     if arguments.like is not None:
         like = _record_like(arguments)
         run.record = replace(like, used=run.record.used, is_pattern=True)
+    moved = move_trainer(run, arguments.step)
     checkpoint, notes = to_torch(run, arguments.accept)
-    _say(notes)
+    _say(moved + notes)
     is_folder, overwrite = run.record.is_folder, arguments.overwrite
     place = (arguments.torch_path, checkpoint, is_folder, overwrite)
     files = torch_files(*place, run.record)

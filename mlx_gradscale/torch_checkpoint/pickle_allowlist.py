@@ -91,9 +91,11 @@ def _local_tensor(kind, args, state):
     )
     if not whole or local.shape != args[2]:
         raise CheckpointError(
-            f"The file holds a part of shape {local.shape} of a DTensor; gather the "
-            "full state dict (torch.distributed.checkpoint.state_dict, "
-            "full_state_dict=True) and save that."
+            f"The file holds a part of shape {local.shape} of a DTensor, one rank's. "
+            "Gather the full state dict where PyTorch is, on all ranks, and save what "
+            "rank 0 gets: torch.distributed.checkpoint.state_dict.get_state_dict("
+            "model, optimizer, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True))."
         )
     return local
 

@@ -1,10 +1,9 @@
 """Folders of Accelerate and of Transformers' Trainer, written by themselves."""
 
-import json
-
 import numpy as np
 import pytest
 from interop_helpers import MODEL, TOLERANCE, batch, convert, mlx_steps, torch_net
+from sources_page import check_row, seen, steps
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -55,13 +54,14 @@ def test_accelerate_goes_on_in_mlx_and_back(safe, onto, tmp_path, capsys):
     run.steps(range(10))
     run.registered.count = 7
     run.accelerator.save_state(tmp_path / "state", safe_serialization=safe)
+    found = seen(tmp_path / "state")
     want = run.steps(range(10, 20))
 
     convert(tmp_path / "state", tmp_path / "run", *MODEL)
     assert ("MLX model's layers" in capsys.readouterr().err) == safe
     rate = lambda step: 1e-2 * 0.95**step  # noqa: E731
     losses = mlx_steps(tmp_path / "run", range(10, 15), learning_rate=rate)
-    np.testing.assert_allclose(losses, want[:5], **TOLERANCE)
+    onward = steps(losses, want[:5])
 
     back = tmp_path / ("back" if onto == "new" else "state")
     flags = [] if onto == "new" else ["--overwrite", "--to", "torch"]
@@ -76,8 +76,14 @@ def test_accelerate_goes_on_in_mlx_and_back(safe, onto, tmp_path, capsys):
     again.accelerator.load_state(back)
     assert again.registered.count == 7
     again.schedule.scheduler.last_epoch = 15  # as the note says
-    losses = again.steps(range(15, 20))
-    np.testing.assert_allclose(losses, want[5:], **TOLERANCE)
+    kinds = {True: "Accelerate, safetensors", False: "Accelerate, `.bin`"}
+    check_row(
+        kinds[safe],
+        inspect=found,
+        to_mlx=(),
+        onward=onward,
+        back=f"`load_state`, {steps(again.steps(range(15, 20)), want[5:])}",
+    )
 
 
 def trainer(folder, most, resume=None):
@@ -87,11 +93,14 @@ def trainer(folder, most, resume=None):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.net = torch_net()
+            self.net, self.batches, self.losses = torch_net(), [], []
 
         def forward(self, x, labels):
             logits = self.net(x)
-            return {"loss": (logits - labels).pow(2).mean(), "logits": logits}
+            loss = (logits - labels).pow(2).mean()
+            self.batches.append((x.numpy(), labels.numpy()))
+            self.losses.append(loss.item())
+            return {"loss": loss, "logits": logits}
 
     class Data(torch.utils.data.Dataset):
         def __len__(self):
@@ -119,7 +128,8 @@ def trainer(folder, most, resume=None):
 
 
 def test_a_trainer_resumes_from_what_comes_back(tmp_path, capsys):
-    want = trainer(tmp_path / "whole", 20).model.state_dict()
+    whole = trainer(tmp_path / "whole", 20).model
+    want, losses = whole.state_dict(), whole.losses
     trainer(tmp_path / "half", 10)
     there = tmp_path / "half" / "checkpoint-10"
     names = {p.name for p in there.iterdir()}
@@ -137,19 +147,25 @@ def test_a_trainer_resumes_from_what_comes_back(tmp_path, capsys):
     for name, tensor in found.model.state_dict().items():
         np.testing.assert_allclose(tensor, want[name], **TOLERANCE)
 
-    mlx_steps(tmp_path / "run", range(5))
+    # As many steps as the Trainer would have made: it goes on with the data after.
+    taken = whole.batches.__getitem__
+    # Its max_grad_norm is 1 by default.
+    found = mlx_steps(tmp_path / "run", range(10, 15), data=taken, max_norm=1.0)
+    onward = steps(found, losses[10:15])
     capsys.readouterr()
     convert(back, tmp_path / "run", "--overwrite", "--to", "torch")
-    assert "trainer_state.json" in capsys.readouterr().err
+    assert "global_step 10 is now 15" in capsys.readouterr().err
     optimizer = torch.load(back / "optimizer.pt", weights_only=True)
     assert optimizer["state"][0]["step"] == 15
-    # What counts steps is the user's to move, in the record, and comes back too.
-    training = tmp_path / "run" / "training.json"
-    record = json.loads(training.read_text())
-    record["checkpoint"]["trainer_state.json"]["global_step"] = 15
-    training.write_text(json.dumps(record))
-    convert(back, tmp_path / "run", "--overwrite", "--to", "torch")
-    assert trainer(tmp_path / "on", 20, resume=back).state.global_step == 20
+    again = trainer(tmp_path / "on", 20, resume=back)
+    assert again.state.global_step == 20
+    check_row(
+        "Transformers' `Trainer`",
+        inspect=seen(there),
+        to_mlx=flags,
+        onward=onward,
+        back=f"`resume_from_checkpoint`, {steps(again.model.losses, losses[15:])}",
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])

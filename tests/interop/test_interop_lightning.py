@@ -1,8 +1,8 @@
 """Lightning's checkpoints, with and without an average of the weights."""
 
-import numpy as np
 import pytest
-from interop_helpers import MODEL, TOLERANCE, batch, convert, mlx_steps, torch_net
+from interop_helpers import MODEL, batch, convert, mlx_steps, torch_net
+from sources_page import check_row, seen, steps
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,14 +58,21 @@ def test_lightning_goes_on_in_mlx_and_back(averaged, tmp_path, capsys):
     convert(path, tmp_path / "run", *MODEL)
     assert ("current_model_state is taken" in capsys.readouterr().err) == averaged
     losses = mlx_steps(tmp_path / "run", range(10, 15))
-    np.testing.assert_allclose(losses, want[10:15], **TOLERANCE)
+    onward = steps(losses, want[10:15])
 
     convert(tmp_path / "back.ckpt", tmp_path / "run")
     back = torch.load(tmp_path / "back.ckpt", weights_only=False)
     before = torch.load(path, weights_only=False)
     assert back.keys() == before.keys()
     losses = fit(tmp_path, 15, averaged, resume=tmp_path / "back.ckpt")
-    np.testing.assert_allclose(losses[:5], want[15:20], **TOLERANCE)
+    titles = {False: "Lightning", True: "Lightning, `EMAWeightAveraging`"}
+    check_row(
+        titles[averaged],
+        inspect=seen(path),
+        to_mlx=(),
+        onward=onward,
+        back=f"`ckpt_path`, {steps(losses[:5], want[15:20])}",
+    )
 
 
 def test_lightnings_prefix_is_left_out_without_a_model(tmp_path):

@@ -7,6 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from interop_helpers import convert
+from sources_page import check_row, seen, steps
 
 from mlx_gradscale.convert import load_run, save_run
 from mlx_gradscale.convert.mlx_lm_model import mlx_lm_model
@@ -94,7 +95,7 @@ def test_a_run_goes_on_in_mlx_lms_model_and_back(kind, saved, tmp_path):
     mlx = mlx_lm_model(there)
     run = load_run(tmp_path / "run", mlx)
     losses = mlx_steps(mlx, run.optimizer, range(3, 6))
-    np.testing.assert_allclose(losses, want[:3], rtol=1e-4, atol=1e-4)
+    onward = steps(losses, want[:3], 1e-4)
     save_run(tmp_path / "run", mlx, run.optimizer, record=run.record)
 
     convert(back, tmp_path / "run")
@@ -109,7 +110,19 @@ def test_a_run_goes_on_in_mlx_lms_model_and_back(kind, saved, tmp_path):
     optimizer = torch.optim.AdamW(again.parameters(), 1e-3)
     optimizer.load_state_dict(state)
     losses = torch_steps(again, optimizer, range(6, 9))
-    np.testing.assert_allclose(losses, want[3:], rtol=1e-4, atol=1e-4)
+    titles = {
+        (gpt2, "file"): "Transformers' GPT-2 in a file, to mlx-lm",
+        (gpt2, "folder"): "Transformers' GPT-2 in a folder, to mlx-lm",
+        (llama, "file"): "Transformers' Llama in a file, to mlx-lm",
+        (llama, "folder"): "Transformers' Llama in a folder, to mlx-lm",
+    }
+    check_row(
+        titles[kind, saved],
+        inspect=seen(source),
+        to_mlx=("--names", "FILE") if saved == "folder" else (),
+        onward=onward,
+        back=steps(losses, want[3:], 1e-4),
+    )
 
 
 def test_lora_adapters_of_peft_become_mlx_lms(tmp_path):

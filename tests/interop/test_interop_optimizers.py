@@ -3,6 +3,7 @@
 import mlx.optimizers as optim
 import pytest
 from optimizer_helpers import check_beside_bare
+from packed_moments import check_resume
 
 theirs = pytest.importorskip("mlx_optimizers", reason="needs the extra interop")
 
@@ -45,3 +46,11 @@ def test_a_skip_changes_no_bit_and_other_steps_are_their_own(name, compiled):
     check_beside_bare(MAKERS[name], compiled, bad=(0, 3))
     if not compiled:
         check_beside_bare(MAKERS[name], compiled, bad=())
+
+
+def test_unsloths_8_bit_adamw_goes_on_as_it_would_have(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNSLOTH_ZOO_DISABLE_GPU_INIT", "1")
+    packed = pytest.importorskip(
+        "unsloth_zoo.mlx.optimizers_quantized", reason="needs unsloth-zoo"
+    )
+    check_resume(lambda: packed.QuantizedMomentAdamW(1e-2), tmp_path)

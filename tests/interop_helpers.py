@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 
 from mlx_gradscale.convert import load_run, main, save_run
@@ -67,14 +68,16 @@ def torch_steps(net, optimizer, numbers, backward=None, after=None):
     return losses
 
 
-def mlx_steps(folder, numbers, net=None, **settings):
+def mlx_steps(folder, numbers, net=None, data=batch, max_norm=None, **settings):
     """Steps in MLX with a converted run, which is saved again; their losses."""
     net = net or Net()
     run = load_run(folder, net, **settings)
     value_and_grad = nn.value_and_grad(net, lambda x, y: ((net(x) - y) ** 2).mean())
     losses = []
     for number in numbers:
-        loss, grads = value_and_grad(*map(mx.array, batch(number)))
+        loss, grads = value_and_grad(*map(mx.array, data(number)))
+        if max_norm is not None:
+            grads, _ = optim.clip_grad_norm(grads, max_norm)
         run.optimizer.update(net, grads)
         losses.append(loss.item())
     save_run(folder, net, run.optimizer, run.scaler, run.record)

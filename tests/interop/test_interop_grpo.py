@@ -1,0 +1,87 @@
+"""mlx-lm-lora's GRPO, which raises where a gradient is not finite."""
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+
+pytest.importorskip("mlx_lm", reason="needs mlx-lm")
+from mlx_lm import load
+
+from mlx_gradscale import GradScaler, everywhere
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lora_parts import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS, LENGTH = 5, 8
+PROMPTS = ["One and one is", "The first letter is", "Two and two is"]
+
+
+@pytest.fixture
+def grpo(monkeypatch):
+    # An example of ours has the same name, and may be imported in its place.
+    folders = [path for path in sys.path if Path(path).name != "examples"]
+    monkeypatch.setattr(sys, "path", folders)
+    if not hasattr(sys.modules.get("mlx_lm_lora"), "__path__"):
+        monkeypatch.delitem(sys.modules, "mlx_lm_lora", raising=False)
+    return pytest.importorskip(
+        "mlx_lm_lora.trainer.grpo_trainer", reason="needs the extra interop"
+    )
+
+
+def long_words(prompts, completions, answer, types=None):
+    return [float(sum(c.isalpha() for c in text)) for text in completions]
+
+
+def train(grpo, folder, make_scaler):
+    """Its whole loop: rollouts, rewards, its loss, its check, its update."""
+    model, tokenizer = load(str(folder / "model"))
+    rows = [(tokenizer.encode(text), [3], text, "3") for text in PROMPTS]
+    arguments = grpo.GRPOTrainingArgs(
+        batch_size=1,
+        iters=STEPS,
+        max_completion_length=LENGTH,
+        beta=0.0,
+        adapter_file=str(folder / "adapters.safetensors"),
+    )
+    scaler = make_scaler(model, rows)
+    with everywhere(lambda: scaler):
+        grpo.train_grpo(
+            *(model, None, tokenizer, optim.AdamW(1e-4), rows),
+            reward_funcs=[long_words],
+            args=arguments,
+        )
+    return scaler
+
+
+def test_after_calibrate_no_update_is_lost(grpo, tmp_path):
+    make_model(tmp_path / "model")
+
+    def calibrated(model, rows):
+        made = mx.random.randint(0, 256, (LENGTH,))
+
+        def loss_fn():
+            # One completion, as its loop differentiates them.
+            return grpo.grpo_loss(
+                model,
+                None,
+                ([rows[0][0]], [rows[0][1]], [rows[0][2]], [rows[0][3]], None),
+                completions=[made],
+                batch_indices=[0],
+                advantages=mx.array([1.7]),
+                beta=0.0,
+                max_tokens=LENGTH,
+            )[0]
+
+        scaler = GradScaler(2.0**24)
+        scaler.calibrate(model, loss_fn, headroom=2)
+        return scaler
+
+    scaler = train(grpo, tmp_path, calibrated)
+    assert scaler.skipped_steps.item() == 0
+    assert 2.0**8 < scaler.get_scale() < 2.0**23
+    with pytest.raises(FloatingPointError, match="Non-finite GRPO"):
+        train(grpo, tmp_path, lambda *_: GradScaler(2.0**24))
