@@ -15,7 +15,7 @@ from interop_helpers import Net, batch, convert, torch_net
 from sources_page import check_row, rows, seen, steps
 
 from mlx_gradscale.convert import load_run, save_run
-from mlx_gradscale.convert.sections import get
+from mlx_gradscale.convert.skeleton import get
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 GOLDEN = Path(__file__).parent / "golden_sources"

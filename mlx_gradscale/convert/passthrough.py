@@ -78,7 +78,11 @@ def age_notes(record: Record, optimizer: Mapping[str, mx.array] | None) -> list[
     if then == at:
         return []
     found = entries(record.checkpoint)
-    found = {name: x for name, x in found.items() if _may_count(name, x)}
+    found = {
+        name: x
+        for name, x in found.items()
+        if name not in record.moved and _may_count(name, x)
+    }
     # Random states, positions in the data, objects that were registered.
     names = [*found, *(name for name in record.carried if _STATES.search(name))]
     if not names:

@@ -79,6 +79,7 @@ class Record:
         shards: index -> what was in which file of a model.
         rounded: of a live run only.
         is_pattern: whether it is that of another run (``--like``).
+        moved: entries of the checkpoint that were brought to the run's own step.
     """
 
     checkpoint: Any = None
@@ -91,6 +92,7 @@ class Record:
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
     rounded: Rounded | None = None
     is_pattern: bool = False
+    moved: tuple[str, ...] = ()
 
     def to_training(self) -> dict[str, Any]:
         """What ``training.json`` holds of it.

@@ -49,6 +49,7 @@ def move_trainer(run: Run, step: int | None = None) -> list[str]:
     if type(epoch) in (int, float) and was > 0:
         moved["epoch"] = epoch * now / was
     checkpoint[TRAINER] = {**state, **moved}
+    run.record.moved = (TRAINER,)
     said = ", ".join(f"{k} {state[k]:g} is now {v:g}" for k, v in moved.items())
     return [f"{TRAINER}: {said}."]
 
