@@ -107,7 +107,14 @@ def _draw_line(
     found = [x for x in values if math.isfinite(x)]
     if not found:
         axes.set_yticks([])
-        place = {"ha": "center", "va": "center", "transform": axes.transAxes}
-        axes.text(0.5, 0.5, "inf or NaN in every step", color=colors["alarm"], **place)
+        axes.text(
+            0.5,
+            0.5,
+            "inf or NaN in every step",
+            color=colors["alarm"],
+            ha="center",
+            va="center",
+            transform=axes.transAxes,
+        )
     if found and min(found) > 0 and max(found) > 50 * min(found):
         axes.set_yscale("log")
