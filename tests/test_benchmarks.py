@@ -368,14 +368,13 @@ def test_a_section_that_quick_has_not_is_refused(capsys):
     assert "leave out --quick" in capsys.readouterr().err
 
 
-def test_each_kind_of_masters_is_measured_with_both_kinds_of_gradients(monkeypatch):
-    monkeypatch.setitem(cost.KINDS_OF_MASTERS, "another", {"max_grad_norm": 2.0})
+def test_each_kind_of_masters_is_measured_with_both_kinds_of_gradients():
     assert list(cost.masters_ways(SHAPES, clip=False)) == [
         "bare on masters + cast",
         "LossScaleOptimizer",
         "with scaled gradients",
-        "another",
-        "another, scaled",
+        "masters=remainder",
+        "masters=remainder, scaled",
     ]
     # What a kind is given reaches the optimizer: two norms are one too many.
     with pytest.raises(TypeError, match="max_grad_norm"):
