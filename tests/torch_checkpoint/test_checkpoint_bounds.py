@@ -424,6 +424,25 @@ def test_a_dtype_that_the_tensor_says_counts():
     refused(pickled(tensor(of=untyped)), "without a known dtype")
 
 
+def test_a_tensor_with_attributes_is_made_by_a_plain_function_of_a_known_class():
+    plain = name("torch._utils", "_rebuild_tensor_v2")
+    itself = name("torch._tensor", "_rebuild_from_type_v2")
+    own, theirs = name("torch", "Tensor"), name("x", "TheirTensor")
+    arguments = tensor()[len(plain) : -1]
+
+    def made(function: bytes, kind: bytes) -> bytes:
+        return pickled(itself + b"(" + function + kind + arguments + b"}tR")
+
+    assert torch_checkpoint.load(made(plain, own)).tolist() == [0, 0, 0, 0]
+    parameter = name("torch.nn.parameter", "Parameter")
+    assert torch_checkpoint.load(made(plain, parameter)).shape == (4,)
+    ordered = name("collections", "OrderedDict")
+    for function in (itself, ordered, own, theirs, b"N", text("torch._utils.x")):
+        refused(made(function, own), "arguments of other types")
+    for kind in (theirs, ordered, b"N", text("torch.Tensor")):
+        refused(made(plain, kind), "arguments of other types")
+
+
 @pytest.mark.parametrize("spec", [b"", b"N", b"]", text("x"), name("x", "Y")])
 def test_a_dtensor_whose_placement_says_nothing_is_what_is_held_of_it(spec):
     held = b"}" + text("_local_tensor") + tensor() + b"s"
