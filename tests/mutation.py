@@ -51,6 +51,7 @@ TESTS = {
         "tests/test_guard.py",
     ],
     "mlx_gradscale/precision.py": [
+        "tests/test_scaler_misuse.py",
         "tests/test_scaled_loss.py",
         "tests/test_calibration.py",
         "tests/test_precision.py",
