@@ -378,7 +378,19 @@ def test_names_that_differ_or_repeat():
     refused(data[:at] + b"archive/data/1" + data[at + 14 :], "two names")
     with pytest.warns(UserWarning, match="Duplicate name"):
         twice = pack_twice()
-    refused(twice, "two records")
+    refused(twice, r"two records 'x/data\.pkl'\.")
+
+
+def test_a_record_is_named_shortly_and_without_commands_to_a_terminal():
+    data = pack({"data.pkl": b"\x80\x02N.", "\x1b[2J" + "é" * 100: b"x"})
+    central = data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)
+    with pytest.raises(CheckpointError) as caught:
+        torch_checkpoint.load(data[: central + 10] + b"\x08" + data[central + 11 :])
+    said = str(caught.value)
+    assert r"The record 'archive/\x1b[2J\xe9" in said
+    assert said.isascii()
+    assert said.isprintable()
+    assert said.count(r"\xe9") < 80
 
 
 def pack_twice() -> bytes:
