@@ -1,6 +1,6 @@
 """Mutation testing: change one thing in a module; do its tests notice?
 
-python tests/mutation.py [MODULE[:LINE]...] [--mutants N] [--seed N]
+python tests/mutation.py [MODULE[:LINE,LINE]...] [--mutants N] [--seed N]
 python tests/mutation.py MODULE --tests FILE...
 
 Each module of the table below, or the named ones, is changed in a temporary copy of the
@@ -56,6 +56,7 @@ TESTS = {
         "tests/test_calibration.py",
         "tests/test_precision.py",
         "tests/test_true_gradients.py",
+        "tests/test_interrupts.py",
         "tests/test_forward.py",
     ],
     **{
@@ -150,9 +151,10 @@ def known_survivors() -> dict[tuple[str, str, str], str]:
 
 def print_score(root: Path, where: str, tests: list[str], most: int, seed: int) -> int:
     """Print the score of a sample of a module's mutants; return how many live on."""
-    module, _, line = where.partition(":")
+    module, _, lines = where.partition(":")
     chosen = mutants((root / module).read_text())
-    chosen = [m for m in chosen if not line or m.line == int(line)]
+    wanted = set(map(int, lines.split(","))) if lines else {m.line for m in chosen}
+    chosen = [m for m in chosen if m.line in wanted]
     total = len(chosen)
     chosen = random.Random(seed).sample(chosen, min(most, total))
     known = known_survivors()
@@ -177,7 +179,7 @@ def print_score(root: Path, where: str, tests: list[str], most: int, seed: int) 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("modules", nargs="*", metavar="MODULE[:LINE]")
+    parser.add_argument("modules", nargs="*", metavar="MODULE[:LINE,LINE]")
     parser.add_argument("--tests", nargs="+", help="default: those of the table")
     parser.add_argument("--mutants", type=int, default=15, help="at most, of a module")
     parser.add_argument("--seed", type=int, default=0)
