@@ -172,6 +172,8 @@ def test_opcodes_outside_the_table_are_refused_by_name():
         (name("torch", "Size") + b"K\x01\x85R", r"torch\.Size with arguments"),
         (name("torch._utils", "_rebuild_tensor_v2") + b")R", "with 0 arguments"),
         (name("__builtin__", "complex") + b"(NNtR", "other types"),
+        (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", "other types"),
+        (name("__builtin__", "complex") + b"NG" + bytes(8) + b"\x86R", "other types"),
         (
             name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R",
             "other types",
