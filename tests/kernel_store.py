@@ -11,6 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 
 FRONT = Path(__file__).parent / "compiler"
+# In the folder for temporary files.
+STORE = "mlx_gradscale_kernels"
 
 
 def use():
@@ -27,7 +29,7 @@ def use():
     if sys.platform != "linux" or compiler is None or not headers.is_dir():
         return None
     if "KERNEL_STORE" not in os.environ:
-        store = Path(tempfile.gettempdir()) / "mlx_gradscale_kernels"
+        store = Path(tempfile.gettempdir()) / STORE
         store /= _digest(compiler, headers)
         store.mkdir(parents=True, exist_ok=True)
         os.environ["KERNEL_STORE"] = str(store)

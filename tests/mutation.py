@@ -1,6 +1,6 @@
 """Mutation testing: change one thing in a module; do its tests notice?
 
-python tests/mutation.py [MODULE[:LINE]...] [--mutants N] [--seed N]
+python tests/mutation.py [MODULE[:LINE,LINE]...] [--mutants N] [--seed N]
 python tests/mutation.py MODULE --tests FILE...
 
 Each module of the table below, or the named ones, is changed in a temporary copy of the
@@ -23,41 +23,51 @@ from importlib import import_module
 from importlib.util import cache_from_source
 from pathlib import Path
 
+from kernel_store import STORE
 from mutants import Mutant, mutants
 
 HERE = Path(__file__).parent
 _TORCH = "mlx_gradscale/torch_checkpoint"
+# The quickest first: the tests stop at the first that fails. And all that judge the
+# module, or a survivor would say nothing.
 _READER = [
     f"tests/torch_checkpoint/test_checkpoint_{name}.py"
-    for name in ("bounds", "golden", "hostile", "foreign")
+    for name in ("bounds", "hostile", "golden", "foreign", "load", "budget")
 ]
-# The quickest first: the tests stop at the first that fails.
 TESTS = {
     "mlx_gradscale/scale.py": [
         "tests/test_scale_bounds.py",
-        "tests/test_scale.py",
         "tests/test_scaler_misuse.py",
+        "tests/test_scale.py",
+        "tests/test_scaler_machine.py",
+        "tests/test_scaler.py",
     ],
     "mlx_gradscale/finite.py": ["tests/test_finite_edges.py", "tests/test_finite.py"],
-    "mlx_gradscale/guard.py": ["tests/test_guard.py", "tests/test_guard_classes.py"],
+    "mlx_gradscale/guard.py": [
+        "tests/test_guard_in_place.py",
+        "tests/test_guard_classes.py",
+        "tests/test_interrupts.py",
+        "tests/test_optimizer.py",
+        "tests/test_guard.py",
+    ],
     "mlx_gradscale/precision.py": [
+        "tests/test_scaler_misuse.py",
         "tests/test_scaled_loss.py",
+        "tests/test_calibration.py",
         "tests/test_precision.py",
         "tests/test_true_gradients.py",
+        "tests/test_interrupts.py",
         "tests/test_forward.py",
-        "tests/test_calibration.py",
     ],
     **{
         f"{_TORCH}/{name}.py": _READER
         for name in (
-            "limits",
-            "zip_reader",
-            "pickle_reader",
-            "names",
-            "tensors",
-            "storages",
+            *("limits", "zip_reader", "pickle_reader", "pickle_opcodes"),
+            *("keys", "tensors", "storages"),
         )
     },
+    # Names of dtypes and devices come from training.json too.
+    f"{_TORCH}/pickle_allowlist.py": [*_READER, "tests/test_convert_foreign.py"],
 }
 # Imported once, before a process is forked for each mutant: most of a run's time.
 PRELOADED = ("pytest", "hypothesis", "mlx.nn", "mlx.optimizers", "numpy", "torch")
@@ -84,7 +94,7 @@ class Project:
         self.seconds, self.used = 600, 0.0
         if not self.passes():
             raise SystemExit(f"{self.log.read_text()}\nThat was without a mutant.")
-        self.seconds = int(3 * self.used) + 10
+        self.seconds = int(2 * self.used) + 10
         # Bytecode of it would be taken for a mutant of the same size and second.
         Path(cache_from_source(str(self.module))).unlink(missing_ok=True)
         sys.dont_write_bytecode = True
@@ -121,6 +131,7 @@ class Project:
             os.dup2(log, 1)
             os.dup2(log, 2)
             options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+            options += ["-p", "no:xdist"]  # in the order that they are given
             # Of what was imported before; the project makes warnings errors.
             options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
             code = int(pytest.main([*options, *self.tests]))
@@ -140,9 +151,10 @@ def known_survivors() -> dict[tuple[str, str, str], str]:
 
 def print_score(root: Path, where: str, tests: list[str], most: int, seed: int) -> int:
     """Print the score of a sample of a module's mutants; return how many live on."""
-    module, _, line = where.partition(":")
+    module, _, lines = where.partition(":")
     chosen = mutants((root / module).read_text())
-    chosen = [m for m in chosen if not line or m.line == int(line)]
+    wanted = set(map(int, lines.split(","))) if lines else {m.line for m in chosen}
+    chosen = [m for m in chosen if m.line in wanted]
     total = len(chosen)
     chosen = random.Random(seed).sample(chosen, min(most, total))
     known = known_survivors()
@@ -167,16 +179,19 @@ def print_score(root: Path, where: str, tests: list[str], most: int, seed: int) 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("modules", nargs="*", metavar="MODULE[:LINE]")
+    parser.add_argument("modules", nargs="*", metavar="MODULE[:LINE,LINE]")
     parser.add_argument("--tests", nargs="+", help="default: those of the table")
-    parser.add_argument("--mutants", type=int, default=40, help="at most, of a module")
+    parser.add_argument("--mutants", type=int, default=15, help="at most, of a module")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     for name in PRELOADED[:2] if options.tests else PRELOADED:
         with suppress(ImportError):
             import_module(name)
-    # Kernels of mutants are of no use to anybody else.
+    # Kernels of mutants are of no use to anybody else; those that are there save time.
+    store = Path(tempfile.gettempdir(), STORE)
     with tempfile.TemporaryDirectory() as kernels:
+        if store.is_dir():
+            shutil.copytree(store, Path(kernels, STORE))
         os.environ["TMPDIR"] = tempfile.tempdir = kernels
         left = 0
         for where in options.modules or TESTS:

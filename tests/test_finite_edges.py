@@ -22,9 +22,13 @@ def test_a_bad_value_in_any_one_of_many_leaves(count):
     assert global_norm(good, mx.array(1.0)).item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(2**20, 1), (7, 149797), (5, 5, 41944)])
+SHAPES = [(2**20, 1), (7, 149797), (5, 5, 41944), (4, 2**18, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_large_leaf_is_checked_and_measured_to_its_end(shape):
-    # From 2**20 on a leaf is cut into pieces; these leave rests, or are short.
+    # From 2**20 on a leaf is cut into pieces; these leave rests, or have no
+    # axis that is long enough.
     size = int(np.prod(shape))
     for index in (0, size // 2, size - 2, size - 1):
         flat = np.ones(size, np.float32)

@@ -116,6 +116,19 @@ def test_state_and_weights_change_together_and_the_next_step_just_works(way):
         assert loop.scaler.last_step_applied.item()
 
 
+def test_a_model_that_was_left_cast_is_put_right_by_the_next_call():
+    # Also where Ctrl-C comes in the line that puts the weights back: every line here.
+    model, data = Mlp(), batch()
+    gradient = GradScaler(64.0).value_and_grad(model, mse(model), mx.float16)
+    before = bits(model.parameters())
+    gradient(*data)  # the first has more lines
+    for at in range(1, lines_of(lambda: gradient(*data)) + 1):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            gradient(*data)
+        gradient(*data)
+        assert bits(model.parameters()) == before, at
+
+
 def test_update_forgotten_in_an_eager_loop_is_an_error_all_the_same():
     model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(64.0)
     loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)

@@ -19,12 +19,14 @@ WEAK = "from small import is_small\n\n\ndef test():\n    assert is_small(3)\n"
 STRONG = WEAK + "    assert is_small(9)\n    assert not is_small(10)\n"
 
 
-def run(folder: Path, tests: str, *options: str) -> subprocess.CompletedProcess:
+def run(
+    folder: Path, tests: str, *options: str, lines: str = ""
+) -> subprocess.CompletedProcess:
     (folder / "small.py").write_text(SMALL)
     (folder / "test_small.py").write_text(tests)
     script = Path(__file__).with_name("mutation.py")
-    command = [sys.executable, str(script), "small.py", "--tests", "test_small.py"]
-    command += options
+    command = [sys.executable, str(script), f"small.py{lines}"]
+    command += ["--tests", "test_small.py", *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
@@ -38,9 +40,21 @@ def test_what_the_tests_do_not_ask_survives(tmp_path):
 
 
 def test_tests_of_both_sides_of_a_bound_kill_all(tmp_path):
-    done = run(tmp_path, STRONG, "--mutants", "3")
+    done = run(tmp_path, STRONG, "--mutants", "3", lines=":5,6")
     assert "small.py: 3 of 3 killed, 0 known; of 4" in done.stdout, done.stderr
     assert done.returncode == 0
+
+
+def test_only_mutants_of_the_lines_that_are_asked_for(tmp_path):
+    done = run(tmp_path, STRONG, lines=":5,7")
+    assert "small.py: 0 of 0 killed, 0 known; of 0" in done.stdout, done.stderr
+
+
+def test_the_table_names_what_is_there():
+    root = Path(__file__).parent.parent
+    for module, tests in TESTS.items():
+        assert [path for path in (module, *tests) if not (root / path).is_file()] == []
+        assert len(set(tests)) == len(tests)
 
 
 def test_tests_that_fail_by_themselves_are_no_measure(tmp_path):

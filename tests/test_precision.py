@@ -248,3 +248,12 @@ def test_what_a_forward_pass_writes_to_a_trainable_array_stays_as_in_mlx(compile
         found.append((model.center, model.calls))
     assert bits(found[0]) == bits(found[1])
     assert found[1][1].item() == 2
+
+
+@pytest.mark.parametrize("compute_dtype", [None, mx.float16])
+def test_the_model_holds_its_own_arrays_again(compute_dtype):
+    model = Mlp()
+    before = tree_flatten(model.parameters())
+    GradScaler().value_and_grad(model, mse(model), compute_dtype)(*batch())
+    after = tree_flatten(model.parameters())
+    assert [(path, id(x)) for path, x in after] == [(p, id(x)) for p, x in before]

@@ -1,12 +1,15 @@
-"""A loss that ``scale_loss`` made leaves the model's own arrays in the model."""
+"""A loss that ``scale_loss`` made: what is in the model, and what is returned."""
+
+from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from helpers import Mlp, batch, mse
 from mlx.utils import tree_flatten
 
-from mlx_gradscale import LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 
 def own_arrays(model):
@@ -34,3 +37,26 @@ def test_after_a_loss_that_is_not_differentiated(fails):
         assert scaled(*batch(dtype=mx.float16)).item() == expected.item()
     assert own_arrays(model) == before
     assert kept.keys() == model.parameters().keys()
+
+
+class Outputs(NamedTuple):
+    loss: mx.array
+    tokens: int
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
+def test_outputs_with_names_keep_them(wrap):
+    model, scaler = Mlp(), GradScaler(4.0)
+
+    def loss_fn(x, y):
+        return Outputs(mse(model)(x, y), 7)
+
+    if wrap:
+        scaled = LossScaleOptimizer(optim.SGD(0.1), scaler).scale_loss(loss_fn, model)
+    else:
+        scaled = scaler.scale_loss(loss_fn)
+    found = scaled(*batch())
+    assert type(found) is Outputs
+    assert (found.loss.item(), found.tokens) == (mse(model)(*batch()).item(), 7)
+    (loss, tokens), _ = nn.value_and_grad(model, scaled)(*batch())
+    assert (loss.item(), tokens) == (found.loss.item(), 7)

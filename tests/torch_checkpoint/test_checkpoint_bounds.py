@@ -343,6 +343,14 @@ def test_the_largest_dimension_and_size():
     refused(pickled(tensor(shape=too_much, strides=(0,) * 4)), "overflows 64 bits")
 
 
+def test_the_largest_stride():
+    last = 2**63 - 1  # what MLX's strides hold; of a single element it is never used
+    found = torch_checkpoint.load(pickled(tensor(shape=(1,), strides=(last,))))
+    assert found.tolist() == [0]
+    beyond = tensor(shape=(1,), strides=(last + 1,))
+    refused(pickled(beyond), "not a tuple of sizes")
+
+
 def test_what_is_exactly_inside_a_storage():
     values = struct.pack("<4f", 0, 1, 2, 3)
 
@@ -424,6 +432,25 @@ def test_a_dtype_that_the_tensor_says_counts():
     refused(pickled(tensor(of=untyped)), "without a known dtype")
 
 
+def test_a_tensor_with_attributes_is_made_by_a_plain_function_of_a_known_class():
+    plain = name("torch._utils", "_rebuild_tensor_v2")
+    itself = name("torch._tensor", "_rebuild_from_type_v2")
+    own, theirs = name("torch", "Tensor"), name("x", "TheirTensor")
+    arguments = tensor()[len(plain) : -1]
+
+    def made(function: bytes, kind: bytes) -> bytes:
+        return pickled(itself + b"(" + function + kind + arguments + b"}tR")
+
+    assert torch_checkpoint.load(made(plain, own)).tolist() == [0, 0, 0, 0]
+    parameter = name("torch.nn.parameter", "Parameter")
+    assert torch_checkpoint.load(made(plain, parameter)).shape == (4,)
+    ordered = name("collections", "OrderedDict")
+    for function in (itself, ordered, own, theirs, b"N", text("torch._utils.x")):
+        refused(made(function, own), "arguments of other types")
+    for kind in (theirs, ordered, b"N", text("torch.Tensor")):
+        refused(made(plain, kind), "arguments of other types")
+
+
 @pytest.mark.parametrize("spec", [b"", b"N", b"]", text("x"), name("x", "Y")])
 def test_a_dtensor_whose_placement_says_nothing_is_what_is_held_of_it(spec):
     held = b"}" + text("_local_tensor") + tensor() + b"s"
@@ -470,6 +497,17 @@ def test_a_budget_is_used_up_to_the_last_and_only_by_what_is_taken():
         budget.take(1)
     with pytest.raises(CheckpointError, match="more than 5 operations"):
         budget.take(operations=1)
+
+
+def test_an_argument_that_is_copied_again_is_paid_for_again():
+    sizes = b"(" + b"K\x07" * 5000 + b"tq\x00" + name("torch", "Size") + b"q\x01"
+
+    def copies(count: int) -> bytes:
+        return pickled(b"(" + sizes + b"h\x01h\x00\x85R" * count + b"t")
+
+    limits = Limits(memory=10_000_000)
+    assert len(torch_checkpoint.load(copies(5), limits=limits)) == 7
+    refused(copies(50), "more than 10000000 bytes of memory", limits=limits)
 
 
 def test_the_limits_are_what_they_are_said_to_be():

@@ -172,6 +172,8 @@ def test_opcodes_outside_the_table_are_refused_by_name():
         (name("torch", "Size") + b"K\x01\x85R", r"torch\.Size with arguments"),
         (name("torch._utils", "_rebuild_tensor_v2") + b")R", "with 0 arguments"),
         (name("__builtin__", "complex") + b"(NNtR", "other types"),
+        (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", "other types"),
+        (name("__builtin__", "complex") + b"NG" + bytes(8) + b"\x86R", "other types"),
         (
             name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R",
             "other types",
@@ -378,7 +380,19 @@ def test_names_that_differ_or_repeat():
     refused(data[:at] + b"archive/data/1" + data[at + 14 :], "two names")
     with pytest.warns(UserWarning, match="Duplicate name"):
         twice = pack_twice()
-    refused(twice, "two records")
+    refused(twice, r"two records 'x/data\.pkl'\.")
+
+
+def test_a_record_is_named_shortly_and_without_commands_to_a_terminal():
+    data = pack({"data.pkl": b"\x80\x02N.", "\x1b[2J" + "é" * 100: b"x"})
+    central = data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)
+    with pytest.raises(CheckpointError) as caught:
+        torch_checkpoint.load(data[: central + 10] + b"\x08" + data[central + 11 :])
+    said = str(caught.value)
+    assert r"The record 'archive/\x1b[2J\xe9" in said
+    assert said.isascii()
+    assert said.isprintable()
+    assert said.count(r"\xe9") < 80
 
 
 def pack_twice() -> bytes:
