@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from .half import HALF
 from .islands.calls import ISLAND, METHODS, is_inside_island
+from .islands.layers import half_statistics
 from .precision import is_leaf
 
 
@@ -165,16 +166,34 @@ def warned_once(
         nonlocal seen
         if seen:
             return loss_fn(*args, **kwargs)
-        with watched_dtypes(*models_of(args, kwargs)) as calls:
+        models = models_of(args, kwargs)
+        with watched_dtypes(*models) as calls:
             calls.names(loss_fn, args, kwargs)
             outputs = loss_fn(*args, **kwargs)
         seen = True
         layer = calls.first_wider()
         if layer is not None:
             warn(sentence(layer))
+        for path in _with_half_statistics(models):
+            warn(
+                f"{path!r} keeps its running statistics in half precision, where small "
+                "changes are lost and a variance above 65504 is inf. Before training: "
+                "mlx_gradscale.float32_layers(model, lambda path, layer: "
+                "isinstance(layer, nn.BatchNorm))."
+            )
+            break
         return outputs
 
     return watched_loss_fn
+
+
+def _with_half_statistics(models: list[nn.Module]) -> list[str]:
+    return [
+        path
+        for model in models
+        for path, module in model.named_modules()
+        if module.training and half_statistics(module)
+    ]
 
 
 def sentence(layer: LayerDtypes) -> str:

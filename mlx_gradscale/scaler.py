@@ -196,7 +196,7 @@ class GradScaler(LossScale):
         """Like ``nn.value_and_grad``: the true loss and true gradients, in float32.
 
         The loss is scaled for the backward pass only. A gradient that is not finite
-        comes out as NaN, and stays it in whatever is done with it before
+        comes out as NaN, and stays it in whatever is computed from it before
         :meth:`step`, which then changes nothing.
 
         Args:

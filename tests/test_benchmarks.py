@@ -368,7 +368,7 @@ def test_a_section_that_quick_has_not_is_refused(capsys):
     assert "leave out --quick" in capsys.readouterr().err
 
 
-def test_each_kind_of_masters_is_measured_with_both_kinds_of_gradients():
+def test_each_kind_of_masters_is_measured_with_both_kinds_of_gradients(monkeypatch):
     assert list(cost.masters_ways(SHAPES, clip=False)) == [
         "bare on masters + cast",
         "LossScaleOptimizer",
@@ -376,6 +376,7 @@ def test_each_kind_of_masters_is_measured_with_both_kinds_of_gradients():
         "masters=remainder",
         "masters=remainder, scaled",
     ]
+    monkeypatch.setitem(cost.KINDS_OF_MASTERS, "another", {"max_grad_norm": 2.0})
     # What a kind is given reaches the optimizer: two norms are one too many.
     with pytest.raises(TypeError, match="max_grad_norm"):
         cost.masters_ways(SHAPES, clip=True)["another"]()

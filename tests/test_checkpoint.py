@@ -283,7 +283,7 @@ def test_misuse_says_what_to_do(tmp_path):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)
     with pytest.raises(ValueError, match="keep must be 1 or more, got 0"):
         save_checkpoint(tmp_path / "run", *run.parts, keep=0)
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="There is no folder"):
         restore_checkpoint(tmp_path / "none", *run.parts)
     assert not list(tmp_path.iterdir())
 

@@ -46,7 +46,7 @@ def test_what_one_rank_cannot_do_none_does(saved):
     first, second = saved[1]
     assert "FileExistsError" in first["foreign"]
     assert "failed on rank 0" in second["foreign"]
-    assert "is not a folder" in first["missing"]
+    assert "There is no folder" in first["missing"]
     assert "Rank 0 could not load" in second["missing"]
     assert first["begun"] == second["begun"] == ""
     assert "is no checkpoint" in first["late"]

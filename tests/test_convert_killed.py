@@ -119,7 +119,7 @@ def test_runs_that_a_killed_process_hid_are_named(chosen, tmp_path, capsys):
 
 def test_hidden_runs_of_another_folder_are_not_meant(tmp_path):
     kill_while_replacing(tmp_path / "run.b", 2, "renames")
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="There is no folder"):
         read_run(tmp_path / "run")
 
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from abc import ABC
 from collections import deque
@@ -488,16 +489,43 @@ def test_what_a_module_writes_into_its_arguments_is_there_and_float16():
     assert cache.inner[0]["seen"].dtype == HALF
 
 
-def test_running_statistics_move_and_keep_their_dtype():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8))
+def test_running_statistics_are_float32_in_an_island():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm(8)))
     model.set_dtype(HALF)
-    x = mx.random.normal((4, 8)).astype(HALF)
-    norm = model.layers[1]
-    before = norm.running_mean
-    float32_layers(model, "layers.1")
-    model(x)
+    norm = model.layers[1].layers[0]
+    with float32_layers(model, "layers.1"):
+        # Of a variance of 250,000, where float16 has inf.
+        for _ in range(80):
+            model.layers[1](mx.array([[500.0], [-500.0]] * 4, HALF) * mx.ones(8, HALF))
+        assert norm.running_var.dtype == norm.running_mean.dtype == mx.float32
+        assert norm.weight.dtype == HALF
+        model.eval()
+        x = mx.random.normal((4, 8)).astype(HALF) * 500
+        found = model.layers[1](x)
+        assert found.dtype == HALF
+        assert mx.allclose(found, x / 500, rtol=0.1).item()
     assert norm.running_mean.dtype == HALF
-    assert not mx.array_equal(norm.running_mean, before)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_statistics_are_told_and_the_cure_works(dtype):
+    def losses(cure):
+        model = nn.Sequential(nn.BatchNorm(4), nn.Linear(4, 1))
+        model.set_dtype(dtype)
+        if cure:
+            # As the warning says.
+            float32_layers(model, lambda path, layer: isinstance(layer, nn.BatchNorm))
+        scaler = GradScaler()
+        loss_and_grad = scaler.value_and_grad(
+            model, lambda x: model(x).astype(mx.float32).mean()
+        )
+        loss_and_grad(mx.ones((4, 4), dtype))
+
+    with pytest.warns(UserWarning, match=r"'layers.0' keeps its running statistics"):
+        losses(cure=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses(cure=True)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

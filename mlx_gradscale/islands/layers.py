@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..half import HALF
 from .calls import (
     Chain,
     Island,
@@ -20,6 +21,9 @@ from .calls import (
 from .file import save_float32_layers
 from .where import Entry, Where, find_members, ordered_modules
 
+# A module, the name of one of its arrays, and the dtype that this had.
+Statistic = tuple[nn.Module, str, mx.Dtype]
+
 
 class Float32Layers:
     """The layers that :func:`float32_layers` has changed, to be changed back.
@@ -29,17 +33,27 @@ class Float32Layers:
         paths: the paths of the modules.
     """
 
-    def __init__(self, model: nn.Module, where: list[Entry], made: list[Any]):
+    def __init__(
+        self,
+        model: nn.Module,
+        where: list[Entry],
+        made: list[Any],
+        statistics: list[Statistic],
+    ):
         self.where = where
         self.paths = list(dict.fromkeys(path for path, _ in made))
         self._model = model
         self._islands = {island for _, island in made}
+        self._statistics = statistics
 
     def undo(self) -> None:
         """Let the layers compute as they did before."""
         for _, module in ordered_modules(self._model):
             set_island(module, _without(get_island(module), self._islands))
         self._islands = set()
+        for module, name, dtype in self._statistics:
+            module[name] = module[name].astype(dtype)
+        self._statistics = []
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file that :func:`float32_layers` takes."""
@@ -62,7 +76,9 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
     what comes out is cast back, so that all that follows is as fast and as small as
     before. Use it where the forward pass overflows: no loss scale helps there. The
     parameters keep their names, their dtype and their place; saving, loading,
-    freezing, LoRA and quantizing go on as before. In a layer that computes in float32
+    freezing, LoRA and quantizing go on as before. Only the running statistics of a
+    ``nn.BatchNorm`` become float32: a variance above 65504 would be inf, and small
+    changes of a mean would be lost. In a layer that computes in float32
     anyway nothing changes. A step that was compiled before has to be compiled anew.
 
     Where the value that is too large is handed on from layer to layer, as in a
@@ -111,7 +127,9 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
             island = Island(chain, *ends, before=get_island(module))
             set_island(module, island)
             made.append((path, island))
-    return Float32Layers(model, [members.name for members in found], made)
+    inside = [module for members in found for _, module in members.modules]
+    statistics = _raise_statistics(inside)
+    return Float32Layers(model, [members.name for members in found], made, statistics)
 
 
 def list_float32_layers(model: nn.Module) -> list[Entry]:
@@ -175,6 +193,24 @@ def kept_in_float32(
     finally:
         for module in made:
             set_island(module, None)
+
+
+def _raise_statistics(modules: list[nn.Module]) -> list[Statistic]:
+    """Cast the running statistics in modules to float32, and return what they were."""
+    raised = []
+    for module in (inner for outer in modules for inner in outer.modules()):
+        for name in half_statistics(module):
+            raised.append((module, name, module[name].dtype))
+            module[name] = module[name].astype(mx.float32)
+    return raised
+
+
+def half_statistics(module: nn.Module) -> list[str]:
+    """Return the names of a BatchNorm's running statistics in half precision."""
+    if not isinstance(module, nn.BatchNorm):
+        return []
+    names = ("running_mean", "running_var")
+    return [name for name in names if name in module and module[name].dtype in HALF]
 
 
 def _is_in_any(path: str, outer: set[str]) -> bool:

@@ -160,7 +160,7 @@ def read_contents(folder: str | os.PathLike) -> Contents:
     refuse_hidden(folder)
     while True:
         if not folder.is_dir():
-            raise RunError(f"{folder} is not a folder.")
+            raise RunError(f"There is no folder {folder}.")
         before = _version(folder)
         try:
             contents = _read_files(folder)

@@ -72,6 +72,8 @@ def _wrapped(lost: list[str], missing: list[str]) -> str | None:
     prefix = lost[0].split(".", 1)[0] + "." if lost and "." in lost[0] else ""
     if not (missing and prefix and all(name.startswith(prefix) for name in lost)):
         return None
+    if any(name.startswith(prefix) for name in missing):
+        return None  # the model has it, too
     return (
         f"If {prefix!r} is only a wrapper, rename it away: rename=... "
         f"(--rename '^{re.escape(prefix)}=')."
