@@ -50,9 +50,11 @@ class Calls:
     _running: list[nn.Module] = field(default_factory=list)
 
     def is_running(self, module: nn.Module) -> bool:
+        """Tell whether a call of this module is on its way."""
         return any(module is each for each in self._running)
 
     def first_wider(self) -> LayerDtypes | None:
+        """Return the first layer that returned float32 though its own are halves."""
         return next((layer for layer in self.layers if layer.is_wider), None)
 
     def names(self, loss_fn: Callable, args: tuple, kwargs: dict) -> None:
@@ -67,6 +69,7 @@ class Calls:
     def call(
         self, path: str, module: nn.Module, function: Callable, args: Any, kwargs: Any
     ) -> Any:
+        """Call a layer, and note the dtypes of what goes in and comes out."""
         given = _floating((args, kwargs))
         self._running.append(module)
         try:

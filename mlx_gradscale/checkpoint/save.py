@@ -113,7 +113,7 @@ def save_checkpoint(
 def check_arguments(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
 ) -> GradScaler | None:
-    """Raise for what is no run; return its scaler."""
+    """Raise if this is not a run; return its scaler."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected an mlx.nn.Module, got {type(model).__name__}.")
     if not isinstance(optimizer, Optimizer):

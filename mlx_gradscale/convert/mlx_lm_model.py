@@ -12,12 +12,12 @@ _LARGEST_CONFIG = 2**22
 
 
 def mlx_lm_model(path: Path) -> nn.Module:
-    """Makes the model of mlx-lm, whose ``sanitize`` tells names and layouts.
+    """Make the model of mlx-lm, whose ``sanitize`` tells names and layouts.
 
     Nothing in the folder is executed: a ``model_file`` of its own is refused.
 
     Args:
-        path: a model's folder, or its ``config.json``.
+        path (Path): A model's folder, or its ``config.json``.
     """
     config = _read(path / "config.json" if path.is_dir() else path)
     kind = config.get("model_type")

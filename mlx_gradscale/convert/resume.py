@@ -34,10 +34,11 @@ class Resumed:
     """What goes on training.
 
     Attributes:
-        optimizer: built with PyTorch's settings, its state filled; or None. With
-            ``loss_scaling`` it is a ``LossScaleOptimizer`` around that.
-        scaler: filled; or None.
-        record: the run's, with PyTorch's own ``record.checkpoint`` (epoch and so on).
+        optimizer (Optimizer or None): Built with PyTorch's settings, its state filled;
+            or None. With ``loss_scaling`` it is a ``LossScaleOptimizer`` around that.
+        scaler (GradScaler or None): Filled; or None.
+        record (Record): The run's, with PyTorch's own ``record.checkpoint`` (epoch and
+            so on).
     """
 
     optimizer: optim.Optimizer | None
@@ -54,25 +55,25 @@ def load_run(
     max_grad_norm: float | None = None,
     masters: str = "float32",
 ) -> Resumed:
-    """Puts a converted run into an MLX model, and makes its optimizer and scaler.
+    """Put a converted run into an MLX model, and make its optimizer and scaler.
 
     Args:
-        folder: written by the command or by :func:`save_run`.
-        model: gets the weights; every name and shape must fit.
-        learning_rate: a number or a schedule, as ``mlx.optimizers`` take it, in the
-            place of the rate in the run. A schedule is called with the step count,
-            which goes on from the loaded one. PyTorch's parameter groups share it if
-            they share a rate, else it must be a list with one for each. Files hold no
-            schedule: give it at each load.
-        loss_scaling: wrap the optimizer in a ``LossScaleOptimizer``. The weights
-            are then cast to the model's own dtypes, and its masters are the
-            uncast ones: ``model.set_dtype(mx.float16)`` first. A weight that the
-            cast would make infinite is an error.
-        max_grad_norm: for the ``LossScaleOptimizer``.
-        masters: for the ``LossScaleOptimizer``.
+        folder (str): Written by the command or by :func:`save_run`.
+        model (nn.Module): Gets the weights; every name and shape must fit.
+        learning_rate (float, Callable or list, optional): A number or a schedule, as
+            ``mlx.optimizers`` take it, in the place of the rate in the run. A schedule
+            is called with the step count, which goes on from the loaded one. PyTorch's
+            parameter groups share it if they share a rate, else it must be a list with
+            one for each. Files hold no schedule: give it at each load.
+        loss_scaling (bool): Wrap the optimizer in a ``LossScaleOptimizer``. The weights
+            are then cast to the model's own dtypes, and its masters are the uncast
+            ones: ``model.set_dtype(mx.float16)`` first. A weight that the cast would
+            make infinite is an error.
+        max_grad_norm (float, optional): For the ``LossScaleOptimizer``.
+        masters (str): For the ``LossScaleOptimizer``.
 
     Returns:
-        Resumed: the optimizer computes what PyTorch's computed (bias correction
+        Resumed: The optimizer computes what PyTorch's computed (bias correction
         and schedule included). If anything does not fit, nothing was changed.
 
     Example:
@@ -135,7 +136,7 @@ def _make_optimizer(
     model: nn.Module,
     learning_rate: Rate | Sequence[Rate] | None,
 ) -> optim.Optimizer:
-    """The optimizer that goes on, with its state."""
+    """Return the optimizer that goes on, with its state."""
     record = run.record
     if record.optimizer is None:
         raise ValueError(
@@ -172,7 +173,7 @@ def _make_optimizer(
 def _load_rounded(
     model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
 ) -> list[str]:
-    """Loads weights in the model's own dtypes; those that have no master are told."""
+    """Load weights in the model's dtypes; return those rounded without a master."""
     dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
     cast = cast_weights(weights, dtypes)
     model.load_weights(list(cast.items()), strict=True)
@@ -191,20 +192,21 @@ def save_run(
     scaler: GradScaler | None = None,
     record: Record | None = None,
 ) -> None:
-    """Writes a live MLX run to a folder, for the command to take back to PyTorch.
+    """Write a live MLX run to a folder, for the command to take back to PyTorch.
 
     Args:
-        folder: the run in it is replaced; other files in it stay.
-        model: its parameters are saved.
-        optimizer: its state and settings are saved; of a ``LossScaleOptimizer`` the
-            inner one's, its scaler's, and its masters in the place of the weights.
-            Weights that have no master (frozen ones, BatchNorm's statistics) are
-            then saved as they were before :func:`load_run` rounded them, if they
-            have not changed since: from where they were loaded, or ``folder``.
-        scaler: its state is saved.
-        record: from :func:`load_run`; by default that of the folder, if it is there.
-            What of its ``checkpoint`` counts steps, you set: the way to PyTorch says
-            how old it may be.
+        folder (str): The run in it is replaced; other files in it stay.
+        model (nn.Module): Its parameters are saved.
+        optimizer (Optimizer, optional): Its state and settings are saved; of a
+            ``LossScaleOptimizer`` the inner one's, its scaler's, and its masters in the
+            place of the weights. Weights that have no master (frozen ones, BatchNorm's
+            statistics) are then saved as they were before :func:`load_run` rounded
+            them, if they have not changed since: from where they were loaded, or
+            ``folder``.
+        scaler (GradScaler, optional): Its state is saved.
+        record (Record, optional): From :func:`load_run`; by default that of the folder,
+            if it is there. What of its ``checkpoint`` counts steps, you set: the way to
+            PyTorch says how old it may be.
     """
     folder = Path(folder)
     if record is None:
@@ -230,13 +232,13 @@ def _refuse_unknown(optimizer: optim.Optimizer) -> None:
 
 
 def current_groups(run: Run) -> list[dict[str, Any]]:
-    """PyTorch's parameter groups as the run would write them now.
+    """Return PyTorch's parameter groups as the run would write them now.
 
     Args:
-        run: with an optimizer state, and its record.
+        run (Run): With an optimizer state, and its record.
 
     Returns:
-        list: with the current learning rate and settings, not the recorded ones.
+        list: With the current learning rate and settings, not the recorded ones.
     """
     return torch_groups(run.optimizer, run.record.optimizer, run.record.used)[0]
 
@@ -244,14 +246,14 @@ def current_groups(run: Run) -> list[dict[str, Any]]:
 def build_optimizer(
     record: Record, learning_rate: Rate | Sequence[Rate] | None = None
 ) -> optim.Optimizer:
-    """The MLX optimizer of a run's record, without its state.
+    """Return the MLX optimizer of a run's record, without its state.
 
     Args:
-        record: a run's; see :func:`load_run`.
-        learning_rate: see :func:`load_run`.
+        record (Record): A run's; see :func:`load_run`.
+        learning_rate (float, Callable or list, optional): See :func:`load_run`.
 
     Returns:
-        optim.Optimizer: a ``MultiOptimizer`` where PyTorch's groups differ.
+        optim.Optimizer: A ``MultiOptimizer`` where PyTorch's groups differ.
     """
     mine, entries = record.optimizer, record.model.entries
     groups = mine.groups[:1] if mine.joined else mine.groups
@@ -262,17 +264,17 @@ def build_optimizer(
 def load_optimizer_state(
     optimizer: optim.Optimizer, flat: Mapping[str, mx.array]
 ) -> None:
-    """Writes a flat state into an optimizer's own dicts, or changes nothing.
+    """Write a flat state into an optimizer's own dicts, or change nothing.
 
     Replacing ``optimizer.state`` would detach it from a step that is already
     compiled; this does not.
 
     Args:
-        optimizer: after ``init``.
-        flat: ``tree_flatten(optimizer.state)`` as a dict.
+        optimizer (Optimizer): After ``init``.
+        flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
 
     Raises:
-        ValueError: if a name or shape does not fit.
+        ValueError: If a name or shape does not fit.
 
     Example:
         >>> first, second = optim.Adam(0.1), optim.Adam(0.1)

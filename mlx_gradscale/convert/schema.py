@@ -24,11 +24,11 @@ _LARGEST_INT = 2**53  # what a float holds exactly
 
 
 def check_training(record: Mapping[str, Any], runs: int = 0) -> None:
-    """Raises :class:`RunError` on a record that could not be used.
+    """Raise :class:`RunError` on a record that could not be used.
 
     Args:
-        record: as decoded; other keys may be there.
-        runs: how many the folder holds, if several.
+        record (dict): As decoded; other keys may be there.
+        runs (int): How many the folder holds, if several.
 
     Example:
         >>> check_training({"folder": 1})

@@ -49,7 +49,7 @@ class Unordered(dict):
 
 
 def is_model(value: Any) -> bool:
-    """A dict of named tensors, at least one of them a floating one.
+    """Tell whether it is a dict of named tensors, at least one of them floating.
 
     Besides tensors it may hold what ``torch.nn.Module.get_extra_state`` gave.
     """
@@ -68,7 +68,7 @@ def _has_weights(value: Any) -> bool:
 
 
 def _odd(value: Mapping[str, Any]) -> list[str]:
-    """The keys that are no tensors and no extra states."""
+    """Return the keys that are neither tensors nor extra states."""
     return [
         key
         for key, x in value.items()
@@ -77,7 +77,7 @@ def _odd(value: Mapping[str, Any]) -> list[str]:
 
 
 def _may_be_model(value: Any) -> bool:
-    """A dict of tensors and other values, none of which holds tensors itself."""
+    """Tell whether a dict holds tensors, and its other values hold none themselves."""
     return _has_weights(value) and not any(_holds_arrays(value[k]) for k in _odd(value))
 
 
@@ -90,7 +90,7 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    """What ``torch.optim.Optimizer.state_dict`` gives, flattened or not."""
+    """Tell whether this is a state dict of a ``torch.optim`` optimizer, flat or not."""
     return is_flat(value) or (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -100,7 +100,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def is_scaler(value: Any) -> bool:
-    """A scaler state that :mod:`mlx_gradscale.formats` knows by its keys."""
+    """Tell whether :mod:`mlx_gradscale.formats` knows a scaler state by its keys."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         return False
     try:
@@ -110,7 +110,7 @@ def is_scaler(value: Any) -> bool:
 
 
 def looks_like_optimizer(value: Any) -> bool:
-    """A dict of an optimizer's moments, of whatever shape; not what is inside it."""
+    """Tell whether a dict itself holds an optimizer's moments, in whatever shape."""
     if not isinstance(value, Mapping):
         return False
     words = {str(key).rsplit(".", 1)[-1] for key in value}
@@ -125,18 +125,18 @@ _NAMED_TESTS = _TESTS | {"model": _may_be_model}
 def find_sections(
     checkpoint: Any, keys: Mapping[str, str] | None = None
 ) -> dict[str, Path]:
-    """Finds the sections of a checkpoint by what they contain.
+    """Find the sections of a checkpoint by what they contain.
 
     Args:
-        checkpoint: a dict of any shape, or a bare state dict.
-        keys: section -> its place, as ``"optimizer_states/0"``, where it is known; an
-            empty string leaves the section out.
+        checkpoint (Any): A dict of any shape, or a bare state dict.
+        keys (dict, optional): Section -> its place, as ``"optimizer_states/0"``, where
+            it is known; an empty string leaves the section out.
 
     Returns:
-        dict: section (``"model"``, ``"optimizer"``, ``"scaler"``) -> its path.
+        dict: Section (``"model"``, ``"optimizer"``, ``"scaler"``) -> its path.
 
     Raises:
-        SectionsError: if several places fit, or a named one does not.
+        SectionsError: If several places fit, or a named one does not.
 
     Example:
         >>> find_sections({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3})
@@ -192,7 +192,7 @@ def find_sections(
 
 
 def other_models(checkpoint: Any, sections: Mapping[str, Path]) -> list[str]:
-    """The places of further models, beside the one that was taken.
+    """Return the places of further models, beside the one that was taken.
 
     Example:
         >>> weights = {"weight": mx.zeros((2, 2))}
@@ -211,7 +211,7 @@ def other_models(checkpoint: Any, sections: Mapping[str, Path]) -> list[str]:
 
 
 def moments_in(skeleton: Any) -> list[str]:
-    """The places of optimizer states that are in no section.
+    """Return the places of optimizer states that are in no section.
 
     Example:
         >>> moments_in({"opt": {"w": {"exp_avg": 1}}, "epoch": 3})
@@ -247,7 +247,7 @@ def _is_in(path: Path, places: Iterable[Path]) -> bool:
 
 
 def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The dicts of a checkpoint, from the outside; not those inside a section."""
+    """Yield the dicts of a checkpoint, from the outside; not those inside a section."""
     if isinstance(value, Mapping):
         yield path, value
         inner = value.items()

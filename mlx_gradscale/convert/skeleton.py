@@ -10,7 +10,7 @@ Path = tuple[str | int, ...]
 
 
 def get(checkpoint: Any, path: Path) -> Any:
-    """The value at a path.
+    """Return the value at a path.
 
     Example:
         >>> get({"optimizers": [{"lr": 1}]}, ("optimizers", 0, "lr"))
@@ -22,13 +22,13 @@ def get(checkpoint: Any, path: Path) -> Any:
 
 
 def cut(checkpoint: Any, sections: Mapping[str, Path]) -> Any:
-    """The checkpoint with a :class:`SectionMark` in the place of each section."""
+    """Return the checkpoint with a :class:`SectionMark` for each section."""
     marks = {path: SectionMark(name) for name, path in sections.items()}
     return _replace(checkpoint, (), marks)
 
 
 def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
-    """The checkpoint with the sections back in their places; absent ones are left out.
+    """Return the checkpoint with its sections in place; absent ones are left out.
 
     Example:
         >>> marks = SectionMark("model"), SectionMark("scaler")

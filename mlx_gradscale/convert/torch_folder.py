@@ -30,7 +30,7 @@ TRAINER = "trainer_state.json"
 _OTHERS = re.compile(
     r"rng_state(_\d+)?\.pth|training_args\.bin|(sampler|dl_state_dict)(_\d+)?\.bin"
 )
-# Files that are no section are carried along up to this size each, and together.
+# Files that are not sections are carried along up to this size each, and together.
 _LARGEST_CARRIED, _MOST_CARRIED, _MOST_FILES = 2**26, 2**28, 1000
 
 
@@ -41,17 +41,18 @@ class _Raw(bytes):
 def read_torch(
     path: str | os.PathLike, float64: mx.Dtype | None = None
 ) -> tuple[Any, list[str]]:
-    """Reads a PyTorch checkpoint: a file, or a folder of them.
+    """Read a PyTorch checkpoint: a file, or a folder of them.
 
     A folder, as Transformers' Trainer and Accelerate write it, becomes a dict from
     file name to content. A model in several files has the name of its index.
 
     Args:
-        path: the file or folder.
-        float64: what double precision becomes, as in ``torch_checkpoint.load``.
+        path (str): The file or folder.
+        float64 (Dtype, optional): What double precision becomes, as in
+            ``torch_checkpoint.load``.
 
     Returns:
-        tuple: the checkpoint, and sentences for the user.
+        tuple: The checkpoint, and sentences for the user.
     """
     path = Path(path)
     refuse_hidden(path)
@@ -86,15 +87,15 @@ def read_torch(
 
 
 def read_rest(path: str | os.PathLike, checkpoint: Any, record: Record) -> list[str]:
-    """Notes in a run's record what a folder holds besides, for the way back.
+    """Note in a run's record what a folder holds besides, for the way back.
 
     Args:
-        path: the folder; of a file there is nothing.
-        checkpoint: what :func:`read_torch` gave.
-        record: of the run; gets ``is_folder``, ``carried`` and ``shards``.
+        path (str): The folder; of a file there is nothing.
+        checkpoint (Any): What :func:`read_torch` gave.
+        record (Record): Of the run; gets ``is_folder``, ``carried`` and ``shards``.
 
     Returns:
-        list: sentences for the user.
+        list: Sentences for the user.
     """
     path = Path(path)
     record.is_folder = path.is_dir()
@@ -134,15 +135,15 @@ def write_torch(
     overwrite: bool = False,
     record: Record | None = None,
 ) -> None:
-    """Writes a PyTorch checkpoint: a file, or a folder of them.
+    """Write a PyTorch checkpoint: a file, or a folder of them.
 
     Args:
-        path: the file or folder; if it is there, ``overwrite`` must be True.
-        checkpoint: for a folder, a dict from file name to content.
-        is_folder: whether to write a folder.
-        overwrite: replace what is there.
-        record: with what :func:`read_rest` put there. Files that are carried along do
-            not replace others.
+        path (str): The file or folder; if it is there, ``overwrite`` must be True.
+        checkpoint (Any): For a folder, a dict from file name to content.
+        is_folder (bool): Whether to write a folder.
+        overwrite (bool): Replace what is there.
+        record (Record, optional): With what :func:`read_rest` put there. Files that are
+            carried along do not replace others.
     """
     files = torch_files(path, checkpoint, is_folder, overwrite, record or Record())
     write_torch_files(path, files, is_folder, overwrite)
@@ -151,7 +152,7 @@ def write_torch(
 def write_torch_files(
     path: str | os.PathLike, files: dict[str, Any], is_folder: bool, overwrite: bool
 ) -> None:
-    """Writes what :func:`torch_files` gave."""
+    """Write what :func:`torch_files` gave."""
     path = Path(path)
     if not is_folder:
         check_file(path, overwrite)  # it may have come since, as new_folder checks too
@@ -170,7 +171,7 @@ def torch_files(
     overwrite: bool,
     record: Record,
 ) -> dict[str, Any]:
-    """What :func:`write_torch` writes, by file name; raises what it would."""
+    """Return what :func:`write_torch` writes, by file name; raise what it would."""
     path = Path(path)
     if not is_folder:
         check_file(path, overwrite)
@@ -202,8 +203,8 @@ def torch_files(
     spare -= {*files, *record.carried}
     if spare:
         raise FileExistsError(
-            f"{path} holds {', '.join(sorted(spare))}, which this run has not: it "
-            "would be taken for a part of it. Remove it, or give another folder."
+            f"{path} holds {', '.join(sorted(spare))}, which this run does not "
+            "have: it would be taken for a part of it. Remove it, or give another folder."
         )
     return files
 
@@ -219,7 +220,7 @@ def _can_carry(file: Path, room: int) -> bool:
 
 
 def _section_names(path: Path) -> list[str]:
-    """The files of a folder that may hold a section."""
+    """Return the files of a folder that may hold a section."""
     return sorted(
         file.name
         for file in path.iterdir()
@@ -263,7 +264,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _as_json(content: Any) -> _Raw:
-    """As Transformers writes it."""
+    """Return JSON as Transformers writes it."""
     try:
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:

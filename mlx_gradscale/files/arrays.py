@@ -78,7 +78,7 @@ def _is_utf8(path: str) -> bool:
 
 
 def _check_apart(file: BinaryIO) -> None:
-    """Raise if this is no safetensors file, or if its tensors overlap.
+    """Raise if this is not a safetensors file, or if its tensors overlap.
 
     MLX checks that each tensor lies in the file, but not that they lie apart: a
     header can name the same 4 MB two thousand times, which are then 8 GB.

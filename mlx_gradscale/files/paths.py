@@ -7,7 +7,7 @@ from .locks import refuse_special
 
 
 def check_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
-    """Refuses a place where no file can be written; see ``folders.check_folder``."""
+    """Refuse a place where no file can be written; see ``folders.check_folder``."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; one file is to be written.")
@@ -24,11 +24,11 @@ def check_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
 
 
 def check_name(name: object, what: str) -> str:
-    """Refuses a name of a file that is more than one plain component of a path.
+    """Refuse a name of a file that is more than one plain component of a path.
 
     Args:
-        name: as a file gave it.
-        what: which file that was, for the error.
+        name (object): As a file gave it.
+        what (str): Which file that was, for the error.
 
     Example:
         >>> check_name("optimizer.bin", "training.json")
@@ -46,7 +46,7 @@ def check_name(name: object, what: str) -> str:
 
 
 def contains(outer: Path, inner: Path) -> bool:
-    """Whether a path is another one, or lies in it.
+    """Tell whether a path is another one, or lies in it.
 
     Example:
         >>> contains(Path("run"), Path("run/a.pt")), contains(Path("a"), Path("ab"))
@@ -61,4 +61,5 @@ def contains(outer: Path, inner: Path) -> bool:
 
 
 def already_there(path: str | os.PathLike) -> str:
+    """Return the error's sentence for a path that exists."""
     return f"{path} is there already: give --overwrite (overwrite=True)."

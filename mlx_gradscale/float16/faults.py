@@ -25,6 +25,7 @@ def first_bad(
 def largest_jump(
     values: list[Value], references: list[Value], own: str
 ) -> tuple[str | None, str] | None:
+    """Return the layer where the distance jumps most, and what is there in words."""
     most, place, so_far = 4.0, None, 1e-3
     for value, reference in _pairs(values, references):
         if not reference.event.differentiated:
@@ -37,6 +38,8 @@ def largest_jump(
 
 
 def worst_gradient(half: Run, reference: Run) -> tuple[str, str]:
+    """Return the layer whose gradient is furthest off, and which one in words."""
+
     def off(path: str) -> float:
         value, other = half.gradients[path], reference.gradients[path]
         if not value.is_finite:
@@ -72,6 +75,7 @@ def _what(value: Value, reference: Value) -> str:
 
 
 def caller_of(reference: Run, path: str) -> str:
+    """Return the path of the layer that calls this one."""
     callers = [v.event.caller for v in reference.forward if v.event.path == path]
     caller = callers[0] if callers else path.rpartition(".")[0]
     return caller or ""

@@ -53,6 +53,7 @@ class Value:
 
     @property
     def is_finite(self) -> bool:
+        """Whether no element was NaN or infinite."""
         return not (self.nan or self.positive_inf or self.negative_inf)
 
     def distance(self, other: "Value") -> float:
@@ -80,6 +81,7 @@ class Run:
     gradients: dict[str, Value]
 
     def gradients_are_finite(self) -> bool:
+        """Tell whether all gradients are finite."""
         return all(value.is_finite for value in self.gradients.values())
 
     def gradient_distance(self, other: "Run") -> float:

@@ -14,13 +14,13 @@ from .table import USUAL
 
 
 def load_flodl(path: str | os.PathLike) -> dict[str, Any]:
-    """Reads flodl's 16-byte scaler file; gzip by the suffix ``.gz``.
+    """Read flodl's 16-byte scaler file; gzip by the suffix ``.gz``.
 
     Args:
-        path: the file.
+        path (str): The file.
 
     Returns:
-        dict: as :func:`read_state` gives. flodl's factors are fixed (2, 0.5, 2000),
+        dict: As :func:`read_state` gives. flodl's factors are fixed (2, 0.5, 2000),
         so nothing is guessed.
     """
     with open(path, "rb", opener=open_file) as file:
@@ -41,11 +41,11 @@ def load_flodl(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def save_flodl(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
-    """Writes flodl's 16-byte scaler file, atomically; gzip by the suffix ``.gz``.
+    """Write flodl's 16-byte scaler file, atomically; gzip by the suffix ``.gz``.
 
     Args:
-        path: the file.
-        state: what ``GradScaler.state_dict`` gives.
+        path (str): The file.
+        state (dict): What ``GradScaler.state_dict`` gives.
 
     Example:
         >>> import os, tempfile

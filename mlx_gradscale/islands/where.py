@@ -24,7 +24,8 @@ class HasWhere(Protocol):
     """What find_float32_layers and float32_layers return."""
 
     @property
-    def where(self) -> Sequence[Entry]: ...
+    def where(self) -> Sequence[Entry]:
+        """The layers, as ``float32_layers`` takes them."""
 
 
 Where = (

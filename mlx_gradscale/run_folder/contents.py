@@ -47,7 +47,7 @@ Files = dict[str, Arrays | bytes]
 
 
 class RunError(ValueError):
-    """A folder that is no run, or whose files are damaged, and why."""
+    """A folder that is not a run, or whose files are damaged, and why."""
 
 
 @dataclass
@@ -55,12 +55,13 @@ class Contents:
     """What is in the folder of a run.
 
     Attributes:
-        weights: MLX's flat weights; None where there is no model.
-        optimizer: ``tree_flatten(optimizer.state)`` as a dict, or None.
-        scaler: a ``GradScaler.state_dict``, or None.
-        training: what ``training.json`` holds, by name.
-        runs: where the folder holds several runs, each by the name of its folder;
-            then only ``training`` is there beside it.
+        weights (dict or None): MLX's flat weights; None where there is no model.
+        optimizer (dict or None): ``tree_flatten(optimizer.state)`` as a dict, or
+            None.
+        scaler (dict or None): A ``GradScaler.state_dict``, or None.
+        training (dict): What ``training.json`` holds, by name.
+        runs (dict): Where the folder holds several runs, each by the name of its
+            folder; then only ``training`` is there beside it.
     """
 
     weights: Arrays | None = None
@@ -154,7 +155,7 @@ def read_contents(folder: str | os.PathLike) -> Contents:
         Contents: Its arrays are read when they are used.
 
     Raises:
-        RunError: It is no such folder, or its files are damaged.
+        RunError: It is not such a folder, or its files are damaged.
     """
     folder = Path(folder)
     refuse_hidden(folder)
@@ -208,7 +209,7 @@ def _checked_names(path: Path, names: Any) -> list[str]:
 
 
 def _read_shards(folder: Path) -> Arrays | None:
-    """A model in several files, as mlx-lm writes it."""
+    """Read a model in several files, as mlx-lm writes it."""
     try:
         names = shard_sets([path.name for path in folder.iterdir()])
     except ValueError as error:

@@ -63,7 +63,7 @@ def live_contents(
 def _masters(
     optimizer: LossScaleOptimizer, weights: dict[str, Any]
 ) -> dict[str, mx.array]:
-    """The masters, and in the place of one the weight that the user put there since."""
+    """Return the masters; where the user has put another weight since, that one."""
     state = optimizer.state
     masters = {name: x for name, x in state["masters"].items() if name in weights}
     replaced = {

@@ -23,7 +23,7 @@ from ..torch_checkpoint.pickle_allowlist import torch_name, torch_size
 
 
 class SectionMark(str):
-    """Stands in a checkpoint where a section was cut out; its value is the name."""
+    """A mark in a checkpoint where a section was cut out; its value is the name."""
 
 
 # Up to here a tensor is written in the JSON itself (a BatchNorm counter, say).
@@ -44,19 +44,19 @@ _MAPPINGS = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
 
 def encode(value: Any, tensors: dict[str, mx.array], name: str = "") -> Any:
-    """Makes a value that ``json.dumps`` takes.
+    """Make a value that ``json.dumps`` takes.
 
     Args:
-        value: nested containers, Python values, arrays.
-        tensors: receives the larger arrays, by the name the JSON refers to; one that
-            comes twice has one name.
-        name: where the value is; names its arrays.
+        value (Any): Nested containers, Python values, arrays.
+        tensors (dict): Receives the larger arrays, by the name the JSON refers to; one
+            that comes twice has one name.
+        name (str): Where the value is; names its arrays.
 
     Returns:
-        the JSON value.
+        The JSON value.
 
     Raises:
-        ValueError: if it would take more than 256 MB, which a small checkpoint can
+        ValueError: If it would take more than 256 MB, which a small checkpoint can
             bring about by holding the same value very often.
 
     Example:
@@ -67,7 +67,7 @@ def encode(value: Any, tensors: dict[str, mx.array], name: str = "") -> Any:
 
 
 def decode(value: Any, tensors: dict[str, mx.array]) -> Any:
-    """The value that :func:`encode` was given.
+    """Return the value that :func:`encode` was given.
 
     Example:
         >>> decode(encode((1, {"x": b"ab"}), {}), {})
@@ -77,10 +77,10 @@ def decode(value: Any, tensors: dict[str, mx.array]) -> Any:
 
 
 def each_value(value: Any) -> Iterator[Any]:
-    """All values inside a value, without recursion.
+    """Yield all values inside a value, without recursion.
 
     Raises:
-        ValueError: they are nested too deep.
+        ValueError: They are nested too deep.
     """
     left = [(value, 0)]
     while left:
@@ -176,7 +176,7 @@ class _Encoder:
         return {tag: pairs}
 
     def _placeholder(self, value: Placeholder) -> Any:
-        """The object's own pickle, and what it is, for who reads the JSON."""
+        """Return the object's own pickle, and what it is, for who reads the JSON."""
         pickle, arrays = entries.dump(value)
         held = {"is": str(value), "pickle": self._base64(pickle)}
         if arrays:

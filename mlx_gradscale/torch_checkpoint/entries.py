@@ -15,7 +15,7 @@ from .tree import TreeFinisher, written_limit
 
 
 def dump(value: Placeholder) -> tuple[bytes, list[mx.array]]:
-    """The pickle that makes the object again, and the arrays that it refers to.
+    """Return the pickle that makes the object again, and the arrays it refers to.
 
     Example:
 
@@ -28,7 +28,7 @@ def dump(value: Placeholder) -> tuple[bytes, list[mx.array]]:
 
 
 def parse(data: bytes, arrays: Sequence[mx.array], budget: Budget | None = None) -> Any:
-    """The placeholder of a pickle that :func:`dump` made; nothing in it is run.
+    """Return the placeholder of a pickle that :func:`dump` made, running nothing.
 
     Args:
         data (bytes): The pickle.
@@ -36,7 +36,7 @@ def parse(data: bytes, arrays: Sequence[mx.array], budget: Budget | None = None)
         budget (Budget, optional): What it may take.
 
     Raises:
-        CheckpointError: It is no such pickle, or asks for too much.
+        CheckpointError: It is not such a pickle, or asks for too much.
     """
     budget = budget or Budget()
     reader = PickleReader(data, 0, storage_of, budget)

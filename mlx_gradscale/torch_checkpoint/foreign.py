@@ -54,13 +54,13 @@ class Placeholder:
 
     @classmethod
     def named(cls, module: str, name: str) -> "Placeholder":
-        """A class or function by its name."""
+        """Return the placeholder of a class or function by its name."""
         return cls(module, name)
 
     def called(
         self, how: bytes, args: tuple, kwargs: dict | None = None
     ) -> "Placeholder":
-        """What a pickle instruction makes of this one and arguments."""
+        """Return what a pickle instruction makes of this one and arguments."""
         known = self
         if self.path in _MAKERS and args and type(args[0]) is Placeholder:
             known = args[0]

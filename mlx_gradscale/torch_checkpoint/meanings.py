@@ -18,7 +18,7 @@ _ORDERS = frozenset("<>=|")
 
 
 def plain_value(value: Any) -> Any:
-    """What a placeholder stands for; itself where that is not known.
+    """Return what a placeholder stands for; itself where that is not known.
 
     A ``Namespace`` becomes a dict, a numpy scalar a number, a numpy array an array, a
     path, a date, a time or a duration its text.

@@ -44,7 +44,7 @@ def check_call(name: Any, args: Any) -> None:
 
 
 def call(name: Any, args: Any) -> Any:
-    """What REDUCE does: build the value of a name in the table, from a tuple."""
+    """Do what REDUCE does: build the value of a name in the table, from a tuple."""
     check_call(name, args)
     return name.build(*args)
 
@@ -79,7 +79,7 @@ def _from_type(function, kind, args, state):
 
 
 def _local_tensor(kind, args, state):
-    """FSDP2's DTensor, where this process holds all of it."""
+    """Return the tensor of FSDP2's DTensor, where this process holds all of it."""
     known = type(kind) is Placeholder and kind.name == "DTensor"
     fits = type(args) is tuple and len(args) > 2 and type(state) is tuple and state
     held = state[-1] if known and fits and type(state[-1]) is dict else {}
@@ -121,6 +121,7 @@ def _counter(counts):
 
 
 def torch_size(sizes=()):
+    """Return a ``torch.Size``, checked."""
     _require(type(sizes) is tuple and all(map(is_count, sizes)), "torch.Size")
     return TorchSize(sizes)
 
@@ -132,7 +133,7 @@ def _device(kind, index=None):
 
 
 def torch_name(text):
-    """A dtype's or a device's name, checked: it can become a name in a file."""
+    """Return a dtype's or device's name, checked: it can become a name in a file."""
     is_dtype = type(text) is str and isinstance(TABLE.get(text), TorchName)
     if not is_dtype and not (type(text) is str and _NAMED_DEVICE.fullmatch(text)):
         raise CheckpointError(f"{text!r:.80} is no dtype and no device.")
@@ -228,7 +229,7 @@ _LONGEST = 1000
 
 
 def look_up(module: str, name: str) -> Any:
-    """The table's entry for a name in a file, or a placeholder for it."""
+    """Return the table's entry for a name in a file, or a placeholder for it."""
     # "__builtin__" is how protocol 2 writes it, for Python 2's sake.
     path = f"{'builtins' if module == '__builtin__' else module}.{name}"
     if path in TABLE:
@@ -249,7 +250,7 @@ def _shown(path: str) -> str:
 
 
 def storage_of(pid: Any) -> StorageRef:
-    """The storage that a persistent id names."""
+    """Return the storage that a persistent id names."""
     if type(pid) is tuple and pid and pid[0] == "module":
         raise CheckpointError(
             "The file holds a whole model with its source code; save "

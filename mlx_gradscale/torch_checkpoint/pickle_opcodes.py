@@ -18,6 +18,7 @@ PLACE = 16
 
 
 def utf8(data: bytes) -> str:
+    """Return the text of these bytes, lone surrogates included, or raise."""
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:

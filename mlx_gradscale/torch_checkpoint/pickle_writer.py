@@ -29,7 +29,7 @@ _LATIN1, _STORAGE, _CPU = "latin1", "storage", "cpu"
 
 
 class PickleWriter(ForeignSavers):
-    """Writes one object; afterwards ``arrays`` are its storages, by number."""
+    """Write one object; afterwards ``arrays`` are its storages, by number."""
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -43,6 +43,7 @@ class PickleWriter(ForeignSavers):
         self._path: list[Any] = []
 
     def write(self, value: Any) -> bytes:
+        """Return the pickle of a value."""
         self._data += b"\x80\x02"
         self._save(value)
         self._data += b"."
@@ -206,7 +207,7 @@ class PickleWriter(ForeignSavers):
             self._emit(b"b")
 
     def _entries(self, value: dict) -> None:
-        """The items of an object that is more than a dict."""
+        """Write the items of an object that is more than a dict."""
         whole, last = divmod(len(value), _BATCH)
         if last == 1:
             self._batches(value.items(), whole * _BATCH, b"u", self._pairs)
@@ -267,7 +268,9 @@ class PickleWriter(ForeignSavers):
     ) -> None:
         element = _element(value)
         if element is None:
-            raise self._fail(f"is an array of {value.dtype}, which PyTorch has not.")
+            raise self._fail(
+                f"is an array of {value.dtype}, which PyTorch does not have."
+            )
         self._name(f"torch._utils._rebuild_tensor_{'v2' if element.storage else 'v3'}")
         self._emit(b"(")
         self._storage(value, element)
@@ -315,7 +318,7 @@ def _element(value: Array) -> Element | None:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a row-contiguous tensor; PyTorch counts an empty dimension as 1."""
+    """Return those of a tensor in row order; PyTorch counts an empty dimension as 1."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * max(size, 1))

@@ -30,6 +30,7 @@ class Source:
         self.size = file.seek(0, os.SEEK_END) - self._start
 
     def check(self, offset: int, size: int, what: str) -> None:
+        """Raise unless these bytes lie in the file."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise CheckpointError(
                 f"{what} reaches outside the file ({self.size} bytes): "
@@ -37,6 +38,7 @@ class Source:
             )
 
     def read_into(self, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill a buffer with the bytes from ``offset`` on."""
         self.check(offset, buffer.nbytes, what)
         if self._descriptor is None or buffer.nbytes < _SHARED:
             self._file.seek(self._start + offset)
@@ -59,6 +61,7 @@ class Source:
         _fill(buffer, read, what)
 
     def read(self, offset: int, size: int, what: str) -> bytes:
+        """Return the bytes from ``offset`` on."""
         self.check(offset, size, what)
         self._file.seek(self._start + offset)
         data = self._file.read(size)
@@ -82,12 +85,13 @@ def _fill(
 
 
 def _descriptor(file: BinaryIO) -> int | None:
-    """What to read at given places from several threads, where that can be."""
+    """Return what several threads can read at given places, where that can be."""
     return file.fileno() if isinstance(file, io.FileIO) and _HAS_PREADV else None
 
 
 @contextmanager
 def open_source(file: "str | os.PathLike[str] | bytes | BinaryIO") -> Iterator[Source]:
+    """Open a path, bytes or a file object to read from."""
     if isinstance(file, (bytes, bytearray, memoryview)):
         yield Source(io.BytesIO(file))
     elif isinstance(file, (str, os.PathLike)):

@@ -61,7 +61,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
 
 def save_bytes(obj: Any) -> bytes:
-    """What ``save`` writes, as bytes.
+    """Return what ``save`` writes, as bytes.
 
     Example:
 
@@ -91,7 +91,7 @@ def _write(file: BinaryIO, folder: str, pickle: bytes, arrays: list[Array]) -> N
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:
-    """The array's bytes in row order, little-endian, at most a chunk copied at once."""
+    """Yield the array's bytes in row order, little-endian, copying a chunk at most."""
     values = _as_numpy(array)
     if not values.size:
         return
@@ -121,7 +121,7 @@ def _as_numpy(array: Array) -> np.ndarray:
 
 
 def _serialization_id(checksums: dict[str, int]) -> bytes:
-    """Forty digits, as PyTorch's: from the records' names, and from their contents."""
+    """Return forty digits, as PyTorch's: from the records' names and contents."""
     names = sha256("\n".join(checksums).encode()).digest()
     contents = sha256(repr(sorted(checksums.items())).encode()).digest()
     return b"".join(

@@ -76,7 +76,7 @@ def _axes(
     shapes: Mapping[str, tuple[int, ...]],
     names: Mapping[str, tuple[str, str]],
 ) -> dict[str, tuple[int, ...]]:
-    """Where each axis of what comes out was in what went in."""
+    """Return where each axis of what comes out was in what went in."""
     found: dict[str, dict[int, int]] = {name: {} for name in shapes}
     for axis in range(max(map(len, shapes.values()), default=0)):
         results = _call(model, {n: _ramp(s, axis) for n, s in shapes.items()})

@@ -17,15 +17,16 @@ def torch_groups(
     record: OptimizerRecord,
     used: list[Mapping[str, Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Difference], list[str]]:
-    """PyTorch's parameter groups with what the MLX optimizer runs with.
+    """Return PyTorch's parameter groups with what the MLX optimizer runs with.
 
     Args:
-        flat: ``tree_flatten(optimizer.state)`` as a dict.
-        record: from :func:`to_mlx`.
-        used: the settings the MLX optimizer(s) ran with, if they are known.
+        flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
+        record (OptimizerRecord): From :func:`to_mlx`.
+        used (list, optional): The settings the MLX optimizer(s) ran with, if they are
+            known.
 
     Returns:
-        tuple: the groups, what PyTorch would compute differently, and sentences for
+        tuple: The groups, what PyTorch would compute differently, and sentences for
         the user.
     """
     name = record.name
@@ -53,10 +54,10 @@ def torch_groups(
 
 
 def has_schedule(used: Mapping[str, Any]) -> bool:
-    """Whether a learning rate changed by more than the optimizer's own divisor.
+    """Tell whether a learning rate changed by more than the optimizer's own divisor.
 
     Args:
-        used: the settings the MLX optimizer ran with.
+        used (dict): The settings the MLX optimizer ran with.
 
     Example:
         >>> has_schedule({"class": "SGD", "schedule": True})
@@ -80,7 +81,7 @@ def _check_count(flat: Mapping[str, mx.array], record: OptimizerRecord) -> None:
 
 
 def required(flat: Mapping[str, mx.array], key: str) -> mx.array:
-    """A value of a flat state; its absence is an error that says so."""
+    """Return a value of a flat state, or raise an error that says it is not there."""
     if key not in flat:
         raise ValueError(
             f"The MLX optimizer state has no {key!r}: save all of "
@@ -104,7 +105,7 @@ def _group_settings(
 def _learning_rate(
     name: str, group: Mapping[str, Any], used: Mapping[str, Any], step: int, held: float
 ) -> Any:
-    """PyTorch's own (float64) rate while MLX's float32 one is its rounding.
+    """Return PyTorch's own (float64) rate while MLX's float32 one is its rounding.
 
     Where there is a schedule, MLX's state holds the rate of the last step, PyTorch's
     groups that of the next, which is in the settings used.

@@ -15,7 +15,7 @@ import mlx.optimizers as optim
 
 
 def number(value: Any) -> float:
-    """A Python number from a number or a one-element array."""
+    """Return a Python number from a number or a one-element array."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -24,20 +24,21 @@ class Row:
     """One optimizer.
 
     Attributes:
-        mlx: MLX's class.
-        slots: PyTorch's state name -> MLX's.
-        settings: PyTorch's group key -> MLX's constructor argument.
-        marks: group keys it always has; with ``absent`` they tell it from others.
-        absent: group keys it never has.
-        refused: group key -> (the value that turns it off, what differs).
-        fixed: constructor arguments under which MLX computes the same.
-        divisor: (group) -> a function of the step by which MLX's learning rate must
-            be divided to compute the same, or None.
-        counts: whether PyTorch keeps a step count.
-        notes: sentences to tell the user in any case.
-        carried: further group keys that change nothing in MLX; they come back as
-            they were.
-        doubt: (group) -> a sentence on what its keys do not tell, or None.
+        mlx (type): MLX's class.
+        slots (dict): PyTorch's state name -> MLX's.
+        settings (dict): PyTorch's group key -> MLX's constructor argument.
+        marks (frozenset): Group keys it always has; with ``absent`` they tell it from
+            others.
+        absent (frozenset): Group keys it never has.
+        refused (dict): Group key -> (the value that turns it off, what differs).
+        fixed (dict): Constructor arguments under which MLX computes the same.
+        divisor (Callable): (group) -> a function of the step by which MLX's learning
+            rate must be divided to compute the same, or None.
+        counts (bool): Whether PyTorch keeps a step count.
+        notes (tuple): Sentences to tell the user in any case.
+        carried (frozenset): Further group keys that change nothing in MLX; they come
+            back as they were.
+        doubt (Callable): (group) -> a sentence on what its keys do not tell, or None.
     """
 
     mlx: type[optim.Optimizer]
@@ -54,7 +55,7 @@ class Row:
     doubt: Callable[[Mapping], str | None] = lambda group: None
 
     def unknown(self, group: Mapping[str, Any]) -> list[str]:
-        """Group keys that are none of this optimizer's: a subclass's, say."""
+        """Return group keys that are none of this optimizer's: a subclass's, say."""
         known = {*self.settings, *self.marks, *self.refused, *self.carried, *_CARRIED}
         return [key for key in group if key not in known]
 
