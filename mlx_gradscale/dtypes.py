@@ -22,11 +22,13 @@ class LayerDtypes:
     """One call of a layer.
 
     Attributes:
-        path: the layer's; "" is the whole model.
-        parameters: the dtype of its own half-precision parameters, None without.
-        inputs: the dtypes of the floating arrays that it was given.
-        outputs: the dtypes of the floating arrays that it returned.
-        argument: the name of the loss function's argument that it was given, if it was.
+        path (str): The layer's; "" is the whole model.
+        parameters (Dtype or None): The dtype of its own half-precision parameters, None
+            without.
+        inputs (tuple): The dtypes of the floating arrays that it was given.
+        outputs (tuple): The dtypes of the floating arrays that it returned.
+        argument (str or None): The name of the loss function's argument that it was
+            given, if it was.
     """
 
     path: str

@@ -204,7 +204,8 @@ def torch_files(
     if spare:
         raise FileExistsError(
             f"{path} holds {', '.join(sorted(spare))}, which this run does not "
-            "have: it would be taken for a part of it. Remove it, or give another folder."
+            "have: it would be taken for a part of it. Remove it, or give another "
+            "folder."
         )
     return files
 

@@ -36,11 +36,11 @@ class Value:
     """An array that entered or left a layer, or its gradient, without the array.
 
     Attributes:
-        event: what the probe noted.
-        nan: how many; so ``positive_inf`` and ``negative_inf``.
-        largest: the largest finite magnitude.
-        positive: the largest finite value.
-        sums: with random signs, of finite values.
+        event (Event): What the probe noted.
+        nan (int): How many; so ``positive_inf`` and ``negative_inf``.
+        largest (float): The largest finite magnitude.
+        positive (float): The largest finite value.
+        sums (np.ndarray): With random signs, of finite values.
     """
 
     event: Event
@@ -68,10 +68,12 @@ class Run:
     """One forward and backward pass.
 
     Attributes:
-        loss: the true loss.
-        scale: the loss scale of the backward pass; it is taken out of all values.
-        forward, backward: the values at the layers' edges, in the order they came.
-        gradients: of parameters, by path.
+        loss (float): The true loss.
+        scale (float): The loss scale of the backward pass; it is taken out of all
+            values.
+        forward (list): The values at the layers' edges, in the order they came.
+        backward (list): The same of the way back.
+        gradients (dict): Of parameters, by path.
     """
 
     loss: float
