@@ -106,14 +106,16 @@ def check_scaler(resume: Flat, scaler: GradScaler | None) -> None:
 
 def check_settings(resume: Flat, optimizer: Optimizer) -> None:
     """Raise unless the optimizer is built as the saved one; warn of schedules."""
-    wrapped = isinstance(optimizer, LossScaleOptimizer)
-    if wrapped != resume["wrapped"]:
-        was, now = ("", " not") if resume["wrapped"] else (" not", "")
+    inner = optimizer
+    if isinstance(optimizer, LossScaleOptimizer):
+        inner = optimizer.optimizer
+    if (inner is not optimizer) != resume["wrapped"]:
+        there, here = ("", " not") if resume["wrapped"] else (" not", "")
         raise ValueError(
-            f"The saved optimizer was{was} a LossScaleOptimizer, this one is{now}."
+            f"The saved optimizer was{there} a LossScaleOptimizer, this one is{here}."
         )
     saved = resume["settings"]
-    own = settings(optimizer.optimizer if wrapped else optimizer)
+    own = settings(inner)
     was, now = ([part["class"] for part in s] for s in (saved, own))
     if was != now:
         raise ValueError(

@@ -83,7 +83,7 @@ def direction(arguments: argparse.Namespace) -> str:
             raise FileNotFoundError(
                 f"There is nothing at --{source}-path {paths[arguments.to]} to read."
             )
-        return arguments.to
+        return str(arguments.to)
     if not any(there.values()):
         raise FileNotFoundError(
             "Neither path exists: there is nothing to read at --torch-path "
@@ -253,7 +253,7 @@ def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
         lines += ["", _plan(each, Path(name), target / name, ())]
     if run.weights is not None and run.record.model:
         plan = run.record.model.plan
-        rows = []
+        rows: list[Any] = []
         for name, entry in plan.entries.items():
             array = run.weights[entry.mlx[0]]
             arrows = ", ".join(entry.mlx)
@@ -273,8 +273,7 @@ def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
         one = "one optimizer" if record.joined else "a MultiOptimizer"
         lines += ["", table(header, rows), f"as {one}"]
     if run.scaler is not None:
-        rows = run.scaler.items()
-        lines += ["", table(("scaler", ""), rows)]
-    rows = [(path, "replaced" if path.exists() else "new") for path in written]
-    lines += ["", table(("file", ""), rows)] if rows else []
+        lines += ["", table(("scaler", ""), run.scaler.items())]
+    files = [(path, "replaced" if path.exists() else "new") for path in written]
+    lines += ["", table(("file", ""), files)] if files else []
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,7 @@ from .layouts.wrappers import LIGHTNING
 from .notes import moments_notes, other_notes, plan_notes, schedule_notes
 from .optimizers import state as optimizer_state
 from .optimizers.compare import check_accepted
+from .optimizers.record import OptimizerRecord
 from .optimizers.valid import check_state_dict
 from .parameter_order import mlx_order, parameter_names
 from .passthrough import age_notes
@@ -208,8 +209,9 @@ def _several_to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[s
 def _give_model(run: Run) -> dict[str, mx.array]:
     if run.weights is None:
         raise ValueError("The run has no weights.")
-    entries = run.record.model.entries.values()
-    made = run.record.model.state_dict(run.weights)
+    model = cast(ModelRecord, run.record.model)
+    entries = model.entries.values()
+    made = model.state_dict(run.weights)
     spare = set(run.weights) - {name for entry in entries for name in entry.mlx}
     if spare:
         raise ValueError(
@@ -221,9 +223,11 @@ def _give_model(run: Run) -> dict[str, mx.array]:
 def _give_optimizer(
     run: Run, values: Mapping[str, Any], accept: Iterable[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    record, entries = run.record.optimizer, run.record.model.entries
+    record = cast(OptimizerRecord, run.record.optimizer)
+    entries = cast(ModelRecord, run.record.model).entries
+    flat = cast(dict[str, mx.array], run.optimizer)
     state, notes = optimizer_state.to_torch(
-        run.optimizer, record, entries, used=run.record.used, accept=accept
+        flat, record, entries, used=run.record.used, accept=accept
     )
     state |= paste(record.extra, values)
     notes += [

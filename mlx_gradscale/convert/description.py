@@ -93,13 +93,14 @@ def _run_groups(run: Run) -> list[dict[str, Any]]:
     try:
         return current_groups(run)
     except ValueError:  # the state is another optimizer's: only the record is left
-        recorded = run.record.optimizer.groups
+        recorded = run.record.optimizer.groups if run.record.optimizer else []
         return [{k: v for k, v in g.items() if k != "lr"} for g in recorded]
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
     arrays, metadata = read_arrays(path)
-    found = {"kind": "safetensors", "tensors": _tensors(_sorted(arrays))}
+    found: dict[str, Any] = {"kind": "safetensors"}
+    found |= {"tensors": _tensors(_sorted(arrays))}
     if metadata:
         found["metadata"] = metadata
     if {"step", "learning_rate"} <= arrays.keys() or "states.0.step" in arrays:
@@ -268,8 +269,8 @@ def render(found: Mapping[str, Any]) -> str:
         lines += ["", table(("scaler", ""), found["scaler"].items())]
     for key in ("metadata", "rest"):
         if key in found:
-            rows = [(k, _short(v)) for k, v in found[key].items()]
-            lines += ["", table(rows[0], rows[1:])]
+            said = [(k, _short(v)) for k, v in found[key].items()]
+            lines += ["", table(said[0], said[1:])]
     return "\n".join(lines)
 
 

@@ -36,8 +36,8 @@ def unflattened(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not is_flat(value):
         return value
-    states: dict[str, dict] = {}
-    settings: dict[str, dict] = {}
+    states: dict[str, dict[Any, Any]] = {}
+    settings: dict[str, dict[Any, Any]] = {}
     for key, item in value.items():
         into = states if key.startswith(_STATE) else settings
         _, _, path = key.partition(".")

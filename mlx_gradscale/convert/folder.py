@@ -24,7 +24,7 @@ from .run import Run
 
 
 def write_run(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     run: Run,
     overwrite: bool = False,
     progress: Callable[[dict[str, mx.array]], None] | None = None,
@@ -70,7 +70,7 @@ def _contents(run: Run) -> Contents:
     return contents
 
 
-def read_run(folder: str | os.PathLike) -> Run:
+def read_run(folder: str | os.PathLike[str]) -> Run:
     """Read a folder that :func:`write_run` wrote, or one with the same files.
 
     Args:

@@ -33,7 +33,7 @@ def plain_section(section: str, value: Any) -> Any:
     return _plain(section, value, (section,))
 
 
-def _plain(section: str, value: Any, path: tuple) -> Any:
+def _plain(section: str, value: Any, path: tuple[Any, ...]) -> Any:
     if isinstance(value, Placeholder):
         plain = plain_value(value)
         if isinstance(plain, (bool, int, float)):
@@ -61,7 +61,7 @@ def _plain(section: str, value: Any, path: tuple) -> Any:
     return value
 
 
-def _may_be_there(section: str, path: tuple) -> bool:
+def _may_be_there(section: str, path: tuple[Any, ...]) -> bool:
     if section == "model":
         return str(path[-1]).rpartition(".")[2] == "_extra_state"
     # ("optimizer", "param_groups", 0, key, ...)
@@ -90,7 +90,9 @@ def foreign_notes(skeleton: Any) -> list[str]:
     return [f"Kept for the way back as they are: {said}."]
 
 
-def _find(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple, Placeholder]]:
+def _find(
+    value: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[Any, ...], Placeholder]]:
     if isinstance(value, Placeholder):
         yield path or ("the file itself",), value
     elif isinstance(value, Mapping):

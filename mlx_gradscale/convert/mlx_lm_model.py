@@ -34,7 +34,8 @@ def mlx_lm_model(path: Path) -> nn.Module:
         ) from error
     try:
         model_class, arguments_class = _get_classes(config)
-        return model_class(arguments_class.from_dict(config))
+        model: nn.Module = model_class(arguments_class.from_dict(config))
+        return model
     except Exception as error:  # a config may be wrong in any way
         kind = type(error).__name__
         raise ValueError(f"--model {path}: mlx-lm raised {kind}: {error}") from error

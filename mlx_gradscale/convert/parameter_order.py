@@ -150,7 +150,7 @@ def _advice(some_are_left: bool = False) -> str:
 
 def _given(
     state_dict: Mapping[str, Any],
-    given: list[str],
+    given: Sequence[Any],
     tensors: Mapping[str, mx.array],
     plan: Plan,
     rename: Callable[[str], str],
@@ -261,7 +261,7 @@ def _matched(
 
 def _candidates(tensors: Mapping[str, mx.array], plan: Plan) -> list[str]:
     """Return what may be a parameter, in the model's order; dropped ones may be too."""
-    names = {}  # a tied tensor stands at its first name
+    names: dict[str, None] = {}  # a tied tensor stands at its first name
     for name, tensor in tensors.items():
         is_buffer = name.rsplit(".", 1)[-1] in _BUFFERS
         if isinstance(tensor, mx.array) and not is_buffer:
@@ -315,7 +315,7 @@ def _placed(
     return dict(sorted(found.items()))
 
 
-def _add(into: dict, key: tuple[int, ...], ways: int, path: Any) -> None:
+def _add(into: dict[Any, Any], key: tuple[int, ...], ways: int, path: Any) -> None:
     before = into.get(key, (0, None))[0]
     into[key] = (min(before + ways, 2), path)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ _STATES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
 _CONSTANT = (str, bool, type(None))
 
 
-def entries(skeleton: Any, path: tuple = ()) -> dict[str, Any]:
+def entries(skeleton: Any, path: tuple[Any, ...] = ()) -> dict[str, Any]:
     """Return what of a checkpoint is in no section, by its place.
 
     Example:
@@ -62,7 +62,7 @@ def steps_of(optimizer: Mapping[str, mx.array]) -> list[int]:
         for key, step in optimizer.items()
         if (match := _STEP.fullmatch(key))
     }
-    return [found[index].item() for index in sorted(found)]
+    return [cast(int, found[index].item()) for index in sorted(found)]
 
 
 def age_notes(record: Record, optimizer: Mapping[str, mx.array] | None) -> list[str]:

@@ -59,7 +59,7 @@ class ModelRecord:
         if not self.ordered:
             return dict(out)
         if self.metadata is not None:
-            out._metadata = self.metadata
+            out.__dict__["_metadata"] = self.metadata
         return out
 
 

@@ -47,7 +47,7 @@ class Resumed:
 
 
 def load_run(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     *,
     learning_rate: Rate | Sequence[Rate] | None = None,
@@ -98,18 +98,18 @@ def load_run(
     weights = run.weights or {}
     _check_model(folder, weights, model)
     scaler = _make_scaler(folder, run.scaler)
-    optimizer = None
+    optimizer: optim.Optimizer | None = None
     if run.optimizer is not None:
         optimizer = _make_optimizer(folder, run, model, learning_rate)
     elif loss_scaling or learning_rate is not None:
         what = "a learning rate" if learning_rate is not None else "loss scaling"
         raise ValueError(f"{folder} has no optimizer state: {what} has no use.")
-    if loss_scaling:
-        optimizer = LossScaleOptimizer(
+    if loss_scaling and optimizer is not None:
+        wrapped = LossScaleOptimizer(
             optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
         )
-        scaler = optimizer.scaler
-        names = _load_rounded(model, weights, optimizer)
+        optimizer, scaler = wrapped, wrapped.scaler
+        names = _load_rounded(model, weights, wrapped)
         run.record.rounded = Rounded(folder.resolve(), tuple(names))
     elif weights:
         model.load_weights(list(weights.items()), strict=True)
@@ -137,8 +137,8 @@ def _make_optimizer(
     learning_rate: Rate | Sequence[Rate] | None,
 ) -> optim.Optimizer:
     """Return the optimizer that goes on, with its state."""
-    record = run.record
-    if record.optimizer is None:
+    record, flat = run.record, run.optimizer
+    if record.optimizer is None or record.model is None or flat is None:
         raise ValueError(
             f"{folder} has an optimizer state, but was not converted, and so does "
             "not tell how to build the optimizer: build it as it was, call init, "
@@ -154,7 +154,7 @@ def _make_optimizer(
     optimizer.init(trainable)
     given = [part.learning_rate for part in parts]
     state, suspects = without_frozen(
-        run.optimizer,
+        flat,
         record.optimizer,
         record.model.entries,
         dict(tree_flatten(trainable)),
@@ -186,7 +186,7 @@ def _load_rounded(
 
 
 def save_run(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: optim.Optimizer | None = None,
     scaler: GradScaler | None = None,
@@ -240,7 +240,10 @@ def current_groups(run: Run) -> list[dict[str, Any]]:
     Returns:
         list: With the current learning rate and settings, not the recorded ones.
     """
-    return torch_groups(run.optimizer, run.record.optimizer, run.record.used)[0]
+    flat, record = run.optimizer, run.record.optimizer
+    if flat is None or record is None:
+        raise ValueError("The run has no optimizer state, or no record of PyTorch's.")
+    return torch_groups(flat, record, run.record.used)[0]
 
 
 def build_optimizer(
@@ -255,7 +258,10 @@ def build_optimizer(
     Returns:
         optim.Optimizer: A ``MultiOptimizer`` where PyTorch's groups differ.
     """
-    mine, entries = record.optimizer, record.model.entries
+    mine, model = record.optimizer, record.model
+    if mine is None or model is None:
+        raise ValueError("The record does not tell how PyTorch's optimizer looked.")
+    entries = model.entries
     groups = mine.groups[:1] if mine.joined else mine.groups
     members = [[n for t in names for n in entries[t].mlx] for names in mine.names]
     return optimizers.build(mine.name, groups, members, learning_rate)
@@ -326,7 +332,7 @@ def _warn_of_lost_schedule(record: Record) -> None:
 
 
 def _check_model(
-    folder: str | os.PathLike, weights: Mapping[str, mx.array], model: nn.Module
+    folder: str | os.PathLike[str], weights: Mapping[str, mx.array], model: nn.Module
 ) -> None:
     own = dict(tree_flatten(model.parameters()))
     if not weights:

@@ -158,7 +158,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
     entries, tied, unplaced = model["entries"], model["tied"], model["unplaced"]
     for name, entry in entries.items():
         names, count = len(entry["mlx"]), LAYOUTS[entry["layout"]].count
-        fits = names and names % count == 0
+        fits = names > 0 and names % count == 0
         _need(fits, f"model.entries.{name}", f"{count} names", entry["mlx"])
     for alias, name in tied.items():
         _need(name in entries, f"model.tied.{alias}", "the name of a tensor", name)

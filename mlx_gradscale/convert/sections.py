@@ -44,7 +44,7 @@ class SectionsError(ValueError):
     """A checkpoint in which the sections cannot be told."""
 
 
-class Unordered(dict):
+class Unordered(dict[Any, Any]):
     """A state dict from a file that does not keep the model's order (safetensors)."""
 
 
@@ -177,9 +177,9 @@ def find_sections(
     if "optimizer" not in keys:
         _refuse_moments(cut(checkpoint, sections), sections)
     if not sections:
-        whole = [path for path, value in _objects(checkpoint) if _is_module(value)]
-        if whole:
-            place = "/".join(map(str, whole[0])) or "The file"
+        modules = [path for path, value in _objects(checkpoint) if _is_module(value)]
+        if modules:
+            place = "/".join(map(str, modules[0])) or "The file"
             raise SectionsError(
                 f"{place} is a whole PyTorch model, which only its own program can "
                 "make: save its state_dict() there."
@@ -217,15 +217,18 @@ def moments_in(skeleton: Any) -> list[str]:
         >>> moments_in({"opt": {"w": {"exp_avg": 1}}, "epoch": 3})
         ['opt/w']
     """
-    found, left, seen = [], [((), skeleton)], set()
+    found: list[str] = []
+    left: list[tuple[Path, Any]] = [((), skeleton)]
+    seen: set[int] = set()
     while left:  # to any depth, without recursion, and what is shared once
         path, value = left.pop()
         if looks_like_optimizer(value):
             found.append(_shown(path))
         elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
-            is_dict = isinstance(value, Mapping)
-            inner = value.items() if is_dict else enumerate(value)
+            inner: Iterable[tuple[Any, Any]] = enumerate(value)
+            if isinstance(value, Mapping):
+                inner = value.items()
             left += [((*path, key), item) for key, item in inner]
     return sorted(found)
 
@@ -250,9 +253,11 @@ def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the dicts of a checkpoint, from the outside; not those inside a section."""
     if isinstance(value, Mapping):
         yield path, value
-        inner = value.items()
+        inner: Iterable[tuple[Any, Any]] = value.items()
         if is_optimizer(value):
-            inner = [(k, v) for k, v in inner if k not in ("state", "param_groups")]
+            inner = [
+                (k, v) for k, v in value.items() if k not in ("state", "param_groups")
+            ]
             inner = [] if is_flat(value) else inner
         elif any(test(value) for test in _TESTS.values()):
             return
@@ -306,9 +311,10 @@ def _shown(path: Path) -> str:
 def _named(checkpoint: Any, section: str, key: str) -> Path:
     path: list[str | int] = []
     value = checkpoint
-    for word in key.split("/"):
-        if isinstance(value, (list, tuple)) and word.isdigit():
-            word = int(word)
+    for part in key.split("/"):
+        word: str | int = part
+        if isinstance(value, (list, tuple)) and part.isdigit():
+            word = int(part)
         try:
             value = value[word]
         except (KeyError, IndexError, TypeError):

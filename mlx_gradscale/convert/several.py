@@ -60,7 +60,7 @@ def from_several(
     if options.names is not None:
         raise ValueError("--names is for one optimizer: convert them one by one.")
     runs: dict[str, Run] = {}
-    taken = {}
+    taken: dict[str, Any] = {}
     for i, (name, keys) in enumerate(named.items()):
         sections = find_sections(checkpoint, keys)
         taken |= {f"{i}/{section}": path for section, path in sections.items()}

@@ -1,7 +1,7 @@
 """A checkpoint without its sections: they are cut out, and put back in their places."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from ..run_folder.values import SectionMark
 from ..torch_checkpoint.foreign import DefaultDict
@@ -51,11 +51,12 @@ def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
     return skeleton
 
 
-def _like(mapping: Mapping, items: dict) -> Mapping:
+def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
     if isinstance(mapping, DefaultDict):
         return DefaultDict(items, mapping.factory)
     # From a dict: a Counter (MultiStepLR's milestones) would count pairs.
-    return type(mapping)(items)
+    kind: Any = type(mapping)
+    return cast(Mapping[Any, Any], kind(items))
 
 
 def _replace(value: Any, path: Path, by: Mapping[Path, SectionMark]) -> Any:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -39,7 +39,7 @@ class _Raw(bytes):
 
 
 def read_torch(
-    path: str | os.PathLike, float64: mx.Dtype | None = None
+    path: str | os.PathLike[str], float64: mx.Dtype | None = None
 ) -> tuple[Any, list[str]]:
     """Read a PyTorch checkpoint: a file, or a folder of them.
 
@@ -86,7 +86,9 @@ def read_torch(
     return dict(sorted(content.items())), []
 
 
-def read_rest(path: str | os.PathLike, checkpoint: Any, record: Record) -> list[str]:
+def read_rest(
+    path: str | os.PathLike[str], checkpoint: Any, record: Record
+) -> list[str]:
     """Note in a run's record what a folder holds besides, for the way back.
 
     Args:
@@ -129,7 +131,7 @@ def read_rest(path: str | os.PathLike, checkpoint: Any, record: Record) -> list[
 
 
 def write_torch(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     checkpoint: Any,
     is_folder: bool = False,
     overwrite: bool = False,
@@ -150,7 +152,10 @@ def write_torch(
 
 
 def write_torch_files(
-    path: str | os.PathLike, files: dict[str, Any], is_folder: bool, overwrite: bool
+    path: str | os.PathLike[str],
+    files: dict[str, Any],
+    is_folder: bool,
+    overwrite: bool,
 ) -> None:
     """Write what :func:`torch_files` gave."""
     path = Path(path)
@@ -165,7 +170,7 @@ def write_torch_files(
 
 
 def torch_files(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     checkpoint: Any,
     is_folder: bool,
     overwrite: bool,
@@ -197,8 +202,8 @@ def torch_files(
     there = {p.name for p in path.iterdir()} if is_there else set()
     for name, data in record.carried.items():
         if name not in there:
-            data = _Raw(np.array(data).tobytes())
-            files.setdefault(check_name(name, "The run's record"), data)
+            raw = _Raw(np.array(data).tobytes())
+            files.setdefault(check_name(name, "The run's record"), raw)
     spare = {n for n in there if Path(n).suffix in _TORCH_SUFFIXES}
     spare -= {*files, *record.carried}
     if spare:
@@ -235,13 +240,14 @@ def _merged(shards: Mapping[str, Any]) -> dict[str, Any]:
     for name, content in shards.items():
         if not _is_flat(content):
             raise ValueError(f"{name} is one of several files, and not of tensors.")
-    tensors = OrderedDict((k, v) for each in shards.values() for k, v in each.items())
+    kept = OrderedDict((k, v) for each in shards.values() for k, v in each.items())
+    tensors: Any = kept
     if any(isinstance(each, Unordered) for each in shards.values()):
-        tensors = Unordered(sorted(tensors.items()))
+        tensors = Unordered(sorted(kept.items()))
     if len(tensors) != sum(map(len, shards.values())):
         raise ValueError(f"{', '.join(shards)} hold a tensor more than once.")
     tensors.files = {name: file for file, each in shards.items() for name in each}
-    return tensors
+    return cast(dict[str, Any], tensors)
 
 
 def _read_file(path: Path, float64: mx.Dtype | None) -> Any:

@@ -45,7 +45,7 @@ def move_trainer(run: Run, step: int | None = None) -> list[str]:
     if now == was:
         return []
     moved: dict[str, Any] = {"global_step": now}
-    epoch = state.get("epoch")
+    epoch: Any = state.get("epoch")
     if type(epoch) in (int, float) and was > 0:
         moved["epoch"] = epoch * now / was
     checkpoint[TRAINER] = {**state, **moved}

@@ -151,7 +151,9 @@ def read_records(path: Path) -> list[ScaleRecord]:
     return records
 
 
-def _parsed(path: Path, place: str, row: str, parse: Callable) -> ScaleRecord:
+def _parsed(
+    path: Path, place: str, row: str, parse: Callable[[str], ScaleRecord]
+) -> ScaleRecord:
     try:
         return parse(row)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

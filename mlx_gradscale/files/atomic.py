@@ -31,7 +31,7 @@ class WholeFile:
         self._descriptor = descriptor
         self._target = target
         self._unsent = 0
-        self._flush: Future | None = None
+        self._flush: Future[Any] | None = None
         self.closed = False
 
     def writable(self) -> bool:

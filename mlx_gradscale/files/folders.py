@@ -26,7 +26,7 @@ _OLD = ".old"
 _FILLING = ".mlx_gradscale_filling"
 
 
-def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
+def check_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
     """Refuse a place where no folder can be written.
 
     Args:
@@ -60,7 +60,7 @@ def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
 
 @contextmanager
 def new_folder(
-    path: str | os.PathLike, ours: Collection[str], overwrite: bool = False
+    path: str | os.PathLike[str], ours: Collection[str], overwrite: bool = False
 ) -> Iterator[Path]:
     """Yield a folder to fill, which takes its place when nothing was raised.
 
@@ -118,7 +118,7 @@ def new_folder(
 
 
 @contextmanager
-def _shown_as(path: str | os.PathLike, temporary: Path) -> Iterator[None]:
+def _shown_as(path: str | os.PathLike[str], temporary: Path) -> Iterator[None]:
     """Make an error name the file in the folder that the user gave."""
     try:
         yield
@@ -190,7 +190,7 @@ def hidden_start(path: Path) -> str:
     return f".{short_name(path.name)}.mlx_gradscale_"
 
 
-def refuse_hidden(path: str | os.PathLike) -> None:
+def refuse_hidden(path: str | os.PathLike[str]) -> None:
     """Raise if a killed process left a folder under hidden names only.
 
     That can be only where the system cannot exchange two folders in one step.
@@ -298,8 +298,8 @@ def _in_one_step(a: Path, b: Path) -> bool:
     try:
         system = ctypes.CDLL(None)
         if sys.platform == "darwin":
-            return system.renamex_np(first, second, _EXCHANGE) == 0
-        return system.renameat2(_HERE, first, _HERE, second, _EXCHANGE) == 0
+            return bool(system.renamex_np(first, second, _EXCHANGE) == 0)
+        return bool(system.renameat2(_HERE, first, _HERE, second, _EXCHANGE) == 0)
     except (AttributeError, TypeError, OSError):  # it has no such function
         return False
 

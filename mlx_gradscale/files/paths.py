@@ -6,7 +6,7 @@ from pathlib import Path
 from .locks import refuse_special
 
 
-def check_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
+def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
     """Refuse a place where no file can be written; see ``folders.check_folder``."""
     path = Path(path)
     if path.is_dir():
@@ -39,8 +39,12 @@ def check_name(name: object, what: str) -> str:
         ValueError: training.json names the file '../.bashrc', which is no plain name.
     """
     signs = "/\\:" if os.name == "nt" else "/\\"
-    is_plain = isinstance(name, str) and name not in ("", ".", "..")
-    if not is_plain or not name.isprintable() or set(name) & set(signs):
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or not name.isprintable()
+        or set(name) & set(signs)
+    ):
         raise ValueError(f"{what} names the file {name!r}, which is no plain name.")
     return name
 
@@ -60,6 +64,6 @@ def contains(outer: Path, inner: Path) -> bool:
     return any(path.exists() and path.samefile(outer) for path in around)
 
 
-def already_there(path: str | os.PathLike) -> str:
+def already_there(path: str | os.PathLike[str]) -> str:
     """Return the error's sentence for a path that exists."""
     return f"{path} is there already: give --overwrite (overwrite=True)."

@@ -54,7 +54,7 @@ def is_shard(path: Path) -> bool:
         True
     """
     match = _SHARD.fullmatch(path.name)
-    return bool(match) and int(match[3]) > 1
+    return match is not None and int(match[3]) > 1
 
 
 def read_index(path: Path, held: Mapping[str, str]) -> dict[str, Any]:

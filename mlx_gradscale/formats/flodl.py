@@ -5,7 +5,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..files.atomic import atomic_write
 from ..files.locks import open_file
@@ -13,7 +13,7 @@ from .state import FLODL, read_state, write_state
 from .table import USUAL
 
 
-def load_flodl(path: str | os.PathLike) -> dict[str, Any]:
+def load_flodl(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read flodl's 16-byte scaler file; gzip by the suffix ``.gz``.
 
     Args:
@@ -40,7 +40,7 @@ def load_flodl(path: str | os.PathLike) -> dict[str, Any]:
     return read_state(state, "flodl", **USUAL)
 
 
-def save_flodl(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
+def save_flodl(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write flodl's 16-byte scaler file, atomically; gzip by the suffix ``.gz``.
 
     Args:
@@ -57,7 +57,7 @@ def save_flodl(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
         ...     load_flodl(os.path.join(folder, "scaler.bin.gz")) == state
         True
     """
-    data = write_state(state, "flodl")
+    data = cast(bytes, write_state(state, "flodl"))
     target = Path(path)
     if target.suffix == ".gz":
         data = gzip.compress(data, mtime=0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..scale import FIELDS, SETTINGS
+from ..scale import FIELDS, SETTINGS, TORCH_KEYS
 from ..state_dict import from_state_dict, to_state_dict
-from .table import FORMATS, OWN_DEFAULTS, TORCH_KEYS, TYPES, Format
+from .table import FORMATS, OWN_DEFAULTS, TYPES, Format
 
 # Scale and steps since growth, little endian: all of flodl's file.
 FLODL = struct.Struct("<dq")

@@ -67,7 +67,7 @@ class Format:
     fields: dict[str, str]
     assumed: dict[str, Any] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    after: Callable[[dict, dict], dict] | None = None
+    after: Callable[[dict[Any, Any], dict[Any, Any]], dict[Any, Any]] | None = None
     writes: bool = False
     shape: tuple[int, ...] | None = None
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import ScaleHistory, ScaleRecord
 from .theme import canvas, saved
@@ -107,7 +107,11 @@ def _draw_line(
     found = [x for x in values if math.isfinite(x)]
     if not found:
         axes.set_yticks([])
-        place = {"ha": "center", "va": "center", "transform": axes.transAxes}
+        place: dict[str, Any] = {
+            "ha": "center",
+            "va": "center",
+            "transform": axes.transAxes,
+        }
         axes.text(0.5, 0.5, "inf or NaN in every step", color=colors["alarm"], **place)
     if found and min(found) > 0 and max(found) > 50 * min(found):
         axes.set_yscale("log")

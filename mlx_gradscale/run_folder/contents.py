@@ -109,7 +109,7 @@ def check_arrays(contents: Contents) -> None:
 
 
 def write_files(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     files: Files,
     overwrite: bool = False,
     progress: Callable[[Arrays], None] | None = None,
@@ -145,7 +145,7 @@ def _as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
 
 
-def read_contents(folder: str | os.PathLike) -> Contents:
+def read_contents(folder: str | os.PathLike[str]) -> Contents:
     """Read a folder that :func:`write_files` wrote, or one with the same files.
 
     Args:
@@ -214,8 +214,13 @@ def _read_shards(folder: Path) -> Arrays | None:
         names = shard_sets([path.name for path in folder.iterdir()])
     except ValueError as error:
         raise RunError(f"{folder}: {error}") from error
-    found = [_read_arrays(folder / n) for n in names.get(f"{MODEL}{INDEX}", ())]
-    return {k: v for each in found for k, v in each.items()} or None
+    found: Arrays = {}
+    for name in names.get(f"{MODEL}{INDEX}", ()):
+        arrays = _read_arrays(folder / name)
+        if arrays is None:
+            raise RunError(f"{folder / name} is a link to a file that is not there.")
+        found |= arrays
+    return found or None
 
 
 def _read_arrays(path: Path) -> Arrays | None:

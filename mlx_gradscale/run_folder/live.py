@@ -74,8 +74,9 @@ def _masters(
     }
     split = {name: weights[name] for name in state["remainders"] if name in weights}
     # Only for those: it makes a copy of each.
-    return masters | optimizer.masters(replaced | split)
+    masters |= optimizer.masters(replaced | split)
+    return masters
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:
-    return a.dtype == b.dtype and mx.array_equal(a, b).item()
+    return a.dtype == b.dtype and bool(mx.array_equal(a, b).item())

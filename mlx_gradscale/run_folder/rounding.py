@@ -120,7 +120,7 @@ def _originals(folder: Path) -> dict[str, mx.array]:
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:
-    return mx.array_equal(a, b, equal_nan=True).item()
+    return bool(mx.array_equal(a, b, equal_nan=True).item())
 
 
 def _is_wider(original: mx.array, value: mx.array) -> bool:

@@ -9,12 +9,12 @@ from .foreign import Placeholder
 from .limits import Budget, CheckpointError
 from .pickle_allowlist import storage_of
 from .pickle_reader import PickleReader
-from .pickle_writer import PickleWriter
+from .pickle_writer import Array, PickleWriter
 from .tensors import TensorRef
 from .tree import TreeFinisher, written_limit
 
 
-def dump(value: Placeholder) -> tuple[bytes, list[mx.array]]:
+def dump(value: Placeholder) -> tuple[bytes, list[Array]]:
     """Return the pickle that makes the object again, and the arrays it refers to.
 
     Example:
@@ -47,10 +47,14 @@ def parse(data: bytes, arrays: Sequence[mx.array], budget: Budget | None = None)
     def array(ref: TensorRef) -> mx.array:
         key = ref.storage.key
         held = arrays[int(key)] if key.isdecimal() and int(key) < len(arrays) else None
-        known = isinstance(held, mx.array) and held.dtype == ref.element.mlx
-        if not known or held.shape != ref.shape or not ref.row_contiguous:
-            raise CheckpointError("a tensor of a kept object is missing.")
-        return held
+        if (
+            isinstance(held, mx.array)
+            and held.dtype == ref.element.mlx
+            and held.shape == ref.shape
+            and ref.row_contiguous
+        ):
+            return held
+        raise CheckpointError("a tensor of a kept object is missing.")
 
     limits = budget.limits
     written = written_limit(len(data), limits)

@@ -53,7 +53,7 @@ class Keys:
         met = self._chosen.get(place, 0) if self._chosen else 0
         self._budget.take(_ENTRY, weight * met // _PLACES + weight - 1)
 
-    def fill(self, target: set, members: Iterable[Any]) -> set:
+    def fill(self, target: set[Any], members: Iterable[Any]) -> set[Any]:
         """Return the set with the members added; each is an operation of its own."""
         for member in members:
             self._budget.take(operations=1)

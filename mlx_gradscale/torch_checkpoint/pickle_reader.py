@@ -54,14 +54,14 @@ class PickleReader:
     ) -> None:
         self.data = data
         self.position = start
-        self.persistent_load = persistent_load
+        self.persistent_load: Callable[[Any], Any] = persistent_load
         self.budget = budget
         self.keys = Keys(budget)
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
         # A list, not a dict: a file can choose the numbers.
         self.memo: list[Any] = []
-        self.remembered = 0
+        self.remembered: int = 0
         self.names: dict[tuple[str, str], Placeholder] = {}
         # The containers and tensors that may be in the object more than once, by id.
         self.shared: dict[int, Any] = {}

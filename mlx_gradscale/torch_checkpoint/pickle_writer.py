@@ -166,7 +166,7 @@ class PickleWriter(ForeignSavers):
 
     # Containers.
 
-    def _tuple(self, value: tuple) -> None:
+    def _tuple(self, value: tuple[Any, ...]) -> None:
         if not value:
             return self._emit(b")")
         if len(value) > 3:
@@ -175,7 +175,7 @@ class PickleWriter(ForeignSavers):
         self._emit((b"\x85", b"\x86", b"\x87", b"t")[min(len(value), 4) - 1])
         self._put(value)
 
-    def _list(self, value: list) -> None:
+    def _list(self, value: list[Any]) -> None:
         self._emit(b"]")
         self._put(value)
         if len(value) == 1:
@@ -184,7 +184,7 @@ class PickleWriter(ForeignSavers):
         elif value:
             self._batches(enumerate(value), len(value), b"e", self._items)
 
-    def _dict(self, value: dict) -> None:
+    def _dict(self, value: dict[Any, Any]) -> None:
         self._emit(b"}")
         self._put(value)
         if len(value) == 1:
@@ -195,7 +195,7 @@ class PickleWriter(ForeignSavers):
             extra = len(value) % _BATCH == 0
             self._batches(value.items(), len(value) + extra, b"u", self._pairs)
 
-    def _ordered_dict(self, value: OrderedDict) -> None:
+    def _ordered_dict(self, value: OrderedDict[Any, Any]) -> None:
         self._name("collections.OrderedDict")
         self._emit(b")R")
         self._put(value)
@@ -206,7 +206,7 @@ class PickleWriter(ForeignSavers):
             self._save(dict(vars(value)))
             self._emit(b"b")
 
-    def _entries(self, value: dict) -> None:
+    def _entries(self, value: dict[Any, Any]) -> None:
         """Write the items of an object that is more than a dict."""
         whole, last = divmod(len(value), _BATCH)
         if last == 1:
@@ -216,12 +216,12 @@ class PickleWriter(ForeignSavers):
         else:
             self._batches(value.items(), len(value), b"u", self._pairs)
 
-    def _counter(self, value: Counter) -> None:
+    def _counter(self, value: Counter[Any]) -> None:
         self._name("collections.Counter")
         self._save(dict(value))
         self._call(b"\x85", value)
 
-    def _set(self, value: set) -> None:
+    def _set(self, value: set[Any]) -> None:
         for member in value:
             self._check_key(member)
         self._name("__builtin__.set")

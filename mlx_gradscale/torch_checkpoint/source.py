@@ -4,7 +4,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..files.background import in_background
 from ..files.locks import open_file
@@ -24,7 +24,7 @@ class Source:
     """A file of known size that is read at given places."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self._file: Any = file  # BinaryIO does not name readinto
         self._descriptor = _descriptor(file)
         self._start = file.tell()
         self.size = file.seek(0, os.SEEK_END) - self._start
@@ -40,23 +40,28 @@ class Source:
     def read_into(self, offset: int, buffer: memoryview, what: str) -> None:
         """Fill a buffer with the bytes from ``offset`` on."""
         self.check(offset, buffer.nbytes, what)
-        if self._descriptor is None or buffer.nbytes < _SHARED:
+        descriptor = self._descriptor
+        if descriptor is None or buffer.nbytes < _SHARED:
             self._file.seek(self._start + offset)
             return _fill(buffer, self._file.readinto, what)
         half = buffer.nbytes // 2
-        rest = in_background(self._read_at, offset + half, buffer[half:], what)
+        rest = in_background(
+            self._read_at, descriptor, offset + half, buffer[half:], what
+        )
         try:
-            self._read_at(offset, buffer[:half], what)
+            self._read_at(descriptor, offset, buffer[:half], what)
         finally:
             # Also after an error: the buffer is written to until then.
             rest.result()
 
-    def _read_at(self, offset: int, buffer: memoryview, what: str) -> None:
+    def _read_at(
+        self, descriptor: int, offset: int, buffer: memoryview, what: str
+    ) -> None:
         at = self._start + offset
 
         def read(part: memoryview) -> int:
             done = buffer.nbytes - part.nbytes
-            return os.preadv(self._descriptor, [part[:_MOST]], at + done)
+            return os.preadv(descriptor, [part[:_MOST]], at + done)
 
         _fill(buffer, read, what)
 
@@ -64,7 +69,7 @@ class Source:
         """Return the bytes from ``offset`` on."""
         self.check(offset, size, what)
         self._file.seek(self._start + offset)
-        data = self._file.read(size)
+        data: bytes = self._file.read(size)
         while len(data) < size:
             more = self._file.read(size - len(data))
             if not more:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -229,4 +229,4 @@ def _is_whole(ref: TensorRef, stored: int) -> bool:
 
 def _values_of(array: mx.array) -> np.ndarray:
     """Return the array's memory, to write to."""
-    return np.asarray(memoryview(array)).reshape(-1)
+    return np.asarray(memoryview(cast(Any, array))).reshape(-1)

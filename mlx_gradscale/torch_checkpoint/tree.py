@@ -4,8 +4,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import mlx.core as mx
-
 from .foreign import DefaultDict, PlacedTensor, Placeholder, TorchName, TorchSize
 from .limits import CheckpointError, Limits
 from .pickle_allowlist import Name
@@ -43,7 +41,7 @@ class TreeFinisher:
 
     def __init__(
         self,
-        make_array: Callable[[TensorRef], mx.array],
+        make_array: Callable[[TensorRef], Any],
         limits: Limits,
         shared: Mapping[int, Any],
         written: int,

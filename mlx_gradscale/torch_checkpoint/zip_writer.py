@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import BinaryIO
 
+from ..files.atomic import WholeFile
 from ..files.background import in_background
 
 ALIGNMENT = 64
@@ -29,7 +30,7 @@ class ZipWriter:
     PyTorch does, unless something was raised.
     """
 
-    def __init__(self, file: BinaryIO, folder: str) -> None:
+    def __init__(self, file: BinaryIO | WholeFile, folder: str) -> None:
         self._file = file
         self._folder = folder
         self._at = 0

@@ -58,8 +58,12 @@ def unwrapping(
     for word in (_FIRST, prefix):
         if word and names and all(steps[-1](n).startswith(word) for n in names):
             last = steps[-1]
-            steps.append(lambda n, last=last, word=word: last(n).removeprefix(word))
+            steps.append(_then_without(last, word))
     return steps[-1]
+
+
+def _then_without(rename: Rename, start: str) -> Rename:
+    return lambda name: rename(name).removeprefix(start)
 
 
 def _fitting(names: list[str], rename: Rename, known: Collection[str]) -> Rename:

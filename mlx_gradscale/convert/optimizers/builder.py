@@ -43,8 +43,8 @@ def settings(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 def build(
     name: str,
-    groups: list[Mapping[str, Any]],
-    members: list[Iterable[str]] = (),
+    groups: Sequence[Mapping[str, Any]],
+    members: Sequence[Iterable[str]] = (),
     learning_rate: Rate | Sequence[Rate] | None = None,
 ) -> optim.Optimizer:
     """Build the MLX optimizer that goes on where PyTorch's groups stopped.
@@ -94,13 +94,15 @@ def scheduled_rate(name: str, group: Mapping[str, Any], step: int) -> mx.array:
 
 
 def _rates(
-    groups: list[Mapping[str, Any]], given: Rate | Sequence[Rate] | None
+    groups: Sequence[Mapping[str, Any]], given: Rate | Sequence[Rate] | None
 ) -> list[Rate]:
-    own = [number(group["lr"]) for group in groups]
+    own: list[Rate] = [number(group["lr"]) for group in groups]
     if given is None:
         return own
     # In a warmup's first step all rates are 0, and only these tell the groups apart.
-    initial = [number(group.get("initial_lr", group["lr"])) for group in groups]
+    initial: list[Rate] = [
+        number(group.get("initial_lr", group["lr"])) for group in groups
+    ]
     if isinstance(given, (list, tuple)):
         if len(given) != len(groups):
             raise ValueError(
@@ -125,7 +127,8 @@ def _checked(rate: Any) -> Rate:
             "learning_rate must be a number, or a function from the step count to "
             f"one, got {rate!r}."
         )
-    return rate
+    checked: Rate = rate
+    return checked
 
 
 @dataclass(frozen=True)

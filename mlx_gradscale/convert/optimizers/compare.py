@@ -86,7 +86,7 @@ def recognise(state_dict: Mapping[str, Any], name: str | None = None) -> str:
     )
 
 
-def _fits(row: Row, groups: list[Mapping], held: set[str]) -> bool:
+def _fits(row: Row, groups: list[Mapping[Any, Any]], held: set[str]) -> bool:
     extra = held - set(row.slots) - {"step"}
     # amsgrad, centered and RMSprop's momentum add slots of their own; they are
     # refused later, by name.
@@ -101,7 +101,7 @@ def _fits(row: Row, groups: list[Mapping], held: set[str]) -> bool:
     )
 
 
-def _adam_or_adamw(groups: list[Mapping]) -> str:
+def _adam_or_adamw(groups: list[Mapping[Any, Any]]) -> str:
     flags = {group.get("decoupled_weight_decay") for group in groups}
     if flags <= {True, False} and len(flags) == 1:
         return "AdamW" if flags.pop() else "Adam"
@@ -114,7 +114,7 @@ def _adam_or_adamw(groups: list[Mapping]) -> str:
     )
 
 
-def _refuse_radam(groups: list[Mapping]) -> None:
+def _refuse_radam(groups: list[Mapping[Any, Any]]) -> None:
     # Adamax has "maximize" since PyTorch 1.12; RAdam has it since 2.4, but since 2.2
     # it has "decoupled_weight_decay", which Adamax does not have.
     if not all("maximize" in group for group in groups):
@@ -214,7 +214,8 @@ def mlx_differences(
 def _correction(used: Mapping[str, Any], step: int) -> float:
     """Return the factor of Adam's bias correction after ``step`` steps."""
     first, second = used.get("betas", (0.9, 0.999))
-    return (1 - second ** (step + 1)) ** 0.5 / (1 - first ** (step + 1))
+    change: float = (1 - second ** (step + 1)) ** 0.5 / (1 - first ** (step + 1))
+    return change
 
 
 def check(found: Iterable[Difference], accept: Iterable[str] = ()) -> list[str]:

@@ -1,7 +1,7 @@
 """PyTorch's parameter groups, with what the MLX optimizer runs with now."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from .table import ROWS, number
 def torch_groups(
     flat: Mapping[str, mx.array],
     record: OptimizerRecord,
-    used: list[Mapping[str, Any]] | None = None,
+    used: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Difference], list[str]]:
     """Return PyTorch's parameter groups with what the MLX optimizer runs with.
 
@@ -36,8 +36,8 @@ def torch_groups(
     rates: list[str] = []
     for i, group in enumerate(record.groups):
         prefix = record.prefix(i)
-        step = required(flat, f"{prefix}step").item()
-        held = required(flat, f"{prefix}learning_rate").item()
+        step = number(required(flat, f"{prefix}step"))
+        held = number(required(flat, f"{prefix}learning_rate"))
         group = dict(group)
         mine = dict(used[0 if record.joined else i]) if used else settings(name, group)
         found += mlx_differences(name, mine, step)
@@ -114,7 +114,8 @@ def _learning_rate(
     if used.get("schedule") and "learning_rate" in used:
         held, step = used["learning_rate"], step + 1
     # Not every bit: a schedule may have run on another device, or compiled.
-    if math.isclose(scheduled_rate(name, group, step).item(), held, rel_tol=1e-6):
+    scheduled = number(scheduled_rate(name, group, step))
+    if math.isclose(scheduled, held, rel_tol=1e-6):
         return lr
     if divisor is not None and used.get("schedule", True):
         held *= number(divisor(max(step - 1, 0)))

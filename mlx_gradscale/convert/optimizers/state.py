@@ -6,7 +6,7 @@ PyTorch's side is a state dict; what only PyTorch knows (its groups, the names
 behind its indices) goes into an :class:`OptimizerRecord` that the way back needs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ def to_mlx(
 
 def _flat_state(
     record: OptimizerRecord,
-    states: Mapping,
+    states: Mapping[Any, Any],
     entries: Mapping[str, Entry],
     tensors: Mapping[str, mx.array],
 ) -> dict[str, mx.array]:
@@ -157,7 +157,7 @@ def to_torch(
     record: OptimizerRecord,
     entries: Mapping[str, Entry],
     *,
-    used: list[Mapping[str, Any]] | None = None,
+    used: Sequence[Mapping[str, Any]] | None = None,
     accept: Iterable[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """Convert an MLX optimizer state to a PyTorch state dict.
@@ -177,7 +177,7 @@ def to_torch(
     groups, found, notes = torch_groups(flat, record, used)
     for i, group in enumerate(groups):
         prefix = record.prefix(i)
-        step = required(flat, f"{prefix}step").item()
+        step = number(required(flat, f"{prefix}step"))
         for index, name in zip(record.indices[i], record.names[i], strict=True):
             is_fresh = name in record.fresh
             if is_fresh and not _has_state(flat, prefix, row.slots, entries[name]):
@@ -215,12 +215,15 @@ def _signature(name: str, group: Mapping[str, Any]) -> str:
 
 
 def _steps(
-    members: list[list[int]], states: Mapping, names: Mapping[int, str], default: int
+    members: list[list[int]],
+    states: Mapping[Any, Any],
+    names: Mapping[int, str],
+    default: int,
 ) -> tuple[list[int], str]:
     """Return one step count per group, and how PyTorch wrote it."""
     steps, like = [], "scalar"
     for indices in members:
-        counts = {}
+        counts: dict[int, str] = {}
         for index in indices:
             step = states.get(index, {}).get("step")
             if step is None:

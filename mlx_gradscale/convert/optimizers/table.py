@@ -13,8 +13,10 @@ from typing import Any
 
 import mlx.optimizers as optim
 
+Group = Mapping[str, Any]
 
-def number(value: Any) -> float:
+
+def number(value: Any) -> Any:
     """Return a Python number from a number or a one-element array."""
     return value.item() if hasattr(value, "item") else value
 
@@ -48,13 +50,13 @@ class Row:
     absent: frozenset[str]
     refused: dict[str, tuple[Any, str]]
     fixed: dict[str, Any] = field(default_factory=dict)
-    divisor: Callable[[Mapping], Callable | None] = lambda group: None
+    divisor: Callable[[Group], Callable[..., Any] | None] = lambda group: None
     counts: bool = True
     notes: tuple[str, ...] = ()
     carried: frozenset[str] = frozenset()
-    doubt: Callable[[Mapping], str | None] = lambda group: None
+    doubt: Callable[[Group], str | None] = lambda group: None
 
-    def unknown(self, group: Mapping[str, Any]) -> list[str]:
+    def unknown(self, group: Group) -> list[str]:
         """Return group keys that are none of this optimizer's: a subclass's, say."""
         known = {*self.settings, *self.marks, *self.refused, *self.carried, *_CARRIED}
         return [key for key in group if key not in known]
@@ -80,18 +82,18 @@ def _l2(name: str) -> dict[str, tuple[Any, str]]:
     return {"weight_decay": (0, _L2.format(name))} | _MAXIMIZE
 
 
-def _adagrad_divisor(group: Mapping) -> Callable | None:
+def _adagrad_divisor(group: Group) -> Callable[..., Any] | None:
     decay = number(group.get("lr_decay", 0))
     # MLX asks with the steps done, which is the (step - 1) of PyTorch's formula.
     return (lambda step: 1 + decay * step) if decay else None
 
 
-def _adamax_divisor(group: Mapping) -> Callable:
+def _adamax_divisor(group: Group) -> Callable[..., Any]:
     beta = number(group["betas"][0])
     return lambda step: 1 - beta ** (step + 1)
 
 
-def _lion_doubt(group: Mapping) -> str | None:
+def _lion_doubt(group: Group) -> str | None:
     # lion_pytorch keeps the switch in the object; timm's groups have more keys.
     decay, rate = number(group["weight_decay"]), number(group["lr"])
     if not decay or "maximize" in group:
@@ -112,7 +114,7 @@ _ADAM_REFUSED = {
         "not keep",
     )
 } | _MAXIMIZE
-_ADAM = {
+_ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
     "marks": frozenset({"betas", "eps", "amsgrad"}),
     "absent": frozenset({"momentum_decay"}),

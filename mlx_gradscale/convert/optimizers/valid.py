@@ -96,7 +96,8 @@ def is_number(value: Any) -> bool:
 
 
 def _float(value: Any) -> float:
-    return float(value.item() if isinstance(value, mx.array) else value)
+    plain: Any = value.item() if isinstance(value, mx.array) else value
+    return float(plain)
 
 
 def _need(is_right: bool, where: str, what: str, value: Any) -> None:
