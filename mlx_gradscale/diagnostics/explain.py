@@ -130,14 +130,14 @@ def explain_overflow(
         model (nn.Module): The model.
         loss_fn (Callable): As for ``nn.value_and_grad``: is called with the batch
             and returns the loss, or a tuple that starts with it.
-        batch (Any): What ``loss_fn`` takes. mlx-lm's losses take the model first.
+        *batch (Any): What ``loss_fn`` takes. mlx-lm's losses take the model first.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale; after an
             overflow a scaler has lowered its own already. Leave it out if
             ``loss_fn`` comes from ``scale_loss``. Default: none.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         keep (Callable, optional): As for ``GradScaler.value_and_grad``.
         cast_inputs (bool): As for ``GradScaler.value_and_grad``.
-        named (Any): What ``loss_fn`` takes by keyword.
+        **named (Any): What ``loss_fn`` takes by keyword.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn

@@ -13,8 +13,11 @@ def first_bad(
     """Return the layer that made the first value that is bad.
 
     Args:
+        values (list): Those in half precision.
+        references (list): Those in float32.
         own (str): The side of a layer where what it made comes out: "output", or
             "input" in the backward pass.
+        distance (float): How far from its reference a value is bad.
     """
     for value, reference in _pairs(values, references):
         if is_bad(value, reference, distance):

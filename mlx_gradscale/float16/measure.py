@@ -100,8 +100,11 @@ class Setting:
     """What is run, and how.
 
     Attributes:
-        model, loss_fn: as for ``nn.value_and_grad``.
-        compute_dtype, cast_inputs, keep: as for ``GradScaler.value_and_grad``.
+        model (nn.Module): The model.
+        loss_fn (Callable): As for ``nn.value_and_grad``.
+        compute_dtype (Dtype or None): As for ``GradScaler.value_and_grad``.
+        cast_inputs (bool): As for ``GradScaler.value_and_grad``.
+        keep (Callable or None): As for ``GradScaler.value_and_grad``.
     """
 
     model: nn.Module

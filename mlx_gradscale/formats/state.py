@@ -60,7 +60,7 @@ def read_state(
             Python's, or one-element arrays of any kind.
         format (str, optional): A key of :data:`FORMATS`; by default recognised by the
             keys.
-        settings (Any): Values for what the format does not carry, such as
+        **settings (Any): Values for what the format does not carry, such as
             ``growth_interval=500``. What is neither carried nor given is taken from the
             framework's defaults, with a :class:`FormatWarning`.
 
