@@ -23,11 +23,13 @@ class LayerDtypes:
     """One call of a layer.
 
     Attributes:
-        path: the layer's; "" is the whole model.
-        parameters: the dtype of its own half-precision parameters, None without.
-        inputs: the dtypes of the floating arrays that it was given.
-        outputs: the dtypes of the floating arrays that it returned.
-        argument: the name of the loss function's argument that it was given, if it was.
+        path (str): The layer's; "" is the whole model.
+        parameters (Dtype or None): The dtype of its own half-precision parameters, None
+            without.
+        inputs (tuple): The dtypes of the floating arrays that it was given.
+        outputs (tuple): The dtypes of the floating arrays that it returned.
+        argument (str or None): The name of the loss function's argument that it was
+            given, if it was.
     """
 
     path: str
@@ -51,9 +53,11 @@ class Calls:
     _running: list[nn.Module] = field(default_factory=list)
 
     def is_running(self, module: nn.Module) -> bool:
+        """Tell whether a call of this module is on its way."""
         return any(module is each for each in self._running)
 
     def first_wider(self) -> LayerDtypes | None:
+        """Return the first layer that returned float32 though its own are halves."""
         return next((layer for layer in self.layers if layer.is_wider), None)
 
     def names(self, loss_fn: Callable, args: tuple, kwargs: dict) -> None:
@@ -68,6 +72,7 @@ class Calls:
     def call(
         self, path: str, module: nn.Module, function: Callable, args: Any, kwargs: Any
     ) -> Any:
+        """Call a layer, and note the dtypes of what goes in and comes out."""
         given = _floating((args, kwargs))
         self._running.append(module)
         try:

@@ -49,6 +49,7 @@ class NonFinite:
 
     @property
     def count(self) -> int:
+        """How many values are not finite."""
         return self.nan + self.positive_inf + self.negative_inf
 
 

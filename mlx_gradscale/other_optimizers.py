@@ -39,7 +39,7 @@ class _Plan:
     first: dict[tuple[Any, ...], tuple[Any, ...] | None] = field(default_factory=dict)
 
     def owner(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The parameter that a path in the state belongs to, () for none."""
+        """Return the parameter that a path in the state belongs to, () for none."""
         starts = (path[:n] for n in range(len(path), 0, -1))
         return next((p for p in starts if p in self.parameters), ())
 

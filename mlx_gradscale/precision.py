@@ -120,9 +120,9 @@ class Passes:
     """What became of parameters whose gradients are to be unscaled on the way out.
 
     Attributes:
-        unscaled: how many gradients came by. None, if something else was
-            differentiated: another model, or parameters that the loss function took
-            as an argument.
+        unscaled (int): How many gradients came by. None, if something else was
+            differentiated: another model, or parameters that the loss function took as
+            an argument.
     """
 
     unscaled: int = 0

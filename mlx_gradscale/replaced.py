@@ -14,8 +14,8 @@ def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
 
     Args:
         module (ModuleType): Whose names.
-        **values (Any): By name. A name that the module has not is one that it takes
-            from Python's own, as ``range``.
+        **values (Any): By name. A name that the module does not have is one that it
+            takes from Python's own, as ``range``.
 
     Example:
         >>> import math

@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ from .files.locks import open_file
 _LARGEST = 2**20
 
 
-def save_state(path: str | os.PathLike, state: dict[str, Any]) -> None:
+def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write ``state`` to one file, in the format that the suffix names.
 
     Args:
@@ -34,7 +34,7 @@ def save_state(path: str | os.PathLike, state: dict[str, Any]) -> None:
         file.write(data)
 
 
-def load_state(path: str | os.PathLike) -> dict[str, Any]:
+def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what :func:`save_state`, or ``torch.save``, wrote.
 
     Args:
@@ -58,7 +58,7 @@ def load_state(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def _read(file: Any) -> bytes:
-    data = file.read(_LARGEST + 1)
+    data: bytes = file.read(_LARGEST + 1)
     if len(data) > _LARGEST:
         raise ValueError(
             "it holds more than the state of a GradScaler. Of a whole checkpoint, load "
@@ -79,7 +79,8 @@ def _encode_safetensors(state: dict[str, Any]) -> bytes:
 
 
 def _decode_safetensors(data: bytes) -> dict[str, Any]:
-    arrays = mx.load(io.BytesIO(data), format="safetensors")
+    loaded = mx.load(io.BytesIO(data), format="safetensors")
+    arrays = cast(dict[str, mx.array], loaded)
     if any(array.size != 1 for array in arrays.values()):
         raise ValueError("it holds tensors, not the numbers of a GradScaler")
     return {name: array.item() for name, array in arrays.items()}
@@ -92,11 +93,11 @@ _FORMATS = {
 }
 
 
-def _is_gzip(path: str | os.PathLike) -> bool:
+def _is_gzip(path: str | os.PathLike[str]) -> bool:
     return Path(path).name.endswith((".json.gz", ".pt.gz"))
 
 
-def _format(path: str | os.PathLike) -> Any:
+def _format(path: str | os.PathLike[str]) -> Any:
     suffix = Path(path).with_suffix("").suffix if _is_gzip(path) else Path(path).suffix
     if suffix not in _FORMATS:
         raise ValueError(

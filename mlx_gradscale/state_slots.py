@@ -55,5 +55,5 @@ def restore(saved: list[tuple[Any, Any]]) -> None:
 
 
 def dotted(path: tuple) -> str:
-    """A path as it is shown in errors."""
+    """Return a path as it is shown in errors."""
     return repr(".".join(map(str, path)))

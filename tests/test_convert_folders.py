@@ -9,6 +9,7 @@ from convert_helpers import fails, forward, identical, small
 from mlx_gradscale import inspect, torch_checkpoint
 from mlx_gradscale.convert import Record, main, read_run, read_torch, write_torch
 from mlx_gradscale.convert.torch_folder import read_rest
+from mlx_gradscale.run_folder.contents import RunError
 
 NAMES = {
     "safetensors": ("model-0000{}-of-00002.safetensors", "model.safetensors"),
@@ -206,3 +207,10 @@ def test_an_mlx_model_in_several_files_is_a_run(tmp_path):
         path = tmp_path / f"model-0000{i}-of-00002.safetensors"
         mx.save_safetensors(str(path), {name: mx.zeros(2)})
     assert read_run(tmp_path).weights.keys() == {"a", "b"}
+
+
+def test_a_link_to_a_part_that_is_gone_is_named(tmp_path):
+    mx.save_safetensors(str(tmp_path / "model-1-of-2.safetensors"), {"a": mx.zeros(2)})
+    (tmp_path / "model-2-of-2.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(RunError, match=r"2-of-2\.safetensors is a link"):
+        read_run(tmp_path)

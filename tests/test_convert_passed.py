@@ -146,7 +146,7 @@ def test_what_is_the_patterns_is_named(keep_settings, tmp_path, capsys):
     said = capsys.readouterr().err
     named = "epoch, scheduler, initial_lr in the optimizer's groups, the tensors that"
     if keep_settings:
-        assert f"{named} MLX has not (odd): the pattern's" in said
+        assert f"{named} MLX does not have (odd): the pattern's" in said
     else:
         assert "momentum in the optimizer's groups" in said
     assert "out of date" not in said

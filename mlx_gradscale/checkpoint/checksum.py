@@ -1,5 +1,7 @@
 """A checksum of an array, computed where the array is."""
 
+from typing import cast
+
 import mlx.core as mx
 
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint32}
@@ -40,4 +42,4 @@ def checksum(x: mx.array) -> str:
         piece = words[start : start + _PIECE]
         total = total + _sums(piece, mx.array(start % 2**32, mx.uint32))
         mx.eval(total)
-    return "".join(f"{part:08x}" for part in total.tolist())
+    return "".join(f"{part:08x}" for part in cast(list[int], total.tolist()))

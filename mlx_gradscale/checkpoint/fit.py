@@ -56,6 +56,7 @@ def fitting_weights(
 
 
 def check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
+    """Raise unless both have the same names."""
     own, saved = set(own), set(saved)
     lacks = sorted(saved - own), sorted(own - saved)
     said = [
@@ -72,6 +73,7 @@ def check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
 
 
 def check_kind(name: str, own: mx.array, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise unless an array here has the saved shape and dtype."""
     if (own.shape, dtype_name(own)) != (shape, dtype):
         raise ValueError(
             f"{short(name)} is {short(dtype)} of shape {shape} in the checkpoint, "
@@ -80,6 +82,7 @@ def check_kind(name: str, own: mx.array, shape: tuple[int, ...], dtype: str) -> 
 
 
 def check_moment(path: str, here: mx.array, there: mx.array) -> None:
+    """Raise unless a moment fits; floating ones may differ in precision."""
     # MLX's optimizers change the precision of their state in the first steps.
     same = here.dtype == there.dtype or (is_floating(here) and is_floating(there))
     if here.shape != there.shape or not same:
@@ -87,6 +90,7 @@ def check_moment(path: str, here: mx.array, there: mx.array) -> None:
 
 
 def check_scaler(resume: Flat, scaler: GradScaler | None) -> None:
+    """Raise unless the saved scaler's state fits the one that is given."""
     saved = resume["scaler"]
     if saved is None and scaler is None:
         return
@@ -101,14 +105,17 @@ def check_scaler(resume: Flat, scaler: GradScaler | None) -> None:
 
 
 def check_settings(resume: Flat, optimizer: Optimizer) -> None:
-    wrapped = isinstance(optimizer, LossScaleOptimizer)
-    if wrapped != resume["wrapped"]:
-        was, now = ("", " not") if resume["wrapped"] else (" not", "")
+    """Raise unless the optimizer is built as the saved one; warn of schedules."""
+    inner = optimizer
+    if isinstance(optimizer, LossScaleOptimizer):
+        inner = optimizer.optimizer
+    if (inner is not optimizer) != resume["wrapped"]:
+        there, here = ("", " not") if resume["wrapped"] else (" not", "")
         raise ValueError(
-            f"The saved optimizer was{was} a LossScaleOptimizer, this one is{now}."
+            f"The saved optimizer was{there} a LossScaleOptimizer, this one is{here}."
         )
     saved = resume["settings"]
-    own = settings(optimizer.optimizer if wrapped else optimizer)
+    own = settings(inner)
     was, now = ([part["class"] for part in s] for s in (saved, own))
     if was != now:
         raise ValueError(
@@ -140,5 +147,6 @@ def _warn(text: str) -> None:
 
 
 def short(value: Any) -> str:
+    """Return a value as text for an error: printable, at most 80 characters."""
     text = printable(value if isinstance(value, str) else repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -61,20 +61,21 @@ def gather(
     """
     own = weights(model)
     encode(dict(extra), {}, "extra")  # what cannot be written is told now
-    wrapped = isinstance(optimizer, LossScaleOptimizer)
-    inner = optimizer.optimizer if wrapped else optimizer
-    if wrapped:
+    inner = optimizer
+    if isinstance(optimizer, LossScaleOptimizer):
+        inner = optimizer.optimizer
         _refuse_nonfinite(optimizer, own)
     run = live_contents(place, model, optimizer, scaler)
     check_arrays(run)  # now, not in a thread
     run.training = _of_others(place) | run.training
     saved = _saved_names(model, own, frozen)
-    run.weights = {name: run.weights[name] for name in own if name in saved}
-    state = optimizer.state if wrapped else {}
+    all_weights = run.weights or {}
+    run.weights = {name: all_weights[name] for name in own if name in saved}
+    state = {} if inner is optimizer else optimizer.state
     rest = {k: v for k, v in state.items() if k not in _ELSEWHERE}
     flat = tree_flatten(inner.state)
     run.training[RESUME] = {
-        "wrapped": wrapped,
+        "wrapped": inner is not optimizer,
         "max_grad_norm": getattr(optimizer, "max_grad_norm", None),
         "settings": settings(inner),
         "numbers": {name: x for name, x in flat if isinstance(x, NUMBERS)},
@@ -98,12 +99,13 @@ def complete(run: Contents, own: Mapping[str, mx.array]) -> None:
         run (Contents): From :func:`gather`.
         own (dict): The model's weights, with it.
     """
+    saved = run.weights or {}
     run.training[RESUME] |= {
-        "exact": _lost_in_cast(run.weights, own),
+        "exact": _lost_in_cast(saved, own),
         "frozen": {
             name: [dtype_name(x), list(x.shape), checksum(x)]
             for name, x in own.items()
-            if name not in run.weights
+            if name not in saved
         },
     }
 

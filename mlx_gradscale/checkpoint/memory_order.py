@@ -6,7 +6,7 @@ that lie as they did. Of 1 x n matrices this is the usual case: both ways are de
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -26,8 +26,8 @@ def strides(arrays: Mapping[str, mx.array]) -> dict[str, list[int]]:
     found = {}
     for name, x in arrays.items():
         if x.ndim > 1 and x.size > 1:
-            view = memoryview(x)
-            mine = [stride // view.itemsize for stride in view.strides]
+            view = memoryview(cast(Any, x))
+            mine = [stride // view.itemsize for stride in view.strides or ()]
             if mine != _in_order(x.shape, range(x.ndim)) and is_dense(x.shape, mine):
                 found[name] = mine
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..files.background import in_background
 
-_running: list[Future] = []
+_running: list[Future[Any]] = []
 
 
 def begin(function: Callable[..., Any], *arguments: Any) -> None:

@@ -1,6 +1,6 @@
 """One checkpoint for all ranks: rank 0 writes and reads, all know whether it could."""
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.optimizers import Optimizer
@@ -22,7 +22,7 @@ def group_of(
     """Return the ranks that train together: as given, or as the parts know it."""
     for known in (group, *(getattr(x, "_group", None) for x in (optimizer, scaler))):
         if known is not None:
-            return known
+            return cast(Group, known)
     return mx.distributed.init()
 
 
@@ -30,7 +30,8 @@ def agree(error: BaseException | None, group: Group, what: str) -> None:
     """Raise on every rank, if there is an error on any."""
     if not is_alone(group):
         mine = mx.array([[_WORD, error is not None]], mx.uint32)
-        told = mx.distributed.all_gather(mine, group=group).tolist()
+        every = mx.distributed.all_gather(mine, group=group)
+        told = cast(list[list[int]], every.tolist())
         if any(word != _WORD for word, _ in told):
             raise RuntimeError(
                 f"Not every rank came to {what}(): all must call it, not only rank 0, "
@@ -65,10 +66,11 @@ def check_copies(tree: Any, group: Group) -> None:
 
 def random_keys(group: Group) -> list[list[int]]:
     """Return where ``mx.random`` stands, on each rank."""
-    key = mx.random.state[0][None]
+    state = cast(list[mx.array], mx.random.state)
+    key = state[0][None]
     if not is_alone(group):
         key = mx.distributed.all_gather(key, group=group)
-    return key.tolist()
+    return cast(list[list[int]], key.tolist())
 
 
 def seed_of(keys: Any, group: Group) -> int:
@@ -93,5 +95,6 @@ def seed_of(keys: Any, group: Group) -> int:
         high, low = keys[0]
     else:
         start = mx.array(keys[0], mx.uint32)
-        high, low = mx.random.split(start, rank + 1)[rank].tolist()
-    return high << 32 | low
+        own = mx.random.split(start, rank + 1)[rank]
+        high, low = cast(list[int], own.tolist())
+    return int(high << 32 | low)

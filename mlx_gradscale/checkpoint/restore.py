@@ -39,7 +39,7 @@ _UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 def restore_checkpoint(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer,
     scaler: GradScaler | None = None,
@@ -105,7 +105,7 @@ def restore_checkpoint(
     return extra
 
 
-def _with_folder(problem: Exception, folder: str | os.PathLike) -> Exception:
+def _with_folder(problem: Exception, folder: str | os.PathLike[str]) -> Exception:
     if isinstance(problem, _UNEXPECTED):
         kind = type(problem).__name__
         problem = ValueError(f"The checkpoint is damaged: {kind}: {problem}.")
@@ -116,7 +116,7 @@ def _with_folder(problem: Exception, folder: str | os.PathLike) -> Exception:
     return named
 
 
-def _read(folder: str | os.PathLike) -> dict[str, Any]:
+def _read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     tensors: dict[str, mx.array] = {}
     try:
         run = read_contents(folder)
@@ -166,16 +166,17 @@ def _write_optimizer(
     new: Mapping[str, mx.array],
     wider: Mapping[str, mx.array],
 ) -> None:
-    wrapped = isinstance(optimizer, LossScaleOptimizer)
-    inner = optimizer.optimizer if wrapped else optimizer
+    inner = optimizer
+    if isinstance(optimizer, LossScaleOptimizer):
+        inner = optimizer.optimizer
     lie = resume["strides"]
     saved = {path: arranged(x, lie["optimizer"].get(path)) for path, x in saved.items()}
     saved |= resume["numbers"]
-    lacks = wrapped or saved.keys() - places(inner.state).keys()
+    lacks = inner is not optimizer or saved.keys() - places(inner.state).keys()
     if lacks and not optimizer._initialized:
         optimizer.init(model.trainable_parameters())
     mx.eval(saved)
-    if not wrapped:
+    if inner is optimizer:
         _write_state(inner, saved)
         return
     state = {f"optimizer.{path}": x for path, x in saved.items()}

@@ -21,7 +21,7 @@ from .weights import statistics, weights
 
 
 def save_checkpoint(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer,
     scaler: GradScaler | None = None,
@@ -93,7 +93,7 @@ def save_checkpoint(
     except Exception as problem:
         error = problem
     ranks.agree(error, group, "save_checkpoint")
-    held = [optimizer, *([] if scaler is None else [scaler])]
+    held: list[Any] = [optimizer, *([] if scaler is None else [scaler])]
     copies = {type(part).__name__: part.state for part in held}
     ranks.check_copies({"model": _shared(model), **copies}, group)
     keys = ranks.random_keys(group)
@@ -113,7 +113,7 @@ def save_checkpoint(
 def check_arguments(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
 ) -> GradScaler | None:
-    """Raise for what is no run; return its scaler."""
+    """Raise if this is not a run; return its scaler."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected an mlx.nn.Module, got {type(model).__name__}.")
     if not isinstance(optimizer, Optimizer):
@@ -140,7 +140,7 @@ def _shared(model: nn.Module) -> dict[str, mx.array]:
     return {name: x for name, x in weights(model).items() if name not in own_of_each}
 
 
-def _check_place(folder: str | os.PathLike) -> Path:
+def _check_place(folder: str | os.PathLike[str]) -> Path:
     place = check_folder(folder, overwrite=True)
     there = [name for name in OURS if (place / name).exists()]
     if there and not is_run(place):

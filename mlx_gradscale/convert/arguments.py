@@ -100,7 +100,7 @@ _REST: dict[str, dict[str, Any]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's arguments.
+    """Return the parser of the command's arguments.
 
     Example:
         >>> parser().parse_args(["--torch-path", "a.pt", "--mlx-path", "a"]).dry_run

@@ -41,10 +41,10 @@ _FLAGS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command.
 
     Args:
-        argv: the arguments; by default those of the process.
+        argv (list, optional): The arguments. Default: those of the process.
 
     Returns:
         int: 0, 1 after an error, 130 after Ctrl-C, both told in one line. Wrong
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """What the command does, with errors raised."""
+    """Do what the command does, with errors raised."""
     way = direction(arguments)
     if contains(arguments.mlx_path, arguments.torch_path) or contains(
         arguments.torch_path, arguments.mlx_path
@@ -72,7 +72,7 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def direction(arguments: argparse.Namespace) -> str:
-    """Which way, by the path that exists."""
+    """Return which way to go, by the path that exists."""
     paths = {"mlx": arguments.torch_path, "torch": arguments.mlx_path}
     for path in paths.values():
         refuse_hidden(path)
@@ -83,7 +83,7 @@ def direction(arguments: argparse.Namespace) -> str:
             raise FileNotFoundError(
                 f"There is nothing at --{source}-path {paths[arguments.to]} to read."
             )
-        return arguments.to
+        return str(arguments.to)
     if not any(there.values()):
         raise FileNotFoundError(
             "Neither path exists: there is nothing to read at --torch-path "
@@ -95,6 +95,7 @@ def direction(arguments: argparse.Namespace) -> str:
 
 
 def to_mlx_folder(arguments: argparse.Namespace) -> None:
+    """Write the folder of a PyTorch checkpoint, or print what would be written."""
     check_folder(arguments.mlx_path, arguments.overwrite)
     options, models = _options(arguments), _models(arguments.model)
     checkpoint, notes = read_torch(arguments.torch_path, _float64(arguments))
@@ -114,6 +115,7 @@ def to_mlx_folder(arguments: argparse.Namespace) -> None:
 
 
 def to_torch_file(arguments: argparse.Namespace) -> None:
+    """Write the PyTorch checkpoint of a folder, or print what would be written."""
     run = read_run(arguments.mlx_path)
     if arguments.like is not None and run.runs:
         raise ValueError(f"--like is for one run: {arguments.mlx_path} holds several.")
@@ -203,7 +205,7 @@ def _only(models: list[nn.Module]) -> nn.Module | None:
 
 
 def _model(place: str) -> nn.Module:
-    """The user's MLX model, from MODULE:NAME or mlx-lm's config."""
+    """Return the user's MLX model, from MODULE:NAME or mlx-lm's config."""
     if Path(place).is_dir() or place.endswith(".json"):
         return mlx_lm_model(Path(place))
     module, colon, name = place.partition(":")
@@ -251,7 +253,7 @@ def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
         lines += ["", _plan(each, Path(name), target / name, ())]
     if run.weights is not None and run.record.model:
         plan = run.record.model.plan
-        rows = []
+        rows: list[Any] = []
         for name, entry in plan.entries.items():
             array = run.weights[entry.mlx[0]]
             arrows = ", ".join(entry.mlx)
@@ -271,8 +273,7 @@ def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
         one = "one optimizer" if record.joined else "a MultiOptimizer"
         lines += ["", table(header, rows), f"as {one}"]
     if run.scaler is not None:
-        rows = run.scaler.items()
-        lines += ["", table(("scaler", ""), rows)]
-    rows = [(path, "replaced" if path.exists() else "new") for path in written]
-    lines += ["", table(("file", ""), rows)] if rows else []
+        lines += ["", table(("scaler", ""), run.scaler.items())]
+    files = [(path, "replaced" if path.exists() else "new") for path in written]
+    lines += ["", table(("file", ""), files)] if files else []
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,7 @@ from .layouts.wrappers import LIGHTNING
 from .notes import moments_notes, other_notes, plan_notes, schedule_notes
 from .optimizers import state as optimizer_state
 from .optimizers.compare import check_accepted
+from .optimizers.record import OptimizerRecord
 from .optimizers.valid import check_state_dict
 from .parameter_order import mlx_order, parameter_names
 from .passthrough import age_notes
@@ -32,15 +33,16 @@ LIGHTNING_VERSION = "pytorch-lightning_version"  # only Lightning's files have i
 def from_torch(
     checkpoint: Any, model: nn.Module | None = None, options: Options | None = None
 ) -> Run:
-    """Converts a PyTorch checkpoint, as ``torch_checkpoint.load`` gives it.
+    """Convert a PyTorch checkpoint, as ``torch_checkpoint.load`` gives it.
 
     Args:
-        checkpoint: a dict of any shape, or a bare state dict.
-        model: the MLX model; gives names, layouts and shapes. It is not changed.
-        options: what the checkpoint does not tell.
+        checkpoint (Any): A dict of any shape, or a bare state dict.
+        model (nn.Module, optional): The MLX model; gives names, layouts and shapes. It
+            is not changed.
+        options (Options, optional): What the checkpoint does not tell.
 
     Returns:
-        Run: ready to be written or resumed. What MLX has no place for is in its
+        Run: Ready to be written or resumed. What MLX has no place for is in its
         ``record`` and comes back as it was: dropped tensors with their moments,
         averaged copies of the model (in PyTorch's layout, and not averaged further),
         schedules, counters, objects of other programs' classes.
@@ -66,7 +68,7 @@ def from_sections(
     model: nn.Module | None,
     options: Options,
 ) -> Run:
-    """Converts a checkpoint whose sections were found; see :func:`from_torch`."""
+    """Convert a checkpoint whose sections were found; see :func:`from_torch`."""
     run = Run(record=Record(cut(checkpoint, sections)))
     if "model" in sections:
         tensors = plain_section("model", get(checkpoint, sections["model"]))
@@ -107,7 +109,7 @@ def _take_optimizer(
     found = plain_section("optimizer", get(checkpoint, sections["optimizer"]))
     state = unflattened(found)
     check_state_dict(state)
-    # Before its parameters are sought: an optimizer that MLX has not is told so.
+    # Before its parameters are sought: one that MLX does not have is told so.
     optimizers.recognise(state, options.optimizer)
     names, doubts = parameter_names(
         state,
@@ -133,7 +135,7 @@ def _take_optimizer(
 
 
 def _extra(state: Mapping[str, Any], sections: Mapping[str, Path]) -> dict[str, Any]:
-    """What an optimizer's dict holds besides its own two keys, without a scaler."""
+    """Return what an optimizer's dict holds besides its two keys and a scaler."""
     extra = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
     start, scaler = sections["optimizer"], sections.get("scaler", ())
     if scaler[: len(start)] == start and len(scaler) > len(start):
@@ -142,14 +144,14 @@ def _extra(state: Mapping[str, Any], sections: Mapping[str, Path]) -> dict[str, 
 
 
 def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
-    """Makes the PyTorch checkpoint of a run.
+    """Make the PyTorch checkpoint of a run.
 
     Args:
-        run: from :func:`from_torch`, or read from a folder, with newer values.
-        accept: differences between the optimizers to convert in spite of.
+        run (Run): From :func:`from_torch`, or read from a folder, with newer values.
+        accept (Iterable): Differences between the optimizers to convert in spite of.
 
     Returns:
-        tuple: the checkpoint, of the same shape as the one the run came from, for
+        tuple: The checkpoint, of the same shape as the one the run came from, for
         ``torch_checkpoint.save``; and sentences for the user, on entries that are as
         old as the conversion (epoch, schedule), for example.
 
@@ -188,7 +190,7 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
 
 
 def _several_to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
-    """The one checkpoint of several runs."""
+    """Return the one checkpoint of several runs."""
     values: dict[str, Any] = {}
     notes: list[str] = []
     for i, (name, each) in enumerate(run.runs.items()):
@@ -207,12 +209,13 @@ def _several_to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[s
 def _give_model(run: Run) -> dict[str, mx.array]:
     if run.weights is None:
         raise ValueError("The run has no weights.")
-    entries = run.record.model.entries.values()
-    made = run.record.model.state_dict(run.weights)
+    model = cast(ModelRecord, run.record.model)
+    entries = model.entries.values()
+    made = model.state_dict(run.weights)
     spare = set(run.weights) - {name for entry in entries for name in entry.mlx}
     if spare:
         raise ValueError(
-            f"The MLX weights have {sorted(spare)}, which PyTorch's model has not."
+            f"The MLX weights have {sorted(spare)}, PyTorch's model does not."
         )
     return made
 
@@ -220,9 +223,11 @@ def _give_model(run: Run) -> dict[str, mx.array]:
 def _give_optimizer(
     run: Run, values: Mapping[str, Any], accept: Iterable[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    record, entries = run.record.optimizer, run.record.model.entries
+    record = cast(OptimizerRecord, run.record.optimizer)
+    entries = cast(ModelRecord, run.record.model).entries
+    flat = cast(dict[str, mx.array], run.optimizer)
     state, notes = optimizer_state.to_torch(
-        run.optimizer, record, entries, used=run.record.used, accept=accept
+        flat, record, entries, used=run.record.used, accept=accept
     )
     state |= paste(record.extra, values)
     notes += [

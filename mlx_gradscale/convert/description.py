@@ -30,13 +30,13 @@ from .torch_folder import read_torch
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """What is in a ``.pt`` or ``.safetensors`` file, a scaler's file or a folder.
+    """Tell what is in a ``.pt`` or ``.safetensors`` file, a scaler's file or a folder.
 
     Args:
-        path: the file or folder.
+        path (str or Path): The file or folder.
 
     Returns:
-        dict: ready for JSON: ``kind``, ``tensors`` (name, shape, dtype, bytes),
+        dict: Ready for JSON: ``kind``, ``tensors`` (name, shape, dtype, bytes),
         ``optimizer``, ``scaler`` and ``rest``, those that are there.
 
     Example:
@@ -93,13 +93,14 @@ def _run_groups(run: Run) -> list[dict[str, Any]]:
     try:
         return current_groups(run)
     except ValueError:  # the state is another optimizer's: only the record is left
-        recorded = run.record.optimizer.groups
+        recorded = run.record.optimizer.groups if run.record.optimizer else []
         return [{k: v for k, v in g.items() if k != "lr"} for g in recorded]
 
 
 def _describe_safetensors(path: Path) -> dict[str, Any]:
     arrays, metadata = read_arrays(path)
-    found = {"kind": "safetensors", "tensors": _tensors(_sorted(arrays))}
+    found: dict[str, Any] = {"kind": "safetensors"}
+    found |= {"tensors": _tensors(_sorted(arrays))}
     if metadata:
         found["metadata"] = metadata
     if {"step", "learning_rate"} <= arrays.keys() or "states.0.step" in arrays:
@@ -127,7 +128,7 @@ def _describe_torch(checkpoint: Any) -> dict[str, Any]:
 
 
 def _tensors(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each tensor is; a model's state may hold other values beside them."""
+    """Tell what each tensor is; a model's state may hold other values beside them."""
     return [
         {
             "name": name,
@@ -141,7 +142,7 @@ def _tensors(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _sorted(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """By name: mx.load gives them in any order."""
+    """Sort by name: ``mx.load`` gives them in any order."""
     return {name: arrays[name] for name in sorted(arrays, key=natural_order)}
 
 
@@ -205,7 +206,7 @@ def _rest(skeleton: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any, seen: set[int] | None = None) -> Any:
-    """JSON for people: a tensor is told by its shape, unless it is one number.
+    """Return JSON for people: a tensor by its shape, unless it is one number.
 
     Objects of other programs may hold themselves and each other: ``seen`` are those
     that were told, by id, and are told only in short again.
@@ -241,7 +242,7 @@ def _key(key: Any) -> str:
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """The description as text.
+    """Return the description as text.
 
     Example:
         >>> print(render({"path": "a.pt", "kind": "PyTorch checkpoint",
@@ -268,8 +269,8 @@ def render(found: Mapping[str, Any]) -> str:
         lines += ["", table(("scaler", ""), found["scaler"].items())]
     for key in ("metadata", "rest"):
         if key in found:
-            rows = [(k, _short(v)) for k, v in found[key].items()]
-            lines += ["", table(rows[0], rows[1:])]
+            said = [(k, _short(v)) for k, v in found[key].items()]
+            lines += ["", table(said[0], said[1:])]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def is_flat(value: Any) -> bool:
-    """Whether a dict is one that ``flatten_optimizer_state_dict=True`` made.
+    """Tell whether ``flatten_optimizer_state_dict=True`` made this dict.
 
     Example:
         >>> is_flat({"state.fc.weight.step": 1, "param_groups.fc.weight.lr": 0.1})
@@ -26,7 +26,7 @@ def _is_path(key: str) -> bool:
 
 
 def unflattened(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict of an optimizer, keyed by names; another one as it is.
+    """Return an optimizer's state dict, keyed by names; another one as it is.
 
     Parameters with the same settings are one group.
 
@@ -36,8 +36,8 @@ def unflattened(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not is_flat(value):
         return value
-    states: dict[str, dict] = {}
-    settings: dict[str, dict] = {}
+    states: dict[str, dict[Any, Any]] = {}
+    settings: dict[str, dict[Any, Any]] = {}
     for key, item in value.items():
         into = states if key.startswith(_STATE) else settings
         _, _, path = key.partition(".")
@@ -53,7 +53,7 @@ def unflattened(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The way back of :func:`unflattened`.
+    """Undo :func:`unflattened`.
 
     Example:
         >>> group = {"lr": 0.1, "params": ["w"]}

@@ -24,18 +24,19 @@ from .run import Run
 
 
 def write_run(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     run: Run,
     overwrite: bool = False,
     progress: Callable[[dict[str, mx.array]], None] | None = None,
 ) -> None:
-    """Writes a run: weights, optimizer, scaler, and the rest in ``training.json``.
+    """Write a run: weights, optimizer, scaler, and the rest in ``training.json``.
 
     Args:
-        folder: is made; if it is there, ``overwrite`` must be True.
-        run: what to write; what is None has no file.
-        overwrite: replace the run that is there; other files in the folder stay.
-        progress: called with each dict of arrays before it is written.
+        folder (str): Is made; if it is there, ``overwrite`` must be True.
+        run (Run): What to write; what is None has no file.
+        overwrite (bool): Replace the run that is there; other files in the folder stay.
+        progress (Callable, optional): Called with each dict of arrays before it is
+            written.
 
     Example:
         >>> import os, tempfile
@@ -52,7 +53,7 @@ def write_run(
 
 
 def run_files(run: Run) -> Files:
-    """What :func:`write_run` writes, by the name of the file.
+    """Return what :func:`write_run` writes, by the name of the file.
 
     Example:
         >>> list(run_files(Run(weights={"w": mx.ones(2)})))
@@ -69,18 +70,18 @@ def _contents(run: Run) -> Contents:
     return contents
 
 
-def read_run(folder: str | os.PathLike) -> Run:
-    """Reads a folder that :func:`write_run` wrote, or one with the same files.
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """Read a folder that :func:`write_run` wrote, or one with the same files.
 
     Args:
-        folder: without ``training.json`` the run's ``record`` is empty, and only a
-            PyTorch checkpoint of the same model can give it one.
+        folder (str): Without ``training.json`` the run's ``record`` is empty, and only
+            a PyTorch checkpoint of the same model can give it one.
 
     Returns:
-        Run: its arrays are read when they are used.
+        Run: Its arrays are read when they are used.
 
     Raises:
-        RunError: it is no such folder, or its files are damaged.
+        RunError: It is not such a folder, or its files are damaged.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():

@@ -17,14 +17,14 @@ _MOST_NAMED = 8
 
 
 def plain_section(section: str, value: Any) -> Any:
-    """The section with Python's numbers in the place of numpy's.
+    """Return the section with Python's numbers in the place of numpy's.
 
     Args:
-        section: ``"model"``, ``"optimizer"`` or ``"scaler"``.
-        value: the section.
+        section (str): ``"model"``, ``"optimizer"`` or ``"scaler"``.
+        value (Any): The section.
 
     Raises:
-        SectionsError: if another object stands where a tensor or a number is needed.
+        SectionsError: If another object stands where a tensor or a number is needed.
 
     Example:
         >>> plain_section("scaler", {"scale": 2.0})
@@ -33,7 +33,7 @@ def plain_section(section: str, value: Any) -> Any:
     return _plain(section, value, (section,))
 
 
-def _plain(section: str, value: Any, path: tuple) -> Any:
+def _plain(section: str, value: Any, path: tuple[Any, ...]) -> Any:
     if isinstance(value, Placeholder):
         plain = plain_value(value)
         if isinstance(plain, (bool, int, float)):
@@ -61,7 +61,7 @@ def _plain(section: str, value: Any, path: tuple) -> Any:
     return value
 
 
-def _may_be_there(section: str, path: tuple) -> bool:
+def _may_be_there(section: str, path: tuple[Any, ...]) -> bool:
     if section == "model":
         return str(path[-1]).rpartition(".")[2] == "_extra_state"
     # ("optimizer", "param_groups", 0, key, ...)
@@ -69,13 +69,13 @@ def _may_be_there(section: str, path: tuple) -> bool:
 
 
 def kind(value: Placeholder) -> str:
-    """What a placeholder stands for, in a word."""
+    """Return what a placeholder stands for, in a word."""
     is_scalar = not value.is_name and value.path.endswith("multiarray.scalar")
     return "numpy scalar" if is_scalar else value.path
 
 
 def foreign_notes(skeleton: Any) -> list[str]:
-    """One sentence on the objects in a checkpoint that are kept and not used.
+    """Return a sentence on the objects in a checkpoint that are kept and not used.
 
     Example:
         >>> args = Placeholder.named("argparse", "Namespace").called(b"R", ())
@@ -90,7 +90,9 @@ def foreign_notes(skeleton: Any) -> list[str]:
     return [f"Kept for the way back as they are: {said}."]
 
 
-def _find(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple, Placeholder]]:
+def _find(
+    value: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[Any, ...], Placeholder]]:
     if isinstance(value, Placeholder):
         yield path or ("the file itself",), value
     elif isinstance(value, Mapping):

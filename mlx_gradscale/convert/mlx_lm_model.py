@@ -12,12 +12,12 @@ _LARGEST_CONFIG = 2**22
 
 
 def mlx_lm_model(path: Path) -> nn.Module:
-    """Makes the model of mlx-lm, whose ``sanitize`` tells names and layouts.
+    """Make the model of mlx-lm, whose ``sanitize`` tells names and layouts.
 
     Nothing in the folder is executed: a ``model_file`` of its own is refused.
 
     Args:
-        path: a model's folder, or its ``config.json``.
+        path (Path): A model's folder, or its ``config.json``.
     """
     config = _read(path / "config.json" if path.is_dir() else path)
     kind = config.get("model_type")
@@ -34,7 +34,8 @@ def mlx_lm_model(path: Path) -> nn.Module:
         ) from error
     try:
         model_class, arguments_class = _get_classes(config)
-        return model_class(arguments_class.from_dict(config))
+        model: nn.Module = model_class(arguments_class.from_dict(config))
+        return model
     except Exception as error:  # a config may be wrong in any way
         kind = type(error).__name__
         raise ValueError(f"--model {path}: mlx-lm raised {kind}: {error}") from error

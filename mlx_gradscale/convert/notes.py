@@ -10,7 +10,7 @@ from .sections import moments_in, other_models
 
 
 def plan_notes(plan: Plan) -> list[str]:
-    """What the user should know of names and tensors."""
+    """Return what the user should know of names and tensors."""
     notes = []
     untied = {e.torch: e.places for e in plan.entries.values() if len(e.places) > 1}
     tied = {alias: name for alias, name in plan.tied.items() if name not in untied}
@@ -47,7 +47,7 @@ def plan_notes(plan: Plan) -> list[str]:
 
 
 def other_notes(checkpoint: Any, sections: Mapping[str, Any]) -> list[str]:
-    """What the user should know of further models in a checkpoint."""
+    """Return what the user should know of further models in a checkpoint."""
     others = other_models(checkpoint, sections)
     if not others:
         return []
@@ -59,7 +59,7 @@ def other_notes(checkpoint: Any, sections: Mapping[str, Any]) -> list[str]:
 
 
 def schedule_notes(run: Run) -> list[str]:
-    """A word on learning rate schedulers, which have no counterpart to convert to."""
+    """Return a word on schedulers, which have no counterpart to convert to."""
     steps = steps_of(run.optimizer or {})
     at = f", the optimizer at step {steps[0]}" if steps else ""
     notes = [
@@ -79,7 +79,7 @@ def schedule_notes(run: Run) -> list[str]:
 
 
 def moments_notes(skeleton: Any) -> list[str]:
-    """A word on optimizer states that are in no section."""
+    """Return a word on optimizer states that are in no section."""
     return [
         f"{place}: an optimizer's state that was not converted. It goes back as it "
         "was, beside newer weights: make a new optimizer in PyTorch."

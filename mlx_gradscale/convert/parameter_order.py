@@ -29,24 +29,25 @@ def parameter_names(
     rename: Callable[[str], str] = lambda name: name,
     order: Sequence[str] | None = None,
 ) -> tuple[dict[int, str], list[str]]:
-    """Finds the PyTorch name behind each index of an optimizer's state.
+    """Find the PyTorch name behind each index of an optimizer's state.
 
     Args:
-        state_dict: PyTorch's, with ``"state"`` and ``"param_groups"``.
-        tensors: the model's state dict.
-        plan: its plan; buffers and tied names are not parameters.
-        names: all names in the optimizer's order, where they are known.
-        rename: what the user makes of a name; names that it makes equal (with and
-            without a wrapper's prefix, say) are taken for each other.
-        order: the names of ``tensors`` in the MLX model's order (:func:`mlx_order`),
-            for a file that does not keep PyTorch's.
+        state_dict (dict): PyTorch's, with ``"state"`` and ``"param_groups"``.
+        tensors (dict): The model's state dict.
+        plan (Plan): Its plan; buffers and tied names are not parameters.
+        names (Iterable, optional): All names in the optimizer's order, where they are
+            known.
+        rename (Callable): What the user makes of a name; names that it makes equal
+            (with and without a wrapper's prefix, say) are taken for each other.
+        order (list, optional): The names of ``tensors`` in the MLX model's order
+            (:func:`mlx_order`), for a file that does not keep PyTorch's.
 
     Returns:
-        tuple: index -> name in ``tensors``; and sentences for the user, where the
+        tuple: Index -> name in ``tensors``; and sentences for the user, where the
         model's order was taken and shapes could not check it.
 
     Raises:
-        OrderError: if more than one assignment fits in the model's order, or none.
+        OrderError: If more than one assignment fits in the model's order, or none.
 
     Example:
         >>> from mlx_gradscale.convert.layouts import make_plan
@@ -92,15 +93,15 @@ def parameter_names(
 def mlx_order(
     tensors: Mapping[str, Any], plan: Plan, model: nn.Module | None
 ) -> list[str] | None:
-    """PyTorch's names in the order in which PyTorch would give the MLX model's.
+    """Return PyTorch's names in the order in which PyTorch would give the model's.
 
     A module's own parameters come first, its weight before its bias, and then those
     of its modules, in the order in which they were assigned.
 
     Args:
-        tensors: the model's state dict.
-        plan: its plan.
-        model: the MLX model; without it, nothing is known.
+        tensors (dict): The model's state dict.
+        plan (Plan): Its plan.
+        model (nn.Module, optional): The MLX model; without it, nothing is known.
 
     Example:
         >>> from mlx_gradscale.convert.layouts import make_plan
@@ -149,7 +150,7 @@ def _advice(some_are_left: bool = False) -> str:
 
 def _given(
     state_dict: Mapping[str, Any],
-    given: list[str],
+    given: Sequence[Any],
     tensors: Mapping[str, mx.array],
     plan: Plan,
     rename: Callable[[str], str],
@@ -189,7 +190,7 @@ def _ambiguity_notes(
     tensors: Mapping[str, mx.array],
     plan: Plan,
 ) -> list[str]:
-    """A word where another assignment would fit the shapes as well."""
+    """Return a word where another assignment would fit the shapes as well."""
     held = any(_shape(state) is not None for state in state_dict["state"].values())
     if not held and len(state_dict["param_groups"]) == 1:
         return []  # nothing to mix up
@@ -213,7 +214,7 @@ def _fits_another(
     state_dict: Mapping[str, Any],
     tensors: Mapping[str, mx.array],
 ) -> bool:
-    """Whether the groups' shapes fit in the reverse or alphabetical order as well.
+    """Tell whether the shapes fit in the reverse or alphabetical order as well.
 
     Where they do not, it is the model's order, but for layers of the same shapes that
     somebody exchanged as a whole.
@@ -242,7 +243,7 @@ def _indices(state_dict: Mapping[str, Any]) -> list[int]:
 def _matched(
     state_dict: Mapping[str, Any], tensors: Mapping[str, mx.array], plan: Plan
 ) -> dict[int, str]:
-    """Names by shape alone, where each shape comes once."""
+    """Match names by shape alone, where each shape comes once."""
     indices = _indices(state_dict)
     names: dict[Any, list[str]] = {}
     for name in _candidates(tensors, plan):
@@ -259,8 +260,8 @@ def _matched(
 
 
 def _candidates(tensors: Mapping[str, mx.array], plan: Plan) -> list[str]:
-    """What may be a parameter, in the model's order; dropped ones may be, too."""
-    names = {}  # a tied tensor stands at its first name
+    """Return what may be a parameter, in the model's order; dropped ones may be too."""
+    names: dict[str, None] = {}  # a tied tensor stands at its first name
     for name, tensor in tensors.items():
         is_buffer = name.rsplit(".", 1)[-1] in _BUFFERS
         if isinstance(tensor, mx.array) and not is_buffer:
@@ -271,7 +272,7 @@ def _candidates(tensors: Mapping[str, mx.array], plan: Plan) -> list[str]:
 def _placed(
     state_dict: Mapping[str, Any], tensors: Mapping[str, mx.array], plan: Plan
 ) -> dict[int, str]:
-    """Deals the model's names out to the groups, each group in the model's order."""
+    """Deal the model's names out to the groups, each group in the model's order."""
     groups = [list(group["params"]) for group in state_dict["param_groups"]]
     shapes = {
         index: _shape(state_dict["state"].get(index, {}))
@@ -314,7 +315,7 @@ def _placed(
     return dict(sorted(found.items()))
 
 
-def _add(into: dict, key: tuple[int, ...], ways: int, path: Any) -> None:
+def _add(into: dict[Any, Any], key: tuple[int, ...], ways: int, path: Any) -> None:
     before = into.get(key, (0, None))[0]
     into[key] = (min(before + ways, 2), path)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -18,8 +18,8 @@ _STATES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
 _CONSTANT = (str, bool, type(None))
 
 
-def entries(skeleton: Any, path: tuple = ()) -> dict[str, Any]:
-    """What of a checkpoint is in no section, by its place.
+def entries(skeleton: Any, path: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Return what of a checkpoint is in no section, by its place.
 
     Example:
         >>> entries({"net": SectionMark("model"), "epoch": 3, "amp": [7]})
@@ -36,7 +36,7 @@ def entries(skeleton: Any, path: tuple = ()) -> dict[str, Any]:
 
 
 def schedules(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries that are states of PyTorch's schedules, with their last_epoch.
+    """Return the entries that are states of PyTorch's schedules, with last_epoch.
 
     Example:
         >>> schedules({"scheduler": {"last_epoch": 5, "_step_count": 6}, "epoch": 1})
@@ -51,7 +51,7 @@ def schedules(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def steps_of(optimizer: Mapping[str, mx.array]) -> list[int]:
-    """The step count of each optimizer in a flat state, in their order.
+    """Return the step count of each optimizer in a flat state, in their order.
 
     Example:
         >>> steps_of({"states.1.step": mx.array(4), "states.0.step": mx.array(3)})
@@ -62,11 +62,11 @@ def steps_of(optimizer: Mapping[str, mx.array]) -> list[int]:
         for key, step in optimizer.items()
         if (match := _STEP.fullmatch(key))
     }
-    return [found[index].item() for index in sorted(found)]
+    return [cast(int, found[index].item()) for index in sorted(found)]
 
 
 def age_notes(record: Record, optimizer: Mapping[str, mx.array] | None) -> list[str]:
-    """Sentences on entries that are of another step than the optimizer."""
+    """Return sentences on entries that are of another step than the optimizer."""
     if record.is_pattern:
         return _pattern_notes(record)
     now = steps_of(optimizer or {})
@@ -109,7 +109,7 @@ def _pattern_notes(record: Record) -> list[str]:
     unplaced = list(record.model.unplaced) if record.model else []
     if unplaced:
         some = ", ".join(unplaced[:2]) + (", ..." if unplaced[2:] else "")
-        named.append(f"the tensors that MLX has not ({some})")
+        named.append(f"the tensors that MLX does not have ({some})")
     if not named:
         return []
     return [
@@ -130,14 +130,14 @@ def _schedule_note(found: Mapping[str, Any]) -> str:
 
 
 def _may_count(name: str, value: Any) -> bool:
-    """Whether an entry may change with the steps: text, flags and settings do not."""
+    """Tell whether an entry may change by a step; text, flags and settings do not."""
     if _SETTINGS.fullmatch(name.rpartition("/")[2]):
         return False
     return not all(isinstance(plain_value(x), _CONSTANT) for x in leaves(value))
 
 
 def leaves(value: Any) -> list[Any]:
-    """What is no container in a tree of dicts, lists and tuples, in its order.
+    """Return what is not a container in a tree of dicts, lists and tuples, in order.
 
     Without the path to each, as ``tree_flatten`` has it: a file may have one long key
     above very many values.

@@ -10,7 +10,7 @@ _BIG = 256 * 2**20
 
 
 def evaluate(arrays: Mapping[str, mx.array], label: str = "converting") -> None:
-    """Computes arrays; one by one with tqdm's bar, if it is there and they are big."""
+    """Compute arrays; one by one with tqdm's bar, if it is there and they are big."""
     total = sum(array.nbytes for array in arrays.values())
     if total >= _BIG and sys.stderr.isatty():
         try:

@@ -19,13 +19,13 @@ class ModelRecord:
     """How a PyTorch model's state dict looked.
 
     Attributes:
-        order: its names.
-        entries: of its plan.
-        tied: of its plan.
-        unplaced: what MLX has no place for, with its values.
-        ordered: whether it was an ``OrderedDict``.
-        metadata: what ``torch.nn.Module.state_dict`` hangs on it, the versions of its
-            modules.
+        order (list): Its names.
+        entries (dict): Of its plan.
+        tied (dict): Of its plan.
+        unplaced (dict): What MLX has no place for, with its values.
+        ordered (bool): Whether it was an ``OrderedDict``.
+        metadata (Any): What ``torch.nn.Module.state_dict`` hangs on it, the versions of
+            its modules.
     """
 
     order: list[str]
@@ -37,7 +37,7 @@ class ModelRecord:
 
     @classmethod
     def of(cls, tensors: Mapping[str, mx.array], plan: Plan) -> "ModelRecord":
-        """The record of a state dict."""
+        """Return the record of a state dict."""
         return cls(
             list(tensors),
             plan.entries,
@@ -53,13 +53,13 @@ class ModelRecord:
         return Plan(self.entries, self.tied, tuple(self.unplaced))
 
     def state_dict(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The state dict of MLX weights, as it looked."""
+        """Return the state dict of MLX weights, as it looked."""
         found = {**self.plan.to_torch(weights), **self.unplaced}
         out = OrderedDict((name, found[name]) for name in self.order)
         if not self.ordered:
             return dict(out)
         if self.metadata is not None:
-            out._metadata = self.metadata
+            out.__dict__["_metadata"] = self.metadata
         return out
 
 
@@ -68,18 +68,21 @@ class Record:
     """All that only PyTorch knows of a run, for the way back.
 
     Attributes:
-        checkpoint: the checkpoint with a mark in the place of each section; None for a
-            run that was born in MLX. Epoch and so on are in it.
-        model: how its state dict looked, if there is one.
-        optimizer: how its state looked, if there is one.
-        scaler_format: a key of :data:`mlx_gradscale.formats.FORMATS`, if there is one.
-        used: the settings that the MLX optimizers ran with, if that is known.
-        is_folder: whether the checkpoint was a folder.
-        carried: file -> its bytes, of a folder's files that are no sections.
-        shards: index -> what was in which file of a model.
-        rounded: of a live run only.
-        is_pattern: whether it is that of another run (``--like``).
-        moved: entries of the checkpoint that were brought to the run's own step.
+        checkpoint (Any): The checkpoint with a mark in the place of each section; None
+            for a run that was born in MLX. Epoch and so on are in it.
+        model (ModelRecord or None): How its state dict looked, if there is one.
+        optimizer (OptimizerRecord or None): How its state looked, if there is one.
+        scaler_format (str or None): A key of :data:`mlx_gradscale.formats.FORMATS`, if
+            there is one.
+        used (list or None): The settings that the MLX optimizers ran with, if that is
+            known.
+        is_folder (bool): Whether the checkpoint was a folder.
+        carried (dict): File -> its bytes, of a folder's files that are not sections.
+        shards (dict): Index -> what was in which file of a model.
+        rounded (Rounded or None): Of a live run only.
+        is_pattern (bool): Whether it is that of another run (``--like``).
+        moved (tuple): Entries of the checkpoint that were brought to the run's own
+            step.
     """
 
     checkpoint: Any = None
@@ -95,7 +98,7 @@ class Record:
     moved: tuple[str, ...] = ()
 
     def to_training(self) -> dict[str, Any]:
-        """What ``training.json`` holds of it.
+        """Return what ``training.json`` holds of it.
 
         Example:
             >>> Record({"epoch": 3}, scaler_format="torch").to_training()
@@ -121,14 +124,14 @@ class Record:
 
     @classmethod
     def of_training(cls, training: Mapping[str, Any], runs: int = 0) -> "Record":
-        """The record in ``training.json``, checked.
+        """Return the record in ``training.json``, checked.
 
         Args:
-            training: as decoded; what else is there belongs to others.
-            runs: how many the folder holds, if several.
+            training (dict): As decoded; what else is there belongs to others.
+            runs (int): How many the folder holds, if several.
 
         Raises:
-            RunError: it could not be used.
+            RunError: It could not be used.
 
         Example:
             >>> Record.of_training({"checkpoint": {"epoch": 3}}).checkpoint

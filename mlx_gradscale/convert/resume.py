@@ -34,10 +34,11 @@ class Resumed:
     """What goes on training.
 
     Attributes:
-        optimizer: built with PyTorch's settings, its state filled; or None. With
-            ``loss_scaling`` it is a ``LossScaleOptimizer`` around that.
-        scaler: filled; or None.
-        record: the run's, with PyTorch's own ``record.checkpoint`` (epoch and so on).
+        optimizer (Optimizer or None): Built with PyTorch's settings, its state filled;
+            or None. With ``loss_scaling`` it is a ``LossScaleOptimizer`` around that.
+        scaler (GradScaler or None): Filled; or None.
+        record (Record): The run's, with PyTorch's own ``record.checkpoint`` (epoch and
+            so on).
     """
 
     optimizer: optim.Optimizer | None
@@ -46,7 +47,7 @@ class Resumed:
 
 
 def load_run(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     *,
     learning_rate: Rate | Sequence[Rate] | None = None,
@@ -54,25 +55,25 @@ def load_run(
     max_grad_norm: float | None = None,
     masters: str = "float32",
 ) -> Resumed:
-    """Puts a converted run into an MLX model, and makes its optimizer and scaler.
+    """Put a converted run into an MLX model, and make its optimizer and scaler.
 
     Args:
-        folder: written by the command or by :func:`save_run`.
-        model: gets the weights; every name and shape must fit.
-        learning_rate: a number or a schedule, as ``mlx.optimizers`` take it, in the
-            place of the rate in the run. A schedule is called with the step count,
-            which goes on from the loaded one. PyTorch's parameter groups share it if
-            they share a rate, else it must be a list with one for each. Files hold no
-            schedule: give it at each load.
-        loss_scaling: wrap the optimizer in a ``LossScaleOptimizer``. The weights
-            are then cast to the model's own dtypes, and its masters are the
-            uncast ones: ``model.set_dtype(mx.float16)`` first. A weight that the
-            cast would make infinite is an error.
-        max_grad_norm: for the ``LossScaleOptimizer``.
-        masters: for the ``LossScaleOptimizer``.
+        folder (str): Written by the command or by :func:`save_run`.
+        model (nn.Module): Gets the weights; every name and shape must fit.
+        learning_rate (float, Callable or list, optional): A number or a schedule, as
+            ``mlx.optimizers`` take it, in the place of the rate in the run. A schedule
+            is called with the step count, which goes on from the loaded one. PyTorch's
+            parameter groups share it if they share a rate, else it must be a list with
+            one for each. Files hold no schedule: give it at each load.
+        loss_scaling (bool): Wrap the optimizer in a ``LossScaleOptimizer``. The weights
+            are then cast to the model's own dtypes, and its masters are the uncast
+            ones: ``model.set_dtype(mx.float16)`` first. A weight that the cast would
+            make infinite is an error.
+        max_grad_norm (float, optional): For the ``LossScaleOptimizer``.
+        masters (str): For the ``LossScaleOptimizer``.
 
     Returns:
-        Resumed: the optimizer computes what PyTorch's computed (bias correction
+        Resumed: The optimizer computes what PyTorch's computed (bias correction
         and schedule included). If anything does not fit, nothing was changed.
 
     Example:
@@ -97,18 +98,18 @@ def load_run(
     weights = run.weights or {}
     _check_model(folder, weights, model)
     scaler = _make_scaler(folder, run.scaler)
-    optimizer = None
+    optimizer: optim.Optimizer | None = None
     if run.optimizer is not None:
         optimizer = _make_optimizer(folder, run, model, learning_rate)
     elif loss_scaling or learning_rate is not None:
         what = "a learning rate" if learning_rate is not None else "loss scaling"
         raise ValueError(f"{folder} has no optimizer state: {what} has no use.")
-    if loss_scaling:
-        optimizer = LossScaleOptimizer(
+    if loss_scaling and optimizer is not None:
+        wrapped = LossScaleOptimizer(
             optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
         )
-        scaler = optimizer.scaler
-        names = _load_rounded(model, weights, optimizer)
+        optimizer, scaler = wrapped, wrapped.scaler
+        names = _load_rounded(model, weights, wrapped)
         run.record.rounded = Rounded(folder.resolve(), tuple(names))
     elif weights:
         model.load_weights(list(weights.items()), strict=True)
@@ -135,9 +136,9 @@ def _make_optimizer(
     model: nn.Module,
     learning_rate: Rate | Sequence[Rate] | None,
 ) -> optim.Optimizer:
-    """The optimizer that goes on, with its state."""
-    record = run.record
-    if record.optimizer is None:
+    """Return the optimizer that goes on, with its state."""
+    record, flat = run.record, run.optimizer
+    if record.optimizer is None or record.model is None or flat is None:
         raise ValueError(
             f"{folder} has an optimizer state, but was not converted, and so does "
             "not tell how to build the optimizer: build it as it was, call init, "
@@ -153,7 +154,7 @@ def _make_optimizer(
     optimizer.init(trainable)
     given = [part.learning_rate for part in parts]
     state, suspects = without_frozen(
-        run.optimizer,
+        flat,
         record.optimizer,
         record.model.entries,
         dict(tree_flatten(trainable)),
@@ -172,7 +173,7 @@ def _make_optimizer(
 def _load_rounded(
     model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
 ) -> list[str]:
-    """Loads weights in the model's own dtypes; those that have no master are told."""
+    """Load weights in the model's dtypes; return those rounded without a master."""
     dtypes = {name: x.dtype for name, x in tree_flatten(model.parameters())}
     cast = cast_weights(weights, dtypes)
     model.load_weights(list(cast.items()), strict=True)
@@ -185,26 +186,27 @@ def _load_rounded(
 
 
 def save_run(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: optim.Optimizer | None = None,
     scaler: GradScaler | None = None,
     record: Record | None = None,
 ) -> None:
-    """Writes a live MLX run to a folder, for the command to take back to PyTorch.
+    """Write a live MLX run to a folder, for the command to take back to PyTorch.
 
     Args:
-        folder: the run in it is replaced; other files in it stay.
-        model: its parameters are saved.
-        optimizer: its state and settings are saved; of a ``LossScaleOptimizer`` the
-            inner one's, its scaler's, and its masters in the place of the weights.
-            Weights that have no master (frozen ones, BatchNorm's statistics) are
-            then saved as they were before :func:`load_run` rounded them, if they
-            have not changed since: from where they were loaded, or ``folder``.
-        scaler: its state is saved.
-        record: from :func:`load_run`; by default that of the folder, if it is there.
-            What of its ``checkpoint`` counts steps, you set: the way to PyTorch says
-            how old it may be.
+        folder (str): The run in it is replaced; other files in it stay.
+        model (nn.Module): Its parameters are saved.
+        optimizer (Optimizer, optional): Its state and settings are saved; of a
+            ``LossScaleOptimizer`` the inner one's, its scaler's, and its masters in the
+            place of the weights. Weights that have no master (frozen ones, BatchNorm's
+            statistics) are then saved as they were before :func:`load_run` rounded
+            them, if they have not changed since: from where they were loaded, or
+            ``folder``.
+        scaler (GradScaler, optional): Its state is saved.
+        record (Record, optional): From :func:`load_run`; by default that of the folder,
+            if it is there. What of its ``checkpoint`` counts steps, you set: the way to
+            PyTorch says how old it may be.
     """
     folder = Path(folder)
     if record is None:
@@ -230,30 +232,36 @@ def _refuse_unknown(optimizer: optim.Optimizer) -> None:
 
 
 def current_groups(run: Run) -> list[dict[str, Any]]:
-    """PyTorch's parameter groups as the run would write them now.
+    """Return PyTorch's parameter groups as the run would write them now.
 
     Args:
-        run: with an optimizer state, and its record.
+        run (Run): With an optimizer state, and its record.
 
     Returns:
-        list: with the current learning rate and settings, not the recorded ones.
+        list: With the current learning rate and settings, not the recorded ones.
     """
-    return torch_groups(run.optimizer, run.record.optimizer, run.record.used)[0]
+    flat, record = run.optimizer, run.record.optimizer
+    if flat is None or record is None:
+        raise ValueError("The run has no optimizer state, or no record of PyTorch's.")
+    return torch_groups(flat, record, run.record.used)[0]
 
 
 def build_optimizer(
     record: Record, learning_rate: Rate | Sequence[Rate] | None = None
 ) -> optim.Optimizer:
-    """The MLX optimizer of a run's record, without its state.
+    """Return the MLX optimizer of a run's record, without its state.
 
     Args:
-        record: a run's; see :func:`load_run`.
-        learning_rate: see :func:`load_run`.
+        record (Record): A run's; see :func:`load_run`.
+        learning_rate (float, Callable or list, optional): See :func:`load_run`.
 
     Returns:
-        optim.Optimizer: a ``MultiOptimizer`` where PyTorch's groups differ.
+        optim.Optimizer: A ``MultiOptimizer`` where PyTorch's groups differ.
     """
-    mine, entries = record.optimizer, record.model.entries
+    mine, model = record.optimizer, record.model
+    if mine is None or model is None:
+        raise ValueError("The record does not tell how PyTorch's optimizer looked.")
+    entries = model.entries
     groups = mine.groups[:1] if mine.joined else mine.groups
     members = [[n for t in names for n in entries[t].mlx] for names in mine.names]
     return optimizers.build(mine.name, groups, members, learning_rate)
@@ -262,17 +270,17 @@ def build_optimizer(
 def load_optimizer_state(
     optimizer: optim.Optimizer, flat: Mapping[str, mx.array]
 ) -> None:
-    """Writes a flat state into an optimizer's own dicts, or changes nothing.
+    """Write a flat state into an optimizer's own dicts, or change nothing.
 
     Replacing ``optimizer.state`` would detach it from a step that is already
     compiled; this does not.
 
     Args:
-        optimizer: after ``init``.
-        flat: ``tree_flatten(optimizer.state)`` as a dict.
+        optimizer (Optimizer): After ``init``.
+        flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
 
     Raises:
-        ValueError: if a name or shape does not fit.
+        ValueError: If a name or shape does not fit.
 
     Example:
         >>> first, second = optim.Adam(0.1), optim.Adam(0.1)
@@ -324,7 +332,7 @@ def _warn_of_lost_schedule(record: Record) -> None:
 
 
 def _check_model(
-    folder: str | os.PathLike, weights: Mapping[str, mx.array], model: nn.Module
+    folder: str | os.PathLike[str], weights: Mapping[str, mx.array], model: nn.Module
 ) -> None:
     own = dict(tree_flatten(model.parameters()))
     if not weights:

@@ -15,13 +15,13 @@ class Run:
     """A training run in MLX's terms.
 
     Attributes:
-        weights: MLX's flat weights; None where there is no model.
-        optimizer: ``tree_flatten(optimizer.state)`` as a dict, or None.
-        scaler: a ``GradScaler.state_dict``, or None.
-        record: all that only PyTorch knows, for the way back.
-        notes: sentences for the user.
-        runs: where the checkpoint holds several models, a run for each; then only
-            ``record`` and ``notes`` are there beside it.
+        weights (dict or None): MLX's flat weights; None where there is no model.
+        optimizer (dict or None): ``tree_flatten(optimizer.state)`` as a dict, or None.
+        scaler (dict or None): A ``GradScaler.state_dict``, or None.
+        record (Record): All that only PyTorch knows, for the way back.
+        notes (list): Sentences for the user.
+        runs (dict): Where the checkpoint holds several models, a run for each; then
+            only ``record`` and ``notes`` are there beside it.
     """
 
     weights: dict[str, mx.array] | None = None
@@ -37,13 +37,13 @@ class Options:
     """What the user says about a checkpoint.
 
     Attributes:
-        choices: names and layouts.
-        keys: section -> its place (see ``sections.find_sections``).
-        optimizer: the PyTorch optimizer's class name.
-        accept: differences between the optimizers to convert in spite of.
-        names: the parameters' PyTorch names in the optimizer's order.
-        step: the step count, for optimizers that keep none.
-        scaler_format: a key of :data:`mlx_gradscale.formats.FORMATS`.
+        choices (Choices): Names and layouts.
+        keys (dict): Section -> its place (see ``sections.find_sections``).
+        optimizer (str or None): The PyTorch optimizer's class name.
+        accept (tuple): Differences between the optimizers to convert in spite of.
+        names (tuple or None): The parameters' PyTorch names in the optimizer's order.
+        step (int or None): The step count, for optimizers that keep none.
+        scaler_format (str or None): A key of :data:`mlx_gradscale.formats.FORMATS`.
     """
 
     choices: Choices = field(default_factory=Choices)

@@ -10,19 +10,19 @@ from .. import formats
 def to_scaler(
     section: Mapping[str, Any], format: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The ``GradScaler.state_dict`` of a section, and sentences for the user."""
+    """Return the ``GradScaler.state_dict`` of a section, and sentences for the user."""
     return _with_notes(lambda: formats.read_state(section, format))
 
 
 def from_scaler(state: dict[str, Any], format: str) -> tuple[Any, list[str]]:
-    """The scaler's section of a PyTorch checkpoint.
+    """Return the scaler's section of a PyTorch checkpoint.
 
     Args:
-        state: a ``GradScaler.state_dict``.
-        format: of the section that it came from.
+        state (dict): A ``GradScaler.state_dict``.
+        format (str): Of the section that it came from.
 
     Returns:
-        tuple: the section, and sentences for the user.
+        tuple: The section, and sentences for the user.
     """
     row = formats.FORMATS[format]
     if format == "torch":

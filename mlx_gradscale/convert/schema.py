@@ -24,11 +24,11 @@ _LARGEST_INT = 2**53  # what a float holds exactly
 
 
 def check_training(record: Mapping[str, Any], runs: int = 0) -> None:
-    """Raises :class:`RunError` on a record that could not be used.
+    """Raise :class:`RunError` on a record that could not be used.
 
     Args:
-        record: as decoded; other keys may be there.
-        runs: how many the folder holds, if several.
+        record (dict): As decoded; other keys may be there.
+        runs (int): How many the folder holds, if several.
 
     Example:
         >>> check_training({"folder": 1})
@@ -158,7 +158,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
     entries, tied, unplaced = model["entries"], model["tied"], model["unplaced"]
     for name, entry in entries.items():
         names, count = len(entry["mlx"]), LAYOUTS[entry["layout"]].count
-        fits = names and names % count == 0
+        fits = names > 0 and names % count == 0
         _need(fits, f"model.entries.{name}", f"{count} names", entry["mlx"])
     for alias, name in tied.items():
         _need(name in entries, f"model.tied.{alias}", "the name of a tensor", name)

@@ -44,12 +44,12 @@ class SectionsError(ValueError):
     """A checkpoint in which the sections cannot be told."""
 
 
-class Unordered(dict):
+class Unordered(dict[Any, Any]):
     """A state dict from a file that does not keep the model's order (safetensors)."""
 
 
 def is_model(value: Any) -> bool:
-    """A dict of named tensors, at least one of them a floating one.
+    """Tell whether it is a dict of named tensors, at least one of them floating.
 
     Besides tensors it may hold what ``torch.nn.Module.get_extra_state`` gave.
     """
@@ -68,7 +68,7 @@ def _has_weights(value: Any) -> bool:
 
 
 def _odd(value: Mapping[str, Any]) -> list[str]:
-    """The keys that are no tensors and no extra states."""
+    """Return the keys that are neither tensors nor extra states."""
     return [
         key
         for key, x in value.items()
@@ -77,7 +77,7 @@ def _odd(value: Mapping[str, Any]) -> list[str]:
 
 
 def _may_be_model(value: Any) -> bool:
-    """A dict of tensors and other values, none of which holds tensors itself."""
+    """Tell whether a dict holds tensors, and its other values hold none themselves."""
     return _has_weights(value) and not any(_holds_arrays(value[k]) for k in _odd(value))
 
 
@@ -90,7 +90,7 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    """What ``torch.optim.Optimizer.state_dict`` gives, flattened or not."""
+    """Tell whether this is a state dict of a ``torch.optim`` optimizer, flat or not."""
     return is_flat(value) or (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -100,7 +100,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def is_scaler(value: Any) -> bool:
-    """A scaler state that :mod:`mlx_gradscale.formats` knows by its keys."""
+    """Tell whether :mod:`mlx_gradscale.formats` knows a scaler state by its keys."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         return False
     try:
@@ -110,7 +110,7 @@ def is_scaler(value: Any) -> bool:
 
 
 def looks_like_optimizer(value: Any) -> bool:
-    """A dict of an optimizer's moments, of whatever shape; not what is inside it."""
+    """Tell whether a dict itself holds an optimizer's moments, in whatever shape."""
     if not isinstance(value, Mapping):
         return False
     words = {str(key).rsplit(".", 1)[-1] for key in value}
@@ -125,18 +125,18 @@ _NAMED_TESTS = _TESTS | {"model": _may_be_model}
 def find_sections(
     checkpoint: Any, keys: Mapping[str, str] | None = None
 ) -> dict[str, Path]:
-    """Finds the sections of a checkpoint by what they contain.
+    """Find the sections of a checkpoint by what they contain.
 
     Args:
-        checkpoint: a dict of any shape, or a bare state dict.
-        keys: section -> its place, as ``"optimizer_states/0"``, where it is known; an
-            empty string leaves the section out.
+        checkpoint (Any): A dict of any shape, or a bare state dict.
+        keys (dict, optional): Section -> its place, as ``"optimizer_states/0"``, where
+            it is known; an empty string leaves the section out.
 
     Returns:
-        dict: section (``"model"``, ``"optimizer"``, ``"scaler"``) -> its path.
+        dict: Section (``"model"``, ``"optimizer"``, ``"scaler"``) -> its path.
 
     Raises:
-        SectionsError: if several places fit, or a named one does not.
+        SectionsError: If several places fit, or a named one does not.
 
     Example:
         >>> find_sections({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3})
@@ -177,9 +177,9 @@ def find_sections(
     if "optimizer" not in keys:
         _refuse_moments(cut(checkpoint, sections), sections)
     if not sections:
-        whole = [path for path, value in _objects(checkpoint) if _is_module(value)]
-        if whole:
-            place = "/".join(map(str, whole[0])) or "The file"
+        modules = [path for path, value in _objects(checkpoint) if _is_module(value)]
+        if modules:
+            place = "/".join(map(str, modules[0])) or "The file"
             raise SectionsError(
                 f"{place} is a whole PyTorch model, which only its own program can "
                 "make: save its state_dict() there."
@@ -192,7 +192,7 @@ def find_sections(
 
 
 def other_models(checkpoint: Any, sections: Mapping[str, Path]) -> list[str]:
-    """The places of further models, beside the one that was taken.
+    """Return the places of further models, beside the one that was taken.
 
     Example:
         >>> weights = {"weight": mx.zeros((2, 2))}
@@ -211,21 +211,24 @@ def other_models(checkpoint: Any, sections: Mapping[str, Path]) -> list[str]:
 
 
 def moments_in(skeleton: Any) -> list[str]:
-    """The places of optimizer states that are in no section.
+    """Return the places of optimizer states that are in no section.
 
     Example:
         >>> moments_in({"opt": {"w": {"exp_avg": 1}}, "epoch": 3})
         ['opt/w']
     """
-    found, left, seen = [], [((), skeleton)], set()
+    found: list[str] = []
+    left: list[tuple[Path, Any]] = [((), skeleton)]
+    seen: set[int] = set()
     while left:  # to any depth, without recursion, and what is shared once
         path, value = left.pop()
         if looks_like_optimizer(value):
             found.append(_shown(path))
         elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
-            is_dict = isinstance(value, Mapping)
-            inner = value.items() if is_dict else enumerate(value)
+            inner: Iterable[tuple[Any, Any]] = enumerate(value)
+            if isinstance(value, Mapping):
+                inner = value.items()
             left += [((*path, key), item) for key, item in inner]
     return sorted(found)
 
@@ -247,12 +250,14 @@ def _is_in(path: Path, places: Iterable[Path]) -> bool:
 
 
 def _walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The dicts of a checkpoint, from the outside; not those inside a section."""
+    """Yield the dicts of a checkpoint, from the outside; not those inside a section."""
     if isinstance(value, Mapping):
         yield path, value
-        inner = value.items()
+        inner: Iterable[tuple[Any, Any]] = value.items()
         if is_optimizer(value):
-            inner = [(k, v) for k, v in inner if k not in ("state", "param_groups")]
+            inner = [
+                (k, v) for k, v in value.items() if k not in ("state", "param_groups")
+            ]
             inner = [] if is_flat(value) else inner
         elif any(test(value) for test in _TESTS.values()):
             return
@@ -306,9 +311,10 @@ def _shown(path: Path) -> str:
 def _named(checkpoint: Any, section: str, key: str) -> Path:
     path: list[str | int] = []
     value = checkpoint
-    for word in key.split("/"):
-        if isinstance(value, (list, tuple)) and word.isdigit():
-            word = int(word)
+    for part in key.split("/"):
+        word: str | int = part
+        if isinstance(value, (list, tuple)) and part.isdigit():
+            word = int(part)
         try:
             value = value[word]
         except (KeyError, IndexError, TypeError):

@@ -16,7 +16,7 @@ from .skeleton import cut, get
 
 
 def is_several(options: Options) -> bool:
-    """Whether the user names more than one model.
+    """Tell whether the user names more than one model.
 
     Example:
         >>> is_several(Options(keys={"model": "generator,discriminator"}))
@@ -30,13 +30,14 @@ def from_several(
     models: Sequence[nn.Module | None] = (),
     options: Options | None = None,
 ) -> Run:
-    """Converts several models of one PyTorch checkpoint together.
+    """Convert several models of one PyTorch checkpoint together.
 
     Args:
-        checkpoint: as for :func:`~mlx_gradscale.convert.from_torch`.
-        models: the MLX models in the order of the keys; none, or one for each.
-        options: its ``keys`` hold several places with commas between them, as many
-            optimizers as models. A scaler goes with the first.
+        checkpoint (Any): As for :func:`~mlx_gradscale.convert.from_torch`.
+        models (list): The MLX models in the order of the keys; none, or one for
+            each.
+        options (Options, optional): Its ``keys`` hold several places with commas
+            between them, as many optimizers as models. A scaler goes with the first.
 
     Returns:
         Run: ``runs`` holds one for each model, by the last word of its key. The
@@ -59,7 +60,7 @@ def from_several(
     if options.names is not None:
         raise ValueError("--names is for one optimizer: convert them one by one.")
     runs: dict[str, Run] = {}
-    taken = {}
+    taken: dict[str, Any] = {}
     for i, (name, keys) in enumerate(named.items()):
         sections = find_sections(checkpoint, keys)
         taken |= {f"{i}/{section}": path for section, path in sections.items()}
@@ -77,7 +78,7 @@ def from_several(
 
 
 def _places(options: Options) -> dict[str, dict[str, str]]:
-    """The keys of each model and its optimizer, by the name of the run."""
+    """Return the keys of each model and its optimizer, by the name of the run."""
     given = {section: key.split(",") for section, key in options.keys.items()}
     models = given["model"]
     for section in ("optimizer", "scaler"):

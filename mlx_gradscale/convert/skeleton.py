@@ -1,7 +1,7 @@
 """A checkpoint without its sections: they are cut out, and put back in their places."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from ..run_folder.values import SectionMark
 from ..torch_checkpoint.foreign import DefaultDict
@@ -10,7 +10,7 @@ Path = tuple[str | int, ...]
 
 
 def get(checkpoint: Any, path: Path) -> Any:
-    """The value at a path.
+    """Return the value at a path.
 
     Example:
         >>> get({"optimizers": [{"lr": 1}]}, ("optimizers", 0, "lr"))
@@ -22,13 +22,13 @@ def get(checkpoint: Any, path: Path) -> Any:
 
 
 def cut(checkpoint: Any, sections: Mapping[str, Path]) -> Any:
-    """The checkpoint with a :class:`SectionMark` in the place of each section."""
+    """Return the checkpoint with a :class:`SectionMark` for each section."""
     marks = {path: SectionMark(name) for name, path in sections.items()}
     return _replace(checkpoint, (), marks)
 
 
 def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
-    """The checkpoint with the sections back in their places; absent ones are left out.
+    """Return the checkpoint with its sections in place; absent ones are left out.
 
     Example:
         >>> marks = SectionMark("model"), SectionMark("scaler")
@@ -51,11 +51,12 @@ def paste(skeleton: Any, values: Mapping[str, Any]) -> Any:
     return skeleton
 
 
-def _like(mapping: Mapping, items: dict) -> Mapping:
+def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
     if isinstance(mapping, DefaultDict):
         return DefaultDict(items, mapping.factory)
     # From a dict: a Counter (MultiStepLR's milestones) would count pairs.
-    return type(mapping)(items)
+    kind: Any = type(mapping)
+    return cast(Mapping[Any, Any], kind(items))
 
 
 def _replace(value: Any, path: Path, by: Mapping[Path, SectionMark]) -> Any:

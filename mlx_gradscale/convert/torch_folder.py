@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +30,7 @@ TRAINER = "trainer_state.json"
 _OTHERS = re.compile(
     r"rng_state(_\d+)?\.pth|training_args\.bin|(sampler|dl_state_dict)(_\d+)?\.bin"
 )
-# Files that are no section are carried along up to this size each, and together.
+# Files that are not sections are carried along up to this size each, and together.
 _LARGEST_CARRIED, _MOST_CARRIED, _MOST_FILES = 2**26, 2**28, 1000
 
 
@@ -39,19 +39,20 @@ class _Raw(bytes):
 
 
 def read_torch(
-    path: str | os.PathLike, float64: mx.Dtype | None = None
+    path: str | os.PathLike[str], float64: mx.Dtype | None = None
 ) -> tuple[Any, list[str]]:
-    """Reads a PyTorch checkpoint: a file, or a folder of them.
+    """Read a PyTorch checkpoint: a file, or a folder of them.
 
     A folder, as Transformers' Trainer and Accelerate write it, becomes a dict from
     file name to content. A model in several files has the name of its index.
 
     Args:
-        path: the file or folder.
-        float64: what double precision becomes, as in ``torch_checkpoint.load``.
+        path (str): The file or folder.
+        float64 (Dtype, optional): What double precision becomes, as in
+            ``torch_checkpoint.load``.
 
     Returns:
-        tuple: the checkpoint, and sentences for the user.
+        tuple: The checkpoint, and sentences for the user.
     """
     path = Path(path)
     refuse_hidden(path)
@@ -85,16 +86,18 @@ def read_torch(
     return dict(sorted(content.items())), []
 
 
-def read_rest(path: str | os.PathLike, checkpoint: Any, record: Record) -> list[str]:
-    """Notes in a run's record what a folder holds besides, for the way back.
+def read_rest(
+    path: str | os.PathLike[str], checkpoint: Any, record: Record
+) -> list[str]:
+    """Note in a run's record what a folder holds besides, for the way back.
 
     Args:
-        path: the folder; of a file there is nothing.
-        checkpoint: what :func:`read_torch` gave.
-        record: of the run; gets ``is_folder``, ``carried`` and ``shards``.
+        path (str): The folder; of a file there is nothing.
+        checkpoint (Any): What :func:`read_torch` gave.
+        record (Record): Of the run; gets ``is_folder``, ``carried`` and ``shards``.
 
     Returns:
-        list: sentences for the user.
+        list: Sentences for the user.
     """
     path = Path(path)
     record.is_folder = path.is_dir()
@@ -128,30 +131,33 @@ def read_rest(path: str | os.PathLike, checkpoint: Any, record: Record) -> list[
 
 
 def write_torch(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     checkpoint: Any,
     is_folder: bool = False,
     overwrite: bool = False,
     record: Record | None = None,
 ) -> None:
-    """Writes a PyTorch checkpoint: a file, or a folder of them.
+    """Write a PyTorch checkpoint: a file, or a folder of them.
 
     Args:
-        path: the file or folder; if it is there, ``overwrite`` must be True.
-        checkpoint: for a folder, a dict from file name to content.
-        is_folder: whether to write a folder.
-        overwrite: replace what is there.
-        record: with what :func:`read_rest` put there. Files that are carried along do
-            not replace others.
+        path (str): The file or folder; if it is there, ``overwrite`` must be True.
+        checkpoint (Any): For a folder, a dict from file name to content.
+        is_folder (bool): Whether to write a folder.
+        overwrite (bool): Replace what is there.
+        record (Record, optional): With what :func:`read_rest` put there. Files that are
+            carried along do not replace others.
     """
     files = torch_files(path, checkpoint, is_folder, overwrite, record or Record())
     write_torch_files(path, files, is_folder, overwrite)
 
 
 def write_torch_files(
-    path: str | os.PathLike, files: dict[str, Any], is_folder: bool, overwrite: bool
+    path: str | os.PathLike[str],
+    files: dict[str, Any],
+    is_folder: bool,
+    overwrite: bool,
 ) -> None:
-    """Writes what :func:`torch_files` gave."""
+    """Write what :func:`torch_files` gave."""
     path = Path(path)
     if not is_folder:
         check_file(path, overwrite)  # it may have come since, as new_folder checks too
@@ -164,13 +170,13 @@ def write_torch_files(
 
 
 def torch_files(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     checkpoint: Any,
     is_folder: bool,
     overwrite: bool,
     record: Record,
 ) -> dict[str, Any]:
-    """What :func:`write_torch` writes, by file name; raises what it would."""
+    """Return what :func:`write_torch` writes, by file name; raise what it would."""
     path = Path(path)
     if not is_folder:
         check_file(path, overwrite)
@@ -196,14 +202,15 @@ def torch_files(
     there = {p.name for p in path.iterdir()} if is_there else set()
     for name, data in record.carried.items():
         if name not in there:
-            data = _Raw(np.array(data).tobytes())
-            files.setdefault(check_name(name, "The run's record"), data)
+            raw = _Raw(np.array(data).tobytes())
+            files.setdefault(check_name(name, "The run's record"), raw)
     spare = {n for n in there if Path(n).suffix in _TORCH_SUFFIXES}
     spare -= {*files, *record.carried}
     if spare:
         raise FileExistsError(
-            f"{path} holds {', '.join(sorted(spare))}, which this run has not: it "
-            "would be taken for a part of it. Remove it, or give another folder."
+            f"{path} holds {', '.join(sorted(spare))}, which this run does not "
+            "have: it would be taken for a part of it. Remove it, or give another "
+            "folder."
         )
     return files
 
@@ -219,7 +226,7 @@ def _can_carry(file: Path, room: int) -> bool:
 
 
 def _section_names(path: Path) -> list[str]:
-    """The files of a folder that may hold a section."""
+    """Return the files of a folder that may hold a section."""
     return sorted(
         file.name
         for file in path.iterdir()
@@ -233,13 +240,14 @@ def _merged(shards: Mapping[str, Any]) -> dict[str, Any]:
     for name, content in shards.items():
         if not _is_flat(content):
             raise ValueError(f"{name} is one of several files, and not of tensors.")
-    tensors = OrderedDict((k, v) for each in shards.values() for k, v in each.items())
+    kept = OrderedDict((k, v) for each in shards.values() for k, v in each.items())
+    tensors: Any = kept
     if any(isinstance(each, Unordered) for each in shards.values()):
-        tensors = Unordered(sorted(tensors.items()))
+        tensors = Unordered(sorted(kept.items()))
     if len(tensors) != sum(map(len, shards.values())):
         raise ValueError(f"{', '.join(shards)} hold a tensor more than once.")
     tensors.files = {name: file for file, each in shards.items() for name in each}
-    return tensors
+    return cast(dict[str, Any], tensors)
 
 
 def _read_file(path: Path, float64: mx.Dtype | None) -> Any:
@@ -263,7 +271,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _as_json(content: Any) -> _Raw:
-    """As Transformers writes it."""
+    """Return JSON as Transformers writes it."""
     try:
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:

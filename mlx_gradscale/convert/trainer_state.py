@@ -45,7 +45,7 @@ def move_trainer(run: Run, step: int | None = None) -> list[str]:
     if now == was:
         return []
     moved: dict[str, Any] = {"global_step": now}
-    epoch = state.get("epoch")
+    epoch: Any = state.get("epoch")
     if type(epoch) in (int, float) and was > 0:
         moved["epoch"] = epoch * now / was
     checkpoint[TRAINER] = {**state, **moved}
@@ -55,7 +55,7 @@ def move_trainer(run: Run, step: int | None = None) -> list[str]:
 
 
 def _counted(run: Run, was: int) -> int:
-    """The optimizer's count, if it was the Trainer's when the run came."""
+    """Return the optimizer's count, if it was the Trainer's when the run came."""
     start = run.record.optimizer.steps if run.record.optimizer else ()
     now = steps_of(run.optimizer or {})
     alike = len(set(now)) == 1 and set(start) == {was} and not run.record.is_pattern

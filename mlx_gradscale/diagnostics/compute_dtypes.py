@@ -18,8 +18,10 @@ class DtypeReport:
     """What :func:`compute_dtypes` found.
 
     Attributes:
-        layers: each call of a layer, in order; layers in float32 islands are left out.
-        first: the first one with half-precision parameters that returned float32.
+        layers (tuple): Each call of a layer, in order; layers in float32 islands are
+            left out.
+        first (LayerDtypes or None): The first one with half-precision parameters that
+            returned float32.
     """
 
     layers: tuple[LayerDtypes, ...]

@@ -57,21 +57,21 @@ class OverflowReport:
     """What :func:`explain_overflow` found; print it to read it.
 
     Attributes:
-        cause: "nothing", "batch", "arguments", "parameters", "forward", "loss",
+        cause (str): "nothing", "batch", "arguments", "parameters", "forward", "loss",
             "gradients" or "derivative".
-        layer: the path of the layer that made the first value that is not finite; ""
-            is the model itself, None the loss function or none at all.
-        where: the same in words, with what was found there; or how it was run, if
+        layer (str or None): The path of the layer that made the first value that is not
+            finite; "" is the model itself, None the loss function or none at all.
+        where (str): The same in words, with what was found there; or how it was run, if
             nothing was.
-        loss: the true loss.
-        scale: the loss scale, without that of a function from ``scale_loss``.
-        leaves: the leaves that are not finite, of the batch, the parameters or the
-            gradients, whichever the cause is in. ``args[1].mask`` is in the second
+        loss (float): The true loss.
+        scale (float): The loss scale, without that of a function from ``scale_loss``.
+        leaves (list): The leaves that are not finite, of the batch, the parameters or
+            the gradients, whichever the cause is in. ``args[1].mask`` is in the second
             argument of the loss function.
-        cure: the layers that, in float32, make loss and gradients of this batch finite;
-            what ``float32_layers`` takes. Tried, and None where none do or none are
-            needed.
-        line: where to put which line of code; "" if none helps.
+        cure (list or None): The layers that, in float32, make loss and gradients of
+            this batch finite; what ``float32_layers`` takes. Tried, and None where none
+            do or none are needed.
+        line (str): Where to put which line of code; "" if none helps.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -130,14 +130,14 @@ def explain_overflow(
         model (nn.Module): The model.
         loss_fn (Callable): As for ``nn.value_and_grad``: is called with the batch
             and returns the loss, or a tuple that starts with it.
-        batch (Any): What ``loss_fn`` takes. mlx-lm's losses take the model first.
+        *batch (Any): What ``loss_fn`` takes. mlx-lm's losses take the model first.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale; after an
             overflow a scaler has lowered its own already. Leave it out if
             ``loss_fn`` comes from ``scale_loss``. Default: none.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         keep (Callable, optional): As for ``GradScaler.value_and_grad``.
         cast_inputs (bool): As for ``GradScaler.value_and_grad``.
-        named (Any): What ``loss_fn`` takes by keyword.
+        **named (Any): What ``loss_fn`` takes by keyword.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn

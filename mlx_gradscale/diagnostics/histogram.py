@@ -42,12 +42,12 @@ class Shares:
     """What becomes of gradients in float16 at one loss scale, in shares of all.
 
     Attributes:
-        zero: were zero before.
-        underflow: round to zero.
-        subnormal: stay, with fewer than float16's 11 bits.
-        normal: stay.
-        overflow: become infinite.
-        nonfinite: were inf or NaN before.
+        zero (float): Those that were zero before.
+        underflow (float): Those that round to zero.
+        subnormal (float): Those that stay, with fewer than float16's 11 bits.
+        normal (float): Those that stay.
+        overflow (float): Those that become infinite.
+        nonfinite (float): Those that were inf or NaN before.
 
     Example:
         >>> import mlx.core as mx
@@ -70,10 +70,10 @@ class GradientHistogram:
     """Counts by power of two: what :func:`gradient_histogram` returns.
 
     Attributes:
-        bins: counts of zero, of the powers of two from -149, of inf and of NaN,
-            of the values as they were given.
-        scale: what the given values were scaled by.
-        leaves: path -> the histogram of this leaf alone.
+        bins (np.ndarray): Counts of zero, of the powers of two from -149, of inf and of
+            NaN, of the values as they were given.
+        scale (float): What the given values were scaled by.
+        leaves (dict): Path -> the histogram of this leaf alone.
 
     Example:
         >>> import mlx.core as mx

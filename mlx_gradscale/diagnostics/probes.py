@@ -22,15 +22,16 @@ class Event:
     """An array that entered or left a layer, or its gradient.
 
     Attributes:
-        path: the layer's; "" is the whole model.
-        caller: the path of the layer that called it; None for the loss function.
-        side: "input" or "output".
-        call: the number of the call, and ``within`` that of the one around it.
-        dtype: of the array.
-        size: of the array.
-        counts: of NaN, +inf and -inf, or what else the probes measure; lazily until
-            :meth:`Probes.read`.
-        differentiated: whether a gradient came back through it.
+        path (str): The layer's; "" is the whole model.
+        caller (str or None): The path of the layer that called it; None for the loss
+            function.
+        side (str): "input" or "output".
+        call (int): The number of the call, and ``within`` that of the one around it.
+        dtype (Dtype): Of the array.
+        size (int): Of the array.
+        counts (Any): Of NaN, +inf and -inf, or what else the probes measure; lazily
+            until :meth:`Probes.read`.
+        differentiated (bool): Whether a gradient came back through it.
     """
 
     path: str

@@ -18,11 +18,11 @@ class ScaleRecord:
     """One step of a run.
 
     Attributes:
-        step: its number.
-        scale: the loss scale after it.
-        applied: False if it was skipped.
-        grad_norm: the norm of the unscaled gradients, or None.
-        loss: the true loss, or None.
+        step (int): Its number.
+        scale (float): The loss scale after it.
+        applied (bool): False if it was skipped.
+        grad_norm (float or None): The norm of the unscaled gradients, or None.
+        loss (float or None): The true loss, or None.
 
     Example:
         >>> from mlx_gradscale.diagnostics import ScaleRecord

@@ -3,7 +3,7 @@
 import os
 import struct
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 
@@ -17,7 +17,7 @@ _LONGEST_HEADER = 100_000_000
 
 
 def read_arrays(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Read a safetensors file; its arrays are read when they are used.
 
@@ -38,7 +38,8 @@ def read_arrays(
         # MLX opens it again, at once, and takes only names that are UTF-8.
         plain = path.isascii() or _is_utf8(path)
         place = path if plain else f"/dev/fd/{descriptor}"
-        return mx.load(place, format="safetensors", return_metadata=True)
+        loaded = mx.load(place, format="safetensors", return_metadata=True)
+        return cast(tuple[dict[str, mx.array], dict[str, str]], loaded)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     finally:
@@ -46,7 +47,7 @@ def read_arrays(
 
 
 def write_arrays(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     arrays: Mapping[str, mx.array],
     metadata: Mapping[str, str],
 ) -> None:
@@ -66,7 +67,8 @@ def write_arrays(
         ({'w': array([0, 0], dtype=float32)}, {'format': 'mlx'})
     """
     with atomic_write(path) as file:
-        mx.save_safetensors(file, dict(arrays), dict(metadata))
+        # What MLX asks of a file is less than BinaryIO has.
+        mx.save_safetensors(cast(BinaryIO, file), dict(arrays), dict(metadata))
 
 
 def _is_utf8(path: str) -> bool:
@@ -78,7 +80,7 @@ def _is_utf8(path: str) -> bool:
 
 
 def _check_apart(file: BinaryIO) -> None:
-    """Raise if this is no safetensors file, or if its tensors overlap.
+    """Raise if this is not a safetensors file, or if its tensors overlap.
 
     MLX checks that each tensor lies in the file, but not that they lie apart: a
     header can name the same 4 MB two thousand times, which are then 8 GB.
@@ -108,7 +110,8 @@ def _header(file: Any, size: int) -> Any:
 
 def _check_places(header: Any) -> None:
     places = []
-    for name, entry in header.items() if isinstance(header, dict) else [("", None)]:
+    entries: Any = header if isinstance(header, dict) else {"": None}
+    for name, entry in entries.items():
         if name == "__metadata__":
             continue
         try:

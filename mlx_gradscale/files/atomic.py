@@ -22,7 +22,7 @@ _LONGEST = 96
 class WholeFile:
     """A new file that takes all it is given, or raises an error that names its target.
 
-    It has no ``fileno``, and is no ``io`` class: a writer could get round ``write``,
+    It has no ``fileno``, and is not an ``io`` class: a writer could bypass ``write``,
     and a raw file's own may take less than it is given, and say so in a number that
     is easily overlooked.
     """
@@ -31,13 +31,15 @@ class WholeFile:
         self._descriptor = descriptor
         self._target = target
         self._unsent = 0
-        self._flush: Future | None = None
+        self._flush: Future[Any] | None = None
         self.closed = False
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
@@ -54,9 +56,11 @@ class WholeFile:
         return done
 
     def tell(self) -> int:
+        """Return the position in the file."""
         return os.lseek(self._descriptor, 0, os.SEEK_CUR)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a position in the file, and return it."""
         return os.lseek(self._descriptor, offset, whence)
 
     def flush(self) -> None:
@@ -70,6 +74,7 @@ class WholeFile:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
+        """Close the file, after what is still being brought to the disk."""
         if not self.closed:
             self.closed = True
             if self._flush:
@@ -143,7 +148,7 @@ def atomic_write(path: "str | os.PathLike[str]") -> Iterator[WholeFile]:
 
 
 def short_name(name: str) -> str:
-    """A name that leaves room for more: a long one is cut, and ends in its hash.
+    """Leave room in a name for more: cut a long one, and end it in its hash.
 
     Example:
 

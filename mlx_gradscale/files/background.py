@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-def in_background(function: Callable[..., Any], *arguments: Any) -> Future:
+def in_background(function: Callable[..., T], *arguments: Any) -> Future[T]:
     """Begin to call the function; the future gives its result.
 
     Not by an executor: those take no work once the main thread has ended, when
@@ -17,7 +19,7 @@ def in_background(function: Callable[..., Any], *arguments: Any) -> Future:
         >>> in_background(max, 1, 2).result()
         2
     """
-    future: Future = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:

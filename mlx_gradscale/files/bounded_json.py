@@ -10,13 +10,13 @@ _MOST = 2**30
 
 
 def parse(data: bytes) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
         data (bytes): The text, in UTF-8.
 
     Raises:
-        ValueError: It is no JSON, or would take over a gigabyte of memory.
+        ValueError: It is not JSON, or would take over a gigabyte of memory.
 
     Example:
 

@@ -26,15 +26,15 @@ _OLD = ".old"
 _FILLING = ".mlx_gradscale_filling"
 
 
-def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
-    """Refuses a place where no folder can be written.
+def check_folder(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+    """Refuse a place where no folder can be written.
 
     Args:
-        path: the folder; a symbolic link means the folder it points to.
-        overwrite: whether files may be replaced.
+        path (str): The folder; a symbolic link means the folder it points to.
+        overwrite (bool): Whether files may be replaced.
 
     Returns:
-        Path: the real folder.
+        Path: The real folder.
     """
     given, path = path, Path(path).resolve()
     if path.exists() and not path.is_dir():
@@ -60,9 +60,9 @@ def check_folder(path: str | os.PathLike, overwrite: bool = False) -> Path:
 
 @contextmanager
 def new_folder(
-    path: str | os.PathLike, ours: Collection[str], overwrite: bool = False
+    path: str | os.PathLike[str], ours: Collection[str], overwrite: bool = False
 ) -> Iterator[Path]:
-    """A folder to fill, which takes its place when nothing was raised.
+    """Yield a folder to fill, which takes its place when nothing was raised.
 
     The new folder is built beside the old one, under a hidden name
     (:func:`hidden_start`), and exchanges its place with it when all of it is on the
@@ -76,10 +76,11 @@ def new_folder(
     write then says how to take them back.
 
     Args:
-        path: the folder; a symbolic link stays, the folder it points to is replaced.
-        ours: names of the files that are replaced, or deleted if there is no new
-            one; all others are kept.
-        overwrite: whether there may be files already.
+        path (str): The folder; a symbolic link stays, the folder it points to is
+            replaced.
+        ours (Collection): Names of the files that are replaced, or deleted if there is
+            no new one; all others are kept.
+        overwrite (bool): Whether there may be files already.
     """
     given, path = path, check_folder(path, overwrite)
     made = [parent for parent in path.parents if not parent.exists()]
@@ -117,8 +118,8 @@ def new_folder(
 
 
 @contextmanager
-def _shown_as(path: str | os.PathLike, temporary: Path) -> Iterator[None]:
-    """Makes an error name the file in the folder that the user gave."""
+def _shown_as(path: str | os.PathLike[str], temporary: Path) -> Iterator[None]:
+    """Make an error name the file in the folder that the user gave."""
     try:
         yield
     except OSError as error:
@@ -138,13 +139,14 @@ def _mode(path: Path) -> int:
 
 
 def _replace_folder(path: Path, new: Path, ours: Collection[str]) -> None:
-    """Puts a folder in the place of another, or leaves both as they were.
+    """Put a folder in the place of another, or leave both as they were.
 
     Args:
-        path: the folder to replace; it need not be there.
-        new: the folder that takes its place, beside it, with its files on the disk.
-        ours: names of the files that go with the old folder; all others move into
-            the new one.
+        path (Path): The folder to replace; it need not be there.
+        new (Path): The folder that takes its place, beside it, with its files on the
+            disk.
+        ours (Collection): Names of the files that go with the old folder; all others
+            move into the new one.
     """
     with _one_at_a_time(path.parent):
         _take_place(path, new, ours)
@@ -179,7 +181,7 @@ def _take_place(path: Path, new: Path, ours: Collection[str]) -> None:
 
 
 def hidden_start(path: Path) -> str:
-    """How the hidden names beside a folder begin, under which it is replaced.
+    """Return how the hidden names begin under which a folder is replaced.
 
     Example:
         >>> hidden_start(Path("runs/a"))
@@ -188,8 +190,8 @@ def hidden_start(path: Path) -> str:
     return f".{short_name(path.name)}.mlx_gradscale_"
 
 
-def refuse_hidden(path: str | os.PathLike) -> None:
-    """Raises if a killed process left a folder under hidden names only.
+def refuse_hidden(path: str | os.PathLike[str]) -> None:
+    """Raise if a killed process left a folder under hidden names only.
 
     That can be only where the system cannot exchange two folders in one step.
     """
@@ -210,15 +212,15 @@ def refuse_hidden(path: str | os.PathLike) -> None:
 
 
 def _remove_left(path: Path, ours: Collection[str]) -> None:
-    """Removes what killed processes left of their writes to a folder.
+    """Remove what killed processes left of their writes to a folder.
 
     Files that such a process did not get to move come back to the folder. A folder
     that a living process is filling is locked (:func:`_hold`) and stays. To be called
     by :func:`_one_at_a_time`.
 
     Args:
-        path: the folder that was written to; it need not be there.
-        ours: names of the files that were replaced; they do not come back.
+        path (Path): The folder that was written to; it need not be there.
+        ours (Collection): Names of the files that were replaced; they do not come back.
     """
     left = [(hidden, held) for hidden in _left(path) if (held := _hold(hidden))]
     is_hidden = not path.exists() and any(p.suffix == _OLD for p, _ in left)
@@ -240,10 +242,10 @@ def _bring_back(hidden: Path, path: Path, ours: Collection[str]) -> None:
 
 
 def _hold(folder: Path) -> tuple[int, bool] | None:
-    """Opens a folder and locks it; None where a folder cannot be opened.
+    """Open a folder and lock it; return None where a folder cannot be opened.
 
     Returns:
-        tuple: the descriptor, which keeps the lock until it is closed; and whether
+        tuple: The descriptor, which keeps the lock until it is closed; and whether
         this process has the lock now.
     """
     try:
@@ -255,13 +257,13 @@ def _hold(folder: Path) -> tuple[int, bool] | None:
 
 
 def _is_same(path: Path, known: os.stat_result) -> bool:
-    """Whether a folder is the one that was known, perhaps under another name."""
+    """Tell whether a folder is the one that was known, perhaps under another name."""
     return path.exists() and os.path.samestat(path.stat(), known)
 
 
 @contextmanager
 def _one_at_a_time(parent: Path) -> Iterator[None]:
-    """Waits for other processes that replace a folder in the same place.
+    """Wait for other processes that replace a folder in the same place.
 
     The lock is the system's, on the folder itself: it ends with the process.
     """
@@ -291,13 +293,13 @@ def _exchange(a: Path, b: Path) -> None:
 
 
 def _in_one_step(a: Path, b: Path) -> bool:
-    """Exchanges two folders; False, and nothing done, where the system cannot."""
+    """Exchange two folders; return False, with nothing done, if the system cannot."""
     first, second = os.fsencode(a), os.fsencode(b)
     try:
         system = ctypes.CDLL(None)
         if sys.platform == "darwin":
-            return system.renamex_np(first, second, _EXCHANGE) == 0
-        return system.renameat2(_HERE, first, _HERE, second, _EXCHANGE) == 0
+            return bool(system.renamex_np(first, second, _EXCHANGE) == 0)
+        return bool(system.renameat2(_HERE, first, _HERE, second, _EXCHANGE) == 0)
     except (AttributeError, TypeError, OSError):  # it has no such function
         return False
 
@@ -309,7 +311,7 @@ def _undo(source: Path, target: Path) -> None:
 
 
 def _left(path: Path) -> list[Path]:
-    """Folders beside a path that writes to it left behind, or are still filling."""
+    """Return the folders beside a path that its writers left, or are still filling."""
     start, end = re.escape(hidden_start(path)), re.escape(_OLD)
     pattern = re.compile(rf"{start}\w{{8}}({end})?")  # as tempfile.mkdtemp names them
     try:

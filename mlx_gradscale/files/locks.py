@@ -3,7 +3,9 @@
 import os
 import stat
 from contextlib import suppress
+from types import ModuleType
 
+fcntl: ModuleType | None
 try:
     import fcntl
 except ImportError:  # Windows

@@ -6,8 +6,8 @@ from pathlib import Path
 from .locks import refuse_special
 
 
-def check_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
-    """Refuses a place where no file can be written; see ``folders.check_folder``."""
+def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+    """Refuse a place where no file can be written; see ``folders.check_folder``."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; one file is to be written.")
@@ -24,11 +24,11 @@ def check_file(path: str | os.PathLike, overwrite: bool = False) -> Path:
 
 
 def check_name(name: object, what: str) -> str:
-    """Refuses a name of a file that is more than one plain component of a path.
+    """Refuse a name of a file that is more than one plain component of a path.
 
     Args:
-        name: as a file gave it.
-        what: which file that was, for the error.
+        name (object): As a file gave it.
+        what (str): Which file that was, for the error.
 
     Example:
         >>> check_name("optimizer.bin", "training.json")
@@ -39,14 +39,18 @@ def check_name(name: object, what: str) -> str:
         ValueError: training.json names the file '../.bashrc', which is no plain name.
     """
     signs = "/\\:" if os.name == "nt" else "/\\"
-    is_plain = isinstance(name, str) and name not in ("", ".", "..")
-    if not is_plain or not name.isprintable() or set(name) & set(signs):
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or not name.isprintable()
+        or set(name) & set(signs)
+    ):
         raise ValueError(f"{what} names the file {name!r}, which is no plain name.")
     return name
 
 
 def contains(outer: Path, inner: Path) -> bool:
-    """Whether a path is another one, or lies in it.
+    """Tell whether a path is another one, or lies in it.
 
     Example:
         >>> contains(Path("run"), Path("run/a.pt")), contains(Path("a"), Path("ab"))
@@ -60,5 +64,6 @@ def contains(outer: Path, inner: Path) -> bool:
     return any(path.exists() and path.samefile(outer) for path in around)
 
 
-def already_there(path: str | os.PathLike) -> str:
+def already_there(path: str | os.PathLike[str]) -> str:
+    """Return the error's sentence for a path that exists."""
     return f"{path} is there already: give --overwrite (overwrite=True)."

@@ -16,13 +16,13 @@ _LARGEST_INDEX = 2**26
 
 
 def shard_sets(names: list[str]) -> dict[str, list[str]]:
-    """The names of files that are parts of one model, by the name of their index.
+    """Return the names of files that are parts of one model, by that of their index.
 
     Args:
-        names: the files of a folder.
+        names (list): The files of a folder.
 
     Raises:
-        ValueError: if one of a set is missing.
+        ValueError: If one of a set is missing.
 
     Example:
         >>> shard_sets(["a-1-of-2.bin", "a-2-of-2.bin", "b.bin"])
@@ -47,22 +47,22 @@ def shard_sets(names: list[str]) -> dict[str, list[str]]:
 
 
 def is_shard(path: Path) -> bool:
-    """Whether a file is one of several by its name.
+    """Tell whether a file is one of several by its name.
 
     Example:
         >>> is_shard(Path("model-00001-of-00002.safetensors"))
         True
     """
     match = _SHARD.fullmatch(path.name)
-    return bool(match) and int(match[3]) > 1
+    return match is not None and int(match[3]) > 1
 
 
 def read_index(path: Path, held: Mapping[str, str]) -> dict[str, Any]:
-    """The index of a model, checked against its files.
+    """Return the index of a model, checked against its files.
 
     Args:
-        path: of the index; it need not be there.
-        held: tensor -> the file that it was found in.
+        path (Path): Of the index; it need not be there.
+        held (dict): Tensor -> the file that it was found in.
 
     Returns:
         dict: ``metadata`` and ``files``, which is ``held``.
@@ -92,7 +92,7 @@ def read_index(path: Path, held: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_shards(shards: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises on names in a record that are not those of an index and its files."""
+    """Raise on names in a record that are not those of an index and its files."""
     for index, held in shards.items():
         if not check_name(index, "The run's record").endswith(INDEX):
             raise ValueError(f"The run's record names {index!r}, no index of a model.")
@@ -104,7 +104,7 @@ def check_shards(shards: Mapping[str, Mapping[str, Any]]) -> None:
 def split(
     tensors: Mapping[str, Any], index: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], bytes]:
-    """The files of a model as they were: content by file name, and the index.
+    """Return the files of a model as they were: content by name, and the index.
 
     Example:
         >>> split({"w": 1}, {"metadata": {}, "files": {"w": "a-1-of-1.bin"}})[0]

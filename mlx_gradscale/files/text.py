@@ -9,7 +9,7 @@ _WIDEST = 200
 
 
 def printable(value: object) -> str:
-    """Text without what could move a terminal's cursor or hide other text.
+    """Return text without what could move a terminal's cursor or hide other text.
 
     Example:
         >>> print(printable("a\x1b[2J\\nb"))
@@ -22,7 +22,7 @@ def printable(value: object) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns of text, two spaces apart; what cannot be printed is escaped.
+    """Return columns of text, two spaces apart, with unprintable text escaped.
 
     Example:
         >>> print(table(("name", "size"), [("a.weight", 12), ("b", 3)]))
@@ -60,7 +60,7 @@ def _cell(value: object) -> str:
 
 
 def size(number: int) -> str:
-    """A number of bytes for people.
+    """Return a number of bytes for people.
 
     Example:
         >>> size(512), size(3_400_000)
@@ -75,7 +75,7 @@ def size(number: int) -> str:
 
 
 def shape(array: mx.array) -> str:
-    """A shape as "3x4"; "scalar" for a 0-d array.
+    """Return a shape as "3x4"; "scalar" for a 0-d array.
 
     Example:
         >>> shape(mx.zeros((3, 4))), shape(mx.array(1))
@@ -85,7 +85,7 @@ def shape(array: mx.array) -> str:
 
 
 def dtype_name(of: mx.array | mx.Dtype) -> str:
-    """The name of a dtype, or of an array's.
+    """Return the name of a dtype, or of an array's.
 
     Example:
         >>> dtype_name(mx.zeros(2)), dtype_name(mx.float16)
@@ -95,7 +95,7 @@ def dtype_name(of: mx.array | mx.Dtype) -> str:
 
 
 def natural_order(path: str) -> list[tuple[bool, int, str]]:
-    """A key for sorting paths with dots: by name, and numbers as numbers.
+    """Return a key to sort paths with dots: by name, and numbers as numbers.
 
     Example:
         >>> sorted(["layers.10.w", "layers.9.w"], key=natural_order)

@@ -28,6 +28,7 @@ def checked_batches(
     margin: float,
     tolerance: float,
 ) -> list[Batch]:
+    """Return the batches to try, or raise if an argument cannot be used."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model must be a module of mlx.nn, got {model!r}.")
     if not callable(loss_fn):
@@ -76,6 +77,7 @@ def _as_batch(batch: Any) -> Batch:
 
 
 def check_parameters(setting: Setting) -> None:
+    """Raise if a parameter is not finite."""
     found = nonfinite(setting.model.parameters())
     if found:
         names = ", ".join(record.path for record in found[:5])
@@ -86,6 +88,7 @@ def check_parameters(setting: Setting) -> None:
 
 
 def check_arguments(setting: Setting, batch: Batch, name: str) -> None:
+    """Raise if an argument of a batch holds NaN or +inf."""
     arguments = by_name(batch.args, batch.kwargs)
     leaves = tree_flatten(arguments, is_leaf=is_leaf)
     arrays = {path: x for path, x in leaves if isinstance(x, mx.array)}
@@ -109,6 +112,7 @@ def check_arguments(setting: Setting, batch: Batch, name: str) -> None:
 
 
 def check_reference(reference: Run, name: str) -> None:
+    """Raise if loss or gradients are not finite even in float32."""
     if math.isfinite(reference.loss) and reference.gradients_are_finite():
         return
     sound = math.isfinite(reference.loss)

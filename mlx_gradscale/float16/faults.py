@@ -13,8 +13,11 @@ def first_bad(
     """Return the layer that made the first value that is bad.
 
     Args:
+        values (list): Those in half precision.
+        references (list): Those in float32.
         own (str): The side of a layer where what it made comes out: "output", or
             "input" in the backward pass.
+        distance (float): How far from its reference a value is bad.
     """
     for value, reference in _pairs(values, references):
         if is_bad(value, reference, distance):
@@ -25,6 +28,7 @@ def first_bad(
 def largest_jump(
     values: list[Value], references: list[Value], own: str
 ) -> tuple[str | None, str] | None:
+    """Return the layer where the distance jumps most, and what is there in words."""
     most, place, so_far = 4.0, None, 1e-3
     for value, reference in _pairs(values, references):
         if not reference.event.differentiated:
@@ -37,6 +41,8 @@ def largest_jump(
 
 
 def worst_gradient(half: Run, reference: Run) -> tuple[str, str]:
+    """Return the layer whose gradient is furthest off, and which one in words."""
+
     def off(path: str) -> float:
         value, other = half.gradients[path], reference.gradients[path]
         if not value.is_finite:
@@ -72,6 +78,7 @@ def _what(value: Value, reference: Value) -> str:
 
 
 def caller_of(reference: Run, path: str) -> str:
+    """Return the path of the layer that calls this one."""
     callers = [v.event.caller for v in reference.forward if v.event.path == path]
     caller = callers[0] if callers else path.rpartition(".")[0]
     return caller or ""

@@ -36,11 +36,11 @@ class Value:
     """An array that entered or left a layer, or its gradient, without the array.
 
     Attributes:
-        event: what the probe noted.
-        nan: how many; so ``positive_inf`` and ``negative_inf``.
-        largest: the largest finite magnitude.
-        positive: the largest finite value.
-        sums: with random signs, of finite values.
+        event (Event): What the probe noted.
+        nan (int): How many; so ``positive_inf`` and ``negative_inf``.
+        largest (float): The largest finite magnitude.
+        positive (float): The largest finite value.
+        sums (np.ndarray): With random signs, of finite values.
     """
 
     event: Event
@@ -53,6 +53,7 @@ class Value:
 
     @property
     def is_finite(self) -> bool:
+        """Whether no element was NaN or infinite."""
         return not (self.nan or self.positive_inf or self.negative_inf)
 
     def distance(self, other: "Value") -> float:
@@ -67,10 +68,12 @@ class Run:
     """One forward and backward pass.
 
     Attributes:
-        loss: the true loss.
-        scale: the loss scale of the backward pass; it is taken out of all values.
-        forward, backward: the values at the layers' edges, in the order they came.
-        gradients: of parameters, by path.
+        loss (float): The true loss.
+        scale (float): The loss scale of the backward pass; it is taken out of all
+            values.
+        forward (list): The values at the layers' edges, in the order they came.
+        backward (list): The same of the way back.
+        gradients (dict): Of parameters, by path.
     """
 
     loss: float
@@ -80,6 +83,7 @@ class Run:
     gradients: dict[str, Value]
 
     def gradients_are_finite(self) -> bool:
+        """Tell whether all gradients are finite."""
         return all(value.is_finite for value in self.gradients.values())
 
     def gradient_distance(self, other: "Run") -> float:
@@ -96,8 +100,11 @@ class Setting:
     """What is run, and how.
 
     Attributes:
-        model, loss_fn: as for ``nn.value_and_grad``.
-        compute_dtype, cast_inputs, keep: as for ``GradScaler.value_and_grad``.
+        model (nn.Module): The model.
+        loss_fn (Callable): As for ``nn.value_and_grad``.
+        compute_dtype (Dtype or None): As for ``GradScaler.value_and_grad``.
+        cast_inputs (bool): As for ``GradScaler.value_and_grad``.
+        keep (Callable or None): As for ``GradScaler.value_and_grad``.
     """
 
     model: nn.Module

@@ -4,7 +4,7 @@ import sys
 
 
 class Progress:
-    """Writes over its own line; nothing where there is no terminal."""
+    """A line that is written over; nothing where there is no terminal."""
 
     def __init__(self, shown: bool | None = None):
         self._shown = sys.stderr.isatty() if shown is None else shown
@@ -21,10 +21,12 @@ class Progress:
             sys.stderr.flush()
 
     def batch(self, number: int, total: int) -> None:
+        """Note which batch is tried, for the lines that follow."""
         done = "#" * (20 * (number - 1) // total)
         self._batch = f"[{done:20}] batch {number} of {total}, "
 
     def run(self, number: int, islands: int) -> None:
+        """Write which run it is, and with how many layers."""
         self._write(f"{self._batch}run {number}, {islands} float32 layers")
 
     def _write(self, text: str) -> None:

@@ -25,10 +25,11 @@ class Reason:
     """An island and why it is one.
 
     Attributes:
-        entry: what ``float32_layers`` takes.
-        maker: the path of the layer that made the value; None for the loss function.
-        why: in words.
-        by_size: whether a value between layers is too large, or too near to it.
+        entry (str or list): What ``float32_layers`` takes.
+        maker (str or None): The path of the layer that made the value; None for the
+            loss function.
+        why (str): In words.
+        by_size (bool): Whether a value between layers is too large, or too near to it.
     """
 
     entry: Entry
@@ -42,11 +43,11 @@ class Row:
     """How large the values of a layer are, in float32 and over all batches.
 
     Attributes:
-        layer: its path; "" is the model.
-        forward: the largest magnitude that the layer made.
-        backward: the largest gradient that it hands back, times the loss scale.
-        is_float32: whether it is in an island.
-        why: the reason, where this layer made the value.
+        layer (str): Its path; "" is the model.
+        forward (float): The largest magnitude that the layer made.
+        backward (float): The largest gradient that it hands back, times the loss scale.
+        is_float32 (bool): Whether it is in an island.
+        why (str): The reason, where this layer made the value.
     """
 
     layer: str
@@ -67,14 +68,17 @@ class Float32Search:
     """What :func:`find_float32_layers` found; print it to read it.
 
     Attributes:
-        where: the layers, as ``float32_layers`` takes them; it takes this object, too.
-        reasons: why each is among them.
-        rows: how large the values of every layer are, in the order of the calls.
-        problem: why no layers help; "" if ``where`` was checked to suffice.
-        losses: of each batch, in float32 and with ``where``.
-        scale: the smallest loss scale that was needed.
-        float16_parameters: the share of parameters outside of the float32 layers.
-        float16_multiply_adds: the share of multiply-adds, of layers with weights.
+        where (list): The layers, as ``float32_layers`` takes them; it takes this
+            object, too.
+        reasons (list): Why each is among them.
+        rows (list): How large the values of every layer are, in the order of the calls.
+        problem (str): Why no layers help; "" if ``where`` was checked to suffice.
+        losses (list): Of each batch, in float32 and with ``where``.
+        scale (float): The smallest loss scale that was needed.
+        float16_parameters (float): The share of parameters outside of the float32
+            layers.
+        float16_multiply_adds (float): The share of multiply-adds, of layers with
+            weights.
     """
 
     where: list[Entry]

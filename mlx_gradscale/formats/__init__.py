@@ -6,9 +6,10 @@ more to say. What a format cannot carry is named in a :class:`FormatWarning`,
 never lost silently.
 """
 
+from ..scale import TORCH_KEYS
 from .flodl import load_flodl, save_flodl
 from .state import FormatWarning, read_state, recognise, write_state
-from .table import FORMATS, OWN_DEFAULTS, TORCH_KEYS, Format
+from .table import FORMATS, OWN_DEFAULTS, Format
 
 __all__ = [
     "FORMATS",

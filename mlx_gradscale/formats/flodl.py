@@ -5,7 +5,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..files.atomic import atomic_write
 from ..files.locks import open_file
@@ -13,14 +13,14 @@ from .state import FLODL, read_state, write_state
 from .table import USUAL
 
 
-def load_flodl(path: str | os.PathLike) -> dict[str, Any]:
-    """Reads flodl's 16-byte scaler file; gzip by the suffix ``.gz``.
+def load_flodl(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read flodl's 16-byte scaler file; gzip by the suffix ``.gz``.
 
     Args:
-        path: the file.
+        path (str): The file.
 
     Returns:
-        dict: as :func:`read_state` gives. flodl's factors are fixed (2, 0.5, 2000),
+        dict: As :func:`read_state` gives. flodl's factors are fixed (2, 0.5, 2000),
         so nothing is guessed.
     """
     with open(path, "rb", opener=open_file) as file:
@@ -40,12 +40,12 @@ def load_flodl(path: str | os.PathLike) -> dict[str, Any]:
     return read_state(state, "flodl", **USUAL)
 
 
-def save_flodl(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
-    """Writes flodl's 16-byte scaler file, atomically; gzip by the suffix ``.gz``.
+def save_flodl(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write flodl's 16-byte scaler file, atomically; gzip by the suffix ``.gz``.
 
     Args:
-        path: the file.
-        state: what ``GradScaler.state_dict`` gives.
+        path (str): The file.
+        state (dict): What ``GradScaler.state_dict`` gives.
 
     Example:
         >>> import os, tempfile
@@ -57,7 +57,7 @@ def save_flodl(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
         ...     load_flodl(os.path.join(folder, "scaler.bin.gz")) == state
         True
     """
-    data = write_state(state, "flodl")
+    data = cast(bytes, write_state(state, "flodl"))
     target = Path(path)
     if target.suffix == ".gz":
         data = gzip.compress(data, mtime=0)

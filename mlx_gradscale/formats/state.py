@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..scale import FIELDS, SETTINGS
+from ..scale import FIELDS, SETTINGS, TORCH_KEYS
 from ..state_dict import from_state_dict, to_state_dict
-from .table import FORMATS, OWN_DEFAULTS, TORCH_KEYS, TYPES, Format
+from .table import FORMATS, OWN_DEFAULTS, TYPES, Format
 
 # Scale and steps since growth, little endian: all of flodl's file.
 FLODL = struct.Struct("<dq")
@@ -21,14 +21,14 @@ class FormatWarning(UserWarning):
 
 
 def recognise(state: Mapping[str, Any] | object) -> str:
-    """Names the format of a scaler state by its keys.
+    """Name the format of a scaler state by its keys.
 
     Args:
-        state: a state dict, or an object whose attributes are the state (a
-            ``flax`` DynamicScale, a ``jmp`` DynamicLossScale).
+        state (dict or object): A state dict, or an object whose attributes are the
+            state (a ``flax`` DynamicScale, a ``jmp`` DynamicLossScale).
 
     Returns:
-        str: a key of :data:`FORMATS`.
+        str: A key of :data:`FORMATS`.
 
     Example:
         >>> recognise({"loss_scale": 2.0, "unskipped": 3})
@@ -53,18 +53,19 @@ def recognise(state: Mapping[str, Any] | object) -> str:
 def read_state(
     state: Mapping[str, Any] | object, format: str | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Reads another framework's scaler state into PyTorch's five keys.
+    """Read another framework's scaler state into PyTorch's five keys.
 
     Args:
-        state: the state, as :func:`recognise` takes it; numbers may be Python's,
-            or one-element arrays of any kind.
-        format: a key of :data:`FORMATS`; by default recognised by the keys.
-        settings: values for what the format does not carry, such as
-            ``growth_interval=500``. What is neither carried nor given is taken
-            from the framework's defaults, with a :class:`FormatWarning`.
+        state (dict or object): The state, as :func:`recognise` takes it; numbers may be
+            Python's, or one-element arrays of any kind.
+        format (str, optional): A key of :data:`FORMATS`; by default recognised by the
+            keys.
+        **settings (Any): Values for what the format does not carry, such as
+            ``growth_interval=500``. What is neither carried nor given is taken from the
+            framework's defaults, with a :class:`FormatWarning`.
 
     Returns:
-        dict: for ``GradScaler.load_state_dict``; own keys only where they differ
+        dict: For ``GradScaler.load_state_dict``; own keys only where they differ
         from their defaults.
 
     Example:
@@ -115,14 +116,14 @@ def read_state(
 
 
 def write_state(state: Mapping[str, Any], format: str) -> dict[str, Any] | bytes:
-    """Writes a scaler state (PyTorch's keys and ours) as another framework's.
+    """Write a scaler state (PyTorch's keys and ours) as another framework's.
 
     Args:
-        state: what ``GradScaler.state_dict`` or :func:`read_state` gives.
-        format: ``"torch"``, ``"paddle"`` or ``"flodl"``.
+        state (dict): What ``GradScaler.state_dict`` or :func:`read_state` gives.
+        format (str): ``"torch"``, ``"paddle"`` or ``"flodl"``.
 
     Returns:
-        dict or bytes: a dict for the framework's ``load_state_dict``; for flodl
+        dict or bytes: A dict for the framework's ``load_state_dict``; for flodl
         the 16 bytes of its file.
 
     Example:
@@ -175,7 +176,7 @@ def _row(state: object, format: str | None) -> tuple[Format, str, dict[str, Any]
 
 
 def _as_dict(state: object) -> dict[str, Any]:
-    """A flat dict of the state; apex nests one dict per loss."""
+    """Return a flat dict of the state; apex nests one dict per loss."""
     if not isinstance(state, Mapping):
         names = {theirs for row in FORMATS.values() for theirs in row.fields.values()}
         state = {name: getattr(state, name) for name in names if hasattr(state, name)}
@@ -205,7 +206,7 @@ def _number(value: Any, kind: type, key: str) -> Any:
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """The same within the limits, its own keys only where not at their defaults."""
+    """Return it within the limits, own keys only where not at their defaults."""
     settings = {key: FIELDS[key][1] for key in SETTINGS}
     return to_state_dict(from_state_dict(state, settings))
 

@@ -52,21 +52,22 @@ class Format:
     """One row of the table.
 
     Attributes:
-        marks: the keys that tell this format from the others.
-        fields: our key -> its key.
-        assumed: our key -> the framework's default, for what its state does not
+        marks (frozenset): The keys that tell this format from the others.
+        fields (dict): Our key -> its key.
+        assumed (dict): Our key -> the framework's default, for what its state does not
             (or need not) carry.
-        lost: its key -> why that key has no counterpart here.
-        after: computes the keys that are not a plain copy.
-        writes: whether :func:`write_state` can write it.
-        shape: shape of the written ``scale`` array; None for a Python float.
+        lost (dict): Its key -> why that key has no counterpart here.
+        after (Callable or None): Computes the keys that are not a plain copy.
+        writes (bool): Whether :func:`write_state` can write it.
+        shape (tuple or None): Shape of the written ``scale`` array; None for a Python
+            float.
     """
 
     marks: frozenset[str]
     fields: dict[str, str]
     assumed: dict[str, Any] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    after: Callable[[dict, dict], dict] | None = None
+    after: Callable[[dict[Any, Any], dict[Any, Any]], dict[Any, Any]] | None = None
     writes: bool = False
     shape: tuple[int, ...] | None = None
 

@@ -19,7 +19,7 @@ class Changes:
     """Half arrays that were replaced in modules, dicts and lists, to be put back.
 
     Attributes:
-        dtype: of the first half array that was met.
+        dtype (Dtype or None): Of the first half array that was met.
     """
 
     def __init__(self, cast: Callable[[mx.array], Any]):

@@ -31,8 +31,9 @@ class Chain:
     """Modules that hand float32 to each other.
 
     Attributes:
-        name: what ``float32_layers`` was given, or would have to be.
-        dtype: the half dtype that its first module met, for one that sees none itself.
+        name (str or list): What ``float32_layers`` was given, or would have to be.
+        dtype (Dtype or None): The half dtype that its first module met, for one that
+            sees none itself.
     """
 
     name: str | Sequence[str]
@@ -48,11 +49,12 @@ class Island:
     """What a module needs to know of the island that it is in.
 
     Attributes:
-        chain: the modules that it belongs to.
-        first: whether it is the first of them.
-        lowers: whether its outputs go back to half precision.
-        deep: whether the modules in it are raised, too.
-        before: the island that the module was before, and still is as well.
+        chain (Chain): The modules that it belongs to.
+        first (bool): Whether it is the first of them.
+        lowers (bool): Whether its outputs go back to half precision.
+        deep (bool): Whether the modules in it are raised, too.
+        before (Island or None): The island that the module was before, and still is as
+            well.
     """
 
     chain: Chain

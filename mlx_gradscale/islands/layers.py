@@ -29,8 +29,8 @@ class Float32Layers:
     """The layers that :func:`float32_layers` has changed, to be changed back.
 
     Attributes:
-        where: what :func:`float32_layers` takes to do the same.
-        paths: the paths of the modules.
+        where (list): What :func:`float32_layers` takes to do the same.
+        paths (list): The paths of the modules.
     """
 
     def __init__(

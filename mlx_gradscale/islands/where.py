@@ -24,7 +24,8 @@ class HasWhere(Protocol):
     """What find_float32_layers and float32_layers return."""
 
     @property
-    def where(self) -> Sequence[Entry]: ...
+    def where(self) -> Sequence[Entry]:
+        """The layers, as ``float32_layers`` takes them."""
 
 
 Where = (
@@ -42,9 +43,9 @@ class Members:
     """Modules of one island, in the order in which they hand values on.
 
     Attributes:
-        name: the entry that names them.
-        modules: paths and modules.
-        open: whether float32 goes on to the loss function.
+        name (str or list): The entry that names them.
+        modules (list): Paths and modules.
+        open (bool): Whether float32 goes on to the loss function.
     """
 
     name: Entry

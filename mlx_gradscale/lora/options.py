@@ -66,13 +66,14 @@ class Options:
     """Our flags, checked.
 
     Attributes:
-        dtype: the dtype to train in, or None for the model's own.
-        loss_scale: the scale that stays, 1.0 for none, or None if it is dynamic.
-        max_grad_norm: the norm to clip to, or None.
-        masters: the kind of masters.
-        float32_layers: the file that names the layers, or None.
-        history: the file to write, or None.
-        resume: whether to go on from a checkpoint.
+        dtype (Dtype or None): The dtype to train in, or None for the model's own.
+        loss_scale (float or None): The scale that stays, 1.0 for none, or None if it is
+            dynamic.
+        max_grad_norm (float or None): The norm to clip to, or None.
+        masters (str): The kind of masters.
+        float32_layers (Path or None): The file that names the layers, or None.
+        history (Path or None): The file to write, or None.
+        resume (bool): Whether to go on from a checkpoint.
     """
 
     dtype: mx.Dtype | None = None

@@ -47,7 +47,7 @@ Files = dict[str, Arrays | bytes]
 
 
 class RunError(ValueError):
-    """A folder that is no run, or whose files are damaged, and why."""
+    """A folder that is not a run, or whose files are damaged, and why."""
 
 
 @dataclass
@@ -55,12 +55,13 @@ class Contents:
     """What is in the folder of a run.
 
     Attributes:
-        weights: MLX's flat weights; None where there is no model.
-        optimizer: ``tree_flatten(optimizer.state)`` as a dict, or None.
-        scaler: a ``GradScaler.state_dict``, or None.
-        training: what ``training.json`` holds, by name.
-        runs: where the folder holds several runs, each by the name of its folder;
-            then only ``training`` is there beside it.
+        weights (dict or None): MLX's flat weights; None where there is no model.
+        optimizer (dict or None): ``tree_flatten(optimizer.state)`` as a dict, or
+            None.
+        scaler (dict or None): A ``GradScaler.state_dict``, or None.
+        training (dict): What ``training.json`` holds, by name.
+        runs (dict): Where the folder holds several runs, each by the name of its
+            folder; then only ``training`` is there beside it.
     """
 
     weights: Arrays | None = None
@@ -108,7 +109,7 @@ def check_arrays(contents: Contents) -> None:
 
 
 def write_files(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     files: Files,
     overwrite: bool = False,
     progress: Callable[[Arrays], None] | None = None,
@@ -144,7 +145,7 @@ def _as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
 
 
-def read_contents(folder: str | os.PathLike) -> Contents:
+def read_contents(folder: str | os.PathLike[str]) -> Contents:
     """Read a folder that :func:`write_files` wrote, or one with the same files.
 
     Args:
@@ -154,7 +155,7 @@ def read_contents(folder: str | os.PathLike) -> Contents:
         Contents: Its arrays are read when they are used.
 
     Raises:
-        RunError: It is no such folder, or its files are damaged.
+        RunError: It is not such a folder, or its files are damaged.
     """
     folder = Path(folder)
     refuse_hidden(folder)
@@ -208,13 +209,18 @@ def _checked_names(path: Path, names: Any) -> list[str]:
 
 
 def _read_shards(folder: Path) -> Arrays | None:
-    """A model in several files, as mlx-lm writes it."""
+    """Read a model in several files, as mlx-lm writes it."""
     try:
         names = shard_sets([path.name for path in folder.iterdir()])
     except ValueError as error:
         raise RunError(f"{folder}: {error}") from error
-    found = [_read_arrays(folder / n) for n in names.get(f"{MODEL}{INDEX}", ())]
-    return {k: v for each in found for k, v in each.items()} or None
+    found: Arrays = {}
+    for name in names.get(f"{MODEL}{INDEX}", ()):
+        arrays = _read_arrays(folder / name)
+        if arrays is None:
+            raise RunError(f"{folder / name} is a link to a file that is not there.")
+        found |= arrays
+    return found or None
 
 
 def _read_arrays(path: Path) -> Arrays | None:

@@ -63,7 +63,7 @@ def live_contents(
 def _masters(
     optimizer: LossScaleOptimizer, weights: dict[str, Any]
 ) -> dict[str, mx.array]:
-    """The masters, and in the place of one the weight that the user put there since."""
+    """Return the masters; where the user has put another weight since, that one."""
     state = optimizer.state
     masters = {name: x for name, x in state["masters"].items() if name in weights}
     replaced = {
@@ -74,8 +74,9 @@ def _masters(
     }
     split = {name: weights[name] for name in state["remainders"] if name in weights}
     # Only for those: it makes a copy of each.
-    return masters | optimizer.masters(replaced | split)
+    masters |= optimizer.masters(replaced | split)
+    return masters
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:
-    return a.dtype == b.dtype and mx.array_equal(a, b).item()
+    return a.dtype == b.dtype and bool(mx.array_equal(a, b).item())

@@ -17,8 +17,8 @@ class Rounded:
     """Where to find what a cast to half precision lost.
 
     Attributes:
-        folder: of the run that was loaded.
-        names: of the weights that were rounded and have no master.
+        folder (Path): Of the run that was loaded.
+        names (tuple): Of the weights that were rounded and have no master.
     """
 
     folder: Path
@@ -28,14 +28,14 @@ class Rounded:
 def cast_weights(
     weights: Mapping[str, mx.array], dtypes: Mapping[str, mx.Dtype]
 ) -> dict[str, mx.array]:
-    """Casts floating weights to the model's dtypes.
+    """Cast floating weights to the model's dtypes.
 
     Args:
-        weights: by name.
-        dtypes: of the names that are to be cast.
+        weights (dict): By name.
+        dtypes (dict): Of the names that are to be cast.
 
     Raises:
-        ValueError: if a finite number would become infinite; it names the weight.
+        ValueError: If a finite number would become infinite; it names the weight.
 
     Example:
         >>> cast_weights({"w": mx.array([0.1])}, {"w": mx.float16})["w"]
@@ -50,7 +50,7 @@ def cast_weights(
 
 
 def lost(weights: Mapping[str, mx.array], cast: Mapping[str, mx.array]) -> list[str]:
-    """The names of the weights that the cast rounded."""
+    """Return the names of the weights that the cast rounded."""
     return [
         name
         for name, array in weights.items()
@@ -64,14 +64,14 @@ def unrounded(
     folder: Path,
     rounded: Rounded | None,
 ) -> dict[str, mx.array]:
-    """The weights, with the originals of those that are still their rounding.
+    """Return the weights, with the originals of those that are still their rounding.
 
     Args:
-        weights: the model's.
-        trained: those that have masters; they are left as they are.
-        folder: with a run that may hold the originals.
-        rounded: another such folder, and the weights that were rounded when it was
-            loaded.
+        weights (dict): The model's.
+        trained (dict): Those that have masters; they are left as they are.
+        folder (Path): With a run that may hold the originals.
+        rounded (Rounded, optional): Another such folder, and the weights that were
+            rounded when it was loaded.
     """
     rounded = rounded or Rounded(folder)
     found = [_originals(place) for place in dict.fromkeys((rounded.folder, folder))]
@@ -120,7 +120,7 @@ def _originals(folder: Path) -> dict[str, mx.array]:
 
 
 def _equal(a: mx.array, b: mx.array) -> bool:
-    return mx.array_equal(a, b, equal_nan=True).item()
+    return bool(mx.array_equal(a, b, equal_nan=True).item())
 
 
 def _is_wider(original: mx.array, value: mx.array) -> bool:

@@ -8,7 +8,7 @@ stays readable.
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from ..torch_checkpoint.pickle_allowlist import torch_name, torch_size
 
 
 class SectionMark(str):
-    """Stands in a checkpoint where a section was cut out; its value is the name."""
+    """A mark in a checkpoint where a section was cut out; its value is the name."""
 
 
 # Up to here a tensor is written in the JSON itself (a BatchNorm counter, say).
@@ -32,7 +32,7 @@ _MOST_INLINE = 16
 _MOST = 2**28
 # Bytes of a line of it, besides its text.
 _LINE = 24
-_SEQUENCES = {
+_SEQUENCES: dict[str, Callable[..., Any]] = {
     "$tuple": tuple,
     "$set": set,
     "$frozenset": frozenset,
@@ -40,23 +40,27 @@ _SEQUENCES = {
 }
 # PyTorch's files are read to a depth of 128 (torch_checkpoint.Limits).
 _DEEPEST = 160
-_MAPPINGS = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+_MAPPINGS: dict[str, Callable[..., Any]] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": Counter,
+}
 
 
 def encode(value: Any, tensors: dict[str, mx.array], name: str = "") -> Any:
-    """Makes a value that ``json.dumps`` takes.
+    """Make a value that ``json.dumps`` takes.
 
     Args:
-        value: nested containers, Python values, arrays.
-        tensors: receives the larger arrays, by the name the JSON refers to; one that
-            comes twice has one name.
-        name: where the value is; names its arrays.
+        value (Any): Nested containers, Python values, arrays.
+        tensors (dict): Receives the larger arrays, by the name the JSON refers to; one
+            that comes twice has one name.
+        name (str): Where the value is; names its arrays.
 
     Returns:
-        the JSON value.
+        The JSON value.
 
     Raises:
-        ValueError: if it would take more than 256 MB, which a small checkpoint can
+        ValueError: If it would take more than 256 MB, which a small checkpoint can
             bring about by holding the same value very often.
 
     Example:
@@ -67,7 +71,7 @@ def encode(value: Any, tensors: dict[str, mx.array], name: str = "") -> Any:
 
 
 def decode(value: Any, tensors: dict[str, mx.array]) -> Any:
-    """The value that :func:`encode` was given.
+    """Return the value that :func:`encode` was given.
 
     Example:
         >>> decode(encode((1, {"x": b"ab"}), {}), {})
@@ -77,10 +81,10 @@ def decode(value: Any, tensors: dict[str, mx.array]) -> Any:
 
 
 def each_value(value: Any) -> Iterator[Any]:
-    """All values inside a value, without recursion.
+    """Yield all values inside a value, without recursion.
 
     Raises:
-        ValueError: they are nested too deep.
+        ValueError: They are nested too deep.
     """
     left = [(value, 0)]
     while left:
@@ -123,13 +127,13 @@ class _Encoder:
             return self._array(value)
         if type(value) is list:
             return [self._item(i, item) for i, item in enumerate(value)]
-        for tag, kind in _SEQUENCES.items():
-            if type(value) is kind:
-                for member in value if kind in (set, frozenset) else ():
+        for tag, made in _SEQUENCES.items():
+            if type(value) is made:
+                for member in value if made in (set, frozenset) else ():
                     check_key(member)
                 return {tag: [self._item(i, item) for i, item in enumerate(value)]}
-        for tag, kind in _MAPPINGS.items():
-            if type(value) is kind:
+        for tag, made in _MAPPINGS.items():
+            if type(value) is made:
                 return self._mapping(value, tag)
         if type(value) is DefaultDict:
             items = self._mapping(value, "$dict")
@@ -163,7 +167,7 @@ class _Encoder:
         self._take(4 * len(data) // 3)
         return base64.b64encode(data).decode()
 
-    def _mapping(self, value: dict, tag: str) -> Any:
+    def _mapping(self, value: dict[Any, Any], tag: str) -> Any:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         if plain:
             self._take(sum(map(len, value)))
@@ -176,9 +180,9 @@ class _Encoder:
         return {tag: pairs}
 
     def _placeholder(self, value: Placeholder) -> Any:
-        """The object's own pickle, and what it is, for who reads the JSON."""
+        """Return the object's own pickle, and what it is, for who reads the JSON."""
         pickle, arrays = entries.dump(value)
-        held = {"is": str(value), "pickle": self._base64(pickle)}
+        held: dict[str, Any] = {"is": str(value), "pickle": self._base64(pickle)}
         if arrays:
             held["arrays"] = [self._item(i, array) for i, array in enumerate(arrays)]
         return {"$object": held}
@@ -191,8 +195,8 @@ class _Encoder:
         inline = value.size <= _MOST_INLINE and dtype != "complex64"
         if inline and bool(mx.all(mx.isfinite(value)).item()):
             self._take(_LINE * value.size)
-            data = value.reshape(-1).tolist()
-            return {"$array": {"dtype": dtype, "shape": value.shape, "data": data}}
+            values = value.reshape(-1).tolist()
+            return {"$array": {"dtype": dtype, "shape": value.shape, "data": values}}
         if id(value) not in self._names:
             name = self._where() or "value"
             while name in self._tensors:
@@ -262,7 +266,7 @@ def _decode_float64(held: dict[str, Any]) -> mx.array:
     return mx.array(data.reshape(held["shape"]), mx.float64)
 
 
-_LEAVES = {
+_LEAVES: dict[str, Callable[..., Any]] = {
     "$section": SectionMark,
     "$torch": torch_name,
     "$float": float,

@@ -4,6 +4,7 @@ import io
 import os
 import threading
 import weakref
+from typing import BinaryIO, cast
 
 import mlx.core as mx
 import numpy as np
@@ -33,14 +34,15 @@ def read_array(
     part = _Part(source, offset, header.getvalue(), problems)
     released = threading.Event()
     weakref.finalize(part, released.set)
-    array = mx.load(part, format="npy", stream=mx.cpu)
+    # What MLX asks of a file is less than BinaryIO has.
+    array = mx.load(cast(BinaryIO, part), format="npy", stream=mx.cpu)
     # MLX's thread lets go of the file a moment later, with Python's lock: were the
     # process to end just then, it would abort.
     del part
     released.wait(timeout=10)
     if problems:
         raise problems[0]
-    return array
+    return cast(mx.array, array)
 
 
 class _Part:

@@ -40,7 +40,7 @@ BY_STORAGE = {e.storage: e for e in ELEMENTS if e.storage}
 BY_MLX = {e.mlx: e for e in ELEMENTS if e.mlx is not None}
 BY_NUMPY = {e.numpy: e for e in ELEMENTS if e.name != "torch.bfloat16"}
 
-# Types PyTorch has and MLX has not. They may be named (a config that says
+# Types PyTorch has and MLX does not have. They may be named (a config that says
 # dtype=torch.float8_e5m2); a tensor of them is refused by name.
 _FOREIGN_NAMES = (
     "complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "

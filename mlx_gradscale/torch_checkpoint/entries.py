@@ -9,13 +9,13 @@ from .foreign import Placeholder
 from .limits import Budget, CheckpointError
 from .pickle_allowlist import storage_of
 from .pickle_reader import PickleReader
-from .pickle_writer import PickleWriter
+from .pickle_writer import Array, PickleWriter
 from .tensors import TensorRef
 from .tree import TreeFinisher, written_limit
 
 
-def dump(value: Placeholder) -> tuple[bytes, list[mx.array]]:
-    """The pickle that makes the object again, and the arrays that it refers to.
+def dump(value: Placeholder) -> tuple[bytes, list[Array]]:
+    """Return the pickle that makes the object again, and the arrays it refers to.
 
     Example:
 
@@ -28,7 +28,7 @@ def dump(value: Placeholder) -> tuple[bytes, list[mx.array]]:
 
 
 def parse(data: bytes, arrays: Sequence[mx.array], budget: Budget | None = None) -> Any:
-    """The placeholder of a pickle that :func:`dump` made; nothing in it is run.
+    """Return the placeholder of a pickle that :func:`dump` made, running nothing.
 
     Args:
         data (bytes): The pickle.
@@ -36,7 +36,7 @@ def parse(data: bytes, arrays: Sequence[mx.array], budget: Budget | None = None)
         budget (Budget, optional): What it may take.
 
     Raises:
-        CheckpointError: It is no such pickle, or asks for too much.
+        CheckpointError: It is not such a pickle, or asks for too much.
     """
     budget = budget or Budget()
     reader = PickleReader(data, 0, storage_of, budget)
@@ -47,10 +47,14 @@ def parse(data: bytes, arrays: Sequence[mx.array], budget: Budget | None = None)
     def array(ref: TensorRef) -> mx.array:
         key = ref.storage.key
         held = arrays[int(key)] if key.isdecimal() and int(key) < len(arrays) else None
-        known = isinstance(held, mx.array) and held.dtype == ref.element.mlx
-        if not known or held.shape != ref.shape or not ref.row_contiguous:
-            raise CheckpointError("a tensor of a kept object is missing.")
-        return held
+        if (
+            isinstance(held, mx.array)
+            and held.dtype == ref.element.mlx
+            and held.shape == ref.shape
+            and ref.row_contiguous
+        ):
+            return held
+        raise CheckpointError("a tensor of a kept object is missing.")
 
     limits = budget.limits
     written = written_limit(len(data), limits)

@@ -46,21 +46,21 @@ class Placeholder:
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
-        self.args: tuple | None = None
-        self.kwargs: dict | None = None
+        self.args: tuple[Any, ...] | None = None
+        self.kwargs: dict[Any, Any] | None = None
         self.how = b"c"
         self.callee: Placeholder | None = None
         self.steps: list[tuple[bytes, list[Any]]] = []
 
     @classmethod
     def named(cls, module: str, name: str) -> "Placeholder":
-        """A class or function by its name."""
+        """Return the placeholder of a class or function by its name."""
         return cls(module, name)
 
     def called(
-        self, how: bytes, args: tuple, kwargs: dict | None = None
+        self, how: bytes, args: tuple[Any, ...], kwargs: dict[Any, Any] | None = None
     ) -> "Placeholder":
-        """What a pickle instruction makes of this one and arguments."""
+        """Return what a pickle instruction makes of this one and arguments."""
         known = self
         if self.path in _MAKERS and args and type(args[0]) is Placeholder:
             known = args[0]
@@ -109,7 +109,7 @@ class PlacedTensor(NamedTuple):
     is_parameter: bool
 
 
-class DefaultDict(dict):
+class DefaultDict(dict[Any, Any]):
     """A ``collections.defaultdict`` whose ``factory`` is kept and not called."""
 
     __slots__ = ("factory",)
@@ -125,7 +125,7 @@ class TorchName(str):
     __slots__ = ()
 
 
-class TorchSize(tuple):
+class TorchSize(tuple[Any, ...]):
     """A ``torch.Size``."""
 
     __slots__ = ()
@@ -136,7 +136,8 @@ def _show(value: Any, depth: int) -> str:
         path = value.path[:_LONGEST]
         if value.is_name or not depth:
             return path if value.is_name else f"{path}(...)"
-        args = () if value.callee.path in _MAKERS else value.args
+        is_made = value.callee is not None and value.callee.path in _MAKERS
+        args = () if is_made else value.args or ()
         said = [_show(item, depth - 1) for item in args[:_MOST]]
         state = value.state
         if type(state) is tuple:  # a partial's function, for example

@@ -1,5 +1,7 @@
 """Pickle what only PyTorch, or only the file's own program, has a class for."""
 
+from typing import TYPE_CHECKING, Any
+
 from .foreign import DefaultDict, PlacedTensor, Placeholder, TorchName, TorchSize
 from .pickle_allowlist import torch_name
 
@@ -9,6 +11,23 @@ _MARKED = frozenset({b"e", b"u", b"\x90"})
 
 class ForeignSavers:
     """The part of ``PickleWriter`` that tells a file's own names again."""
+
+    if TYPE_CHECKING:  # what the rest of PickleWriter has
+        _inside: int
+
+        def _fail(self, text: str) -> TypeError: ...
+        def _save(self, value: Any) -> None: ...
+        def _emit(self, opcode: bytes, form: str = "", *values: Any) -> None: ...
+        def _put(self, *value: Any) -> None: ...
+        def _name(self, path: str) -> None: ...
+        def _global(self, module: str, name: str) -> None: ...
+        def _int(self, value: int) -> None: ...
+        def _call(self, tuple_opcode: bytes, value: Any) -> None: ...
+        def _entries(self, value: dict[Any, Any]) -> None: ...
+        def _check_key(self, key: Any) -> None: ...
+        def _array(
+            self, value: Any, requires_grad: bool = False, remembered: Any = None
+        ) -> None: ...
 
     def _default_dict(self, value: DefaultDict) -> None:
         self._name("collections.defaultdict")
@@ -22,7 +41,7 @@ class ForeignSavers:
         self._put(value)
         self._entries(value)
 
-    def _frozenset(self, value: frozenset) -> None:
+    def _frozenset(self, value: frozenset[Any]) -> None:
         if not self._inside:
             raise self._fail("is a frozenset, which torch.load() refuses; save a set.")
         for member in value:

@@ -26,7 +26,7 @@ _TEXT = 1024
 
 
 class Keys:
-    """Checks and pays for keys before they are added to a container.
+    """Check and pay for keys before they are added to a container.
 
     Args:
         budget (Budget): What the file has left.
@@ -53,8 +53,8 @@ class Keys:
         met = self._chosen.get(place, 0) if self._chosen else 0
         self._budget.take(_ENTRY, weight * met // _PLACES + weight - 1)
 
-    def fill(self, target: set, members: Iterable[Any]) -> set:
-        """The set with the members added; each is an operation of its own."""
+    def fill(self, target: set[Any], members: Iterable[Any]) -> set[Any]:
+        """Return the set with the members added; each is an operation of its own."""
         for member in members:
             self._budget.take(operations=1)
             self.add(target, member)
@@ -74,7 +74,7 @@ def check_key(key: Any) -> None:
 
 
 def _weight(key: Any) -> int:
-    """How many places' time it takes to compare two keys that have the same hash."""
+    """Return how many places' time it takes to compare two keys of the same hash."""
     kind = type(key)
     if kind in _SECRET:
         return 1 + len(key) // _TEXT

@@ -19,7 +19,7 @@ VERSION = 1001
 
 
 def read_legacy(source: Source, budget: Budget) -> Contents:
-    """The pickled object, and where its storages are."""
+    """Return the pickled object, and where its storages are."""
     # How long the pickles are is not written anywhere: take more until they end.
     limits = budget.limits
     size = min(source.size, 2**20)
@@ -43,7 +43,7 @@ def read_legacy(source: Source, budget: Budget) -> Contents:
 def _read_pickles(
     source: Source, size: int, budget: Budget
 ) -> tuple[PickleReader, Any, dict[str, StorageRef], int]:
-    """The reader of the object, the keys, the storages by key, and the end."""
+    """Return the reader of the object, the keys, the storages by key, and the end."""
     head = source.read(0, size, "The pickle")
     known: dict[str, StorageRef] = {}
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ _ORDERS = frozenset("<>=|")
 
 
 def plain_value(value: Any) -> Any:
-    """What a placeholder stands for; itself where that is not known.
+    """Return what a placeholder stands for; itself where that is not known.
 
     A ``Namespace`` becomes a dict, a numpy scalar a number, a numpy array an array, a
     path, a date, a time or a duration its text.
@@ -34,7 +34,7 @@ def plain_value(value: Any) -> Any:
     """
     if not isinstance(value, Placeholder) or value.is_name:
         return value
-    read = _MEANINGS.get(value.callee.path)
+    read = _MEANINGS.get(value.callee.path) if value.callee else None
     try:
         found = read(value) if read else None
     except (ValueError, TypeError, OverflowError):  # not what the class itself writes
@@ -42,20 +42,21 @@ def plain_value(value: Any) -> Any:
     return value if found is None else found
 
 
-def _namespace(value: Placeholder) -> dict | None:
+def _namespace(value: Placeholder) -> dict[Any, Any] | None:
     state = value.state
     return state if type(state) is dict and not value.args else None
 
 
 def _path(flavour: type) -> Callable[[Placeholder], str | None]:
     def read(value: Placeholder) -> str | None:
-        texts = len(value.args) < 100 and all(type(x) is str for x in value.args)
-        return str(flavour(*value.args)) if texts else None
+        args = value.args or ()
+        texts = len(args) < 100 and all(type(x) is str for x in args)
+        return str(flavour(*args)) if texts else None
 
     return read
 
 
-def _dtype(value: Any) -> np.dtype | None:
+def _dtype(value: Any) -> np.dtype[Any] | None:
     known = isinstance(value, Placeholder) and value.path == "numpy.dtype"
     if not known or not value.args or type(value.args[0]) is not str:
         return None
@@ -67,49 +68,53 @@ def _dtype(value: Any) -> np.dtype | None:
 
 
 def _scalar(value: Placeholder) -> Any:
-    dtype, data = value.args
+    dtype, data = value.args or ()
     dtype = _dtype(dtype)
     if dtype is None or type(data) is not bytes or len(data) != dtype.itemsize:
         return None
     return np.frombuffer(data, dtype)[0].item()
 
 
-def _array(dtype: Any, shape: Any, data: Any, order: str) -> np.ndarray | None:
+def _array(
+    dtype: Any, shape: Any, data: Any, order: Literal["C", "F"]
+) -> np.ndarray[Any, Any] | None:
     dtype = _dtype(dtype)
     fits = type(shape) is tuple and len(shape) <= 32 and all(map(is_count, shape))
     if dtype is None or not fits or not isinstance(data, (bytes, bytearray)):
         return None
     if not dtype.itemsize or prod(shape) * dtype.itemsize != len(data):
         return None
-    return np.frombuffer(bytes(data), dtype).reshape(shape, order=order)
+    flat = np.frombuffer(bytes(data), dtype)
+    made: np.ndarray[Any, Any] = flat.reshape(shape, order=order)
+    return made
 
 
-def _reconstructed(value: Placeholder) -> np.ndarray | None:
+def _reconstructed(value: Placeholder) -> np.ndarray[Any, Any] | None:
     _version, shape, dtype, is_fortran, data = value.state
     return _array(dtype, shape, data, "F" if is_fortran is True else "C")
 
 
-def _from_buffer(value: Placeholder) -> np.ndarray | None:
-    data, dtype, shape, order = value.args
+def _from_buffer(value: Placeholder) -> np.ndarray[Any, Any] | None:
+    data, dtype, shape, order = value.args or ()
     return _array(dtype, shape, data, "F" if order == "F" else "C")
 
 
 def _date(value: Placeholder) -> str | None:
-    (data,) = value.args
+    (data,) = value.args or ()
     if type(data) is not bytes or len(data) != 4:
         return None
     return str(datetime.date(data[0] * 256 + data[1], data[2], data[3]))
 
 
 def _time(value: Placeholder) -> str | None:
-    data, *zone = value.args
+    data, *zone = value.args or ()
     if type(data) is not bytes or len(data) != 6:
         return None
     return str(datetime.time(*_clock(data), tzinfo=_zone(zone)))
 
 
 def _datetime(value: Placeholder) -> str | None:
-    data, *zone = value.args
+    data, *zone = value.args or ()
     if type(data) is not bytes or len(data) != 10:
         return None
     # The month's highest bit is the hour that comes twice when clocks are set back.
@@ -126,15 +131,17 @@ def _zone(found: list[Any]) -> datetime.timezone | None:
         return None
     (zone,) = found
     if isinstance(zone, Placeholder) and zone.path == "datetime.timezone":
-        return datetime.timezone(_delta(zone.args[0]))
+        offset, *_ = zone.args or ()
+        return datetime.timezone(_delta(offset))
     raise ValueError("a time zone that is not known")
 
 
 def _delta(value: Any) -> datetime.timedelta:
     known = isinstance(value, Placeholder) and value.path == "datetime.timedelta"
-    if not known or not all(type(part) is int for part in value.args):
+    args = value.args if known else None
+    if args is None or not all(type(part) is int for part in args):
         raise ValueError("a duration that is not known")
-    return datetime.timedelta(*value.args)
+    return datetime.timedelta(*args)
 
 
 _MEANINGS: dict[str, Callable[[Placeholder], Any]] = {

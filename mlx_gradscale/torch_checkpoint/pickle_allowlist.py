@@ -44,30 +44,52 @@ def check_call(name: Any, args: Any) -> None:
 
 
 def call(name: Any, args: Any) -> Any:
-    """What REDUCE does: build the value of a name in the table, from a tuple."""
+    """Do what REDUCE does: build the value of a name in the table, from a tuple."""
     check_call(name, args)
     return name.build(*args)
 
 
-def _require(args_fit: bool, path: str) -> None:
+def _require(args_fit: object, path: str) -> None:
     if not args_fit:
         raise CheckpointError(f"The file calls {path} with arguments of other types.")
 
 
-def _tensor_v2(storage, offset, shape, strides, grad, hooks, metadata=None):
+def _tensor_v2(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    metadata: Any = None,
+) -> TensorRef:
     return view(storage, offset, shape, strides, None, metadata, grad is True)
 
 
-def _tensor_v3(storage, offset, shape, strides, grad, hooks, dtype, metadata=None):
+def _tensor_v3(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
+) -> TensorRef:
     return view(storage, offset, shape, strides, dtype, metadata, grad is True)
 
 
-def _parameter(data, requires_grad=True, hooks=None, state=None):
+def _parameter(
+    data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None
+) -> TensorRef:
     _require(isinstance(data, TensorRef), "torch._utils._rebuild_parameter")
-    return replace(data, requires_grad=requires_grad is True, is_parameter=True)
+    made: TensorRef = replace(
+        data, requires_grad=requires_grad is True, is_parameter=True
+    )
+    return made
 
 
-def _from_type(function, kind, args, state):
+def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if function is WRAPPER:
         return _local_tensor(kind, args, state)
     # A tensor with Python attributes; an mx.array has no place for them. Only the
@@ -78,12 +100,15 @@ def _from_type(function, kind, args, state):
     return call(function, args)
 
 
-def _local_tensor(kind, args, state):
-    """FSDP2's DTensor, where this process holds all of it."""
+def _local_tensor(kind: Any, args: Any, state: Any) -> Any:
+    """Return the tensor of FSDP2's DTensor, where this process holds all of it."""
     known = type(kind) is Placeholder and kind.name == "DTensor"
     fits = type(args) is tuple and len(args) > 2 and type(state) is tuple and state
-    held = state[-1] if known and fits and type(state[-1]) is dict else {}
-    local, spec = held.get("_local_tensor"), held.get("_spec")
+    held: dict[Any, Any] = (
+        state[-1] if known and fits and type(state[-1]) is dict else {}
+    )
+    local: Any = held.get("_local_tensor")
+    spec: Any = held.get("_spec")
     _require(type(local) is TensorRef, WRAPPER.path)
     placements = spec.state.get("placements") if _has_dict(spec) else ()
     whole = type(placements) is tuple and not any(
@@ -100,70 +125,71 @@ def _local_tensor(kind, args, state):
     return local
 
 
-def _has_dict(value):
+def _has_dict(value: Any) -> bool:
     return isinstance(value, Placeholder) and type(value.state) is dict
 
 
-def _ordered_dict():
+def _ordered_dict() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-def _default_dict(factory=None):
+def _default_dict(factory: Any = None) -> DefaultDict:
     named = isinstance(factory, (Name, Placeholder))
     _require(factory is None or named, "collections.defaultdict")
     return DefaultDict(factory=factory)
 
 
-def _counter(counts):
+def _counter(counts: Any) -> Counter[Any]:
     plain = type(counts) is dict and all(type(n) is int for n in counts.values())
     _require(plain, "collections.Counter")
     return Counter(counts)
 
 
-def torch_size(sizes=()):
+def torch_size(sizes: Any = ()) -> TorchSize:
+    """Return a ``torch.Size``, checked."""
     _require(type(sizes) is tuple and all(map(is_count, sizes)), "torch.Size")
     return TorchSize(sizes)
 
 
-def _device(kind, index=None):
+def _device(kind: Any, index: Any = None) -> TorchName:
     fits = type(kind) is str and _DEVICE.fullmatch(kind)
     _require(fits and (index is None or is_count(index)), "torch.device")
     return TorchName(kind if index is None else f"{kind}:{index}")
 
 
-def torch_name(text):
-    """A dtype's or a device's name, checked: it can become a name in a file."""
+def torch_name(text: Any) -> TorchName:
+    """Return a dtype's or device's name, checked: it can become a name in a file."""
     is_dtype = type(text) is str and isinstance(TABLE.get(text), TorchName)
     if not is_dtype and not (type(text) is str and _NAMED_DEVICE.fullmatch(text)):
         raise CheckpointError(f"{text!r:.80} is no dtype and no device.")
     return TorchName(text)
 
 
-def _layout(name):
+def _layout(name: Any) -> Any:
     _require(type(name) is str and len(name) <= 64, "torch.serialization._get_layout")
     return name
 
 
-def _encode(text="", encoding="latin1"):
+def _encode(text: Any = "", encoding: Any = "latin1") -> bytes:
     _require(type(text) is str and encoding == "latin1", "_codecs.encode")
     try:
-        return text.encode("latin1")
+        return str(text).encode("latin1")
     except UnicodeEncodeError:
         raise CheckpointError("A bytes value holds characters beyond 255.") from None
 
 
-def _bytes():
+def _bytes() -> bytes:
     return b""
 
 
-def _bytearray(data=b"", encoding="latin-1"):
+def _bytearray(data: Any = b"", encoding: Any = "latin-1") -> bytearray:
     if type(data) is str and encoding == "latin-1":
         data = _encode(data)
     _require(type(data) is bytes, "builtins.bytearray")
     return bytearray(data)
 
 
-def _complex(real, imag):
+def _complex(real: Any, imag: Any) -> complex:
     _require(type(real) is float and type(imag) is float, "builtins.complex")
     return complex(real, imag)
 
@@ -173,7 +199,7 @@ _TENSOR_CLASSES = (
     "torch.nn.parameter.Parameter",
     "torch.nn.parameter.Buffer",
 )
-_BUILDERS = {
+_BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": lambda s, o, shape, st: view(s, o, shape, st),
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
@@ -228,7 +254,7 @@ _LONGEST = 1000
 
 
 def look_up(module: str, name: str) -> Any:
-    """The table's entry for a name in a file, or a placeholder for it."""
+    """Return the table's entry for a name in a file, or a placeholder for it."""
     # "__builtin__" is how protocol 2 writes it, for Python 2's sake.
     path = f"{'builtins' if module == '__builtin__' else module}.{name}"
     if path in TABLE:
@@ -249,7 +275,7 @@ def _shown(path: str) -> str:
 
 
 def storage_of(pid: Any) -> StorageRef:
-    """The storage that a persistent id names."""
+    """Return the storage that a persistent id names."""
     if type(pid) is tuple and pid and pid[0] == "module":
         raise CheckpointError(
             "The file holds a whole model with its source code; save "

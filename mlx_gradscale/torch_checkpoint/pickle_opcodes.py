@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Callable
 from sys import getsizeof
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .limits import CheckpointError, CutOffError
 
@@ -18,6 +18,7 @@ PLACE = 16
 
 
 def utf8(data: bytes) -> str:
+    """Return the text of these bytes, lone surrogates included, or raise."""
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -28,8 +29,10 @@ def opcode_name(code: int) -> str:
     """Return the name of an instruction, for an error."""
     import pickletools
 
-    opcode = pickletools.code2op.get(chr(code))
-    return opcode.name if opcode else f"0x{code:02x}"
+    # typeshed does not list it.
+    opcodes: dict[str, Any] = pickletools.code2op  # type: ignore[attr-defined]
+    opcode = opcodes.get(chr(code))
+    return str(opcode.name) if opcode else f"0x{code:02x}"
 
 
 def _proto(r: "PickleReader") -> None:
@@ -101,7 +104,7 @@ def _frozenset(r: "PickleReader") -> None:
     r.push(frozenset(r.keys.fill(set(), r.to_mark())))
 
 
-STEPS: dict[int, Callable[["PickleReader"], None]] = {
+STEPS: dict[int, Callable[["PickleReader"], object]] = {
     0x80: _proto,
     0x95: _frame,
     # Values.

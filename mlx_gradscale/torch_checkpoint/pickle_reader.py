@@ -36,7 +36,7 @@ _NOTHING = object()
 
 
 class PickleReader:
-    """Reads one pickle from a buffer.
+    """Read one pickle from a buffer.
 
     Args:
         data (bytes): The buffer.
@@ -54,19 +54,20 @@ class PickleReader:
     ) -> None:
         self.data = data
         self.position = start
-        self.persistent_load = persistent_load
+        self.persistent_load: Callable[[Any], Any] = persistent_load
         self.budget = budget
         self.keys = Keys(budget)
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
         # A list, not a dict: a file can choose the numbers.
         self.memo: list[Any] = []
-        self.remembered = 0
+        self.remembered: int = 0
         self.names: dict[tuple[str, str], Placeholder] = {}
         # The containers and tensors that may be in the object more than once, by id.
         self.shared: dict[int, Any] = {}
 
     def read(self) -> Any:
+        """Run the instructions up to the end and return the object."""
         start = self.position
         try:
             while (code := self.number(U8)) != _STOP:
@@ -94,6 +95,7 @@ class PickleReader:
     # Reading arguments.
 
     def take(self, size: int) -> bytes:
+        """Return the next bytes."""
         end = self.position + size
         if end > len(self.data):
             raise CutOffError("the pickle is cut off.")
@@ -102,6 +104,7 @@ class PickleReader:
         return piece
 
     def number(self, form: struct.Struct) -> Any:
+        """Return the next number, written in this form."""
         start = self.position
         self.position += form.size
         if self.position > len(self.data):
@@ -109,6 +112,7 @@ class PickleReader:
         return form.unpack_from(self.data, start)[0]
 
     def line(self) -> str:
+        """Return the text up to the end of the line."""
         # Names of modules and classes: 1000 characters are plenty.
         end = self.data.find(b"\n", self.position, self.position + 1000)
         if end < 0:
@@ -120,6 +124,7 @@ class PickleReader:
         return text
 
     def to_mark(self) -> list[Any]:
+        """Take all values above the last mark from the stack."""
         items = self.stack
         self.stack = self.outer.pop()
         return items
@@ -127,11 +132,12 @@ class PickleReader:
     # Building values.
 
     def push(self, value: Any) -> None:
-        """A new value, paid for by what it takes."""
+        """Put a new value on the stack, paid for by what it takes."""
         self.budget.take(getsizeof(value) + PLACE)
         self.stack.append(value)
 
     def put(self, index: int) -> None:
+        """Remember the value on top of the stack under a number."""
         value = self.stack[-1]
         missing = index + 1 - len(self.memo)
         if missing > 0:
@@ -141,10 +147,11 @@ class PickleReader:
         self.memo[index] = value
 
     def get(self, index: int) -> None:
+        """Put the value that was remembered under a number on the stack."""
         value = self.memo[index] if index < len(self.memo) else _NOTHING
         if value is _NOTHING:
             raise CheckpointError(
-                f"the pickle refers to object {index}, which it has not."
+                f"the pickle refers to object {index}, which is not there."
             )
         self.budget.take(PLACE)
         if type(value) in _SHAREABLE and id(value) not in self.shared:
@@ -162,6 +169,7 @@ class PickleReader:
         return True
 
     def set_items(self, items: list[Any], step: bytes = b"u") -> None:
+        """Set items of the dict on top of the stack, from keys and values in turn."""
         target = self.stack[-1]
         if len(items) % 2 == 0 and self.note(step, items):
             return
@@ -172,6 +180,7 @@ class PickleReader:
             target[key] = value
 
     def extend(self, items: list[Any], step: bytes = b"e") -> None:
+        """Append to the list on top of the stack."""
         if self.note(step, items):
             return
         if type(self.stack[-1]) is not list:
@@ -180,6 +189,7 @@ class PickleReader:
         self.stack[-1].extend(items)
 
     def add_items(self, items: list[Any]) -> None:
+        """Add to the set on top of the stack."""
         if self.note(b"\x90", items):
             return
         if type(self.stack[-1]) is not set:
@@ -187,17 +197,19 @@ class PickleReader:
         self.keys.fill(self.stack[-1], items)
 
     def place(self, how: bytes, callee: Any, args: Any, kwargs: Any = None) -> None:
-        """A placeholder for what the file would have made here."""
+        """Put a placeholder for what the file would have made on the stack."""
         fits = type(args) is tuple and type(kwargs) in (dict, type(None))
         if type(callee) is not Placeholder or not fits:
             raise CheckpointError(f"makes an object of a {type(callee).__name__}.")
         self.push_placeholder(callee.called(how, args, kwargs))
 
     def push_placeholder(self, value: Placeholder) -> None:
+        """Put a placeholder on the stack, paid for by its own size."""
         self.budget.take(_PLACEHOLDER + len(value.module) + len(value.name))
         self.push(value)
 
     def reduce(self) -> None:
+        """Call what is named below the arguments on the stack."""
         args = self.stack.pop()
         name = self.stack.pop()
         if type(name) is Placeholder:
@@ -218,11 +230,12 @@ class PickleReader:
         self.push(value)
 
     def pay_for_copy(self, arg: Any) -> None:
-        """An argument can come from the memo any number of times."""
+        """Pay for an argument, which can come from the memo any number of times."""
         count = len(arg) if type(arg) in _CONTAINERS else 0
         self.budget.take(getsizeof(arg) + _COPIED * count, count)
 
     def build(self) -> None:
+        """Set the state of the object on top of the stack."""
         state = self.stack.pop()
         target = self.stack[-1]
         if self.note(b"b", [state]):
@@ -239,6 +252,7 @@ class PickleReader:
         target.__dict__.update(state)
 
     def global_name(self, module: Any, name: Any) -> None:
+        """Put what a name stands for on the stack: of the table, or a placeholder."""
         if type(module) is not str or type(name) is not str:
             raise CheckpointError("a name in the pickle is not text.")
         found = look_up(module, name)
@@ -249,6 +263,7 @@ class PickleReader:
         self.push_placeholder(found)
 
     def tuple_of(self, count: int) -> None:
+        """Make the last values on the stack a tuple."""
         if len(self.stack) < count:
             raise IndexError
         items = tuple(self.stack[-count:])

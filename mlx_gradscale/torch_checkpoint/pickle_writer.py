@@ -29,7 +29,7 @@ _LATIN1, _STORAGE, _CPU = "latin1", "storage", "cpu"
 
 
 class PickleWriter(ForeignSavers):
-    """Writes one object; afterwards ``arrays`` are its storages, by number."""
+    """Write one object; afterwards ``arrays`` are its storages, by number."""
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -43,6 +43,7 @@ class PickleWriter(ForeignSavers):
         self._path: list[Any] = []
 
     def write(self, value: Any) -> bytes:
+        """Return the pickle of a value."""
         self._data += b"\x80\x02"
         self._save(value)
         self._data += b"."
@@ -165,7 +166,7 @@ class PickleWriter(ForeignSavers):
 
     # Containers.
 
-    def _tuple(self, value: tuple) -> None:
+    def _tuple(self, value: tuple[Any, ...]) -> None:
         if not value:
             return self._emit(b")")
         if len(value) > 3:
@@ -174,7 +175,7 @@ class PickleWriter(ForeignSavers):
         self._emit((b"\x85", b"\x86", b"\x87", b"t")[min(len(value), 4) - 1])
         self._put(value)
 
-    def _list(self, value: list) -> None:
+    def _list(self, value: list[Any]) -> None:
         self._emit(b"]")
         self._put(value)
         if len(value) == 1:
@@ -183,7 +184,7 @@ class PickleWriter(ForeignSavers):
         elif value:
             self._batches(enumerate(value), len(value), b"e", self._items)
 
-    def _dict(self, value: dict) -> None:
+    def _dict(self, value: dict[Any, Any]) -> None:
         self._emit(b"}")
         self._put(value)
         if len(value) == 1:
@@ -194,7 +195,7 @@ class PickleWriter(ForeignSavers):
             extra = len(value) % _BATCH == 0
             self._batches(value.items(), len(value) + extra, b"u", self._pairs)
 
-    def _ordered_dict(self, value: OrderedDict) -> None:
+    def _ordered_dict(self, value: OrderedDict[Any, Any]) -> None:
         self._name("collections.OrderedDict")
         self._emit(b")R")
         self._put(value)
@@ -205,8 +206,8 @@ class PickleWriter(ForeignSavers):
             self._save(dict(vars(value)))
             self._emit(b"b")
 
-    def _entries(self, value: dict) -> None:
-        """The items of an object that is more than a dict."""
+    def _entries(self, value: dict[Any, Any]) -> None:
+        """Write the items of an object that is more than a dict."""
         whole, last = divmod(len(value), _BATCH)
         if last == 1:
             self._batches(value.items(), whole * _BATCH, b"u", self._pairs)
@@ -215,12 +216,12 @@ class PickleWriter(ForeignSavers):
         else:
             self._batches(value.items(), len(value), b"u", self._pairs)
 
-    def _counter(self, value: Counter) -> None:
+    def _counter(self, value: Counter[Any]) -> None:
         self._name("collections.Counter")
         self._save(dict(value))
         self._call(b"\x85", value)
 
-    def _set(self, value: set) -> None:
+    def _set(self, value: set[Any]) -> None:
         for member in value:
             self._check_key(member)
         self._name("__builtin__.set")
@@ -267,7 +268,9 @@ class PickleWriter(ForeignSavers):
     ) -> None:
         element = _element(value)
         if element is None:
-            raise self._fail(f"is an array of {value.dtype}, which PyTorch has not.")
+            raise self._fail(
+                f"is an array of {value.dtype}, which PyTorch does not have."
+            )
         self._name(f"torch._utils._rebuild_tensor_{'v2' if element.storage else 'v3'}")
         self._emit(b"(")
         self._storage(value, element)
@@ -315,7 +318,7 @@ def _element(value: Array) -> Element | None:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a row-contiguous tensor; PyTorch counts an empty dimension as 1."""
+    """Return those of a tensor in row order; PyTorch counts an empty dimension as 1."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * max(size, 1))

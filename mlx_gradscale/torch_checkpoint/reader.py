@@ -43,8 +43,8 @@ def load(
         The object in the file.
 
     Raises:
-        CheckpointError: The file is damaged, hostile, or holds tensors that MLX has
-            not. Nothing is returned in part.
+        CheckpointError: The file is damaged, hostile, or holds tensors that MLX does
+            not have. Nothing is returned in part.
         OSError: The file cannot be opened or read.
 
     Example:

@@ -4,7 +4,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..files.background import in_background
 from ..files.locks import open_file
@@ -24,12 +24,13 @@ class Source:
     """A file of known size that is read at given places."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self._file: Any = file  # BinaryIO does not name readinto
         self._descriptor = _descriptor(file)
         self._start = file.tell()
         self.size = file.seek(0, os.SEEK_END) - self._start
 
     def check(self, offset: int, size: int, what: str) -> None:
+        """Raise unless these bytes lie in the file."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise CheckpointError(
                 f"{what} reaches outside the file ({self.size} bytes): "
@@ -37,31 +38,38 @@ class Source:
             )
 
     def read_into(self, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill a buffer with the bytes from ``offset`` on."""
         self.check(offset, buffer.nbytes, what)
-        if self._descriptor is None or buffer.nbytes < _SHARED:
+        descriptor = self._descriptor
+        if descriptor is None or buffer.nbytes < _SHARED:
             self._file.seek(self._start + offset)
             return _fill(buffer, self._file.readinto, what)
         half = buffer.nbytes // 2
-        rest = in_background(self._read_at, offset + half, buffer[half:], what)
+        rest = in_background(
+            self._read_at, descriptor, offset + half, buffer[half:], what
+        )
         try:
-            self._read_at(offset, buffer[:half], what)
+            self._read_at(descriptor, offset, buffer[:half], what)
         finally:
             # Also after an error: the buffer is written to until then.
             rest.result()
 
-    def _read_at(self, offset: int, buffer: memoryview, what: str) -> None:
+    def _read_at(
+        self, descriptor: int, offset: int, buffer: memoryview, what: str
+    ) -> None:
         at = self._start + offset
 
         def read(part: memoryview) -> int:
             done = buffer.nbytes - part.nbytes
-            return os.preadv(self._descriptor, [part[:_MOST]], at + done)
+            return os.preadv(descriptor, [part[:_MOST]], at + done)
 
         _fill(buffer, read, what)
 
     def read(self, offset: int, size: int, what: str) -> bytes:
+        """Return the bytes from ``offset`` on."""
         self.check(offset, size, what)
         self._file.seek(self._start + offset)
-        data = self._file.read(size)
+        data: bytes = self._file.read(size)
         while len(data) < size:
             more = self._file.read(size - len(data))
             if not more:
@@ -82,12 +90,13 @@ def _fill(
 
 
 def _descriptor(file: BinaryIO) -> int | None:
-    """What to read at given places from several threads, where that can be."""
+    """Return what several threads can read at given places, where that can be."""
     return file.fileno() if isinstance(file, io.FileIO) and _HAS_PREADV else None
 
 
 @contextmanager
 def open_source(file: "str | os.PathLike[str] | bytes | BinaryIO") -> Iterator[Source]:
+    """Open a path, bytes or a file object to read from."""
     if isinstance(file, (bytes, bytearray, memoryview)):
         yield Source(io.BytesIO(file))
     elif isinstance(file, (str, os.PathLike)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -48,7 +48,7 @@ class _Storage(NamedTuple):
 
 
 class StorageReader:
-    """Checks all tensors of an object, then reads what they need, then makes them.
+    """Check all tensors of an object, then read what they need, then make them.
 
     Args:
         source (Source): The file.
@@ -100,7 +100,7 @@ class StorageReader:
         self._arrays = {key: self._read(x) for key, x in self._storages.items()}
 
     def tensor(self, ref: TensorRef) -> mx.array:
-        """The tensor's array; the same view of the same bytes is the same array."""
+        """Return the tensor's array; the same view of the same bytes is one array."""
         identity = ref.identity
         if identity not in self._tensors:
             self._tensors[identity] = self._make(ref)
@@ -120,7 +120,7 @@ class StorageReader:
         return mx.negative(array, stream=mx.cpu) if ref.neg else array
 
     def _target(self, element: Element) -> Element:
-        """What the elements become; an error for those MLX cannot hold."""
+        """Return what the elements become, or raise if MLX cannot hold them."""
         if element.name not in _WIDE and element.mlx is not None:
             return element
         if element.name in _WIDE and self._round_wide:
@@ -148,7 +148,7 @@ class StorageReader:
         return mx.reshape(array, ref.shape, stream=mx.cpu)
 
     def _stored(self, storage: StorageRef, element: Element) -> int:
-        """Elements in the whole storage, as the file's own size has it."""
+        """Count elements in the whole storage, as the file's own size has it."""
         extent = self._extents.get(storage.key)
         if extent is None:
             raise CheckpointError("the file does not hold the tensor's data.")
@@ -228,5 +228,5 @@ def _is_whole(ref: TensorRef, stored: int) -> bool:
 
 
 def _values_of(array: mx.array) -> np.ndarray:
-    """The array's memory, to write to."""
-    return np.asarray(memoryview(array)).reshape(-1)
+    """Return the array's memory, to write to."""
+    return np.asarray(memoryview(cast(Any, array))).reshape(-1)

@@ -29,6 +29,7 @@ class StorageRef:
 
     @property
     def itemsize(self) -> int:
+        """The bytes of one element."""
         return self.element.size if self.element else 1
 
 
@@ -49,10 +50,12 @@ class TensorRef:
 
     @property
     def numel(self) -> int:
+        """How many elements there are."""
         return prod(self.shape)
 
     @property
     def row_contiguous(self) -> bool:
+        """Whether the elements lie in row order, one after the other."""
         expected = 1
         for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
             if size != 1 and stride != expected:
@@ -75,6 +78,7 @@ class TensorRef:
 
 
 def is_count(value: Any) -> bool:
+    """Tell whether a value is an integer from 0 on that fits in 64 bits."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -132,6 +136,7 @@ def view(
 
 
 def element_named(dtype: Any) -> Element:
+    """Return the element type of a dtype's name, or raise."""
     element = (
         BY_NAME.get(dtype) or FOREIGN.get(dtype) if isinstance(dtype, str) else None
     )
@@ -141,7 +146,7 @@ def element_named(dtype: Any) -> Element:
 
 
 def _bits(metadata: Any) -> tuple[bool, bool]:
-    """PyTorch's lazy conjugate and negative, kept as bits beside the data."""
+    """Return PyTorch's lazy conjugate and negative, kept as bits beside the data."""
     if metadata is None:
         return False, False
     # PyTorch writes a bit only where it is set, and takes any value for that.

@@ -4,8 +4,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import mlx.core as mx
-
 from .foreign import DefaultDict, PlacedTensor, Placeholder, TorchName, TorchSize
 from .limits import CheckpointError, Limits
 from .pickle_allowlist import Name
@@ -22,14 +20,14 @@ _VALUE = 64
 
 
 def show_key(key: Any) -> str:
-    """A key as it is shown in errors: short, on one line."""
+    """Return a key as it is shown in errors: short, on one line."""
     if type(key) in (str, bytes) and len(key) > 80:
         return f"[{key[:80]!a}...]"
     return f"[{key!a}]" if type(key) in (str, bytes, int, float, bool) else "[...]"
 
 
 class TreeFinisher:
-    """Walks an object once per container, however often it is shared.
+    """Walk an object once per container, however often it is shared.
 
     Args:
         make_array (callable): Reads the tensor of a ``TensorRef``.
@@ -43,7 +41,7 @@ class TreeFinisher:
 
     def __init__(
         self,
-        make_array: Callable[[TensorRef], mx.array],
+        make_array: Callable[[TensorRef], Any],
         limits: Limits,
         shared: Mapping[int, Any],
         written: int,
@@ -64,7 +62,7 @@ class TreeFinisher:
         self._names: dict[str, Placeholder] = {}
 
     def finish(self, root: Any) -> Any:
-        """The object with arrays; dicts and lists are filled in place."""
+        """Return the object with arrays; dicts and lists are filled in place."""
         root, _, size = self._visit(root)
         waiting = 0
         while waiting < len(self._placeholders):
@@ -93,7 +91,7 @@ class TreeFinisher:
         return CheckpointError(f"At object{path}: {text}")
 
     def _visit(self, value: Any) -> tuple[Any, int, int]:
-        """The finished value, its height and what it takes when written out."""
+        """Return the finished value, its height and what it takes when written out."""
         kind = type(value)
         if kind in _NUMBERS:
             return value, 0, _VALUE
@@ -136,7 +134,7 @@ class TreeFinisher:
         return value
 
     def _named(self, name: Name) -> Any:
-        """A class or function of the table that is only named."""
+        """Return a class or function of the table that is only named."""
         if self._is_check:
             return name
         module, _, attribute = name.path.rpartition(".")
@@ -202,7 +200,7 @@ class TreeFinisher:
 
 
 def written_limit(pickle_size: int, limits: Limits) -> int:
-    """How much the object of such a pickle may take when it is written out."""
+    """Return how much the object of such a pickle may take when it is written out."""
     return _VALUE * pickle_size + limits.shared_bytes
 
 

@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 import numpy as np
 
-from ..files.atomic import atomic_write
+from ..files.atomic import WholeFile, atomic_write
 from .pickle_writer import Array, PickleWriter
 from .source import CHUNK
 from .zip_writer import ALIGNMENT, ZipWriter
@@ -61,7 +61,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
 
 def save_bytes(obj: Any) -> bytes:
-    """What ``save`` writes, as bytes.
+    """Return what ``save`` writes, as bytes.
 
     Example:
 
@@ -74,7 +74,9 @@ def save_bytes(obj: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _write(file: BinaryIO, folder: str, pickle: bytes, arrays: list[Array]) -> None:
+def _write(
+    file: BinaryIO | WholeFile, folder: str, pickle: bytes, arrays: list[Array]
+) -> None:
     with ZipWriter(file, folder) as archive:
 
         def add(name: str, data: bytes) -> None:
@@ -91,12 +93,12 @@ def _write(file: BinaryIO, folder: str, pickle: bytes, arrays: list[Array]) -> N
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:
-    """The array's bytes in row order, little-endian, at most a chunk copied at once."""
+    """Yield the array's bytes in row order, little-endian, copying a chunk at most."""
     values = _as_numpy(array)
     if not values.size:
         return
     if values.flags.c_contiguous:
-        data = memoryview(values.reshape(-1).view(np.uint8))
+        data = values.reshape(-1).view(np.uint8).data
         for start in range(0, len(data), CHUNK):
             yield data[start : start + CHUNK]
         return
@@ -107,7 +109,7 @@ def _chunks(array: Array) -> Iterator[memoryview]:
         order="C",
         buffersize=CHUNK // values.itemsize,
     ):
-        yield memoryview(np.ascontiguousarray(part).view(np.uint8))
+        yield np.ascontiguousarray(part).view(np.uint8).data
 
 
 def _as_numpy(array: Array) -> np.ndarray:
@@ -115,13 +117,13 @@ def _as_numpy(array: Array) -> np.ndarray:
         if array.dtype == mx.bfloat16:  # numpy has none; its bits are a uint16's
             array = array.view(mx.uint16, stream=mx.cpu)
         mx.eval(array)
-        return np.asarray(memoryview(array))
+        return np.asarray(memoryview(cast(Any, array)))
     little = array.dtype.newbyteorder("<")
     return array if array.dtype == little else array.astype(little)
 
 
 def _serialization_id(checksums: dict[str, int]) -> bytes:
-    """Forty digits, as PyTorch's: from the records' names, and from their contents."""
+    """Return forty digits, as PyTorch's: from the records' names and contents."""
     names = sha256("\n".join(checksums).encode()).digest()
     contents = sha256(repr(sorted(checksums.items())).encode()).digest()
     return b"".join(

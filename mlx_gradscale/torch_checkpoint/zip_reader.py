@@ -37,7 +37,7 @@ _RECORD = 500
 
 
 def read_zip(source: Source, budget: Budget) -> Contents:
-    """The pickled object, and where its storages are."""
+    """Return the pickled object, and where its storages are."""
     records = _records(source, budget)
     folder = _folder(records)
     if folder + "data.pkl" not in records:
@@ -66,7 +66,7 @@ def read_zip(source: Source, budget: Budget) -> Contents:
 
 
 def _records(source: Source, budget: Budget) -> dict[str, Extent]:
-    """Where the data of each record is, in the order of the directory."""
+    """Return where the data of each record is, in the order of the directory."""
     start, size, count = _find_directory(source)
     if count > budget.limits.records:
         raise CheckpointError(
@@ -108,12 +108,12 @@ def _check_size(what: str, size: int, limits: Limits) -> None:
 
 
 def _folder(names: Iterable[str]) -> str:
-    """PyTorch takes the folder of the first record for that of all."""
+    """Return the folder of the first record, which PyTorch takes for that of all."""
     return next(iter(names), "").split("/", 1)[0] + "/"
 
 
 def _find_directory(source: Source) -> tuple[int, int, int]:
-    """Start, size and number of entries of the central directory."""
+    """Return start, size and number of entries of the central directory."""
     # The end record is last, after it only a comment of at most 65535 bytes.
     tail_at = max(0, source.size - _END.size - 0xFFFF)
     tail = source.read(tail_at, source.size - tail_at, "The zip end record")
@@ -147,7 +147,7 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
 
 
 def _entry(directory: bytes, at: int) -> tuple[str, _Entry, int]:
-    """The name and place of a record, and where the next entry begins."""
+    """Return the name and place of a record, and where the next entry begins."""
     if at + _CENTRAL.size > len(directory):
         raise CheckpointError("The zip directory is cut off.")
     fields = _CENTRAL.unpack_from(directory, at)
@@ -168,7 +168,7 @@ def _entry(directory: bytes, at: int) -> tuple[str, _Entry, int]:
 
 
 def _wide(extra: bytes, values: list[int]) -> list[int]:
-    """The 64-bit values of a zip64 extra field, for those that did not fit in 32."""
+    """Return a zip64 field's 64-bit values, for those that did not fit in 32."""
     at = 0
     wide = b""
     while at + 4 <= len(extra):

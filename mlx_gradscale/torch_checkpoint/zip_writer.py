@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import BinaryIO
 
+from ..files.atomic import WholeFile
 from ..files.background import in_background
 
 ALIGNMENT = 64
@@ -23,13 +24,13 @@ _LONG = 2**20
 
 
 class ZipWriter:
-    """Writes records one after the other to anything that has ``write``.
+    """Write records one after the other to anything that has ``write``.
 
     A context manager: its end writes the directory, always with its zip64 form, as
     PyTorch does, unless something was raised.
     """
 
-    def __init__(self, file: BinaryIO, folder: str) -> None:
+    def __init__(self, file: BinaryIO | WholeFile, folder: str) -> None:
         self._file = file
         self._folder = folder
         self._at = 0
@@ -86,7 +87,7 @@ class ZipWriter:
 
 
 def local_header(path: bytes, size: int, start: int) -> bytes:
-    """What precedes a record that begins at ``start``; zip64 if it has to be."""
+    """Return what precedes a record that begins at ``start``; zip64 if it has to be."""
     wide = _wide_field(size, 0, start)
     gap = -(start + 30 + len(path) + len(wide) + 4) % ALIGNMENT
     extra = wide + b"FB" + struct.pack("<H", gap) + b"Z" * gap
@@ -100,7 +101,7 @@ def local_header(path: bytes, size: int, start: int) -> bytes:
 
 
 def sizes_after(size: int, start: int, checksum: int) -> bytes:
-    """What follows a record; PyTorch writes nothing after an empty one."""
+    """Return what follows a record; PyTorch writes nothing after an empty one."""
     if not size:
         return b""
     form = "<2Q" if size >= _MAX32 or start >= _MAX32 else "<2L"
@@ -108,6 +109,7 @@ def sizes_after(size: int, start: int, checksum: int) -> bytes:
 
 
 def directory_entry(path: bytes, size: int, start: int, checksum: int) -> bytes:
+    """Return a record's entry in the directory."""
     wide = _wide_field(size, size, start)
     shown = min(size, _MAX32)
     return (
@@ -120,7 +122,7 @@ def directory_entry(path: bytes, size: int, start: int, checksum: int) -> bytes:
 
 
 def end_records(start: int, size: int, count: int) -> bytes:
-    """The end of the file, for a directory at ``start``; always in both forms."""
+    """Return the file's end, for a directory at ``start``; always in both forms."""
     return (
         b"PK\x06\x06"
         + struct.pack("<Q2H2L", 44, 0x031E, 45, 0, 0)
@@ -138,7 +140,7 @@ def _flags(size: int) -> int:
 
 
 def _wide_field(size: int, packed: int, start: int) -> bytes:
-    """The zip64 field for what does not fit in 32 bits."""
+    """Return the zip64 field for what does not fit in 32 bits."""
     wide = b""
     if size >= _MAX32:
         wide += struct.pack("<2Q", size, packed)

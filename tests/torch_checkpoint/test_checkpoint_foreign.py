@@ -231,6 +231,18 @@ def test_what_has_none_is_told_by_its_name(kind, says):
     assert plain_value(found) is found
 
 
+@pytest.mark.parametrize("zone", ["empty", "class", "no offset"])
+def test_a_time_zone_that_python_does_not_write_is_kept(zone):
+    kind = Placeholder.named("datetime", "timezone")
+    zones = {
+        "empty": kind.called(b"R", ()),
+        "class": kind,
+        "no offset": kind.called(b"R", (Placeholder.named("datetime", "timedelta"),)),
+    }
+    time = Placeholder.named("datetime", "time").called(b"R", (bytes(6), zones[zone]))
+    assert plain_value(time) is time
+
+
 def test_a_ring_of_objects():
     args = argparse.Namespace()
     args.itself, args.many = args, [args, {"x": args}]

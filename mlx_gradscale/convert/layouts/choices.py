@@ -18,14 +18,14 @@ class Choices:
     names.
 
     Attributes:
-        rename: PyTorch name -> MLX name, as a mapping, a function, or (regular
-            expression, replacement) pairs tried in turn.
-        conv: convolution weights.
-        conv_transpose: weights of transposed convolutions.
-        split_qkv: fused attention weights to split in query, key and value.
-        transpose: weights of two dimensions, (in, out) in PyTorch.
-        keep: tensors of 3 and more dimensions whose layout stays.
-        drop: tensors the MLX model does not have; kept for the way back.
+        rename (dict, Callable or list): PyTorch name -> MLX name, as a mapping, a
+            function, or (regular expression, replacement) pairs tried in turn.
+        conv (tuple): Convolution weights.
+        conv_transpose (tuple): Weights of transposed convolutions.
+        split_qkv (tuple): Fused attention weights to split in query, key and value.
+        transpose (tuple): Weights of two dimensions, (in, out) in PyTorch.
+        keep (tuple): Tensors of 3 and more dimensions whose layout stays.
+        drop (tuple): Tensors the MLX model does not have; kept for the way back.
     """
 
     rename: Rename = None
@@ -37,7 +37,7 @@ class Choices:
     drop: tuple[str, ...] = ()
 
     def named(self, name: str) -> str:
-        """The MLX name the user gives a PyTorch name."""
+        """Return the MLX name the user gives a PyTorch name."""
         if self.rename is None:
             return name
         if isinstance(self.rename, Mapping):
@@ -49,7 +49,7 @@ class Choices:
         return name
 
     def layout(self, name: str, ndim: int) -> str | None:
-        """The layout the user's patterns give a tensor; None where they say nothing."""
+        """Return the layout by the user's patterns; None where they say nothing."""
         fits = [
             layout
             for layout, patterns, least in (
@@ -70,5 +70,5 @@ class Choices:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name fits one of some shell patterns."""
+    """Tell whether a name fits one of some shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

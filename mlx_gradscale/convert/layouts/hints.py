@@ -26,11 +26,11 @@ _WEIGHT_NORM = (
 
 
 def mismatch(lost: list[str], missing: list[str]) -> str:
-    """The sentences of an error.
+    """Return the sentences of an error.
 
     Args:
-        lost: PyTorch names that have no place in the MLX model.
-        missing: MLX names that nothing was found for.
+        lost (list): PyTorch names that have no place in the MLX model.
+        missing (list): MLX names that nothing was found for.
 
     Example:
         >>> mismatch(["net.w"], ["w"])
@@ -49,7 +49,7 @@ If 'net.' is only a wrapper, rename it away: rename=... (--rename '^net\\\\.=').
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names for a sentence, the first few of many.
+    """Return names for a sentence, the first few of many.
 
     Example:
         >>> listed("abc", most=2)

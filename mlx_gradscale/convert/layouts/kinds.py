@@ -38,5 +38,5 @@ LAYOUTS: dict[str, Layout] = {
         lambda x: [mx.swapaxes(x, 1, 2)], lambda xs: mx.swapaxes(xs[0], 1, 2)
     ),
     # nn.MultiheadAttention's in_proj: query, key and value in one tensor
-    "split_qkv": Layout(lambda x: mx.split(x, 3), mx.concatenate, count=3),
+    "split_qkv": Layout(lambda x: list(mx.split(x, 3)), mx.concatenate, count=3),
 }

@@ -44,7 +44,7 @@ def _groups(leaves: list[tuple[str, nn.Module]]) -> list[str]:
 
 
 def _flattened(leaves: list[tuple[str, nn.Module]]) -> list[str]:
-    """A Linear right after a convolution with several inputs for each channel."""
+    """Return a word on each Linear that may take a convolution's flattened output."""
     notes, before = [], None
     for name, module in leaves:
         if isinstance(module, _CONVOLUTIONS):

@@ -1,6 +1,7 @@
 """The MLX name of each PyTorch tensor, and its layout where the name tells it."""
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import mlx.nn as nn
 
@@ -36,17 +37,19 @@ def names_and_layouts(
         >>> names_and_layouts({"module.fc.weight": (2, 3)}, str)
         {'module.fc.weight': ('fc.weight', None)}
     """
-    if not hasattr(model, "sanitize"):
+    if model is None or not hasattr(model, "sanitize"):
         new = unwrapping(shapes, rename, known, prefix)
         return {name: from_peft(new(name)) for name in shapes}
     best: dict[str, tuple[str, str | None]] = {}
     for way in ways(rename):
         found = sanitized(model, {way(name): shape for name, shape in shapes.items()})
-        out = {name: found.get(way(name), (way(name), DROPPED)) for name in shapes}
-        if not best or _hits(out, known) > _hits(best, known):
+        out: dict[str, tuple[str, str | None]] = {
+            name: found.get(way(name), (way(name), DROPPED)) for name in shapes
+        }
+        if not best or _hits(out, known or ()) > _hits(best, known or ()):
             best = out
     return best
 
 
-def _hits(found: Mapping[str, tuple], known: Collection[str]) -> int:
+def _hits(found: Mapping[str, tuple[Any, ...]], known: Collection[str]) -> int:
     return sum(new in known for new, _ in found.values())

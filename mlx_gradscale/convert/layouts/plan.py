@@ -32,12 +32,12 @@ class Entry:
         return [self.mlx[i : i + count] for i in range(0, len(self.mlx), count)]
 
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
-        """The MLX arrays of a PyTorch tensor, weight or moment."""
+        """Return the MLX arrays of a PyTorch tensor, weight or moment."""
         arrays = LAYOUTS[self.layout].to_mlx(tensor)
         return dict(zip(self.mlx, arrays * len(self.places), strict=True))
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
-        """The PyTorch tensor of the MLX arrays, weight or moment."""
+        """Return the PyTorch tensor of the MLX arrays, weight or moment."""
         parts = [arrays[name] for name in self.places[0]]
         try:
             return LAYOUTS[self.layout].to_torch(parts)
@@ -53,10 +53,10 @@ class Plan:
     """All tensors of a PyTorch state dict.
 
     Attributes:
-        entries: by PyTorch name, in the state dict's order.
-        tied: alias -> the name it shares its tensor with, whose entry it is in.
-        unplaced: what MLX has no place for (BatchNorm's counters, dropped tensors,
-            extra states of modules and other values that are no tensors).
+        entries (dict): By PyTorch name, in the state dict's order.
+        tied (dict): Alias -> the name it shares its tensor with, whose entry it is in.
+        unplaced (tuple): What MLX has no place for (BatchNorm's counters, dropped
+            tensors, extra states of modules and other values that are not tensors).
     """
 
     entries: dict[str, Entry]
@@ -64,14 +64,14 @@ class Plan:
     unplaced: tuple[str, ...] = ()
 
     def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The MLX weights of a PyTorch state dict."""
+        """Return the MLX weights of a PyTorch state dict."""
         out: dict[str, mx.array] = {}
         for name, entry in self.entries.items():
             out |= entry.to_mlx(tensors[name])
         return out
 
     def to_torch(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The PyTorch tensors of MLX weights; aliases are the same object."""
+        """Return the PyTorch tensors of MLX weights; aliases are the same object."""
         missing = [n for e in self.entries.values() for n in e.mlx if n not in weights]
         if missing:
             raise LayoutError(f"The MLX weights lack {listed(missing)}.")

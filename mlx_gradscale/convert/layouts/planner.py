@@ -23,7 +23,7 @@ def make_plan(
     choices: Choices | None = None,
     prefix: str = "",
 ) -> Plan:
-    """Plans the conversion of a PyTorch state dict.
+    """Plan the conversion of a PyTorch state dict.
 
     With an MLX model, names and layouts come from its layers (``layers`` of an
     ``nn.Sequential`` is added, convolutions are transposed, a fused attention
@@ -33,13 +33,14 @@ def make_plan(
     the names are left out.
 
     Args:
-        tensors: the state dict.
-        model: the MLX model.
-        choices: what the user says; it wins over the model's layers.
-        prefix: a further beginning of names that is a wrapper's.
+        tensors (dict): The state dict.
+        model (nn.Module, optional): The MLX model.
+        choices (Choices, optional): What the user says; it wins over the model's
+            layers.
+        prefix (str): A further beginning of names that is a wrapper's.
 
     Returns:
-        Plan: for the weights and the moments.
+        Plan: For the weights and the moments.
 
     Example:
         >>> tensors = {"0.weight": mx.zeros((8, 3, 5, 5)), "0.bias": mx.zeros(8)}
@@ -91,7 +92,7 @@ def _has_no_place(name: str, value: object, choices: Choices) -> bool:
 
 
 def _with_copy(entry: Entry, alias: Entry) -> Entry:
-    """The entry of a tied tensor that is a parameter of its own in MLX as well."""
+    """Return the entry of a tied tensor that is a parameter of its own in MLX."""
     if alias.mlx in entry.places:
         return entry
     if alias.layout != entry.layout:
@@ -162,7 +163,7 @@ def _entry_by_patterns(
 
 
 def _unchanged(name: str, tensor: mx.array, target: Target) -> str:
-    """A layer of the user's own keeps its layout, unless another one fits as well."""
+    """Keep the layout of a layer of the user's own, unless another one fits as well."""
     other = [mx.moveaxis(tensor, i, -1).shape for i in (0, 1)]
     if target.shapes[0] in other:
         fits = "more than one layout" if tensor.shape in other else "another layout"

@@ -53,9 +53,9 @@ def sanitized(
     names = {number: name for name, number in numbers.items()}
     out: dict[str, tuple[str, str]] = {}
     for new, array in _call(model, marked).items():
-        old = names.get(_first(array))
-        is_changed = old is None or array.size != marked[old].size or old in out
-        if is_changed:
+        first = _first(array)
+        old = None if first is None else names.get(first)
+        if old is None or array.size != marked[old].size or old in out:
             what = f"{old} becomes {new}" if old else f"{new} is computed"
             raise ValueError(
                 f"The sanitize of {type(model).__name__} does more than to rename and "
@@ -76,7 +76,7 @@ def _axes(
     shapes: Mapping[str, tuple[int, ...]],
     names: Mapping[str, tuple[str, str]],
 ) -> dict[str, tuple[int, ...]]:
-    """Where each axis of what comes out was in what went in."""
+    """Return where each axis of what comes out was in what went in."""
     found: dict[str, dict[int, int]] = {name: {} for name in shapes}
     for axis in range(max(map(len, shapes.values()), default=0)):
         results = _call(model, {n: _ramp(s, axis) for n, s in shapes.items()})
@@ -117,12 +117,12 @@ def _varying(array: mx.array) -> int:
 def _first(array: Any) -> int | None:
     if not isinstance(array, mx.array) or not array.size:
         return None
-    value = array.reshape(-1)[0].item() if array.ndim else array.item()
+    value: Any = array.reshape(-1)[0].item() if array.ndim else array.item()
     return int(value) if value == int(value) else None
 
 
 def _call(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    sanitize: Callable[[dict], dict] = model.sanitize
+    sanitize: Callable[[dict[Any, Any]], dict[Any, Any]] = model.sanitize
     try:
         return dict(sanitize(dict(weights)))
     except Exception as error:  # it is the model's own code

@@ -23,7 +23,7 @@ class Target:
 
 
 def known_names(model: nn.Module) -> dict[str, Target]:
-    """What a PyTorch name, in MLX's spelling or PyTorch's, stands for in the model.
+    """Return what PyTorch names, in either spelling, stand for in the model.
 
     Example:
         >>> sorted(known_names(nn.Sequential(nn.Linear(2, 3, bias=False))))
@@ -48,7 +48,7 @@ def known_names(model: nn.Module) -> dict[str, Target]:
 
 
 def _torch_spelling(parts: list[str], modules: Mapping[str, nn.Module]) -> str:
-    """Without the "layers" that MLX's nn.Sequential puts before its numbers."""
+    """Drop the "layers" that MLX's nn.Sequential puts before its numbers."""
     return ".".join(
         part
         for i, part in enumerate(parts)
@@ -62,7 +62,7 @@ def _torch_spelling(parts: list[str], modules: Mapping[str, nn.Module]) -> str:
 def _fused(
     path: str, module: nn.Module, modules: Mapping[str, nn.Module]
 ) -> dict[str, Target]:
-    """The names in_proj_weight and in_proj_bias of PyTorch's attention."""
+    """Return the names in_proj_weight and in_proj_bias of PyTorch's attention."""
     prefix = f"{path}." if path else ""
     known = {}
     for leaf in ("weight", "bias"):

@@ -19,7 +19,7 @@ Rename = Callable[[str], str]
 
 
 def unwrapped(name: str) -> str:
-    """A name without the words of all wrappers, wherever they are.
+    """Return a name without the words of all wrappers, wherever they are.
 
     Example:
         >>> unwrapped("module._orig_mod.blocks.0._fsdp_wrapped_module.weight")
@@ -34,15 +34,15 @@ def unwrapping(
     known: Collection[str] | None = None,
     prefix: str = "",
 ) -> Rename:
-    """What makes PyTorch names the model's own: the user's renames, and no wrappers.
+    """Return what makes names the model's own: the user's renames, and no wrappers.
 
     Args:
-        names: of a model's tensors.
-        rename: what the user makes of a name.
-        known: the names that the MLX model knows. A wrapper is then what stands
-            between the two.
-        prefix: without such names, a beginning that is taken for a wrapper's where
-            all names have it.
+        names (Iterable): Of a model's tensors.
+        rename (Callable): What the user makes of a name.
+        known (Collection, optional): The names that the MLX model knows. A wrapper is
+            then what stands between the two.
+        prefix (str): Without such names, a beginning that is taken for a wrapper's
+            where all names have it.
 
     Example:
         >>> unwrapping(["module.w", "module.b"], str)("module.w")
@@ -58,18 +58,22 @@ def unwrapping(
     for word in (_FIRST, prefix):
         if word and names and all(steps[-1](n).startswith(word) for n in names):
             last = steps[-1]
-            steps.append(lambda n, last=last, word=word: last(n).removeprefix(word))
+            steps.append(_then_without(last, word))
     return steps[-1]
 
 
+def _then_without(rename: Rename, start: str) -> Rename:
+    return lambda name: rename(name).removeprefix(start)
+
+
 def _fitting(names: list[str], rename: Rename, known: Collection[str]) -> Rename:
-    """The one of some ways to strip names under which most fit the model."""
+    """Return the one of some ways to strip names under which most fit the model."""
     # max takes the first of equals: as little is stripped as need be.
     return max(ways(rename), key=lambda way: sum(way(n) in known for n in names))
 
 
 def ways(rename: Rename) -> list[Rename]:
-    """What may stand between PyTorch's names and the model's, least first.
+    """Return what may stand between PyTorch's names and the model's, least first.
 
     Example:
         >>> {way("module.model.w") for way in ways(str)} == {

@@ -15,14 +15,14 @@ Rate = float | mx.array | Callable[[mx.array], mx.array]
 
 
 def settings(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """MLX constructor arguments that compute what a PyTorch group computes.
+    """Return MLX constructor arguments that compute what a PyTorch group computes.
 
     Args:
-        name: a key of :data:`ROWS`.
-        group: one of ``param_groups``.
+        name (str): A key of :data:`ROWS`.
+        group (dict): One of ``param_groups``.
 
     Returns:
-        dict: plain Python numbers; a schedule, where MLX needs one, is not in it
+        dict: Plain Python numbers; a schedule, where MLX needs one, is not in it
         (see :func:`build`).
 
     Example:
@@ -43,22 +43,22 @@ def settings(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 def build(
     name: str,
-    groups: list[Mapping[str, Any]],
-    members: list[Iterable[str]] = (),
+    groups: Sequence[Mapping[str, Any]],
+    members: Sequence[Iterable[str]] = (),
     learning_rate: Rate | Sequence[Rate] | None = None,
 ) -> optim.Optimizer:
-    """Builds the MLX optimizer that goes on where PyTorch's groups stopped.
+    """Build the MLX optimizer that goes on where PyTorch's groups stopped.
 
     Args:
-        name: a key of :data:`ROWS`.
-        groups: PyTorch's ``param_groups``; several become a ``MultiOptimizer``.
-        members: for several groups, the MLX parameter names of each.
-        learning_rate: a number or a schedule in the place of the groups' own, as
-            ``mlx.optimizers`` take it. Groups whose rates differ need a list of
-            them, one for each.
+        name (str): A key of :data:`ROWS`.
+        groups (list): PyTorch's ``param_groups``; several become a ``MultiOptimizer``.
+        members (list): For several groups, the MLX parameter names of each.
+        learning_rate (float, Callable or list, optional): A number or a schedule in
+            the place of the groups' own, as ``mlx.optimizers`` take it. Groups whose
+            rates differ need a list of them, one for each.
 
     Returns:
-        optim.Optimizer: with a learning rate schedule where MLX needs one to
+        optim.Optimizer: With a learning rate schedule where MLX needs one to
         compute the same (Adamax, Adagrad with lr_decay).
 
     Example:
@@ -80,7 +80,7 @@ def build(
 
 
 def scheduled_rate(name: str, group: Mapping[str, Any], step: int) -> mx.array:
-    """The learning rate in the MLX state after ``step`` steps, as MLX holds it.
+    """Return the rate in the MLX state after ``step`` steps, as MLX holds it.
 
     Example:
         >>> scheduled_rate("SGD", {"lr": 0.5}, 3).item()
@@ -94,13 +94,15 @@ def scheduled_rate(name: str, group: Mapping[str, Any], step: int) -> mx.array:
 
 
 def _rates(
-    groups: list[Mapping[str, Any]], given: Rate | Sequence[Rate] | None
+    groups: Sequence[Mapping[str, Any]], given: Rate | Sequence[Rate] | None
 ) -> list[Rate]:
-    own = [number(group["lr"]) for group in groups]
+    own: list[Rate] = [number(group["lr"]) for group in groups]
     if given is None:
         return own
     # In a warmup's first step all rates are 0, and only these tell the groups apart.
-    initial = [number(group.get("initial_lr", group["lr"])) for group in groups]
+    initial: list[Rate] = [
+        number(group.get("initial_lr", group["lr"])) for group in groups
+    ]
     if isinstance(given, (list, tuple)):
         if len(given) != len(groups):
             raise ValueError(
@@ -125,7 +127,8 @@ def _checked(rate: Any) -> Rate:
             "learning_rate must be a number, or a function from the step count to "
             f"one, got {rate!r}."
         )
-    return rate
+    checked: Rate = rate
+    return checked
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class Divided:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the rate itself is no schedule."""
+        """Whether the rate itself is not a schedule."""
         return not callable(self.rate)
 
     def __call__(self, step: mx.array) -> mx.array:

@@ -24,8 +24,8 @@ class Difference:
     """One thing that is not the same on the other side.
 
     Attributes:
-        key: the setting to accept, to convert in spite of it.
-        text: the sentence that says what differs.
+        key (str): The setting to accept, to convert in spite of it.
+        text (str): The sentence that says what differs.
     """
 
     key: str
@@ -33,17 +33,17 @@ class Difference:
 
 
 def recognise(state_dict: Mapping[str, Any], name: str | None = None) -> str:
-    """Names the PyTorch optimizer a state dict came from.
+    """Name the PyTorch optimizer a state dict came from.
 
     A state dict does not hold its class: the keys of its groups and of its state
     tell it.
 
     Args:
-        state_dict: with ``"state"`` and ``"param_groups"``.
-        name: the class name, where it is known; it is checked.
+        state_dict (dict): With ``"state"`` and ``"param_groups"``.
+        name (str, optional): The class name, where it is known; it is checked.
 
     Returns:
-        str: a key of :data:`ROWS`.
+        str: A key of :data:`ROWS`.
 
     Example:
         >>> group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0,
@@ -86,7 +86,7 @@ def recognise(state_dict: Mapping[str, Any], name: str | None = None) -> str:
     )
 
 
-def _fits(row: Row, groups: list[Mapping], held: set[str]) -> bool:
+def _fits(row: Row, groups: list[Mapping[Any, Any]], held: set[str]) -> bool:
     extra = held - set(row.slots) - {"step"}
     # amsgrad, centered and RMSprop's momentum add slots of their own; they are
     # refused later, by name.
@@ -101,7 +101,7 @@ def _fits(row: Row, groups: list[Mapping], held: set[str]) -> bool:
     )
 
 
-def _adam_or_adamw(groups: list[Mapping]) -> str:
+def _adam_or_adamw(groups: list[Mapping[Any, Any]]) -> str:
     flags = {group.get("decoupled_weight_decay") for group in groups}
     if flags <= {True, False} and len(flags) == 1:
         return "AdamW" if flags.pop() else "Adam"
@@ -114,30 +114,30 @@ def _adam_or_adamw(groups: list[Mapping]) -> str:
     )
 
 
-def _refuse_radam(groups: list[Mapping]) -> None:
+def _refuse_radam(groups: list[Mapping[Any, Any]]) -> None:
     # Adamax has "maximize" since PyTorch 1.12; RAdam has it since 2.4, but since 2.2
-    # it has "decoupled_weight_decay", which Adamax has not.
+    # it has "decoupled_weight_decay", which Adamax does not have.
     if not all("maximize" in group for group in groups):
         raise ValueError(
             "The optimizer state could be Adamax's, or RAdam's of a PyTorch before "
             "2.2: before the first step nothing tells them apart. Adamax is named with "
-            "optimizer='Adamax' (--optimizer Adamax); RAdam, which MLX has not, is "
-            "left out with keys={'optimizer': ''} (--optimizer-key '')."
+            "optimizer='Adamax' (--optimizer Adamax); RAdam, which MLX does not "
+            "have, is left out with keys={'optimizer': ''} (--optimizer-key '')."
         )
 
 
 def differences(
     name: str, group: Mapping[str, Any], complete: bool = True
 ) -> list[Difference]:
-    """What MLX would compute differently from a PyTorch group.
+    """Return what MLX would compute differently from a PyTorch group.
 
     Args:
-        name: a key of :data:`ROWS`.
-        group: one of ``param_groups``.
-        complete: whether every parameter of the group has its state already.
+        name (str): A key of :data:`ROWS`.
+        group (dict): One of ``param_groups``.
+        complete (bool): Whether every parameter of the group has its state already.
 
     Returns:
-        list: empty where both compute the same.
+        list: Empty where both compute the same.
 
     Example:
         >>> differences("RMSprop", {"centered": True})[0].key
@@ -152,8 +152,9 @@ def differences(
     found += [
         Difference(
             key,
-            f"The optimizer's groups have {key!r}, which PyTorch's {name} has not: "
-            "it may be another optimizer, and MLX leaves what the key means out.",
+            f"The optimizer's groups have {key!r}, which PyTorch's {name} does "
+            "not have: it may be another optimizer, and MLX leaves what the key "
+            "means out.",
         )
         for key in row.unknown(group)
     ]
@@ -172,15 +173,15 @@ def differences(
 def mlx_differences(
     name: str, used: Mapping[str, Any], step: int = 0
 ) -> list[Difference]:
-    """What PyTorch would compute differently from an MLX optimizer.
+    """Return what PyTorch would compute differently from an MLX optimizer.
 
     Args:
-        name: a key of :data:`ROWS`.
-        used: the settings the MLX optimizer ran with.
-        step: how many steps it made.
+        name (str): A key of :data:`ROWS`.
+        used (dict): The settings the MLX optimizer ran with.
+        step (int): How many steps it made.
 
     Returns:
-        list: empty where both compute the same.
+        list: Empty where both compute the same.
 
     Example:
         >>> mlx_differences("Adam", {"bias_correction": False})[0].key
@@ -211,23 +212,24 @@ def mlx_differences(
 
 
 def _correction(used: Mapping[str, Any], step: int) -> float:
-    """How Adam's bias correction changes the update after ``step`` steps."""
+    """Return the factor of Adam's bias correction after ``step`` steps."""
     first, second = used.get("betas", (0.9, 0.999))
-    return (1 - second ** (step + 1)) ** 0.5 / (1 - first ** (step + 1))
+    change: float = (1 - second ** (step + 1)) ** 0.5 / (1 - first ** (step + 1))
+    return change
 
 
 def check(found: Iterable[Difference], accept: Iterable[str] = ()) -> list[str]:
-    """Raises on differences that were not accepted; returns the accepted ones.
+    """Raise on differences that were not accepted; return the accepted ones.
 
     Args:
-        found: from :func:`differences` or :func:`mlx_differences`.
-        accept: keys to convert in spite of; the setting is then left out.
+        found (Iterable): From :func:`differences` or :func:`mlx_differences`.
+        accept (Iterable): Keys to convert in spite of; the setting is then left out.
 
     Returns:
-        list: a sentence for each accepted difference.
+        list: A sentence for each accepted difference.
 
     Raises:
-        OptimizerMismatch: with all sentences, and how to accept them.
+        OptimizerMismatch: With all sentences, and how to accept them.
     """
     accept = set(accept)
     found = list(dict.fromkeys(found))
@@ -242,11 +244,11 @@ def check(found: Iterable[Difference], accept: Iterable[str] = ()) -> list[str]:
 
 
 def check_accepted(accept: Iterable[str], groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raises on a word to accept that is no setting: it would be a typing error.
+    """Raise on a word to accept that is not a setting: it would be a typing error.
 
     Args:
-        accept: the words.
-        groups: the optimizer's; their keys are settings, too.
+        accept (Iterable): The words.
+        groups (Iterable): The optimizer's; their keys are settings, too.
     """
     keys = {str(key) for group in groups for key in group} - {"params", "param_names"}
     known = sorted({*ACCEPTED, *keys})

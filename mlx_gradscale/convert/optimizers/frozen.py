@@ -15,16 +15,16 @@ def without_frozen(
     entries: Mapping[str, Entry],
     trainable: Container[str],
 ) -> tuple[dict[str, mx.array], list[str]]:
-    """The state without that of parameters which had none in PyTorch and need none.
+    """Leave out the state of parameters that had none in PyTorch and need none.
 
     Args:
-        flat: ``tree_flatten(optimizer.state)`` as a dict.
-        record: from :func:`to_mlx`.
-        entries: PyTorch name -> where it is in MLX.
-        trainable: names of the MLX model's parameters that are not frozen.
+        flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
+        record (OptimizerRecord): From :func:`to_mlx`.
+        entries (dict): PyTorch name -> where it is in MLX.
+        trainable (Container): Names of the MLX model's parameters that are not frozen.
 
     Returns:
-        tuple: the state, and those MLX names that had none in PyTorch but are
+        tuple: The state, and those MLX names that had none in PyTorch but are
         trainable here, where others had one.
     """
     out, suspects = dict(flat), []

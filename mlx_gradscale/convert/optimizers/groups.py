@@ -1,7 +1,7 @@
 """PyTorch's parameter groups, with what the MLX optimizer runs with now."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,17 +15,18 @@ from .table import ROWS, number
 def torch_groups(
     flat: Mapping[str, mx.array],
     record: OptimizerRecord,
-    used: list[Mapping[str, Any]] | None = None,
+    used: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[Difference], list[str]]:
-    """PyTorch's parameter groups with what the MLX optimizer runs with.
+    """Return PyTorch's parameter groups with what the MLX optimizer runs with.
 
     Args:
-        flat: ``tree_flatten(optimizer.state)`` as a dict.
-        record: from :func:`to_mlx`.
-        used: the settings the MLX optimizer(s) ran with, if they are known.
+        flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
+        record (OptimizerRecord): From :func:`to_mlx`.
+        used (list, optional): The settings the MLX optimizer(s) ran with, if they are
+            known.
 
     Returns:
-        tuple: the groups, what PyTorch would compute differently, and sentences for
+        tuple: The groups, what PyTorch would compute differently, and sentences for
         the user.
     """
     name = record.name
@@ -35,8 +36,8 @@ def torch_groups(
     rates: list[str] = []
     for i, group in enumerate(record.groups):
         prefix = record.prefix(i)
-        step = required(flat, f"{prefix}step").item()
-        held = required(flat, f"{prefix}learning_rate").item()
+        step = number(required(flat, f"{prefix}step"))
+        held = number(required(flat, f"{prefix}learning_rate"))
         group = dict(group)
         mine = dict(used[0 if record.joined else i]) if used else settings(name, group)
         found += mlx_differences(name, mine, step)
@@ -53,10 +54,10 @@ def torch_groups(
 
 
 def has_schedule(used: Mapping[str, Any]) -> bool:
-    """Whether a learning rate changed by more than the optimizer's own divisor.
+    """Tell whether a learning rate changed by more than the optimizer's own divisor.
 
     Args:
-        used: the settings the MLX optimizer ran with.
+        used (dict): The settings the MLX optimizer ran with.
 
     Example:
         >>> has_schedule({"class": "SGD", "schedule": True})
@@ -80,7 +81,7 @@ def _check_count(flat: Mapping[str, mx.array], record: OptimizerRecord) -> None:
 
 
 def required(flat: Mapping[str, mx.array], key: str) -> mx.array:
-    """A value of a flat state; its absence is an error that says so."""
+    """Return a value of a flat state, or raise an error that says it is not there."""
     if key not in flat:
         raise ValueError(
             f"The MLX optimizer state has no {key!r}: save all of "
@@ -104,7 +105,7 @@ def _group_settings(
 def _learning_rate(
     name: str, group: Mapping[str, Any], used: Mapping[str, Any], step: int, held: float
 ) -> Any:
-    """PyTorch's own (float64) rate while MLX's float32 one is its rounding.
+    """Return PyTorch's own (float64) rate while MLX's float32 one is its rounding.
 
     Where there is a schedule, MLX's state holds the rate of the last step, PyTorch's
     groups that of the next, which is in the settings used.
@@ -113,7 +114,8 @@ def _learning_rate(
     if used.get("schedule") and "learning_rate" in used:
         held, step = used["learning_rate"], step + 1
     # Not every bit: a schedule may have run on another device, or compiled.
-    if math.isclose(scheduled_rate(name, group, step).item(), held, rel_tol=1e-6):
+    scheduled = number(scheduled_rate(name, group, step))
+    if math.isclose(scheduled, held, rel_tol=1e-6):
         return lr
     if divisor is not None and used.get("schedule", True):
         held *= number(divisor(max(step - 1, 0)))

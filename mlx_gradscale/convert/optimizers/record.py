@@ -11,17 +11,17 @@ class OptimizerRecord:
     """How a PyTorch optimizer's state looked.
 
     Attributes:
-        name: a key of :data:`ROWS`.
-        joined: whether all groups became one MLX optimizer.
-        groups: PyTorch's own.
-        indices: of the converted parameters, for each group.
-        names: of the same, in PyTorch.
-        unplaced: index -> state of the parameters that MLX has no place for.
-        steps: the count of each group.
-        step_like: how PyTorch wrote its counts.
-        fresh: parameters that had no state yet, and what they had.
-        extra: what its dict held besides.
-        flat: whether torch.distributed had flattened it.
+        name (str): A key of :data:`ROWS`.
+        joined (bool): Whether all groups became one MLX optimizer.
+        groups (list): PyTorch's own.
+        indices (list): Of the converted parameters, for each group.
+        names (list): Of the same, in PyTorch.
+        unplaced (dict): Index -> state of the parameters that MLX has no place for.
+        steps (list): The count of each group.
+        step_like (str): How PyTorch wrote its counts.
+        fresh (dict): Parameters that had no state yet, and what they had.
+        extra (dict): What its dict held besides.
+        flat (bool): Whether torch.distributed had flattened it.
     """
 
     name: str
@@ -37,5 +37,5 @@ class OptimizerRecord:
     flat: bool = False
 
     def prefix(self, group: int) -> str:
-        """How the MLX state of a group begins."""
+        """Return how the MLX state of a group begins."""
         return "" if self.joined else f"states.{group}."

@@ -6,7 +6,7 @@ PyTorch's side is a state dict; what only PyTorch knows (its groups, the names
 behind its indices) goes into an :class:`OptimizerRecord` that the way back needs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ class Converted:
     """An MLX optimizer state, and what the way back needs.
 
     Attributes:
-        flat: ``tree_flatten(optimizer.state)`` as a dict.
-        record: how PyTorch's looked.
-        notes: sentences for the user.
+        flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
+        record (OptimizerRecord): How PyTorch's looked.
+        notes (list): Sentences for the user.
     """
 
     flat: dict[str, mx.array]
@@ -46,20 +46,21 @@ def to_mlx(
     accept: Iterable[str] = (),
     step: int | None = None,
 ) -> Converted:
-    """Converts a PyTorch optimizer's state dict.
+    """Convert a PyTorch optimizer's state dict.
 
     Args:
-        state_dict: with ``"state"`` and ``"param_groups"``.
-        names: index -> the parameter's PyTorch name.
-        entries: PyTorch name -> where it is in MLX (a plan's entries). Parameters
-            that are not in it have no place in MLX: their state is only kept.
-        tensors: the PyTorch model's tensors.
-        optimizer: the class name, where the keys do not tell it.
-        accept: differences to convert in spite of.
-        step: the step count, for optimizers that keep none (SGD, Lion).
+        state_dict (dict): With ``"state"`` and ``"param_groups"``.
+        names (dict): Index -> the parameter's PyTorch name.
+        entries (dict): PyTorch name -> where it is in MLX (a plan's entries).
+            Parameters that are not in it have no place in MLX: their state is only
+            kept.
+        tensors (dict): The PyTorch model's tensors.
+        optimizer (str, optional): The class name, where the keys do not tell it.
+        accept (Iterable): Differences to convert in spite of.
+        step (int, optional): The step count, for optimizers that keep none (SGD, Lion).
 
     Returns:
-        Converted: the flat state, and how PyTorch's looked.
+        Converted: The flat state, and how PyTorch's looked.
     """
     if step is not None and step < 0:
         raise ValueError(f"The step count (--step) is {step}: it cannot be negative.")
@@ -109,7 +110,7 @@ def to_mlx(
 
 def _flat_state(
     record: OptimizerRecord,
-    states: Mapping,
+    states: Mapping[Any, Any],
     entries: Mapping[str, Entry],
     tensors: Mapping[str, mx.array],
 ) -> dict[str, mx.array]:
@@ -156,27 +157,27 @@ def to_torch(
     record: OptimizerRecord,
     entries: Mapping[str, Entry],
     *,
-    used: list[Mapping[str, Any]] | None = None,
+    used: Sequence[Mapping[str, Any]] | None = None,
     accept: Iterable[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Converts an MLX optimizer state to a PyTorch state dict.
+    """Convert an MLX optimizer state to a PyTorch state dict.
 
     Args:
-        flat: ``tree_flatten(optimizer.state)`` as a dict.
-        record: from :func:`to_mlx`.
-        entries: PyTorch name -> where it is in MLX.
-        used: the settings the MLX optimizer(s) ran with, if they are known; they
-            replace those of the record.
-        accept: differences to convert in spite of.
+        flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
+        record (OptimizerRecord): From :func:`to_mlx`.
+        entries (dict): PyTorch name -> where it is in MLX.
+        used (list, optional): The settings the MLX optimizer(s) ran with, if they are
+            known; they replace those of the record.
+        accept (Iterable): Differences to convert in spite of.
 
     Returns:
-        tuple: the state dict for ``load_state_dict``, and sentences for the user.
+        tuple: The state dict for ``load_state_dict``, and sentences for the user.
     """
     row, states = ROWS[record.name], {}
     groups, found, notes = torch_groups(flat, record, used)
     for i, group in enumerate(groups):
         prefix = record.prefix(i)
-        step = required(flat, f"{prefix}step").item()
+        step = number(required(flat, f"{prefix}step"))
         for index, name in zip(record.indices[i], record.names[i], strict=True):
             is_fresh = name in record.fresh
             if is_fresh and not _has_state(flat, prefix, row.slots, entries[name]):
@@ -197,7 +198,7 @@ def to_torch(
 
 
 def _is_new(slots: Mapping[str, mx.array], group: Mapping[str, Any]) -> bool:
-    """Whether PyTorch may begin these moments itself."""
+    """Tell whether PyTorch may begin these moments itself."""
     # It starts a momentum buffer that is not there with the undampened gradient, MLX
     # with the dampened one: written as zeros, they agree.
     dampened = number(group.get("dampening", 0))
@@ -214,12 +215,15 @@ def _signature(name: str, group: Mapping[str, Any]) -> str:
 
 
 def _steps(
-    members: list[list[int]], states: Mapping, names: Mapping[int, str], default: int
+    members: list[list[int]],
+    states: Mapping[Any, Any],
+    names: Mapping[int, str],
+    default: int,
 ) -> tuple[list[int], str]:
-    """One step count per group, and how PyTorch wrote it."""
+    """Return one step count per group, and how PyTorch wrote it."""
     steps, like = [], "scalar"
     for indices in members:
-        counts = {}
+        counts: dict[int, str] = {}
         for index in indices:
             step = states.get(index, {}).get("step")
             if step is None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import mlx.optimizers as optim
 
+Group = Mapping[str, Any]
 
-def number(value: Any) -> float:
-    """A Python number from a number or a one-element array."""
+
+def number(value: Any) -> Any:
+    """Return a Python number from a number or a one-element array."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -24,20 +26,21 @@ class Row:
     """One optimizer.
 
     Attributes:
-        mlx: MLX's class.
-        slots: PyTorch's state name -> MLX's.
-        settings: PyTorch's group key -> MLX's constructor argument.
-        marks: group keys it always has; with ``absent`` they tell it from others.
-        absent: group keys it never has.
-        refused: group key -> (the value that turns it off, what differs).
-        fixed: constructor arguments under which MLX computes the same.
-        divisor: (group) -> a function of the step by which MLX's learning rate must
-            be divided to compute the same, or None.
-        counts: whether PyTorch keeps a step count.
-        notes: sentences to tell the user in any case.
-        carried: further group keys that change nothing in MLX; they come back as
-            they were.
-        doubt: (group) -> a sentence on what its keys do not tell, or None.
+        mlx (type): MLX's class.
+        slots (dict): PyTorch's state name -> MLX's.
+        settings (dict): PyTorch's group key -> MLX's constructor argument.
+        marks (frozenset): Group keys it always has; with ``absent`` they tell it from
+            others.
+        absent (frozenset): Group keys it never has.
+        refused (dict): Group key -> (the value that turns it off, what differs).
+        fixed (dict): Constructor arguments under which MLX computes the same.
+        divisor (Callable): (group) -> a function of the step by which MLX's learning
+            rate must be divided to compute the same, or None.
+        counts (bool): Whether PyTorch keeps a step count.
+        notes (tuple): Sentences to tell the user in any case.
+        carried (frozenset): Further group keys that change nothing in MLX; they come
+            back as they were.
+        doubt (Callable): (group) -> a sentence on what its keys do not tell, or None.
     """
 
     mlx: type[optim.Optimizer]
@@ -47,14 +50,14 @@ class Row:
     absent: frozenset[str]
     refused: dict[str, tuple[Any, str]]
     fixed: dict[str, Any] = field(default_factory=dict)
-    divisor: Callable[[Mapping], Callable | None] = lambda group: None
+    divisor: Callable[[Group], Callable[..., Any] | None] = lambda group: None
     counts: bool = True
     notes: tuple[str, ...] = ()
     carried: frozenset[str] = frozenset()
-    doubt: Callable[[Mapping], str | None] = lambda group: None
+    doubt: Callable[[Group], str | None] = lambda group: None
 
-    def unknown(self, group: Mapping[str, Any]) -> list[str]:
-        """Group keys that are none of this optimizer's: a subclass's, say."""
+    def unknown(self, group: Group) -> list[str]:
+        """Return group keys that are none of this optimizer's: a subclass's, say."""
         known = {*self.settings, *self.marks, *self.refused, *self.carried, *_CARRIED}
         return [key for key in group if key not in known]
 
@@ -79,18 +82,18 @@ def _l2(name: str) -> dict[str, tuple[Any, str]]:
     return {"weight_decay": (0, _L2.format(name))} | _MAXIMIZE
 
 
-def _adagrad_divisor(group: Mapping) -> Callable | None:
+def _adagrad_divisor(group: Group) -> Callable[..., Any] | None:
     decay = number(group.get("lr_decay", 0))
     # MLX asks with the steps done, which is the (step - 1) of PyTorch's formula.
     return (lambda step: 1 + decay * step) if decay else None
 
 
-def _adamax_divisor(group: Mapping) -> Callable:
+def _adamax_divisor(group: Group) -> Callable[..., Any]:
     beta = number(group["betas"][0])
     return lambda step: 1 - beta ** (step + 1)
 
 
-def _lion_doubt(group: Mapping) -> str | None:
+def _lion_doubt(group: Group) -> str | None:
     # lion_pytorch keeps the switch in the object; timm's groups have more keys.
     decay, rate = number(group["weight_decay"]), number(group["lr"])
     if not decay or "maximize" in group:
@@ -111,7 +114,7 @@ _ADAM_REFUSED = {
         "not keep",
     )
 } | _MAXIMIZE
-_ADAM = {
+_ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
     "marks": frozenset({"betas", "eps", "amsgrad"}),
     "absent": frozenset({"momentum_decay"}),

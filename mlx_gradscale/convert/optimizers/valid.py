@@ -11,10 +11,10 @@ _LARGEST_NUMBER, _MOST_STEPS = 1e18, 2**53
 
 
 def check_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Raises on a state dict that ``torch.optim`` would not write.
+    """Raise on a state dict that ``torch.optim`` would not write.
 
     Args:
-        state_dict: with ``"state"`` and ``"param_groups"``.
+        state_dict (dict): With ``"state"`` and ``"param_groups"``.
 
     Example:
         >>> check_state_dict({"state": {0: 3}, "param_groups": [{"params": [0]}]})
@@ -46,11 +46,11 @@ def check_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def check_group(name: str, group: Mapping[str, Any]) -> None:
-    """Raises on settings of a group that are no numbers.
+    """Raise on settings of a group that are not numbers.
 
     Args:
-        name: a key of :data:`ROWS`.
-        group: one of ``param_groups``.
+        name (str): A key of :data:`ROWS`.
+        group (dict): One of ``param_groups``.
 
     Example:
         >>> check_group("SGD", {"lr": "fast", "momentum": 0, "nesterov": False})
@@ -66,14 +66,14 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
 
 
 def check_slots(name: str, state: Mapping[str, Any], parameter: str) -> None:
-    """Raises on moments that are no arrays."""
+    """Raise on moments that are not arrays."""
     for slot in ROWS[name].slots:
         is_right = state.get(slot) is None or isinstance(state[slot], mx.array)
         _need(is_right, f"{slot} of {parameter}", "a tensor", state.get(slot))
 
 
 def check_setting(key: str, value: Any, where: str | None = None) -> None:
-    """Raises unless a setting is a number; of betas there are two."""
+    """Raise unless a setting is a number; of betas there are two."""
     if key == "betas":
         is_pair = isinstance(value, (list, tuple)) and len(value) == 2
         is_right = is_pair and all(map(is_number, value))
@@ -83,7 +83,7 @@ def check_setting(key: str, value: Any, where: str | None = None) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, however PyTorch writes one.
+    """Tell whether a value is a real number, however PyTorch writes one.
 
     Example:
         >>> is_number(mx.array([1.0])), is_number(10**400), is_number("1")
@@ -96,7 +96,8 @@ def is_number(value: Any) -> bool:
 
 
 def _float(value: Any) -> float:
-    return float(value.item() if isinstance(value, mx.array) else value)
+    plain: Any = value.item() if isinstance(value, mx.array) else value
+    return float(plain)
 
 
 def _need(is_right: bool, where: str, what: str, value: Any) -> None:
