@@ -341,7 +341,12 @@ def _run(
                 )
             untouched = known and box[key] is alias
             if not untouched:
-                box[key] = mx.where(applies(old.shape), box[key], old)
+                new = box[key]
+                if new.ndim == 0 and not is_floating(new):
+                    # Counted and selected are two kernels that MLX has ready; fused
+                    # they would be one to build.
+                    new = mx.contiguous(new)
+                box[key] = mx.where(applies(old.shape), new, old)
             else:
                 box[key] = old
             new_state.append(box[key])

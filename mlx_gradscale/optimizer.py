@@ -436,7 +436,7 @@ class LossScaleOptimizer(Optimizer):
         scaler = self.scaler
         changed = scaler.after_step(applied, loss_finite)
         if scaler.is_enabled():
-            changed |= scaler.after_update(applied, loss_finite)
+            changed |= scaler.after_update(applied, changed)
         writes += [(scaler.state, *item) for item in changed.items()]
         return gradients, new, applied, writes
 
