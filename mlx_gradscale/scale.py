@@ -55,7 +55,9 @@ TORCH_KEYS = {
 
 
 @mx.compile
-def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
+def next_scale(
+    state: dict[str, mx.array], finite: mx.array, after_one_step: bool = True
+) -> dict[str, mx.array]:
     """Return what one ``update()`` changes, lazily.
 
     In words, with ``finite`` true if every gradient since the last update was::
@@ -80,9 +82,17 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
     Nothing of that changes where ``dynamic`` is false, or where gradients and a loss
     were not finite, which no scale cures. ``consecutive_skips`` counts updates in a row
     that are not finite.
+
+    Args:
+        state (dict): All fields.
+        finite (array): A 0-d bool array.
+        after_one_step (bool): Whether this is one kernel with the :func:`count_step`
+            before it, if that is in the same trace. After several there would be too
+            many arrays. Default: ``True``.
     """
     # A flag as a factor stands for mx.where(flag, x, 0). With count_step all of this is
     # one kernel, of no more than 24 arrays, and the constant 0 would be one of them.
+    loss_finite = _given(state["loss_finite"])
     scale = state["scale"]
     budget = state["hysteresis"] > 1
     allowed = mx.maximum(state["backoff_interval"], state["hysteresis"])
@@ -103,12 +113,12 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
         "growth_tracker": mx.logical_not(grow) * good,
         "backoff_tracker": mx.logical_not(mx.where(budget, grow, back_off)) * bad,
     }
-    moves = state["dynamic"] & (state["loss_finite"] | finite)
+    moves = state["dynamic"] & (loss_finite | finite)
     changed = {k: mx.where(moves, v, state[k]) for k, v in changed.items()}
     changed["consecutive_skips"] = overflow * _one_more(state["consecutive_skips"])
-    # With what count_step has just counted, if it is in the same trace.
-    tallies = {name: state[name] for name in ("skipped_steps", "skipped_losses")}
-    changed["scale"] = _rooted(changed | tallies, "scale")["scale"]
+    counted = ("skipped_steps", "skipped_losses") if after_one_step else ()
+    together = changed | {name: state[name] for name in counted}
+    changed["scale"] = _rooted(together, "scale")["scale"]
     return changed | _reset(state)
 
 
@@ -128,14 +138,22 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
         return mx.where(condition, _one_more(state[name]), state[name])
 
     skipped = mx.logical_not(applied)
+    loss_finite = _given(state["loss_finite"])
     tallies = {
         "skipped_steps": count("skipped_steps", skipped),
         "skipped_losses": count(
-            "skipped_losses", skipped & mx.logical_not(state["loss_finite"])
+            "skipped_losses", skipped & mx.logical_not(loss_finite)
         ),
-        "skips_since_update": count("skips_since_update", skipped),
     }
+    # One kernel without what an update in the same trace resets, and one with it.
+    tallies = _rooted(tallies, "skipped_steps")
+    tallies["skips_since_update"] = count("skips_since_update", skipped)
     return _rooted(tallies, "skips_since_update") | {"last_step_applied": applied}
+
+
+def _given(flag: mx.array) -> mx.array:
+    # Neither fusible nor a copy: what it was computed from is no part of the kernel.
+    return mx.contiguous(flag)
 
 
 def _one_more(count: mx.array) -> mx.array:

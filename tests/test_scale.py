@@ -162,3 +162,17 @@ def test_a_step_and_its_update_are_one_kernel():
     changed = mx.compile(step)(state, finite)
     changed = {k: x for k, x in changed.items() if k in rule.VALUES}
     assert len(kernels(changed)) == 1
+
+
+def test_two_steps_and_their_update_are_two_kernels():
+    state, first, second = state_of(Reference()), mx.array(True), mx.array(False)
+    mx.eval(state, first, second)
+
+    def steps(state, first, second):
+        state = state | rule.count_step(state, first)
+        state = state | rule.count_step(state, second)
+        return state | rule.next_scale(state, first & second, after_one_step=False)
+
+    changed = mx.compile(steps)(state, first, second)
+    changed = {k: x for k, x in changed.items() if k in rule.VALUES}
+    assert len(kernels(changed)) == 2
