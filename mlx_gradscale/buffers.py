@@ -9,30 +9,33 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from .finite import is_floating
-from .state_slots import slots
+from .precision import Found, arrays_of, ids_of_trained
 
 # (container, key, array) by path, for the arrays of a model that are not trained.
 Places = dict[str, tuple[Any, Any, mx.array]]
 
 
 def places(model: nn.Module) -> Places:
-    """Return where the arrays are that are not trained, and which ones they are now.
+    """Return where the arrays are that are not trained, and which ones they are now."""
+    return untrained(arrays_of(model), ids_of_trained(model.trainable_parameters()))
 
-    Not those that are: a checkpointed layer puts others in their place, and a step
-    writes them itself.
+
+def untrained(found: list[Found], trained: set[int]) -> Places:
+    """Return :func:`places` from what is known of a model.
+
+    Not those that are trained: a checkpointed layer puts others in their place, and a
+    step writes them itself.
+
+    Args:
+        found (list): :func:`arrays_of` the model.
+        trained (set): :func:`ids_of_trained` arrays.
     """
-    trained = {
-        path for path, x in tree_flatten(model.trainable_parameters()) if is_floating(x)
+    return {
+        ".".join(map(str, path)): (box, key, x)
+        for path, box, key, x in found
+        if id(x) not in trained
     }
-    found = {
-        ".".join(map(str, path)): (box, key, box[key])
-        for path, box, key in slots(model)
-        if not isinstance(box, tuple)
-    }
-    return {path: place for path, place in found.items() if path not in trained}
 
 
 def known_buffers(model: nn.Module) -> dict[str, mx.array]:

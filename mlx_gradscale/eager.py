@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten
 
 from .other_optimizers import is_mlx_own
+from .state_slots import flatten, leaves_of
 
 # What each optimizer's settings were last, the function that was compiled for them if
 # one was, and whether they stayed for a second step. Held by the optimizer's life
@@ -59,12 +59,11 @@ def _fingerprint(parts: list[tuple[Optimizer, Any]]) -> list[Any] | None:
     marks = []
     for part, tree in parts:
         settings = [x for k, x in vars(part).items() if k not in _NOT_SETTINGS]
-        leaves = [x for _, x in tree_flatten(part.state)]
-        settings += [x for x in leaves if not isinstance(x, mx.array)]
+        settings += [x for x in leaves_of(part.state) if not isinstance(x, mx.array)]
         if not is_mlx_own(part) or not _is_plain(settings):
             return None
         # By repr, because True, 1 and 1.0 are equal and 1e-8 is exact there.
-        marks.append((type(part), repr(settings), [p for p, _ in tree_flatten(tree)]))
+        marks.append((type(part), repr(settings), [p for p, _ in flatten(tree)]))
     return marks
 
 

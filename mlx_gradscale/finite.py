@@ -9,6 +9,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from .state_slots import leaves_of
+
 # The bits of |x| compare as integers like |x| itself, with inf above every
 # finite number and NaN above inf: one integer maximum finds both, exactly.
 # Signed, because the vector units of older CPUs compare only that. Each with the
@@ -97,13 +99,14 @@ def is_finite_magnitude(x: mx.array) -> mx.array:
 
 def arrays(tree: Any) -> list[mx.array]:
     """Return the leaves of ``tree``; raise where one is not an array."""
-    leaves = []
-    for path, leaf in tree_flatten(tree):
-        if not isinstance(leaf, mx.array):
-            where = f" at {path!r}" if path else ""
-            raise TypeError(f"Expected a tree of arrays, got {leaf!r}{where}.")
-        leaves.append(leaf)
-    return leaves
+    found = leaves_of(tree)
+    if not all(isinstance(leaf, mx.array) for leaf in found):
+        path, leaf = next(
+            item for item in tree_flatten(tree) if not isinstance(item[1], mx.array)
+        )
+        where = f" at {path!r}" if path else ""
+        raise TypeError(f"Expected a tree of arrays, got {leaf!r}{where}.")
+    return found
 
 
 def is_floating(x: mx.array) -> bool:

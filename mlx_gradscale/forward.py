@@ -8,14 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from . import buffers, precision
 from .double_scaling import watched
 from .dtypes import warned_once
 from .finite import all_finite, is_finite_magnitude
 from .islands import float32_gradients
-from .state_slots import write_all
+from .state_slots import leaves_of, write_all
 from .tracing import have_values, is_traced
 
 _COMPILED_WITHOUT = (
@@ -67,28 +66,40 @@ class Forward:
         """
         self._register(model)
         warned = warned_once(loss_fn, lambda args, kwargs: [model], self._warn)
+        before: buffers.Places = {}
+        is_compiled = False
+
+        def look(found: list[precision.Found], trained: set[int]) -> None:
+            nonlocal before, is_compiled
+            before = buffers.untrained(found, trained)
+            first = [x for *_, x in found if id(x) in trained][:1]
+            is_compiled = any(map(is_traced, first))
+
         differentiate = precision.value_and_grad(
-            model, self.scaled_loss(warned), *arguments
+            model, self.scaled_loss(warned), *arguments, look=look
         )
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args, **kwargs):
+            nonlocal before
             self._begin(model)
             inverse = 1.0 / self._state["scale"]
-            before = buffers.places(model)
-            # Compiled, but without the state: nothing may be written to it.
+            is_listed = self._is_listed()
             given = precision.arrays_among((args, kwargs))
-            given += [x for _, x in tree_flatten(model.trainable_parameters())][:1]
-            elsewhere = not self._is_listed() and any(map(is_traced, given))
+            is_given = not is_listed and any(map(is_traced, given))
+            value, gradients = differentiate(*args, **kwargs)
+            # Not kept beyond this call: what is held cannot be written over.
+            old, before = before, {}
+            # Compiled, but without the state: nothing may be written to it.
+            elsewhere = not is_listed and (is_given or is_compiled)
             if elsewhere:
                 self._warn(_COMPILED_WITHOUT)
-            value, gradients = differentiate(*args, **kwargs)
             loss = value[0] if isinstance(value, tuple) else value
             if elsewhere:
-                self._take_back_now(model, before, loss, gradients)
+                self._take_back_now(model, old, loss, gradients)
             else:
                 self._note_loss(loss)
-                self._note_buffers(model, before)
+                self._note_buffers(model, old)
             return value, precision.true_gradients(gradients, inverse)
 
         value_and_grad_fn.has_scaled_gradient = True
@@ -186,12 +197,10 @@ class Forward:
                 "parameters that it puts into the model; or use value_and_grad(model, "
                 "loss_fn) of this package."
             )
-        leaves = [x for _, x in tree_flatten(gradients)]
-        if self._unsettled and not any(map(is_traced, leaves[:1])):
+        if self._unsettled and not any(map(is_traced, leaves_of(gradients)[:1])):
             self._unsettled = False
             records = self._state.get("buffers", {})
-            left = [x for _, x in tree_flatten([self._state["loss_finite"], records])]
-            if not have_values(*left):
+            if not have_values(self._state["loss_finite"], *leaves_of(records)):
                 self._warn(_COMPILED_WITHOUT)
                 self._state.pop("buffers", None)
                 self._state["loss_finite"] = mx.array(True)

@@ -13,7 +13,16 @@ from .half import HALF, full_precision, half_bits, to_float32
 from .other_optimizers import apply as apply_other
 from .other_optimizers import is_mlx_own, prepare
 from .remainder import join, select_step
-from .state_slots import CONTAINERS, copies, dotted, items, restore, slots, write_all
+from .state_slots import (
+    CONTAINERS,
+    copies,
+    dotted,
+    flatten,
+    items,
+    restore,
+    slots,
+    write_all,
+)
 from .tracing import broadcasts, refuse_shapeless
 
 # What a step writes: (container, key, value) for each array.
@@ -111,7 +120,7 @@ def planned_step(
     _check_supported(optimizer)
     refuse_shapeless()
     parameters = fitting_parameters(gradients, parameters)
-    leaves = tree_flatten(gradients)
+    leaves = flatten(gradients)
     if len(dict(leaves)) < len(leaves):
         raise ValueError(
             "Two gradients have the same path when it is written with dots, as those "
@@ -122,18 +131,14 @@ def planned_step(
     initialize(optimizer, parameters)
     # Integer leaves are no business of an optimizer. An empty dict in their
     # place is how MLX's own trees mark a leaf that is not trained.
-    trained = tree_map(lambda g: g if is_floating(g) else {}, gradients)
+    trained = gradients
+    if not all(is_floating(g) for _, g in leaves):
+        trained = tree_map(lambda g: g if is_floating(g) else {}, gradients)
     places = [(box, key) for _, box, key in slots(optimizer.state)]
-    kept = {
-        path: (masters[path], written[path])
-        for path, p in tree_flatten(parameters)
-        if masters and path in masters and p.dtype in HALF
-    }
-    lost = {
-        path: remainders[path]
-        for path, p in tree_flatten(parameters)
-        if remainders and path in remainders and p.dtype in HALF
-    }
+    flat = flatten(parameters) if masters or remainders else []
+    halves = [path for path, p in flat if p.dtype in HALF]
+    kept = {p: (masters[p], written[p]) for p in halves if masters and p in masters}
+    lost = {p: remainders[p] for p in halves if remainders and p in remainders}
     step = compiled_if_plain(_run, optimizer, list(_parts(optimizer, trained)))
     new, new_masters, new_remainders, state = step(
         [box[key] for box, key in places],
@@ -341,7 +346,12 @@ def _run(
                 )
             untouched = known and box[key] is alias
             if not untouched:
-                box[key] = mx.where(applies(old.shape), box[key], old)
+                new = box[key]
+                if new.ndim == 0 and not is_floating(new):
+                    # Counted and selected are two kernels that MLX has ready; fused
+                    # they would be one to build.
+                    new = mx.contiguous(new)
+                box[key] = mx.where(applies(old.shape), new, old)
             else:
                 box[key] = old
             new_state.append(box[key])

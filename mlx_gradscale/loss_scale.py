@@ -79,10 +79,14 @@ class LossScale:
         return count_step(fields, applied) | {"loss_finite": loss_finite}
 
     def after_update(
-        self, finite: mx.array, loss_finite: mx.array
+        self, finite: mx.array, changed: dict[str, mx.array], steps: int = 1
     ) -> dict[str, mx.array]:
-        """Return what one update changes in the state: the scale and its trackers."""
-        return next_scale(self._fields() | {"loss_finite": loss_finite}, finite)
+        """Return what one update changes in the state: the scale and its trackers.
+
+        ``changed`` is what the state does not have yet: ``loss_finite``, or all that
+        :meth:`after_step` returned; ``steps`` is how many there were.
+        """
+        return next_scale(self._fields() | changed, finite, steps == 1)
 
     def _fields(self) -> dict[str, mx.array]:
         return {name: self._state[name] for name in FIELDS}

@@ -42,7 +42,7 @@ from .scaler import (
     check_not_empty,
     is_wrapped,
 )
-from .state_slots import copies, restore, write_all
+from .state_slots import copies, flatten, leaves_of, restore, write_all
 from .tracing import evaluate_unless_traced, not_constant
 
 # Which wrapper an optimizer is in: two would share its moments.
@@ -344,9 +344,9 @@ class LossScaleOptimizer(Optimizer):
         trainable = model.trainable_parameters()
         if self._needs_init():
             self.init(trainable)
-        there = {path for path, _ in tree_flatten(trainable)}
-        for path, _ in tree_flatten(gradients):
-            if path in self._known and path not in there:
+        frozen = self._known.keys() - {path for path, _ in flatten(trainable)}
+        for path, _ in tree_flatten(gradients) if frozen else []:
+            if path in frozen:
                 raise ValueError(f"There is a gradient for {path!r}, which is frozen.")
         way = self.scaler._way
         if way == TRUE_GRADIENTS and not self.scaler.forward.knows(model):
@@ -392,8 +392,9 @@ class LossScaleOptimizer(Optimizer):
             self.init(fitting)
         if is_alone(self._group) and is_alone(self._deciders):
             check_not_empty(gradients)
-        self._check_known(gradients, parameters)
-        leaves = tree_flatten(fitting)
+        leaves = flatten(fitting)
+        given = zip(leaves, leaves_of(gradients), strict=True)
+        self._check_known({p for (p, _), g in given if is_floating(g)}, parameters)
         self._check_shapes({path: x.shape for path, x in leaves})
         masters, written = self._state["masters"], self._state["written"]
         remainders = self._state["remainders"]
@@ -436,7 +437,7 @@ class LossScaleOptimizer(Optimizer):
         scaler = self.scaler
         changed = scaler.after_step(applied, loss_finite)
         if scaler.is_enabled():
-            changed |= scaler.after_update(applied, loss_finite)
+            changed |= scaler.after_update(applied, changed)
         writes += [(scaler.state, *item) for item in changed.items()]
         return gradients, new, applied, writes
 
@@ -500,8 +501,7 @@ class LossScaleOptimizer(Optimizer):
         applied = is_finite_magnitude(norm)
         return factor * clip, applied, loss_finite, norm
 
-    def _check_known(self, gradients: Any, parameters: Any) -> None:
-        given = {p for p, x in tree_flatten(gradients) if is_floating(x)}
+    def _check_known(self, given: set[str], parameters: Any) -> None:
         for path in sorted(given - self._known.keys()):
             raise ValueError(
                 f"{path!r} was not there, or was frozen, when this optimizer was "

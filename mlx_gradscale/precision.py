@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from .finite import is_floating
 from .half import to_float32
 from .islands import kept_in_float32
-from .state_slots import slots, write_all
+from .state_slots import leaves_of, slots, write_all
 from .tracing import broadcasts
 
 
@@ -148,11 +148,9 @@ def unscaled_gradients(
         _, inverse_scale = primals
         return true_gradient(cotangent, inverse_scale), mx.zeros_like(inverse_scale)
 
-    trainable = {path for path, _ in tree_flatten(model.trainable_parameters())}
+    trained = ids_of_trained(model.trainable_parameters())
     own = [
-        (box, key, box[key])
-        for path, box, key in slots(model)
-        if ".".join(map(str, path)) in trainable and is_floating(box[key])
+        (box, key, box[key]) for _, box, key in slots(model) if id(box[key]) in trained
     ]
     changed = [(box, key, unscale_gradient(p, inverse_scale)) for box, key, p in own]
     try:
@@ -160,6 +158,24 @@ def unscaled_gradients(
         yield
     finally:
         write_all(own)
+
+
+# An array of a model: its path, its container, the key in that, and itself.
+Found = tuple[tuple, Any, Any, mx.array]
+
+
+def arrays_of(model: nn.Module) -> list[Found]:
+    """Return where the arrays of a model are that can be written to."""
+    return [
+        (path, box, key, box[key])
+        for path, box, key in slots(model)
+        if not isinstance(box, tuple)
+    ]
+
+
+def ids_of_trained(parameters: Any) -> set[int]:
+    """Return which arrays these are, without those that have no gradient."""
+    return {id(x) for x in leaves_of(parameters) if is_floating(x)}
 
 
 def arrays_among(arguments: Any) -> list[mx.array]:
@@ -187,6 +203,7 @@ def value_and_grad(
     compute_dtype: mx.Dtype | None = None,
     keep: Callable[[str, mx.array], bool] | None = None,
     cast_inputs: bool = True,
+    look: Callable[[list[Found], set[int]], None] = lambda found, trained: None,
 ) -> Callable:
     """Like ``nn.value_and_grad``, with the forward and backward pass in another dtype.
 
@@ -205,6 +222,8 @@ def value_and_grad(
             float32 and casts what it returns to ``compute_dtype``.
         cast_inputs (bool): Whether to cast floating arguments of ``loss_fn`` as well,
             targets and masks among them. Default: ``True``.
+        look (Callable): Is given :func:`arrays_of` the model before each pass, and
+            which are trained.
     """
     if compute_dtype is None and (keep is not None or not cast_inputs):
         raise ValueError(
@@ -243,8 +262,9 @@ def value_and_grad(
                     parameters = tree_map_with_path(cast_parameter, parameters)
                     if cast_inputs:
                         args, kwargs = tree_map(cast, (args, kwargs), is_leaf=is_leaf)
+                else:
+                    put.extend(leaves_of(parameters))
                 model.update(parameters)
-                put.extend(x for _, x in tree_flatten(parameters))
                 return loss_fn(*args, **kwargs)
 
             return mx.value_and_grad(cast_loss_fn)(parameters, args, kwargs)
@@ -257,13 +277,11 @@ def value_and_grad(
         write_all(place for place in borrowed if _was_cast(*place))
         # Everything, because a forward pass may replace buffers as well:
         # BatchNorm's running statistics hold traced values if loss_fn fails.
-        everything = [
-            (box, key, box[key])
-            for _, box, key in slots(model)
-            if not isinstance(box, tuple)
-        ]
+        found = arrays_of(model)
         parameters = model.trainable_parameters()
-        trained = {id(x) for _, x in tree_flatten(parameters) if is_floating(x)}
+        trained = ids_of_trained(parameters)
+        look(found, trained)
+        everything = [(box, key, x) for _, box, key, x in found]
         borrowed[:] = everything
         try:
             result = differentiate(parameters, args, kwargs)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -54,7 +55,9 @@ TORCH_KEYS = {
 
 
 @mx.compile
-def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
+def next_scale(
+    state: dict[str, mx.array], finite: mx.array, after_one_step: bool = True
+) -> dict[str, mx.array]:
     """Return what one ``update()`` changes, lazily.
 
     In words, with ``finite`` true if every gradient since the last update was::
@@ -79,15 +82,26 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
     Nothing of that changes where ``dynamic`` is false, or where gradients and a loss
     were not finite, which no scale cures. ``consecutive_skips`` counts updates in a row
     that are not finite.
+
+    Args:
+        state (dict): All fields.
+        finite (array): A 0-d bool array.
+        after_one_step (bool): Whether this is one kernel with the :func:`count_step`
+            before it, if that is in the same trace. After several there would be too
+            many arrays. Default: ``True``.
     """
+    # A flag as a factor stands for mx.where(flag, x, 0). With count_step all of this is
+    # one kernel, of no more than 24 arrays, and the constant 0 would be one of them.
+    loss_finite = _given(state["loss_finite"])
     scale = state["scale"]
     budget = state["hysteresis"] > 1
     allowed = mx.maximum(state["backoff_interval"], state["hysteresis"])
-    good = mx.where(finite, state["growth_tracker"] + 1, 0)
+    overflow = mx.logical_not(finite)
+    good = finite * (state["growth_tracker"] + 1)
     tracker = state["backoff_tracker"]
-    bad = mx.where(finite, mx.where(budget, tracker, 0), tracker + 1)
+    bad = mx.where(finite, budget * tracker, tracker + 1)
     grow = good >= state["growth_interval"]
-    back_off = mx.logical_not(finite) & (bad >= allowed)
+    back_off = overflow & (bad >= allowed)
     grown = scale * state["growth_factor"]
     backed_off = mx.maximum(scale * state["backoff_factor"], state["min_scale"])
     changed = {
@@ -96,23 +110,24 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
             backed_off,
             mx.where(grow & (grown <= state["max_scale"]), grown, scale),
         ),
-        "growth_tracker": mx.where(grow, 0, good),
-        "backoff_tracker": mx.where(mx.where(budget, grow, back_off), 0, bad),
+        "growth_tracker": mx.logical_not(grow) * good,
+        "backoff_tracker": mx.logical_not(mx.where(budget, grow, back_off)) * bad,
     }
-    moves = state["dynamic"] & (state["loss_finite"] | finite)
+    moves = state["dynamic"] & (loss_finite | finite)
     changed = {k: mx.where(moves, v, state[k]) for k, v in changed.items()}
-    skips = mx.where(finite, 0, _one_more(state["consecutive_skips"]))
-    return _rooted({**changed, "consecutive_skips": skips}, "scale") | _reset(state)
+    changed["consecutive_skips"] = overflow * _one_more(state["consecutive_skips"])
+    counted = ("skipped_steps", "skipped_losses") if after_one_step else ()
+    together = changed | {name: state[name] for name in counted}
+    changed["scale"] = _rooted(together, "scale")["scale"]
+    return changed | _reset(state)
 
 
 def _reset(state: dict[str, mx.array]) -> dict[str, mx.array]:
-    # A kernel of its own, as 24 arrays are all that one may have. And computed, because
-    # MLX before 0.32 cannot compile what returns a constant; not from what a step has
-    # just counted, which would be a kernel more.
-    since = state["growth_interval"] * 0
-    loss_finite = state["loss_finite"] | True
-    reset = {"skips_since_update": since, "loss_finite": loss_finite}
-    return _rooted(reset, "skips_since_update")
+    # As results of something, because MLX before 0.32 cannot compile what returns a
+    # constant. Nothing is launched for it.
+    constants = [mx.array(0), mx.array(True)]
+    since, loss_finite = mx.depends(constants, [state["growth_interval"]])
+    return {"skips_since_update": since, "loss_finite": loss_finite}
 
 
 @mx.compile
@@ -123,14 +138,22 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
         return mx.where(condition, _one_more(state[name]), state[name])
 
     skipped = mx.logical_not(applied)
+    loss_finite = _given(state["loss_finite"])
     tallies = {
         "skipped_steps": count("skipped_steps", skipped),
         "skipped_losses": count(
-            "skipped_losses", skipped & mx.logical_not(state["loss_finite"])
+            "skipped_losses", skipped & mx.logical_not(loss_finite)
         ),
-        "skips_since_update": count("skips_since_update", skipped),
     }
-    return _rooted(tallies, "skipped_steps") | {"last_step_applied": applied}
+    # One kernel without what an update in the same trace resets, and one with it.
+    tallies = _rooted(tallies, "skipped_steps")
+    tallies["skips_since_update"] = count("skips_since_update", skipped)
+    return _rooted(tallies, "skips_since_update") | {"last_step_applied": applied}
+
+
+def _given(flag: mx.array) -> mx.array:
+    # Neither fusible nor a copy: what it was computed from is no part of the kernel.
+    return mx.contiguous(flag)
 
 
 def _one_more(count: mx.array) -> mx.array:
@@ -141,10 +164,9 @@ def _one_more(count: mx.array) -> mx.array:
 def _rooted(values: dict[str, mx.array], name: str) -> dict[str, mx.array]:
     # One value computed from all, bit for bit what it was: mx.compile makes one
     # kernel of what ends in one node, and a kernel for each node without.
-    root = values[name]
-    for other in values.values():
-        root = mx.where(mx.array(False), other.astype(root.dtype), root)
-    return {**values, name: root}
+    others = [x.astype(mx.bool_) for key, x in values.items() if key != name]
+    either = reduce(mx.bitwise_or, others)
+    return {**values, name: mx.where(either, values[name], values[name])}
 
 
 def within_limits(state: dict[str, mx.array], scale: mx.array) -> mx.array:

@@ -504,7 +504,11 @@ class GradScaler(LossScale):
                 together = reduce(mx.logical_and, unscaled)
                 together, loss_finite = agreed(together, loss_finite, self._group)
                 finite.append(together)
-            changed = self.after_update(reduce(mx.logical_and, finite), loss_finite)
+            changed = self.after_update(
+                reduce(mx.logical_and, finite),
+                {"loss_finite": loss_finite},
+                steps=len(finite),
+            )
             write_all((self._state, *item) for item in changed.items())
         else:
             raise RuntimeError(

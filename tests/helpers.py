@@ -147,6 +147,7 @@ _VIEWS = {
     "Split",
     "View",
     "Contiguous",
+    "Depends",
     "Flatten",
     "Unflatten",
 }

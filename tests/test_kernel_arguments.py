@@ -34,7 +34,7 @@ def test_every_optimizer_stays_below_the_bound(name):
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         for max_grad_norm in (None, 1.0):
             arrays = one_step(OPTIMIZERS[name], dtype, max_grad_norm)
-            assert 10 < most_buffers(*arrays) <= 20 < BOUND
+            assert 10 < most_buffers(*arrays) <= 22 < BOUND
 
 
 @pytest.mark.parametrize("compute_dtype", [None, mx.float16])
@@ -59,7 +59,7 @@ def test_so_does_a_whole_training_step(compute_dtype):
             loss = mx.compile(step, inputs=state, outputs=state)(x, y)
     else:
         loss = mx.compile(step, inputs=state, outputs=state)(x, y)
-    assert most_buffers(before, [loss, state]) <= 20
+    assert most_buffers(before, [loss, state]) <= 22
 
 
 class Moments(optim.Optimizer):

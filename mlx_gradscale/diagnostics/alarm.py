@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..finite import NonFinite, nonfinite
 from ..notices import warn_user
+from ..state_slots import flatten
 from ..tracing import evaluate_unless_traced
 from .overflow import overflow_table
 from .reading import power, scaler_of
@@ -87,7 +87,7 @@ class SkipAlarm:
 
     def remember(self, grads: Any) -> None:
         """Note gradients for the table, without keeping them alive."""
-        leaves = tree_flatten(grads)
+        leaves = flatten(grads)
         self._remembered = [
             (path, weakref.ref(x)) for path, x in leaves if isinstance(x, mx.array)
         ]

@@ -77,23 +77,25 @@ def find_members(model: nn.Module, where: Where) -> list[Members]:
     return _without_inner(found)
 
 
-def ordered_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module with its path, in the order of definition."""
-    yield from _ordered(module, "", ())
+def ordered_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return every module with its path, in the order of definition."""
+    found: list[tuple[str, nn.Module]] = []
+    _collect_modules(module, "", (), found)
+    return found
 
 
-def _ordered(
-    value: Any, path: str, above: tuple[Any, ...]
-) -> Iterator[tuple[str, nn.Module]]:
-    if id(value) in above:
+def _collect_modules(
+    box: Any, path: str, above: tuple[int, ...], found: list[tuple[str, nn.Module]]
+) -> None:
+    if id(box) in above:
         return
-    if isinstance(value, nn.Module):
-        yield path, value
-    if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, inner in items:
+    if isinstance(box, nn.Module):
+        found.append((path, box))
+    above = (*above, id(box))
+    for key, value in box.items() if isinstance(box, dict) else enumerate(box):
+        if type(value) is not mx.array and isinstance(value, (dict, list)):
             name = f"{path}.{key}" if path else str(key)
-            yield from _ordered(inner, name, (*above, id(value)))
+            _collect_modules(value, name, above, found)
 
 
 def is_inside(path: str, outer: str) -> bool:
