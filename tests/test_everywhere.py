@@ -193,6 +193,26 @@ def test_a_script_needs_no_change(tmp_path, capsys):
     assert is_as_before()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nothere.py"], "there is no script nothere.py"),
+        (["--init-scale", "0", "x.py"], "scale must be"),
+        (["--max-grad-norm", "-1", "x.py"], "max_grad_norm must be a positive number"),
+    ],
+)
+def test_what_cannot_run_is_said_before_it_does(arguments, sentence, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", *arguments])
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_script_without_an_optimizer_is_told(tmp_path, capsys):
+    (tmp_path / "x.py").write_text("print(1)\n")
+    assert main(["run", str(tmp_path / "x.py")]) == 0
+    assert "made no optimizer" in capsys.readouterr().err
+
+
 def test_a_module_and_its_exit_code(tmp_path):
     (tmp_path / "trainer.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
     command = [sys.executable, "-m", "mlx_gradscale", "run", "-m", "trainer", "5"]

@@ -6,6 +6,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from mlx.optimizers import SGD
+
+from ..optimizer import LossScaleOptimizer
 from ..replaced import replaced
 from ..scaler import GradScaler
 from .context import everywhere
@@ -32,6 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("script", help="the script, or with -m the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
     options = parser.parse_args(argv)
+    try:
+        # Before the script has loaded its model.
+        LossScaleOptimizer(
+            SGD(0.1),
+            GradScaler(options.init_scale),
+            max_grad_norm=options.max_grad_norm,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if not options.module and not os.path.isfile(options.script):
+        parser.error(f"there is no script {options.script}")
 
     scalers: list[GradScaler] = []
 
@@ -51,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(options.script, run_name="__main__")
+    if not scalers:
+        print("The script made no optimizer: nothing was scaled.", file=sys.stderr)
     for scaler in scalers:
         skipped, scale = scaler.skipped_steps.item(), scaler.get_scale()
         print(f"loss scale {scale:g}, {skipped} steps skipped", file=sys.stderr)
