@@ -8,7 +8,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, precision
-from mlx_gradscale.scaler import SCALED_GRADIENTS, TRUE_GRADIENTS
+from mlx_gradscale.loss_scale import SCALED_GRADIENTS, TRUE_GRADIENTS
 
 from . import trees
 

@@ -70,7 +70,7 @@ def calibrate(
     except ValueError as error:
         problem = error
     # Not only the scaler's own group: a LossScaleOptimizer around it has another.
-    group = group or self._group or mx.distributed.init()
+    group = group or self.group or mx.distributed.init()
     if group.size() > 1:
         # A rank that raised alone would leave the others waiting.
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))

@@ -33,8 +33,8 @@ class Forward:
 
     Args:
         state (dict): The scaler's.
-        see_loss (Callable): Is given each loss as it comes out of the user's function,
-            and returns it.
+        check_loss (Callable): Is given each loss as it comes out of the user's
+            function, and returns it.
         begin (Callable): Is given each model that is about to be differentiated.
         warn (Callable): Is given what the user should know, once.
     """
@@ -42,12 +42,12 @@ class Forward:
     def __init__(
         self,
         state: dict[str, Any],
-        see_loss: Callable[[mx.array], mx.array],
+        check_loss: Callable[[mx.array], mx.array],
         begin: Callable[[nn.Module], None] = lambda model: None,
         warn: Callable[[str], None] = lambda sentence: None,
     ):
         self._state = state
-        self._see_loss = see_loss
+        self._check_loss = check_loss
         self._begin = begin
         self._warn = warn
         self._models: list[weakref.ref] = []
@@ -137,7 +137,7 @@ class Forward:
             inverse = 1.0 / scale
             before = [buffers.places(each) for each in models]
             # Whether it is compiled without the state cannot be told in here, where
-            # it is differentiated: settle() looks at what was left.
+            # it is differentiated: check_passes() looks at what was left.
             self._unsettled = not self._is_listed()
             passes = precision.Passes()
             noted_loss_fn = precision.with_loss(
@@ -160,7 +160,7 @@ class Forward:
     def scaled_loss(self, loss_fn: Callable) -> Callable:
         """Return ``loss_fn`` with the same value and a gradient that stays scaled."""
         return precision.with_scaled_gradient(
-            loss_fn, lambda: self._state["scale"], self._see_loss, watched
+            loss_fn, lambda: self._state["scale"], self._check_loss, watched
         )
 
     def knows(self, model: nn.Module) -> bool:
@@ -182,7 +182,7 @@ class Forward:
                 writes += buffers.taken_back(record, whole, applied)
         return writes
 
-    def settle(self, gradients: Any) -> None:
+    def check_passes(self, gradients: Any) -> None:
         """Look at what the forward passes left, before a step with ``gradients``.
 
         Raises where gradients cannot have been unscaled, and lets go of what a function
@@ -242,7 +242,7 @@ class Forward:
             self._note_loss(loss)
             return cotangent * scale, mx.zeros_like(scale)
 
-        loss = self._see_loss(loss).astype(mx.float32)
+        loss = self._check_loss(loss).astype(mx.float32)
         return scale_gradient(loss, self._state["scale"])
 
     def _note_loss(self, loss: mx.array) -> None:

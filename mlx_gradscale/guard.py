@@ -10,11 +10,12 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from .autocompile import autocompiled
 from .finite import is_floating
 from .masters import HALF, full_precision, half_bits, to_float32
+from .masters.remainder import join, select_step
 from .other_optimizers import apply as apply_other
 from .other_optimizers import is_mlx_own, prepare
-from .remainder import join, select_step
 from .state_tree import (
     CONTAINERS,
+    Writes,
     copies,
     dotted,
     flatten,
@@ -24,9 +25,6 @@ from .state_tree import (
     write_all,
 )
 from .tracing import broadcasts, refuse_shapeless
-
-# What a step writes: (container, key, value) for each array.
-Writes = list[tuple[Any, Any, mx.array]]
 
 
 def unscale(gradients: Any, factor: mx.array | None) -> Any:

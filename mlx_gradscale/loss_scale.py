@@ -1,16 +1,20 @@
-"""The loss scale as an object: its state, its settings, its tallies, and saving."""
+"""What a scaler and a wrapped optimizer stand on: the loss scale as an object."""
 
 import os
 import weakref
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from . import distributed
 from . import state_files as files
 from .diagnostics.alarm import SkipAlarm, check_skips
 from .distributed.agreement import compare_scalers
+from .double_scaling import scaled_once
+from .forward import Forward
+from .notices import warn_user
 from .scale import (
     FIELDS,
     SETTINGS,
@@ -22,10 +26,18 @@ from .scale import (
     read_field,
 )
 from .state_dict import from_state_dict, to_state_dict
+from .state_tree import Writes
+
+# The two ways, as they are named in errors.
+TRUE_GRADIENTS = "true gradients (value_and_grad, or LossScaleOptimizer.scale_loss)"
+SCALED_GRADIENTS = "scaled gradients (scale, scale_loss, or scale_loss(unscale=False))"
 
 
 class LossScale:
-    """What a ``GradScaler`` and a ``LossScaleOptimizer`` both stand on.
+    """The state, what a step and an update write to it, its settings, and saving.
+
+    Also what is fixed for life: the way in which gradients come, and the group and
+    the optimizer that it belongs to.
 
     Args:
         values (dict): The fields of :mod:`mlx_gradscale.scale`, or some of them.
@@ -44,52 +56,143 @@ class LossScale:
         check(values)
         self._enabled = bool(enabled)
         self._group = group
-        # The LossScaleOptimizer that moves the scale, if there is one.
-        self._owner: weakref.ref | None = None
+        self._way: str | None = None
         #: Warns after too many skipped steps in a row; another alarm, or None.
         self.skip_alarm: SkipAlarm | None = SkipAlarm()
         self._state: dict[str, Any] = {}
+        self._begin_iterations()
         values = {name: values.get(name, FIELDS[name][1]) for name in FIELDS}
         compare_scalers("GradScaler()", self, values)
         self._fill(values)
+
+    def _begin_iterations(self) -> None:
+        # What a copy does not take over: it has no models, and nobody has it.
+        self._owner: weakref.ref[Any] | None = None
+        self._warned: set[str] = set()
+        self.forward = Forward(
+            self._state, self._check_loss, self._begin_gradient, self.warn_once
+        )
+
+    def _begin_gradient(self, model: nn.Module) -> None:
+        """Is told each model that is about to be differentiated."""
 
     def _fill(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             self._state[name] = as_array(name, value)
         # Evaluated here: an array made on one thread cannot be on another.
         mx.eval(self._state)
+        self._only_guards = values["scale"] == 1 and not values["dynamic"]
 
     @property
     def state(self) -> dict[str, Any]:
         """The dict of arrays to list in ``mx.compile(inputs=..., outputs=...)``."""
         return self._state
 
+    # Whose it is, and what its gradients are
+
+    @property
+    def group(self) -> mx.distributed.Group | None:
+        """The ranks that decide together, None where each decides for itself."""
+        return self._group
+
+    @property
+    def owner(self) -> Any:
+        """The ``LossScaleOptimizer`` that moves the scale, None without one."""
+        return self._owner() if self._owner is not None else None
+
+    def belong_to(self, optimizer: Any) -> None:
+        """Be moved by one ``LossScaleOptimizer`` from now on."""
+        self._owner = weakref.ref(optimizer)
+
+    def take_way(self, way: str) -> None:
+        """Decide once how this scaler's gradients come, or raise if it is decided."""
+        if self._way not in (None, way):
+            raise RuntimeError(
+                f"This scaler has given {self._way} already, and step() could not tell "
+                f"them from {way}: make another scaler for these."
+            )
+        self._way = way
+
+    @property
+    def gives_true_gradients(self) -> bool:
+        """Whether gradients are to be taken as they are."""
+        if not self._enabled or self._way == TRUE_GRADIENTS:
+            return True
+        return self._way is None and self._only_guards
+
+    @property
+    def has_no_gradients(self) -> bool:
+        """Whether no gradient can have come from here, and one should have."""
+        return self._way is None and not self._only_guards
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise if true gradients of this model cannot have come from here."""
+        if self._way == TRUE_GRADIENTS and not self.forward.knows(model):
+            raise ValueError(
+                "These are gradients of a model that value_and_grad() was not made "
+                "for and that scale_loss() has not seen: pass the same model, or name "
+                "it, as scale_loss(loss_fn, model)."
+            )
+
+    def _check_loss(self, loss: mx.array) -> mx.array:
+        if loss.dtype == mx.float16 and not self._only_guards:
+            self.warn_once(
+                "The loss is float16, so its gradient starts at the scale cast to "
+                "float16, where everything above 65504 is inf: steps are skipped "
+                "until the scale is below that. Reduce the loss in float32, for "
+                "example with logits.astype(mx.float32)."
+            )
+        return scaled_once(loss)
+
+    def warn_once(self, message: str) -> None:
+        """Warn at the user's line, if this was not said before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warn_user(message)
+
+    # What a step and an update write
+
     def inverse(self) -> mx.array | None:
         """Return what to multiply scaled gradients with, None when disabled."""
         return 1.0 / self._state["scale"] if self._enabled else None
 
     def after_step(
-        self, applied: mx.array, loss_finite: mx.array
-    ) -> dict[str, mx.array]:
-        """Return what one step changes in the state: the tallies.
+        self, grads: Any, applied: mx.array, loss_finite: mx.array, update: bool
+    ) -> Writes:
+        """Return what a step writes to the state.
 
-        ``loss_finite`` is the state's own, or what a group agreed on.
+        Args:
+            grads (Any): Noted for the alarm's table, without keeping them alive.
+            applied (array): A 0-d bool array.
+            loss_finite (array): The state's own, or what a group agreed on.
+            update (bool): Whether the scale moves with it.
         """
+        if self.skip_alarm is not None:
+            self.skip_alarm.remember(grads)
         fields = self._fields() | {"loss_finite": loss_finite}
-        return count_step(fields, applied) | {"loss_finite": loss_finite}
+        changed = count_step(fields, applied) | {"loss_finite": loss_finite}
+        if update:
+            changed |= next_scale(self._fields() | changed, applied, True)
+        return self._writes(changed)
 
     def after_update(
-        self, finite: mx.array, changed: dict[str, mx.array], steps: int = 1
-    ) -> dict[str, mx.array]:
-        """Return what one update changes in the state: the scale and its trackers.
+        self, finite: mx.array, loss_finite: mx.array, steps: int
+    ) -> Writes:
+        """Return what an update writes to the state: the scale and its trackers.
 
-        ``changed`` is what the state does not have yet: ``loss_finite``, or all that
-        :meth:`after_step` returned; ``steps`` is how many there were.
+        Args:
+            finite (array): Whether all was, in all steps since the last update.
+            loss_finite (array): The state's own, or what a group agreed on.
+            steps (int): How many steps there were.
         """
-        return next_scale(self._fields() | changed, finite, steps == 1)
+        fields = self._fields() | {"loss_finite": loss_finite}
+        return self._writes(next_scale(fields, finite, steps == 1))
 
     def _fields(self) -> dict[str, mx.array]:
         return {name: self._state[name] for name in FIELDS}
+
+    def _writes(self, changed: dict[str, mx.array]) -> Writes:
+        return [(self._state, *item) for item in changed.items()]
 
     # Settings
 
@@ -163,6 +266,7 @@ class LossScale:
     def set_dynamic(self, dynamic: bool) -> None:
         """Let the scale move, or hold it, also in a step that is already compiled."""
         self._set("dynamic", dynamic)
+        self._only_guards &= not dynamic
 
     def _get(self, name: str) -> Any:
         return read_field(name, self._state[name])
@@ -287,3 +391,17 @@ class LossScale:
         scale = f"scale={values['scale']}"
         skipped = f"skipped_steps={values['skipped_steps']}"
         return f"{type(self).__name__}({', '.join([scale, *changed, skipped])})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            raise TypeError(
+                "A GradScaler with a group cannot be pickled or copied: save its "
+                "state_dict() and make a new one with the group."
+            )
+        own = {"_state": read(self._state), "_owner": None, "forward": None}
+        return vars(self) | own
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        vars(self).update(pickled, _state={})
+        self._begin_iterations()
+        self._fill(pickled["_state"])

@@ -1,60 +1,39 @@
 """``LossScaleOptimizer``: loss scaling and float32 masters as a drop-in optimizer."""
 
-import weakref
 from collections.abc import Callable
-from inspect import signature
-from numbers import Real
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from .distributed import average_gradients
 from .distributed.agreement import compare_optimizers
-from .distributed.consensus import Sharded, agreed, is_alone, norm_over_ranks
-from .finite import all_finite, all_finite_times, is_finite_magnitude, is_floating
+from .distributed.consensus import Sharded
+from .distributed.ranks import Ranks
+from .finite import is_finite_magnitude, is_floating
 from .guard import (
-    Writes,
     fitting_parameters,
     in_place_of,
     initialize,
     is_emptied,
     parameter_places,
     planned_step,
-    single_optimizers,
-    unscale,
 )
-from .masters import BITS, HALF, full_precision, half_bits, to_float32
-from .optimizer_state import (
-    NOT_LOADED,
-    check_loaded,
-    with_masters_as_here,
-    write_in_place,
-)
-from .remainder import join, no_remainder
+from .loss_scale import SCALED_GRADIENTS, TRUE_GRADIENTS
+from .masters import HALF, Masters
+from .optimizer_state import NOT_LOADED, check_loaded, write_in_place
 from .scale import FIELDS
-from .scaler import (
-    SCALED_GRADIENTS,
-    TRUE_GRADIENTS,
-    GradScaler,
-    check_not_empty,
-    is_wrapped,
-)
-from .state_tree import copies, flatten, leaves_of, restore, write_all
+from .scaler import GradScaler, check_not_empty
+from .state_tree import Writes, copies, flatten, leaves_of, restore, write_all
 from .tracing import evaluate_unless_traced, not_constant
-
-# Which wrapper an optimizer is in: two would share its moments.
-_wrappers: "weakref.WeakKeyDictionary[Optimizer, weakref.ref]" = (
-    weakref.WeakKeyDictionary()
+from .wrapping import (
+    check_norm,
+    check_optimizer,
+    check_scaler,
+    note_wrapper,
+    refuse_argument,
 )
-
-# What Keras calls the arguments of its LossScaleOptimizer.
-_KERAS = {
-    "initial_scale": "init_scale",
-    "dynamic_growth_steps": "growth_interval",
-}
 
 
 class LossScaleOptimizer(Optimizer):
@@ -84,8 +63,8 @@ class LossScaleOptimizer(Optimizer):
         masters (str): How masters are kept. ``"float32"``: as float32 arrays.
             ``"remainder"``: as the weight and 16 bits of what rounding it lost, two
             bytes less for each half parameter, and the same masters but for the last
-            bit of a bfloat16 one (:mod:`mlx_gradscale.remainder` derives it). Slower
-            where casts are, on CPUs. Default: ``"float32"``.
+            bit of a bfloat16 one (:mod:`mlx_gradscale.masters.remainder` derives it).
+            Slower where casts are, on CPUs. Default: ``"float32"``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -116,81 +95,34 @@ class LossScaleOptimizer(Optimizer):
         **inner: Any,
     ):
         for name in inner:
-            _refuse_argument(name)
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"Expected an optimizer of mlx.optimizers, got {optimizer!r}. Write "
-                "LossScaleOptimizer(AdamW(1e-4)), for example."
-            )
-        if is_wrapped(optimizer):
-            raise TypeError(
-                "This optimizer is, or holds, a LossScaleOptimizer already: wrap only "
-                "once, outermost."
-            )
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
-        if scaler is not None and scaler._owner is not None and scaler._owner():
-            raise ValueError(
-                "This scaler belongs to another LossScaleOptimizer, which moves its "
-                "scale at each step: give each its own."
-            )
-        for part in single_optimizers(optimizer):
-            owner = _wrappers.get(part, lambda: None)()
-            if owner is not None and owner is not self:
-                raise ValueError(
-                    f"This {type(part).__name__} is in another LossScaleOptimizer, and "
-                    "two models would share its moments: make one for each."
-                )
+            refuse_argument(name)
+        check_optimizer(optimizer)
+        if scaler is not None:
+            check_scaler(scaler)
         if max_grad_norm is not None:
-            _check_norm(max_grad_norm)
-        if average not in (None, "float32", "scaled"):
-            raise ValueError(f'average must be "float32" or "scaled", got {average!r}.')
-        if masters not in ("float32", "remainder"):
-            raise ValueError(
-                f'masters must be "float32" or "remainder", got {masters!r}.'
-            )
-        if group is None and (average or sharded):
-            raise ValueError(
-                "average= and sharded= need a group: pass group=mx.distributed.init()."
-            )
+            check_norm(max_grad_norm)
         super().__init__()
         self.optimizer = optimizer
-        self._own()
         self._scaler = GradScaler() if scaler is None else scaler
-        self.scaler._owner = weakref.ref(self)
+        self._ranks = Ranks.of(group, average, sharded, self.scaler.group)
+        self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
-        self.average = average
-        self._group = group
-        self._sharded = sharded
-        # A scaler with a group of its own decides over that: shards in one group
-        # can be averaged over another. Averages alone are equal already.
-        self._deciders = self.scaler._group
-        if self._deciders is None and (average is None or sharded):
-            self._deciders = group
-        elif average is None and group not in (None, self._deciders):
-            raise ValueError(
-                "The scaler has another group than this optimizer: leave one out, or "
-                "say with average= that gradients are averaged over the optimizer's."
-            )
-        self._keeps_remainders = masters == "remainder"
         self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
-        self._halves: dict[str, str] = {}  # names of dtypes, which can be pickled
         self._loaded: dict[str, mx.array] | None = None
         self._scaler_before_load: dict[str, mx.array] = {}
         # One dict for life: compiled steps have captured it.
         self._state = {
             "optimizer": optimizer.state,
-            "masters": {},
-            "written": {},
-            "remainders": {},
+            **self._masters.state,
             "scaler": self.scaler.state,
             "grad_norm": mx.array(0.0),
             "max_grad_norm": mx.array(float(max_grad_norm if self._clips else "inf")),
         }
+        self._own()
 
     def _own(self) -> None:
-        for part in single_optimizers(self.optimizer):
-            _wrappers[part] = weakref.ref(self)
+        note_wrapper(self, self.optimizer)
+        self.scaler.belong_to(self)
 
     # The loss
 
@@ -269,7 +201,7 @@ class LossScaleOptimizer(Optimizer):
         return true
 
     def _refuse_scaled_average(self) -> None:
-        if self.average == "scaled":
+        if self._ranks.average == "scaled":
             raise ValueError(
                 'average="scaled" sums scaled gradients, and these would be true ones: '
                 'use average="float32", or scale_loss(loss_fn, unscale=False).'
@@ -292,18 +224,9 @@ class LossScaleOptimizer(Optimizer):
         compare_optimizers("init()", self, parameters)
         before = list(copies(self.state))
         initialize(self.optimizer, parameters, again=True)
-        masters, written = self._state["masters"], self._state["written"]
-        remainders = self._state["remainders"]
-        halves = {p: x for p, x in tree_flatten(parameters) if x.dtype in HALF}
-        for path, parameter in halves.items():
-            if self._keeps_remainders:
-                remainders.setdefault(path, no_remainder(parameter))
-            elif path not in masters:
-                masters[path] = parameter.astype(mx.float32)
-                written[path] = half_bits(parameter)
-        self._halves |= {
-            path: str(x.dtype).removeprefix("mlx.core.") for path, x in halves.items()
-        }
+        for path, parameter in tree_flatten(parameters):
+            if parameter.dtype in HALF:
+                self._masters.add(path, parameter)
         if self._loaded is not None:
             # The scaler has its state since the load, and may have moved on.
             scaler = {f"scaler.{k}": self.scaler.state[k] for k in FIELDS}
@@ -348,13 +271,7 @@ class LossScaleOptimizer(Optimizer):
         for path, _ in tree_flatten(gradients) if frozen else []:
             if path in frozen:
                 raise ValueError(f"There is a gradient for {path!r}, which is frozen.")
-        way = self.scaler._way
-        if way == TRUE_GRADIENTS and not self.scaler.forward.knows(model):
-            raise ValueError(
-                "These are gradients of a model that neither value_and_grad() nor "
-                "scale_loss() of this optimizer has seen: name it, as "
-                "scale_loss(loss_fn, model)."
-            )
+        self.scaler.check_model(model)
         averaged, new, applied, writes = self._plan(gradients, model, weight)
         places = parameter_places(averaged, model)
         writes += [(box, key, new[path]) for path, box, key in places if path in new]
@@ -384,40 +301,30 @@ class LossScaleOptimizer(Optimizer):
     ) -> tuple[Any, dict[str, mx.array], mx.array, Writes]:
         fitting = fitting_parameters(gradients, parameters)
         if self._needs_init():
-            if self.average and not tree_flatten(gradients):
+            if self._ranks.average and not tree_flatten(gradients):
                 raise ValueError(
                     "A rank without gradients in its first step must call "
                     "init(parameters) before it."
                 )
             self.init(fitting)
-        if is_alone(self._group) and is_alone(self._deciders):
+        if self._ranks.are_one:
             check_not_empty(gradients)
         leaves = flatten(fitting)
         given = zip(leaves, leaves_of(gradients), strict=True)
         self._check_known({p for (p, _), g in given if is_floating(g)}, parameters)
         self._check_shapes({path: x.shape for path, x in leaves})
-        masters, written = self._state["masters"], self._state["written"]
-        remainders = self._state["remainders"]
-        kept = remainders if self._keeps_remainders else masters
-        for path, parameter in leaves:
-            if parameter.dtype in HALF and path not in kept:
-                raise ValueError(
-                    f"{path!r} became {parameter.dtype} after this optimizer was "
-                    "initialised, and has no float32 master. Call init() again."
-                )
+        self._masters.check_has_all(leaves)
         if self.scaler.is_enabled():
             self.scaler.check_optimizer(self.optimizer, "update")
-        if self.scaler._records and not self.scaler.gives_true_gradients:
-            raise RuntimeError(
-                "unscale_() or step() of this optimizer's scaler was called: the "
-                "optimizer unscales by itself, and would do it twice. To clip, use "
-                "max_grad_norm=."
-            )
-        self.scaler._records.clear()
-        self.scaler.forward.settle(gradients)
+        self.scaler.refuse_stages()
+        self.scaler.forward.check_passes(gradients)
         true = self.scaler.gives_true_gradients
-        gradients, factor, loss_finite = self._averaged(
-            gradients, parameters, weight, None if true else self.scaler.inverse()
+        gradients, factor, loss_finite = self._ranks.averaged(
+            gradients,
+            self._trained_among(parameters),
+            weight,
+            None if true else self.scaler.inverse(),
+            self.scaler.state["loss_finite"],
         )
         factor, applied, loss_finite, norm = self._inspect(
             gradients, factor, loss_finite
@@ -428,17 +335,12 @@ class LossScaleOptimizer(Optimizer):
             parameters,
             factor,
             applied,
-            masters,
-            written,
-            remainders,
+            *self._masters.state.values(),
         )
         writes.append((self._state, "grad_norm", norm))
-        self.scaler.remember(gradients)
-        scaler = self.scaler
-        changed = scaler.after_step(applied, loss_finite)
-        if scaler.is_enabled():
-            changed |= scaler.after_update(applied, changed)
-        writes += [(scaler.state, *item) for item in changed.items()]
+        writes += self.scaler.after_step(
+            gradients, applied, loss_finite, update=self.scaler.is_enabled()
+        )
         return gradients, new, applied, writes
 
     def _needs_init(self) -> bool:
@@ -446,37 +348,11 @@ class LossScaleOptimizer(Optimizer):
             bool(self._known) and is_emptied(self.optimizer)
         )
 
-    def _averaged(
-        self,
-        gradients: Any,
-        parameters: Any,
-        weight: float | mx.array | None,
-        inverse: mx.array | None,
-    ) -> tuple[Any, mx.array | None, mx.array]:
-        loss_finite = self.scaler.state["loss_finite"]
-        if self.average is None or is_alone(self._group):
-            return gradients, inverse, loss_finite
-        like = None
-        if not tree_flatten(gradients):
-            flat = tree_flatten(parameters)
-            like = tree_unflatten([(p, x) for p, x in flat if p in self._known])
-        if self.average == "float32":
-            gradients, inverse = unscale(gradients, inverse), None
-            like = like and tree_map(to_float32, like)
-        # Whether a loss was not finite travels with the gradients, in the same
-        # all-reduce, so that all ranks do the same with their scale.
-        bad_loss = mx.logical_not(loss_finite).astype(mx.float32)
-        averaged = average_gradients(
-            {"gradients": gradients or tree_map(mx.zeros_like, like), "loss": bad_loss},
-            self._group,
-            weight=0.0 if like is not None and weight is None else weight,
-            only=self._is_averaged,
-        )
-        return averaged["gradients"], inverse, averaged["loss"] == 0
-
-    def _is_averaged(self, path: str, x: mx.array) -> bool:
-        path = path.removeprefix("gradients.")
-        return path == "loss" or self._sharded is None or not self._sharded(path, x)
+    def _trained_among(self, parameters: Any) -> Any:
+        if self._ranks.average is None:
+            return {}
+        flat = tree_flatten(parameters)
+        return tree_unflatten([(p, x) for p, x in flat if p in self._known])
 
     def _inspect(
         self, gradients: Any, factor: mx.array | None, loss_finite: mx.array
@@ -485,18 +361,14 @@ class LossScaleOptimizer(Optimizer):
             norm = self._state["grad_norm"]
             if not self.scaler.is_enabled():
                 return factor, mx.array(True), loss_finite, norm
-            if factor is None:
-                finite = all_finite(gradients)
-            else:
-                finite = all_finite_times(gradients, factor)
-            applied, loss_finite = agreed(finite, loss_finite, self._deciders)
+            applied, loss_finite = self._ranks.all_finite(
+                gradients, factor, loss_finite
+            )
             return factor, applied, loss_finite, norm
         # One pass gives the norm and tells whether all is finite, and clipping is
         # a factor in the unscaling. As in mlx.optimizers.clip_grad_norm.
         factor = mx.array(1.0) if factor is None else factor
-        norm, loss_finite = norm_over_ranks(
-            gradients, factor, loss_finite, self._deciders, self._sharded
-        )
+        norm, loss_finite = self._ranks.norm(gradients, factor, loss_finite)
         clip = mx.minimum(self._state["max_grad_norm"] / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
         return factor * clip, applied, loss_finite, norm
@@ -535,6 +407,16 @@ class LossScaleOptimizer(Optimizer):
         return self._scaler
 
     @property
+    def kept_masters(self) -> Masters:
+        """How the masters are kept, for who saves and loads them."""
+        return self._masters
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who averages and decides together, as it was told at construction."""
+        return self._ranks
+
+    @property
     def step(self) -> mx.array:
         """How many steps were applied."""
         return _first(self.optimizer).step
@@ -564,7 +446,7 @@ class LossScaleOptimizer(Optimizer):
                 "This optimizer was made without clipping, and a compiled step would "
                 'not notice: make it with max_grad_norm=float("inf"), then set it.'
             )
-        _check_norm(max_grad_norm)
+        check_norm(max_grad_norm)
         self._state["max_grad_norm"] = mx.array(float(max_grad_norm))
 
     @property
@@ -593,16 +475,7 @@ class LossScaleOptimizer(Optimizer):
             >>> optimizer.masters(weights)
             {'w': array([1, 1], dtype=float32)}
         """
-        masters, written = self._state["masters"], self._state["written"]
-        remainders = self._state["remainders"]
-        return tree_map_with_path(
-            lambda path, x: (
-                join(x, remainders[path]).master
-                if path in remainders
-                else full_precision(x, masters.get(path), written.get(path))
-            ),
-            parameters,
-        )
+        return tree_map_with_path(self._masters.master_of, parameters)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -635,43 +508,29 @@ class LossScaleOptimizer(Optimizer):
                 self.scaler.state[name] = loaded[f"scaler.{name}"]
 
     def _write(self, loaded: dict[str, mx.array]) -> None:
-        loaded = with_masters_as_here(
-            loaded, self._state["remainders"], self._halves, self._keeps_remainders
-        )
-        # A file may be without what was written, or be of a model in the other half.
-        derived = {}
-        for path, here in self._state["written"].items():
-            there = loaded.get(f"written.{path}")
-            master = loaded.get(f"masters.{path}")
-            if (there is None or there.dtype != here.dtype) and master is not None:
-                dtype = next(half for half, bits in BITS.items() if bits == here.dtype)
-                derived[f"written.{path}"] = half_bits(master.astype(dtype))
+        loaded = self._masters.leaves_as_here(loaded)
         # The norm to clip to is what the program says now, and what forward passes
         # left is of no use without them.
         self.scaler.forward.forget()
         own = dict(tree_flatten(self.state))
         stays = {path: x for path, x in own.items() if path.startswith(NOT_LOADED)}
         loaded = {p: x for p, x in loaded.items() if not p.startswith(NOT_LOADED)}
-        write_in_place(self.state, loaded | derived | stays)
+        write_in_place(self.state, loaded | stays)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_state": None, "_extra": self._own_state()}
+        own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
+        return self.__dict__ | {"_state": own}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        extra = pickled.pop("_extra")
         self.__dict__.update(pickled)
         # The same dicts as the parts have, not copies of them.
         self._state = {
             "optimizer": self.optimizer.state,
+            **self._masters.state,
             "scaler": self.scaler.state,
-            **extra,
+            **pickled["_state"],
         }
-        self.scaler._owner = weakref.ref(self)
         self._own()
-
-    def _own_state(self) -> dict[str, Any]:
-        shared = ("optimizer", "scaler")
-        return {k: x for k, x in self._state.items() if k not in shared}
 
     def __getattr__(self, name: str) -> Any:
         # Only asked for what this object does not have.
@@ -719,30 +578,6 @@ class GuardedOptimizer(LossScaleOptimizer):
 
     def __init__(self, optimizer: Optimizer, **arguments: Any):
         super().__init__(optimizer, GradScaler(1.0, dynamic=False), **arguments)
-
-
-def _refuse_argument(name: str) -> None:
-    ours = _KERAS.get(name, name)
-    if ours in signature(GradScaler).parameters:
-        raise TypeError(
-            f"{name} belongs to the scaler: write "
-            f"LossScaleOptimizer(optimizer, GradScaler({ours}=...))."
-        )
-    if name == "inner_optimizer":
-        raise TypeError("inner_optimizer is the first argument here, without a name.")
-    raise TypeError(
-        f"LossScaleOptimizer has no argument {name}. If it belongs to the "
-        "optimizer inside, write LossScaleOptimizer(AdamW(..., "
-        "weight_decay=0.1)), for example."
-    )
-
-
-def _check_norm(max_grad_norm: Any) -> None:
-    is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
-    if not is_number or not max_grad_norm > 0:
-        raise ValueError(
-            f"max_grad_norm must be a positive number, got {max_grad_norm!r}."
-        )
 
 
 def _first(optimizer: Optimizer) -> Optimizer:

@@ -6,7 +6,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .finite import nonfinite
-from .remainder import remainder_of
 from .scale import FIELDS, as_array, check, clamped, read
 from .state_tree import CONTAINERS, items
 
@@ -68,43 +67,6 @@ def check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> N
         raise ValueError(f"{record.path!r} in the state holds NaN or inf.")
 
 
-def with_masters_as_here(
-    loaded: dict[str, Any],
-    remainders: dict[str, mx.array],
-    halves: dict[str, str],
-    keeps_remainders: bool,
-) -> dict[str, Any]:
-    """Return a state whose masters are of the kind that an optimizer keeps.
-
-    Args:
-        loaded (dict): The leaves of a state by their path.
-        remainders (dict): Those of the optimizer, by the path of their parameter.
-        halves (dict): The names of the dtypes of its half parameters, by path.
-        keeps_remainders (bool): Whether it keeps remainders, or float32 masters.
-    """
-    if not keeps_remainders:
-        for path in loaded:
-            if path.startswith("remainders."):
-                raise ValueError(
-                    f'The state has {path!r}, of masters="remainder", which is a '
-                    "master only with its weight, and this optimizer has "
-                    'masters="float32": make it with masters="remainder", or use '
-                    "save_checkpoint(), whose folders fit both."
-                )
-        return loaded
-    masters = {f"masters.{path}": path for path in remainders}
-    if not masters.keys() & loaded.keys():
-        return loaded
-    # The weights were these masters, rounded.
-    found = {k: x for k, x in loaded.items() if not k.startswith("written.")}
-    for key, path in masters.items():
-        if key in found:
-            master = found.pop(key)
-            weight = master.astype(getattr(mx, halves[path]))
-            found[f"remainders.{path}"] = remainder_of(master, weight)
-    return found
-
-
 def write_in_place(state: dict[str, Any], loaded: dict[str, Any]) -> None:
     """Replace every array of ``state``, or raise and replace none.
 
@@ -118,11 +80,11 @@ def write_in_place(state: dict[str, Any], loaded: dict[str, Any]) -> None:
             # A constant, which a file of arrays is without.
             continue
         if path not in loaded:
-            raise ValueError(f"The state has no {path!r}, this optimizer has.")
+            raise ValueError(f"The state has no {path!r}, which this optimizer has.")
         if path not in own:
             raise ValueError(
-                f"The state has {path!r}, this optimizer has not: it belongs to "
-                "another model or optimizer."
+                f"The state has {path!r}, which this optimizer does not have: it "
+                "belongs to another model or optimizer."
             )
         here, there = own[path], loaded[path]
         if not (isinstance(here, mx.array) and isinstance(there, mx.array)):

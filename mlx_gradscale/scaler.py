@@ -1,9 +1,7 @@
 """``GradScaler``: PyTorch's object, on MLX trees, without a host sync."""
 
 import inspect
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -13,47 +11,15 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
 from . import calibration, precision
-from .distributed.consensus import agreed, is_alone
-from .double_scaling import is_scaled_now, scaled_once
+from .distributed.consensus import finite_on_all_ranks, is_alone
+from .double_scaling import is_scaled_now
 from .finite import all_finite, all_finite_times, arrays, is_floating
-from .forward import Forward
-from .guard import Writes, in_place_of, parameter_places, planned_step, unscale
-from .loss_scale import LossScale
+from .guard import in_place_of, parameter_places, planned_step, unscale
+from .loss_scale import SCALED_GRADIENTS, TRUE_GRADIENTS, LossScale
 from .masters import HALF
-from .notices import warn_user
-from .scale import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    check_scale,
-    read,
-    within_limits,
-)
-from .state_tree import write_all
-
-# The two ways, as they are named in errors.
-TRUE_GRADIENTS = "true gradients (value_and_grad, or LossScaleOptimizer.scale_loss)"
-SCALED_GRADIENTS = "scaled gradients (scale, scale_loss, or scale_loss(unscale=False))"
-
-
-@dataclass
-class _Record:
-    """What happened with one optimizer since the last ``update()``."""
-
-    optimizer: Optimizer
-    finite: mx.array
-    stepped: bool = False
-    # Whose parameters were stepped, to know when its next iteration begins.
-    model: weakref.ref | None = None
-    # The leaves that unscale_() was given, without keeping them alive.
-    given: tuple[weakref.ref, ...] = ()
-
-    def was_given_any_of(self, grads: Any) -> bool:
-        given = {id(ref()) for ref in self.given if ref() is not None}
-        return any(id(x) in given for x in arrays(grads))
-
-    def was_given_all_of(self, grads: Any) -> bool:
-        given = {id(ref()) for ref in self.given if ref() is not None}
-        return all(id(x) in given for x in arrays(grads) if is_floating(x))
+from .scale import LARGEST_SCALE, SMALLEST_SCALE, check_scale, within_limits
+from .stages import Stages
+from .state_tree import Writes, write_all
 
 
 class GradScaler(LossScale):
@@ -153,34 +119,13 @@ class GradScaler(LossScale):
             "max_scale": max_scale,
         }
         super().__init__(values, enabled, group)
-        self._way: str | None = None
-        self._forget_iteration()
 
-    def _forget_iteration(self) -> None:
-        # By id, because an optimizer may define equality. The record keeps it.
-        self._records: dict[int, _Record] = {}
-        self._cut_short = False
-        self._owner: weakref.ref | None = None
-        self._warned: set[str] = set()
-        self.forward = Forward(
-            self._state, self._see_loss, self._begin, self._warn_once
-        )
+    def _begin_iterations(self) -> None:
+        super()._begin_iterations()
+        self._stages = Stages()
 
-    def take_way(self, way: str) -> None:
-        """Decide once how this scaler's gradients come, or raise if it is decided."""
-        if self._way not in (None, way):
-            raise RuntimeError(
-                f"This scaler has given {self._way} already, and step() could not tell "
-                f"them from {way}: make another scaler for these."
-            )
-        self._way = way
-
-    @property
-    def gives_true_gradients(self) -> bool:
-        """Whether gradients are to be taken as they are."""
-        if not self._enabled or self._way == TRUE_GRADIENTS:
-            return True
-        return self._way is None and self._only_guards
+    def _begin_gradient(self, model: nn.Module) -> None:
+        self._stages.begin(model)
 
     # The loss
 
@@ -256,7 +201,7 @@ class GradScaler(LossScale):
         self.take_way(SCALED_GRADIENTS)
 
         def scaled(x: mx.array) -> mx.array:
-            x = self._see_loss(x)
+            x = self._check_loss(x)
             real = not mx.issubdtype(x.dtype, mx.complexfloating)
             x = x.astype(mx.float32) if real else x
             return is_scaled_now(x * self._state["scale"])
@@ -286,34 +231,6 @@ class GradScaler(LossScale):
         self.take_way(SCALED_GRADIENTS)
         return scaled_loss_fn
 
-    def _see_loss(self, loss: mx.array) -> mx.array:
-        if loss.dtype == mx.float16 and not self._only_guards:
-            self._warn_once(
-                "The loss is float16, so its gradient starts at the scale cast to "
-                "float16, where everything above 65504 is inf: steps are skipped "
-                "until the scale is below that. Reduce the loss in float32, for "
-                "example with logits.astype(mx.float32)."
-            )
-        return scaled_once(loss)
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warn_user(message)
-
-    def _begin(self, model: nn.Module) -> None:
-        stepped = [r.model and r.model() for r in self._records.values() if r.stepped]
-        if not any(whose is model for whose in stepped):
-            return
-        if self._cut_short:
-            raise RuntimeError(
-                "update() was not called after the last two steps: call it once at the "
-                "end of each iteration, or minimize() instead of step()."
-            )
-        # Once, as after Ctrl-C between step() and update(): a new iteration begins.
-        self._cut_short = True
-        self._records.clear()
-
     calibrate, warm_start = calibration.calibrate, calibration.warm_start
 
     # The step
@@ -338,23 +255,11 @@ class GradScaler(LossScale):
             return grads
         self.check_optimizer(optimizer, "unscale_")
         true = self.gives_true_gradients
-        record = self._records.get(id(optimizer))
-        if record and record.stepped:
-            raise RuntimeError(
-                "unscale_() comes after step(): unscale, then step, then update. After "
-                "an iteration that was cut short, update(get_scale()) starts afresh."
-            )
-        if record and not true:
-            raise RuntimeError(
-                "unscale_() was called twice for this optimizer since the last "
-                "update(): the gradients would be divided by the scale twice. After "
-                "an iteration that was cut short, update(get_scale()) starts afresh."
-            )
+        self._stages.check_unscale(optimizer, true)
         inverse = self.inverse()
         # This rank's own: step() or update() asks the others, once.
         finite = all_finite(grads) if true else all_finite_times(grads, inverse)
-        given = tuple(weakref.ref(x) for x in arrays(grads) if is_floating(x))
-        self._records[id(optimizer)] = _Record(optimizer, finite, given=given)
+        self._stages.note_unscaled(optimizer, grads, finite)
         return grads if true else unscale(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
@@ -389,11 +294,7 @@ class GradScaler(LossScale):
         if not self._enabled:
             optimizer.update(model, grads)
             return self.last_step_applied
-        if self._way == TRUE_GRADIENTS and not self.forward.knows(model):
-            raise ValueError(
-                "These are gradients of a model that value_and_grad() of this scaler "
-                "was not made for: pass the same model."
-            )
+        self.check_model(model)
         new, applied, writes = self._plan(optimizer, grads, model, model)
         places = parameter_places(grads, model)
         writes += [(box, key, new[path]) for path, box, key in places if path in new]
@@ -434,42 +335,27 @@ class GradScaler(LossScale):
         model: nn.Module | None = None,
     ) -> tuple[dict[str, mx.array], mx.array, Writes]:
         self.check_optimizer(optimizer, "step")
-        self.forward.settle(grads)
-        record = self._records.get(id(optimizer))
-        if record and record.stepped:
-            raise RuntimeError(
-                "step() was called twice for this optimizer since the last update(): "
-                "call update() once at the end of each iteration. Inside mx.compile, "
-                "call it in the same function. After an iteration that was cut short, "
-                "update(get_scale()) starts afresh."
-            )
         true = self.gives_true_gradients
-        if record and not true and record.was_given_any_of(grads):
-            raise RuntimeError(
-                "These are the gradients that unscale_() was given, still scaled. "
-                "MLX arrays do not change in place: pass on what unscale_() returned."
-            )
-        if is_alone(self._group):
+        self.forward.check_passes(grads)
+        self._stages.check_step(optimizer, grads, true)
+        if is_alone(self.group):
             check_not_empty(grads)
         inverse = None
-        if record and record.was_given_all_of(grads):
-            finite = record.finite
-        elif record or true:
+        unscaled = self._stages.of(optimizer)
+        if unscaled and unscaled.was_given_all_of(grads):
+            finite = unscaled.finite
+        elif unscaled or true:
             finite = all_finite(grads)
-            finite = record.finite & finite if record else finite
+            finite = unscaled.finite & finite if unscaled else finite
         else:
             inverse = self.inverse()
             finite = all_finite_times(grads, inverse)
-        applied, loss_finite = agreed(finite, self._state["loss_finite"], self._group)
+        loss_finite = self._state["loss_finite"]
+        applied, loss_finite = finite_on_all_ranks(finite, loss_finite, self.group)
         new, writes = planned_step(optimizer, grads, parameters, inverse, applied)
-        self.remember(grads)
         self._warn_about_half(new)
-        record = _Record(
-            optimizer, applied, stepped=True, model=model and weakref.ref(model)
-        )
-        writes.append((self._records, id(optimizer), record))
-        changed = self.after_step(applied, loss_finite)
-        writes += [(self._state, *item) for item in changed.items()]
+        writes.append(self._stages.stepped(optimizer, applied, model))
+        writes += self.after_step(grads, applied, loss_finite, update=False)
         return new, applied, writes
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
@@ -495,28 +381,23 @@ class GradScaler(LossScale):
             self._only_guards &= not isinstance(new_scale, mx.array) and new_scale == 1
             self._state["scale"] = scale
             self.forward.forget()
-        elif self._records:
-            records = self._records.values()
-            finite = [record.finite for record in records if record.stepped]
-            unscaled = [record.finite for record in records if not record.stepped]
+        elif self._stages:
+            finite = self._stages.applied()
             loss_finite = self._state["loss_finite"]
-            if unscaled:
-                together = reduce(mx.logical_and, unscaled)
-                together, loss_finite = agreed(together, loss_finite, self._group)
-                finite.append(together)
-            changed = self.after_update(
-                reduce(mx.logical_and, finite),
-                {"loss_finite": loss_finite},
-                steps=len(finite),
-            )
-            write_all((self._state, *item) for item in changed.items())
+            unscaled = self._stages.unscaled_finite()
+            if unscaled is not None:
+                unscaled, loss_finite = finite_on_all_ranks(
+                    unscaled, loss_finite, self.group
+                )
+                finite.append(unscaled)
+            together = reduce(mx.logical_and, finite)
+            write_all(self.after_update(together, loss_finite, steps=len(finite)))
         else:
             raise RuntimeError(
                 "update() found nothing recorded: call step() or unscale_() first. "
                 "If step() runs inside mx.compile, call update() in there too."
             )
-        self._cut_short = False
-        self._records.clear()
+        self._stages.clear()
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Do :meth:`step` and :meth:`update`; return what ``step`` returns.
@@ -527,20 +408,6 @@ class GradScaler(LossScale):
         applied = self.step(optimizer, model, grads)
         self.update()
         return applied
-
-    def set_dynamic(self, dynamic: bool) -> None:
-        """Let the scale move, or hold it, also in a step that is already compiled."""
-        super().set_dynamic(dynamic)
-        self._only_guards &= not dynamic
-
-    def _fill(self, values: dict[str, Any]) -> None:
-        super()._fill(values)
-        self._only_guards = values["scale"] == 1 and not values["dynamic"]
-
-    def remember(self, grads: Any) -> None:
-        """Note the gradients for the alarm's table, without keeping them alive."""
-        if self.skip_alarm is not None:
-            self.skip_alarm.remember(grads)
 
     def check_optimizer(self, optimizer: Optimizer, caller: str) -> None:
         """Raise if this optimizer cannot be stepped by this scaler, or not yet."""
@@ -554,7 +421,7 @@ class GradScaler(LossScale):
                 "A LossScaleOptimizer has a scaler of its own: call its update(), or "
                 "give this scaler the optimizer inside it."
             )
-        if self._way is None and not self._only_guards:
+        if self.has_no_gradients:
             raise RuntimeError(
                 f"{caller}() was called, but this scaler never scaled a loss. Get the "
                 "gradients from value_and_grad(), scale_loss() or scale() first. To "
@@ -564,31 +431,38 @@ class GradScaler(LossScale):
 
     def _warn_about_half(self, parameters: Any) -> None:
         if any(x.dtype in HALF for x in arrays(parameters)):
-            self._warn_once(
+            self.warn_once(
                 "Some parameters are float16 or bfloat16 and have no float32 master: "
                 "updates smaller than half a unit in their last place are lost. Keep "
                 "float32 parameters and use value_and_grad(..., compute_dtype), or use "
                 "LossScaleOptimizer."
             )
 
+    def refuse_stages(self) -> None:
+        """Raise if scaled gradients are under way in PyTorch's stages, else end these.
+
+        For a ``LossScaleOptimizer``, which unscales and moves the scale by itself.
+        """
+        if self._stages and not self.gives_true_gradients:
+            raise RuntimeError(
+                "unscale_() or step() of this optimizer's scaler was called: the "
+                "optimizer unscales by itself, and would do it twice. To clip, use "
+                "max_grad_norm=."
+            )
+        self._stages.clear()
+
+    @property
+    def is_between_iterations(self) -> bool:
+        """Whether nothing waits for :meth:`update`."""
+        return not self._stages
+
     def __getstate__(self) -> dict[str, Any]:
-        if self._records:
+        if self._stages:
             raise RuntimeError(
                 "A GradScaler can be pickled or copied only between iterations: call "
                 "update() first."
             )
-        if self._group is not None:
-            raise TypeError(
-                "A GradScaler with a group cannot be pickled or copied: save its "
-                "state_dict() and make a new one with the group."
-            )
-        own = {"_state": read(self._state), "_owner": None, "forward": None}
-        return vars(self) | own
-
-    def __setstate__(self, pickled: dict[str, Any]) -> None:
-        vars(self).update(pickled, _state={})
-        self._forget_iteration()
-        self._fill(pickled["_state"])
+        return super().__getstate__() | {"_stages": None}
 
 
 def _show_signature_of_init(cls: type) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 CONTAINERS = (dict, list, tuple)
+# What a step writes: (container, key, value) for each.
+Writes = list[tuple[Any, Any, Any]]
 
 
 def items(tree: Any) -> Any:

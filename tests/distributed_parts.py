@@ -41,7 +41,7 @@ def all_reduces(outputs):
 
 def true_or_scaled(optimizer, model):
     """Gradients as the optimizer averages them: ``"scaled"`` takes scaled ones."""
-    if optimizer.average != "scaled":
+    if optimizer.ranks.average != "scaled":
         return optimizer.value_and_grad(model, mse(model))
     return nn.value_and_grad(model, optimizer.scale_loss(mse(model), unscale=False))
 

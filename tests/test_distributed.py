@@ -281,7 +281,7 @@ def test_many_buckets_of_mixed_dtypes_keep_their_order(two):
 def test_communication_does_not_grow_with_the_parameters(two):
     report = dict(equal(two, "counted"))
     # As test_kernel_arguments.py has it of one rank.
-    assert 10 < report.pop("buffers") <= 20
+    assert 10 < report.pop("buffers") <= 22
     # For 4 and for 26 parameters. The weight of a rank rides along in float32.
     assert report == {
         "none None": [0, 0],

@@ -298,7 +298,8 @@ def test_one_kernel_for_each_parameter(name, dtype):
 def test_no_kernel_takes_more_buffers_than_metal_has(name):
     for dtype in HALVES:
         arrays = one_step(OPTIMIZERS[name], dtype, dtype, 1, max_grad_norm=1.0)
-        assert most_buffers(*arrays) <= 20
+        # With the kernel of the scale and its counts, as in test_kernel_arguments.
+        assert most_buffers(*arrays) <= 22
 
 
 # What else there is of masters

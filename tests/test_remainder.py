@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optimizer_helpers import HALVES
 
-from mlx_gradscale.remainder import DTYPE, join, no_remainder, remainder_of
+from mlx_gradscale.masters.remainder import DTYPE, join, no_remainder, remainder_of
 
 _split = mx.compile(remainder_of)
 _join = mx.compile(lambda weight, remainder: join(weight, remainder).master)

@@ -15,15 +15,15 @@ MAY_IMPORT = {
     "formats": {"files", "scale", "state_dict"},
     "run_folder": {
         *("files", "torch_checkpoint", "state_files"),
-        *("scale", "state_tree", "masters", "remainder", "scaler", "optimizer"),
+        *("scale", "state_tree", "masters", "scaler", "optimizer"),
     },
     "checkpoint": {
         *("files", "run_folder", "distributed", "finite", "scale", "state_tree"),
-        *("masters", "remainder", "scaler", "optimizer", "optimizer_state"),
+        *("masters", "scaler", "optimizer", "optimizer_state"),
     },
     "convert": {
         *("commands", "files", "torch_checkpoint", "state_files", "formats"),
-        *("run_folder", "scaler", "optimizer", "remainder"),
+        *("run_folder", "scaler", "optimizer"),
     },
     "inspect": {"commands", "convert"},
 }

@@ -10,9 +10,7 @@ from mlx.optimizers import Optimizer
 
 from ..distributed import from_rank_0
 from ..distributed.agreement import agreed_already
-from ..masters import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
-from ..remainder import remainder_of
 from ..run_folder.contents import read_contents
 from ..run_folder.leaves import NUMBERS, places
 from ..run_folder.settings import single_parts
@@ -166,29 +164,28 @@ def _write_optimizer(
     new: Mapping[str, mx.array],
     wider: Mapping[str, mx.array],
 ) -> None:
-    inner = optimizer
-    if isinstance(optimizer, LossScaleOptimizer):
-        inner = optimizer.optimizer
+    is_wrapper = isinstance(optimizer, LossScaleOptimizer)
     lie = resume["strides"]
     saved = {path: arranged(x, lie["optimizer"].get(path)) for path, x in saved.items()}
     saved |= resume["numbers"]
-    lacks = inner is not optimizer or saved.keys() - places(inner.state).keys()
+    lacks = is_wrapper or saved.keys() - places(optimizer.state).keys()
     if lacks and not optimizer._initialized:
         optimizer.init(model.trainable_parameters())
     mx.eval(saved)
-    if inner is optimizer:
-        _write_state(inner, saved)
+    if not isinstance(optimizer, LossScaleOptimizer):
+        _write_state(optimizer, saved)
         return
     state = {f"optimizer.{path}": x for path, x in saved.items()}
-    for name in optimizer.state["remainders"]:
+    for name in optimizer.kept_masters:
         full = wider.get(name, new[name]).astype(mx.float32)
-        lost = remainder_of(full, new[name])
-        state[f"remainders.{name}"] = arranged(lost, lie["masters"].get(name))
-    for name in optimizer.state["masters"]:
-        full = wider.get(name, new[name]).astype(mx.float32)
-        state[f"masters.{name}"] = arranged(full, lie["masters"].get(name))
-        if new[name].dtype in HALF:
-            state[f"written.{name}"] = half_bits(new[name])
+        parts = optimizer.kept_masters.leaves_for(name, full, new[name])
+        # What was written lies as the weight does.
+        state |= {
+            path: x
+            if path.startswith("written.")
+            else arranged(x, lie["masters"].get(name))
+            for path, x in parts.items()
+        }
     state |= {f"scaler.{name}": x for name, x in resume["scaler"].items()}
     optimizer.state = state | resume["state"]
 

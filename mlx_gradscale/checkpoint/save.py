@@ -128,7 +128,7 @@ def check_arguments(
                 "A LossScaleOptimizer has a scaler of its own: leave out the other."
             )
         scaler = optimizer.scaler
-    if getattr(scaler, "_records", None):
+    if scaler is not None and not scaler.is_between_iterations:
         raise RuntimeError(
             "Save and restore between iterations: the scaler's update() is to come."
         )

@@ -13,7 +13,6 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from ..optimizer import LossScaleOptimizer
-from ..remainder import remainder_of
 from ..run_folder.contents import SCALER, TRAINING, RunError
 from ..run_folder.leaves import places
 from ..run_folder.live import USED, live_contents
@@ -178,11 +177,10 @@ def _load_rounded(
     cast = cast_weights(weights, dtypes)
     model.load_weights(list(cast.items()), strict=True)
     optimizer.init(model.trainable_parameters())
-    full = {name: weights[name].astype(mx.float32) for name in optimizer._halves}
-    whole, split = optimizer.state["masters"], optimizer.state["remainders"]
-    whole.update({name: full[name] for name in whole})
-    split.update({name: remainder_of(full[name], cast[name]) for name in split})
-    return [name for name in lost(weights, cast) if name not in full]
+    masters = optimizer.kept_masters
+    for name in masters:
+        masters.set(name, weights[name].astype(mx.float32), cast[name])
+    return [name for name in lost(weights, cast) if name not in set(masters)]
 
 
 def save_run(

@@ -50,10 +50,10 @@ def compare_optimizers(call: str, optimizer: Any, arrays: Any) -> None:
         optimizer (LossScaleOptimizer): This rank's.
         arrays (Any): The parameters, or the state that is about to be loaded.
     """
-    everyone: Any = optimizer._group if optimizer.average else None
-    deciders = optimizer._deciders
+    ranks = optimizer.ranks
+    everyone: Any = ranks.group if ranks.average else None
     leaves = dict(tree_flatten(arrays))
-    if _agreed.already or (is_alone(everyone) and is_alone(deciders)):
+    if _agreed.already or (is_alone(everyone) and is_alone(ranks.deciders)):
         return
     # One leaf of what is given will do: all are traced or none.
     if not evaluate_unless_traced(optimizer.scaler.state, list(leaves.values())[:1]):
@@ -68,15 +68,15 @@ def compare_optimizers(call: str, optimizer: Any, arrays: Any) -> None:
     if not is_alone(everyone):
         own = {f"optimizer.{p}": x for p, x in tree_flatten(optimizer.optimizer.state)}
         whole = {
-            **_kinds(leaves, optimizer._sharded),
+            **_kinds(leaves, ranks.sharded),
             **_numbers(own | leaves),
-            "average": optimizer.average,
-            "masters": "remainder" if optimizer._keeps_remainders else "float32",
+            "average": ranks.average,
+            "masters": optimizer.kept_masters.kind,
             "optimizer": type(optimizer.optimizer).__name__,
         }
         check_equal(call, whole | shared, everyone, _text, _ADVICE)
-    if not is_alone(deciders) and deciders is not everyone:
-        check_equal(call, shared, deciders, _text, _ADVICE)
+    if not is_alone(ranks.deciders) and ranks.deciders is not everyone:
+        check_equal(call, shared, ranks.deciders, _text, _ADVICE)
 
 
 def compare_scalers(call: str, scaler: Any, values: dict[str, Any]) -> None:
@@ -87,8 +87,7 @@ def compare_scalers(call: str, scaler: Any, values: dict[str, Any]) -> None:
         scaler (GradScaler): This rank's, with a group or in an optimizer with one.
         values (dict): The state that it is about to have, as Python numbers.
     """
-    owner = scaler._owner and scaler._owner()
-    group = scaler._group or (owner and owner._group)
+    group = scaler.group or (scaler.owner and scaler.owner.ranks.group)
     if not _agreed.already and not is_alone(group):
         state = {name: as_array(name, value) for name, value in values.items()}
         check_equal(call, _scaler_table(scaler, state), group, _text, _ADVICE)

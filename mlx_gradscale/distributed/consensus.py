@@ -17,7 +17,7 @@ def is_alone(group: Group | None) -> bool:
     return group is None or group.size() == 1
 
 
-def agreed(
+def finite_on_all_ranks(
     finite: mx.array, loss_finite: mx.array, group: Group | None
 ) -> tuple[mx.array, mx.array]:
     """Return, on every rank, whether all gradients and all losses are finite.

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..guard import single_optimizers
-from ..optimizer import LossScaleOptimizer, _wrappers
+from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
+from ..wrapping import forget_wrapper, has_wrapper
 
 # A thread that is started inside has a context of its own, in which this is None.
 _active: "contextvars.ContextVar[Everywhere | None]" = contextvars.ContextVar(
@@ -180,8 +180,7 @@ def _unwrapped(given: Any, here: Everywhere) -> Any:
         return {key: _unwrapped(each, here) for key, each in given.items()}
     if any(given is made for made in here.optimizers):
         here._made = [made for made in here._made if made() is not given]
-        for part in single_optimizers(given.optimizer):
-            _wrappers.pop(part, None)  # to be in another
+        forget_wrapper(given.optimizer)  # to be in another
         return given.optimizer
     return given
 
@@ -211,7 +210,7 @@ def value_and_grad(model: nn.Module, fn: Callable[..., Any]) -> Callable[..., An
 def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def refusing_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if _active.get() is not None and self not in _wrappers:
+        if _active.get() is not None and not has_wrapper(self):
             raise RuntimeError(
                 f"This {type(self).__name__} was made before everywhere() began, and "
                 "would step without a guard: make it inside, or wrap it in a "

@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.optimizers import Optimizer
 
+from ..masters import KINDS
 from ..optimizer import GuardedOptimizer, LossScaleOptimizer
 from ..scaler import GradScaler
 
 DTYPES = ("float16", "bfloat16", "float32")
-MASTERS = ("float32", "remainder")
 HISTORIES = (".csv", ".jsonl")
 
 
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     ours.add_argument(
         "--masters",
-        choices=MASTERS,
+        choices=KINDS,
         help="What is kept beside half-precision weights: float32 masters, or only "
         "the 16 bits that rounding lost, in less memory. Default: float32.",
     )
@@ -100,8 +100,8 @@ class Options:
         if history is not None and Path(history).suffix not in HISTORIES:
             raise ValueError(f"history must be a .csv or .jsonl file, not {history}.")
         masters = given["masters"] or "float32"
-        if masters not in MASTERS:
-            raise ValueError(f"masters must be one of {', '.join(MASTERS)}.")
+        if masters not in KINDS:
+            raise ValueError(f"masters must be one of {', '.join(KINDS)}.")
         layers = given["float32_layers"]
         if layers is not None and not Path(layers).is_file():
             raise ValueError(f"float32_layers: there is no file {layers}.")

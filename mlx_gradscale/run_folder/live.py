@@ -8,7 +8,6 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from ..masters import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from .contents import Contents
@@ -64,19 +63,13 @@ def _masters(
     optimizer: LossScaleOptimizer, weights: dict[str, Any]
 ) -> dict[str, mx.array]:
     """Return the masters; where the user has put another weight since, that one."""
-    state = optimizer.state
-    masters = {name: x for name, x in state["masters"].items() if name in weights}
-    replaced = {
-        name: weights[name]
-        for name in masters
-        if weights[name].dtype not in HALF
-        or not _equal(half_bits(weights[name]), state["written"][name])
-    }
-    split = {name: weights[name] for name in state["remainders"] if name in weights}
-    # Only for those: it makes a copy of each.
-    masters |= optimizer.masters(replaced | split)
+    kept = optimizer.kept_masters
+    masters = {}
+    for name in kept:
+        if name in weights:
+            master = kept.untouched(name, weights[name])
+            # Computed only where it has to be: that is a copy.
+            masters[name] = (
+                kept.master_of(name, weights[name]) if master is None else master
+            )
     return masters
-
-
-def _equal(a: mx.array, b: mx.array) -> bool:
-    return a.dtype == b.dtype and bool(mx.array_equal(a, b).item())

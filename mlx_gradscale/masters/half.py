@@ -33,7 +33,7 @@ def full_precision(
     1e-4. So does a decay that is left to the optimizer.
     """
     value = to_float32(parameter)
-    if master is None or parameter.dtype not in HALF:
+    if master is None or written is None or parameter.dtype not in HALF:
         return value
     if written.dtype == BITS[parameter.dtype]:
         untouched = half_bits(parameter) == written

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .masters import HALF, to_float32
+from .half import HALF, to_float32
 
 DTYPE = mx.int16
 # To the unit. Chosen for the midpoint between two weights, which is half a unit at most
@@ -59,7 +59,7 @@ def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
 
     Example:
         >>> import mlx.core as mx
-        >>> from mlx_gradscale.remainder import join, remainder_of
+        >>> from mlx_gradscale.masters.remainder import join, remainder_of
         >>> master = mx.array([0.1, 1e-3])
         >>> weight = master.astype(mx.float16)
         >>> remainder = remainder_of(master, weight)
