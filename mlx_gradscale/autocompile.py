@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.optimizers import Optimizer
 
-from .other_optimizers import is_mlx_own
+from .mlx_optimizers import NOT_SETTINGS, is_mlx_own
 from .state_tree import flatten, leaves_of
 
 # What each optimizer's settings were last, the function that was compiled for them if
@@ -58,7 +58,7 @@ def _fingerprint(parts: list[tuple[Optimizer, Any]]) -> list[Any] | None:
     """
     marks = []
     for part, tree in parts:
-        settings = [x for k, x in vars(part).items() if k not in _NOT_SETTINGS]
+        settings = [x for k, x in vars(part).items() if k not in NOT_SETTINGS]
         settings += [x for x in leaves_of(part.state) if not isinstance(x, mx.array)]
         if not is_mlx_own(part) or not _is_plain(settings):
             return None
@@ -67,7 +67,6 @@ def _fingerprint(parts: list[tuple[Optimizer, Any]]) -> list[Any] | None:
     return marks
 
 
-_NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
 _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
 
 

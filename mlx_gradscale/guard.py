@@ -11,8 +11,9 @@ from .autocompile import autocompiled
 from .finite import is_floating
 from .masters import HALF, full_precision, half_bits, to_float32
 from .masters.remainder import join, select_step
+from .mlx_optimizers import is_mlx_own
 from .other_optimizers import apply as apply_other
-from .other_optimizers import is_mlx_own, prepare
+from .other_optimizers import prepare
 from .state_tree import (
     CONTAINERS,
     Writes,

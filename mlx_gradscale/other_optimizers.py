@@ -20,12 +20,13 @@ import mlx.core as mx
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
+from .mlx_optimizers import NOT_SETTINGS, drop_schedules
 from .state_tree import CONTAINERS, copies, dotted, items, restore
 
 # In the state of a parameter: whether its first step was applied.
 STARTED = "has_started"
 _PLAN = "_guarded_plan"
-_OF_THE_BASE = ("_state", "_initialized", "_schedulers", _PLAN)
+_OF_THE_BASE = (*NOT_SETTINGS, _PLAN)
 
 
 @dataclass
@@ -42,11 +43,6 @@ class _Plan:
         """Return the parameter that a path in the state belongs to, () for none."""
         starts = (path[:n] for n in range(len(path), 0, -1))
         return next((p for p in starts if p in self.parameters), ())
-
-
-def is_mlx_own(optimizer: Optimizer) -> bool:
-    """Tell whether MLX wrote this class: all that it remembers is arrays, from init."""
-    return type(optimizer).__module__ == Optimizer.__module__
 
 
 def prepare(optimizer: Optimizer, parameters: Any) -> None:
@@ -199,7 +195,7 @@ def _trial(optimizer: Optimizer, parameters: Any) -> tuple[Any, ...]:
     try:
         for name in list(parameters):
             optimizer.state.pop(name, None)
-        optimizer._schedulers = {}
+        drop_schedules(optimizer)
         optimizer.init(parameters)
         seen.append(dict(_leaves(optimizer.state)))
         for step in range(2):

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_gradscale.diagnostics.probes import probed
+from mlx_gradscale.probes import probed
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -10,10 +10,10 @@ from mlx.optimizers import Optimizer
 
 from ..distributed import from_rank_0
 from ..distributed.agreement import agreed_already
+from ..mlx_optimizers import is_initialized, single_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import read_contents
 from ..run_folder.leaves import NUMBERS, places
-from ..run_folder.settings import single_parts
 from ..run_folder.values import decode, encode
 from ..scaler import GradScaler
 from ..state_tree import copies, restore
@@ -169,7 +169,7 @@ def _write_optimizer(
     saved = {path: arranged(x, lie["optimizer"].get(path)) for path, x in saved.items()}
     saved |= resume["numbers"]
     lacks = is_wrapper or saved.keys() - places(optimizer.state).keys()
-    if lacks and not optimizer._initialized:
+    if lacks and not is_initialized(optimizer):
         optimizer.init(model.trainable_parameters())
     mx.eval(saved)
     if not isinstance(optimizer, LossScaleOptimizer):
@@ -194,7 +194,7 @@ def _write_state(optimizer: Optimizer, saved: Flat) -> None:
     state = optimizer.state
     held = places(state)
     # Some optimizers make a part of a parameter's state in the first step only.
-    roots = {id(part.state) for part in single_parts(optimizer)}
+    roots = {id(part.state) for part in single_optimizers(optimizer)}
     boxes = {
         path.rpartition(".")[0]: box
         for path, (box, _) in held.items()

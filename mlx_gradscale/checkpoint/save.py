@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from ..files.folders import check_folder
+from ..mlx_optimizers import is_initialized
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import OURS, Contents, file_contents, write_files
 from ..scaler import GradScaler
@@ -85,7 +86,7 @@ def save_checkpoint(
     error, gathered = None, None
     try:
         finish()
-        if isinstance(optimizer, LossScaleOptimizer) and not optimizer._initialized:
+        if isinstance(optimizer, LossScaleOptimizer) and not is_initialized(optimizer):
             optimizer.init(model.trainable_parameters())
         if group.rank() == 0:
             place = _check_place(folder)

@@ -12,12 +12,13 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
+from ..mlx_optimizers import single_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import SCALER, TRAINING, RunError
 from ..run_folder.leaves import places
 from ..run_folder.live import USED, live_contents
 from ..run_folder.rounding import Rounded, cast_weights, lost
-from ..run_folder.settings import next_rate, single_parts
+from ..run_folder.settings import next_rate
 from ..scaler import GradScaler
 from . import optimizers
 from .folder import read_run, write_run
@@ -145,7 +146,7 @@ def _make_optimizer(
         )
     now = replace(record.optimizer, groups=current_groups(run))
     optimizer = build_optimizer(replace(record, optimizer=now), learning_rate)
-    parts = list(single_parts(optimizer))
+    parts = list(single_optimizers(optimizer))
     for part, used in zip(parts, record.used or [], strict=False):
         for name in optimizers.ROWS[now.name].fixed.keys() & used.keys():
             setattr(part, name, used[name])
@@ -221,7 +222,7 @@ def _refuse_unknown(optimizer: optim.Optimizer) -> None:
     if isinstance(optimizer, LossScaleOptimizer):
         optimizer = optimizer.optimizer
     classes = [row.mlx for row in optimizers.ROWS.values()]
-    for part in single_parts(optimizer):
+    for part in single_optimizers(optimizer):
         if type(part) not in classes:
             known = ", ".join(each.__name__ for each in classes)
             raise ValueError(

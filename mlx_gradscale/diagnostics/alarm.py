@@ -6,12 +6,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..files.text import power
 from ..finite import NonFinite, nonfinite
 from ..notices import warn_user
 from ..state_tree import flatten
 from ..tracing import evaluate_unless_traced
 from .overflow import overflow_table
-from .reading import power, scaler_of
+from .reading import scaler_of
 
 _ACTIONS = ("warn", "raise")
 

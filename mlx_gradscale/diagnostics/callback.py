@@ -6,8 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..files.text import power
 from .alarm import alarm_of
-from .reading import power, scaler_of
+from .reading import scaler_of
 
 
 class LossScaleCallback:

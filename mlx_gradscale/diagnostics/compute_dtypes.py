@@ -10,7 +10,7 @@ import mlx.nn as nn
 from .. import precision
 from ..dtypes import LayerDtypes, sentence, watched_dtypes
 from ..files.text import align, dtype_name
-from .probes import unchanged
+from ..probes import unchanged
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..float16.measure import Batch, Setting
+from ..float16.search import search_batches
+
 _BEFORE = {
     "LossScaleOptimizer": "before the first step, and before the step is compiled; "
     "optimizer and loss stay as they are",
@@ -42,10 +45,6 @@ def find_cure(
     **how: Any,
 ) -> list[Any] | None:
     """Return the layers that cure one batch in float32; None if none do."""
-    # Not before: the search looks with the probes of this folder.
-    from ..float16.measure import Batch, Setting
-    from ..float16.search import search_batches
-
     plain = inspect.unwrap(
         loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
     )

@@ -10,15 +10,23 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import precision
-from ..files.text import dtype_name
+from ..files.text import dtype_name, power
 from ..finite import NonFinite, all_finite, nonfinite
 from ..islands import kept_in_float32
+from ..probes import (
+    Event,
+    Probes,
+    by_name,
+    largest,
+    made_small,
+    probed,
+    too_large,
+    unchanged,
+)
 from ..scale import SMALLEST_SCALE
-from .arguments import by_name, largest, made_small, too_large
 from .cure import api_in_use, find_cure, keep_line, line_to_paste
 from .overflow import records_table
-from .probes import Event, Probes, probed, unchanged
-from .reading import power, scale_of
+from .reading import scale_of
 
 # Small enough that what overflowed at the scale asked for cannot any more.
 _SMALLER = 2.0**-40

@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..files.text import align
+from ..files.text import align, percent, power
 from ..finite import arrays, is_floating
 from ..scale import LARGEST_SCALE, SMALLEST_SCALE
-from .reading import percent, power, scale_of
+from .reading import scale_of
 
 # float16: the smallest power of two that does not round to zero (2**-24 is the
 # smallest number, and all above half of it round up), the smallest with all 11

@@ -1,5 +1,6 @@
 """Plain text for people: tables, sizes, names of dtypes, an order of paths."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
@@ -103,3 +104,28 @@ def natural_order(path: str) -> list[tuple[bool, int, str]]:
     """
     words = path.split(".")
     return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]
+
+
+def power(value: float) -> str:
+    """Write a number as people read loss scales: ``2^16``, else in four digits.
+
+    Example:
+        >>> power(65536.0), power(0.5), power(1000.0)
+        ('2^16', '2^-1', '1000')
+    """
+    if not math.isfinite(value) or value <= 0:
+        return str(value)
+    mantissa, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Write a share so that only a true zero reads as zero.
+
+    Example:
+        >>> percent(0.0), percent(1e-7), percent(0.5)
+        ('0', '<0.01%', '50.00%')
+    """
+    if share == 0:
+        return "0"
+    return "<0.01%" if share < 1e-4 else f"{share:.2%}"

@@ -8,10 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..diagnostics.arguments import by_name, too_large
 from ..finite import nonfinite
 from ..masters import HALF
 from ..precision import is_leaf
+from ..probes import by_name, too_large
 from .measure import Batch, Run, Setting
 from .report import LARGEST
 

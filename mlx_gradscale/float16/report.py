@@ -10,8 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..diagnostics.reading import percent, power
-from ..files.text import align
+from ..files.text import align, percent, power
 from ..islands.file import save_float32_layers
 from ..islands.where import Entry, find_members, is_inside, ordered_modules
 from .calls import Call, call_tree

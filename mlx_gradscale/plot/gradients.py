@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import GradientHistogram, gradient_histogram
 from ..diagnostics.histogram import LARGEST, NORMAL, ROUNDS_UP
-from ..diagnostics.reading import percent
+from ..files.text import percent
 from .theme import canvas, ramp, saved
 
 if TYPE_CHECKING:

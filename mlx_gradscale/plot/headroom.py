@@ -4,7 +4,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..diagnostics.reading import power
+from ..files.text import power
 from ..float16.report import LARGEST, Float32Search, Row
 from .theme import canvas, saved
 

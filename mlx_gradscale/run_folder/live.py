@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
+from ..mlx_optimizers import is_initialized
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from .contents import Contents
@@ -38,7 +39,7 @@ def live_contents(
     weights = dict(tree_flatten(model.parameters()))
     contents = Contents(weights)
     if isinstance(optimizer, LossScaleOptimizer):
-        if not optimizer._initialized:
+        if not is_initialized(optimizer):
             # It may hold a state that was set and waits for the parameters.
             optimizer.init(model.trainable_parameters())
         masters = _masters(optimizer, weights)

@@ -1,20 +1,11 @@
 """What an optimizer computes with, besides its state: for checks and for the record."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 from mlx.optimizers import Optimizer
 
-
-def single_parts(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers that step by themselves, of a ``MultiOptimizer`` all."""
-    inside = getattr(optimizer, "optimizers", None)
-    if inside is None:
-        yield optimizer
-    else:
-        for part in inside:
-            yield from single_parts(part)
+from ..mlx_optimizers import schedules, single_optimizers
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -28,14 +19,14 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
         {
             "class": type(part).__name__,
-            "schedules": sorted(part._schedulers),
+            "schedules": sorted(schedules(part)),
             "values": {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in sorted(vars(part).items())
                 if not name.startswith("_") and _is_plain(value)
             },
         }
-        for part in single_parts(optimizer)
+        for part in single_optimizers(optimizer)
     ]
 
 
@@ -48,8 +39,10 @@ def used_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         [{'class': 'Lion', 'betas': [0.8, 0.9], 'weight_decay': 0.0, 'schedule': False}]
     """
     used = []
-    for part, found in zip(single_parts(optimizer), settings(optimizer), strict=True):
-        schedule = part._schedulers.get("learning_rate")
+    for part, found in zip(
+        single_optimizers(optimizer), settings(optimizer), strict=True
+    ):
+        schedule = schedules(part).get("learning_rate")
         row = {"class": found["class"], **found["values"]}
         if schedule is not None:
             # The state holds the rate of the last step, PyTorch that of the next.
@@ -61,7 +54,7 @@ def used_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def next_rate(optimizer: Optimizer) -> mx.array:
     """Return the learning rate of the step that comes."""
-    schedule = optimizer._schedulers.get("learning_rate")
+    schedule = schedules(optimizer).get("learning_rate")
     return mx.array(schedule(optimizer.step)) if schedule else optimizer.learning_rate
 
 
