@@ -11,7 +11,12 @@ import pytest
 from helpers import Mlp, batch, bits, mse
 from mlx.utils import tree_flatten
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, compile_step
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    compile_step,
+    float32_layers,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -191,3 +196,20 @@ def test_a_compiled_step_is_what_mlx_makes_of_it():
         compiled(mx.ones((2, 8)))
     assert len(calls) == 1
     assert optimizer.get_scale() == 512.0
+
+
+def test_no_switch_is_left_on_for_what_others_differentiate():
+    # Every line of a gradient in which islands keep their gradients in float32.
+    model = Mlp(dtype=mx.float16)
+    float32_layers(model, ["layers.0"])
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(64.0))
+    plain = mse(model)
+    x, y = batch(dtype=mx.float16)
+    scaled = nn.value_and_grad(model, optimizer.scale_loss(plain, model))
+    scaled(x, y)
+    for at in range(1, lines_of(lambda: scaled(x, y)) + 1):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            scaled(x, y)
+        _, gradients = nn.value_and_grad(model, plain)(x, y)
+        for tree in (gradients, model.parameters()):
+            assert {g.dtype for _, g in tree_flatten(tree)} == {mx.float16}, at

@@ -1,8 +1,6 @@
 """Do all ranks train the same: parameters, settings and the scale."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +9,7 @@ from mlx.utils import tree_flatten
 from ..files.text import dtype_name
 from ..finite import is_floating
 from ..scale import as_array, read
+from ..scoped import Scoped
 from ..tracing import evaluate_unless_traced
 from .consensus import is_alone
 from .exchange import check_equal
@@ -21,21 +20,12 @@ _ADVICE = (
 )
 
 
-class _Agreed(threading.local):
-    already = False
+_agreed = Scoped("agreed", False)
 
 
-_agreed = _Agreed()
-
-
-@contextmanager
-def agreed_already() -> Iterator[None]:
+def agreed_already() -> AbstractContextManager[None]:
     """Compare nothing in here: the ranks have agreed, or do so afterwards."""
-    before, _agreed.already = _agreed.already, True
-    try:
-        yield
-    finally:
-        _agreed.already = before
+    return _agreed.set_to(True)
 
 
 def compare_optimizers(call: str, optimizer: Any, arrays: Any) -> None:
@@ -53,7 +43,7 @@ def compare_optimizers(call: str, optimizer: Any, arrays: Any) -> None:
     ranks = optimizer.ranks
     everyone: Any = ranks.group if ranks.average else None
     leaves = dict(tree_flatten(arrays))
-    if _agreed.already or (is_alone(everyone) and is_alone(ranks.deciders)):
+    if _agreed.get() or (is_alone(everyone) and is_alone(ranks.deciders)):
         return
     # One leaf of what is given will do: all are traced or none.
     if not evaluate_unless_traced(optimizer.scaler.state, list(leaves.values())[:1]):
@@ -88,7 +78,7 @@ def compare_scalers(call: str, scaler: Any, values: dict[str, Any]) -> None:
         values (dict): The state that it is about to have, as Python numbers.
     """
     group = scaler.group or (scaler.owner and scaler.owner.ranks.group)
-    if not _agreed.already and not is_alone(group):
+    if not _agreed.get() and not is_alone(group):
         state = {name: as_array(name, value) for name, value in values.items()}
         check_equal(call, _scaler_table(scaler, state), group, _text, _ADVICE)
 

@@ -1,6 +1,5 @@
 """``with everywhere():`` and what is different inside of it."""
 
-import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,14 +12,13 @@ from mlx.optimizers import Optimizer
 
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
+from ..scoped import Scoped
 from ..wrapping import forget_wrapper, has_wrapper
 
 # A thread that is started inside has a context of its own, in which this is None.
-_active: "contextvars.ContextVar[Everywhere | None]" = contextvars.ContextVar(
-    "everywhere", default=None
-)
+_active: "Scoped[Everywhere | None]" = Scoped("everywhere", None)
 # Set while an optimizer is made, which may make others that are parts of it.
-_making = contextvars.ContextVar("making", default=False)
+_making = Scoped("making", False)
 _STEPS = ("update", "apply_gradients")
 _lock = threading.Lock()
 _entered = 0
@@ -124,11 +122,10 @@ def everywhere(
     """
     here = Everywhere(make_scaler, arguments, _active.get())
     _enter()
-    token = _active.set(here)
     try:
-        yield here
+        with _active.set_to(here):
+            yield here
     finally:
-        _active.reset(token)
         _leave()
 
 
@@ -162,15 +159,12 @@ def _new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
     optimizer = object.__new__(cls)
     if here is None or _making.get() or issubclass(cls, LossScaleOptimizer):
         return optimizer
-    token = _making.set(True)
-    try:
+    with _making.set_to(True):
         # One of several, as in a MultiOptimizer, is a part.
         args, kwargs = _unwrapped(args, here), _unwrapped(kwargs, here)
         optimizer.__init__(*args, **kwargs)  # type: ignore[misc]
         # No instance of cls, so that Python does not initialise it again.
         return here.wrap(optimizer)
-    finally:
-        _making.reset(token)
 
 
 def _unwrapped(given: Any, here: Everywhere) -> Any:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..masters import HALF
+from ..state_tree import write_all
 
 # A cache is an object in a list, or has a list of such.
 _DEEPEST = 4
@@ -37,15 +38,20 @@ class Changes:
         """Return arguments with half arrays in float32; dicts and lists stay."""
         return self._raised(value, (dict, list), True, lambda _: True)
 
-    def undo(self) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
         """Put everything back, but what a forward pass has replaced on purpose."""
+        writes = []
         for holder, key, old, new, keeps in reversed(self._done):
             now = _get(holder, key)
             if now is new or (now is not None and not keeps):
-                _put(holder, key, old)
+                writes.append((holder, key, old))
             elif isinstance(now, mx.array) and isinstance(old, mx.array):
                 # Running statistics, as nn.BatchNorm's.
-                _put(holder, key, now.astype(old.dtype))
+                writes.append((holder, key, now.astype(old.dtype)))
+        write_all(writes)
         self._done.clear()
 
     def _raise_items(
@@ -66,8 +72,9 @@ class Changes:
 
             new = self._raised(value, (dict, list), deep, of_item)
             if new is not value:
-                _put(holder, key, new)
+                # In this order, for a Ctrl-C in between.
                 self._done.append((holder, key, value, new, keeps))
+                _put(holder, key, new)
 
     def _raised(
         self,
@@ -124,10 +131,13 @@ class Borrowed:
         raised = self._changes.raised((args, dict(kwargs)))
         return raised
 
-    def give_back(self) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
         """Put the arrays back into dicts and lists."""
         if self._changes:
-            self._changes.undo()
+            self._changes.__exit__()
 
     def lower_what_is_new(self, dtype: mx.Dtype) -> None:
         """Cast float32 arrays that were not there, or half, before the call."""

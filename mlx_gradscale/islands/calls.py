@@ -1,16 +1,16 @@
 """How a float32 island is called: arrays are raised, and what comes out is lowered."""
 
-import contextlib
 import dataclasses
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..masters import HALF
+from ..scoped import Scoped
 from .borrowed import Borrowed, Changes
 
 # Where an island is kept in a module: an attribute, so that no tree of arrays has it.
@@ -21,9 +21,9 @@ METHODS = ("__call__", "as_linear")
 # What these return takes the module's place, and its island.
 _CONVERSIONS = ("to_quantized", "to_lora")
 
-_gradients_in_float32: ContextVar[bool] = ContextVar("float32", default=False)
-_inside: ContextVar[bool] = ContextVar("inside", default=False)
-_compute_dtype: ContextVar[mx.Dtype | None] = ContextVar("compute", default=None)
+_gradients_in_float32 = Scoped("gradients in float32", False)
+_inside = Scoped("inside of an island", False)
+_compute_dtype: Scoped[mx.Dtype | None] = Scoped("compute dtype", None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,18 +71,13 @@ class Island:
             island = island.before
 
 
-@contextlib.contextmanager
-def computing_in(dtype: mx.Dtype | None) -> Iterator[None]:
+def computing_in(dtype: mx.Dtype | None) -> AbstractContextManager[None]:
     """Let islands cast back to ``dtype`` where nothing else tells them, for the while.
 
     Args:
         dtype (Dtype, optional): What a model with float32 parameters is run in.
     """
-    token = _compute_dtype.set(dtype)
-    try:
-        yield
-    finally:
-        _compute_dtype.reset(token)
+    return _compute_dtype.set_to(dtype)
 
 
 def is_inside_island() -> bool:
@@ -90,8 +85,7 @@ def is_inside_island() -> bool:
     return _inside.get()
 
 
-@contextlib.contextmanager
-def float32_gradients() -> Iterator[None]:
+def float32_gradients() -> AbstractContextManager[None]:
     """Let the gradients of parameters in islands stay float32, for the while.
 
     Otherwise they are cast to the parameter's dtype, as MLX does, where 65504 is the
@@ -100,11 +94,7 @@ def float32_gradients() -> Iterator[None]:
     their parameter: a bare optimizer of MLX makes the parameter float32 with them, and
     a parameter that was cast with ``astype`` refuses them.
     """
-    token = _gradients_in_float32.set(True)
-    try:
-        yield
-    finally:
-        _gradients_in_float32.reset(token)
+    return _gradients_in_float32.set_to(True)
 
 
 @mx.custom_function
@@ -159,15 +149,10 @@ def call_island(
     keeps = _gradients_in_float32.get() and island.deep
     arguments = Borrowed((args, kwargs))
     parameters = Changes(_raise_with_float32_gradient if keeps else _raise)
-    token = _inside.set(island.deep)
-    try:
+    with _inside.set_to(island.deep), arguments, parameters:
         args, kwargs = arguments.raised(_raise)
         parameters.raise_module(module, island.deep)
         outputs = function(*args, **kwargs)
-    finally:
-        _inside.reset(token)
-        parameters.undo()
-        arguments.give_back()
     dtype = arguments.dtype or parameters.dtype
     for each in island.all():
         if each.first:
