@@ -11,7 +11,7 @@ from . import precision
 from .buffers import places
 from .diagnostics.history import ScaleHistory
 from .finite import all_finite
-from .state_slots import write_all
+from .state_tree import write_all
 
 if TYPE_CHECKING:
     from .scaler import GradScaler

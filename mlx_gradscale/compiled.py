@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .state_slots import copies, restore
+from .state_tree import copies, restore
 
 
 def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:

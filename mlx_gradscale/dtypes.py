@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .half import HALF
 from .islands.calls import ISLAND, METHODS, is_inside_island
 from .islands.layers import half_statistics
+from .masters import HALF
 from .precision import is_leaf
 
 

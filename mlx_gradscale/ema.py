@@ -11,7 +11,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from .finite import is_floating
-from .half import to_float32
+from .masters import to_float32
 from .optimizer import LossScaleOptimizer
 from .optimizer_state import write_in_place
 

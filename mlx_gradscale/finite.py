@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .state_slots import leaves_of
+from .state_tree import leaves_of
 
 # The bits of |x| compare as integers like |x| itself, with inf above every
 # finite number and NaN above inf: one integer maximum finds both, exactly.

@@ -14,7 +14,7 @@ from .double_scaling import watched
 from .dtypes import warned_once
 from .finite import all_finite, is_finite_magnitude
 from .islands import float32_gradients
-from .state_slots import leaves_of, write_all
+from .state_tree import leaves_of, write_all
 from .tracing import have_values, is_traced
 
 _COMPILED_WITHOUT = (

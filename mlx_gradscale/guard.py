@@ -7,13 +7,13 @@ import mlx.core as mx
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from .eager import compiled_if_plain
+from .autocompile import autocompiled
 from .finite import is_floating
-from .half import HALF, full_precision, half_bits, to_float32
+from .masters import HALF, full_precision, half_bits, to_float32
 from .other_optimizers import apply as apply_other
 from .other_optimizers import is_mlx_own, prepare
 from .remainder import join, select_step
-from .state_slots import (
+from .state_tree import (
     CONTAINERS,
     copies,
     dotted,
@@ -64,7 +64,7 @@ def guarded_apply(
     its own dtype. Where it is false, parameters and optimizer state come out
     bit-identical. Which of the two is decided on the device.
 
-    With MLX's own optimizers the work compiles itself, see :func:`compiled_if_plain`.
+    With MLX's own optimizers the work compiles itself, see :func:`autocompiled`.
 
     Args:
         optimizer (Optimizer): Any optimizer; its state is written in place.
@@ -139,7 +139,7 @@ def planned_step(
     halves = [path for path, p in flat if p.dtype in HALF]
     kept = {p: (masters[p], written[p]) for p in halves if masters and p in masters}
     lost = {p: remainders[p] for p in halves if remainders and p in remainders}
-    step = compiled_if_plain(_run, optimizer, list(_parts(optimizer, trained)))
+    step = autocompiled(_run, optimizer, list(_parts(optimizer, trained)))
     new, new_masters, new_remainders, state = step(
         [box[key] for box, key in places],
         _scheduled(optimizer, trained),

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path, tree_unflatten
 
 from .distributed import average_gradients
 from .distributed.agreement import compare_optimizers
-from .distributed.decision import Sharded, agreed, is_alone, norm_over_ranks
+from .distributed.consensus import Sharded, agreed, is_alone, norm_over_ranks
 from .finite import all_finite, all_finite_times, is_finite_magnitude, is_floating
 from .guard import (
     Writes,
@@ -26,7 +26,7 @@ from .guard import (
     single_optimizers,
     unscale,
 )
-from .half import BITS, HALF, full_precision, half_bits, to_float32
+from .masters import BITS, HALF, full_precision, half_bits, to_float32
 from .optimizer_state import (
     NOT_LOADED,
     check_loaded,
@@ -42,7 +42,7 @@ from .scaler import (
     check_not_empty,
     is_wrapped,
 )
-from .state_slots import copies, flatten, leaves_of, restore, write_all
+from .state_tree import copies, flatten, leaves_of, restore, write_all
 from .tracing import evaluate_unless_traced, not_constant
 
 # Which wrapper an optimizer is in: two would share its moments.

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from .finite import nonfinite
 from .remainder import remainder_of
 from .scale import FIELDS, as_array, check, clamped, read
-from .state_slots import CONTAINERS, items
+from .state_tree import CONTAINERS, items
 
 # What a saved state may have or not, and is not taken over.
 NOT_LOADED = ("scaler.buffers.", "max_grad_norm")

@@ -11,9 +11,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from .finite import is_floating
-from .half import to_float32
 from .islands import kept_in_float32
-from .state_slots import leaves_of, slots, write_all
+from .masters import to_float32
+from .state_tree import leaves_of, slots, write_all
 from .tracing import broadcasts
 
 

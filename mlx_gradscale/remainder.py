@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .half import HALF, to_float32
+from .masters import HALF, to_float32
 
 DTYPE = mx.int16
 # To the unit. Chosen for the midpoint between two weights, which is half a unit at most

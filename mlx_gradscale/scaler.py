@@ -13,13 +13,13 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
 from . import calibration, precision
-from .distributed.decision import agreed, is_alone
+from .distributed.consensus import agreed, is_alone
 from .double_scaling import is_scaled_now, scaled_once
 from .finite import all_finite, all_finite_times, arrays, is_floating
 from .forward import Forward
 from .guard import Writes, in_place_of, parameter_places, planned_step, unscale
-from .half import HALF
 from .loss_scale import LossScale
+from .masters import HALF
 from .notices import warn_user
 from .scale import (
     LARGEST_SCALE,
@@ -28,7 +28,7 @@ from .scale import (
     read,
     within_limits,
 )
-from .state_slots import write_all
+from .state_tree import write_all
 
 # The two ways, as they are named in errors.
 TRUE_GRADIENTS = "true gradients (value_and_grad, or LossScaleOptimizer.scale_loss)"

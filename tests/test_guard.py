@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_gradscale import all_finite, eager
 from mlx_gradscale import guard as module
 from mlx_gradscale.guard import guarded_apply
-from mlx_gradscale.state_slots import slots
+from mlx_gradscale.state_tree import slots
 
 every_optimizer = pytest.mark.parametrize(
     "make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys()

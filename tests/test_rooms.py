@@ -15,11 +15,11 @@ MAY_IMPORT = {
     "formats": {"files", "scale", "state_dict"},
     "run_folder": {
         *("files", "torch_checkpoint", "state_files"),
-        *("scale", "state_slots", "half", "remainder", "scaler", "optimizer"),
+        *("scale", "state_tree", "masters", "remainder", "scaler", "optimizer"),
     },
     "checkpoint": {
-        *("files", "run_folder", "distributed", "finite", "scale", "state_slots"),
-        *("half", "remainder", "scaler", "optimizer", "optimizer_state"),
+        *("files", "run_folder", "distributed", "finite", "scale", "state_tree"),
+        *("masters", "remainder", "scaler", "optimizer", "optimizer_state"),
     },
     "convert": {
         *("commands", "files", "torch_checkpoint", "state_files", "formats"),

@@ -7,7 +7,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from ..distributed import assert_in_sync
-from ..distributed.decision import Group, is_alone
+from ..distributed.consensus import Group, is_alone
 from ..scaler import GradScaler
 from .checksum import checksum
 

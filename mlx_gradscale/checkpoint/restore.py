@@ -10,7 +10,7 @@ from mlx.optimizers import Optimizer
 
 from ..distributed import from_rank_0
 from ..distributed.agreement import agreed_already
-from ..half import HALF, half_bits
+from ..masters import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
 from ..remainder import remainder_of
 from ..run_folder.contents import read_contents
@@ -18,7 +18,7 @@ from ..run_folder.leaves import NUMBERS, places
 from ..run_folder.settings import single_parts
 from ..run_folder.values import decode, encode
 from ..scaler import GradScaler
-from ..state_slots import copies, restore
+from ..state_tree import copies, restore
 from . import ranks
 from .fit import (
     Flat,

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..finite import NonFinite, nonfinite
 from ..notices import warn_user
-from ..state_slots import flatten
+from ..state_tree import flatten
 from ..tracing import evaluate_unless_traced
 from .overflow import overflow_table
 from .reading import power, scaler_of

@@ -12,7 +12,7 @@ from ..files.text import dtype_name
 from ..finite import is_floating
 from ..scale import as_array, read
 from ..tracing import evaluate_unless_traced
-from .decision import is_alone
+from .consensus import is_alone
 from .exchange import check_equal
 
 _ADVICE = (

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from ..files.text import natural_order
 from ..finite import is_floating
-from .decision import Group, is_alone
+from .consensus import Group, is_alone
 
 # As large as the buckets of nn.average_gradients.
 _BUCKET_BYTES = 32 * 2**20

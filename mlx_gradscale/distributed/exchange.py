@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .decision import Group
+from .consensus import Group
 
 # How many seconds a rank waits for the others before it raises. MLX itself waits for
 # ever. Ranks may load for minutes before they meet, so this is long.

@@ -9,7 +9,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..finite import arrays
-from .decision import Group, is_alone
+from .consensus import Group, is_alone
 from .exchange import check_equal, gather
 
 _ADVICE = "Load the last checkpoint on all ranks, with from_rank_0()."

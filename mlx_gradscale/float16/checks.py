@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..diagnostics.arguments import by_name, too_large
 from ..finite import nonfinite
-from ..half import HALF
+from ..masters import HALF
 from ..precision import is_leaf
 from .measure import Batch, Run, Setting
 from .report import LARGEST

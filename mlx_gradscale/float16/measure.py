@@ -11,10 +11,10 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from ..diagnostics.probes import Event, Probes, probed, unchanged
-from ..half import to_float32
 from ..islands import float32_layers, kept_in_float32, remove_float32_layers
 from ..islands.borrowed import Changes
 from ..islands.where import Entry
+from ..masters import to_float32
 from ..precision import is_leaf
 
 # Sums with random signs: as many that the distance of two arrays is known to some

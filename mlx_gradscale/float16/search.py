@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..half import HALF
 from ..islands.where import THE_LOSS, Entry, find_members, is_inside, ordered_modules
+from ..masters import HALF
 from .calls import Call, call_tree, is_one_of, reach
 from .checks import (
     NoSetHelps,

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..half import HALF
+from ..masters import HALF
 
 # A cache is an object in a list, or has a list of such.
 _DEEPEST = 4

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..half import HALF
+from ..masters import HALF
 from .borrowed import Borrowed, Changes
 
 # Where an island is kept in a module: an attribute, so that no tree of arrays has it.

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..half import HALF
+from ..masters import HALF
 from .calls import (
     Chain,
     Island,

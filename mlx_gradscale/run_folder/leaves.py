@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..state_slots import CONTAINERS, items
+from ..state_tree import CONTAINERS, items
 
 Place = tuple[Any, Any]
 # What an optimizer may keep in its state besides arrays; text and so on is its own.

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from ..half import HALF, half_bits
+from ..masters import HALF, half_bits
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from .contents import Contents

@@ -10,7 +10,7 @@ import numpy as np
 from mlx.optimizers import Optimizer
 
 from .other_optimizers import is_mlx_own
-from .state_slots import flatten, leaves_of
+from .state_tree import flatten, leaves_of
 
 # What each optimizer's settings were last, the function that was compiled for them if
 # one was, and whether they stayed for a second step. Held by the optimizer's life
@@ -20,7 +20,7 @@ _steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None, bool
 )
 
 
-def compiled_if_plain(
+def autocompiled(
     run: Callable, optimizer: Optimizer, parts: list[tuple[Optimizer, Any]]
 ) -> Callable:
     """Return ``run`` for this optimizer, compiled.
