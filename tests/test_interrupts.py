@@ -12,6 +12,7 @@ from helpers import Mlp, batch, bits, mse
 from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, compile_step
+from mlx_gradscale.islands import calls
 
 
 @pytest.fixture(autouse=True)
@@ -121,10 +122,13 @@ def test_a_model_that_was_left_cast_is_put_right_by_the_next_call():
     model, data = Mlp(), batch()
     gradient = GradScaler(64.0).value_and_grad(model, mse(model), mx.float16)
     before = bits(model.parameters())
+    flags = (calls._gradients_in_float32, calls._compute_dtype, calls._inside)
     gradient(*data)  # the first has more lines
     for at in range(1, lines_of(lambda: gradient(*data)) + 1):
         with pytest.raises(KeyboardInterrupt), Interrupt(at):
             gradient(*data)
+        # Nor does anything stay set that islands look at.
+        assert [flag.get() for flag in flags] == [False, None, False], at
         gradient(*data)
         assert bits(model.parameters()) == before, at
 

@@ -162,15 +162,15 @@ def _new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
     optimizer = object.__new__(cls)
     if here is None or _making.get() or issubclass(cls, LossScaleOptimizer):
         return optimizer
-    token = _making.set(True)
     try:
+        _making.set(True)
         # One of several, as in a MultiOptimizer, is a part.
         args, kwargs = _unwrapped(args, here), _unwrapped(kwargs, here)
         optimizer.__init__(*args, **kwargs)  # type: ignore[misc]
         # No instance of cls, so that Python does not initialise it again.
         return here.wrap(optimizer)
     finally:
-        _making.reset(token)
+        _making.set(False)
 
 
 def _unwrapped(given: Any, here: Everywhere) -> Any:

@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,9 +22,44 @@ METHODS = ("__call__", "as_linear")
 # What these return takes the module's place, and its island.
 _CONVERSIONS = ("to_quantized", "to_lora")
 
-_gradients_in_float32: ContextVar[bool] = ContextVar("float32", default=False)
-_inside: ContextVar[bool] = ContextVar("inside", default=False)
-_compute_dtype: ContextVar[mx.Dtype | None] = ContextVar("compute", default=None)
+_T = TypeVar("_T")
+
+
+class _Held(Generic[_T]):
+    def __init__(self, value: _T) -> None:
+        self.value = value
+
+
+class _Setting(Generic[_T]):
+    """A value that is another one for a while, in this thread or task.
+
+    The frame that sets it holds it, so that it goes with the frame, also where Ctrl-C
+    comes so late that it is not put back.
+    """
+
+    def __init__(self, name: str, default: _T) -> None:
+        self._default = default
+        self._held: ContextVar[Callable[[], _Held[_T] | None]] = ContextVar(
+            name, default=lambda: None
+        )
+
+    def get(self) -> _T:
+        held = self._held.get()()
+        return self._default if held is None else held.value
+
+    @contextlib.contextmanager
+    def to(self, value: _T) -> Iterator[None]:
+        before, held = self._held.get(), _Held(value)
+        try:
+            self._held.set(weakref.ref(held))
+            yield
+        finally:
+            self._held.set(before)
+
+
+_gradients_in_float32 = _Setting("float32", False)
+_inside = _Setting("inside", False)
+_compute_dtype: _Setting[mx.Dtype | None] = _Setting("compute", None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,11 +114,8 @@ def computing_in(dtype: mx.Dtype | None) -> Iterator[None]:
     Args:
         dtype (Dtype, optional): What a model with float32 parameters is run in.
     """
-    token = _compute_dtype.set(dtype)
-    try:
+    with _compute_dtype.to(dtype):
         yield
-    finally:
-        _compute_dtype.reset(token)
 
 
 def is_inside_island() -> bool:
@@ -100,11 +133,8 @@ def float32_gradients() -> Iterator[None]:
     their parameter: a bare optimizer of MLX makes the parameter float32 with them, and
     a parameter that was cast with ``astype`` refuses them.
     """
-    token = _gradients_in_float32.set(True)
-    try:
+    with _gradients_in_float32.to(True):
         yield
-    finally:
-        _gradients_in_float32.reset(token)
 
 
 @mx.custom_function
@@ -159,13 +189,12 @@ def call_island(
     keeps = _gradients_in_float32.get() and island.deep
     arguments = Borrowed((args, kwargs))
     parameters = Changes(_raise_with_float32_gradient if keeps else _raise)
-    token = _inside.set(island.deep)
     try:
-        args, kwargs = arguments.raised(_raise)
-        parameters.raise_module(module, island.deep)
-        outputs = function(*args, **kwargs)
+        with _inside.to(island.deep):
+            args, kwargs = arguments.raised(_raise)
+            parameters.raise_module(module, island.deep)
+            outputs = function(*args, **kwargs)
     finally:
-        _inside.reset(token)
         parameters.undo()
         arguments.give_back()
     dtype = arguments.dtype or parameters.dtype
