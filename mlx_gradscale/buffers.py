@@ -99,9 +99,12 @@ def taken_back(
     """
     now = places(model)
     keep = applied | mx.logical_not(record["pending"])
-    writes = [(record, "pending", record["pending"] & False)]
+    writes: list[tuple[Any, Any, Any]] = [
+        (record, "pending", record["pending"] & False)
+    ]
     for path, old in record["before"].items():
-        box, key, new = now.get(path, (None, None, None))
+        place: tuple[Any, Any, Any] = now.get(path, (None, None, None))
+        box, key, new = place
         if _alike(new, old):
             writes.append((box, key, mx.where(keep, new, old)))
     return writes

@@ -9,7 +9,7 @@ import mlx.core as mx
 from .state_tree import copies, restore
 
 
-def compile_step(step: Callable, state: Any) -> Callable:
+def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     """Compile a training step over the state that it reads and writes.
 
     It is ``mx.compile(step, inputs=state, outputs=state)``, except that an exception or
@@ -36,7 +36,7 @@ def compile_step(step: Callable, state: Any) -> Callable:
     compiled = mx.compile(step, inputs=state, outputs=state)
 
     @wraps(step)
-    def compiled_step(*args, **kwargs):
+    def compiled_step(*args: Any, **kwargs: Any) -> Any:
         before = list(copies(state))
         try:
             return compiled(*args, **kwargs)

@@ -60,7 +60,12 @@ class Calls:
         """Return the first layer that returned float32 though its own are halves."""
         return next((layer for layer in self.layers if layer.is_wider), None)
 
-    def names(self, loss_fn: Callable, args: tuple, kwargs: dict) -> None:
+    def names(
+        self,
+        loss_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Learn which array is which argument."""
         try:
             bound = inspect.signature(loss_fn).bind(*args, **kwargs).arguments
@@ -70,7 +75,12 @@ class Calls:
             self.arguments[id(x)] = path
 
     def call(
-        self, path: str, module: nn.Module, function: Callable, args: Any, kwargs: Any
+        self,
+        path: str,
+        module: nn.Module,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """Call a layer, and note the dtypes of what goes in and comes out."""
         given = _floating((args, kwargs))
@@ -116,7 +126,7 @@ def watched_dtypes(*models: nn.Module) -> Iterator[Calls]:
         yield calls
         return
     paths: dict[int, str] = {}
-    methods: dict[tuple[type, str], Callable] = {}
+    methods: dict[tuple[type, str], Callable[..., Any]] = {}
     for model in models:
         for path, module in sorted(model.named_modules(), key=lambda item: item[0]):
             if hasattr(module, ISLAND):
@@ -140,9 +150,11 @@ def watched_dtypes(*models: nn.Module) -> Iterator[Calls]:
         _watching.release()
 
 
-def _watched(method: Callable, paths: dict[int, str], calls: Calls) -> Callable:
+def _watched(
+    method: Callable[..., Any], paths: dict[int, str], calls: Calls
+) -> Callable[..., Any]:
     @wraps(method)
-    def watched(self, *args, **kwargs):
+    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(self))
         # Not again for what a class inherits and calls itself.
         if path is None or is_inside_island() or calls.is_running(self):
@@ -153,10 +165,10 @@ def _watched(method: Callable, paths: dict[int, str], calls: Calls) -> Callable:
 
 
 def warned_once(
-    loss_fn: Callable,
-    models_of: Callable[[tuple, dict], list[nn.Module]],
+    loss_fn: Callable[..., Any],
+    models_of: Callable[[tuple[Any, ...], dict[str, Any]], list[nn.Module]],
     warn: Callable[[str], None],
-) -> Callable:
+) -> Callable[..., Any]:
     """Return ``loss_fn``; its first call warns where half precision is lost.
 
     Args:
@@ -167,7 +179,7 @@ def warned_once(
     seen = False
 
     @wraps(loss_fn)
-    def watched_loss_fn(*args, **kwargs):
+    def watched_loss_fn(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         if seen:
             return loss_fn(*args, **kwargs)
@@ -225,5 +237,5 @@ def sentence(layer: LayerDtypes) -> str:
     )
 
 
-def _name(dtype: mx.Dtype) -> str:
+def _name(dtype: mx.Dtype | None) -> str:
     return str(dtype).rpartition(".")[2]

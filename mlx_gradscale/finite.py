@@ -162,7 +162,9 @@ def global_norm(tree: Any, factor: mx.array) -> mx.array:
     return _checked(_norm, tree, factor)
 
 
-def _checked(compiled: Callable, tree: Any, *factor: mx.array) -> mx.array:
+def _checked(
+    compiled: Callable[..., mx.array], tree: Any, *factor: mx.array
+) -> mx.array:
     # mx.compile walks the tree faster than Python does, but names nothing.
     try:
         return compiled(tree, *factor)
@@ -201,14 +203,14 @@ def _unchanged(x: mx.array) -> mx.array:
 
 
 def _largest_bits(
-    tree: Any, shorten: Callable = _unchanged
+    tree: Any, shorten: Callable[[mx.array], mx.array] = _unchanged
 ) -> list[tuple[mx.Dtype, mx.array]]:
     """Return each dtype with the bits of the largest magnitude of it."""
     largest: dict[mx.Dtype, list[mx.array]] = {}
     for pieces in _alike(arrays(tree)):
         dtype = pieces[0].dtype
-        bits, magnitude, _ = _BITS[dtype]
-        magnitude = mx.array(magnitude, bits)
+        bits, mask, _ = _BITS[dtype]
+        magnitude = mx.array(mask, bits)
         pieces = [x.view(bits) & magnitude for x in pieces]
         joined = _join(mx.maximum, pieces, shorten)
         largest.setdefault(dtype, []).append(mx.max(joined))
@@ -258,7 +260,9 @@ def _cut(leaf: mx.array) -> list[mx.array]:
 
 
 def _join(
-    operation: Callable, values: list[mx.array], finish: Callable = _unchanged
+    operation: Callable[[mx.array, mx.array], mx.array],
+    values: list[mx.array],
+    finish: Callable[[mx.array], mx.array] = _unchanged,
 ) -> mx.array:
     while len(values) > _JOIN:
         groups = [values[i : i + _JOIN] for i in range(0, len(values), _JOIN)]
@@ -270,7 +274,9 @@ def _join(
     return finish(_join_pairwise(operation, values))
 
 
-def _join_pairwise(operation: Callable, values: list[mx.array]) -> mx.array:
+def _join_pairwise(
+    operation: Callable[[mx.array, mx.array], mx.array], values: list[mx.array]
+) -> mx.array:
     # Pairwise, because a fused kernel is at most 11 operations deep.
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=False)

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -50,13 +50,13 @@ class Forward:
         self._check_loss = check_loss
         self._begin = begin
         self._warn = warn
-        self._models: list[weakref.ref] = []
+        self._models: list[weakref.ref[nn.Module]] = []
         self._passes: list[precision.Passes] = []
         self._unsettled = False
 
     def value_and_grad(
-        self, model: nn.Module, loss_fn: Callable, *arguments: Any
-    ) -> Callable:
+        self, model: nn.Module, loss_fn: Callable[..., Any], *arguments: Any
+    ) -> Callable[..., Any]:
         """Return a function of the true loss and the true gradients, in float32.
 
         Args:
@@ -80,7 +80,7 @@ class Forward:
         )
 
         @wraps(loss_fn)
-        def value_and_grad_fn(*args, **kwargs):
+        def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
             nonlocal before
             self._begin(model)
             inverse = 1.0 / self._state["scale"]
@@ -102,10 +102,12 @@ class Forward:
                 self._note_buffers(model, old)
             return value, precision.true_gradients(gradients, inverse)
 
-        value_and_grad_fn.has_scaled_gradient = True
+        precision.mark_scaled(value_and_grad_fn)
         return value_and_grad_fn
 
-    def scale_loss(self, loss_fn: Callable, model: nn.Module | None = None) -> Callable:
+    def scale_loss(
+        self, loss_fn: Callable[..., Any], model: nn.Module | None = None
+    ) -> Callable[..., Any]:
         """Return ``loss_fn`` with the same value, for somebody else to differentiate.
 
         The loss is scaled, and the gradients of the model's parameters are unscaled
@@ -119,13 +121,13 @@ class Forward:
         if model is not None:
             self._register(model)
 
-        def models_of(args: tuple, kwargs: dict) -> list[nn.Module]:
+        def models_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
             return [model] if model else precision.models_among((args, kwargs))
 
         warned = warned_once(loss_fn, models_of, self._warn)
 
         @wraps(loss_fn)
-        def true_loss_fn(*args, **kwargs):
+        def true_loss_fn(*args: Any, **kwargs: Any) -> Any:
             models = models_of(args, kwargs)
             if not models:
                 raise TypeError(
@@ -154,10 +156,10 @@ class Forward:
                 self._note_buffers(each, places)
             return outputs
 
-        true_loss_fn.has_scaled_gradient = True
+        precision.mark_scaled(true_loss_fn)
         return true_loss_fn
 
-    def scaled_loss(self, loss_fn: Callable) -> Callable:
+    def scaled_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``loss_fn`` with the same value and a gradient that stays scaled."""
         return precision.with_scaled_gradient(
             loss_fn, lambda: self._state["scale"], self._check_loss, watched
@@ -165,8 +167,8 @@ class Forward:
 
     def knows(self, model: nn.Module) -> bool:
         """Tell whether gradients of this model, or of one around it, came from here."""
-        known = [known() for known in self._models if known() is not None]
-        return any(_holds(whole, model) for whole in known)
+        wholes = [known() for known in self._models]
+        return any(whole is not None and _holds(whole, model) for whole in wholes)
 
     def taken_back(
         self, model: nn.Module, applied: mx.array
@@ -236,14 +238,16 @@ class Forward:
             return loss
 
         @scale_gradient.vjp
-        def scale_gradient_vjp(primals, cotangent, _):
+        def scale_gradient_vjp(
+            primals: list[mx.array], cotangent: mx.array, _: mx.array
+        ) -> tuple[mx.array, mx.array]:
             loss, scale = primals
             self._passes.append(passes)
             self._note_loss(loss)
             return cotangent * scale, mx.zeros_like(scale)
 
         loss = self._check_loss(loss).astype(mx.float32)
-        return scale_gradient(loss, self._state["scale"])
+        return cast(mx.array, scale_gradient(loss, self._state["scale"]))
 
     def _note_loss(self, loss: mx.array) -> None:
         finite = is_finite_magnitude(mx.abs(loss))

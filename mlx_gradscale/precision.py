@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +24,9 @@ def scale_gradient(value: mx.array, scale: mx.array) -> mx.array:
 
 
 @scale_gradient.vjp
-def _scale_gradient_vjp(primals, cotangent, _):
+def _scale_gradient_vjp(
+    primals: list[mx.array], cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, mx.array]:
     _, scale = primals
     return cotangent * scale, mx.zeros_like(scale)
 
@@ -49,7 +51,9 @@ def true_gradients(gradients: Any, inverse_scale: mx.array) -> Any:
     return tree_map(lambda g: true_gradient(g, inverse(g.shape)), gradients)
 
 
-def with_loss(loss_fn: Callable, change: Callable[[mx.array], mx.array]) -> Callable:
+def with_loss(
+    loss_fn: Callable[..., Any], change: Callable[[mx.array], mx.array]
+) -> Callable[..., Any]:
     """Return ``loss_fn`` with its loss changed, and what comes with the loss as it is.
 
     Args:
@@ -58,7 +62,7 @@ def with_loss(loss_fn: Callable, change: Callable[[mx.array], mx.array]) -> Call
     """
 
     @wraps(loss_fn)
-    def changed_loss_fn(*args, **kwargs):
+    def changed_loss_fn(*args: Any, **kwargs: Any) -> Any:
         outputs = loss_fn(*args, **kwargs)
         loss, *aux = outputs if isinstance(outputs, tuple) else (outputs,)
         if not isinstance(loss, mx.array):
@@ -74,7 +78,12 @@ def with_loss(loss_fn: Callable, change: Callable[[mx.array], mx.array]) -> Call
     return changed_loss_fn
 
 
-def refuse_scaled(loss_fn: Callable) -> None:
+def mark_scaled(loss_fn: Any) -> None:
+    """Have :func:`refuse_scaled` know this function, whose gradient is scaled."""
+    loss_fn.has_scaled_gradient = True
+
+
+def refuse_scaled(loss_fn: Callable[..., Any]) -> None:
     """Raise if this is no loss function, or one whose gradient is scaled already."""
     if not callable(loss_fn):
         raise TypeError(
@@ -90,11 +99,13 @@ def refuse_scaled(loss_fn: Callable) -> None:
 
 
 def with_scaled_gradient(
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     get_scale: Callable[[], mx.array],
     see_loss: Callable[[mx.array], mx.array] = lambda loss: loss,
-    wrap: Callable[[Callable], Callable] = lambda function: function,
-) -> Callable:
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: (
+        function
+    ),
+) -> Callable[..., Any]:
     """Return ``loss_fn`` with the same value and a gradient that is scaled.
 
     Args:
@@ -108,10 +119,11 @@ def with_scaled_gradient(
 
     def scale(loss: mx.array) -> mx.array:
         # In float32 before the scale comes in: 65536 is inf in float16.
-        return scale_gradient(see_loss(loss).astype(mx.float32), get_scale())
+        scaled = scale_gradient(see_loss(loss).astype(mx.float32), get_scale())
+        return cast(mx.array, scaled)
 
     scaled_loss_fn = with_loss(wrap(loss_fn), scale)
-    scaled_loss_fn.has_scaled_gradient = True
+    mark_scaled(scaled_loss_fn)
     return scaled_loss_fn
 
 
@@ -143,7 +155,9 @@ def unscaled_gradients(
         return parameter
 
     @unscale_gradient.vjp
-    def unscale_gradient_vjp(primals, cotangent, _):
+    def unscale_gradient_vjp(
+        primals: list[mx.array], cotangent: mx.array, _: mx.array
+    ) -> tuple[mx.array, mx.array]:
         passes.unscaled += 1
         _, inverse_scale = primals
         return true_gradient(cotangent, inverse_scale), mx.zeros_like(inverse_scale)
@@ -161,7 +175,7 @@ def unscaled_gradients(
 
 
 # An array of a model: its path, its container, the key in that, and itself.
-Found = tuple[tuple, Any, Any, mx.array]
+Found = tuple[tuple[Any, ...], Any, Any, mx.array]
 
 
 def arrays_of(model: nn.Module) -> list[Found]:
@@ -199,12 +213,13 @@ def models_among(arguments: Any) -> list[nn.Module]:
 
 def value_and_grad(
     model: nn.Module,
-    loss_fn: Callable,
+    loss_fn: Callable[..., Any],
     compute_dtype: mx.Dtype | None = None,
     keep: Callable[[str, mx.array], bool] | None = None,
     cast_inputs: bool = True,
+    *,
     look: Callable[[list[Found], set[int]], None] = lambda found, trained: None,
-) -> Callable:
+) -> Callable[..., Any]:
     """Like ``nn.value_and_grad``, with the forward and backward pass in another dtype.
 
     Floating trainable parameters and floating array arguments are cast inside the
@@ -250,14 +265,16 @@ def value_and_grad(
     # What stands in the model's parameters' place while the loss is computed.
     put: list[mx.array] = []
 
-    def differentiate(parameters: Any, args: tuple, kwargs: dict) -> Any:
+    def differentiate(
+        parameters: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         # A layer with kept parameters is a float32 island: it casts back.
         with kept_in_float32(model, compute_dtype, keep) as kept:
 
             def cast_parameter(path: str, parameter: mx.array) -> mx.array:
                 return parameter if kept(path, parameter) else cast(parameter)
 
-            def cast_loss_fn(parameters, args, kwargs):
+            def cast_loss_fn(parameters: Any, args: Any, kwargs: Any) -> Any:
                 if compute_dtype is not None:
                     parameters = tree_map_with_path(cast_parameter, parameters)
                     if cast_inputs:
@@ -272,7 +289,7 @@ def value_and_grad(
     borrowed: list[tuple[Any, Any, Any]] = []
 
     @wraps(loss_fn)
-    def value_and_grad_fn(*args, **kwargs):
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
         # Of a call that was interrupted just before it put back what it had taken.
         write_all(place for place in borrowed if _was_cast(*place))
         # Everything, because a forward pass may replace buffers as well:

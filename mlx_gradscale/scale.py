@@ -1,7 +1,7 @@
 """The rule: how a loss scale moves, as a pure function over 0-d arrays."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
 
@@ -194,9 +194,10 @@ def read_field(name: str, value: mx.array) -> Any:
     A factor is the shortest number that gives its float32 value: 1.1 reads 1.1,
     not 1.100000023841858.
     """
+    number: Any = value.item()
     if name in ("growth_factor", "backoff_factor"):
-        return float(str(np.float32(value.item())))
-    return value.item()
+        return float(str(np.float32(number)))
+    return number
 
 
 def check(values: dict[str, Any]) -> None:
@@ -255,7 +256,7 @@ def _is_number(value: Any, kinds: Iterable[type] = (int, float)) -> bool:
     return isinstance(value, (*kinds, np.number)) and not isinstance(value, bool)
 
 
-def _check_factor(low: float, high: float):
+def _check_factor(low: float, high: float) -> Callable[[str, Any], None]:
     def check_factor(name: str, value: Any) -> None:
         if not _is_number(value):
             raise TypeError(f"{name} must be a number, got {value!r}.")
@@ -267,7 +268,7 @@ def _check_factor(low: float, high: float):
     return check_factor
 
 
-def _check_count(smallest: int):
+def _check_count(smallest: int) -> Callable[[str, Any], None]:
     def check_count(name: str, value: Any) -> None:
         if not _is_number(value, (int,)) or isinstance(value, np.floating):
             raise TypeError(f"{name} must be an integer, got {value!r}.")

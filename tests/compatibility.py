@@ -49,7 +49,7 @@ class Combination(NamedTuple):
 DIMENSIONS = Combination(
     optimizer=tuple(OPTIMIZERS),
     dtype=tuple(DTYPES),
-    api=("GradScaler", "LossScaleOptimizer"),
+    api=("GradScaler", "LossScaleOptimizer", "with remainders"),
     mode=("eager", "compiled"),
     clip=("no clipping", "clipped"),
     gradients=("true", "scaled"),
@@ -97,11 +97,14 @@ class Ours:
         # It grows in between, so that gradients of several scales are stepped.
         self.scaler = GradScaler(1024.0, growth_interval=2)
         self.inner = self.optimizer = OPTIMIZERS[how.optimizer]()
-        self.wrapped = how.api == "LossScaleOptimizer"
+        self.wrapped = how.api != "GradScaler"
         self.clips, scaled = how.clip == "clipped", how.gradients == "scaled"
         if self.wrapped:
             self.optimizer = LossScaleOptimizer(
-                self.inner, self.scaler, max_grad_norm=MAX_NORM if self.clips else None
+                self.inner,
+                self.scaler,
+                max_grad_norm=MAX_NORM if self.clips else None,
+                masters="remainder" if how.api == "with remainders" else "float32",
             )
         self.optimizer.init(self.model.trainable_parameters())
         loss_fn = self.model.loss
@@ -259,8 +262,9 @@ Written by `python tests/compatibility.py --write`, which runs all combinations 
 optimizers of `mlx.optimizers` with
 
 - parameters in float32, float16 and bfloat16,
-- `GradScaler.step` on the plain optimizer, without masters, and `LossScaleOptimizer`,
-  with float32 masters of float16 and bfloat16 parameters,
+- `GradScaler.step` on the plain optimizer, without masters; `LossScaleOptimizer`, with
+  float32 masters of float16 and bfloat16 parameters; and the same with remainders in
+  their place (`masters="remainder"`),
 - an eager loop and a step that is compiled as a whole,
 - gradients clipped to a norm, and not,
 - true gradients (`value_and_grad`), and scaled ones (`scale` and `unscale_`, or

@@ -22,6 +22,7 @@ from distributed_parts import (
 )
 from helpers import (
     INF,
+    OPTIMIZERS,
     Mlp,
     Traced,
     batch,
@@ -30,6 +31,7 @@ from helpers import (
     mse,
     parameters,
 )
+from kernel_arguments import counts
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import (
@@ -452,6 +454,16 @@ def count_of(depth, max_grad_norm, ranks):
     return all_reduces(after), most_buffers(before, after)
 
 
+def kernel_arguments(group):
+    """The arrays of the largest kernel, for each way to train in a group."""
+    ways = [{"average": "float32"}, {"average": "scaled"}, {}]
+    return [
+        counts(name, (mx.float16,), group=group, **way)
+        for name in OPTIMIZERS
+        for way in ways
+    ]
+
+
 def drift(group):
     """Ranks that differ are told apart, and rank 0's state is one call away."""
     rank, last = group.rank(), group.size() - 1
@@ -543,6 +555,7 @@ CHECKS = {
     "uneven": uneven,
     "buckets": buckets,
     "counted": counted,
+    "kernel arguments": kernel_arguments,
     "drift": drift,
     "calibrated": calibrated,
 }

@@ -191,7 +191,9 @@ def main(arguments: list[str] | None = None) -> int:
     store = Path(tempfile.gettempdir(), STORE)
     with tempfile.TemporaryDirectory() as kernels:
         if store.is_dir():
-            shutil.copytree(store, Path(kernels, STORE))
+            # Without those that other tests are making, which vanish meanwhile.
+            made = shutil.ignore_patterns("*.part")
+            shutil.copytree(store, Path(kernels, STORE), ignore=made)
         os.environ["TMPDIR"] = tempfile.tempdir = kernels
         left = 0
         for where in options.modules or TESTS:

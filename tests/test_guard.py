@@ -24,7 +24,7 @@ from helpers import (
 )
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import all_finite, eager
+from mlx_gradscale import all_finite, autocompile
 from mlx_gradscale import guard as module
 from mlx_gradscale.guard import guarded_apply
 from mlx_gradscale.state_tree import slots
@@ -194,7 +194,7 @@ def test_an_eager_loop_compiles_once_and_runs_no_python_after_that(monkeypatch):
 
 
 def test_settings_that_change_with_every_step_compile_once(monkeypatch):
-    monkeypatch.setattr(eager.mx, "compile", compiling := Traced(mx.compile))
+    monkeypatch.setattr(autocompile.mx, "compile", compiling := Traced(mx.compile))
     optimizer, weights = optim.AdamW(1e-2), {"w": mx.ones(4)}
 
     def steps(decays):
@@ -355,7 +355,7 @@ def test_nothing_outlives_optimizer_and_model():
     gc.collect()
     assert optimizer() is None
     assert model() is None
-    assert len(eager._steppers) == 0
+    assert len(autocompile._steppers) == 0
 
 
 def test_integer_and_empty_leaves_and_bare_containers_pass_through():

@@ -68,6 +68,28 @@ def test_a_kernel_is_that_of_the_compiler_byte_for_byte(compile_kernel, tmp_path
     assert not (tmp_path / "c.so").exists()
 
 
+def test_a_kernel_with_its_headers_in_it_is_kept_too(tmp_path):
+    # As MLX before 0.32 writes it, where no folder of headers is named.
+    folder, store = tmp_path / "mlx" / "0.31.2" / "cpu", tmp_path / "store"
+    folder.mkdir(parents=True)
+    store.mkdir()
+    (folder / "kernel.cpp").write_text('extern "C" int kernel(int x) { return x; }')
+
+    def compile_to(compiler, name, **environment):
+        files = [folder / "kernel.cpp", "-o", folder / name]
+        return subprocess.run(
+            [compiler, *FLAGS, *files],
+            env={**os.environ, "KERNEL_STORE": str(store), **environment},
+        ).returncode
+
+    assert compile_to(os.environ["KERNEL_COMPILER"], "theirs.so") == 0
+    assert compile_to(FRONT, "ours.so") == 0
+    assert compile_to(FRONT, "again.so", KERNEL_COMPILER="false") == 0
+    for name in ("ours.so", "again.so"):
+        assert (folder / name).read_bytes() == (folder / "theirs.so").read_bytes()
+    assert len(list(store.iterdir())) == 1
+
+
 def test_a_kernel_that_does_not_compile_is_an_error_and_leaves_nothing(
     compile_kernel, tmp_path
 ):

@@ -89,6 +89,38 @@ def test_made_in_one_thread_and_used_in_another(loop, initialised, expected):
     assert optimizer.step.item() > before
 
 
+def train_plain(loop, model, scaler):
+    """The same with a GradScaler alone, on float32 weights."""
+    optimizer = optim.AdamW(1e-2)
+    optimizer.init(model.trainable_parameters())
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    state = [model.state, optimizer.state, scaler.state]
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        scaler.minimize(optimizer, model, grads)
+        return loss
+
+    if loop == "compiled":
+        step = mx.compile(step, inputs=state, outputs=state)
+    for i in range(4):
+        x, y = batch(i)
+        mx.eval(step(x * 30000 if i == 1 else x, y), state)
+    assert scaler.skipped_steps.item() >= 1
+    return bits([model.parameters(), optimizer.state, scaler.state])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_plain_scaler_made_in_one_thread_and_used_in_another(loop):
+    made = []
+    for _ in range(2):
+        mx.random.seed(0)
+        made.append((Mlp(), GradScaler(256.0)))
+    mx.eval([model.parameters() for model, _ in made])
+    here = train_plain(loop, *made[0])
+    assert in_threads(lambda: train_plain(loop, *made[1])) == [here]
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_two_models_in_two_threads(loop, expected):
     made = [make(seed) for seed in (0, 1)]
