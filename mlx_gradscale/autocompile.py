@@ -15,14 +15,14 @@ from .state_tree import flatten, leaves_of
 # What each optimizer's settings were last, the function that was compiled for them if
 # one was, and whether they stayed for a second step. Held by the optimizer's life
 # alone: nothing here may keep it, or a model in its closures, alive.
-_steppers: weakref.WeakKeyDictionary[Optimizer, tuple[Any, Callable | None, bool]] = (
-    weakref.WeakKeyDictionary()
-)
+_steppers: weakref.WeakKeyDictionary[
+    Optimizer, tuple[Any, Callable[..., Any] | None, bool]
+] = weakref.WeakKeyDictionary()
 
 
 def autocompiled(
-    run: Callable, optimizer: Optimizer, parts: list[tuple[Optimizer, Any]]
-) -> Callable:
+    run: Callable[..., Any], optimizer: Optimizer, parts: list[tuple[Optimizer, Any]]
+) -> Callable[..., Any]:
     """Return ``run`` for this optimizer, compiled.
 
     From the first step on: a compiled step may round otherwise than a plain one, and a

@@ -152,9 +152,9 @@ class LossScale:
 
     # What a step and an update write
 
-    def inverse(self) -> mx.array | None:
-        """Return what to multiply scaled gradients with, None when disabled."""
-        return 1.0 / self._state["scale"] if self._enabled else None
+    def inverse(self) -> mx.array:
+        """Return what to multiply scaled gradients with."""
+        return 1.0 / self._field("scale")
 
     def after_step(
         self, grads: Any, applied: mx.array, loss_finite: mx.array, update: bool
@@ -191,6 +191,10 @@ class LossScale:
     def _fields(self) -> dict[str, mx.array]:
         return {name: self._state[name] for name in FIELDS}
 
+    def _field(self, name: str) -> mx.array:
+        field: mx.array = self._state[name]
+        return field
+
     def _writes(self, changed: dict[str, mx.array]) -> Writes:
         return [(self._state, *item) for item in changed.items()]
 
@@ -205,7 +209,7 @@ class LossScale:
         if not self._enabled:
             return 1.0
         check_skips(self)
-        return self._state["scale"].item()
+        return float(self._state["scale"].item())
 
     def is_enabled(self) -> bool:
         """Tell whether the scaler does anything."""
@@ -213,7 +217,7 @@ class LossScale:
 
     def get_growth_factor(self) -> float:
         """Read the growth factor."""
-        return self._get("growth_factor")
+        return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, also for a step that is already compiled.
@@ -229,7 +233,7 @@ class LossScale:
 
     def get_backoff_factor(self) -> float:
         """Read the backoff factor."""
-        return self._get("backoff_factor")
+        return float(self._get("backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, also for a step that is already compiled."""
@@ -237,7 +241,7 @@ class LossScale:
 
     def get_growth_interval(self) -> int:
         """Read the growth interval."""
-        return self._get("growth_interval")
+        return int(self._get("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval, also for a step that is already compiled."""
@@ -245,7 +249,7 @@ class LossScale:
 
     def get_backoff_interval(self) -> int:
         """Read how many overflows in a row it takes to back off."""
-        return self._get("backoff_interval")
+        return int(self._get("backoff_interval"))
 
     def set_backoff_interval(self, new_interval: int) -> None:
         """Set the backoff interval, also for a step that is already compiled."""
@@ -253,7 +257,7 @@ class LossScale:
 
     def get_hysteresis(self) -> int:
         """Read how many overflows between two growths it takes to back off."""
-        return self._get("hysteresis")
+        return int(self._get("hysteresis"))
 
     def set_hysteresis(self, new_hysteresis: int) -> None:
         """Set the hysteresis, also for a step that is already compiled."""
@@ -261,7 +265,7 @@ class LossScale:
 
     def is_dynamic(self) -> bool:
         """Tell whether the scale moves."""
-        return self._get("dynamic")
+        return bool(self._get("dynamic"))
 
     def set_dynamic(self, dynamic: bool) -> None:
         """Let the scale move, or hold it, also in a step that is already compiled."""
@@ -279,7 +283,7 @@ class LossScale:
     @property
     def skipped_steps(self) -> mx.array:
         """How many steps changed nothing, as a lazy 0-d array."""
-        return self._state["skipped_steps"]
+        return self._field("skipped_steps")
 
     @property
     def skipped_losses(self) -> mx.array:
@@ -288,7 +292,7 @@ class LossScale:
         The scale stays where it is then: no scale cures a loss that is NaN. Counted
         where the loss is seen: by ``value_and_grad`` and by a ``LossScaleOptimizer``.
         """
-        return self._state["skipped_losses"]
+        return self._field("skipped_losses")
 
     @property
     def consecutive_skips(self) -> mx.array:
@@ -299,12 +303,12 @@ class LossScale:
             >>> GradScaler().consecutive_skips
             array(0, dtype=int32)
         """
-        return self._state["consecutive_skips"]
+        return self._field("consecutive_skips")
 
     @property
     def last_step_applied(self) -> mx.array:
         """Whether the latest step changed something, lazily."""
-        return self._state["last_step_applied"]
+        return self._field("last_step_applied")
 
     def assert_in_sync(self, group: mx.distributed.Group | None = None) -> None:
         """Raise, on every rank, if this scaler is not in the same state on all.
@@ -353,7 +357,7 @@ class LossScale:
         compare_scalers("load_state_dict()", self, values)
         self._fill(values)
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to one file, atomically.
 
         Args:
@@ -372,7 +376,7 @@ class LossScale:
         """
         files.save_state(path, self.state_dict())
 
-    def load(self, path: str | os.PathLike) -> None:
+    def load(self, path: str | os.PathLike[str]) -> None:
         """Load what :meth:`save` wrote, or a scaler state that PyTorch saved."""
         self.load_state_dict(files.load_state(path))
 

@@ -101,7 +101,7 @@ class LossScaleOptimizer(Optimizer):
             check_scaler(scaler)
         if max_grad_norm is not None:
             check_norm(max_grad_norm)
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.optimizer = optimizer
         self._scaler = GradScaler() if scaler is None else scaler
         self._ranks = Ranks.of(group, average, sharded, self.scaler.group)
@@ -111,12 +111,12 @@ class LossScaleOptimizer(Optimizer):
         self._loaded: dict[str, mx.array] | None = None
         self._scaler_before_load: dict[str, mx.array] = {}
         # One dict for life: compiled steps have captured it.
-        self._state = {
+        self._state: dict[str, Any] = {
             "optimizer": optimizer.state,
             **self._masters.state,
             "scaler": self.scaler.state,
             "grad_norm": mx.array(0.0),
-            "max_grad_norm": mx.array(float(max_grad_norm if self._clips else "inf")),
+            "max_grad_norm": mx.array(float(max_grad_norm or "inf")),
         }
         self._own()
 
@@ -129,12 +129,12 @@ class LossScaleOptimizer(Optimizer):
     def value_and_grad(
         self,
         model: nn.Module,
-        loss_fn: Callable,
+        loss_fn: Callable[..., Any],
         compute_dtype: mx.Dtype | None = None,
         *,
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """Like ``nn.value_and_grad``: the true loss and true gradients, in float32.
 
         See :meth:`GradScaler.value_and_grad`.
@@ -159,11 +159,11 @@ class LossScaleOptimizer(Optimizer):
 
     def scale_loss(
         self,
-        loss_fn: Callable,
+        loss_fn: Callable[..., Any],
         model: nn.Module | None = None,
         *,
         unscale: bool = True,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """Return ``loss_fn`` for a trainer that differentiates it itself.
 
         It has the same value. The loss is scaled in the backward pass, and the
@@ -419,12 +419,14 @@ class LossScaleOptimizer(Optimizer):
     @property
     def step(self) -> mx.array:
         """How many steps were applied."""
-        return _first(self.optimizer).step
+        step: mx.array = _first(self.optimizer).step
+        return step
 
     @property
     def learning_rate(self) -> mx.array:
         """The inner optimizer's learning rate."""
-        return self.optimizer.learning_rate
+        learning_rate: mx.array = self.optimizer.learning_rate
+        return learning_rate
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: float | mx.array) -> None:
@@ -437,7 +439,7 @@ class LossScaleOptimizer(Optimizer):
         Reading it reads the device. Whether there is clipping at all is fixed at
         construction: ``float("inf")`` clips nothing.
         """
-        return self._state["max_grad_norm"].item() if self._clips else None
+        return float(self._state["max_grad_norm"].item()) if self._clips else None
 
     @max_grad_norm.setter
     def max_grad_norm(self, max_grad_norm: float) -> None:

@@ -132,12 +132,12 @@ class GradScaler(LossScale):
     def value_and_grad(
         self,
         model: nn.Module,
-        loss_fn: Callable,
+        loss_fn: Callable[..., Any],
         compute_dtype: mx.Dtype | None = None,
         *,
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """Like ``nn.value_and_grad``: the true loss and true gradients, in float32.
 
         The loss is scaled for the backward pass only. A gradient that is not finite
@@ -208,7 +208,7 @@ class GradScaler(LossScale):
 
         return tree_map(scaled, outputs)
 
-    def scale_loss(self, loss_fn: Callable) -> Callable:
+    def scale_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``loss_fn`` with the same value and a scaled gradient.
 
         PyTorch's way, for parameters that are no ``nn.Module``. The gradients stay
@@ -465,7 +465,7 @@ class GradScaler(LossScale):
         return super().__getstate__() | {"_stages": None}
 
 
-def _show_signature_of_init(cls: type) -> None:
+def _show_signature_of_init(cls: Any) -> None:
     # inspect would show that of __new__, which takes everything.
     _, *parameters = inspect.signature(cls.__init__).parameters.values()
     cls.__signature__ = inspect.Signature(parameters)

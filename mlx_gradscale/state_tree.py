@@ -9,6 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 CONTAINERS = (dict, list, tuple)
+# Where an array is: its path, its container, and the key in that.
+Slot = tuple[tuple[Any, ...], Any, Any]
 # What a step writes: (container, key, value) for each.
 Writes = list[tuple[Any, Any, Any]]
 
@@ -22,14 +24,14 @@ def items(tree: Any) -> Any:
 # calls itself is a cycle, which would keep gradients alive until it is collected.
 
 
-def slots(state: Any) -> list[tuple[tuple, Any, Any]]:
+def slots(state: Any) -> list[Slot]:
     """Return (path, container, key) for every array in an optimizer's state."""
-    found: list[tuple[tuple, Any, Any]] = []
+    found: list[Slot] = []
     _collect_slots(state, (), found)
     return found
 
 
-def _collect_slots(box: Any, path: tuple, found: list[tuple[tuple, Any, Any]]) -> None:
+def _collect_slots(box: Any, path: tuple[Any, ...], found: list[Slot]) -> None:
     for key, value in box.items() if isinstance(box, dict) else enumerate(box):
         if isinstance(value, mx.array):
             found.append(((*path, key), box, key))
@@ -100,6 +102,6 @@ def restore(saved: list[tuple[Any, Any]]) -> None:
             container[:] = copy
 
 
-def dotted(path: tuple) -> str:
+def dotted(path: tuple[Any, ...]) -> str:
     """Return a path as it is shown in errors."""
     return repr(".".join(map(str, path)))
