@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import precision
-from .buffers import places
 from .diagnostics.history import ScaleHistory
 from .finite import all_finite
+from .precision.buffers import places
 from .state_tree import write_all
 
 if TYPE_CHECKING:

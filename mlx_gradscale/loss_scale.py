@@ -12,9 +12,9 @@ from . import distributed
 from . import state_files as files
 from .diagnostics.alarm import SkipAlarm, check_skips
 from .distributed.agreement import compare_scalers
-from .double_scaling import scaled_once
-from .forward import Forward
 from .notices import warn_user
+from .precision.double_scaling import scaled_once
+from .precision.forward import Forward
 from .scale import (
     FIELDS,
     SETTINGS,

@@ -12,11 +12,11 @@ from mlx.utils import tree_map
 
 from . import calibration, precision
 from .distributed.consensus import finite_on_all_ranks, is_alone
-from .double_scaling import is_scaled_now
 from .finite import all_finite, all_finite_times, arrays, is_floating
 from .guard import in_place_of, parameter_places, planned_step, unscale
 from .loss_scale import SCALED_GRADIENTS, TRUE_GRADIENTS, LossScale
 from .masters import HALF
+from .precision.double_scaling import is_scaled_now
 from .scale import LARGEST_SCALE, SMALLEST_SCALE, check_scale, within_limits
 from .stages import Stages
 from .state_tree import Writes, write_all

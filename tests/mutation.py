@@ -50,7 +50,7 @@ TESTS = {
         "tests/test_optimizer.py",
         "tests/test_guard.py",
     ],
-    "mlx_gradscale/precision.py": [
+    "mlx_gradscale/precision/differentiation.py": [
         "tests/test_scaler_misuse.py",
         "tests/test_scaled_loss.py",
         "tests/test_calibration.py",

@@ -8,8 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import precision
-from ..dtypes import LayerDtypes, sentence, watched_dtypes
 from ..files.text import align, dtype_name
+from ..precision.dtypes import LayerDtypes, sentence, watched_dtypes
 from ..probes import unchanged
 
 

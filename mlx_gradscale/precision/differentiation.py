@@ -10,11 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from .finite import is_floating
-from .islands import kept_in_float32
-from .masters import to_float32
-from .state_tree import leaves_of, slots, write_all
-from .tracing import broadcasts
+from ..finite import is_floating
+from ..islands import kept_in_float32
+from ..masters import to_float32
+from ..state_tree import leaves_of, slots, write_all
+from ..tracing import broadcasts
 
 
 @mx.custom_function

@@ -12,10 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .islands.calls import ISLAND, METHODS, is_inside_island
-from .islands.layers import half_statistics
-from .masters import HALF
-from .precision import is_leaf
+from ..islands.calls import ISLAND, METHODS, is_inside_island
+from ..islands.layers import half_statistics
+from ..masters import HALF
+from .differentiation import is_leaf
 
 
 @dataclass(frozen=True)

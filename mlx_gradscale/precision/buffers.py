@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .precision import Found, arrays_of, ids_of_trained
+from .differentiation import Found, arrays_of, ids_of_trained
 
 # (container, key, array) by path, for the arrays of a model that are not trained.
 Places = dict[str, tuple[Any, Any, mx.array]]

@@ -9,13 +9,13 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import buffers, precision
+from ..finite import all_finite, is_finite_magnitude
+from ..islands import float32_gradients
+from ..state_tree import leaves_of, write_all
+from ..tracing import have_values, is_traced
+from . import buffers, differentiation
 from .double_scaling import watched
 from .dtypes import warned_once
-from .finite import all_finite, is_finite_magnitude
-from .islands import float32_gradients
-from .state_tree import leaves_of, write_all
-from .tracing import have_values, is_traced
 
 _COMPILED_WITHOUT = (
     "A gradient function was compiled without the scaler's state, so that it goes on "
@@ -51,7 +51,7 @@ class Forward:
         self._begin = begin
         self._warn = warn
         self._models: list[weakref.ref[nn.Module]] = []
-        self._passes: list[precision.Passes] = []
+        self._passes: list[differentiation.Passes] = []
         self._unsettled = False
 
     def value_and_grad(
@@ -62,20 +62,20 @@ class Forward:
         Args:
             model (nn.Module): The model to differentiate.
             loss_fn (Callable): As for ``nn.value_and_grad``.
-            *arguments (Any): The rest of :func:`precision.value_and_grad`'s.
+            *arguments (Any): The rest of :func:`differentiation.value_and_grad`'s.
         """
         self._register(model)
         warned = warned_once(loss_fn, lambda args, kwargs: [model], self._warn)
         before: buffers.Places = {}
         is_compiled = False
 
-        def look(found: list[precision.Found], trained: set[int]) -> None:
+        def look(found: list[differentiation.Found], trained: set[int]) -> None:
             nonlocal before, is_compiled
             before = buffers.untrained(found, trained)
             first = [x for *_, x in found if id(x) in trained][:1]
             is_compiled = any(map(is_traced, first))
 
-        differentiate = precision.value_and_grad(
+        differentiate = differentiation.value_and_grad(
             model, self.scaled_loss(warned), *arguments, look=look
         )
 
@@ -85,7 +85,7 @@ class Forward:
             self._begin(model)
             inverse = 1.0 / self._state["scale"]
             is_listed = self._is_listed()
-            given = precision.arrays_among((args, kwargs))
+            given = differentiation.arrays_among((args, kwargs))
             is_given = not is_listed and any(map(is_traced, given))
             value, gradients = differentiate(*args, **kwargs)
             # Not kept beyond this call: what is held cannot be written over.
@@ -100,9 +100,9 @@ class Forward:
             else:
                 self._note_loss(loss)
                 self._note_buffers(model, old)
-            return value, precision.true_gradients(gradients, inverse)
+            return value, differentiation.true_gradients(gradients, inverse)
 
-        precision.mark_scaled(value_and_grad_fn)
+        differentiation.mark_scaled(value_and_grad_fn)
         return value_and_grad_fn
 
     def scale_loss(
@@ -117,12 +117,12 @@ class Forward:
             loss_fn (Callable): As for ``nn.value_and_grad``.
             model (nn.Module, optional): Default: the models among the arguments.
         """
-        precision.refuse_scaled(loss_fn)
+        differentiation.refuse_scaled(loss_fn)
         if model is not None:
             self._register(model)
 
         def models_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
-            return [model] if model else precision.models_among((args, kwargs))
+            return [model] if model else differentiation.models_among((args, kwargs))
 
         warned = warned_once(loss_fn, models_of, self._warn)
 
@@ -141,27 +141,27 @@ class Forward:
             # Whether it is compiled without the state cannot be told in here, where
             # it is differentiated: check_passes() looks at what was left.
             self._unsettled = not self._is_listed()
-            passes = precision.Passes()
-            noted_loss_fn = precision.with_loss(
+            passes = differentiation.Passes()
+            noted_loss_fn = differentiation.with_loss(
                 watched(warned), lambda loss: self._scale_and_note(loss, passes)
             )
             with ExitStack() as stack:
                 stack.enter_context(float32_gradients())
                 for each in models:
                     stack.enter_context(
-                        precision.unscaled_gradients(each, inverse, passes)
+                        differentiation.unscaled_gradients(each, inverse, passes)
                     )
                 outputs = noted_loss_fn(*args, **kwargs)
             for each, places in zip(models, before, strict=True):
                 self._note_buffers(each, places)
             return outputs
 
-        precision.mark_scaled(true_loss_fn)
+        differentiation.mark_scaled(true_loss_fn)
         return true_loss_fn
 
     def scaled_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``loss_fn`` with the same value and a gradient that stays scaled."""
-        return precision.with_scaled_gradient(
+        return differentiation.with_scaled_gradient(
             loss_fn, lambda: self._state["scale"], self._check_loss, watched
         )
 
@@ -231,7 +231,9 @@ class Forward:
             self._state.setdefault("buffers", {})[str(index)] = record
         return str(index)
 
-    def _scale_and_note(self, loss: mx.array, passes: precision.Passes) -> mx.array:
+    def _scale_and_note(
+        self, loss: mx.array, passes: differentiation.Passes
+    ) -> mx.array:
         # By whoever differentiates, so that a validation loss is not noted.
         @mx.custom_function
         def scale_gradient(loss: mx.array, scale: mx.array) -> mx.array:
