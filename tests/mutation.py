@@ -43,7 +43,7 @@ TESTS = {
         "tests/test_scaler.py",
     ],
     "mlx_gradscale/finite.py": ["tests/test_finite_edges.py", "tests/test_finite.py"],
-    "mlx_gradscale/guard.py": [
+    "mlx_gradscale/guard/step.py": [
         "tests/test_guard_in_place.py",
         "tests/test_guard_classes.py",
         "tests/test_interrupts.py",

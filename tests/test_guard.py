@@ -24,9 +24,9 @@ from helpers import (
 )
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import all_finite, autocompile
-from mlx_gradscale import guard as module
-from mlx_gradscale.guard import guarded_apply
+from mlx_gradscale import all_finite
+from mlx_gradscale.guard import autocompile, guarded_apply
+from mlx_gradscale.guard import step as module
 from mlx_gradscale.state_tree import slots
 
 every_optimizer = pytest.mark.parametrize(

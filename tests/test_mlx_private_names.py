@@ -1,6 +1,6 @@
 """The private names of mlx.optimizers that mlx_optimizers.py knows, one by one.
 
-If one fails, MLX has renamed something: mend mlx_gradscale/mlx_optimizers.py alone.
+If one fails, MLX has renamed something: mend guard/mlx_optimizers.py alone.
 """
 
 import ast
@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 
-from mlx_gradscale import mlx_optimizers
+from mlx_gradscale.guard import mlx_optimizers
 
-PACKAGE = Path(mlx_optimizers.__file__).parent
+PACKAGE = Path(mlx_optimizers.__file__).parent.parent
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 # A LossScaleOptimizer is an Optimizer itself, and sets what the base class has.
 OF_ITS_OWN = {"optimizer.py"}

@@ -10,7 +10,7 @@ from mlx.optimizers import Optimizer
 
 from ..distributed import from_rank_0
 from ..distributed.agreement import agreed_already
-from ..mlx_optimizers import is_initialized, single_optimizers
+from ..guard import is_initialized, single_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import read_contents
 from ..run_folder.leaves import NUMBERS, places

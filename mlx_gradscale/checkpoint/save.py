@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from ..files.folders import check_folder
-from ..mlx_optimizers import is_initialized
+from ..guard import is_initialized
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import OURS, Contents, file_contents, write_files
 from ..scaler import GradScaler

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from ..mlx_optimizers import single_optimizers
+from ..guard import single_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import SCALER, TRAINING, RunError
 from ..run_folder.leaves import places

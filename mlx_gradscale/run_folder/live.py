@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from ..mlx_optimizers import is_initialized
+from ..guard import is_initialized
 from ..optimizer import LossScaleOptimizer
 from ..scaler import GradScaler
 from .contents import Contents

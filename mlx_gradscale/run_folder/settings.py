@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.optimizers import Optimizer
 
-from ..mlx_optimizers import schedules, single_optimizers
+from ..guard import schedules, single_optimizers
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:

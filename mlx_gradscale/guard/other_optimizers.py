@@ -20,8 +20,8 @@ import mlx.core as mx
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
+from ..state_tree import CONTAINERS, copies, dotted, items, restore
 from .mlx_optimizers import NOT_SETTINGS, drop_schedules
-from .state_tree import CONTAINERS, copies, dotted, items, restore
 
 # In the state of a parameter: whether its first step was applied.
 STARTED = "has_started"

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.optimizers import Optimizer
 
+from ..state_tree import flatten, leaves_of
 from .mlx_optimizers import NOT_SETTINGS, is_mlx_own
-from .state_tree import flatten, leaves_of
 
 # What each optimizer's settings were last, the function that was compiled for them if
 # one was, and whether they stayed for a second step. Held by the optimizer's life

@@ -7,14 +7,10 @@ import mlx.core as mx
 from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from .autocompile import autocompiled
-from .finite import is_floating
-from .masters import HALF, full_precision, half_bits, to_float32
-from .masters.remainder import join, select_step
-from .mlx_optimizers import is_mlx_own
-from .other_optimizers import apply as apply_other
-from .other_optimizers import prepare
-from .state_tree import (
+from ..finite import is_floating
+from ..masters import HALF, full_precision, half_bits, to_float32
+from ..masters.remainder import join, select_step
+from ..state_tree import (
     CONTAINERS,
     Writes,
     copies,
@@ -25,7 +21,11 @@ from .state_tree import (
     slots,
     write_all,
 )
-from .tracing import broadcasts, refuse_shapeless
+from ..tracing import broadcasts, refuse_shapeless
+from .autocompile import autocompiled
+from .mlx_optimizers import is_mlx_own
+from .other_optimizers import apply as apply_other
+from .other_optimizers import prepare
 
 
 def unscale(gradients: Any, factor: mx.array | None) -> Any:
