@@ -13,11 +13,10 @@ from .distributed.consensus import Sharded
 from .distributed.ranks import Ranks
 from .finite import is_finite_magnitude, is_floating
 from .guard import (
+    PlannedStep,
     fitting_parameters,
-    in_place_of,
     initialize,
     is_emptied,
-    parameter_places,
     planned_step,
 )
 from .loss_scale import SCALED_GRADIENTS, TRUE_GRADIENTS
@@ -25,7 +24,7 @@ from .masters import HALF, Masters
 from .optimizer_state import NOT_LOADED, check_loaded, write_in_place
 from .scale import FIELDS
 from .scaler import GradScaler, check_not_empty
-from .state_tree import Writes, copies, flatten, leaves_of, restore, write_all
+from .state_tree import copies, flatten, leaves_of, restore
 from .tracing import evaluate_unless_traced, not_constant
 from .wrapping import (
     check_norm,
@@ -272,12 +271,10 @@ class LossScaleOptimizer(Optimizer):
             if path in frozen:
                 raise ValueError(f"There is a gradient for {path!r}, which is frozen.")
         self.scaler.check_model(model)
-        averaged, new, applied, writes = self._plan(gradients, model, weight)
-        places = parameter_places(averaged, model)
-        writes += [(box, key, new[path]) for path, box, key in places if path in new]
+        plan, applied = self._plan(gradients, model, weight)
         if self.scaler.is_enabled():
-            writes += self.scaler.forward.taken_back(model, applied)
-        write_all(writes)
+            plan.writes += self.scaler.forward.taken_back(model, applied)
+        plan.carry_out_on(model)
 
     def apply_gradients(
         self,
@@ -292,13 +289,12 @@ class LossScaleOptimizer(Optimizer):
             parameters (Any): A tree of parameters, at least those with gradients.
             weight (float or array, optional): As for :meth:`update`.
         """
-        averaged, new, _, writes = self._plan(gradients, parameters, weight)
-        write_all(writes)
-        return in_place_of(averaged, parameters, new)
+        plan, _ = self._plan(gradients, parameters, weight)
+        return plan.carry_out()
 
     def _plan(
         self, gradients: Any, parameters: Any, weight: float | mx.array | None
-    ) -> tuple[Any, dict[str, mx.array], mx.array, Writes]:
+    ) -> tuple[PlannedStep, mx.array]:
         fitting = fitting_parameters(gradients, parameters)
         if self._needs_init():
             if self._ranks.average and not tree_flatten(gradients):
@@ -326,22 +322,19 @@ class LossScaleOptimizer(Optimizer):
             None if true else self.scaler.inverse(),
             self.scaler.state["loss_finite"],
         )
+        if not leaves:
+            fitting = fitting_parameters(gradients, parameters)
         factor, applied, loss_finite, norm = self._inspect(
             gradients, factor, loss_finite
         )
-        new, writes = planned_step(
-            self.optimizer,
-            gradients,
-            parameters,
-            factor,
-            applied,
-            *self._masters.state.values(),
+        plan = planned_step(
+            self.optimizer, gradients, fitting, factor, applied, self._masters
         )
-        writes.append((self._state, "grad_norm", norm))
-        writes += self.scaler.after_step(
+        plan.writes.append((self._state, "grad_norm", norm))
+        plan.writes += self.scaler.after_step(
             gradients, applied, loss_finite, update=self.scaler.is_enabled()
         )
-        return gradients, new, applied, writes
+        return plan, applied
 
     def _needs_init(self) -> bool:
         return not self._initialized or (

@@ -13,13 +13,13 @@ from mlx.utils import tree_map
 from . import calibration, precision
 from .distributed.consensus import finite_on_all_ranks, is_alone
 from .finite import all_finite, all_finite_times, arrays, is_floating
-from .guard import in_place_of, parameter_places, planned_step, unscale
+from .guard import PlannedStep, fitting_parameters, planned_step, unscale
 from .loss_scale import SCALED_GRADIENTS, TRUE_GRADIENTS, LossScale
 from .masters import HALF
 from .precision.double_scaling import is_scaled_now
 from .scale import LARGEST_SCALE, SMALLEST_SCALE, check_scale, within_limits
 from .stages import Stages
-from .state_tree import Writes, write_all
+from .state_tree import write_all
 
 
 class GradScaler(LossScale):
@@ -295,11 +295,9 @@ class GradScaler(LossScale):
             optimizer.update(model, grads)
             return self.last_step_applied
         self.check_model(model)
-        new, applied, writes = self._plan(optimizer, grads, model, model)
-        places = parameter_places(grads, model)
-        writes += [(box, key, new[path]) for path, box, key in places if path in new]
-        writes += self.forward.taken_back(model, applied)
-        write_all(writes)
+        plan, applied = self._plan(optimizer, grads, model, model)
+        plan.writes += self.forward.taken_back(model, applied)
+        plan.carry_out_on(model)
         return applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
@@ -323,9 +321,8 @@ class GradScaler(LossScale):
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
-        new, _, writes = self._plan(optimizer, grads, parameters)
-        write_all(writes)
-        return in_place_of(grads, parameters, new)
+        plan, _ = self._plan(optimizer, grads, parameters)
+        return plan.carry_out()
 
     def _plan(
         self,
@@ -333,7 +330,7 @@ class GradScaler(LossScale):
         grads: Any,
         parameters: Any,
         model: nn.Module | None = None,
-    ) -> tuple[dict[str, mx.array], mx.array, Writes]:
+    ) -> tuple[PlannedStep, mx.array]:
         self.check_optimizer(optimizer, "step")
         true = self.gives_true_gradients
         self.forward.check_passes(grads)
@@ -352,11 +349,12 @@ class GradScaler(LossScale):
             finite = all_finite_times(grads, inverse)
         loss_finite = self._state["loss_finite"]
         applied, loss_finite = finite_on_all_ranks(finite, loss_finite, self.group)
-        new, writes = planned_step(optimizer, grads, parameters, inverse, applied)
-        self._warn_about_half(new)
-        writes.append(self._stages.stepped(optimizer, applied, model))
-        writes += self.after_step(grads, applied, loss_finite, update=False)
-        return new, applied, writes
+        fitting = fitting_parameters(grads, parameters)
+        plan = planned_step(optimizer, grads, fitting, inverse, applied)
+        self._warn_about_half(plan.new)
+        plan.writes.append(self._stages.stepped(optimizer, applied, model))
+        plan.writes += self.after_step(grads, applied, loss_finite, update=False)
+        return plan, applied
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
         """Move the scale on from all that was recorded since the last update.

@@ -473,7 +473,7 @@ def test_mlx_optimizers_are_not_tried(monkeypatch):
     def tried(*_):
         raise AssertionError
 
-    monkeypatch.setattr("mlx_gradscale.guard.step.prepare", tried)
+    monkeypatch.setattr("mlx_gradscale.guard.initialization.prepare", tried)
     monkeypatch.setattr("mlx_gradscale.guard.step.apply_other", tried)
     weights = {"w": mx.zeros(2)}
     guarded_apply(optim.AdamW(0.1), weights, weights, None, mx.array(True))

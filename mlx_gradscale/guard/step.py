@@ -1,31 +1,42 @@
-"""Apply any ``mlx.optimizers`` optimizer to a tree, or leave everything as it was."""
+"""One step of an optimizer, or none: which of the two is decided on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx.optimizers import MultiOptimizer, Optimizer
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_map, tree_map_with_path
 
 from ..finite import is_floating
-from ..masters import HALF, full_precision, half_bits, to_float32
-from ..masters.remainder import join, select_step
+from ..masters import Masters, join_kept, to_float32
 from ..state_tree import (
-    CONTAINERS,
+    Slot,
     Writes,
     copies,
     dotted,
     flatten,
-    items,
     restore,
     slots,
     write_all,
 )
 from ..tracing import broadcasts, refuse_shapeless
 from .autocompile import autocompiled
-from .mlx_optimizers import is_mlx_own
+from .fitting import fitting_parameters, parameter_places
+from .initialization import check_supported, initialize
+from .mlx_optimizers import (
+    is_mlx_own,
+    parts,
+    schedules,
+    single_optimizers,
+    with_scheduled,
+)
 from .other_optimizers import apply as apply_other
-from .other_optimizers import prepare
+from .select import arrays_by_owner, select_parameter, select_state
+
+# What is kept of each master, by name, by the path of its parameter.
+Kept = dict[str, dict[str, mx.array]]
 
 
 def unscale(gradients: Any, factor: mx.array | None) -> Any:
@@ -34,7 +45,6 @@ def unscale(gradients: Any, factor: mx.array | None) -> Any:
     Leaves that are not floating pass through: ``mx.grad`` gives integer zeros
     for integer parameters, and a product would make them float.
     """
-
     factor_of = None if factor is None else broadcasts(factor)
 
     def unscaled(gradient: mx.array) -> mx.array:
@@ -46,15 +56,43 @@ def unscale(gradients: Any, factor: mx.array | None) -> Any:
     return tree_map(unscaled, gradients)
 
 
+@dataclass
+class PlannedStep:
+    """What a step would write, and has not written yet.
+
+    Attributes:
+        gradients (Any): The gradients that it is made of.
+        fitting (Any): Their :func:`fitting_parameters`, as they are.
+        new (dict): The new parameters by their path.
+        writes (list): All else, as (container, key, value). Callers add their own.
+    """
+
+    gradients: Any
+    fitting: Any
+    new: dict[str, mx.array]
+    writes: Writes
+
+    def carry_out(self) -> Any:
+        """Write it all, and return the new parameters in the gradients' tree."""
+        write_all(self.writes)
+        return tree_map_with_path(
+            lambda path, _, p: self.new.get(path, p), self.gradients, self.fitting
+        )
+
+    def carry_out_on(self, model: Any) -> None:
+        """Write it all, the new parameters to a model."""
+        places = parameter_places(self.gradients, model)
+        new = [(box, k, self.new[path]) for path, box, k in places if path in self.new]
+        write_all([*self.writes, *new])
+
+
 def guarded_apply(
     optimizer: Optimizer,
     gradients: Any,
     parameters: Any,
     factor: mx.array | None,
     apply: mx.array,
-    masters: dict[str, mx.array] | None = None,
-    written: dict[str, mx.array] | None = None,
-    remainders: dict[str, mx.array] | None = None,
+    masters: Masters | None = None,
 ) -> Any:
     """Return the parameters after one optimizer step, or before it.
 
@@ -72,53 +110,31 @@ def guarded_apply(
         factor (array, optional): What to multiply the gradients with: one over the
             scale of scaled gradients.
         apply (array): A 0-d bool array.
-        masters (dict, optional): Float32 masters of half parameters, by their path;
-            replaced in place.
-        written (dict, optional): For each master, and needed with them, the
-            :func:`half_bits` of the parameter as the last step left it; replaced in
-            place.
-        remainders (dict, optional): In the place of masters, what half parameters lack
-            of theirs, by their path; replaced in place.
+        masters (Masters, optional): Those of half parameters; written in place.
 
     Returns:
         Any: A tree of new parameters with the structure of ``gradients``.
     """
-    new, writes = planned_step(
-        optimizer, gradients, parameters, factor, apply, masters, written, remainders
-    )
-    write_all(writes)
-    return in_place_of(gradients, parameters, new)
-
-
-def in_place_of(gradients: Any, parameters: Any, new: dict[str, mx.array]) -> Any:
-    """Return parameters, new by their path where they are, in the gradients' tree."""
     fitting = fitting_parameters(gradients, parameters)
-    return tree_map_with_path(lambda path, _, p: new.get(path, p), gradients, fitting)
+    plan = planned_step(optimizer, gradients, fitting, factor, apply, masters)
+    return plan.carry_out()
 
 
 def planned_step(
     optimizer: Optimizer,
     gradients: Any,
-    parameters: Any,
+    fitting: Any,
     factor: mx.array | None,
     apply: mx.array,
-    masters: dict[str, mx.array] | None = None,
-    written: dict[str, mx.array] | None = None,
-    remainders: dict[str, mx.array] | None = None,
-) -> tuple[dict[str, mx.array], Writes]:
-    """Return the new parameters by path, and what :func:`guarded_apply` would write.
+    masters: Masters | None = None,
+) -> PlannedStep:
+    """Return what :func:`guarded_apply` would write.
 
     So that a caller writes all that belongs together at once. Takes what
-    :func:`guarded_apply` takes.
+    :func:`guarded_apply` takes, but of the parameters only the ``fitting`` ones.
     """
-    if not isinstance(gradients, dict):
-        raise TypeError(
-            f"The gradients must be a dict, as value_and_grad returns for a model, "
-            f"got {type(gradients).__name__}."
-        )
-    _check_supported(optimizer)
+    check_supported(optimizer)
     refuse_shapeless()
-    parameters = fitting_parameters(gradients, parameters)
     leaves = flatten(gradients)
     if len(dict(leaves)) < len(leaves):
         raise ValueError(
@@ -126,165 +142,34 @@ def planned_step(
             "of {'a.b': x, 'a': {'b': y}}. Rename one of the parameters."
         )
     if not any(is_floating(g) for _, g in leaves):
-        return {}, []
-    initialize(optimizer, parameters)
+        return PlannedStep(gradients, fitting, {}, [])
+    initialize(optimizer, fitting)
     # Integer leaves are no business of an optimizer. An empty dict in their
     # place is how MLX's own trees mark a leaf that is not trained.
     trained = gradients
     if not all(is_floating(g) for _, g in leaves):
         trained = tree_map(lambda g: g if is_floating(g) else {}, gradients)
     places = [(box, key) for _, box, key in slots(optimizer.state)]
-    flat = flatten(parameters) if masters or remainders else []
-    halves = [path for path, p in flat if p.dtype in HALF]
-    kept = {p: (masters[p], written[p]) for p in halves if masters and p in masters}
-    lost = {p: remainders[p] for p in halves if remainders and p in remainders}
-    step = autocompiled(_run, optimizer, list(_parts(optimizer, trained)))
-    new, new_masters, new_remainders, state = step(
+    each_part = list(parts(optimizer, trained))
+    step = autocompiled(_run, optimizer, each_part)
+    new, kept, state = step(
         [box[key] for box, key in places],
-        _scheduled(optimizer, trained),
+        # Outside of what is compiled: a schedule is Python and may read anything.
+        [
+            {name: mx.array(fn(part.step)) for name, fn in schedules(part).items()}
+            for part, _ in each_part
+        ],
         trained,
-        parameters,
-        kept,
-        lost,
+        fitting,
+        masters.kept_of(flatten(fitting)) if masters else {},
         factor,
         apply,
     )
     writes = [(*place, x) for place, x in zip(places, state, strict=True)]
-    for path, master in new_masters.items():
-        writes.append((masters, path, master))
-        writes.append((written, path, half_bits(new[path])))
-    writes += [(remainders, path, x) for path, x in new_remainders.items()]
-    return new, writes
-
-
-def parameter_places(gradients: Any, model: Any, path: str = "") -> Iterator[tuple]:
-    """Yield (path, container, key) in ``model`` for each leaf of ``gradients``."""
-    for key, gradient in items(gradients):
-        where = f"{path}.{key}" if path else str(key)
-        if isinstance(gradient, CONTAINERS):
-            if gradient:
-                yield from parameter_places(gradient, model[key], where)
-        else:
-            yield where, model, key
-
-
-def _check_supported(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if type(optimizer).update is not Optimizer.update:
-        raise TypeError(
-            f"{name} overrides update(), which a scaler does not call: move what it "
-            "does to apply_gradients()."
-        )
-    if isinstance(optimizer, MultiOptimizer):
-        if type(optimizer).apply_gradients is not MultiOptimizer.apply_gradients:
-            raise TypeError(
-                f"{name} overrides MultiOptimizer's apply_gradients(), whose parts are "
-                "stepped one by one: override it in a part."
-            )
-        for part in optimizer.optimizers:
-            _check_supported(part)
-        return
-
-
-def fitting_parameters(gradients: Any, parameters: Any, path: str = "") -> Any:
-    """Return the part of ``parameters`` that has gradients; raise if some do not fit.
-
-    Args:
-        gradients (Any): A tree of arrays.
-        parameters (Any): A tree or a model, at least as large.
-        path (str): Where in the whole tree this is, for the error.
-    """
-    if isinstance(gradients, CONTAINERS):
-        if not isinstance(parameters, CONTAINERS):
-            raise ValueError(f"There are gradients below {path!r} but no parameters.")
-        part = {}
-        for key, gradient in items(gradients):
-            if isinstance(gradient, CONTAINERS) and not gradient:
-                # Frozen or not a parameter at all: mlx-lm's Llama has strings there.
-                part[key] = gradient
-                continue
-            where = f"{path}.{key}" if path else str(key)
-            try:
-                parameter = parameters[key]
-            except (KeyError, IndexError, TypeError):
-                raise ValueError(
-                    f"There is a gradient for {where!r} but no such parameter. Pass "
-                    "gradients and parameters of the same model."
-                ) from None
-            part[key] = fitting_parameters(gradient, parameter, where)
-        return part if isinstance(gradients, dict) else list(part.values())
-    if not isinstance(gradients, mx.array):
-        raise TypeError(
-            f"The gradient of {path!r} must be an array, got {gradients!r}. Pass the "
-            "tree of gradients that value_and_grad returned."
-        )
-    if not isinstance(parameters, mx.array):
-        raise ValueError(f"There is a gradient for {path!r} but no such parameter.")
-    if gradients.shape != parameters.shape:
-        raise ValueError(
-            f"The gradient of {path!r} has shape {gradients.shape}, the parameter "
-            f"has {parameters.shape}."
-        )
-    return parameters
-
-
-def initialize(optimizer: Optimizer, parameters: Any, again: bool = False) -> None:
-    """Make sure that the optimizer has a float32 state for every parameter.
-
-    With ``again`` also for those that came after its first initialisation.
-
-    MLX itself initialises from the gradients, in their dtype: Adam's second
-    moment in float16 is zero for every gradient below 2.4e-4.
-    """
-    for part, tree in _parts(optimizer, parameters):
-        if again or not part._initialized or is_emptied(part):
-            floating = tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree)
-            part.init(floating)
-        for name in part._schedulers:
-            # What a schedule of Python numbers left there.
-            part.state[name] = mx.array(part.state[name])
-        if not is_mlx_own(part):
-            floating = tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree)
-            prepare(part, floating)
-    for path, box, key in slots(optimizer.state):
-        if isinstance(box, tuple):
-            raise TypeError(
-                f"{type(optimizer).__name__} keeps {dotted(path)} in a tuple, which "
-                "cannot be written to: use a list or a dict in its state."
-            )
-        if box[key].dtype in HALF:
-            box[key] = box[key].astype(mx.float32)
-
-
-def is_emptied(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer has lost its state since it was initialised.
-
-    As where a trace that raised was undone, in which it had been initialised.
-    """
-    return all(
-        part._initialized
-        and part.state.keys() <= {"step", "learning_rate", *part._schedulers}
-        for part in single_optimizers(optimizer)
-    )
-
-
-def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizer, or each one in a MultiOptimizer."""
-    if isinstance(optimizer, MultiOptimizer):
-        for part in optimizer.optimizers:
-            yield from single_optimizers(part)
-    else:
-        yield optimizer
-
-
-def _parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
-    if isinstance(optimizer, MultiOptimizer):
-        parts = optimizer._split_dictionary(tree)
-        for inner, part in zip(optimizer.optimizers, parts, strict=True):
-            # Before MLX 0.32 a part without leaves is a list.
-            yield from _parts(inner, part or {})
-    else:
-        yield optimizer, tree
+    if masters:
+        for path in kept:
+            writes += masters.writes(path, kept[path], new[path])
+    return PlannedStep(gradients, fitting, new, writes)
 
 
 def _run(
@@ -293,101 +178,68 @@ def _run(
     scheduled: list[dict[str, mx.array]],
     gradients: Any,
     parameters: Any,
-    kept: dict[str, tuple[mx.array, mx.array]],
-    lost: dict[str, mx.array],
+    kept: Kept,
     factor: mx.array | None,
     apply: mx.array,
-) -> tuple[
-    dict[str, mx.array], dict[str, mx.array], dict[str, mx.array], list[mx.array]
-]:
+) -> tuple[dict[str, mx.array], Kept, list[mx.array]]:
     """Step from ``state`` and select; the optimizer itself comes out untouched."""
-    parts = [part for part, _ in _parts(optimizer, gradients)]
-    # With what each container holds, because a step may replace containers.
-    saved = [pair for part in parts for pair in copies(part.state)]
-    replaceable = [(part, part._state, part._schedulers) for part in parts]
-    places = list(slots(optimizer.state))
-    given = [_alias(x) for x in state]
-    write_all((*place, x) for (_, *place), x in zip(places, given, strict=True))
-    for part, values in zip(parts, scheduled, strict=True):
-        part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
-    try:
-        joined = {p: join(x, lost[p]) for p, x in tree_flatten(parameters) if p in lost}
-        full = tree_map_with_path(
-            lambda path, p: (
-                joined[path].master
-                if path in joined
-                else full_precision(p, *kept.get(path, ()))
-            ),
-            parameters,
-        )
+    before = dict(flatten(parameters))
+    old = {path: join_kept(x, kept.get(path, {})) for path, x in before.items()}
+    full = tree_map_with_path(lambda path, _: old[path].master, parameters)
+    each_part = list(parts(optimizer, gradients))
+    with _stepping_from(state, optimizer, scheduled) as (places, given):
         # One by one and joined by path: the tree_merge of a MultiOptimizer's own
         # apply_gradients fails where a list has a frozen module in a gap.
         steps = []
-        for part, tree in _parts(optimizer, gradients):
+        for part, tree in each_part:
             tree = unscale(tree, factor)
             if not is_mlx_own(part):
                 # An SVD of NaN raises, and what reads its gradients may.
                 tree = tree_map(lambda g: mx.where(apply, g, 0), tree)
             steps.append((part, tree, _apply(part, tree, tree_map(_alias, full))))
-        stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
-        _check_same_paths(optimizer, [path for path, *_ in places], stepped)
-        new_state = []
         applies = broadcasts(apply)
-        # Only of MLX's own is it known that none writes to its state in place.
-        known = all(map(is_mlx_own, parts))
-        for (path, *_), old, alias in zip(places, state, given, strict=True):
-            box, key = stepped[path]
-            if box[key].shape != old.shape:
-                raise ValueError(
-                    f"{dotted(path)} in the optimizer's state has shape {old.shape}, "
-                    f"and a step would give it {box[key].shape}, which a skipped step "
-                    "cannot. Make a new optimizer if the model has changed."
-                )
-            untouched = known and box[key] is alias
-            if not untouched:
-                new = box[key]
-                if new.ndim == 0 and not is_floating(new):
-                    # Counted and selected are two kernels that MLX has ready; fused
-                    # they would be one to build.
-                    new = mx.contiguous(new)
-                box[key] = mx.where(applies(old.shape), new, old)
-            else:
-                box[key] = old
-            new_state.append(box[key])
+        new_state, untouched = _select_states(optimizer, places, state, given, applies)
         outputs: dict[str, mx.array] = {}
-        new_masters: dict[str, mx.array] = {}
-        new_remainders: dict[str, mx.array] = {}
+        new_kept: Kept = {}
         for part, tree, new in steps:
-            moments = _arrays_by_owner(part.state)
+            # SGD has moments also without momentum: no kernel has to read them.
+            moments = arrays_by_owner(part.state, untouched)
+            after = dict(flatten(new))
+            for path, gradient in flatten(tree):
+                _check_shape(path, before[path], after[path])
+                outputs[path], keep = select_parameter(
+                    before[path],
+                    kept.get(path, {}),
+                    old[path],
+                    after[path],
+                    applies(before[path].shape),
+                    gradient,
+                    moments.get(path, []),
+                )
+                if keep:
+                    new_kept[path] = keep
+        return outputs, new_kept, new_state
 
-            def select(path, gradient, parameter, full, new, moments=moments):
-                if new.shape != parameter.shape:
-                    raise ValueError(
-                        f"{path!r} has shape {parameter.shape}, and a step would give "
-                        f"it {new.shape}: the optimizer was initialised for another "
-                        "shape. Make a new optimizer for the changed model."
-                    )
-                apply = applies(parameter.shape)
-                if path in lost:
-                    others = [*moments.get(path, [])[::-1], gradient]
-                    outputs[path], new_remainders[path] = select_step(
-                        parameter, lost[path], joined[path], new, apply, others
-                    )
-                    return
-                if path in kept:
-                    # Also in a skipped step: a replaced weight is its own master.
-                    new = new_masters[path] = mx.where(apply, new, full)
-                # In the parameter's own dtype: a cast there and back flushes bfloat16
-                # subnormals on Apple's GPUs, and changes the bits of a float16 NaN.
-                keep = _rooted(parameter, moments.get(path, []), apply)
-                outputs[path] = mx.where(apply, new.astype(parameter.dtype), keep)
 
-            tree_map_with_path(select, tree, parameters, full, new)
-        return outputs, new_masters, new_remainders, new_state
+@contextmanager
+def _stepping_from(
+    state: list[mx.array], optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
+) -> Iterator[tuple[list[Slot], list[mx.array]]]:
+    """Have an optimizer step from other arrays, for the while.
+
+    Yields where they are, and which arrays the optimizer is given in their place.
+    """
+    singles = list(single_optimizers(optimizer))
+    # With what each container holds, because a step may replace containers.
+    saved = [pair for part in singles for pair in copies(part.state)]
+    places = list(slots(optimizer.state))
+    given = [_alias(x) for x in state]
+    try:
+        write_all((*place, x) for (_, *place), x in zip(places, given, strict=True))
+        with with_scheduled(singles, scheduled):
+            yield places, given
     finally:
         restore(saved)
-        for part, old_state, old_schedulers in replaceable:
-            part._state, part._schedulers = old_state, old_schedulers
 
 
 def _alias(x: mx.array) -> mx.array:
@@ -396,8 +248,44 @@ def _alias(x: mx.array) -> mx.array:
     return x.astype(x.dtype)
 
 
+def _select_states(
+    optimizer: Optimizer,
+    places: list[Slot],
+    state: list[mx.array],
+    given: list[mx.array],
+    applies: Callable[[tuple[int, ...]], mx.array],
+) -> tuple[list[mx.array], set[int]]:
+    """Put what is selected into an optimizer's state, after a step, and return it.
+
+    Also the ids of those arrays that the step has left alone.
+    """
+    stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
+    _check_same_paths(optimizer, [path for path, *_ in places], stepped)
+    # Only of MLX's own is it known that none writes to its state in place.
+    known = all(map(is_mlx_own, single_optimizers(optimizer)))
+    selected = []
+    untouched = set()
+    for (path, *_), old, alias in zip(places, state, given, strict=True):
+        box, key = stepped[path]
+        if box[key].shape != old.shape:
+            raise ValueError(
+                f"{dotted(path)} in the optimizer's state has shape {old.shape}, "
+                f"and a step would give it {box[key].shape}, which a skipped step "
+                "cannot. Make a new optimizer if the model has changed."
+            )
+        if known and box[key] is alias:
+            box[key] = old
+            untouched.add(id(old))
+        else:
+            box[key] = select_state(old, box[key], applies(old.shape))
+        selected.append(box[key])
+    return selected, untouched
+
+
 def _check_same_paths(
-    optimizer: Optimizer, before: list[tuple], after: dict[tuple, Any]
+    optimizer: Optimizer,
+    before: list[tuple[Any, ...]],
+    after: dict[tuple[Any, ...], Any],
 ) -> None:
     for path in before:
         if path not in after:
@@ -412,12 +300,13 @@ def _check_same_paths(
         )
 
 
-def _scheduled(optimizer: Optimizer, gradients: Any) -> list[dict[str, mx.array]]:
-    # Outside of what is compiled: a schedule is Python and may read anything.
-    return [
-        {name: mx.array(fn(part.step)) for name, fn in part._schedulers.items()}
-        for part, _ in _parts(optimizer, gradients)
-    ]
+def _check_shape(path: str, parameter: mx.array, new: mx.array) -> None:
+    if new.shape != parameter.shape:
+        raise ValueError(
+            f"{path!r} has shape {parameter.shape}, and a step would give it "
+            f"{new.shape}: the optimizer was initialised for another shape. Make a new "
+            "optimizer for the changed model."
+        )
 
 
 def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
@@ -432,25 +321,3 @@ def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
             "unfrozen after the optimizer's init, make a new optimizer or call "
             "optimizer.init(model.trainable_parameters()) again."
         ) from error
-
-
-def _rooted(parameter: mx.array, moments: list[mx.array], apply: mx.array) -> mx.array:
-    # Where the step is not applied, and only there, the parameter, bit for bit; but
-    # computed from its new moments too. mx.compile fuses a node only into a kernel
-    # that holds all its consumers; with this common root a parameter and its moments
-    # become one kernel instead of five. The last moment comes outermost, hence first
-    # in the fuser's walk: AdaDelta's u is computed from v, and 11 levels are all a
-    # kernel may have.
-    for moment in moments:
-        if moment.shape == parameter.shape:
-            moment = moment.astype(parameter.dtype)
-            parameter = mx.where(apply, moment, parameter)
-    return parameter
-
-
-def _arrays_by_owner(state: Any) -> dict[str, list[mx.array]]:
-    owned: dict[str, list[mx.array]] = {}
-    for path, value in tree_flatten(state):
-        if isinstance(value, mx.array):
-            owned.setdefault(path.rpartition(".")[0], []).append(value)
-    return owned

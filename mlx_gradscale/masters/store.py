@@ -6,11 +6,24 @@ from typing import Any
 import mlx.core as mx
 
 from ..files.text import dtype_name
+from ..state_tree import Writes
 from .half import BITS, HALF, full_precision, half_bits
-from .remainder import join, no_remainder, remainder_of
+from .remainder import Joined, join, no_remainder, remainder_of
 
 #: How masters can be kept: see ``masters`` of :class:`LossScaleOptimizer`.
 KINDS = ("float32", "remainder")
+
+
+def join_kept(weight: mx.array, kept: Mapping[str, mx.array]) -> Joined:
+    """Return the master of a parameter, in float32.
+
+    Args:
+        weight (array): The parameter, of any dtype.
+        kept (dict): What :meth:`Masters.kept_of` has of it, empty without a master.
+    """
+    if "remainders" in kept:
+        return join(weight, kept["remainders"])
+    return Joined(full_precision(weight, kept.get("masters"), kept.get("written")))
 
 
 class Masters:
@@ -86,12 +99,34 @@ class Masters:
                     "initialised, and has no float32 master. Call init() again."
                 )
 
+    def _kept_for(self, path: str) -> dict[str, mx.array]:
+        return {name: box[path] for name, box in self.state.items() if path in box}
+
+    def kept_of(
+        self, parameters: Iterable[tuple[str, mx.array]]
+    ) -> dict[str, dict[str, mx.array]]:
+        """Return what is kept of each half-precision parameter's master, by path."""
+        halves = (path for path, x in parameters if x.dtype in HALF)
+        return {path: self._kept_for(path) for path in halves if path in self._kept}
+
+    def writes(
+        self, path: str, kept: Mapping[str, mx.array], weight: mx.array
+    ) -> Writes:
+        """Return what to write, as (container, key, value), after a step.
+
+        Args:
+            path (str): The parameter's.
+            kept (dict): What is to be kept of its new master.
+            weight (array): The new parameter.
+        """
+        writes: Writes = [(self.state[name], path, x) for name, x in kept.items()]
+        if "masters" in kept:
+            writes.append((self.state["written"], path, half_bits(weight)))
+        return writes
+
     def master_of(self, path: str, weight: mx.array) -> mx.array:
         """Return the master of a parameter, or itself in float32 if it has none."""
-        if path in self.state["remainders"]:
-            return join(weight, self.state["remainders"][path]).master
-        masters, written = self.state["masters"], self.state["written"]
-        return full_precision(weight, masters.get(path), written.get(path))
+        return join_kept(weight, self._kept_for(path)).master
 
     def leaves_for(
         self, path: str, master: mx.array, weight: mx.array
