@@ -1,5 +1,6 @@
 """How time, first call and memory grow with parameters and with leaves."""
 
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -97,8 +98,11 @@ def _timed(build: Callable[[], Phase]) -> tuple[Phase, float, bool]:
 
 
 def _kernels_on_disk() -> int:
-    # Where MLX's CPU backend keeps what the C++ compiler has made for it.
-    return sum(1 for _ in Path(tempfile.gettempdir()).rglob("*.so"))
+    # Where MLX's CPU backend keeps what the C++ compiler has made for it. Other folders
+    # there are other processes', and go while they are looked at.
+    folder = Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / "mlx"
+    names = (name for _, _, names in os.walk(folder) for name in names)
+    return sum(name.endswith(".so") for name in names)
 
 
 def figures(points: list[Point]) -> list[Figure]:

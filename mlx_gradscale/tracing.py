@@ -2,7 +2,8 @@
 
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
@@ -47,24 +48,34 @@ def is_traced(x: mx.array) -> bool:
 def broadcasts(scalar: mx.array) -> Callable[[tuple[int, ...]], mx.array]:
     """Return a function that broadcasts ``scalar`` to a shape.
 
-    For what every leaf of a tree is combined with. The work of ``mx.compile`` grows
-    with the square of how often an array is used, so that it is the same one for only
-    so many leaves, and then another in the same memory.
+    For what every leaf of a tree is combined with. See :func:`renewed`.
     """
     made: dict[tuple[int, ...], mx.array] = {}
-    current, uses = scalar, 0
+    scalars, last = renewed(scalar), scalar
 
     def broadcast(shape: tuple[int, ...]) -> mx.array:
-        nonlocal current, uses
-        uses += 1
-        if uses > _USES:
-            uses, current = 1, mx.depends(scalar, scalar)
+        nonlocal last
+        current = next(scalars)
+        if current is not last:
+            last = current
             made.clear()
         if shape not in made:
             made[shape] = mx.broadcast_to(current, shape)
         return made[shape]
 
     return broadcast
+
+
+def renewed(array: mx.array) -> Iterator[mx.array]:
+    """Yield an array for one leaf of a tree after the other.
+
+    The work of ``mx.compile`` grows with the square of how often an array is used, so
+    that it is the same one for only so many leaves, and then another in the same
+    memory.
+    """
+    while True:
+        yield from repeat(array, _USES)
+        array = mx.depends(array, array)
 
 
 def have_values(*arrays: mx.array) -> bool:

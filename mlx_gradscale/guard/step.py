@@ -21,7 +21,7 @@ from ..state_tree import (
     slots,
     write_all,
 )
-from ..tracing import broadcasts, refuse_shapeless
+from ..tracing import broadcasts, refuse_shapeless, renewed
 from .autocompile import autocompiled
 from .fitting import fitting_parameters, parameter_places
 from .initialization import check_supported, initialize
@@ -45,7 +45,7 @@ def unscale(gradients: Any, factor: mx.array | None) -> Any:
     Leaves that are not floating pass through: ``mx.grad`` gives integer zeros
     for integer parameters, and a product would make them float.
     """
-    factor_of = None if factor is None else broadcasts(factor)
+    factor_of = None if factor is None else _broadcast_factor(factor)
 
     def unscaled(gradient: mx.array) -> mx.array:
         if not is_floating(gradient):
@@ -54,6 +54,23 @@ def unscale(gradients: Any, factor: mx.array | None) -> Any:
         return gradient * factor_of(gradient.shape) if factor_of else gradient
 
     return tree_map(unscaled, gradients)
+
+
+def _broadcast_factor(factor: mx.array) -> Callable[[tuple[int, ...]], mx.array]:
+    if mx.default_device() != mx.Device(mx.cpu):
+        return broadcasts(factor)
+    # GCC, which compiles the kernels of MLX's CPU backend, vectorises a loop up to 10
+    # pairs of pointers that may overlap, one of them written to. An update with one
+    # moment writes two float32 arrays and reads five: with the factor 11 pairs, and
+    # Lion takes 5 times as long. What is written as float32 is not read as float64.
+    exact = renewed(factor.astype(mx.float64))
+
+    def broadcast(shape: tuple[int, ...]) -> mx.array:
+        # For each leaf its own, or the cast would be computed once, as a whole array.
+        own = mx.depends(next(exact), [])
+        return mx.broadcast_to(own, shape).astype(mx.float32)
+
+    return broadcast
 
 
 @dataclass
