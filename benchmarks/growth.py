@@ -98,11 +98,10 @@ def _timed(build: Callable[[], Phase]) -> tuple[Phase, float, bool]:
 
 
 def _kernels_on_disk() -> int:
-    # Where MLX's CPU backend keeps what the C++ compiler has made for it. Other folders
-    # there are other processes', and go while they are looked at.
-    folder = Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / "mlx"
-    names = (name for _, _, names in os.walk(folder) for name in names)
-    return sum(name.endswith(".so") for name in names)
+    # Where MLX's CPU backend keeps what the C++ compiler has made for it: it looks at
+    # TMPDIR each time, Python only once.
+    temporary = os.environ.get("TMPDIR") or tempfile.gettempdir()
+    return sum(1 for _ in Path(temporary, "mlx").rglob("*.so"))
 
 
 def figures(points: list[Point]) -> list[Figure]:

@@ -43,13 +43,16 @@ TESTS = {
         "tests/test_scaler.py",
     ],
     "mlx_gradscale/finite.py": ["tests/test_finite_edges.py", "tests/test_finite.py"],
-    "mlx_gradscale/guard/step.py": [
-        "tests/test_guard_in_place.py",
-        "tests/test_guard_classes.py",
-        "tests/test_interrupts.py",
-        "tests/test_optimizer.py",
-        "tests/test_guard.py",
-    ],
+    **{
+        f"mlx_gradscale/guard/{name}.py": [
+            "tests/test_guard_in_place.py",
+            "tests/test_guard_classes.py",
+            "tests/test_interrupts.py",
+            "tests/test_optimizer.py",
+            "tests/test_guard.py",
+        ]
+        for name in ("step", "select", "fitting", "initialization", "mlx_optimizers")
+    },
     "mlx_gradscale/precision/differentiation.py": [
         "tests/test_scaler_misuse.py",
         "tests/test_scaled_loss.py",

@@ -40,6 +40,8 @@ def closed_pipe():
     ],
 )
 def test_a_closed_pipe_ends_a_command_without_a_word(command, arguments, capfd):
+    if command is lora:
+        pytest.importorskip("mlx_lm")
     with closed_pipe():
         code = command.main(arguments)
     assert code == 141  # 128 and SIGPIPE, as a shell tells it
@@ -61,6 +63,8 @@ def test_a_module_that_is_run_inspects_and_minds_the_pipe():
 @pytest.mark.filterwarnings("ignore:'mlx_gradscale.inspect' found in sys.modules")
 @pytest.mark.parametrize("name", ["convert", "float16", "inspect", "lora", "plot"])
 def test_every_command_runs_as_a_module(name, monkeypatch, capsys):
+    if name == "lora":
+        pytest.importorskip("mlx_lm")
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as end:
         runpy.run_module(f"mlx_gradscale.{name}", run_name="__main__")
