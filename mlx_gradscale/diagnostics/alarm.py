@@ -128,9 +128,9 @@ class SkipAlarm:
                 "update() was not called in all that time, so that the scale did not "
                 "move: call it once after each step, in the same compiled function."
             )
-        records = self._nonfinite_remembered() if grads is None else nonfinite(grads)
-        if records:
-            parts.append(overflow_table(records))
+        leaves = self._nonfinite_remembered() if grads is None else nonfinite(grads)
+        if leaves:
+            parts.append(overflow_table(leaves))
         if self.explain is not None:
             parts.append(str(self.explain()))
         else:

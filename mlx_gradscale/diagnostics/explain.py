@@ -25,7 +25,7 @@ from ..probes import (
 )
 from ..scale import SMALLEST_SCALE
 from .cure import api_in_use, find_cure, keep_line, line_to_paste
-from .overflow import records_table
+from .overflow import nonfinite_table
 from .reading import scale_of
 
 # Small enough that what overflowed at the scale asked for cannot any more.
@@ -113,7 +113,7 @@ class OverflowReport:
         if self.leaves:
             in_batch = self.cause in ("batch", "arguments")
             what = "argument" if in_batch else "parameter"
-            lines.append(records_table(self.leaves, what))
+            lines.append(nonfinite_table(self.leaves, what))
         return "\n".join(filter(None, lines))
 
 
@@ -338,12 +338,12 @@ def _first_backward(probes: Probes, leaves: list[NonFinite]) -> _Place:
     done = [(ready[path], path, r) for path, r in of_layers if path in ready]
     done = [item for item in done if item[0] < bad]
     if done:
-        _, path, record = min(done, key=lambda item: item[0])
-        return path, f"First in the gradient of the parameter {record.path}."
+        _, path, leaf = min(done, key=lambda item: item[0])
+        return path, f"First in the gradient of the parameter {leaf.path}."
     if bad == len(probes.backward):
-        record = leaves[0]
-        path = record.path.rpartition(".")[0]
-        return path, f"First in the gradient of the parameter {record.path}."
+        leaf = leaves[0]
+        path = leaf.path.rpartition(".")[0]
+        return path, f"First in the gradient of the parameter {leaf.path}."
     event = probes.backward[bad]
     if event.side == "input":
         return event.path, (
