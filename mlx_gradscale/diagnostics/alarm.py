@@ -119,27 +119,27 @@ class SkipAlarm:
         warn_user(message, SkippedStepsWarning)
 
     def _message(self, skips: int, scale: float, grads: Any, forgotten: bool) -> str:
-        parts = [
+        paragraphs = [
             f"{skips} steps in a row were skipped: their gradients were not finite. "
             f"Nothing was trained in them. The loss scale is {power(scale)} now."
         ]
         if forgotten:
-            parts.append(
+            paragraphs.append(
                 "update() was not called in all that time, so that the scale did not "
                 "move: call it once after each step, in the same compiled function."
             )
         leaves = self._nonfinite_remembered() if grads is None else nonfinite(grads)
         if leaves:
-            parts.append(overflow_table(leaves))
+            paragraphs.append(overflow_table(leaves))
         if self.explain is not None:
-            parts.append(str(self.explain()))
+            paragraphs.append(str(self.explain()))
         else:
-            parts.append(
+            paragraphs.append(
                 "explain_overflow(model, loss_fn, *batch, scale=scaler, "
                 "compute_dtype=...) of mlx_gradscale.diagnostics finds where it "
                 "begins; compute_dtype= is that of value_and_grad, if it has one."
             )
-        return "\n".join(parts)
+        return "\n".join(paragraphs)
 
     def _nonfinite_remembered(self) -> list[NonFinite]:
         alive = {path: x() for path, x in self._remembered if x() is not None}
