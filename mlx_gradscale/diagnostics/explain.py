@@ -13,27 +13,17 @@ from .. import precision
 from ..files.text import dtype_name, power
 from ..finite import NonFinite, all_finite, nonfinite
 from ..islands import kept_in_float32
-from ..probes import (
-    Event,
-    Probes,
-    by_name,
-    largest,
-    made_small,
-    probed,
-    too_large,
-    unchanged,
-)
+from ..probes import by_name, largest, made_small, probed, too_large, unchanged
 from ..scale import SMALLEST_SCALE
 from .cure import api_in_use, find_cure, keep_line, line_to_paste
+from .first_place import Place, first_backward, first_forward
 from .overflow import nonfinite_table
 from .reading import scale_of
 
 # Small enough that what overflowed at the scale asked for cannot any more.
 _SMALLER = 2.0**-40
 
-# A layer's path, "" for the model, None for the loss function; and a sentence.
-_Place = tuple[str | None, str]
-_NOWHERE: _Place = (None, "")
+_NOWHERE: Place = (None, "")
 
 _ADVICE = {
     "nothing": "Loss and gradients are finite.",
@@ -200,7 +190,7 @@ def explain_overflow(
     sound = math.isfinite(loss)
 
     def report(
-        cause: str, place: _Place, leaves: list[NonFinite], line: str = ""
+        cause: str, place: Place, leaves: list[NonFinite], line: str = ""
     ) -> OverflowReport:
         cure = None
         if cause in ("forward", "loss"):
@@ -239,12 +229,12 @@ def explain_overflow(
         finite = not nonfinite({"x": _parameters(model)[found[0].path]})
         line = keep_line(found[0].path) if finite else ""
         return report("parameters", (found[0].path.rpartition(".")[0], ""), found, line)
-    place = _first_forward(probes, sound)
+    place = first_forward(probes, sound)
     if place:
         return report("forward", place, leaves)
     if not sound:
         return report("loss", _NOWHERE, leaves)
-    place = _first_backward(probes, leaves)
+    place = first_backward(probes, leaves)
     cause = "gradients" if scaling_helps(batch, named) else "derivative"
     return report(cause, place, leaves)
 
@@ -306,60 +296,3 @@ def _as_computed(
 
 def _parameters(model: nn.Module) -> dict[str, mx.array]:
     return tree_flatten(model.parameters(), destination={})
-
-
-def _first_forward(probes: Probes, loss_is_finite: bool) -> _Place | None:
-    for event in probes.forward:
-        nan, positive, _ = event.counts
-        # If the loss is finite, only what has a gradient can have spoilt one; and
-        # -inf without a gradient is a mask.
-        at_fault = event.differentiated or (not loss_is_finite and (nan or positive))
-        if any(event.counts) and at_fault:
-            if event.side == "output":
-                return event.path, f"First in the output of {_name(event)}: {event}."
-            return event.caller, (
-                f"First in what {_caller(event)} hands to {_name(event)}: {event}. "
-                f"{_caller(event)} made it, in code of its own."
-            )
-    return None
-
-
-def _first_backward(probes: Probes, leaves: list[NonFinite]) -> _Place:
-    # A weight's gradient is ready after the gradient of its layer's output.
-    ready: dict[str, int] = {}
-    bad = len(probes.backward)
-    for i, event in enumerate(probes.backward):
-        if event.side == "output":
-            ready.setdefault(event.path, i)
-        if any(event.counts):
-            bad = i
-            break
-    of_layers = [(r.path.rpartition(".")[0], r) for r in leaves]
-    done = [(ready[path], path, r) for path, r in of_layers if path in ready]
-    done = [item for item in done if item[0] < bad]
-    if done:
-        _, path, leaf = min(done, key=lambda item: item[0])
-        return path, f"First in the gradient of the parameter {leaf.path}."
-    if bad == len(probes.backward):
-        leaf = leaves[0]
-        path = leaf.path.rpartition(".")[0]
-        return path, f"First in the gradient of the parameter {leaf.path}."
-    event = probes.backward[bad]
-    if event.side == "input":
-        return event.path, (
-            f"First in the gradient that {_name(event)} hands back: {event}."
-        )
-    return event.caller, (
-        f"First in the gradient that {_caller(event)} hands back to {_name(event)}: "
-        f"{event}."
-    )
-
-
-def _name(event: Event) -> str:
-    return event.path or "the model"
-
-
-def _caller(event: Event) -> str:
-    if event.caller is None:
-        return "the loss function"
-    return event.caller or "the model"
