@@ -148,7 +148,9 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
     # One kernel without what an update in the same trace resets, and one with it.
     tallies = _in_one_kernel(tallies, "skipped_steps")
     tallies["skips_since_update"] = count("skips_since_update", skipped)
-    return _in_one_kernel(tallies, "skips_since_update") | {"last_step_applied": applied}
+    return _in_one_kernel(tallies, "skips_since_update") | {
+        "last_step_applied": applied
+    }
 
 
 def _given(flag: mx.array) -> mx.array:

@@ -18,8 +18,10 @@ def _switch(help: str) -> dict[str, Any]:
 
 
 def _key(section: str) -> dict[str, Any]:
-    help = f"where the {section} state is in the checkpoint; '' leaves it out; several, "
-    help += "with commas, become a run each in the folder"
+    help = (
+        f"where the {section} state is in the checkpoint; '' leaves it out; several, "
+        "with commas, become a run each in the folder"
+    )
     return {"metavar": "KEY/KEY", "help": help}
 
 

@@ -98,7 +98,9 @@ def check_shards(shards: Mapping[str, Mapping[str, Any]]) -> None:
             raise ValueError(f"The run's record names {index!r}, no index of a model.")
         for name in held["files"].values():
             if not _SHARD.fullmatch(check_name(name, "The run's record")):
-                raise ValueError(f"The run's record names {name!r}, no shard of a model")
+                raise ValueError(
+                    f"The run's record names {name!r}, no shard of a model"
+                )
 
 
 def split(
