@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +12,17 @@ from mlx.utils import tree_flatten
 from .. import precision
 from ..files.text import dtype_name, power
 from ..finite import NonFinite, all_finite, nonfinite
+from ..float16.measure import Batch, Setting
 from ..islands import kept_in_float32
-from ..probes import by_name, largest, made_small, probed, too_large, unchanged
+from ..probes import (
+    Probes,
+    by_name,
+    largest,
+    made_small,
+    probed,
+    too_large,
+    unchanged,
+)
 from ..scale import SMALLEST_SCALE
 from .cure import api_in_use, find_cure, keep_line, line_to_paste
 from .first_place import Place, first_backward, first_forward
@@ -154,89 +163,115 @@ def explain_overflow(
     """
     how = _how_it_runs(model, loss_fn, scale, compute_dtype)
     api = api_in_use(model, loss_fn, batch, scale, compute_dtype)
-    given_loss_fn = loss_fn
+    given = Setting(model, loss_fn, compute_dtype, cast_inputs, keep)
     if scale is None:
-        scale, loss_fn = 1.0, _as_unscaled(loss_fn)
-    scale = scale_of(scale)
+        trial = _Trial(_as_unscaled(given), Batch(batch, named), 1.0)
+    else:
+        trial = _Trial(given, Batch(batch, named), scale_of(scale))
     if not tree_flatten(model.trainable_parameters()):
         raise ValueError("The model has no trainable parameters: unfreeze some.")
+    loss, found = _diagnose(trial, how)
+    cure, line = None, found.line
+    if found.cause in ("forward", "loss"):
+        cure = find_cure(given, trial.batch)
+        line = line_to_paste(cure, api) if cure else ""
+    return OverflowReport(
+        found.cause, *found.place, loss, trial.scale, found.leaves, cure, line
+    )
 
-    def differentiate(
-        function: Callable[..., Any],
-        scale: float,
-        args: tuple[Any, ...],
-        kwargs: dict[Any, Any],
+
+@dataclass(frozen=True)
+class _Finding:
+    cause: str
+    place: Place = _NOWHERE
+    leaves: list[NonFinite] = field(default_factory=list)
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One batch, and how it is run."""
+
+    setting: Setting
+    batch: Batch
+    scale: float
+
+    def probe(self) -> tuple[float, list[NonFinite], Probes]:
+        """Return the loss, the gradients that are not finite, and what layers did."""
+        with probed(self.setting.model) as probes:
+            loss_fn = probes.ends_with(self.setting.loss_fn)
+            loss, grads = self._differentiate(loss_fn, self.scale, self.batch)
+            probes.read()
+        return float(loss), nonfinite(grads), probes
+
+    def scaling_helps(self, batch: Batch) -> bool:
+        """Tell whether a smaller scale makes loss and gradients of a batch finite."""
+        smaller = max(self.scale * _SMALLER, SMALLEST_SCALE)
+        with unchanged(self.setting.model):
+            results = self._differentiate(self.setting.loss_fn, smaller, batch)
+            return bool(all_finite(results).item())
+
+    def _differentiate(
+        self, loss_fn: Callable[..., Any], scale: float, batch: Batch
     ) -> tuple[mx.array, Any]:
-        scaled = precision.with_scaled_gradient(function, lambda: mx.array(scale))
-        if compute_dtype is None:
-            function = nn.value_and_grad(model, scaled)
+        how = self.setting
+        scaled = precision.with_scaled_gradient(loss_fn, lambda: mx.array(scale))
+        if how.compute_dtype is None:
+            function = nn.value_and_grad(how.model, scaled)
         else:
             function = precision.value_and_grad(
-                model, scaled, compute_dtype, keep, cast_inputs
+                how.model, scaled, how.compute_dtype, how.keep, how.cast_inputs
             )
-        outputs, grads = function(*args, **kwargs)
+        outputs, grads = function(*batch.args, **batch.kwargs)
         return outputs[0] if isinstance(outputs, tuple) else outputs, grads
 
-    def scaling_helps(args: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
-        smaller = max(scale * _SMALLER, SMALLEST_SCALE)
-        with unchanged(model):
-            finite = all_finite(differentiate(loss_fn, smaller, args, kwargs))
-            return bool(finite.item())
 
-    with probed(model) as probes:
-        value, grads = differentiate(probes.ends_with(loss_fn), scale, batch, named)
-        probes.read()
-    loss, leaves = float(value), nonfinite(grads)
+def _diagnose(trial: _Trial, how: str) -> tuple[float, _Finding]:
+    """Return the loss, and the first of the causes, in the order values are made."""
+    loss, leaves, probes = trial.probe()
     sound = math.isfinite(loss)
-
-    def report(
-        cause: str, place: Place, leaves: list[NonFinite], line: str = ""
-    ) -> OverflowReport:
-        cure = None
-        if cause in ("forward", "loss"):
-            cure = find_cure(
-                model,
-                given_loss_fn,
-                batch,
-                named,
-                compute_dtype=compute_dtype,
-                cast_inputs=cast_inputs,
-                keep=keep,
-            )
-            line = line_to_paste(cure, api) if cure else ""
-        return OverflowReport(cause, *place, loss, scale, leaves, cure, line)
-
     if sound and not leaves:
-        return report("nothing", (None, how), [])
-    arguments = by_name(batch, named)
-    # A mask of -inf is no fault.
-    found = [r for r in nonfinite(_arrays(arguments)) if r.nan or r.positive_inf]
+        return loss, _Finding("nothing", (None, how))
+    found = _fault_of_arguments(trial) or _fault_of_parameters(trial.setting)
     if found:
-        return report("batch", _NOWHERE, found)
-    cast = compute_dtype if cast_inputs else None
-    large = too_large(arguments, cast) if cast is not None else {}
-    # Nor is a mask of -1e9: look whether all is well with small arguments.
-    if (
-        cast is not None
-        and large
-        and not scaling_helps(batch, named)
-        and scaling_helps(*made_small((batch, named), cast))
-    ):
-        found = nonfinite({k: x.astype(cast) for k, x in large.items()})
-        return report("arguments", (None, _sizes(large, cast)), found)
-    found = nonfinite(_as_computed(model, compute_dtype, keep))
-    if found:
-        finite = not nonfinite({"x": _parameters(model)[found[0].path]})
-        line = keep_line(found[0].path) if finite else ""
-        return report("parameters", (found[0].path.rpartition(".")[0], ""), found, line)
+        return loss, found
     place = first_forward(probes, sound)
     if place:
-        return report("forward", place, leaves)
+        return loss, _Finding("forward", place, leaves)
     if not sound:
-        return report("loss", _NOWHERE, leaves)
-    place = first_backward(probes, leaves)
-    cause = "gradients" if scaling_helps(batch, named) else "derivative"
-    return report(cause, place, leaves)
+        return loss, _Finding("loss", _NOWHERE, leaves)
+    helps = trial.scaling_helps(trial.batch)
+    cause = "gradients" if helps else "derivative"
+    return loss, _Finding(cause, first_backward(probes, leaves), leaves)
+
+
+def _fault_of_arguments(trial: _Trial) -> _Finding | None:
+    setting, batch = trial.setting, trial.batch
+    arguments = by_name(batch.args, batch.kwargs)
+    # A mask of -inf is no fault.
+    found = [x for x in nonfinite(_arrays(arguments)) if x.nan or x.positive_inf]
+    if found:
+        return _Finding("batch", _NOWHERE, found)
+    dtype = setting.compute_dtype if setting.cast_inputs else None
+    large = too_large(arguments, dtype) if dtype is not None else {}
+    if dtype is None or not large:
+        return None
+    # Nor is a mask of -1e9: look whether all is well with small arguments.
+    small = Batch(*made_small((batch.args, batch.kwargs), dtype))
+    if trial.scaling_helps(batch) or not trial.scaling_helps(small):
+        return None
+    found = nonfinite({path: x.astype(dtype) for path, x in large.items()})
+    return _Finding("arguments", (None, _sizes(large, dtype)), found)
+
+
+def _fault_of_parameters(setting: Setting) -> _Finding | None:
+    found = nonfinite(_as_computed(setting.model, setting.compute_dtype, setting.keep))
+    if not found:
+        return None
+    path = found[0].path
+    finite = not nonfinite({"x": _parameters(setting.model)[path]})
+    line = keep_line(path) if finite else ""
+    return _Finding("parameters", (path.rpartition(".")[0], ""), found, line)
 
 
 def _how_it_runs(
@@ -262,9 +297,10 @@ def _how_it_runs(
     )
 
 
-def _as_unscaled(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _as_unscaled(setting: Setting) -> Setting:
     # Without its mark, which refuses a second scale: that is 1 here.
-    return lambda *args, **kwargs: loss_fn(*args, **kwargs)
+    loss_fn = setting.loss_fn
+    return replace(setting, loss_fn=lambda *args, **kwargs: loss_fn(*args, **kwargs))
 
 
 def _arrays(arguments: dict[str, Any]) -> dict[str, mx.array]:
