@@ -199,7 +199,7 @@ def arrays_among(arguments: Any) -> list[mx.array]:
 
 
 def models_among(arguments: Any) -> list[nn.Module]:
-    """Return the models among a call's arguments, without those inside of others."""
+    """Return the models among a call's arguments, without those inside others."""
     leaves = tree_flatten(arguments, is_leaf=is_leaf)
     found = {id(x): x for _, x in leaves if isinstance(x, nn.Module)}
     inside = {

@@ -109,7 +109,7 @@ def _convert_optimizer(
     found = plain_section("optimizer", get(checkpoint, sections["optimizer"]))
     state = unflattened(found)
     check_state_dict(state)
-    # Before its parameters are sought: one that MLX does not have is told so.
+    # Before its parameters are looked for: one that MLX does not have is refused here.
     optimizers.recognise(state, options.optimizer)
     names, doubts = parameter_names(
         state,

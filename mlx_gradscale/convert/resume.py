@@ -61,7 +61,7 @@ def load_run(
         folder (str): Written by the command or by :func:`save_run`.
         model (nn.Module): Gets the weights; every name and shape must fit.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
-            ``mlx.optimizers`` take it, in the place of the rate in the run. A schedule
+            ``mlx.optimizers`` take it, instead of the rate in the run. A schedule
             is called with the step count, which goes on from the loaded one. PyTorch's
             parameter groups share it if they share a rate, else it must be a list with
             one for each. Files hold no schedule: give it at each load.

@@ -41,7 +41,7 @@ _MOMENTS = {
 
 
 class SectionsError(ValueError):
-    """A checkpoint in which the sections cannot be told."""
+    """A checkpoint in which the sections cannot be told apart."""
 
 
 class Unordered(dict[Any, Any]):

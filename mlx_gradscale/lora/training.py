@@ -26,7 +26,7 @@ _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
 class OptimizerWithLoss:
     """What mlx-lm's trainer asks of an optimizer, and the loss of each iteration.
 
-    The loss is computed inside of a compiled step, which gives out only what is in
+    The loss is computed inside a compiled step, which gives out only what is in
     the states that it lists.
 
     Args:
@@ -173,7 +173,7 @@ class Training:
 
 
 class _Checked:
-    """A callback that raises if mlx-lm counts otherwise than it was told.
+    """A callback that raises if mlx-lm does not count as it was asked to.
 
     Args:
         callback (LossScaleCallback): Gets every report.

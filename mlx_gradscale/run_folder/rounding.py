@@ -93,7 +93,7 @@ def unrounded(
         warnings.warn(
             f"{len(missing)} weights that were not trained are saved as rounded by "
             f"load_run ({', '.join(missing[:4])}, ...): {rounded.folder}, which "
-            "held them exactly, does so no more.",
+            "held them exactly, no longer does.",
             stacklevel=4,
         )
     return out
