@@ -1,6 +1,10 @@
 """A folder is replaced in one step, so that a killed process loses neither.
 
 The new one is built beside its place, and the two exchange their places.
+
+Without it a kill or a full disk while the only checkpoint is overwritten would lose it,
+or leave the weights of one step beside the optimizer of another, which trains on
+without an error.
 """
 
 import ctypes

@@ -3,6 +3,10 @@
 JSON has no tuples, no keys but strings, no NaN, no tensors. Each of these becomes
 an object with one ``$`` key; everything else is written as it is, so that the file
 stays readable.
+
+Without it a checkpoint would not come back from MLX as PyTorch knows it: states by
+index would have text for keys, which ``load_state_dict`` does not find, a schedule's
+Counter would be a dict, and random states and objects of other programs would be lost.
 """
 
 import base64
