@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from ..mlx_optimizers import single_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import SCALER, TRAINING, RunError
-from ..run_folder.leaves import places
+from ..run_folder.leaves import places, write_leaves
 from ..run_folder.live import USED, live_contents
 from ..run_folder.rounding import Rounded, cast_weights, lost
 from ..run_folder.settings import next_rate
@@ -305,8 +305,9 @@ def load_optimizer_state(
             raise ValueError(
                 f"{path} has shape {flat[path].shape}, the optimizer needs {shape}."
             )
-    for path, (box, key) in own.items():
-        box[key] = flat[path]
+        if isinstance(box, tuple):
+            raise ValueError(f"{path} is in a tuple, which cannot be written to.")
+    write_leaves(own, flat)
 
 
 def _warn_of_frozen(names: list[str]) -> None:
