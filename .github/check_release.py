@@ -34,4 +34,6 @@ def problems(root: Path, tag: str, address: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     sys.exit("\n".join(problems(Path(__file__).parents[1], *sys.argv[1:])))

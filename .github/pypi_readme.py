@@ -18,5 +18,7 @@ def absolute(text: str, address: str, tag: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     readme = Path(__file__).parents[1] / "README.md"
     readme.write_text(absolute(readme.read_text(), *sys.argv[1:]))

@@ -141,7 +141,10 @@ def draw(history: ScaleHistory, results: dict[str, dict], path: str) -> None:
     axes.get_lines()[0].set_label("float16 + masters + loss scale")
     for name, style in {"float32": "-", "float16 + masters": "--"}.items():
         losses = results[name]["losses"]
-        axes.plot(range(1, 1 + len(losses)), losses, style, color="gray", label=name)
+        # Behind the scaled run, and wider where that covers it.
+        width = 4 if name == "float32" else 1.5
+        look = {"color": "darkgray", "linewidth": width, "zorder": 1.5}
+        axes.plot(range(1, 1 + len(losses)), losses, style, label=name, **look)
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(path)
 

@@ -41,7 +41,7 @@ def _without_command(word: str | None) -> int:
         print(f"mlx_gradscale {__version__}, MLX {version('mlx')}")
         return 0
     lines = [f"  {each:10}{text}" for each, (_, text) in COMMANDS.items()]
-    usage = "usage: mlx_gradscale COMMAND ...; COMMAND --help tells more"
+    usage = "usage: mlx_gradscale COMMAND ...; see COMMAND --help"
     help_text = "\n".join([usage, *lines])
     if word in ("-h", "--help"):
         print(help_text)

@@ -21,13 +21,13 @@ def run_command(
 
     Args:
         work (Callable): Returns a code; None is 0.
-        expected (tuple): Errors that are told in one line; others are raised.
+        expected (tuple): Errors that are reported in one line; others are raised.
         prefix (str): What comes before that line. Default: ``"error: "``.
         flags (dict, optional): Arguments that functions name in their errors, and the
             command's flags for them.
 
     Returns:
-        int: The code of ``work``; 1 after an error that was told, 130 after Ctrl-C.
+        int: The code of ``work``; 1 after an error that was reported, 130 after Ctrl-C.
         Where nobody reads the output any more (``| head``), 141, and no word.
 
     Example:

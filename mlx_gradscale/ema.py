@@ -25,7 +25,7 @@ class EMA:
     Args:
         model (nn.Module): The average starts at its weights.
         optimizer (Optimizer, optional): A ``LossScaleOptimizer`` gives the masters and
-            tells which steps were applied. Default: ``None``.
+            says which steps were applied. Default: ``None``.
         decay (float): How much of the average stays in each step. Default: ``0.999``.
 
     Example:

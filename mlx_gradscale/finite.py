@@ -37,8 +37,8 @@ class NonFinite:
     Example:
         >>> import mlx.core as mx
         >>> from mlx_gradscale import nonfinite
-        >>> record = nonfinite({"w": mx.array([1.0, float("-inf")])})[0]
-        >>> record.path, record.negative_inf, record.count
+        >>> leaf = nonfinite({"w": mx.array([1.0, float("-inf")])})[0]
+        >>> leaf.path, leaf.negative_inf, leaf.count
         ('w', 1, 1)
     """
 
@@ -124,7 +124,7 @@ def nonfinite(tree: Any) -> list[NonFinite]:
         tree (Any): A tree of arrays, usually gradients.
 
     Returns:
-        list[NonFinite]: A record for each leaf that is not finite, in the order
+        list[NonFinite]: One for each leaf that is not finite, in the order
         of the tree.
 
     Example:

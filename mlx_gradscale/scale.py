@@ -118,7 +118,7 @@ def next_scale(
     changed["consecutive_skips"] = overflow * _one_more(state["consecutive_skips"])
     counted = ("skipped_steps", "skipped_losses") if after_one_step else ()
     together = changed | {name: state[name] for name in counted}
-    changed["scale"] = _rooted(together, "scale")["scale"]
+    changed["scale"] = _in_one_kernel(together, "scale")["scale"]
     return changed | _reset(state)
 
 
@@ -146,9 +146,11 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
         ),
     }
     # One kernel without what an update in the same trace resets, and one with it.
-    tallies = _rooted(tallies, "skipped_steps")
+    tallies = _in_one_kernel(tallies, "skipped_steps")
     tallies["skips_since_update"] = count("skips_since_update", skipped)
-    return _rooted(tallies, "skips_since_update") | {"last_step_applied": applied}
+    return _in_one_kernel(tallies, "skips_since_update") | {
+        "last_step_applied": applied
+    }
 
 
 def _given(flag: mx.array) -> mx.array:
@@ -161,7 +163,7 @@ def _one_more(count: mx.array) -> mx.array:
     return mx.minimum(count, 2**31 - 2) + 1
 
 
-def _rooted(values: dict[str, mx.array], name: str) -> dict[str, mx.array]:
+def _in_one_kernel(values: dict[str, mx.array], name: str) -> dict[str, mx.array]:
     # One value computed from all, bit for bit what it was: mx.compile makes one
     # kernel of what ends in one node, and a kernel for each node without.
     others = [x.astype(mx.bool_) for key, x in values.items() if key != name]

@@ -20,7 +20,7 @@ def items(tree: Any) -> Any:
     return tree.items() if isinstance(tree, dict) else enumerate(tree)
 
 
-# The functions below walk with a function of their own each: one inside of another that
+# The functions below walk with a function of their own each: one inside another that
 # calls itself is a cycle, which would keep gradients alive until it is collected.
 
 

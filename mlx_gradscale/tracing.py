@@ -121,7 +121,7 @@ def not_constant(arrays: dict[str, mx.array], tree: Any) -> dict[str, mx.array]:
 
 
 def refuse_shapeless() -> None:
-    """Raise inside of ``mx.compile(shapeless=True)``.
+    """Raise inside ``mx.compile(shapeless=True)``.
 
     MLX cannot infer the shape of what a function with a gradient of its own returns,
     and says so in words that help nobody. Without loss scaling a step is not right in

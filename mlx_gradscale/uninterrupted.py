@@ -10,7 +10,14 @@ import threading
 
 
 def _import() -> None:
-    import mlx.core  # noqa: F401
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError as error:
+        # On Linux "pip install ." brings no MLX, and "pip install mlx" no backend.
+        raise ImportError(
+            f"MLX cannot be imported ({error}). Install it: pip install mlx on a Mac; "
+            'on Linux with a backend, pip install "mlx[cpu]" (or [cuda12], [cuda13]).'
+        ) from error
 
 
 if hasattr(signal, "pthread_sigmask") and (

@@ -150,7 +150,20 @@ def test_a_loaded_state_reaches_a_compiled_step(tmp_path):
         load_optimizer_state(optimizer, saved | {"x.v": mx.zeros(1)})
 
 
-def test_settings_that_pytorch_has_not_are_loaded_as_they_were_saved(tmp_path):
+def test_a_state_that_cannot_be_written_to_is_refused_and_left_as_it_was():
+    class Keeps(optim.Optimizer):
+        def init_single(self, parameter, state):
+            state["v"], state["both"] = mx.zeros_like(parameter), (mx.zeros(1),)
+
+    optimizer = Keeps()
+    optimizer.init({"w": mx.ones(2)})
+    saved = {k: mx.ones_like(v) for k, v in tree_flatten(optimizer.state)}
+    with pytest.raises(ValueError, match=r"w\.both\.0 is in a tuple"):
+        load_optimizer_state(optimizer, saved)
+    assert not optimizer.state["w"]["v"].any().item()
+
+
+def test_settings_that_pytorch_does_not_have_are_loaded_as_they_were_saved(tmp_path):
     checkpoint = usual()
     group = checkpoint["optimizer"]["param_groups"][0]
     parameters = {k: group[k] for k in ("params", "param_names") if k in group}

@@ -131,7 +131,7 @@ def test_a_loss_that_cannot_be_undone_is_told(tmp_path):
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "model.safetensors").write_bytes(b"garbage")
-    with pytest.warns(UserWarning, match=r"6 weights .*body.*no more"):
+    with pytest.warns(UserWarning, match=r"6 weights .*body.*no longer"):
         save_run(tmp_path / "new", model, resumed.optimizer, record=resumed.record)
     saved = read_run(tmp_path / "new").weights
     assert saved["body.weight"].dtype == mx.float16

@@ -78,7 +78,7 @@ def test_it_warns_with_the_table_and_then_at_each_doubling():
 
 def test_it_says_how_to_find_the_layer():
     with pytest.warns(SkippedStepsWarning) as caught:
-        SkipAlarm(limit=1).see(1, 1.0)
+        SkipAlarm(limit=1).check(1, 1.0)
     call = "explain_overflow(model, loss_fn, *batch, scale=scaler, compute_dtype="
     assert call in str(caught[0].message)
 
@@ -102,7 +102,7 @@ def report_to_mlx_lm(scaler):
     [
         lambda scaler: scaler.get_scale(),
         lambda scaler: check_skips(scaler),
-        lambda scaler: scaler.skip_alarm.see(1, 1.0),
+        lambda scaler: scaler.skip_alarm.check(1, 1.0),
         flush,
         read_records,
         report_to_mlx_lm,
@@ -122,10 +122,10 @@ def test_it_remembers_gradients_without_keeping_them():
     alarm, grads = SkipAlarm(limit=1), {"w": mx.array([NAN, 1.0])}
     alarm.remember(grads)
     with pytest.warns(SkippedStepsWarning, match="parameter"):
-        alarm.see(1, 1.0)
+        alarm.check(1, 1.0)
     del grads
     with pytest.warns(SkippedStepsWarning) as caught:
-        alarm.see(2, 1.0)
+        alarm.check(2, 1.0)
     assert "parameter" not in str(caught[0].message)
 
 
@@ -151,10 +151,10 @@ def test_gradients_of_a_trace_are_no_table_and_no_error():
 def test_it_explains_only_when_it_goes_off():
     calls = []
     alarm = SkipAlarm(3, "raise", explain=lambda: calls.append(1) or "It is layer 7.")
-    alarm.see(2, 1.0)
+    alarm.check(2, 1.0)
     assert not calls
     with pytest.raises(SkippedStepsError, match=r"It is layer 7\."):
-        alarm.see(3, 1.0)
+        alarm.check(3, 1.0)
 
 
 @pytest.mark.parametrize(

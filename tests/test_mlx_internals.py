@@ -14,7 +14,7 @@ from helpers import address, kernels
 
 from mlx_gradscale.finite import _own_float32
 from mlx_gradscale.masters import half_bits
-from mlx_gradscale.scale import _rooted
+from mlx_gradscale.scale import _in_one_kernel
 
 
 def test_mlx_compiles_a_kernel_for_each_dtype():
@@ -70,7 +70,7 @@ def test_mlx_fuses_two_casts_of_an_array_only_where_one_is_of_a_view():
 
 def test_mlx_fuses_what_ends_in_one_node():
     a, b = mx.array(1.5), mx.array(2)
-    for finish, count in ((dict, 2), (lambda values: _rooted(values, "a"), 1)):
+    for finish, count in ((dict, 2), (lambda values: _in_one_kernel(values, "a"), 1)):
 
         def function(a, b, finish=finish):
             return finish({"a": a * 2, "b": b + 1})

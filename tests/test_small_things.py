@@ -2,6 +2,8 @@
 
 import inspect
 import pickle
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -174,3 +176,13 @@ def test_a_payload_of_nan_weights_survives_a_skipped_step():
     grads = {"w": mx.array([INF, 0.0, 0.0, 0.0])}
     new = optimizer.apply_gradients(grads, {"w": weights})
     assert new["w"].view(mx.uint16).tolist() == [0x7C01, 0x7E01, 0xFE55, 0x3C00]
+
+
+def test_without_mlx_the_import_says_what_to_install():
+    code = "import sys; sys.modules['mlx'] = None; import mlx_gradscale"
+    run = [sys.executable, "-c", code]
+    ended = subprocess.run(run, capture_output=True, text=True)
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: MLX cannot be imported")
+    assert 'pip install "mlx[cpu]"' in last

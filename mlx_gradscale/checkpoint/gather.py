@@ -60,7 +60,7 @@ def gather(
         extra (dict): See ``save_checkpoint``.
     """
     own = weights(model)
-    encode(dict(extra), {}, "extra")  # what cannot be written is told now
+    encode(dict(extra), {}, "extra")  # what cannot be written is refused now
     inner = optimizer
     if isinstance(optimizer, LossScaleOptimizer):
         inner = optimizer.optimizer
@@ -93,7 +93,7 @@ def gather(
 
 
 def complete(run: Contents, own: Mapping[str, mx.array]) -> None:
-    """Add what restores every bit, or tells that a weight is another.
+    """Add what restores every bit, or shows that a weight is another.
 
     Args:
         run (Contents): From :func:`gather`.
@@ -129,7 +129,7 @@ def _refuse_nonfinite(
     # To clip to inf is to clip nothing.
     norms = ("grad_norm", "max_grad_norm")
     state = {k: x for k, x in optimizer.state.items() if k not in norms}
-    # Of masters that are weight and remainder, the weight tells.
+    # Of masters that are weight and remainder, the weight says so.
     split = state["remainders"].keys() & own.keys()
     state["masters"] = state["masters"] | {name: own[name] for name in sorted(split)}
     if all_finite(state).item():

@@ -34,7 +34,7 @@ def strides(arrays: Mapping[str, mx.array]) -> dict[str, list[int]]:
 
 
 def arranged(x: mx.array, strides: Sequence[int] | None) -> mx.array:
-    """Return an equal array that lies in memory as it is told.
+    """Return an equal array that lies in memory as asked.
 
     Args:
         x (array): Any array.

@@ -13,7 +13,7 @@ from ..distributed.agreement import agreed_already
 from ..guard import is_initialized, single_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import read_contents
-from ..run_folder.leaves import NUMBERS, places
+from ..run_folder.leaves import NUMBERS, places, write_leaves
 from ..run_folder.values import decode, encode
 from ..scaler import GradScaler
 from ..state_tree import copies, restore
@@ -148,9 +148,7 @@ def _write(
     check_settings(resume, optimizer)
     _write_optimizer(optimizer, model, found["optimizer"], resume, new, wider)
     held = places(model)
-    for name, value in new.items():
-        box, key = held[name]
-        box[key] = value
+    write_leaves({name: held[name] for name in new}, new)
     if scaler is not None:
         scaler.state.update(resume["scaler"])
     return extra, seed
@@ -218,9 +216,9 @@ def _write_state(optimizer: Optimizer, saved: Flat) -> None:
             raise ValueError(
                 f"{short(path)} is in a tuple, which cannot be written to."
             )
-    for path, (box, key) in held.items():
-        if not isinstance(box, tuple):
-            box[key] = saved[path]
+    # What is in a tuple is equal, as was just checked.
+    held = {path: at for path, at in held.items() if not isinstance(at[0], tuple)}
+    write_leaves(held, saved)
 
 
 def _all(optimizer: Optimizer) -> Iterable[Optimizer]:

@@ -17,9 +17,11 @@ def _switch(help: str) -> dict[str, Any]:
     return {"action": "store_true", "help": help}
 
 
-def _key(part: str) -> dict[str, Any]:
-    help = f"where the {part} state is in the checkpoint; '' leaves it out; several, "
-    help += "with commas, become a run each in the folder"
+def _key(section: str) -> dict[str, Any]:
+    help = (
+        f"where the {section} state is in the checkpoint; '' leaves it out; several, "
+        "with commas, become a run each in the folder"
+    )
     return {"metavar": "KEY/KEY", "help": help}
 
 

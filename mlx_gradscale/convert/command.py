@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (list, optional): The arguments. Default: those of the process.
 
     Returns:
-        int: 0, 1 after an error, 130 after Ctrl-C, both told in one line. Wrong
+        int: 0, 1 after an error, 130 after Ctrl-C, both said in one line. Wrong
         usage exits with 2.
     """
     return run_command(

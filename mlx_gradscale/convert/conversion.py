@@ -86,7 +86,7 @@ def from_sections(
                 "names its state cannot be converted. Name the model (--model-key), or "
                 "leave the optimizer out (--optimizer-key '')."
             )
-        _take_optimizer(run, checkpoint, sections, tensors, plan, model, options)
+        _convert_optimizer(run, checkpoint, sections, tensors, plan, model, options)
     if "scaler" in sections:
         state = plain_section("scaler", get(checkpoint, sections["scaler"]))
         run.record.scaler_format = options.scaler_format or formats.recognise(state)
@@ -97,7 +97,7 @@ def from_sections(
     return run
 
 
-def _take_optimizer(
+def _convert_optimizer(
     run: Run,
     checkpoint: Any,
     sections: Mapping[str, Path],
@@ -109,7 +109,7 @@ def _take_optimizer(
     found = plain_section("optimizer", get(checkpoint, sections["optimizer"]))
     state = unflattened(found)
     check_state_dict(state)
-    # Before its parameters are sought: one that MLX does not have is told so.
+    # Before its parameters are looked for: one that MLX does not have is refused here.
     optimizers.recognise(state, options.optimizer)
     names, doubts = parameter_names(
         state,
@@ -172,12 +172,12 @@ def to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[str]]:
     values: dict[str, Any] = {}
     notes: list[str] = []
     if record.model:
-        values["model"] = _give_model(run)
+        values["model"] = _torch_model(run)
     if record.scaler_format and run.scaler is not None:
         values["scaler"], said = from_scaler(run.scaler, record.scaler_format)
         notes += said
     if record.optimizer and run.optimizer is not None:
-        values["optimizer"], said = _give_optimizer(run, values, accept)
+        values["optimizer"], said = _torch_optimizer(run, values, accept)
         notes += said
     recorded = {"optimizer": record.optimizer, "scaler": record.scaler_format}
     for section, had in recorded.items():
@@ -206,7 +206,7 @@ def _several_to_torch(run: Run, accept: Iterable[str] = ()) -> tuple[Any, list[s
     return paste(skeleton, values), notes
 
 
-def _give_model(run: Run) -> dict[str, mx.array]:
+def _torch_model(run: Run) -> dict[str, mx.array]:
     if run.weights is None:
         raise ValueError("The run has no weights.")
     model = cast(ModelRecord, run.record.model)
@@ -220,7 +220,7 @@ def _give_model(run: Run) -> dict[str, mx.array]:
     return made
 
 
-def _give_optimizer(
+def _torch_optimizer(
     run: Run, values: Mapping[str, Any], accept: Iterable[str]
 ) -> tuple[dict[str, Any], list[str]]:
     record = cast(OptimizerRecord, run.record.optimizer)

@@ -209,7 +209,7 @@ def _plain(value: Any, seen: set[int] | None = None) -> Any:
     """Return JSON for people: a tensor by its shape, unless it is one number.
 
     Objects of other programs may hold themselves and each other: ``seen`` are those
-    that were told, by id, and are told only in short again.
+    that were described, by id, and are only named after that.
     """
     seen = set() if seen is None else seen
     if isinstance(value, Placeholder):
@@ -222,8 +222,8 @@ def _plain(value: Any, seen: set[int] | None = None) -> Any:
     if isinstance(value, PlacedTensor):
         value = value.array
     if isinstance(value, mx.array):
-        told = f"{dtype_name(value)} {shape(value)}"
-        return _plain(value.item()) if value.size == 1 else told
+        text = f"{dtype_name(value)} {shape(value)}"
+        return _plain(value.item()) if value.size == 1 else text
     if isinstance(value, np.ndarray):
         return f"numpy {value.dtype.name} {'x'.join(map(str, value.shape)) or 'scalar'}"
     if isinstance(value, Mapping):

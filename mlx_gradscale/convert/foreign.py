@@ -17,7 +17,7 @@ _MOST_NAMED = 8
 
 
 def plain_section(section: str, value: Any) -> Any:
-    """Return the section with Python's numbers in the place of numpy's.
+    """Return the section with Python's numbers instead of numpy's.
 
     Args:
         section (str): ``"model"``, ``"optimizer"`` or ``"scaler"``.

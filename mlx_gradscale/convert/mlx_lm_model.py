@@ -12,7 +12,7 @@ _LARGEST_CONFIG = 2**22
 
 
 def mlx_lm_model(path: Path) -> nn.Module:
-    """Make the model of mlx-lm, whose ``sanitize`` tells names and layouts.
+    """Make the model of mlx-lm, whose ``sanitize`` gives names and layouts.
 
     Nothing in the folder is executed: a ``model_file`` of its own is refused.
 

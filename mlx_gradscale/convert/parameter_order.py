@@ -18,7 +18,7 @@ _MOST_PLACINGS = 10_000
 
 
 class OrderError(ValueError):
-    """The parameters behind an optimizer's indices cannot be told."""
+    """The parameters behind an optimizer's indices are not known."""
 
 
 def parameter_names(

@@ -1,4 +1,9 @@
-"""What of a checkpoint only passes through MLX, and of which step it is."""
+"""What of a checkpoint only passes through MLX, and of which step it is.
+
+Without it epoch, schedule and random states would go back to PyTorch as old as they
+came, and nobody would be warned: a run that trained 1000 steps in MLX would go on with
+the learning rate, and the data, of 1000 steps before.
+"""
 
 import re
 from collections.abc import Mapping

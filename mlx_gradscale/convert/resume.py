@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from ..guard import single_optimizers
 from ..optimizer import LossScaleOptimizer
 from ..run_folder.contents import SCALER, TRAINING, RunError
-from ..run_folder.leaves import places
+from ..run_folder.leaves import places, write_leaves
 from ..run_folder.live import USED, live_contents
 from ..run_folder.rounding import Rounded, cast_weights, lost
 from ..run_folder.settings import next_rate
@@ -61,7 +61,7 @@ def load_run(
         folder (str): Written by the command or by :func:`save_run`.
         model (nn.Module): Gets the weights; every name and shape must fit.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
-            ``mlx.optimizers`` take it, in the place of the rate in the run. A schedule
+            ``mlx.optimizers`` take it, instead of the rate in the run. A schedule
             is called with the step count, which goes on from the loaded one. PyTorch's
             parameter groups share it if they share a rate, else it must be a list with
             one for each. Files hold no schedule: give it at each load.
@@ -305,8 +305,9 @@ def load_optimizer_state(
             raise ValueError(
                 f"{path} has shape {flat[path].shape}, the optimizer needs {shape}."
             )
-    for path, (box, key) in own.items():
-        box[key] = flat[path]
+        if isinstance(box, tuple):
+            raise ValueError(f"{path} is in a tuple, which cannot be written to.")
+    write_leaves(own, flat)
 
 
 def _warn_of_frozen(names: list[str]) -> None:

@@ -41,7 +41,7 @@ _MOMENTS = {
 
 
 class SectionsError(ValueError):
-    """A checkpoint in which the sections cannot be told."""
+    """A checkpoint in which the sections cannot be told apart."""
 
 
 class Unordered(dict[Any, Any]):
@@ -311,17 +311,17 @@ def _shown(path: Path) -> str:
 def _named(checkpoint: Any, section: str, key: str) -> Path:
     path: list[str | int] = []
     value = checkpoint
-    for part in key.split("/"):
-        word: str | int = part
-        if isinstance(value, (list, tuple)) and part.isdigit():
-            word = int(part)
+    for word in key.split("/"):
+        step: str | int = word
+        if isinstance(value, (list, tuple)) and word.isdigit():
+            step = int(word)
         try:
-            value = value[word]
+            value = value[step]
         except (KeyError, IndexError, TypeError):
             raise SectionsError(
-                f"--{section}-key {key}: there is no {word!r} in the checkpoint."
+                f"--{section}-key {key}: there is no {step!r} in the checkpoint."
             ) from None
-        path.append(word)
+        path.append(step)
     if not _NAMED_TESTS[section](value):
         raise SectionsError(
             f"--{section}-key {key}: what is there is no {section} state."

@@ -188,8 +188,8 @@ def torch_files(
     for name, content in checkpoint.items():
         index = record.shards.get(check_name(name, "The run's record"))
         if index is not None:
-            parts, text = split(content, index)
-            files |= parts | {name: _Raw(text)}
+            shards, text = split(content, index)
+            files |= shards | {name: _Raw(text)}
         elif name == TRAINER:
             files[name] = _as_json(content)
         elif Path(name).suffix in _TORCH_SUFFIXES:

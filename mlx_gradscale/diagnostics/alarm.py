@@ -25,7 +25,7 @@ class SkippedStepsWarning(UserWarning):
         >>> from mlx_gradscale.diagnostics import SkipAlarm, SkippedStepsWarning
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always", SkippedStepsWarning)
-        ...     SkipAlarm(limit=50).see(50, scale=2.0**-34)
+        ...     SkipAlarm(limit=50).check(50, scale=2.0**-34)
         >>> len(caught)
         1
     """
@@ -37,7 +37,7 @@ class SkippedStepsError(RuntimeError):
     Example:
         >>> from mlx_gradscale.diagnostics import SkipAlarm, SkippedStepsError
         >>> try:
-        ...     SkipAlarm(limit=50, action="raise").see(50, scale=2.0**-34)
+        ...     SkipAlarm(limit=50, action="raise").check(50, scale=2.0**-34)
         ... except SkippedStepsError as error:
         ...     print(str(error).splitlines()[0].partition(":")[0])
         50 steps in a row were skipped
@@ -83,7 +83,7 @@ class SkipAlarm:
         self.limit = limit
         self.action = action
         self.explain = explain
-        self._told = 0
+        self._warned_at = 0
         self._remembered: list[tuple[str, weakref.ref[Any]]] = []
 
     def remember(self, grads: Any) -> None:
@@ -97,7 +97,7 @@ class SkipAlarm:
         # Most often a lambda around a model and a batch: not to be pickled or copied.
         return vars(self) | {"_remembered": [], "explain": None}
 
-    def see(
+    def check(
         self, skips: int, scale: float, grads: Any = None, *, since_update: int = 0
     ) -> None:
         """Go off if ``skips``, a number of skipped steps in a row, is too many.
@@ -108,38 +108,38 @@ class SkipAlarm:
         forgotten = since_update >= self.limit
         skips = max(skips, since_update)
         if skips < self.limit:
-            self._told = 0
+            self._warned_at = 0
             return
-        if self.action == "warn" and skips < 2 * self._told:
+        if self.action == "warn" and skips < 2 * self._warned_at:
             return
-        self._told = skips
+        self._warned_at = skips
         message = self._message(skips, scale, grads, forgotten)
         if self.action == "raise":
             raise SkippedStepsError(message)
         warn_user(message, SkippedStepsWarning)
 
     def _message(self, skips: int, scale: float, grads: Any, forgotten: bool) -> str:
-        parts = [
+        paragraphs = [
             f"{skips} steps in a row were skipped: their gradients were not finite. "
             f"Nothing was trained in them. The loss scale is {power(scale)} now."
         ]
         if forgotten:
-            parts.append(
+            paragraphs.append(
                 "update() was not called in all that time, so that the scale did not "
                 "move: call it once after each step, in the same compiled function."
             )
-        records = self._nonfinite_remembered() if grads is None else nonfinite(grads)
-        if records:
-            parts.append(overflow_table(records))
+        leaves = self._nonfinite_remembered() if grads is None else nonfinite(grads)
+        if leaves:
+            paragraphs.append(overflow_table(leaves))
         if self.explain is not None:
-            parts.append(str(self.explain()))
+            paragraphs.append(str(self.explain()))
         else:
-            parts.append(
+            paragraphs.append(
                 "explain_overflow(model, loss_fn, *batch, scale=scaler, "
                 "compute_dtype=...) of mlx_gradscale.diagnostics finds where it "
                 "begins; compute_dtype= is that of value_and_grad, if it has one."
             )
-        return "\n".join(parts)
+        return "\n".join(paragraphs)
 
     def _nonfinite_remembered(self) -> list[NonFinite]:
         alive = {path: x() for path, x in self._remembered if x() is not None}
@@ -148,7 +148,7 @@ class SkipAlarm:
 
 
 def check_skips(source: Any, grads: Any = None) -> int:
-    """Read how many steps in a row were skipped; let the scaler's alarm see it.
+    """Read how many steps in a row were skipped; let the scaler's alarm check it.
 
     Args:
         source (GradScaler or LossScaleOptimizer): Whose steps. If its
@@ -169,7 +169,7 @@ def check_skips(source: Any, grads: Any = None) -> int:
     names = ("consecutive_skips", "scale", "skips_since_update")
     skips, scale, since_update = (scaler.state[name].item() for name in names)
     if scaler.skip_alarm is not None:
-        scaler.skip_alarm.see(skips, scale, grads, since_update=since_update)
+        scaler.skip_alarm.check(skips, scale, grads, since_update=since_update)
     return int(skips)
 
 

@@ -63,7 +63,7 @@ class LossScaleCallback:
         self._skipped_before = added["skipped_steps"]
         alarm = alarm_of(self._optimizer)
         if alarm is not None:
-            alarm.see(added["consecutive_skips"], added["loss_scale"])
+            alarm.check(added["consecutive_skips"], added["loss_scale"])
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
         """Hand a validation report on as it is."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -37,22 +38,15 @@ def api_in_use(
     return ""
 
 
-def find_cure(
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    batch: tuple[Any, ...],
-    named: dict[Any, Any],
-    **how: Any,
-) -> list[Any] | None:
+def find_cure(setting: Setting, batch: Batch) -> list[Any] | None:
     """Return the layers that cure one batch in float32; None if none do."""
     plain = inspect.unwrap(
-        loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
+        setting.loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
     )
     if hasattr(plain, "has_scaled_gradient"):
         return None
-    setting = Setting(model, plain, **how)
     # A model that is skipping steps has weights of any kind: let it be far off.
-    found = search_batches(setting, [Batch(batch, named)], 1.0, 0.1)
+    found = search_batches(replace(setting, loss_fn=plain), [batch], 1.0, 0.1)
     return found.where if found.helps else None
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +12,9 @@ from mlx.utils import tree_flatten
 from .. import precision
 from ..files.text import dtype_name, power
 from ..finite import NonFinite, all_finite, nonfinite
+from ..float16.measure import Batch, Setting
 from ..islands import kept_in_float32
 from ..probes import (
-    Event,
     Probes,
     by_name,
     largest,
@@ -25,15 +25,14 @@ from ..probes import (
 )
 from ..scale import SMALLEST_SCALE
 from .cure import api_in_use, find_cure, keep_line, line_to_paste
-from .overflow import records_table
+from .first_place import Place, first_backward, first_forward
+from .overflow import nonfinite_table
 from .reading import scale_of
 
 # Small enough that what overflowed at the scale asked for cannot any more.
 _SMALLER = 2.0**-40
 
-# A layer's path, "" for the model, None for the loss function; and a sentence.
-_Place = tuple[str | None, str]
-_NOWHERE: _Place = (None, "")
+_NOWHERE: Place = (None, "")
 
 _ADVICE = {
     "nothing": "Loss and gradients are finite.",
@@ -113,7 +112,7 @@ class OverflowReport:
         if self.leaves:
             in_batch = self.cause in ("batch", "arguments")
             what = "argument" if in_batch else "parameter"
-            lines.append(records_table(self.leaves, what))
+            lines.append(nonfinite_table(self.leaves, what))
         return "\n".join(filter(None, lines))
 
 
@@ -164,89 +163,115 @@ def explain_overflow(
     """
     how = _how_it_runs(model, loss_fn, scale, compute_dtype)
     api = api_in_use(model, loss_fn, batch, scale, compute_dtype)
-    given_loss_fn = loss_fn
+    given = Setting(model, loss_fn, compute_dtype, cast_inputs, keep)
     if scale is None:
-        scale, loss_fn = 1.0, _as_unscaled(loss_fn)
-    scale = scale_of(scale)
+        trial = _Trial(_as_unscaled(given), Batch(batch, named), 1.0)
+    else:
+        trial = _Trial(given, Batch(batch, named), scale_of(scale))
     if not tree_flatten(model.trainable_parameters()):
         raise ValueError("The model has no trainable parameters: unfreeze some.")
+    loss, found = _diagnose(trial, how)
+    cure, line = None, found.line
+    if found.cause in ("forward", "loss"):
+        cure = find_cure(given, trial.batch)
+        line = line_to_paste(cure, api) if cure else ""
+    return OverflowReport(
+        found.cause, *found.place, loss, trial.scale, found.leaves, cure, line
+    )
 
-    def differentiate(
-        function: Callable[..., Any],
-        scale: float,
-        args: tuple[Any, ...],
-        kwargs: dict[Any, Any],
+
+@dataclass(frozen=True)
+class _Finding:
+    cause: str
+    place: Place = _NOWHERE
+    leaves: list[NonFinite] = field(default_factory=list)
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One batch, and how it is run."""
+
+    setting: Setting
+    batch: Batch
+    scale: float
+
+    def probe(self) -> tuple[float, list[NonFinite], Probes]:
+        """Return the loss, the gradients that are not finite, and what layers did."""
+        with probed(self.setting.model) as probes:
+            loss_fn = probes.ends_with(self.setting.loss_fn)
+            loss, grads = self._differentiate(loss_fn, self.scale, self.batch)
+            probes.read()
+        return float(loss), nonfinite(grads), probes
+
+    def scaling_helps(self, batch: Batch) -> bool:
+        """Tell whether a smaller scale makes loss and gradients of a batch finite."""
+        smaller = max(self.scale * _SMALLER, SMALLEST_SCALE)
+        with unchanged(self.setting.model):
+            results = self._differentiate(self.setting.loss_fn, smaller, batch)
+            return bool(all_finite(results).item())
+
+    def _differentiate(
+        self, loss_fn: Callable[..., Any], scale: float, batch: Batch
     ) -> tuple[mx.array, Any]:
-        scaled = precision.with_scaled_gradient(function, lambda: mx.array(scale))
-        if compute_dtype is None:
-            function = nn.value_and_grad(model, scaled)
+        how = self.setting
+        scaled = precision.with_scaled_gradient(loss_fn, lambda: mx.array(scale))
+        if how.compute_dtype is None:
+            function = nn.value_and_grad(how.model, scaled)
         else:
             function = precision.value_and_grad(
-                model, scaled, compute_dtype, keep, cast_inputs
+                how.model, scaled, how.compute_dtype, how.keep, how.cast_inputs
             )
-        outputs, grads = function(*args, **kwargs)
+        outputs, grads = function(*batch.args, **batch.kwargs)
         return outputs[0] if isinstance(outputs, tuple) else outputs, grads
 
-    def scaling_helps(args: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
-        smaller = max(scale * _SMALLER, SMALLEST_SCALE)
-        with unchanged(model):
-            finite = all_finite(differentiate(loss_fn, smaller, args, kwargs))
-            return bool(finite.item())
 
-    with probed(model) as probes:
-        value, grads = differentiate(probes.ends_with(loss_fn), scale, batch, named)
-        probes.read()
-    loss, leaves = float(value), nonfinite(grads)
+def _diagnose(trial: _Trial, how: str) -> tuple[float, _Finding]:
+    """Return the loss, and the first of the causes, in the order values are made."""
+    loss, leaves, probes = trial.probe()
     sound = math.isfinite(loss)
-
-    def report(
-        cause: str, place: _Place, leaves: list[NonFinite], line: str = ""
-    ) -> OverflowReport:
-        cure = None
-        if cause in ("forward", "loss"):
-            cure = find_cure(
-                model,
-                given_loss_fn,
-                batch,
-                named,
-                compute_dtype=compute_dtype,
-                cast_inputs=cast_inputs,
-                keep=keep,
-            )
-            line = line_to_paste(cure, api) if cure else ""
-        return OverflowReport(cause, *place, loss, scale, leaves, cure, line)
-
     if sound and not leaves:
-        return report("nothing", (None, how), [])
-    arguments = by_name(batch, named)
-    # A mask of -inf is no fault.
-    found = [r for r in nonfinite(_arrays(arguments)) if r.nan or r.positive_inf]
+        return loss, _Finding("nothing", (None, how))
+    found = _fault_of_arguments(trial) or _fault_of_parameters(trial.setting)
     if found:
-        return report("batch", _NOWHERE, found)
-    cast = compute_dtype if cast_inputs else None
-    large = too_large(arguments, cast) if cast is not None else {}
-    # Nor is a mask of -1e9: look whether all is well with small arguments.
-    if (
-        cast is not None
-        and large
-        and not scaling_helps(batch, named)
-        and scaling_helps(*made_small((batch, named), cast))
-    ):
-        found = nonfinite({k: x.astype(cast) for k, x in large.items()})
-        return report("arguments", (None, _sizes(large, cast)), found)
-    found = nonfinite(_as_computed(model, compute_dtype, keep))
-    if found:
-        finite = not nonfinite({"x": _parameters(model)[found[0].path]})
-        line = keep_line(found[0].path) if finite else ""
-        return report("parameters", (found[0].path.rpartition(".")[0], ""), found, line)
-    place = _first_forward(probes, sound)
+        return loss, found
+    place = first_forward(probes, sound)
     if place:
-        return report("forward", place, leaves)
+        return loss, _Finding("forward", place, leaves)
     if not sound:
-        return report("loss", _NOWHERE, leaves)
-    place = _first_backward(probes, leaves)
-    cause = "gradients" if scaling_helps(batch, named) else "derivative"
-    return report(cause, place, leaves)
+        return loss, _Finding("loss", _NOWHERE, leaves)
+    helps = trial.scaling_helps(trial.batch)
+    cause = "gradients" if helps else "derivative"
+    return loss, _Finding(cause, first_backward(probes, leaves), leaves)
+
+
+def _fault_of_arguments(trial: _Trial) -> _Finding | None:
+    setting, batch = trial.setting, trial.batch
+    arguments = by_name(batch.args, batch.kwargs)
+    # A mask of -inf is no fault.
+    found = [x for x in nonfinite(_arrays(arguments)) if x.nan or x.positive_inf]
+    if found:
+        return _Finding("batch", _NOWHERE, found)
+    dtype = setting.compute_dtype if setting.cast_inputs else None
+    large = too_large(arguments, dtype) if dtype is not None else {}
+    if dtype is None or not large:
+        return None
+    # Nor is a mask of -1e9: look whether all is well with small arguments.
+    small = Batch(*made_small((batch.args, batch.kwargs), dtype))
+    if trial.scaling_helps(batch) or not trial.scaling_helps(small):
+        return None
+    found = nonfinite({path: x.astype(dtype) for path, x in large.items()})
+    return _Finding("arguments", (None, _sizes(large, dtype)), found)
+
+
+def _fault_of_parameters(setting: Setting) -> _Finding | None:
+    found = nonfinite(_as_computed(setting.model, setting.compute_dtype, setting.keep))
+    if not found:
+        return None
+    path = found[0].path
+    finite = not nonfinite({"x": _parameters(setting.model)[path]})
+    line = keep_line(path) if finite else ""
+    return _Finding("parameters", (path.rpartition(".")[0], ""), found, line)
 
 
 def _how_it_runs(
@@ -272,9 +297,10 @@ def _how_it_runs(
     )
 
 
-def _as_unscaled(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _as_unscaled(setting: Setting) -> Setting:
     # Without its mark, which refuses a second scale: that is 1 here.
-    return lambda *args, **kwargs: loss_fn(*args, **kwargs)
+    loss_fn = setting.loss_fn
+    return replace(setting, loss_fn=lambda *args, **kwargs: loss_fn(*args, **kwargs))
 
 
 def _arrays(arguments: dict[str, Any]) -> dict[str, mx.array]:
@@ -306,60 +332,3 @@ def _as_computed(
 
 def _parameters(model: nn.Module) -> dict[str, mx.array]:
     return tree_flatten(model.parameters(), destination={})
-
-
-def _first_forward(probes: Probes, loss_is_finite: bool) -> _Place | None:
-    for event in probes.forward:
-        nan, positive, _ = event.counts
-        # If the loss is finite, only what has a gradient can have spoilt one; and
-        # -inf without a gradient is a mask.
-        at_fault = event.differentiated or (not loss_is_finite and (nan or positive))
-        if any(event.counts) and at_fault:
-            if event.side == "output":
-                return event.path, f"First in the output of {_name(event)}: {event}."
-            return event.caller, (
-                f"First in what {_caller(event)} hands to {_name(event)}: {event}. "
-                f"{_caller(event)} made it, in code of its own."
-            )
-    return None
-
-
-def _first_backward(probes: Probes, leaves: list[NonFinite]) -> _Place:
-    # A weight's gradient is ready after the gradient of its layer's output.
-    ready: dict[str, int] = {}
-    bad = len(probes.backward)
-    for i, event in enumerate(probes.backward):
-        if event.side == "output":
-            ready.setdefault(event.path, i)
-        if any(event.counts):
-            bad = i
-            break
-    of_layers = [(r.path.rpartition(".")[0], r) for r in leaves]
-    done = [(ready[path], path, r) for path, r in of_layers if path in ready]
-    done = [item for item in done if item[0] < bad]
-    if done:
-        _, path, record = min(done, key=lambda item: item[0])
-        return path, f"First in the gradient of the parameter {record.path}."
-    if bad == len(probes.backward):
-        record = leaves[0]
-        path = record.path.rpartition(".")[0]
-        return path, f"First in the gradient of the parameter {record.path}."
-    event = probes.backward[bad]
-    if event.side == "input":
-        return event.path, (
-            f"First in the gradient that {_name(event)} hands back: {event}."
-        )
-    return event.caller, (
-        f"First in the gradient that {_caller(event)} hands back to {_name(event)}: "
-        f"{event}."
-    )
-
-
-def _name(event: Event) -> str:
-    return event.path or "the model"
-
-
-def _caller(event: Event) -> str:
-    if event.caller is None:
-        return "the loss function"
-    return event.caller or "the model"

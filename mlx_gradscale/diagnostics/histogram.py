@@ -144,7 +144,7 @@ class GradientHistogram:
 
     @property
     def best_scale(self) -> float | None:
-        """The power of two that loses least, or None if nothing tells.
+        """The power of two that loses least, or None if nothing shows it.
 
         That is: nothing overflows, as one overflow costs the whole step; then the
         fewest underflow; then subnormals lose the fewest bits. Of scales that lose

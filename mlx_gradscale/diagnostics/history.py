@@ -119,7 +119,7 @@ class ScaleHistory:
             longest = max(longest, self._streak)
         alarm = alarm_of(self._source)
         if alarm is not None:
-            alarm.see(longest, new[-1].scale, grads)
+            alarm.check(longest, new[-1].scale, grads)
 
     def __enter__(self) -> "ScaleHistory":
         return self

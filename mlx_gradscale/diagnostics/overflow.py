@@ -31,23 +31,23 @@ def overflow_table(grads: Any, limit: int | None = 20) -> str:
         parameter    dtype  nan  +inf  -inf  of
         b.weight   float32    0     2     1   4
     """
-    records = grads if _are_records(grads) else nonfinite(grads)
-    return records_table(records, "parameter", limit)
+    leaves = grads if _are_nonfinite(grads) else nonfinite(grads)
+    return nonfinite_table(leaves, "parameter", limit)
 
 
-def records_table(records: list[NonFinite], what: str, limit: int | None = 20) -> str:
+def nonfinite_table(leaves: list[NonFinite], what: str, limit: int | None = 20) -> str:
     """Return the table of :func:`overflow_table` for leaves that are a ``what``."""
-    if not records:
+    if not leaves:
         return "Every value is finite."
     rows: list[tuple[Any, ...]] = [(what, "dtype", "nan", "+inf", "-inf", "of")]
-    for r in records[:limit]:
+    for r in leaves[:limit]:
         dtype = dtype_name(r.dtype)
         size = math.prod(r.shape)
         rows.append((r.path, dtype, r.nan, r.positive_inf, r.negative_inf, size))
     table = align(rows)
-    more = len(records) - len(records[:limit])
+    more = len(leaves) - len(leaves[:limit])
     return f"{table}\n... and {more} more" if more else table
 
 
-def _are_records(grads: Any) -> bool:
+def _are_nonfinite(grads: Any) -> bool:
     return isinstance(grads, list) and all(isinstance(r, NonFinite) for r in grads)

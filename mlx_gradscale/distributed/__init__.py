@@ -1,6 +1,6 @@
 """The same step on every rank of an ``mx.distributed`` group.
 
-MLX sends bytes without saying what they are, and waits without end. Before the first
+MLX sends bytes without saying what they are, and waits forever. Before the first
 step, and with each load, the ranks compare what they train (:mod:`.agreement`), and
 whoever waits there too long raises. In a step nothing is compared: a rank that leaves
 one out makes the others wait until it says something else or ends, which MLX tells them

@@ -33,7 +33,7 @@ def compare_optimizers(call: str, optimizer: Any, arrays: Any) -> None:
 
     With ``average`` that is one table of names, shapes and dtypes, the scaler's state
     and the settings; shards may differ, and the optimizers that step them. Nothing is
-    sent inside of ``mx.compile``, where the scale cannot be read.
+    sent inside ``mx.compile``, where the scale cannot be read.
 
     Args:
         call (str): What the user called, for the errors.
@@ -99,7 +99,7 @@ def _numbers(leaves: dict[str, Any]) -> dict[str, str]:
 
 def _kinds(leaves: dict[str, mx.array], sharded: Any) -> dict[str, str]:
     if sharded and "scaler.scale" in leaves:
-        # A saved state has other paths than the parameters that sharded() is told.
+        # A saved state has other paths than the parameters that sharded() is given.
         return {}
     return {
         path: f"{dtype_name(x)}{list(x.shape)}"

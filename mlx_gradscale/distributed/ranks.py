@@ -14,7 +14,7 @@ from .consensus import Group, Sharded, finite_on_all_ranks, is_alone, norm_over_
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a ``LossScaleOptimizer`` was told of other ranks.
+    """What a ``LossScaleOptimizer`` was given about other ranks.
 
     Args:
         group (Group, optional): The ranks that train together.

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..files.text import dtype_name, dtype_named
 from ..finite import arrays
 from .consensus import Group, is_alone
 from .exchange import check_equal, gather
@@ -92,7 +93,7 @@ def _digest(x: mx.array) -> list[Any]:
     data = np.array(_bytes(x)).tobytes() if x.size else b""
     value = str(x.item()) if x.size == 1 else None
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
-    return [list(x.shape), str(x.dtype), value, digest]
+    return [list(x.shape), dtype_name(x), value, digest]
 
 
 def _text(entry: list[Any] | None) -> str:
@@ -101,18 +102,13 @@ def _text(entry: list[Any] | None) -> str:
     shape, dtype, value, digest = entry
     if value is not None:
         return str(value)
-    return f"{dtype.removeprefix('mlx.core.')}{shape} with checksum {digest[:8]}"
-
-
-_DTYPES = {
-    str(dtype): dtype for dtype in vars(mx).values() if isinstance(dtype, mx.Dtype)
-}
+    return f"{dtype}{shape} with checksum {digest[:8]}"
 
 
 def _describe(tree: Any, found: list[mx.array]) -> Any:
     if isinstance(tree, mx.array):
         found.append(tree)
-        return {"array": [list(tree.shape), str(tree.dtype)]}
+        return {"array": [list(tree.shape), dtype_name(tree)]}
     if isinstance(tree, dict):
         for key in tree:
             if not isinstance(key, str):
@@ -129,7 +125,7 @@ def _describe(tree: Any, found: list[mx.array]) -> Any:
 def _shapes(plan: Any) -> Iterator[tuple[list[int], mx.Dtype]]:
     [(kind, content)] = plan.items()
     if kind == "array":
-        yield content[0], _DTYPES[content[1]]
+        yield content[0], dtype_named(content[1])
     elif kind != "value":
         for child in content.values() if kind == "dict" else content:
             yield from _shapes(child)

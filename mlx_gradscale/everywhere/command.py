@@ -1,4 +1,4 @@
-"""``python -m mlx_gradscale run``: a training script, inside of ``everywhere()``."""
+"""``python -m mlx_gradscale run``: a training script, inside ``everywhere()``."""
 
 import argparse
 import os

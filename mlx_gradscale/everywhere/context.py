@@ -1,4 +1,4 @@
-"""``with everywhere():`` and what is different inside of it."""
+"""``with everywhere():`` and what is different inside it."""
 
 import threading
 import weakref
@@ -26,7 +26,7 @@ _plain_value_and_grad = nn.value_and_grad
 
 
 class Everywhere:
-    """What was made inside of a ``with everywhere()``.
+    """What was made inside a ``with everywhere()``.
 
     Args:
         make_scaler (Callable): Returns the scaler of each optimizer.
@@ -95,7 +95,7 @@ def everywhere(
     Only this thread is concerned. Afterwards everything is as before, and what was
     made inside goes on as it was. A trainer that differentiates by ``mx.grad`` or
     ``mx.value_and_grad``, or that has imported ``value_and_grad`` from ``mlx.nn`` by
-    name before, is not reached, which its first step tells.
+    name before, is not reached; its first step says so.
 
     Args:
         make_scaler (Callable): Returns a scaler for each optimizer. Default: a new

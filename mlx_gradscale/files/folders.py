@@ -1,6 +1,10 @@
 """A folder is replaced in one step, so that a killed process loses neither.
 
 The new one is built beside its place, and the two exchange their places.
+
+Without it a kill or a full disk while the only checkpoint is overwritten would lose it,
+or leave the weights of one step beside the optimizer of another, which trains on
+without an error.
 """
 
 import ctypes
@@ -226,7 +230,7 @@ def _remove_left(path: Path, ours: Collection[str]) -> None:
     is_hidden = not path.exists() and any(p.suffix == _OLD for p, _ in left)
     for hidden, (descriptor, is_mine) in left:
         try:
-            # Only a run under hidden names is left: refuse_hidden tells of it.
+            # Only a run under hidden names is left: refuse_hidden reports it.
             if is_mine and not is_hidden:
                 if path.is_dir() and not (hidden / _FILLING).exists():
                     _bring_back(hidden, path, ours)

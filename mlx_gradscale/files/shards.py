@@ -16,7 +16,7 @@ _LARGEST_INDEX = 2**26
 
 
 def shard_sets(names: list[str]) -> dict[str, list[str]]:
-    """Return the names of files that are parts of one model, by that of their index.
+    """Return the names of files that are shards of one model, by that of their index.
 
     Args:
         names (list): The files of a folder.
@@ -35,14 +35,14 @@ def shard_sets(names: list[str]) -> dict[str, list[str]]:
             key = (f"{match[1]}{match[4]}{INDEX}", int(match[3]))
             found.setdefault(key, {})[int(match[2])] = name
     out = {}
-    for (index, count), parts in found.items():
-        missing = [i for i in range(1, count + 1) if i not in parts]
+    for (index, count), shards in found.items():
+        missing = [i for i in range(1, count + 1) if i not in shards]
         if missing or index in out:
             raise ValueError(
-                f"{next(iter(parts.values()))} is one of {count} files, of which "
-                f"{len(parts)} are there: copy the others into the folder, too."
+                f"{next(iter(shards.values()))} is one of {count} files, of which "
+                f"{len(shards)} are there: copy the others into the folder, too."
             )
-        out[index] = [parts[i] for i in sorted(parts)]
+        out[index] = [shards[i] for i in sorted(shards)]
     return out
 
 
@@ -98,7 +98,9 @@ def check_shards(shards: Mapping[str, Mapping[str, Any]]) -> None:
             raise ValueError(f"The run's record names {index!r}, no index of a model.")
         for name in held["files"].values():
             if not _SHARD.fullmatch(check_name(name, "The run's record")):
-                raise ValueError(f"The run's record names {name!r}, no part of a model")
+                raise ValueError(
+                    f"The run's record names {name!r}, no shard of a model"
+                )
 
 
 def split(

@@ -95,6 +95,22 @@ def dtype_name(of: mx.array | mx.Dtype) -> str:
     return str(getattr(of, "dtype", of)).rpartition(".")[2]
 
 
+def dtype_named(name: str) -> mx.Dtype:
+    """Return the dtype that :func:`dtype_name` gave this name.
+
+    Raises:
+        ValueError: There is none.
+
+    Example:
+        >>> dtype_named("float16") == mx.float16, dtype_named("bool") == mx.bool_
+        (True, True)
+    """
+    dtype = getattr(mx, "bool_" if name == "bool" else name, None)
+    if not isinstance(dtype, mx.Dtype):
+        raise ValueError(f"MLX has no dtype {name!r}.")
+    return dtype
+
+
 def natural_order(path: str) -> list[tuple[bool, int, str]]:
     """Return a key to sort paths with dots: by name, and numbers as numbers.
 

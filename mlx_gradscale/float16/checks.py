@@ -80,7 +80,7 @@ def check_parameters(setting: Setting) -> None:
     """Raise if a parameter is not finite."""
     found = nonfinite(setting.model.parameters())
     if found:
-        names = ", ".join(record.path for record in found[:5])
+        names = ", ".join(leaf.path for leaf in found[:5])
         raise NoSetHelps(
             f"Parameters are not finite: {names}. No dtype helps: go back to weights "
             "from before that."
@@ -92,11 +92,11 @@ def check_arguments(setting: Setting, batch: Batch, name: str) -> None:
     arguments = by_name(batch.args, batch.kwargs)
     leaves = tree_flatten(arguments, is_leaf=is_leaf)
     arrays = {path: x for path, x in leaves if isinstance(x, mx.array)}
-    for record in nonfinite(arrays):
+    for leaf in nonfinite(arrays):
         # A mask of -inf is no fault.
-        if record.nan or record.positive_inf:
+        if leaf.nan or leaf.positive_inf:
             raise NoSetHelps(
-                f"{record.path} of {name} is not finite: leave such samples out, or "
+                f"{leaf.path} of {name} is not finite: leave such samples out, or "
                 "repair them."
             )
     if setting.compute_dtype is None or not setting.cast_inputs:

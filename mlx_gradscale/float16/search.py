@@ -139,7 +139,7 @@ class Search:
 
     @property
     def where(self) -> list[Entry]:
-        """The layers that were found, without those inside of others."""
+        """The layers that were found, without those inside others."""
         return _outermost(self.setting.model, self.reasons)
 
     def add(self, batch: Batch, name: str) -> None:

@@ -163,7 +163,7 @@ def _step(optimizer: Optimizer, plan: _Plan, gradients: Any, parameters: Any) ->
         if plan.numbers and "Attempting to eval an array" in str(error):
             raise TypeError(
                 f"{type(optimizer).__name__} decides in Python by a number in its "
-                f"state, such as {dotted(min(plan.numbers, key=str))}, and inside of "
+                f"state, such as {dotted(min(plan.numbers, key=str))}, and inside "
                 "mx.compile there is none to read. Leave its step uncompiled."
             ) from error
         raise

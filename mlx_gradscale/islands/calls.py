@@ -22,7 +22,7 @@ METHODS = ("__call__", "as_linear")
 _CONVERSIONS = ("to_quantized", "to_lora")
 
 _gradients_in_float32 = Scoped("gradients in float32", False)
-_inside = Scoped("inside of an island", False)
+_inside = Scoped("inside an island", False)
 _compute_dtype: Scoped[mx.Dtype | None] = Scoped("compute dtype", None)
 
 
@@ -72,7 +72,7 @@ class Island:
 
 
 def computing_in(dtype: mx.Dtype | None) -> AbstractContextManager[None]:
-    """Let islands cast back to ``dtype`` where nothing else tells them, for the while.
+    """Let islands cast back to ``dtype`` where nothing else says so, for the while.
 
     Args:
         dtype (Dtype, optional): What a model with float32 parameters is run in.

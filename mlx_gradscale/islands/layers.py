@@ -79,7 +79,7 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
     freezing, LoRA and quantizing go on as before. Only the running statistics of a
     ``nn.BatchNorm`` become float32: a variance above 65504 would be inf, and small
     changes of a mean would be lost. In a layer that computes in float32
-    anyway nothing changes. A step that was compiled before has to be compiled anew.
+    anyway nothing changes. A step that was compiled before has to be compiled again.
 
     Where the value that is too large is handed on from layer to layer, as in a
     residual stream, name the first and the last layer: ``"layers.3 to norm"`` are
@@ -91,8 +91,8 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
     Args:
         model (nn.Module): The model. It is changed in place.
         where (str, list, Callable or Path): A path as ``"layers.3.mlp"``, a glob as
-            ``"*.mlp"``, a range as above, a list of these; a function that is told
-            path and module and returns True; what :func:`find_float32_layers`
+            ``"*.mlp"``, a range as above, a list of these; a function of path
+            and module that returns True; what :func:`find_float32_layers`
             returned; or the ``.json`` file that it was saved in.
 
     Returns:
@@ -164,7 +164,7 @@ def kept_in_float32(
 
     Yields a function of path and parameter: whether the parameter is not to be cast
     to ``compute_dtype``, because ``keep`` says so or because it is in an island. In
-    the meantime islands cast back to ``compute_dtype`` where nothing else tells them,
+    the meantime islands cast back to ``compute_dtype`` where nothing else says so,
     and gradients of parameters in islands are float32.
 
     A module that holds other modules casts only its own parameters and its outputs;

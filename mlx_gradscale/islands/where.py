@@ -54,7 +54,7 @@ class Members:
 
 
 def find_members(model: nn.Module, where: Where) -> list[Members]:
-    """Return the modules that ``where`` names; those inside of others are left out.
+    """Return the modules that ``where`` names; those inside others are left out.
 
     Raises:
         ValueError: Something matches no module; the nearest is named.

@@ -62,7 +62,7 @@ def _import(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name == "mlx_lm":
             raise ImportError(
-                f"mlx_gradscale.lora runs mlx-lm's trainer: {_INSTALL}"
+                f"There is no mlx-lm, whose trainer this runs: {_INSTALL}"
             ) from None
         if error.name and error.name.startswith("mlx_lm."):
             raise ImportError(f"{CHANGED} (there is no {error.name})") from None

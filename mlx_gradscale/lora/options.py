@@ -1,4 +1,4 @@
-"""What ``mlx_gradscale.lora`` can be told beyond what ``mlx_lm.lora`` can."""
+"""What ``mlx_gradscale.lora`` takes beyond what ``mlx_lm.lora`` does."""
 
 import argparse
 import math

@@ -16,8 +16,8 @@ class Position:
 
     Args:
         iterate_batches (Callable): mlx-lm's.
-        after (Callable): Is told the number of each iteration that is complete. The
-            last one ends without another batch being asked for, so it is not told.
+        after (Callable): Is given the number of each iteration that is complete, but
+            of the last, which ends without another batch being asked for.
     """
 
     def __init__(

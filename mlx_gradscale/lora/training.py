@@ -23,10 +23,10 @@ FOLDER = "checkpoint"
 _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
 
 
-class SeenOptimizer:
+class OptimizerWithLoss:
     """What mlx-lm's trainer asks of an optimizer, and the loss of each iteration.
 
-    The loss is computed inside of a compiled step, which gives out only what is in
+    The loss is computed inside a compiled step, which gives out only what is in
     the states that it lists.
 
     Args:
@@ -46,15 +46,15 @@ class SeenOptimizer:
         """The learning rate, for mlx-lm's report."""
         return self._optimizer.learning_rate
 
-    def see(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def keep_loss_of(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return mlx-lm's loss function, whose loss is then in the state."""
 
-        def seen_loss_fn(*args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
+        def kept_loss_fn(*args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
             loss, tokens = loss_fn(*args, **kwargs)
             self.state["loss"] = mx.stop_gradient(loss).astype(mx.float32)
             return loss, tokens
 
-        return seen_loss_fn
+        return kept_loss_fn
 
 
 class Training:
@@ -90,7 +90,7 @@ class Training:
         host = trainer()
         self._model, self._optimizer = model, self._options.wrap(optimizer)
         self._optimizer.init(model.trainable_parameters())
-        self._seen = SeenOptimizer(self._optimizer)
+        self._with_loss = OptimizerWithLoss(self._optimizer)
         self._position = Position(host.iterate_batches, self._after)
         self._rows = len(train_dataset)
         compute_in_float32(model, self._options.float32_layers)
@@ -99,7 +99,7 @@ class Training:
         self._first = self._position.iteration + 1
         if self._options.history and mx.distributed.init().rank() == 0:
             self._history = ScaleHistory(self._options.history)
-        loss_fn = self._seen.see(host.default_loss)
+        loss_fn = self._with_loss.keep_loss_of(host.default_loss)
         if self._options.loss_scale != 1.0:
             loss_fn = self._optimizer.scale_loss(loss_fn)
         with ExitStack() as stack:
@@ -109,7 +109,7 @@ class Training:
             stack.enter_context(replaced(host, range=self._numbers(args.iters)))
             host.train(
                 model=model,
-                optimizer=self._seen,
+                optimizer=self._with_loss,
                 train_dataset=train_dataset,
                 val_dataset=val_dataset,
                 args=args,
@@ -134,7 +134,7 @@ class Training:
 
     def _after(self, iteration: int) -> None:
         if self._history is not None:
-            loss = self._seen.state["loss"]
+            loss = self._with_loss.state["loss"]
             self._history.record(self._optimizer, loss=loss, step=iteration)
         self._is_due |= iteration % self._arguments.save_every == 0
         # Between two micro-batches the gradients are in a variable of mlx-lm's.
@@ -173,7 +173,7 @@ class Training:
 
 
 class _Checked:
-    """A callback that raises if mlx-lm counts otherwise than it was told.
+    """A callback that raises if mlx-lm does not count as it was asked to.
 
     Args:
         callback (LossScaleCallback): Gets every report.

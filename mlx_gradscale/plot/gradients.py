@@ -160,16 +160,23 @@ def _bands(axes: "Axes") -> Iterator[tuple[str, float, float, str]]:
 
 def _write_names(axes: "Axes") -> None:
     low, high = axes.get_xlim()
-    for name, start, end, _ in _bands(axes):
-        # At the edges, or they would run into their neighbours.
+    for i, (name, start, end, _) in enumerate(_bands(axes)):
+        # At the edges, and by turns a line higher, or they would run into each other.
         at, side = (start + end) / 2, "center"
         if start == low or end == high:
             at, side = (low, "left") if start == low else (high, "right")
-        transform = axes.get_xaxis_transform()
-        axes.text(
-            at, 1.005, name, fontsize=7, ha=side, va="bottom", transform=transform
+        axes.annotate(
+            name,
+            (at, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, 2 + 8 * (i % 2)),
+            textcoords="offset points",
+            fontsize=7,
+            ha=side,
+            va="bottom",
+            annotation_clip=False,
         )
-    axes.set_title(axes.get_title("left"), loc="left", fontweight="bold", pad=14)
+    axes.set_title(axes.get_title("left"), loc="left", fontweight="bold", pad=22)
 
 
 def _write_shares(axes: "Axes", histogram: GradientHistogram, scale: float) -> None:

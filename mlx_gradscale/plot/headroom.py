@@ -117,7 +117,7 @@ def _draw(
                 at, other, marker, ms=3.5, color=colors[color], mfc="none", zorder=3
             )
         else:
-            # What overflows inside of a layer does not show in its largest value.
+            # What overflows inside a layer does not show in its largest value.
             inside = [bool(row.why) and name == "forward" for row in rows]
             lost = [
                 y if y > LARGEST or fault else math.nan

@@ -52,19 +52,19 @@ def known_buffers(model: nn.Module) -> dict[str, mx.array]:
     }
 
 
-def empty_record(model: nn.Module) -> dict[str, Any]:
+def empty_backup(model: nn.Module) -> dict[str, Any]:
     """Return the part of a scaler's state that a model's buffers need."""
     return {"pending": mx.array(False), "before": known_buffers(model)}
 
 
-def remember(record: dict[str, Any], before: Places) -> None:
+def back_up(backup: dict[str, Any], before: Places) -> None:
     """Note what a forward pass has overwritten, unless an earlier one noted it.
 
     Args:
-        record (dict): Of :func:`empty_record`; written in place.
+        backup (dict): Of :func:`empty_backup`; written in place.
         before (dict): :func:`places` of the model before the forward pass.
     """
-    kept, pending = record["before"], record["pending"]
+    kept, pending = backup["before"], backup["pending"]
     # Not a cache that grew: there is nothing to select from.
     written = {
         path
@@ -80,7 +80,7 @@ def remember(record: dict[str, Any], before: Places) -> None:
         known = path in kept and _alike(kept[path], old)
         kept[path] = mx.where(pending, kept[path], old) if known else old
     # Computed, because MLX before 0.32 cannot compile what returns a constant.
-    record["pending"] = pending | True
+    backup["pending"] = pending | True
 
 
 def _alike(a: Any, b: mx.array) -> bool:
@@ -88,21 +88,21 @@ def _alike(a: Any, b: mx.array) -> bool:
 
 
 def taken_back(
-    record: dict[str, Any], model: nn.Module, applied: mx.array
+    backup: dict[str, Any], model: nn.Module, applied: mx.array
 ) -> list[tuple[Any, Any, Any]]:
     """Return what to write, as (container, key, value), so that a skip changes nothing.
 
     Args:
-        record (dict): Of the model.
+        backup (dict): Of the model.
         model (nn.Module): The model after the forward pass.
         applied (array): A 0-d bool array, False where the step is skipped.
     """
     now = places(model)
-    keep = applied | mx.logical_not(record["pending"])
+    keep = applied | mx.logical_not(backup["pending"])
     writes: list[tuple[Any, Any, Any]] = [
-        (record, "pending", record["pending"] & False)
+        (backup, "pending", backup["pending"] & False)
     ]
-    for path, old in record["before"].items():
+    for path, old in backup["before"].items():
         place: tuple[Any, Any, Any] = now.get(path, (None, None, None))
         box, key, new = place
         if _alike(new, old):

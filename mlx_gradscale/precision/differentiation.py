@@ -199,7 +199,7 @@ def arrays_among(arguments: Any) -> list[mx.array]:
 
 
 def models_among(arguments: Any) -> list[nn.Module]:
-    """Return the models among a call's arguments, without those inside of others."""
+    """Return the models among a call's arguments, without those inside others."""
     leaves = tree_flatten(arguments, is_leaf=is_leaf)
     found = {id(x): x for _, x in leaves if isinstance(x, nn.Module)}
     inside = {
@@ -240,23 +240,7 @@ def value_and_grad(
         look (Callable): Is given :func:`arrays_of` the model before each pass, and
             which are trained.
     """
-    if compute_dtype is None and (keep is not None or not cast_inputs):
-        raise ValueError(
-            "keep= and cast_inputs= have no meaning without compute_dtype=."
-        )
-    if keep is not None and not callable(keep):
-        raise TypeError(
-            "keep must be a function of path and parameter, as lambda path, x: 'norm' "
-            f"in path, got {keep!r}."
-        )
-    if compute_dtype is not None and (
-        not isinstance(compute_dtype, mx.Dtype)
-        or not mx.issubdtype(compute_dtype, mx.floating)
-    ):
-        raise ValueError(
-            f"compute_dtype must be a floating dtype of MLX, as mx.float16, got "
-            f"{compute_dtype!r}."
-        )
+    _check_how(compute_dtype, keep, cast_inputs)
 
     def cast(x: Any) -> Any:
         floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
@@ -318,6 +302,26 @@ def value_and_grad(
             put.clear()
 
     return value_and_grad_fn
+
+
+def _check_how(compute_dtype: Any, keep: Any, cast_inputs: bool) -> None:
+    if compute_dtype is None and (keep is not None or not cast_inputs):
+        raise ValueError(
+            "keep= and cast_inputs= have no meaning without compute_dtype=."
+        )
+    if keep is not None and not callable(keep):
+        raise TypeError(
+            "keep must be a function of path and parameter, as lambda path, x: 'norm' "
+            f"in path, got {keep!r}."
+        )
+    if compute_dtype is not None and (
+        not isinstance(compute_dtype, mx.Dtype)
+        or not mx.issubdtype(compute_dtype, mx.floating)
+    ):
+        raise ValueError(
+            f"compute_dtype must be a floating dtype of MLX, as mx.float16, got "
+            f"{compute_dtype!r}."
+        )
 
 
 def _was_cast(box: Any, key: Any, own: mx.array) -> bool:

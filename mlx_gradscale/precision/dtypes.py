@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..files.text import dtype_name
 from ..islands.calls import ISLAND, METHODS, is_inside_island
 from ..islands.layers import half_statistics
 from ..masters import HALF
@@ -214,8 +215,12 @@ def _with_half_statistics(models: list[nn.Module]) -> list[str]:
 
 
 def sentence(layer: LayerDtypes) -> str:
-    """Say where half precision is lost, and what to do."""
-    half = _name(layer.parameters)
+    """Say where half precision is lost, and what to do.
+
+    Args:
+        layer (LayerDtypes): One that ``is_wider``.
+    """
+    half = dtype_name(cast(mx.Dtype, layer.parameters))
     name = repr(layer.path) if layer.path else "the model"
     other = next((x for x in layer.inputs if x != layer.parameters), None)
     if layer.argument is not None and other is not None:
@@ -231,11 +236,8 @@ def sentence(layer: LayerDtypes) -> str:
         why, other = "by itself, without being given", mx.float32
         remedy = f"Return {half} from it."
     return (
-        f"{name} has {half} parameters and computes in float32, {why} {_name(other)}; "
-        f"so does all that follows, which takes more time and memory. {remedy} "
+        f"{name} has {half} parameters and computes in float32, {why} "
+        f"{dtype_name(other)}; so does all that follows, which takes more time and "
+        f"memory. {remedy} "
         "compute_dtypes() of mlx_gradscale.diagnostics shows every layer."
     )
-
-
-def _name(dtype: mx.Dtype | None) -> str:
-    return str(dtype).rpartition(".")[2]

@@ -174,14 +174,14 @@ class Forward:
         self, model: nn.Module, applied: mx.array
     ) -> list[tuple[Any, Any, Any]]:
         """Return what to write so that a skipped step leaves the model's buffers."""
-        records = self._state.get("buffers", {})
+        backups = self._state.get("buffers", {})
         writes = []
         for i, known in enumerate(self._models):
             whole = known()
-            record = records.get(str(i))
+            backup = backups.get(str(i))
             # Also of the whole of which this model is a part.
-            if record and whole is not None and _holds(whole, model):
-                writes += buffers.taken_back(record, whole, applied)
+            if backup and whole is not None and _holds(whole, model):
+                writes += buffers.taken_back(backup, whole, applied)
         return writes
 
     def check_passes(self, gradients: Any) -> None:
@@ -201,8 +201,8 @@ class Forward:
             )
         if self._unsettled and not any(map(is_traced, leaves_of(gradients)[:1])):
             self._unsettled = False
-            records = self._state.get("buffers", {})
-            if not have_values(self._state["loss_finite"], *leaves_of(records)):
+            backups = self._state.get("buffers", {})
+            if not have_values(self._state["loss_finite"], *leaves_of(backups)):
                 self._warn(_COMPILED_WITHOUT)
                 self._state.pop("buffers", None)
                 self._state["loss_finite"] = mx.array(True)
@@ -210,8 +210,8 @@ class Forward:
     def forget(self) -> None:
         """Let go of what forward passes left that no step has seen."""
         self._state["loss_finite"] = mx.array(True)
-        for record in self._state.get("buffers", {}).values():
-            record["pending"] = mx.array(False)
+        for backup in self._state.get("buffers", {}).values():
+            backup["pending"] = mx.array(False)
 
     def _is_listed(self) -> bool:
         # Of a setting, which no loss depends on: MLX forgets that an array is being
@@ -226,9 +226,9 @@ class Forward:
         index = free[0] if free else len(self._models)
         self._models[index : index + 1] = [weakref.ref(model)]
         self._state.get("buffers", {}).pop(str(index), None)
-        record = buffers.empty_record(model)
-        if record["before"]:
-            self._state.setdefault("buffers", {})[str(index)] = record
+        backup = buffers.empty_backup(model)
+        if backup["before"]:
+            self._state.setdefault("buffers", {})[str(index)] = backup
         return str(index)
 
     def _scale_and_note(
@@ -257,21 +257,21 @@ class Forward:
 
     def _note_buffers(self, model: nn.Module, before: buffers.Places) -> None:
         index = self._register(model)
-        record = self._state.get("buffers", {}).get(index)
-        found = record or {"pending": mx.array(False), "before": {}}
-        buffers.remember(found, before)
-        if found["before"] and not record:
+        backup = self._state.get("buffers", {}).get(index)
+        found = backup or {"pending": mx.array(False), "before": {}}
+        buffers.back_up(found, before)
+        if found["before"] and not backup:
             self._state.setdefault("buffers", {})[index] = found
 
     def _take_back_now(
         self, model: nn.Module, before: buffers.Places, loss: mx.array, gradients: Any
     ) -> None:
         # In a trace that does not list the state nothing can be left for the step.
-        record = {"pending": mx.array(False), "before": {}}
-        buffers.remember(record, before)
-        if record["before"]:
+        backup = {"pending": mx.array(False), "before": {}}
+        buffers.back_up(backup, before)
+        if backup["before"]:
             finite = all_finite([loss, gradients])
-            write_all(buffers.taken_back(record, model, finite))
+            write_all(buffers.taken_back(backup, model, finite))
 
 
 def _holds(whole: nn.Module, part: nn.Module) -> bool:

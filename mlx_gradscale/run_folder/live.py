@@ -32,7 +32,7 @@ def live_contents(
         folder (Path): A run that is there may hold weights in their full precision.
         model (nn.Module): Its parameters are saved.
         optimizer (Optimizer, optional): Of a ``LossScaleOptimizer`` the inner one's
-            state, and its masters in the place of the weights.
+            state, and its masters instead of the weights.
         scaler (GradScaler, optional): Default: the optimizer's.
         rounded (Rounded, optional): What is known of weights that were rounded.
     """

@@ -1,4 +1,9 @@
-"""Weights in half precision: what the cast loses, and how it is found again."""
+"""Weights in half precision: what the cast loses, and how it is found again.
+
+Without it a run that trained in float16 would go back with its frozen weights and
+BatchNorm's statistics rounded to 11 bits, though no step changed them, and a weight
+beyond 65504 would be loaded as inf.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -93,7 +98,7 @@ def unrounded(
         warnings.warn(
             f"{len(missing)} weights that were not trained are saved as rounded by "
             f"load_run ({', '.join(missing[:4])}, ...): {rounded.folder}, which "
-            "held them exactly, does so no more.",
+            "held them exactly, no longer does.",
             stacklevel=4,
         )
     return out

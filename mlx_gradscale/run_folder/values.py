@@ -3,6 +3,10 @@
 JSON has no tuples, no keys but strings, no NaN, no tensors. Each of these becomes
 an object with one ``$`` key; everything else is written as it is, so that the file
 stays readable.
+
+Without it a checkpoint would not come back from MLX as PyTorch knows it: states by
+index would have text for keys, which ``load_state_dict`` does not find, a schedule's
+Counter would be a dict, and random states and objects of other programs would be lost.
 """
 
 import base64
@@ -14,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..files.text import dtype_name
+from ..files.text import dtype_name, dtype_named
 from ..torch_checkpoint import entries
 from ..torch_checkpoint.foreign import DefaultDict, Placeholder, TorchName, TorchSize
 from ..torch_checkpoint.keys import Keys, check_key
@@ -255,9 +259,7 @@ class _Decoder:
 
 
 def _decode_array(held: dict[str, Any]) -> mx.array:
-    dtype = getattr(mx, "bool_" if held["dtype"] == "bool" else held["dtype"], None)
-    if not isinstance(dtype, mx.Dtype):
-        raise ValueError(f"training.json names the dtype {held['dtype']!r}.")
+    dtype = dtype_named(held["dtype"])
     return mx.array(held["data"], dtype).reshape(held["shape"])
 
 

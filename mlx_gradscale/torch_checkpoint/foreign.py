@@ -1,7 +1,7 @@
 """What a file holds besides plain values and tensors: kept as it is, never run.
 
-A pickle tells how an object is made: a name, arguments, a state. Here these are kept
-as data. Nothing is imported, looked up or called, and the writer tells the same again,
+A pickle says how an object is made: a name, arguments, a state. Here these are kept
+as data. Nothing is imported, looked up or called, and the writer says the same again,
 so that the program that knows the class finds its own object.
 """
 
@@ -102,7 +102,7 @@ class Placeholder:
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor inside of a placeholder, with what an array has no place for."""
+    """A tensor inside a placeholder, with what an array has no place for."""
 
     array: mx.array
     requires_grad: bool

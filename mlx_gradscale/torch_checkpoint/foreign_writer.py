@@ -10,7 +10,7 @@ _MARKED = frozenset({b"e", b"u", b"\x90"})
 
 
 class ForeignSavers:
-    """The part of ``PickleWriter`` that tells a file's own names again."""
+    """The part of ``PickleWriter`` that writes a file's own names again."""
 
     if TYPE_CHECKING:  # what the rest of PickleWriter has
         _inside: int

@@ -44,7 +44,7 @@ class TensorRef:
     strides: tuple[int, ...]
     conj: bool = False
     neg: bool = False
-    # For tensors inside of placeholders, which come back as they were.
+    # For tensors inside placeholders, which come back as they were.
     requires_grad: bool = False
     is_parameter: bool = False
 

@@ -7,7 +7,7 @@ _REST = (
     "The optimizer's state is then of the old parameters: leave it out "
     "(--optimizer-key '')."
 )
-# What PyTorch keeps in the place of a plain weight, and what to do about it.
+# What PyTorch keeps instead of a plain weight, and what to do about it.
 _REWRITTEN = {
     r"(^|\.)parametrizations\.": "Parametrized weights are not converted: in PyTorch "
     "call torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') before "

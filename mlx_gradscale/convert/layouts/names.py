@@ -9,7 +9,7 @@ from .peft import from_peft
 from .sanitized import sanitized
 from .wrappers import unwrapping, ways
 
-DROPPED = "dropped"  # in the place of a layout: the model's sanitize has no use for it
+DROPPED = "dropped"  # instead of a layout: the model's sanitize has no use for it
 
 
 def names_and_layouts(

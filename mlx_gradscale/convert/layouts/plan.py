@@ -38,12 +38,12 @@ class Entry:
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """Return the PyTorch tensor of the MLX arrays, weight or moment."""
-        parts = [arrays[name] for name in self.places[0]]
+        held = [arrays[name] for name in self.places[0]]
         try:
-            return LAYOUTS[self.layout].to_torch(parts)
+            return LAYOUTS[self.layout].to_torch(held)
         except (IndexError, ValueError) as error:
             raise LayoutError(
-                f"{self.mlx[0]} has shape {parts[0].shape}, which has no layout "
+                f"{self.mlx[0]} has shape {held[0].shape}, which has no layout "
                 f"{self.layout!r} to undo: {error}"
             ) from error
 

@@ -2,7 +2,7 @@
 
 ``sanitize`` takes the weights as Transformers names them and gives them as the model
 needs them. It is called with arrays that are marked, one number for each tensor and
-then one for each index along an axis, so that what comes out tells where it came from.
+then one for each index along an axis, so that what comes out shows where it came from.
 The marks are broadcast, not stored.
 """
 
@@ -81,7 +81,7 @@ def _axes(
     for axis in range(max(map(len, shapes.values()), default=0)):
         results = _call(model, {n: _ramp(s, axis) for n, s in shapes.items()})
         for name, shape in shapes.items():
-            # An axis of one index cannot be told, and need not be.
+            # An axis of one index cannot be told apart, and need not be.
             if axis < len(shape) and shape[axis] > 1:
                 array = results[names[name][0]]
                 found[name][_varying(array)] = axis

@@ -32,29 +32,29 @@ def known_names(model: nn.Module) -> dict[str, Target]:
     modules = dict(model.named_modules())
     known: dict[str, Target] = {}
     for name, array in tree_flatten(model.parameters()):
-        parts = name.split(".")
-        owner = modules.get(".".join(parts[:-1]))
+        words = name.split(".")
+        owner = modules.get(".".join(words[:-1]))
         layout = None if array.ndim > 2 else "same"
         for kinds, special in _LAYER_LAYOUTS.items():
-            if isinstance(owner, kinds) and parts[-1] == "weight":
+            if isinstance(owner, kinds) and words[-1] == "weight":
                 layout = special
         target = Target((name,), (array.shape,), layout)
         known[name] = target
-        known.setdefault(_torch_spelling(parts, modules), target)
+        known.setdefault(_torch_spelling(words, modules), target)
     for path, module in modules.items():
         if isinstance(module, nn.MultiHeadAttention):
             known |= _fused(path, module, modules)
     return known
 
 
-def _torch_spelling(parts: list[str], modules: Mapping[str, nn.Module]) -> str:
+def _torch_spelling(words: list[str], modules: Mapping[str, nn.Module]) -> str:
     """Drop the "layers" that MLX's nn.Sequential puts before its numbers."""
     return ".".join(
-        part
-        for i, part in enumerate(parts)
+        word
+        for i, word in enumerate(words)
         if not (
-            part == "layers"
-            and isinstance(modules.get(".".join(parts[:i])), nn.Sequential)
+            word == "layers"
+            and isinstance(modules.get(".".join(words[:i])), nn.Sequential)
         )
     )
 

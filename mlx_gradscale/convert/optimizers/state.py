@@ -78,17 +78,8 @@ def to_mlx(
         for index in indices
         if _lacks(states.get(index, {}), row.slots)
     }
-    found: list[Difference] = []
-    for group, indices in zip(groups, members, strict=True):
-        complete = not any(names[index] in fresh for index in indices)
-        found += differences(name, group, complete)
-    accepted = check(found, accept)
-    for group in groups:  # what was accepted is dropped, so that it stays dropped
-        group.update({
-            key: type(number(group[key]))(off)
-            for key, (off, _) in row.refused.items()
-            if number(group.get(key)) not in (off, None)
-        })  # fmt: skip
+    complete = [not any(names[i] in fresh for i in indices) for indices in members]
+    accepted = _drop_accepted(name, groups, complete, accept)
     unplaced = {i: n for i, n in names.items() if n not in entries}
     steps, like = _steps(members, states, names, step or 0)
     record = OptimizerRecord(
@@ -106,6 +97,38 @@ def to_mlx(
     doubts = [row.doubt(group) for group in state_dict["param_groups"]]
     notes = [*row.notes, *dict.fromkeys(filter(None, doubts)), *accepted]
     return Converted(flat, record, notes + _notes(record, unplaced, step))
+
+
+def _drop_accepted(
+    name: str,
+    groups: list[dict[str, Any]],
+    complete: Sequence[bool],
+    accept: Iterable[str],
+) -> list[str]:
+    """Raise for differences that are not accepted; turn off, in the groups, the others.
+
+    Args:
+        name (str): The optimizer's.
+        groups (list): PyTorch's; what was accepted is dropped, so that it stays
+            dropped.
+        complete (list): Of each group, whether all its parameters have a state.
+        accept (Iterable): Differences to convert in spite of.
+
+    Returns:
+        list: A sentence for each that was accepted.
+    """
+    found: list[Difference] = []
+    for group, is_complete in zip(groups, complete, strict=True):
+        found += differences(name, group, is_complete)
+    accepted = check(found, accept)
+    refused = ROWS[name].refused
+    for group in groups:
+        group.update({
+            key: type(number(group[key]))(off)
+            for key, (off, _) in refused.items()
+            if number(group.get(key)) not in (off, None)
+        })  # fmt: skip
+    return accepted
 
 
 def _flat_state(
