@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
@@ -32,6 +33,7 @@ class Everywhere:
 
     Args:
         make_scaler (Callable): Returns the scaler of each optimizer.
+        compute_dtype (Dtype or None): What models are differentiated in.
         arguments (dict): The others of each ``LossScaleOptimizer``.
         outer (Everywhere, optional): The one around.
     """
@@ -39,9 +41,11 @@ class Everywhere:
     def __init__(
         self,
         make_scaler: Callable[[], GradScaler],
+        compute_dtype: mx.Dtype | None,
         arguments: dict[str, Any],
         outer: "Everywhere | None",
     ):
+        self.compute_dtype = compute_dtype
         self._make_scaler = make_scaler
         self._arguments = arguments
         self._outer = outer
@@ -85,7 +89,10 @@ class Everywhere:
 
 @contextmanager
 def everywhere(
-    make_scaler: Callable[[], GradScaler] = GradScaler, **arguments: Any
+    make_scaler: Callable[[], GradScaler] = GradScaler,
+    *,
+    compute_dtype: mx.Dtype | None = None,
+    **arguments: Any,
 ) -> Iterator[Everywhere]:
     """Train with loss scaling in a trainer that makes its own optimizer and loss.
 
@@ -102,6 +109,9 @@ def everywhere(
     Args:
         make_scaler (Callable): Returns a scaler for each optimizer. Default: a new
             ``GradScaler()``.
+        compute_dtype (Dtype, optional): Compute in this dtype with a model in float32.
+            For a trainer that changes weights itself, by less than half precision can
+            hold: one that decays them by hand, say. Default: the model's own.
         **arguments (Any): ``max_grad_norm`` and the others of a
             :class:`LossScaleOptimizer`.
 
@@ -122,7 +132,7 @@ def everywhere(
         >>> optimizer.scaler.get_scale(), optimizer.scaler.last_step_applied
         (65536.0, array(True, dtype=bool))
     """
-    here = Everywhere(make_scaler, arguments, _active.get())
+    here = Everywhere(make_scaler, compute_dtype, arguments, _active.get())
     _enter()
     token = _active.set(here)
     try:
@@ -201,7 +211,7 @@ def value_and_grad(model: nn.Module, fn: Callable[..., Any]) -> Callable[..., An
         if optimizer is None:
             return plain(*args, **kwargs)
         if not scaled or scaled[0][0]() is not optimizer:
-            true = optimizer.value_and_grad(model, fn)
+            true = optimizer.value_and_grad(model, fn, here.compute_dtype)
             scaled[:] = [(weakref.ref(optimizer), true)]
         return scaled[0][1](*args, **kwargs)
 
