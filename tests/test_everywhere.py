@@ -1,6 +1,8 @@
 """``everywhere()``: trainers that make their own optimizer and loss."""
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 import threading
@@ -162,6 +164,32 @@ def test_nested_after_an_exception_and_in_threads():
         assert done.wait(60)
     other.join()
     assert seen == [optim.AdamW, wanted]
+    assert is_as_before()
+
+
+@pytest.mark.parametrize("make", [lambda: optim.AdamW(1e-2), optim.Adafactor])
+def test_what_is_made_inside_can_be_copied_there(make):
+    with everywhere() as here:
+        *_, optimizer = train(make=make, steps=2)
+        copied = copy.deepcopy(optimizer)
+        assert here.optimizers == [optimizer]
+        if make is not optim.Adafactor:  # whose __init__ needs no arguments
+            copied = pickle.loads(pickle.dumps(copied))
+    assert isinstance(copied, LossScaleOptimizer)
+    assert type(copied.optimizer) is type(optimizer.optimizer)
+    assert copied.step.item() == optimizer.step.item() > 0
+
+
+def test_a_wrong_call_and_a_new_of_ones_own_are_told():
+    class Own(optim.SGD):
+        def __new__(cls, rate):
+            return super().__new__(cls)
+
+    with everywhere():
+        with pytest.raises(TypeError, match="rate"):
+            optim.AdamW(rate=1e-2)
+        with pytest.raises(RuntimeError, match="by a __new__ of its own"):
+            train(make=lambda: Own(1e-2), compiled=False)
     assert is_as_before()
 
 

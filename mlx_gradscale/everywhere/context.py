@@ -1,6 +1,9 @@
 """``with everywhere():`` and what is different inside of it."""
 
 import contextvars
+import copyreg
+import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -172,6 +175,8 @@ def _new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
     optimizer = object.__new__(cls)
     if here is None or _making.get() or issubclass(cls, LossScaleOptimizer):
         return optimizer
+    if not _is_construction(cls, args, kwargs):
+        return optimizer
     token = _making.set(True)
     try:
         # One of several, as in a MultiOptimizer, is a part.
@@ -181,6 +186,18 @@ def _new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
         return here.wrap(optimizer)
     finally:
         _making.reset(token)
+
+
+def _is_construction(cls: type[Optimizer], args: Any, kwargs: Any) -> bool:
+    """Tell whether this is a call of the class, not a copy of what is made already."""
+    if sys._getframe(2).f_code is copyreg.__newobj__.__code__:  # type: ignore[attr-defined]
+        return False
+    try:
+        # pickle gives no arguments, nor does a __new__ of the class's own.
+        inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _unwrapped(given: Any, here: Everywhere) -> Any:
@@ -223,9 +240,9 @@ def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
     def refusing_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _active.get() is not None and self not in _wrappers:
             raise RuntimeError(
-                f"This {type(self).__name__} was made before everywhere() began, and "
-                "would step without a guard: make it inside, or wrap it in a "
-                "LossScaleOptimizer yourself."
+                f"This {type(self).__name__} was made before everywhere() began, or by "
+                "a __new__ of its own, and would step without a guard: make it inside, "
+                "or wrap it in a LossScaleOptimizer yourself."
             )
         return step(self, *args, **kwargs)
 
