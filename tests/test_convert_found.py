@@ -174,3 +174,28 @@ def test_an_optimizer_that_is_left_out_is_named_on_the_way_back(tmp_path, capsys
     where[1] = str(tmp_path / "back.pt")
     assert main(where) == 0
     assert "optimizer: an optimizer's state" in capsys.readouterr().err
+
+
+def test_numbers_that_became_texts_are_numbers():
+    """As in a folder of torch.distributed.checkpoint, or what PyTorch makes of it."""
+    tensors, state, _ = small()
+    texts = {**state, "state": {str(k): v for k, v in state["state"].items()}}
+    found, want = (
+        from_torch({"model": tensors, "optimizer": each}) for each in (texts, state)
+    )
+    assert found.optimizer.keys() == want.optimizer.keys()
+    for key, x in want.optimizer.items():
+        assert mx.array_equal(found.optimizer[key], x)
+    others = {**state, "state": {k + 7: v for k, v in state["state"].items()}}
+    with pytest.raises(ValueError, match="an index of the state must be one of params"):
+        from_torch({"model": tensors, "optimizer": others})
+
+
+def test_an_optimizer_whose_empty_state_was_left_out():
+    group = {"lr": 0.1, "momentum": 0, "dampening": 0, "weight_decay": 0,
+             "nesterov": False, "maximize": False, "params": [0]}  # fmt: skip
+    checkpoint = {"model": {"w": mx.ones(2)}, "optim": {"param_groups": [group]}}
+    run = from_torch(checkpoint)
+    assert run.record.optimizer.name == "SGD"
+    back, _ = to_torch(run)
+    assert back["optim"] == {"state": {}, "param_groups": [group]}

@@ -37,6 +37,21 @@ def test_decay_groups_are_dealt_out_by_shape():
     assert parameter_names(state, tensors, make_plan(tensors))[0] == want
 
 
+def test_names_in_the_models_order_are_dealt_out_too():
+    """As Transformers' Trainer parts them, from a file that keeps no order."""
+    tensors = named(a__weight=(3, 2), a__bias=(3,), n__weight=(3,), b__weight=(3, 2))
+    decay = [n for n, t in tensors.items() if t.ndim == 2]
+    rest = [n for n in tensors if n not in decay]
+    state, want = adam_state([decay, rest], tensors)
+    held = Unordered(sorted(tensors.items()))
+    plan = make_plan(held)
+    for names in ([*decay, *rest], list(tensors)):
+        assert parameter_names(state, held, plan, names) == (want, [])
+    state, _ = adam_state([["a.weight", "a.bias"], ["b.weight", "n.weight"]], tensors)
+    with pytest.raises(OrderError, match="More than one order"):
+        parameter_names(state, held, plan, [*decay, *rest])
+
+
 def test_buffers_are_not_parameters():
     tensors = named(w=(3, 2), z=(5,), bn__weight=(3,), bn__bias=(3,))
     for buffer in ("running_mean", "running_var", "num_batches_tracked"):

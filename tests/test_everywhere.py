@@ -1,6 +1,8 @@
 """``everywhere()``: trainers that make their own optimizer and loss."""
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from helpers import Mlp, batch, mse
+from mlx.utils import tree_map
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 from mlx_gradscale.__main__ import main
@@ -77,6 +80,37 @@ def test_settings_reach_every_optimizer():
         assert optimizer.max_grad_norm == 0.5
 
 
+def decayed_norm(dtype, decay=1e-4, steps=80):
+    """A trainer as unsloth-zoo's: it decays the weights itself, before the step."""
+    mx.random.seed(3)
+    model = Mlp(dtype=dtype)
+    loss_and_grad = nn.value_and_grad(model, mse(model))
+    optimizer = optim.AdamW(1e-4, weight_decay=0.0)
+    before = model.layers[0].weight.astype(mx.float32)
+    for i in range(steps):
+        _, grads = loss_and_grad(*batch(i, dtype=dtype))
+        weights = model.trainable_parameters()
+        full = tree_map(lambda x: x.astype(mx.float32) * (1 - decay), weights)
+        model.update(tree_map(lambda x, y: x.astype(y.dtype), full, weights))
+        optimizer.update(model, grads)
+        mx.eval(model.state, optimizer.state)
+    after = model.layers[0].weight.astype(mx.float32)
+    return mx.linalg.norm(after).item() / mx.linalg.norm(before).item()
+
+
+def test_what_a_trainer_does_to_weights_counts_where_they_are_float32():
+    wanted, without = decayed_norm(mx.float32), decayed_norm(mx.float32, decay=0.0)
+    small = lambda: GradScaler(256.0)  # noqa: E731 - no step is skipped
+    with everywhere(small):
+        lost = decayed_norm(mx.float16)
+    with everywhere(small, compute_dtype=mx.float16):
+        found = decayed_norm(mx.float32)
+    # 80 steps of 1e-4, of which float16 weights keep nothing.
+    assert without - wanted == pytest.approx(80 * 1e-4, rel=0.05)
+    assert lost == pytest.approx(without, abs=4e-4)
+    assert found == pytest.approx(wanted, abs=4e-4)
+
+
 def test_optimizers_inside_of_others_are_parts():
     def several():
         groups = [optim.AdamW(1e-2), optim.SGD(0.1)]
@@ -130,6 +164,32 @@ def test_nested_after_an_exception_and_in_threads():
         assert done.wait(60)
     other.join()
     assert seen == [optim.AdamW, wanted]
+    assert is_as_before()
+
+
+@pytest.mark.parametrize("make", [lambda: optim.AdamW(1e-2), optim.Adafactor])
+def test_what_is_made_inside_can_be_copied_there(make):
+    with everywhere() as here:
+        *_, optimizer = train(make=make, steps=2)
+        copied = copy.deepcopy(optimizer)
+        assert here.optimizers == [optimizer]
+        if make is not optim.Adafactor:  # whose __init__ needs no arguments
+            copied = pickle.loads(pickle.dumps(copied))
+    assert isinstance(copied, LossScaleOptimizer)
+    assert type(copied.optimizer) is type(optimizer.optimizer)
+    assert copied.step.item() == optimizer.step.item() > 0
+
+
+def test_a_wrong_call_and_a_new_of_ones_own_are_told():
+    class Own(optim.SGD):
+        def __new__(cls, rate):
+            return super().__new__(cls)
+
+    with everywhere():
+        with pytest.raises(TypeError, match="rate"):
+            optim.AdamW(rate=1e-2)
+        with pytest.raises(RuntimeError, match="by a __new__ of its own"):
+            train(make=lambda: Own(1e-2), compiled=False)
     assert is_as_before()
 
 
@@ -191,6 +251,29 @@ def test_a_script_needs_no_change(tmp_path, capsys):
     assert said.err == "loss scale 8, 0 steps skipped\n"
     assert (sys.argv, sys.path) == before
     assert is_as_before()
+
+
+COMPUTING = """
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+
+model, optimizer = nn.Linear(4, 1), optim.SGD(0.1)
+
+def loss_fn(x):
+    print(x.dtype, model.weight.dtype)
+    return model(x).astype(mx.float32).mean()
+
+loss, grads = nn.value_and_grad(model, loss_fn)(mx.ones((2, 4)))
+optimizer.update(model, grads)
+print(model.weight.dtype)
+"""
+
+
+def test_a_script_whose_model_stays_float32(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(COMPUTING)
+    assert main(["run", "--compute-dtype", "float16", str(script)]) == 0
+    seen = capsys.readouterr().out.replace("mlx.core.", "").splitlines()
+    assert seen == ["float16 float16", "float32"]
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,37 @@ def test_a_run_that_is_done_can_be_given_more_iterations(place, tmp_path, capsys
     assert len(losses(tmp_path / "run.csv")) == 6
     assert run("9", "--resume") == 0
     assert [step for step, *_ in losses(tmp_path / "run.csv")] == list(range(1, 10))
-    assert run("9", "--resume", "--batch-size", "2") == 1
-    assert "of a run with batch_size 4, and this one has 2" in capsys.readouterr().err
+    capsys.readouterr()
+    assert run("9", "--resume") == 0
+    assert "9 iterations are done already" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_with_the_flags_of_the_command_or_not_at_all(
+    place, tmp_path, capsys
+):
+    def run(name, *more):
+        given = arguments(place, tmp_path / name, *SLOWER, "--save-every", "2", *more)
+        code = main([*given, "--history", str(tmp_path / f"{name}.csv")])
+        return code, capsys.readouterr()
+
+    for name in ("same", "slower", "refused"):
+        assert run(name, "--iters", "2")[0] == 0
+    _, said = run("same", "--iters", "4", "--resume")
+    assert "The learning rate" not in said.out
+    _, said = run("slower", "--iters", "4", "--resume", "--learning-rate", "1e-5")
+    assert "The learning rate was 0.001, and is 1e-05 now." in said.out
+    same, slower = (losses(tmp_path / f"{n}.csv") for n in ("same", "slower"))
+    # The third loss is that of the weights before the first step at the new rate.
+    assert same[:3] == slower[:3]
+    assert slower[3][1] > same[3][1]
+    for flags, sentence in (
+        (("--batch-size", "2"), "of a run with batch_size 4, and this one has 2"),
+        (("--loss-scale", "128"), "with loss_scale dynamic, and this one has 128.0"),
+        (("--loss-scale", "off"), "with loss_scale dynamic, and this one has 1.0"),
+    ):
+        code, said = run("refused", "--iters", "4", "--resume", *flags)
+        assert code == 1
+        assert sentence in said.err
 
 
 def test_two_ranks_train_as_one(place, tmp_path):

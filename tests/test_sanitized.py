@@ -135,21 +135,3 @@ def test_a_config_that_is_not_there_is_told(tmp_path, capsys):
     assert "there is no" in fails(capsys, *where, "--model", str(tmp_path))
     (tmp_path / "config.json").write_text("[" * 100_000)
     assert "is not JSON" in fails(capsys, *where, "--model", str(tmp_path))
-
-
-def test_a_folder_of_torch_distributed_is_told_how_to_convert(tmp_path, capsys):
-    torch = pytest.importorskip("torch")
-    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
-    state = {"model": {"fc.weight": torch.ones(2, 3)}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *_, **__: None)
-        checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    where = ["--torch-path", str(tmp_path / "dcp"), "--mlx-path", str(tmp_path / "run")]
-    said = fails(capsys, *where)
-    command = said[said.index("python -m") :].split()
-    assert command[:4] == ["python", "-m",
-        "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]  # fmt: skip
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(*command[4:6])
-    assert main(["--torch-path", command[5], "--mlx-path", str(tmp_path / "run")]) == 0

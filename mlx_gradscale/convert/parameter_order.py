@@ -36,7 +36,7 @@ def parameter_names(
         tensors (dict): The model's state dict.
         plan (Plan): Its plan; buffers and tied names are not parameters.
         names (Iterable, optional): All names in the optimizer's order, where they are
-            known.
+            known; or in the model's, from which groups took theirs by shape.
         rename (Callable): What the user makes of a name; names that it makes equal
             (with and without a wrapper's prefix, say) are taken for each other.
         order (list, optional): The names of ``tensors`` in the MLX model's order
@@ -64,7 +64,12 @@ def parameter_names(
         # FullyShardedDataParallel's and torch.distributed's: the keys are the names.
         return _given(state_dict, keys, tensors, plan, rename), []
     if names is not None:
-        return _given(state_dict, list(names), tensors, plan, rename), []
+        found = _given(state_dict, list(names), tensors, plan, rename)
+        if len(groups) > 1 and not _fit(found, state_dict, tensors):
+            # As Transformers' Trainer parts them: those that decay, and the others.
+            ordered = {name: tensors[name] for name in found.values()}
+            found = _placed(state_dict, ordered, plan)
+        return found, []
     named = [group.get("param_names", ()) for group in groups]
     if [len(n) for n in named] == [len(group["params"]) for group in groups]:
         saved = [name for each in named for name in each]
@@ -182,6 +187,18 @@ def _given(
     if twice:
         raise OrderError(f"The names give {twice[0]!r} more than once. {_advice()}")
     return found
+
+
+def _fit(
+    found: Mapping[int, str],
+    state_dict: Mapping[str, Any],
+    tensors: Mapping[str, mx.array],
+) -> bool:
+    states = state_dict["state"]
+    return all(
+        _shape(states.get(index, {})) in (None, tensors[name].shape)
+        for index, name in found.items()
+    )
 
 
 def _ambiguity_notes(

@@ -90,10 +90,14 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether this is a state dict of a ``torch.optim`` optimizer, flat or not."""
+    """Tell whether this is a state dict of a ``torch.optim`` optimizer, flat or not.
+
+    One without a state, of an SGD without momentum, has none in a folder of
+    torch.distributed.checkpoint, which keeps no empty dict.
+    """
     return is_flat(value) or (
         isinstance(value, Mapping)
-        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("state", {}), Mapping)
         and isinstance(value.get("param_groups"), list)
         and all(isinstance(g, Mapping) and "params" in g for g in value["param_groups"])
     )

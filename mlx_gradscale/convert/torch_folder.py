@@ -6,7 +6,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from shlex import quote
 from typing import Any, cast
 
 import mlx.core as mx
@@ -30,6 +29,11 @@ TRAINER = "trainer_state.json"
 _OTHERS = re.compile(
     r"rng_state(_\d+)?\.pth|training_args\.bin|(sampler|dl_state_dict)(_\d+)?\.bin"
 )
+_AS_FILE = (
+    "A folder of torch.distributed.checkpoint comes back as one file, of which PyTorch "
+    "makes a folder: python -m torch.distributed.checkpoint.format_utils torch_to_dcp "
+    "FILE FOLDER."
+)
 # Files that are not sections are carried along up to this size each, and together.
 _LARGEST_CARRIED, _MOST_CARRIED, _MOST_FILES = 2**26, 2**28, 1000
 
@@ -44,7 +48,8 @@ def read_torch(
     """Read a PyTorch checkpoint: a file, or a folder of them.
 
     A folder, as Transformers' Trainer and Accelerate write it, becomes a dict from
-    file name to content. A model in several files has the name of its index.
+    file name to content. A model in several files has the name of its index. A folder
+    of torch.distributed.checkpoint is one checkpoint.
 
     Args:
         path (str): The file or folder.
@@ -63,13 +68,11 @@ def read_torch(
                 f"holds them all, {path.parent}."
             )
         return _read_file(path, float64), []
-    if (path / ".metadata").exists() and any(path.glob("*.distcp")):
-        raise ValueError(
-            f"{path} was written by torch.distributed.checkpoint. Make it one file "
-            "where PyTorch is, and give that: python -m "
-            "torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{quote(str(path))} {quote(str(path))}.pt"
-        )
+    if torch_checkpoint.is_distributed(path):
+        try:
+            return torch_checkpoint.load_distributed(path, float64=float64), [_AS_FILE]
+        except torch_checkpoint.CheckpointError as error:
+            raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
     names = _section_names(path)
     sets = shard_sets(names)
     content: dict[str, Any] = {}
@@ -100,7 +103,7 @@ def read_rest(
         list: Sentences for the user.
     """
     path = Path(path)
-    record.is_folder = path.is_dir()
+    record.is_folder = path.is_dir() and not torch_checkpoint.is_distributed(path)
     if not record.is_folder:
         return []
     names = _section_names(path)

@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+import mlx.core as mx
 from mlx.optimizers import SGD
 
 from ..optimizer import LossScaleOptimizer
@@ -18,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a script or a module with loss scaling, without a change to any file.
 
     Args:
-        argv (list): ``[--init-scale S] [--max-grad-norm N] SCRIPT ARGS...``, or
-            ``-m MODULE ARGS...``. Default: those of the process.
+        argv (list): ``[--init-scale S] [--max-grad-norm N] [--compute-dtype D] SCRIPT
+            ARGS...``, or ``-m MODULE ARGS...``. Default: those of the process.
 
     Returns:
         int: 0; a script that exits does so with its own code.
@@ -31,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--init-scale", type=float, default=65536.0, metavar="SCALE")
     parser.add_argument("--max-grad-norm", type=float, metavar="NORM")
+    parser.add_argument(
+        "--compute-dtype",
+        choices=("float16", "bfloat16"),
+        help="compute in it, with a model that the script keeps in float32",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="a module")
     parser.add_argument("script", help="the script, or with -m the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
@@ -57,9 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As Python does: the script's folder, or for a module the current one.
     folder = os.getcwd() if options.module else os.path.dirname(options.script)
     given = [options.script, *options.arguments]
+    dtype = options.compute_dtype
     with (
         replaced(sys, argv=given, path=[os.path.abspath(folder), *sys.path]),
-        everywhere(make_scaler, max_grad_norm=options.max_grad_norm),
+        everywhere(
+            make_scaler,
+            compute_dtype=dtype and getattr(mx, dtype),
+            max_grad_norm=options.max_grad_norm,
+        ),
     ):
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)

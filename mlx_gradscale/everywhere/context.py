@@ -1,5 +1,8 @@
 """``with everywhere():`` and what is different inside it."""
 
+import copyreg
+import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -7,6 +10,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
@@ -30,6 +34,7 @@ class Everywhere:
 
     Args:
         make_scaler (Callable): Returns the scaler of each optimizer.
+        compute_dtype (Dtype or None): What models are differentiated in.
         arguments (dict): The others of each ``LossScaleOptimizer``.
         outer (Everywhere, optional): The one around.
     """
@@ -37,9 +42,11 @@ class Everywhere:
     def __init__(
         self,
         make_scaler: Callable[[], GradScaler],
+        compute_dtype: mx.Dtype | None,
         arguments: dict[str, Any],
         outer: "Everywhere | None",
     ):
+        self.compute_dtype = compute_dtype
         self._make_scaler = make_scaler
         self._arguments = arguments
         self._outer = outer
@@ -83,7 +90,10 @@ class Everywhere:
 
 @contextmanager
 def everywhere(
-    make_scaler: Callable[[], GradScaler] = GradScaler, **arguments: Any
+    make_scaler: Callable[[], GradScaler] = GradScaler,
+    *,
+    compute_dtype: mx.Dtype | None = None,
+    **arguments: Any,
 ) -> Iterator[Everywhere]:
     """Train with loss scaling in a trainer that makes its own optimizer and loss.
 
@@ -100,6 +110,9 @@ def everywhere(
     Args:
         make_scaler (Callable): Returns a scaler for each optimizer. Default: a new
             ``GradScaler()``.
+        compute_dtype (Dtype, optional): Compute in this dtype with a model in float32.
+            For a trainer that changes weights itself, by less than half precision can
+            hold: one that decays them by hand, say. Default: the model's own.
         **arguments (Any): ``max_grad_norm`` and the others of a
             :class:`LossScaleOptimizer`.
 
@@ -120,7 +133,7 @@ def everywhere(
         >>> optimizer.scaler.get_scale(), optimizer.scaler.last_step_applied
         (65536.0, array(True, dtype=bool))
     """
-    here = Everywhere(make_scaler, arguments, _active.get())
+    here = Everywhere(make_scaler, compute_dtype, arguments, _active.get())
     _enter()
     try:
         with _active.set_to(here):
@@ -159,12 +172,26 @@ def _new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
     optimizer = object.__new__(cls)
     if here is None or _making.get() or issubclass(cls, LossScaleOptimizer):
         return optimizer
+    if not _is_construction(cls, args, kwargs):
+        return optimizer
     with _making.set_to(True):
         # One of several, as in a MultiOptimizer, is a part.
         args, kwargs = _unwrapped(args, here), _unwrapped(kwargs, here)
         optimizer.__init__(*args, **kwargs)  # type: ignore[misc]
         # No instance of cls, so that Python does not initialise it again.
         return here.wrap(optimizer)
+
+
+def _is_construction(cls: type[Optimizer], args: Any, kwargs: Any) -> bool:
+    """Tell whether this is a call of the class, not a copy of what is made already."""
+    if sys._getframe(2).f_code is copyreg.__newobj__.__code__:  # type: ignore[attr-defined]
+        return False
+    try:
+        # pickle gives no arguments, nor does a __new__ of the class's own.
+        inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _unwrapped(given: Any, here: Everywhere) -> Any:
@@ -194,7 +221,7 @@ def value_and_grad(model: nn.Module, fn: Callable[..., Any]) -> Callable[..., An
         if optimizer is None:
             return plain(*args, **kwargs)
         if not scaled or scaled[0][0]() is not optimizer:
-            true = optimizer.value_and_grad(model, fn)
+            true = optimizer.value_and_grad(model, fn, here.compute_dtype)
             scaled[:] = [(weakref.ref(optimizer), true)]
         return scaled[0][1](*args, **kwargs)
 
@@ -206,9 +233,9 @@ def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
     def refusing_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _active.get() is not None and not has_wrapper(self):
             raise RuntimeError(
-                f"This {type(self).__name__} was made before everywhere() began, and "
-                "would step without a guard: make it inside, or wrap it in a "
-                "LossScaleOptimizer yourself."
+                f"This {type(self).__name__} was made before everywhere() began, or by "
+                "a __new__ of its own, and would step without a guard: make it inside, "
+                "or wrap it in a LossScaleOptimizer yourself."
             )
         return step(self, *args, **kwargs)
 

@@ -151,7 +151,11 @@ class Training:
 
     def _same(self) -> dict[str, Any]:
         settings = {name: getattr(self._arguments, name) for name in _SAME}
-        return settings | {"rows": self._rows}
+        scale = self._options.loss_scale
+        return settings | {
+            "rows": self._rows,
+            "loss_scale": "dynamic" if scale is None else scale,
+        }
 
     def _resume(self) -> None:
         # On several ranks only the first needs it, and tells the others.
@@ -164,12 +168,34 @@ class Training:
         for name, now in self._same().items():
             was = saved["same"].get(name)
             if was != now:
+                why = "the batches would be others"
+                if name == "loss_scale":
+                    why = "a run keeps its own"
                 raise ValueError(
                     f"{self._folder} is of a run with {name} {was}, and this one has "
-                    f"{now}: the batches would be others. Resume with {was}, or start "
-                    "afresh with --resume-adapter-file."
+                    f"{now}: {why}. Resume with {was}, or start afresh with "
+                    "--resume-adapter-file."
                 )
         self._position.restore(saved["position"])
+        self._set_rate()
+        done = self._position.iteration
+        if self._arguments.iters <= done:
+            _say(f"{done} iterations are done already: for more, give more --iters.")
+
+    def _set_rate(self) -> None:
+        """Go on with the learning rate of this command, not with that of the save."""
+        if self._arguments.lr_schedule:
+            return  # it is asked in every step, whatever was saved
+        was = self._optimizer.learning_rate.item()
+        self._optimizer.learning_rate = self._arguments.learning_rate
+        now = self._optimizer.learning_rate.item()
+        if was != now:
+            _say(f"The learning rate was {was:g}, and is {now:g} now.")
+
+
+def _say(sentence: str) -> None:
+    if mx.distributed.init().rank() == 0:
+        print(sentence)
 
 
 class _Checked:

@@ -4,6 +4,7 @@
 refuses with a ``CheckpointError``. ``save`` writes what ``torch.load`` reads.
 """
 
+from .distributed_folder import is_distributed, load_distributed
 from .foreign import Placeholder
 from .limits import CheckpointError, Limits
 from .meanings import plain_value
@@ -14,7 +15,9 @@ __all__ = [
     "CheckpointError",
     "Limits",
     "Placeholder",
+    "is_distributed",
     "load",
+    "load_distributed",
     "plain_value",
     "save",
     "save_bytes",

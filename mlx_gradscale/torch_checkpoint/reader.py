@@ -55,10 +55,20 @@ def load(
         >>> torch_checkpoint.load(data)["epoch"]
         3
     """
-    _check_float64(float64)
+    check_float64(float64)
+    return load_within(file, Budget(limits), float64)
+
+
+def load_within(
+    file: "str | os.PathLike[str] | bytes | BinaryIO",
+    budget: Budget,
+    float64: mx.Dtype | None,
+) -> Any:
+    """Read a file as :func:`load` does, with what is left of a budget."""
+    limits = budget.limits
     with open_source(file) as source:
         read = _format(source)
-        found = read(source, Budget(limits))
+        found = read(source, budget)
         storages = StorageReader(
             source, found.extents, found.big_endian, float64, limits
         )
@@ -71,7 +81,8 @@ def load(
     return value
 
 
-def _check_float64(dtype: mx.Dtype | None) -> None:
+def check_float64(dtype: mx.Dtype | None) -> None:
+    """Raise unless double precision can become this."""
     # A Dtype cannot be compared with None: it raises TypeError.
     known = isinstance(dtype, mx.Dtype) and dtype in (mx.float32, mx.float64)
     if dtype is not None and not known:

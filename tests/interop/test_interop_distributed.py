@@ -60,7 +60,7 @@ def test_a_state_by_name_goes_on_in_mlx_and_back(is_flat, tmp_path):
 
 
 def shard(rank, folder, count):
-    """On each rank: FSDP2's shards as they are, and gathered as the error says."""
+    """On each rank: FSDP2's shards as they are, in a folder, and gathered."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count
     )
@@ -76,6 +76,10 @@ def shard(rank, folder, count):
     torch_steps(net, optimizer, range(10))
     parts = {"model": net.state_dict(), "optim": optimizer.state_dict()}
     torch.save(parts, f"{folder}/shards_{rank}.pt")
+    model, state = get_state_dict(net, optimizer)
+    torch.distributed.checkpoint.save(
+        {"model": model, "optim": state}, checkpoint_id=f"{folder}/dcp"
+    )
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model, state = get_state_dict(net, optimizer, options=options)
     if rank == 0:
@@ -83,24 +87,33 @@ def shard(rank, folder, count):
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(shard, (str(folder), 2), 2)
+    return folder
+
+
 def test_shards_of_two_ranks_are_refused_with_the_call_that_gathers_them(
-    tmp_path, capsys
+    sharded, tmp_path, capsys
 ):
-    torch.multiprocessing.spawn(shard, (str(tmp_path), 2), 2)
-    arguments = ["--torch-path", tmp_path / "shards_0.pt", "--mlx-path", tmp_path / "x"]
+    arguments = ["--torch-path", sharded / "shards_0.pt", "--mlx-path", tmp_path / "x"]
     assert main([*map(str, arguments)]) == 1
     said = capsys.readouterr().err
     options = "options=StateDictOptions(full_state_dict=True, cpu_offload=True)"
     assert f"get_state_dict(model, optimizer, {options})" in said
     check_row(
         "FSDP2 on two ranks, each with its shards",
-        inspect=seen(tmp_path / "shards_0.pt"),
+        inspect=seen(sharded / "shards_0.pt"),
         to_mlx="refused: the error names the call that gathers them",
         onward="",
         back="",
     )
 
-    convert(tmp_path / "whole.pt", tmp_path / "run", *MODEL)
+
+@pytest.mark.parametrize("kind", ["whole.pt", "dcp"])
+def test_fsdp2_on_two_ranks_goes_on_in_mlx_and_back(kind, sharded, tmp_path):
+    convert(sharded / kind, tmp_path / "run", *MODEL)
     net = torch_net()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     want = torch_steps(net, optimizer, range(20))
@@ -114,9 +127,13 @@ def test_shards_of_two_ranks_are_refused_with_the_call_that_gathers_them(
     options = distributed.StateDictOptions(full_state_dict=True)
     states = {"model_state_dict": back["model"], "optim_state_dict": back["optim"]}
     distributed.set_state_dict(net, optimizer, **states, options=options)
+    titles = {
+        "whole.pt": "FSDP2 on two ranks, gathered by `get_state_dict`",
+        "dcp": "FSDP2 on two ranks, a folder of `torch.distributed.checkpoint`",
+    }
     check_row(
-        "FSDP2 on two ranks, gathered by `get_state_dict`",
-        inspect=seen(tmp_path / "whole.pt"),
+        titles[kind],
+        inspect=seen(sharded / kind),
         to_mlx=(),
         onward=onward,
         back=f"`set_state_dict`, "
@@ -124,29 +141,38 @@ def test_shards_of_two_ranks_are_refused_with_the_call_that_gathers_them(
     )
 
 
-def test_a_folder_of_distcp_files_is_refused_with_the_command_that_makes_it_a_file(
-    tmp_path, capsys
-):
+def test_a_folder_of_distcp_files_goes_on_in_mlx_and_back(tmp_path, capsys):
     dcp = pytest.importorskip("torch.distributed.checkpoint")
-    net = torch_net()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+
+    def made():
+        net = torch_net()
+        return net, torch.optim.AdamW(net.parameters(), 1e-2)
+
+    net, optimizer = made()
     torch_steps(net, optimizer, range(10))
     model, state = dcp.state_dict.get_state_dict(net, optimizer)
     dcp.save({"model": model, "optim": state}, checkpoint_id=tmp_path / "dcp")
-    arguments = ["--torch-path", tmp_path / "dcp", "--mlx-path", tmp_path / "run"]
-    assert main([*map(str, arguments)]) == 1
-    said = capsys.readouterr().err.split("give that: ")[1]
-    words = shlex.split(said)
-    assert words[:2] == ["python", "-m"]
-    subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True)
+    want = torch_steps(net, optimizer, range(10, 20))
+    convert(tmp_path / "dcp", tmp_path / "run", *MODEL)
+    command = capsys.readouterr().err.split("makes a folder: ")[1].splitlines()[0]
+    onward = steps(mlx_steps(tmp_path / "run", range(10, 15)), want[:5])
 
-    convert(words[-1], tmp_path / "run", *MODEL)
-    want = torch_steps(net, optimizer, range(10, 15))
+    convert(tmp_path / "back.pt", tmp_path / "run")
+    words = shlex.split(command.rstrip("."))
+    assert words[-2:] == ["FILE", "FOLDER"]
+    places = [str(tmp_path / "back.pt"), str(tmp_path / "back")]
+    words = [sys.executable, *words[1:-2], *places]
+    subprocess.run(words, check=True, capture_output=True)
+    net, optimizer = made()
+    model, state = dcp.state_dict.get_state_dict(net, optimizer)
+    dcp.load({"model": model, "optim": state}, checkpoint_id=tmp_path / "back")
+    states = {"model_state_dict": model, "optim_state_dict": state}
+    dcp.state_dict.set_state_dict(net, optimizer, **states)
+    losses = torch_steps(net, optimizer, range(15, 20))
     check_row(
         "`torch.distributed.checkpoint`, a folder",
         inspect=seen(tmp_path / "dcp"),
-        to_mlx="refused: the error names the command that makes it a file; that: "
-        "at once",
-        onward=steps(mlx_steps(tmp_path / "run", range(10, 15)), want),
-        back="as a file",
+        to_mlx=(),
+        onward=onward,
+        back=f"as a file, `torch_to_dcp`, {steps(losses, want[5:])}",
     )

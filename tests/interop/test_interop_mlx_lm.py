@@ -53,7 +53,7 @@ def torch_steps(model, optimizer, numbers):
     return losses
 
 
-def mlx_steps(model, optimizer, numbers):
+def mlx_steps(model, optimizer, numbers, data=data):
     def loss_fn(x):
         logits = model(x)[:, :-1]
         return nn.losses.cross_entropy(logits, x[:, 1:], reduction="mean")
@@ -122,6 +122,71 @@ def test_a_run_goes_on_in_mlx_lms_model_and_back(kind, saved, tmp_path):
         to_mlx=("--names", "FILE") if saved == "folder" else (),
         onward=onward,
         back=steps(losses, want[3:], 1e-4),
+    )
+
+
+def trained(folder, most, resume=None):
+    """A Llama by the Trainer, whose optimizer has two groups; batches and losses."""
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    seen = []
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model, inputs, **others):
+            loss = super().compute_loss(model, inputs, **others)
+            seen.append((inputs["input_ids"].numpy(), loss.item()))
+            return loss
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 32
+
+        def __getitem__(self, number):
+            x = torch.tensor(data(number)[0])
+            return {"input_ids": x, "labels": x}
+
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=most,
+        save_steps=3,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+        max_grad_norm=0.0,
+    )
+    torch.manual_seed(0)
+    made = Trainer(llama(), arguments, train_dataset=Data())
+    made.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return made, seen
+
+
+def test_a_trainers_llama_goes_on_in_mlx_lm_and_resumes(tmp_path):
+    made, seen_there = trained(tmp_path / "whole", 9)
+    batches, want = zip(*seen_there, strict=True)
+    there = tmp_path / "whole" / "checkpoint-3"
+    names = [name for name, _ in made.model.named_parameters()]
+    (tmp_path / "names").write_text("\n".join(names))
+    flags = ["--model", there, "--names", tmp_path / "names"]
+    convert(there, tmp_path / "run", *flags)
+    mlx = mlx_lm_model(there)
+    run = load_run(tmp_path / "run", mlx)
+    onward = mlx_steps(mlx, run.optimizer, range(3, 6), batches.__getitem__)
+    save_run(tmp_path / "run", mlx, run.optimizer, record=run.record)
+    back = tmp_path / "back" / "checkpoint-3"
+    back.parent.mkdir()
+    convert(back, tmp_path / "run")
+    again, after = trained(tmp_path / "on", 9, resume=back)
+    assert again.state.global_step == 9
+    losses = [loss for _, loss in after]
+    check_row(
+        "Transformers' `Trainer` of a Llama, to mlx-lm",
+        inspect=seen(there),
+        to_mlx=("--names", "FILE"),
+        onward=steps(onward, want[3:6], 1e-4),
+        back=f"`resume_from_checkpoint`, {steps(losses, want[6:], 1e-4)}",
     )
 
 

@@ -35,8 +35,10 @@ def check_state_dict(state_dict: Mapping[str, Any]) -> None:
         indices += params
     _need(len(set(indices)) == len(indices), "params", "different", indices)
     _need(len(set(map(type, indices))) < 2, "params", "all numbers or names", indices)
+    known = set(indices)
     for index, state in state_dict["state"].items():
         _need(type(index) in (int, str), "an index", "a number or a name", index)
+        _need(index in known, "an index of the state", "one of params", index)
         _need(isinstance(state, Mapping), f"that of {index}", "a dict", state)
         _need(all(type(key) is str for key in state), f"that of {index}",
               "a dict of texts", list(state))  # fmt: skip
