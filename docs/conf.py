@@ -130,5 +130,11 @@ def read_page(app, docname: str, source: list[str]) -> None:
     source[0] = _both_pictures(text, folder, page)
 
 
+def readable_signature(app, what, name, obj, options, signature, returns):
+    """Write a dataclass's defaults as Python: Sphinx parses no ``<factory>``."""
+    return signature and signature.replace("<factory>", "..."), returns
+
+
 def setup(app) -> None:
     app.connect("source-read", read_page)
+    app.connect("autodoc-process-signature", readable_signature)

@@ -92,7 +92,7 @@ def next_scale(
     """
     # A flag as a factor stands for mx.where(flag, x, 0). With count_step all of this is
     # one kernel, of no more than 24 arrays, and the constant 0 would be one of them.
-    loss_finite = _given(state["loss_finite"])
+    loss_finite = _not_fused(state["loss_finite"])
     scale = state["scale"]
     budget = state["hysteresis"] > 1
     allowed = mx.maximum(state["backoff_interval"], state["hysteresis"])
@@ -138,7 +138,7 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
         return mx.where(condition, _one_more(state[name]), state[name])
 
     skipped = mx.logical_not(applied)
-    loss_finite = _given(state["loss_finite"])
+    loss_finite = _not_fused(state["loss_finite"])
     tallies = {
         "skipped_steps": count("skipped_steps", skipped),
         "skipped_losses": count(
@@ -153,7 +153,7 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
     }
 
 
-def _given(flag: mx.array) -> mx.array:
+def _not_fused(flag: mx.array) -> mx.array:
     # Neither fusible nor a copy: what it was computed from is no part of the kernel.
     return mx.contiguous(flag)
 

@@ -24,7 +24,7 @@ def finish() -> None:
 
 
 @atexit.register
-def _tell() -> None:
+def _report_at_exit() -> None:
     # Threads have ended by now, and nobody will call finish().
     try:
         finish()

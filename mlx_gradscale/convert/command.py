@@ -102,7 +102,7 @@ def to_mlx_folder(arguments: argparse.Namespace) -> None:
     if is_several(options):
         run = from_several(checkpoint, models, options)
     else:
-        run = from_torch(checkpoint, _only(models), options)
+        run = from_torch(checkpoint, _one_model(models), options)
     left = read_rest(arguments.torch_path, checkpoint, run.record)
     _say(notes + left + run.notes)
     files = run_files(run)
@@ -147,7 +147,9 @@ def _record_like(arguments: argparse.Namespace) -> Record:
     # The pattern's own momentum is not used, so it may be missing.
     accept = (*options.accept, "dampening")
     options = replace(options, accept=accept)
-    record = from_torch(checkpoint, _only(_models(arguments.model)), options).record
+    record = from_torch(
+        checkpoint, _one_model(_models(arguments.model)), options
+    ).record
     read_rest(arguments.like, checkpoint, record)
     return record
 
@@ -198,7 +200,7 @@ def _models(places: str | None) -> list[nn.Module]:
     return [_model(place) for place in places.split(",")] if places else []
 
 
-def _only(models: list[nn.Module]) -> nn.Module | None:
+def _one_model(models: list[nn.Module]) -> nn.Module | None:
     if len(models) > 1:
         raise ValueError("--model gives several: name them with --model-key, too.")
     return models[0] if models else None
@@ -213,18 +215,18 @@ def _model(place: str) -> nn.Module:
         raise ValueError(
             f"--model {place}: give it as MODULE:NAME, or an mlx-lm model's folder."
         )
-    holder = _users(place, lambda: import_here(module))
+    holder = _run_users_code(place, lambda: import_here(module))
     if not hasattr(holder, name):
         raise ValueError(f"--model {place}: {module} has no {name}.")
     made = getattr(holder, name)
     if not isinstance(made, nn.Module):
-        made = _users(place, made)
+        made = _run_users_code(place, made)
     if not isinstance(made, nn.Module):
         raise ValueError(f"--model {place} gives no mlx.nn.Module.")
     return made
 
 
-def _users(place: str, code: Callable[[], Any]) -> Any:
+def _run_users_code(place: str, code: Callable[[], Any]) -> Any:
     try:
         return code()
     except (Exception, SystemExit) as error:  # it may raise anything

@@ -62,29 +62,29 @@ def parameter_names(
     keys = _indices(state_dict)
     if keys and all(isinstance(key, str) for key in keys):
         # FullyShardedDataParallel's and torch.distributed's: the keys are the names.
-        return _given(state_dict, keys, tensors, plan, rename), []
+        return _names_as_given(state_dict, keys, tensors, plan, rename), []
     if names is not None:
-        found = _given(state_dict, list(names), tensors, plan, rename)
+        found = _names_as_given(state_dict, list(names), tensors, plan, rename)
         if len(groups) > 1 and not _fit(found, state_dict, tensors):
             # As Transformers' Trainer parts them: those that decay, and the others.
             ordered = {name: tensors[name] for name in found.values()}
-            found = _placed(state_dict, ordered, plan)
+            found = _matched_by_shape(state_dict, ordered, plan)
         return found, []
     named = [group.get("param_names", ()) for group in groups]
     if [len(n) for n in named] == [len(group["params"]) for group in groups]:
         saved = [name for each in named for name in each]
-        return _given(state_dict, saved, tensors, plan, rename), []
+        return _names_as_given(state_dict, saved, tensors, plan, rename), []
     if not isinstance(tensors, Unordered):
-        found = _placed(state_dict, tensors, plan)
+        found = _dealt_to_groups(state_dict, tensors, plan)
         return found, _ambiguity_notes(found, state_dict, tensors, plan)
     try:
-        return _matched(state_dict, tensors, plan), []
+        return _matched_by_shape(state_dict, tensors, plan), []
     except OrderError as error:
         if order is None:
             raise
         try:
             ordered = {name: tensors[name] for name in order}
-            found = _placed(state_dict, ordered, plan)
+            found = _dealt_to_groups(state_dict, ordered, plan)
         except OrderError:  # the MLX model's layers are in another order
             raise error from None
     return found, [
@@ -153,7 +153,7 @@ def _advice(some_are_left: bool = False) -> str:
     )
 
 
-def _given(
+def _names_as_given(
     state_dict: Mapping[str, Any],
     given: Sequence[Any],
     tensors: Mapping[str, mx.array],
@@ -257,7 +257,7 @@ def _indices(state_dict: Mapping[str, Any]) -> list[int]:
     return [index for group in state_dict["param_groups"] for index in group["params"]]
 
 
-def _matched(
+def _matched_by_shape(
     state_dict: Mapping[str, Any], tensors: Mapping[str, mx.array], plan: Plan
 ) -> dict[int, str]:
     """Match names by shape alone, where each shape comes once."""
@@ -286,7 +286,7 @@ def _candidates(tensors: Mapping[str, mx.array], plan: Plan) -> list[str]:
     return list(names)
 
 
-def _placed(
+def _dealt_to_groups(
     state_dict: Mapping[str, Any], tensors: Mapping[str, mx.array], plan: Plan
 ) -> dict[int, str]:
     """Deal the model's names out to the groups, each group in the model's order."""

@@ -53,7 +53,7 @@ def is_model(value: Any) -> bool:
 
     Besides tensors it may hold what ``torch.nn.Module.get_extra_state`` gave.
     """
-    return _has_weights(value) and not _odd(value)
+    return _has_weights(value) and not _keys_without_tensors(value)
 
 
 def _has_weights(value: Any) -> bool:
@@ -67,7 +67,7 @@ def _has_weights(value: Any) -> bool:
     )
 
 
-def _odd(value: Mapping[str, Any]) -> list[str]:
+def _keys_without_tensors(value: Mapping[str, Any]) -> list[str]:
     """Return the keys that are neither tensors nor extra states."""
     return [
         key
@@ -78,7 +78,9 @@ def _odd(value: Mapping[str, Any]) -> list[str]:
 
 def _may_be_model(value: Any) -> bool:
     """Tell whether a dict holds tensors, and its other values hold none themselves."""
-    return _has_weights(value) and not any(_holds_arrays(value[k]) for k in _odd(value))
+    return _has_weights(value) and not any(
+        _holds_arrays(value[k]) for k in _keys_without_tensors(value)
+    )
 
 
 def _holds_arrays(value: Any) -> bool:
@@ -168,11 +170,11 @@ def find_sections(
             if keys[section]:
                 sections[section] = _named(checkpoint, section, keys[section])
         elif found[section]:
-            sections[section] = _only(section, found[section])
+            sections[section] = _one_path(section, found[section])
     mixed = [path for path in mixed if path]  # the outermost dict has no key to name
     if mixed and "model" not in {**sections, **keys} and sections.keys() != {"scaler"}:
         place = _shown(mixed[0])
-        key = _odd(get(checkpoint, mixed[0]))[0]
+        key = _keys_without_tensors(get(checkpoint, mixed[0]))[0]
         raise SectionsError(
             f"{place} holds tensors, and {key!r}, which is none: if it is the model, "
             f"say so with --model-key {place}; what is no tensor is then kept for the "
@@ -285,7 +287,7 @@ def _is_module(value: Any) -> bool:
     return isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
 
 
-def _only(section: str, paths: list[Path]) -> Path:
+def _one_path(section: str, paths: list[Path]) -> Path:
     fits = paths
     if section == "model" and len(fits) > 1:
         fits = [p for p in paths if p and p[-1] == _TRAINED]

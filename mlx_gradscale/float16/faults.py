@@ -21,7 +21,7 @@ def first_bad(
     """
     for value, reference in _pairs(values, references):
         if is_bad(value, reference, distance):
-            return _maker(value, own), _what(value, reference)
+            return _maker(value, own), _how_far(value, reference)
     return None
 
 
@@ -37,7 +37,7 @@ def largest_jump(
         if distance > most * so_far:
             most, place = distance / so_far, (value, reference)
         so_far = max(so_far, distance)
-    return (_maker(place[0], own), _what(*place)) if place else None
+    return (_maker(place[0], own), _how_far(*place)) if place else None
 
 
 def worst_gradient(half: Run, reference: Run) -> tuple[str, str]:
@@ -50,7 +50,7 @@ def worst_gradient(half: Run, reference: Run) -> tuple[str, str]:
         return float(((value.sums - other.sums) ** 2).sum())
 
     path = max(half.gradients, key=off)
-    what = _what(half.gradients[path], reference.gradients[path])
+    what = _how_far(half.gradients[path], reference.gradients[path])
     return path.rpartition(".")[0], f"the gradient of {path}: {what}"
 
 
@@ -71,7 +71,7 @@ def _maker(value: Value, own: str) -> str | None:
     return value.event.path if value.event.side == own else value.event.caller
 
 
-def _what(value: Value, reference: Value) -> str:
+def _how_far(value: Value, reference: Value) -> str:
     if not value.is_finite:
         return str(value.event)
     return f"{min(value.distance(reference), 9.99):.0%} away from float32"
