@@ -37,6 +37,8 @@ from .select import arrays_by_owner, select_parameter, select_state
 
 # What is kept of each master, by name, by the path of its parameter.
 Kept = dict[str, dict[str, mx.array]]
+# From a shape to an array of it.
+_Broadcast = Callable[[tuple[int, ...]], mx.array]
 
 
 def unscale(gradients: Any, factor: mx.array | None) -> Any:
@@ -45,8 +47,10 @@ def unscale(gradients: Any, factor: mx.array | None) -> Any:
     Leaves that are not floating pass through: ``mx.grad`` gives integer zeros
     for integer parameters, and a product would make them float.
     """
-    factor_of = None if factor is None else _broadcast_factor(factor)
+    return _times(None if factor is None else broadcasts(factor), gradients)
 
+
+def _times(factor_of: _Broadcast | None, gradients: Any) -> Any:
     def unscaled(gradient: mx.array) -> mx.array:
         if not is_floating(gradient):
             return gradient
@@ -56,13 +60,15 @@ def unscale(gradients: Any, factor: mx.array | None) -> Any:
     return tree_map(unscaled, gradients)
 
 
-def _broadcast_factor(factor: mx.array) -> Callable[[tuple[int, ...]], mx.array]:
-    if mx.default_device() != mx.Device(mx.cpu):
-        return broadcasts(factor)
+def _broadcast_for(optimizer: Optimizer, factor: mx.array) -> _Broadcast:
     # GCC, which compiles the kernels of MLX's CPU backend, vectorises a loop up to 10
     # pairs of pointers that may overlap, one of them written to. An update with one
     # moment writes two float32 arrays and reads five: with the factor 11 pairs, and
     # Lion takes 5 times as long. What is written as float32 is not read as float64.
+    moments = arrays_by_owner(optimizer.state, set())
+    has_one = all(len(own) == 1 for path, own in moments.items() if path)
+    if not has_one or mx.default_device() != mx.Device(mx.cpu):
+        return broadcasts(factor)
     exact = renewed(factor.astype(mx.float64))
 
     def broadcast(shape: tuple[int, ...]) -> mx.array:
@@ -209,7 +215,8 @@ def _run(
         # apply_gradients fails where a list has a frozen module in a gap.
         steps = []
         for part, tree in each_part:
-            tree = unscale(tree, factor)
+            factor_of = None if factor is None else _broadcast_for(part, factor)
+            tree = _times(factor_of, tree)
             if not is_mlx_own(part):
                 # An SVD of NaN raises, and what reads its gradients may.
                 tree = tree_map(lambda g: mx.where(apply, g, 0), tree)
@@ -270,7 +277,7 @@ def _select_states(
     places: list[Slot],
     state: list[mx.array],
     given: list[mx.array],
-    applies: Callable[[tuple[int, ...]], mx.array],
+    applies: _Broadcast,
 ) -> tuple[list[mx.array], set[int]]:
     """Put what is selected into an optimizer's state, after a step, and return it.
 
