@@ -49,6 +49,7 @@ TESTS = {
             "tests/test_guard_classes.py",
             "tests/test_interrupts.py",
             "tests/test_optimizer.py",
+            "tests/test_first_step.py",
             "tests/test_guard.py",
         ]
         for name in ("step", "select", "fitting", "initialization", "mlx_optimizers")
