@@ -317,7 +317,7 @@ class LossScaleOptimizer(Optimizer):
         true = self.scaler.gives_true_gradients
         gradients, factor, loss_finite = self._ranks.averaged(
             gradients,
-            self._trained_among(parameters),
+            {} if leaves else self._trained_among(parameters),
             weight,
             None if true else self.scaler.inverse(),
             self.scaler.state["loss_finite"],
@@ -342,8 +342,6 @@ class LossScaleOptimizer(Optimizer):
         )
 
     def _trained_among(self, parameters: Any) -> Any:
-        if self._ranks.average is None:
-            return {}
         flat = tree_flatten(parameters)
         return tree_unflatten([(p, x) for p, x in flat if p in self._known])
 
