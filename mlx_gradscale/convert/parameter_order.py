@@ -68,7 +68,7 @@ def parameter_names(
         if len(groups) > 1 and not _fit(found, state_dict, tensors):
             # As Transformers' Trainer parts them: those that decay, and the others.
             ordered = {name: tensors[name] for name in found.values()}
-            found = _matched_by_shape(state_dict, ordered, plan)
+            found = _dealt_to_groups(state_dict, ordered, plan)
         return found, []
     named = [group.get("param_names", ()) for group in groups]
     if [len(n) for n in named] == [len(group["params"]) for group in groups]:
