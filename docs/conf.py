@@ -46,8 +46,15 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+# What a scaler and a wrapper have for each other and for other rooms, not for users.
+OUR_OWN = (
+    *("after_step", "after_update", "belong_to", "check_model", "check_optimizer"),
+    *("gives_true_gradients", "has_no_gradients", "inverse", "is_between_iterations"),
+    *("kept_masters", "owner", "ranks", "refuse_stages", "take_way", "warn_once"),
+)
 autodoc_default_options = {
     "members": True,
+    "exclude-members": ", ".join(OUR_OWN),
     # What a class takes from ours is shown, what it takes from Python or MLX is not.
     "inherited-members": "Optimizer, BaseException, tuple, dict, object",
 }
