@@ -71,11 +71,6 @@ TOP_PAGES = {
     "contributing": ROOT / "CONTRIBUTING.md",
     "security": ROOT / "SECURITY.md",
 }
-exclude_patterns = [
-    f"{page}.md" for page, file in TOP_PAGES.items() if not file.exists()
-]
-# Places in the navigation that may wait for their pages, which tests write.
-WAITING = ("architecture", "checkpoint_sources", "compatibility")
 
 _PICTURE = re.compile(
     r'<picture>\s*<source[^>]*srcset="(?P<dark>[^"]+)"[^>]*>\s*(?P<image><img[^>]*>)'
@@ -107,8 +102,6 @@ def _relink(text: str, folder: Path, page: Path) -> str:
         name, hash_, anchor = found["target"].partition("#")
         file = (folder / name).resolve()
         if name and file in TOP_PAGES.values():
-            if not file.exists():
-                return found["text"]
             file = DOCS / next(n for n, f in TOP_PAGES.items() if f == file)
             file = file.with_suffix(".md")
         elif not name or not file.exists():
@@ -118,21 +111,12 @@ def _relink(text: str, folder: Path, page: Path) -> str:
     return re.sub(r"\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)", relinked, text)
 
 
-def _is_there(page: str) -> bool:
-    return TOP_PAGES.get(page, DOCS / f"{page}.md").exists()
-
-
 def read_page(app, docname: str, source: list[str]) -> None:
     """Make of a file of the repository what Sphinx needs."""
     text, page = source[0], (DOCS / docname).parent
     folder = page
     if docname in TOP_PAGES:
         text, folder = TOP_PAGES[docname].read_text(), TOP_PAGES[docname].parent
-    if docname == "index":
-        missing = [page for page in WAITING if not _is_there(page)]
-        text = "".join(
-            line for line in text.splitlines(True) if line.strip() not in missing
-        )
     text = _relink(text, folder, page)
     source[0] = _both_pictures(text, folder, page)
 
