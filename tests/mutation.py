@@ -51,6 +51,8 @@ TESTS = {
             "tests/test_optimizer.py",
             "tests/test_first_step.py",
             "tests/test_guard.py",
+            "tests/test_optimizer_remainder.py",
+            "tests/test_vector_code.py",
         ]
         for name in ("step", "select", "fitting", "initialization", "mlx_optimizers")
     },

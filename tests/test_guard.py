@@ -486,3 +486,12 @@ def test_unscale_divides_in_float32():
     assert out["a"].dtype == mx.float32
     assert out["a"].item() == np.float32(65504 / 65536)
     assert same(out["i"], scaled["i"])
+
+
+def test_an_empty_part_of_the_gradients_asks_for_no_parameter():
+    # mlx-lm's Llama has an empty dict for its rope, and one for what is text in it.
+    gradients = {"w": mx.ones(2), "rope": {}, "kinds": []}
+    weights = {"w": mx.ones(2), "kinds": "text"}
+    apply = mx.array(True)
+    new = guarded_apply(optim.SGD(0.5), gradients, weights, None, apply)
+    assert new["w"].tolist() == [0.5, 0.5]
