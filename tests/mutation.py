@@ -45,6 +45,7 @@ TESTS = {
     "mlx_gradscale/finite.py": ["tests/test_finite_edges.py", "tests/test_finite.py"],
     **{
         f"mlx_gradscale/guard/{name}.py": [
+            "tests/test_mlx_private_names.py",
             "tests/test_guard_in_place.py",
             "tests/test_guard_classes.py",
             "tests/test_interrupts.py",

@@ -122,8 +122,9 @@ def test_overrides_that_would_be_passed_over_are_refused():
             return super().apply_gradients(gradients, parameters)
 
     inputs = ({"w": mx.ones(2)}, {"w": mx.ones(2)}, mx.array(1.0), mx.array(True))
-    with pytest.raises(TypeError, match=r"overrides update\(\)"):
-        guarded_apply(Clipping(0.1), *inputs)
+    for optimizer in (Clipping(0.1), optim.MultiOptimizer([Clipping(0.1)], [])):
+        with pytest.raises(TypeError, match=r"overrides update\(\)"):
+            guarded_apply(optimizer, *inputs)
     with pytest.raises(TypeError, match="overrides MultiOptimizer's"):
         guarded_apply(Ten([optim.SGD(0.1)], []), *inputs)
 

@@ -33,6 +33,16 @@ def test_init_sets_initialized_and_setting_the_state_takes_it_back():
     assert not mlx_optimizers.is_initialized(optimizer)
 
 
+def test_a_multi_optimizer_is_initialized_when_all_in_it_are():
+    both = optim.MultiOptimizer(
+        [optim.SGD(0.1), optim.Lion(0.1)], [lambda path, _: path == "a"]
+    )
+    both.optimizers[0].init({"a": mx.array(1.0)})
+    assert not mlx_optimizers.is_initialized(both)
+    both.init({"a": mx.array(1.0), "b": mx.array(2.0)})
+    assert mlx_optimizers.is_initialized(both)
+
+
 def test_a_schedule_is_under_its_name():
     schedule = optim.linear_schedule(1.0, 0.0, 10)
     assert mlx_optimizers.schedules(optim.SGD(schedule)) == {"learning_rate": schedule}
