@@ -307,7 +307,8 @@ class LossScaleOptimizer(Optimizer):
             check_not_empty(gradients)
         leaves = flatten(fitting)
         given = zip(leaves, leaves_of(gradients), strict=True)
-        self._check_known({p for (p, _), g in given if is_floating(g)}, parameters)
+        trained = {p for (p, x), g in given if is_floating(g) and is_floating(x)}
+        self._check_known(trained, parameters)
         self._check_shapes({path: x.shape for path, x in leaves})
         self._masters.check_has_all(leaves)
         if self.scaler.is_enabled():

@@ -1,9 +1,10 @@
 """Where the arrays of an optimizer's state are, and how to put it back as it was."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import starmap
-from operator import setitem
+from operator import methodcaller, setitem
 from typing import Any
 
 import mlx.core as mx
@@ -91,15 +92,30 @@ def copies(state: Any) -> Iterator[tuple[Any, Any]]:
             yield from copies(value)
 
 
-def restore(saved: list[tuple[Any, Any]]) -> None:
-    """Put back what :func:`copies` found."""
+def restoring(saved: Iterable[tuple[Any, Any]]) -> list[Callable[[], Any]]:
+    """Return what :func:`call_all` needs to put back what :func:`copies` found."""
+    calls: list[Callable[[], Any]] = []
     for container, copy in saved:
         if isinstance(copy, dict):
             # The dict's own: a model's update() is another thing.
-            dict.clear(container)
-            dict.update(container, copy)
+            calls.append(partial(dict.clear, container))
+            calls.append(partial(dict.update, container, copy))
         else:
-            container[:] = copy
+            calls.append(partial(setitem, container, slice(None), copy))
+    return calls
+
+
+def call_all(calls: Iterable[Callable[[], Any]]) -> None:
+    """Call what is made of functions of C, without a Ctrl-C in between.
+
+    As :func:`write_all`: all of them or, interrupted before, none.
+    """
+    deque(map(methodcaller("__call__"), list(calls)), maxlen=0)
+
+
+def restore(saved: Iterable[tuple[Any, Any]]) -> None:
+    """Put back what :func:`copies` found, all of it at once."""
+    call_all(restoring(saved))
 
 
 def dotted(path: tuple[Any, ...]) -> str:

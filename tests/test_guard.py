@@ -24,7 +24,7 @@ from helpers import (
 )
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import all_finite
+from mlx_gradscale import GradScaler, LossScaleOptimizer, all_finite
 from mlx_gradscale.guard import autocompile, guarded_apply
 from mlx_gradscale.guard import step as module
 from mlx_gradscale.state_tree import slots
@@ -495,3 +495,37 @@ def test_an_empty_part_of_the_gradients_asks_for_no_parameter():
     apply = mx.array(True)
     new = guarded_apply(optim.SGD(0.5), gradients, weights, None, apply)
     assert new["w"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("way", ["true", "scaled", "wrapped"])
+def test_integer_parameters_stay_also_where_their_gradients_were_clipped(way):
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = mx.ones(3)
+            self.ids = mx.array([1, 0, 5])
+
+        def __call__(self, x):
+            return (mx.where(self.ids == 1, self.weight, 0) * x).sum()
+
+    model, optimizer = Chosen(), optim.AdamW(0.5, weight_decay=0.5)
+    scaler = GradScaler(8.0)
+    if way == "wrapped":
+        optimizer = LossScaleOptimizer(optimizer, scaler)
+    if way == "scaled":
+        loss_and_grad = nn.value_and_grad(model, scaler.scale_loss(model))
+    else:
+        source = optimizer if way == "wrapped" else scaler
+        loss_and_grad = source.value_and_grad(model, lambda x: model(x))
+    for _ in range(2):
+        _, grads = loss_and_grad(mx.ones(3))
+        if way == "scaled":
+            grads = scaler.unscale_(optimizer, grads)
+        grads, _ = optim.clip_grad_norm(grads, 0.1)
+        assert grads["ids"].dtype == mx.float32
+        if way == "wrapped":
+            optimizer.update(model, grads)
+        else:
+            scaler.minimize(optimizer, model, grads)
+    assert (model.ids.tolist(), model.ids.dtype) == ([1, 0, 5], mx.int32)
+    assert model.weight[0].item() < 0.9

@@ -1,7 +1,7 @@
 """What MLX's optimizers keep under private names: no other file knows these."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -66,27 +66,28 @@ def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
         yield optimizer, tree
 
 
-@contextmanager
-def with_scheduled(
-    optimizers: list[Optimizer], values: list[dict[str, mx.array]]
-) -> Iterator[None]:
-    """Have single optimizers step with these values in the place of their schedules.
-
-    Afterwards schedules are there again, and the dict that was the state is the state,
-    whatever a step has put in its place.
+def set_scheduled(
+    optimizers: Iterable[Optimizer], values: Iterable[dict[str, mx.array]]
+) -> None:
+    """Have single optimizers step with these values instead of their schedules.
 
     Args:
         optimizers (list): Single optimizers.
         values (list): For each, the scheduled values by name.
     """
-    before = [(each, each._state, each._schedulers) for each in optimizers]
-    try:
-        for each, scheduled in zip(optimizers, values, strict=True):
-            each._schedulers = {k: _constant(x) for k, x in scheduled.items()}
-        yield
-    finally:
-        for each, state, found in before:
-            each._state, each._schedulers = state, found
+    for each, scheduled in zip(optimizers, values, strict=True):
+        each._schedulers = {k: _constant(x) for k, x in scheduled.items()}
+
+
+def restoring_insides(optimizer: Optimizer) -> list[Callable[[], Any]]:
+    """Return what ``call_all`` needs to give an optimizer its schedules back.
+
+    And the dict that is its state now, whatever a step puts in its place.
+    """
+    return [
+        partial(setattr, optimizer, "_state", optimizer._state),
+        partial(setattr, optimizer, "_schedulers", optimizer._schedulers),
+    ]
 
 
 def _constant(value: mx.array) -> Callable[[mx.array], mx.array]:

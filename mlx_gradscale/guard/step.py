@@ -1,7 +1,6 @@
 """One step of an optimizer, or none: which of the two is decided on the device."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,12 @@ from ..masters import Masters, join_kept, to_float32
 from ..state_tree import (
     Slot,
     Writes,
+    call_all,
     copies,
     dotted,
     flatten,
-    restore,
+    leaves_of,
+    restoring,
     slots,
     write_all,
 )
@@ -28,9 +29,10 @@ from .initialization import check_supported, initialize
 from .mlx_optimizers import (
     is_mlx_own,
     parts,
+    restoring_insides,
     schedules,
+    set_scheduled,
     single_optimizers,
-    with_scheduled,
 )
 from .other_optimizers import apply as apply_other
 from .select import arrays_by_owner, select_parameter, select_state
@@ -106,7 +108,7 @@ class PlannedStep:
         """Write it all, the new parameters to a model."""
         places = parameter_places(self.gradients, model)
         new = [(box, k, self.new[path]) for path, box, k in places if path in self.new]
-        write_all([*self.writes, *new])
+        write_all([*new, *self.writes])
 
 
 def guarded_apply(
@@ -164,14 +166,19 @@ def planned_step(
             "Two gradients have the same path when it is written with dots, as those "
             "of {'a.b': x, 'a': {'b': y}}. Rename one of the parameters."
         )
-    if not any(is_floating(g) for _, g in leaves):
+    # Integer parameters are no business of an optimizer, also where clipping by hand
+    # has made their gradients floating.
+    pairs = zip(leaves, leaves_of(fitting), strict=True)
+    are_trained = [_is_trained(g, p) for (_, g), p in pairs]
+    if not any(are_trained):
         return PlannedStep(gradients, fitting, {}, [])
     initialize(optimizer, fitting)
-    # Integer leaves are no business of an optimizer. An empty dict in their
-    # place is how MLX's own trees mark a leaf that is not trained.
     trained = gradients
-    if not all(is_floating(g) for _, g in leaves):
-        trained = tree_map(lambda g: g if is_floating(g) else {}, gradients)
+    if not all(are_trained):
+        # An empty dict is how MLX's own trees mark a leaf that is not trained.
+        trained = tree_map(
+            lambda g, p: g if _is_trained(g, p) else {}, gradients, fitting
+        )
     places = [(box, key) for _, box, key in slots(optimizer.state)]
     each_part = list(parts(optimizer, trained))
     step = autocompiled(_run, optimizer, each_part)
@@ -195,6 +202,10 @@ def planned_step(
     return PlannedStep(gradients, fitting, new, writes)
 
 
+def _is_trained(gradient: mx.array, parameter: mx.array) -> bool:
+    return is_floating(gradient) and is_floating(parameter)
+
+
 def _run(
     optimizer: Optimizer,
     state: list[mx.array],
@@ -206,21 +217,19 @@ def _run(
     apply: mx.array,
 ) -> tuple[dict[str, mx.array], Kept, list[mx.array]]:
     """Step from ``state`` and select; the optimizer itself comes out untouched."""
-    before = dict(flatten(parameters))
-    old = {path: join_kept(x, kept.get(path, {})) for path, x in before.items()}
-    full = tree_map_with_path(lambda path, _: old[path].master, parameters)
-    each_part = list(parts(optimizer, gradients))
-    with _stepping_from(state, optimizer, scheduled) as (places, given):
-        # One by one and joined by path: the tree_merge of a MultiOptimizer's own
-        # apply_gradients fails where a list has a frozen module in a gap.
-        steps = []
-        for part, tree in each_part:
-            factor_of = None if factor is None else _broadcast_for(part, factor)
-            tree = _times(factor_of, tree)
-            if not is_mlx_own(part):
-                # An SVD of NaN raises, and what reads its gradients may.
-                tree = tree_map(lambda g: mx.where(apply, g, 0), tree)
-            steps.append((part, tree, _apply(part, tree, tree_map(_alias, full))))
+    singles = list(single_optimizers(optimizer))
+    # With what each container holds, because a step may replace containers.
+    back = restoring(pair for part in singles for pair in copies(part.state))
+    back += [call for part in singles for call in restoring_insides(part)]
+    places = slots(optimizer.state)
+    given = [_alias(x) for x in state]
+    try:
+        write_all((*place, x) for (_, *place), x in zip(places, given, strict=True))
+        set_scheduled(singles, scheduled)
+        before = dict(flatten(parameters))
+        old = {path: join_kept(x, kept.get(path, {})) for path, x in before.items()}
+        full = tree_map_with_path(lambda path, _: old[path].master, parameters)
+        steps = _step_each(optimizer, gradients, full, factor, apply)
         applies = broadcasts(apply)
         new_state, untouched = _select_states(optimizer, places, state, given, applies)
         outputs: dict[str, mx.array] = {}
@@ -243,27 +252,29 @@ def _run(
                 if keep:
                     new_kept[path] = keep
         return outputs, new_kept, new_state
-
-
-@contextmanager
-def _stepping_from(
-    state: list[mx.array], optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
-) -> Iterator[tuple[list[Slot], list[mx.array]]]:
-    """Have an optimizer step from other arrays, for the while.
-
-    Yields where they are, and which arrays the optimizer is given in their place.
-    """
-    singles = list(single_optimizers(optimizer))
-    # With what each container holds, because a step may replace containers.
-    saved = [pair for part in singles for pair in copies(part.state)]
-    places = list(slots(optimizer.state))
-    given = [_alias(x) for x in state]
-    try:
-        write_all((*place, x) for (_, *place), x in zip(places, given, strict=True))
-        with with_scheduled(singles, scheduled):
-            yield places, given
     finally:
-        restore(saved)
+        call_all(back)
+
+
+def _step_each(
+    optimizer: Optimizer,
+    gradients: Any,
+    full: Any,
+    factor: mx.array | None,
+    apply: mx.array,
+) -> list[tuple[Optimizer, Any, Any]]:
+    """Return each single optimizer with its gradients and what it makes of them."""
+    # One by one and joined by path: the tree_merge of a MultiOptimizer's own
+    # apply_gradients fails where a list has a frozen module in a gap.
+    steps = []
+    for part, tree in parts(optimizer, gradients):
+        factor_of = None if factor is None else _broadcast_for(part, factor)
+        tree = _times(factor_of, tree)
+        if not is_mlx_own(part):
+            # An SVD of NaN raises, and what reads its gradients may.
+            tree = tree_map(lambda g: mx.where(apply, g, 0), tree)
+        steps.append((part, tree, _apply(part, tree, tree_map(_alias, full))))
+    return steps
 
 
 def _alias(x: mx.array) -> mx.array:
