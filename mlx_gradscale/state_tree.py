@@ -93,7 +93,7 @@ def copies(state: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def restoring(saved: Iterable[tuple[Any, Any]]) -> list[Callable[[], Any]]:
-    """Return what :func:`call_all` needs to put back what :func:`copies` found."""
+    """Return calls, for :func:`at_once`, that put back what :func:`copies` found."""
     calls: list[Callable[[], Any]] = []
     for container, copy in saved:
         if isinstance(copy, dict):
@@ -105,17 +105,18 @@ def restoring(saved: Iterable[tuple[Any, Any]]) -> list[Callable[[], Any]]:
     return calls
 
 
-def call_all(calls: Iterable[Callable[[], Any]]) -> None:
-    """Call what is made of functions of C, without a Ctrl-C in between.
+def at_once(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
+    """Return a function that makes calls of C, all of them, and once.
 
-    As :func:`write_all`: all of them or, interrupted before, none.
+    No bytecode of Python runs in it, as in :func:`write_all`, nor before it does: in a
+    ``finally`` no Ctrl-C comes until all is done.
     """
-    deque(map(methodcaller("__call__"), list(calls)), maxlen=0)
+    return partial(deque, map(methodcaller("__call__"), list(calls)), 0)
 
 
 def restore(saved: Iterable[tuple[Any, Any]]) -> None:
     """Put back what :func:`copies` found, all of it at once."""
-    call_all(restoring(saved))
+    at_once(restoring(saved))()
 
 
 def dotted(path: tuple[Any, ...]) -> str:

@@ -11,7 +11,7 @@ import mlx.optimizers as optim
 import pytest
 
 from mlx_gradscale.guard import mlx_optimizers
-from mlx_gradscale.state_tree import call_all
+from mlx_gradscale.state_tree import at_once
 
 PACKAGE = Path(mlx_optimizers.__file__).parent.parent
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
@@ -67,7 +67,7 @@ def test_values_take_the_place_of_schedules_in_a_step_and_the_state_comes_back()
     mlx_optimizers.set_scheduled([optimizer], [{"learning_rate": mx.array(0.25)}])
     new = optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
     optimizer._state = {}
-    call_all(back)
+    at_once(back)()
     assert new["w"].tolist() == [0.75, 0.75]
     assert optimizer.state is state
     assert mlx_optimizers.schedules(optimizer) is schedules

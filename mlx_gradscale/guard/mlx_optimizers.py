@@ -80,7 +80,7 @@ def set_scheduled(
 
 
 def restoring_insides(optimizer: Optimizer) -> list[Callable[[], Any]]:
-    """Return what ``call_all`` needs to give an optimizer its schedules back.
+    """Return calls, for ``at_once``, that give an optimizer its schedules back.
 
     And the dict that is its state now, whatever a step puts in its place.
     """

@@ -13,7 +13,7 @@ from ..masters import Masters, join_kept, to_float32
 from ..state_tree import (
     Slot,
     Writes,
-    call_all,
+    at_once,
     copies,
     dotted,
     flatten,
@@ -221,6 +221,7 @@ def _run(
     # With what each container holds, because a step may replace containers.
     back = restoring(pair for part in singles for pair in copies(part.state))
     back += [call for part in singles for call in restoring_insides(part)]
+    put_back = at_once(back)
     places = slots(optimizer.state)
     given = [_alias(x) for x in state]
     try:
@@ -253,7 +254,7 @@ def _run(
                     new_kept[path] = keep
         return outputs, new_kept, new_state
     finally:
-        call_all(back)
+        put_back()
 
 
 def _step_each(
