@@ -307,8 +307,11 @@ class LossScaleOptimizer(Optimizer):
             check_not_empty(gradients)
         leaves = flatten(fitting)
         given = zip(leaves, leaves_of(gradients), strict=True)
-        trained = {p for (p, x), g in given if is_floating(g) and is_floating(x)}
-        self._check_known(trained, parameters)
+        floating = {p for (p, _), g in given if is_floating(g)}
+        # Clipping by hand makes gradients of integer parameters floating.
+        strange = floating - self._known.keys()
+        floating -= {p for p, x in leaves if p in strange and not is_floating(x)}
+        self._check_known(floating, parameters)
         self._check_shapes({path: x.shape for path, x in leaves})
         self._masters.check_has_all(leaves)
         if self.scaler.is_enabled():

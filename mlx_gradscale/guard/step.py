@@ -169,7 +169,8 @@ def planned_step(
     # Integer parameters are no business of an optimizer, also where clipping by hand
     # has made their gradients floating.
     pairs = zip(leaves, leaves_of(fitting), strict=True)
-    are_trained = [_is_trained(g, p) for (_, g), p in pairs]
+    kinds = {(g.dtype, p.dtype): (g, p) for (_, g), p in pairs}
+    are_trained = [_is_trained(*kind) for kind in kinds.values()]
     if not any(are_trained):
         return PlannedStep(gradients, fitting, {}, [])
     initialize(optimizer, fitting)
