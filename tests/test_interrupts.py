@@ -142,7 +142,7 @@ def test_the_first_step_too_which_traces_the_optimizer(way):
         mx.eval(loop.model.state, loop.optimizer.state, loop.scaler.state)
         done = expected.index(loop.everything())
         loop.step()
-        assert done == 2 or loop.everything() == expected[done + 1], at
+        assert loop.everything() == expected[done + 1], at
 
 
 def test_a_model_that_was_left_cast_is_put_right_by_the_next_call():
