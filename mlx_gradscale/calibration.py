@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from . import precision
 from .diagnostics.history import ScaleHistory
 from .finite import all_finite
 from .precision.buffers import places
-from .state_tree import write_all
+from .state_tree import at_once, writing
 
 if TYPE_CHECKING:
     from .scaler import GradScaler
@@ -119,13 +120,15 @@ def _largest(
     scaled = precision.with_scaled_gradient(loss_fn, lambda: scale)
     differentiate = precision.value_and_grad(model, scaled, compute_dtype)
     before = list(places(model).values())
-    # A key is its seed in two halves.
     random_state: Any = mx.random.state
     first, second = random_state[0].tolist()
 
     def fits(power: int) -> bool:
         nonlocal scale
         scale = mx.array(2.0**power)
+        # A key is its seed in two halves.
+        seed = partial(mx.random.seed, first << 32 | second)
+        put_back = at_once([writing(before), seed])
         try:
             value, gradients = differentiate(*batch)
             loss = value[0] if isinstance(value, tuple) else value
@@ -136,8 +139,7 @@ def _largest(
                 )
             return bool(all_finite(gradients).item())
         finally:
-            write_all(before)
-            mx.random.seed(first << 32 | second)
+            put_back()
 
     # What overflows at one scale does so at every larger one.
     low, high = _SMALLEST, _LARGEST

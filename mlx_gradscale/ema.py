@@ -14,6 +14,7 @@ from .finite import is_floating
 from .masters import to_float32
 from .optimizer import LossScaleOptimizer
 from .optimizer_state import write_in_place
+from .state_tree import leaves_of, slots, writing
 
 
 class EMA:
@@ -111,12 +112,15 @@ class EMA:
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """Give the model the average, to evaluate or export, and its own back after."""
-        trained = model.trainable_parameters()
-        model.update(self.weights(model))
+        averages = self.weights(model)
+        trained = {id(x) for x in leaves_of(model.trainable_parameters())}
+        places = [(box, key, box[key]) for _, box, key in slots(model)]
+        put_back = writing([place for place in places if id(place[2]) in trained])
         try:
+            model.update(averages)
             yield
         finally:
-            model.update(trained)
+            put_back()
 
     def _full(self, model: nn.Module) -> dict[str, mx.array]:
         tree = model.trainable_parameters()

@@ -80,7 +80,16 @@ def write_all(writes: Iterable[tuple[Any, Any, Any]]) -> None:
     No bytecode of Python runs in between, so that no Ctrl-C comes in between either:
     a state that is ahead of its weights would train on wrongly.
     """
-    deque(starmap(setitem, list(writes)), maxlen=0)
+    writing(list(writes))()
+
+
+def writing(writes: Writes) -> Callable[[], Any]:
+    """Return a function that does, once, what :func:`write_all` would.
+
+    It writes what is in the list by then. In a ``finally`` no Ctrl-C comes until all
+    is written: no bytecode of Python runs before it, either.
+    """
+    return partial(deque, starmap(setitem, writes), 0)
 
 
 def copies(state: Any) -> Iterator[tuple[Any, Any]]:
@@ -105,13 +114,12 @@ def restoring(saved: Iterable[tuple[Any, Any]]) -> list[Callable[[], Any]]:
     return calls
 
 
-def at_once(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
-    """Return a function that makes calls of C, all of them, and once.
+def at_once(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
+    """Return a function that makes those calls of C that are then in the list, once.
 
-    No bytecode of Python runs in it, as in :func:`write_all`, nor before it does: in a
-    ``finally`` no Ctrl-C comes until all is done.
+    For a ``finally``, as :func:`writing`.
     """
-    return partial(deque, map(methodcaller("__call__"), list(calls)), 0)
+    return partial(deque, map(methodcaller("__call__"), calls), 0)
 
 
 def restore(saved: Iterable[tuple[Any, Any]]) -> None:

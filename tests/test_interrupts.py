@@ -10,14 +10,18 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from helpers import Mlp, batch, bits, mse
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import (
     GradScaler,
     LossScaleOptimizer,
     compile_step,
+    everywhere,
     float32_layers,
 )
+from mlx_gradscale.diagnostics import compute_dtypes
+from mlx_gradscale.ema import EMA
+from mlx_gradscale.precision.dtypes import watched_dtypes
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +30,11 @@ def _ctrl_c_is_heard():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+# Python handles no signal between a finally and what it calls first, nor where a lock
+# is taken or given back.
+UNINTERRUPTED = "put_back()", "with _lock:"
 
 
 class Interrupt:
@@ -54,8 +63,7 @@ class Interrupt:
         if event == "line":
             self.lines += 1
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            # Python handles no signal between a finally and what it calls first.
-            if self.lines == self.at and line.strip() != "put_back()":
+            if self.lines == self.at and line.strip() not in UNINTERRUPTED:
                 signal.raise_signal(signal.SIGINT)
         return self._line
 
@@ -145,17 +153,109 @@ def test_the_first_step_too_which_traces_the_optimizer(way):
         assert loop.everything() == expected[done + 1], at
 
 
-def test_a_model_that_was_left_cast_is_put_right_by_the_next_call():
-    # Also where Ctrl-C comes in the line that puts the weights back: every line here.
+def at_every_line(call, check):
+    """Interrupt ``call()`` at each of its lines, and ``check(line)`` what is left."""
+    for at in range(1, lines_of(call) + 1):
+        try:
+            with Interrupt(at):
+                call()
+        except KeyboardInterrupt:
+            pass
+        check(at)
+
+
+@pytest.mark.parametrize("keep", [None, lambda path, x: "layers.0" in path])
+def test_a_model_is_never_left_cast(keep):
     model, data = Mlp(), batch()
-    gradient = GradScaler(64.0).value_and_grad(model, mse(model), mx.float16)
+    scaler = GradScaler(64.0)
+    gradient = scaler.value_and_grad(model, mse(model), mx.float16, keep=keep)
     before = bits(model.parameters())
     gradient(*data)  # the first has more lines
-    for at in range(1, lines_of(lambda: gradient(*data)) + 1):
-        with pytest.raises(KeyboardInterrupt), Interrupt(at):
-            gradient(*data)
-        gradient(*data)
+    layer = type(model.layers[0])
+
+    def check(at):
         assert bits(model.parameters()) == before, at
+        assert type(model.layers[0]) is layer, at
+
+    at_every_line(lambda: gradient(*data), check)
+
+
+def test_the_layers_of_a_first_gradient_are_not_watched_for_good():
+    model, method = Mlp(dtype=mx.float16), nn.Linear.__call__
+    x, y = batch(dtype=mx.float16)
+
+    def first_gradient():
+        optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(64.0))
+        optimizer.value_and_grad(model, mse(model))(x, y)
+
+    def check(at):
+        assert nn.Linear.__call__ is method, at
+        with watched_dtypes(model) as calls:
+            assert calls.are_seen, at
+
+    at_every_line(first_gradient, check)
+
+
+def test_diagnostics_leave_the_model_and_compilation_as_they_were():
+    model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
+    before = bits(model.parameters())
+    traced = []
+
+    @mx.compile
+    def compiled(x):
+        traced.append(1)
+        return x + 1
+
+    def check(at):
+        traced.clear()
+        compiled(mx.ones(at))
+        compiled(mx.ones(at))
+        assert traced == [1], at
+        assert bits(model.parameters()) == before, at
+        assert type(model.layers[0]) is nn.Linear, at
+
+    at_every_line(lambda: compute_dtypes(model, mse(model), *data), check)
+
+
+def test_an_average_is_not_left_in_the_model():
+    model = Mlp()
+    ema = EMA(model)
+    model.update(tree_map(lambda x: x + 1, model.parameters()))
+    before = bits(model.parameters())
+
+    def evaluate():
+        with ema.swapped_into(model):
+            assert bits(model.parameters()) != before
+
+    def check(at):
+        assert bits(model.parameters()) == before, at
+
+    at_every_line(evaluate, check)
+
+
+def test_the_next_everywhere_does_what_an_interrupted_one_did_not():
+    model, data = Mlp(), batch()
+    plain = nn.value_and_grad
+
+    def train():
+        with everywhere():
+            optimizer = optim.SGD(0.1)
+            _, gradients = nn.value_and_grad(model, mse(model))(*data)
+            optimizer.update(model, gradients)
+        return optimizer
+
+    def enter():
+        with everywhere():
+            pass
+
+    def check(at):
+        assert isinstance(optim.SGD(0.1), optim.SGD), at
+        assert isinstance(train(), LossScaleOptimizer), at
+
+    at_every_line(enter, check)
+    nn.value_and_grad(model, mse(model))(*data)
+    with everywhere():
+        assert nn.value_and_grad is not plain
 
 
 def test_update_forgotten_in_an_eager_loop_is_an_error_all_the_same():

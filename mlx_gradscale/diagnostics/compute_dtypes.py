@@ -81,6 +81,11 @@ def compute_dtypes(
             f"{type(model).__name__}."
         )
     with unchanged(model), watched_dtypes(model) as calls:
+        if not calls.are_seen:
+            raise RuntimeError(
+                "The dtypes of layers are being looked at already, by another thread "
+                "or around this call: call compute_dtypes() by itself."
+            )
 
         def named_loss_fn(*args: Any, **kwargs: Any) -> Any:
             calls.names(loss_fn, args, kwargs)

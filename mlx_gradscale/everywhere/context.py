@@ -24,8 +24,9 @@ _active: "Scoped[Everywhere | None]" = Scoped("everywhere", None)
 # Set while an optimizer is made, which may make others that are parts of it.
 _making = Scoped("making", False)
 _STEPS = ("update", "apply_gradients")
+_PLAIN = "without_everywhere"
 _lock = threading.Lock()
-_entered = 0
+_inside: "dict[int, Everywhere]" = {}
 _plain_value_and_grad = nn.value_and_grad
 
 
@@ -134,37 +135,40 @@ def everywhere(
         (65536.0, array(True, dtype=bool))
     """
     here = Everywhere(make_scaler, compute_dtype, arguments, _active.get())
-    _enter()
     try:
+        _enter(here)
         with _active.set_to(here):
             yield here
     finally:
-        _leave()
+        _leave(here)
 
 
-def _enter() -> None:
-    global _entered, _plain_value_and_grad
+# What Ctrl-C leaves undone in these two does nothing outside of everywhere(), and the
+# next one does the rest.
+def _enter(here: Everywhere) -> None:
+    global _plain_value_and_grad
     with _lock:
-        _entered += 1
-        if _entered > 1:
-            return
+        _inside[id(here)] = here
         if Optimizer.__new__ is object.__new__:
             # For good: Python refuses arguments to a class whose __new__ was deleted.
             Optimizer.__new__ = _new  # type: ignore[method-assign, assignment]
-        _plain_value_and_grad = nn.value_and_grad
-        nn.value_and_grad = nn.utils.value_and_grad = value_and_grad
+        if nn.value_and_grad is not value_and_grad:
+            _plain_value_and_grad = nn.value_and_grad
+            nn.value_and_grad = nn.utils.value_and_grad = value_and_grad
         for name in _STEPS:
-            setattr(Optimizer, name, _refusing(getattr(Optimizer, name)))
+            step = getattr(Optimizer, name)
+            if not hasattr(step, _PLAIN):
+                setattr(Optimizer, name, _refusing(step))
 
 
-def _leave() -> None:
-    global _entered
+def _leave(here: Everywhere) -> None:
     with _lock:
-        _entered -= 1
-        if _entered == 0:
+        _inside.pop(id(here), None)
+        if not _inside:
             nn.value_and_grad = nn.utils.value_and_grad = _plain_value_and_grad
             for name in _STEPS:
-                setattr(Optimizer, name, getattr(Optimizer, name).__wrapped__)
+                step = getattr(Optimizer, name)
+                setattr(Optimizer, name, getattr(step, _PLAIN, step))
 
 
 def _new(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
@@ -239,4 +243,5 @@ def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
             )
         return step(self, *args, **kwargs)
 
+    setattr(refusing_step, _PLAIN, step)
     return refusing_step

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..masters import HALF
+from ..state_tree import at_once
 from .calls import (
+    ISLAND,
     Chain,
     Island,
     computing_in,
@@ -178,7 +181,8 @@ def kept_in_float32(
     """
     modules = dict(ordered_modules(model))
     inside = {path for path, module in modules.items() if get_island(module)}
-    made: list[nn.Module] = []
+    undo: list[Callable[[], Any]] = []
+    put_back = at_once(undo)
 
     def kept(path: str, parameter: mx.array) -> bool:
         return _is_in_any(path, inside) or bool(keep and keep(path, parameter))
@@ -186,13 +190,16 @@ def kept_in_float32(
     try:
         for path in _owners(model, modules, keep) if keep else []:
             if path and not _is_in_any(path, inside):
-                set_island(modules[path], Island(Chain(path), deep=False))
-                made.append(modules[path])
+                module = modules[path]
+                undo.append(partial(vars(module).pop, ISLAND, None))
+                undo.append(
+                    partial(object.__setattr__, module, "__class__", type(module))
+                )
+                set_island(module, Island(Chain(path), deep=False))
         with computing_in(compute_dtype), float32_gradients():
             yield kept
     finally:
-        for module in made:
-            set_island(module, None)
+        put_back()
 
 
 def _raise_statistics(modules: list[nn.Module]) -> list[Statistic]:

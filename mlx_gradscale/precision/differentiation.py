@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from ..finite import is_floating
 from ..islands import kept_in_float32
 from ..masters import to_float32
-from ..state_tree import leaves_of, slots, write_all
+from ..state_tree import leaves_of, slots, write_all, writing
 from ..tracing import broadcasts
 
 
@@ -167,11 +167,12 @@ def unscaled_gradients(
         (box, key, box[key]) for _, box, key in slots(model) if id(box[key]) in trained
     ]
     changed = [(box, key, unscale_gradient(p, inverse_scale)) for box, key, p in own]
+    put_back = writing(own)
     try:
         write_all(changed)
         yield
     finally:
-        write_all(own)
+        put_back()
 
 
 # An array of a model: its path, its container, the key in that, and itself.
@@ -270,20 +271,16 @@ def value_and_grad(
 
             return mx.value_and_grad(cast_loss_fn)(parameters, args, kwargs)
 
-    borrowed: list[tuple[Any, Any, Any]] = []
-
     @wraps(loss_fn)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-        # Of a call that was interrupted just before it put back what it had taken.
-        write_all(place for place in borrowed if _was_cast(*place))
         # Everything, because a forward pass may replace buffers as well:
         # BatchNorm's running statistics hold traced values if loss_fn fails.
         found = arrays_of(model)
         parameters = model.trainable_parameters()
         trained = ids_of_trained(parameters)
         look(found, trained)
-        everything = [(box, key, x) for _, box, key, x in found]
-        borrowed[:] = everything
+        borrowed = [(box, key, x) for _, box, key, x in found]
+        put_back = writing(borrowed)
         try:
             result = differentiate(parameters, args, kwargs)
             # What the forward pass itself wrote to a trainable array stays, as in MLX,
@@ -292,13 +289,12 @@ def value_and_grad(
             ours = None if compute_dtype is not None else set(map(id, put))
             borrowed[:] = [
                 (box, key, x)
-                for box, key, x in everything
+                for box, key, x in borrowed
                 if id(x) in trained and (ours is None or id(box[key]) in ours)
             ]
             return result
         finally:
-            write_all(borrowed)
-            borrowed.clear()
+            put_back()
             put.clear()
 
     return value_and_grad_fn
@@ -322,11 +318,6 @@ def _check_how(compute_dtype: Any, keep: Any, cast_inputs: bool) -> None:
             f"compute_dtype must be a floating dtype of MLX, as mx.float16, got "
             f"{compute_dtype!r}."
         )
-
-
-def _was_cast(box: Any, key: Any, own: mx.array) -> bool:
-    now = box[key]
-    return isinstance(now, mx.array) and now.dtype != own.dtype
 
 
 def is_leaf(x: Any) -> bool:

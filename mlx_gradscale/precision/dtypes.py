@@ -1,11 +1,10 @@
 """See in which dtype each layer computes, and where half precision is lost."""
 
 import inspect
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,6 +15,7 @@ from ..files.text import dtype_name
 from ..islands.calls import ISLAND, METHODS, is_inside_island
 from ..islands.layers import half_statistics
 from ..masters import HALF
+from ..state_tree import at_once
 from .differentiation import is_leaf
 
 
@@ -45,10 +45,15 @@ class LayerDtypes:
         return self.parameters is not None and mx.float32 in self.outputs
 
 
-@dataclass
+@dataclass(eq=False)
 class Calls:
-    """The layers that were called, in order, but for those in float32 islands."""
+    """The layers that were called, in order, but for those in float32 islands.
 
+    Attributes:
+        are_seen (bool): Not where somebody else watches already.
+    """
+
+    are_seen: bool = False
     layers: list[LayerDtypes] = field(default_factory=list)
     arguments: dict[int, str] = field(default_factory=dict)
     _running: list[nn.Module] = field(default_factory=list)
@@ -110,8 +115,8 @@ def _floating(tree: Any) -> list[mx.array]:
     return [x for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
 
 
-# One at a time: it is the classes that are watched, and others may use them.
-_watching = threading.Lock()
+# Only the first one watches: it is classes that are watched, and others may use them.
+_watchers: dict[int, Calls] = {}
 
 
 @contextmanager
@@ -119,13 +124,34 @@ def watched_dtypes(*models: nn.Module) -> Iterator[Calls]:
     """Watch the layers of models as they are called; nothing is computed for it.
 
     The methods of their classes are replaced for the while, not the classes of the
-    layers: a model may ask for the type of a layer, or copy it. Nothing is seen while
-    another thread watches.
+    layers: a model may ask for the type of a layer, or copy it. While somebody else
+    watches, nothing is seen.
     """
     calls = Calls()
-    if not _watching.acquire(blocking=False):
+    undo: list[Callable[[], Any]] = [partial(_watchers.pop, id(calls), None)]
+    put_back = at_once(undo)
+    try:
+        _watchers[id(calls)] = calls
+        calls.are_seen = [*_watchers].index(id(calls)) == 0
+        watching = _watching(models, calls) if calls.are_seen else []
+        undo[:0] = [partial(setattr, *place, old) for place, old, _ in watching]
+        for place, _, new in watching:
+            setattr(*place, new)
         yield calls
-        return
+        # What somebody else has put there stays.
+        undo[:-1] = [
+            partial(setattr, *place, old)
+            for place, old, new in watching
+            if vars(place[0])[place[1]] is new
+        ]
+    finally:
+        put_back()
+
+
+def _watching(
+    models: Iterable[nn.Module], calls: Calls
+) -> list[tuple[tuple[type, str], Any, Any]]:
+    """Return the class and name of each method, as it is and as it is watched."""
     paths: dict[int, str] = {}
     methods: dict[tuple[type, str], Callable[..., Any]] = {}
     for model in models:
@@ -137,18 +163,10 @@ def watched_dtypes(*models: nn.Module) -> Iterator[Calls]:
                 owner = next((c for c in type(module).__mro__ if name in vars(c)), None)
                 if owner is not None:
                     methods[owner, name] = vars(owner)[name]
-    watching = {
-        place: _watched(method, paths, calls) for place, method in methods.items()
-    }
-    try:
-        for (owner, name), method in watching.items():
-            setattr(owner, name, method)
-        yield calls
-    finally:
-        for (owner, name), method in methods.items():
-            if vars(owner)[name] is watching[owner, name]:
-                setattr(owner, name, method)
-        _watching.release()
+    return [
+        (place, method, _watched(method, paths, calls))
+        for place, method in methods.items()
+    ]
 
 
 def _watched(
@@ -188,7 +206,7 @@ def warned_once(
         with watched_dtypes(*models) as calls:
             calls.names(loss_fn, args, kwargs)
             outputs = loss_fn(*args, **kwargs)
-        seen = True
+        seen = calls.are_seen
         layer = calls.first_wider()
         if layer is not None:
             warn(sentence(layer))

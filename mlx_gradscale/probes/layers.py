@@ -4,7 +4,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ from mlx.utils import tree_map
 from ..files.text import dtype_name
 from ..islands.calls import METHODS, defines
 from ..precision import is_leaf
+from ..state_tree import at_once, restoring
 
 
 @dataclass
@@ -182,36 +183,27 @@ def _watched(cls: type, path: str, probes: Probes) -> type:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Undo whatever happens to a model, the random state and compilation."""
     containers = list(_containers(model))
-    contents = [_copy(x) for x in containers]
+    saved = [(x, dict(x) if isinstance(x, dict) else list(x)) for x in containers]
     attributes = [
         (x, type(x), dict(vars(x))) for x in containers if isinstance(x, nn.Module)
     ]
     random_state: Any = mx.random.state
     high, low = random_state[0].tolist()
-    compiles = _compiles()
-    # Inside a compiled function a layer's values cannot be seen.
-    mx.disable_compile()
+    # A key is its seed in two halves.
+    undo: list[Callable[[], Any]] = [partial(mx.random.seed, high << 32 | low)]
+    if _compiles():
+        undo.append(mx.enable_compile)
+    undo += restoring(saved)
+    for module, cls, own in attributes:
+        undo.append(partial(object.__setattr__, module, "__class__", cls))
+        undo += restoring([(vars(module), own)])
+    put_back = at_once(undo)
     try:
+        # Inside a compiled function a layer's values cannot be seen.
+        mx.disable_compile()
         yield
     finally:
-        if compiles:
-            mx.enable_compile()
-        # A key is its seed in two halves.
-        mx.random.seed(high << 32 | low)
-        for container, content in zip(containers, contents, strict=True):
-            if isinstance(container, dict):
-                dict.clear(container)
-                dict.update(container, content)
-            else:
-                container[:] = content
-        for module, cls, own in attributes:
-            object.__setattr__(module, "__class__", cls)
-            vars(module).clear()
-            vars(module).update(own)
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
+        put_back()
 
 
 def _containers(tree: Any, seen: set[int] | None = None) -> Iterator[Any]:
