@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +25,8 @@ _BITS = {
 # Eight leaves joined elementwise before the reduction cost an eighth of a pass
 # more than reading them; with more the CPU's compiler stops vectorising.
 _JOIN = 8
+# What is joined one after the other; a GPU can do several of these at a time.
+_CHAIN = 8 * _JOIN
 # A leaf this large is cut into eight and joined with itself, or its masked
 # copy alone would cost two more passes.
 _CUT_SIZE = 2**20
@@ -183,6 +185,10 @@ def _all_finite(tree: Any) -> mx.array:
     return reduce(mx.logical_and, flags) if flags else mx.array(True)
 
 
+def _masked(x: mx.array, mask: mx.array) -> mx.array:
+    return x.view(mask.dtype) & mask
+
+
 def _upper_half(bits: mx.array) -> mx.array:
     # Of 32 bits these tell finite from not, and half as much has to be written.
     return (bits >> 16).astype(mx.int16) if bits.dtype == mx.int32 else bits
@@ -210,9 +216,8 @@ def _largest_bits(
     for pieces in _alike(arrays(tree)):
         dtype = pieces[0].dtype
         bits, mask, _ = _BITS[dtype]
-        magnitude = mx.array(mask, bits)
-        pieces = [x.view(bits) & magnitude for x in pieces]
-        joined = _join(mx.maximum, pieces, shorten)
+        magnitude = partial(_masked, mask=mx.array(mask, bits))
+        joined = _join(mx.maximum, pieces, magnitude, shorten)
         largest.setdefault(dtype, []).append(mx.max(joined))
     return [(dtype, _join(mx.maximum, found)) for dtype, found in largest.items()]
 
@@ -221,8 +226,8 @@ def _largest_bits(
 def _norm(tree: Any, factor: mx.array) -> mx.array:
     sums = []
     for pieces in _alike(arrays(tree)):
-        squares = [mx.square(_own_float32(x) * factor) for x in pieces]
-        sums.append(mx.sum(_join(mx.add, squares)))
+        squares = _join(mx.add, pieces, lambda x: mx.square(_own_float32(x) * factor))
+        sums.append(mx.sum(squares))
     return mx.sqrt(_join(mx.add, sums)) if sums else mx.array(0.0)
 
 
@@ -261,17 +266,55 @@ def _cut(leaf: mx.array) -> list[mx.array]:
 
 def _join(
     operation: Callable[[mx.array, mx.array], mx.array],
-    values: list[mx.array],
+    leaves: list[mx.array],
+    prepare: Callable[[mx.array], mx.array] = _unchanged,
     finish: Callable[[mx.array], mx.array] = _unchanged,
 ) -> mx.array:
-    while len(values) > _JOIN:
-        groups = [values[i : i + _JOIN] for i in range(0, len(values), _JOIN)]
-        # Neither fusible nor a copy: it ends a kernel at eight inputs. Reducing
-        # each group on its own is 115 kernels for 448 leaves instead of 69.
-        joined = [finish(_join_pairwise(operation, group)) for group in groups]
-        values = [mx.contiguous(x, allow_col_major=True) for x in joined]
-        finish = _unchanged
-    return finish(_join_pairwise(operation, values))
+    """Return the leaves, each prepared, joined to one of their shape.
+
+    Args:
+        operation (Callable): Has 0 for its neutral element.
+        leaves (list): Of one dtype and shape.
+        prepare (Callable): Is given a leaf.
+        finish (Callable): Is given some leaves that are joined.
+    """
+    while len(leaves) > _JOIN:
+        chains = [leaves[i : i + _CHAIN] for i in range(0, len(leaves), _CHAIN)]
+        leaves = [_join_chain(operation, each, prepare, finish) for each in chains]
+        prepare = finish = _unchanged
+    return finish(_join_pairwise(operation, [prepare(x) for x in leaves]))
+
+
+def _join_chain(
+    operation: Callable[[mx.array, mx.array], mx.array],
+    leaves: list[mx.array],
+    prepare: Callable[[mx.array], mx.array],
+    finish: Callable[[mx.array], mx.array],
+) -> mx.array:
+    groups = [
+        finish(_join_pairwise(operation, [prepare(x) for x in leaves[i : i + _JOIN]]))
+        for i in range(0, len(leaves), _JOIN)
+    ]
+    if len(groups) <= 2:
+        return _join_pairwise(operation, [_end_kernel(group) for group in groups])
+    # Each kernel joins eight leaves to what those before it have left, so that all are
+    # one and the same kernel, which is compiled once: hence the zeros in front.
+    joined = _zeros_laid_out_as(leaves[0], groups[0].dtype)
+    for group in groups:
+        joined = _end_kernel(operation(group, joined))
+    return joined
+
+
+def _zeros_laid_out_as(leaf: mx.array, dtype: mx.Dtype) -> mx.array:
+    # Where a leaf is transposed, other zeros would have a kernel go through strides.
+    # Single operations, which are no kernels to compile.
+    bits = leaf.view(_BITS[leaf.dtype][0]) if leaf.dtype in _BITS else leaf
+    return _end_kernel(_end_kernel(bits ^ bits).astype(dtype))
+
+
+def _end_kernel(x: mx.array) -> mx.array:
+    # Neither fusible nor a copy.
+    return mx.contiguous(x, allow_col_major=True)
 
 
 def _join_pairwise(
