@@ -47,6 +47,8 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_configure(config):
+    # Tests start hundreds of Pythons: not each is to compile the package again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     folder = kernel_store.use()
     if folder is not None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

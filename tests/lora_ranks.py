@@ -4,11 +4,14 @@ import json
 import sys
 from pathlib import Path
 
-import mlx.core as mx
-from distributed_parts import fingerprint
+# To import PyTorch takes longer than to train, and mlx-lm needs nothing of it.
+sys.modules["torch"] = None
 
-from mlx_gradscale.lora import command
-from mlx_gradscale.lora.training import Training
+import mlx.core as mx  # noqa: E402
+from distributed_parts import fingerprint  # noqa: E402
+
+from mlx_gradscale.lora import command  # noqa: E402
+from mlx_gradscale.lora.training import Training  # noqa: E402
 
 
 class Kept(Training):

@@ -14,7 +14,8 @@ import quickstart
 @pytest.fixture(scope="module")
 def results():
     return {
-        name: quickstart.train(dtype, make(), steps=60)
+        # Plain float16 is lost from the first step on, and stays so.
+        name: quickstart.train(dtype, make(), steps=6 if name == "float16" else 60)
         for name, (dtype, make) in quickstart.ways().items()
     }
 

@@ -40,7 +40,7 @@ def arguments(place, adapters, *others, model="model"):
         "--data": place / "data",
         "--adapter-path": adapters,
         "--iters": 12,
-        "--batch-size": 4,
+        "--batch-size": 2,
         "--num-layers": 2,
         "--steps-per-report": 3,
         "--steps-per-eval": 6,
@@ -102,6 +102,7 @@ def test_full_float16_learns_where_mlx_lm_gives_nan(
 
 
 def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
+    flags = (*SLOWER, "--batch-size", "4")
     load = mlx_lm.lora.load
 
     def load_float32(*args, **kwargs):
@@ -111,10 +112,10 @@ def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(mlx_lm.lora, "load", load_float32)
-        reference = arguments(place, tmp_path / "plain", *SLOWER)
+        reference = arguments(place, tmp_path / "plain", *flags)
         wanted = mlx_lm_losses(patch, reference)
     history = tmp_path / "run.jsonl"
-    given = arguments(place, tmp_path / "ours", *SLOWER, "--history", history)
+    given = arguments(place, tmp_path / "ours", *flags, "--history", history)
     assert main([*given, "--dtype", "float16", "--test"]) == 0
     found = [loss for _, loss, *_ in losses(history)]
     for i, loss in enumerate(wanted):
@@ -125,7 +126,8 @@ def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
 
 def test_qlora_learns(place, tmp_path):
     history = tmp_path / "run.csv"
-    flags = (*SLOWER, "--history", history)
+    # Small: with quantized weights a token takes 5 ms on the CPU.
+    flags = (*SLOWER, "--history", history, "--batch-size", "1")
     given = arguments(place, tmp_path / "a", *flags, model="quantized")
     assert main(given) == 0
     found = losses(history)
@@ -229,7 +231,7 @@ def test_a_run_goes_on_with_the_flags_of_the_command_or_not_at_all(
     assert same[:3] == slower[:3]
     assert slower[3][1] > same[3][1]
     for flags, sentence in (
-        (("--batch-size", "2"), "of a run with batch_size 4, and this one has 2"),
+        (("--batch-size", "4"), "of a run with batch_size 2, and this one has 4"),
         (("--loss-scale", "128"), "with loss_scale dynamic, and this one has 128.0"),
         (("--loss-scale", "off"), "with loss_scale dynamic, and this one has 1.0"),
     ):
