@@ -15,7 +15,7 @@ import quickstart
 def results():
     return {
         # Plain float16 is lost from the first step on, and stays so.
-        name: quickstart.train(dtype, make(), steps=6 if name == "float16" else 60)
+        name: quickstart.train(dtype, make(), steps=6 if name == "float16" else 48)
         for name, (dtype, make) in quickstart.ways().items()
     }
 

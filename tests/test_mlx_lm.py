@@ -46,7 +46,7 @@ def fit(model, optimizer, folder, loss, iters=24, **arguments):
             steps_per_eval=iters // 2,
             max_seq_length=64,
             adapter_file=str(folder / "adapters.safetensors"),
-            **({"batch_size": 8} | arguments),
+            **({"batch_size": 4} | arguments),
         ),
         loss=loss,
         training_callback=reports,
