@@ -45,7 +45,7 @@ def make_model(full: bool) -> llama.Model:
     return model
 
 
-def make_data(length: int = 48) -> tuple[list, list]:
+def make_data(length: int = 32) -> tuple[list, list]:
     """Rows of (tokens, offset of the first token to learn), as the trainer wants."""
     tokens = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
     rows = [(list(tokens[i : i + length]), 0) for i in range(0, 64 * length, length)]

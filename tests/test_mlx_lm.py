@@ -33,7 +33,7 @@ class Reports:
 def fit(model, optimizer, folder, loss, iters=24, **arguments):
     np.random.seed(0)  # noqa: NPY002 - the trainer shuffles with this one
     reports = Reports()
-    training, validation = mlx_lm_lora.make_data(length=32)
+    training, validation = mlx_lm_lora.make_data()
     train(
         model,
         optimizer,
