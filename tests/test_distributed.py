@@ -148,12 +148,12 @@ def two(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """The same of four ranks, started by mlx.launch."""
+    """The same of four ranks. Not by mlx.launch, which spins for each of them."""
     folder = tmp_path_factory.mktemp("four") / "reports"
-    worker = TESTS / "distributed_worker.py"
-    output = mlx_launch(4, folder, worker, folder, *CHECKS_OF_FOUR)
-    found = reports(4, folder)
-    assert None not in found, output
+    codes, found, output = run_ranks(
+        4, folder, "distributed_worker.py", *CHECKS_OF_FOUR
+    )
+    assert codes == [0] * 4, output
     return found
 
 

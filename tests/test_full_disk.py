@@ -62,6 +62,10 @@ WAYS = {
         path, {"a.bin": {"w": mx.zeros(size)}}, is_folder=True, overwrite=True
     ),
 }
+if kind == "all":
+    for kind, way in WAYS.items():
+        way(f"{path}/{kind}")
+    sys.exit()
 if int(limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 try:
@@ -83,6 +87,20 @@ def write(kind, path, limit, when):
     return subprocess.run(code, env=environment, capture_output=True, text=True)
 
 
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+    """A function that puts the old file of a kind at a path."""
+    folder = tmp_path_factory.mktemp("old")
+    done = write("all", folder, 0, "old")
+    assert done.returncode == 0, done.stderr
+
+    def put(kind, path):
+        copy = shutil.copytree if (folder / kind).is_dir() else shutil.copy
+        copy(folder / kind, path)
+
+    return put
+
+
 def content(folder):
     return {p.name: p.is_file() and p.read_bytes() for p in folder.rglob("*")}
 
@@ -92,10 +110,9 @@ def content(folder):
     ["write", "scaler.pt", "scaler.json", "scaler.safetensors", "run.csv", "model.pt",
      "model.safetensors", "flodl", "picture.pdf", "run", "torch"],
 )  # fmt: skip
-def test_a_file_that_does_not_fit_is_an_error(kind, tmp_path):
+def test_a_file_that_does_not_fit_is_an_error(kind, old, tmp_path):
     path = tmp_path / kind
-    done = write(kind, path, 0, "old")
-    assert done.returncode == 0, done.stderr
+    old(kind, path)
     before = content(tmp_path)
     done = write(kind, path, LIMITS.get(kind, 4000), "new")
     assert done.returncode == 3, done.stdout + done.stderr
@@ -106,9 +123,9 @@ def test_a_file_that_does_not_fit_is_an_error(kind, tmp_path):
     assert content(tmp_path) == before
 
 
-def test_lines_that_do_not_fit_are_an_error_and_whole_lines_stay(tmp_path):
+def test_lines_that_do_not_fit_are_an_error_and_whole_lines_stay(old, tmp_path):
     path = tmp_path / "appended.csv"
-    assert write("appended.csv", path, 0, "old").returncode == 0
+    old("appended.csv", path)
     done = write("appended.csv", path, 4000, "new")
     assert done.returncode == 3, done.stdout + done.stderr
     assert "File too large" in done.stdout
@@ -133,9 +150,9 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["write", "run.csv", "run"])
-def test_a_disk_that_is_really_full(kind, small_disk):
+def test_a_disk_that_is_really_full(kind, old, small_disk):
     path = small_disk / kind
-    assert write(kind, path, 0, "old").returncode == 0
+    old(kind, path)
     before = content(small_disk)
     (small_disk / "filler").write_bytes(bytes(40_000))
     before["filler"] = bytes(40_000)

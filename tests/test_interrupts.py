@@ -9,7 +9,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from helpers import Mlp, batch, bits, mse
+from helpers import Mlp, Traced, batch, bits, mse
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import (
@@ -38,14 +38,14 @@ UNINTERRUPTED = "put_back()", "with _lock:"
 
 
 class Interrupt:
-    """Raise KeyboardInterrupt at the n-th line that the package executes.
+    """Raise KeyboardInterrupt at the n-th line that the package, or a part of it, runs.
 
     By the interpreter's own signal, so that it comes where Ctrl-C would: between two
     bytecodes, never inside of a call into C.
     """
 
-    def __init__(self, at):
-        self.at, self.lines = at, 0
+    def __init__(self, at, part=""):
+        self.at, self.lines, self.part = at, 0, f"mlx_gradscale{part}"
 
     def __enter__(self):
         self.before = sys.gettrace()
@@ -57,7 +57,7 @@ class Interrupt:
 
     def _call(self, frame, event, _):
         name = frame.f_globals.get("__name__", "")
-        return self._line if name.startswith("mlx_gradscale") else None
+        return self._line if name.startswith(self.part) else None
 
     def _line(self, frame, event, _):
         if event == "line":
@@ -68,8 +68,8 @@ class Interrupt:
         return self._line
 
 
-def lines_of(step):
-    with Interrupt(at=-1) as count:
+def lines_of(step, part=""):
+    with Interrupt(-1, part) as count:
         step()
     return count.lines
 
@@ -153,11 +153,11 @@ def test_the_first_step_too_which_traces_the_optimizer(way):
         assert loop.everything() == expected[done + 1], at
 
 
-def at_every_line(call, check):
+def at_every_line(call, check, part=""):
     """Interrupt ``call()`` at each of its lines, and ``check(line)`` what is left."""
-    for at in range(1, lines_of(call) + 1):
+    for at in range(1, lines_of(call, part) + 1):
         try:
-            with Interrupt(at):
+            with Interrupt(at, part):
                 call()
         except KeyboardInterrupt:
             pass
@@ -193,28 +193,24 @@ def test_the_layers_of_a_first_gradient_are_not_watched_for_good():
         with watched_dtypes(model) as calls:
             assert calls.are_seen, at
 
-    at_every_line(first_gradient, check)
+    at_every_line(first_gradient, check, ".precision.dtypes")
 
 
 def test_diagnostics_leave_the_model_and_compilation_as_they_were():
     model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     before = bits(model.parameters())
-    traced = []
-
-    @mx.compile
-    def compiled(x):
-        traced.append(1)
-        return x + 1
 
     def check(at):
-        traced.clear()
-        compiled(mx.ones(at))
-        compiled(mx.ones(at))
-        assert traced == [1], at
+        traced = Traced(lambda x: x + 1)
+        compiled = mx.compile(traced)
+        compiled(compiled(mx.ones(1)))
+        assert traced.count == 1, at
         assert bits(model.parameters()) == before, at
         assert type(model.layers[0]) is nn.Linear, at
 
-    at_every_line(lambda: compute_dtypes(model, mse(model), *data), check)
+    report = lambda: compute_dtypes(model, mse(model), *data)  # noqa: E731
+    for part in (".diagnostics", ".probes"):
+        at_every_line(report, check, part)
 
 
 def test_an_average_is_not_left_in_the_model():
