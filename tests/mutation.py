@@ -42,7 +42,11 @@ TESTS = {
         "tests/test_scaler_machine.py",
         "tests/test_scaler.py",
     ],
-    "mlx_gradscale/finite.py": ["tests/test_finite_edges.py", "tests/test_finite.py"],
+    "mlx_gradscale/finite.py": [
+        "tests/test_finite_edges.py",
+        "tests/test_finite.py",
+        "tests/test_first_step.py",
+    ],
     **{
         f"mlx_gradscale/guard/{name}.py": [
             "tests/test_mlx_private_names.py",

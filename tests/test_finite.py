@@ -126,6 +126,11 @@ def test_a_leaf_that_is_no_array_is_named():
         all_finite({"a": {"b": 1.0}})
 
 
+def test_what_else_is_no_array_is_an_error_of_mlx():
+    with pytest.raises(ValueError, match="arrays"):
+        module.all_finite_times([mx.ones(2)], object())
+
+
 def test_all_finite_is_lazy_and_compiles():
     step = mx.compile(lambda x: all_finite({"x": x, "y": x * 2}))
     assert step(mx.ones(3)).item()
@@ -141,3 +146,5 @@ def test_each_gradient_is_read_once_and_leaves_are_joined(dtype):
     # zeros, and one reduces; the scalar is compared.
     assert found.count("Max") == 1
     assert len(found) <= 4 + 2 + 1 + 1
+    # Two eights are joined as they are.
+    assert len(kernels(mx.compile(all_finite)(leaves[:16]))) == 2 + 1 + 1 + 1
