@@ -213,6 +213,23 @@ def test_diagnostics_leave_the_model_and_compilation_as_they_were():
         at_every_line(report, check, part)
 
 
+def test_calibrate_leaves_buffers_and_random_numbers_as_they_were():
+    mx.random.seed(4)
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm(8), nn.Dropout(), nn.Linear(8, 1)
+    )
+    loss_fn, data = mse(model), batch()
+    before = bits([model.parameters(), mx.random.state[0]])
+
+    def check(at):
+        assert bits([model.parameters(), mx.random.state[0]]) == before, at
+
+    def calibrate():
+        GradScaler().calibrate(model, loss_fn, *data, compute_dtype=mx.float16)
+
+    at_every_line(calibrate, check, ".calibration")
+
+
 def test_an_average_is_not_left_in_the_model():
     model = Mlp()
     ema = EMA(model)
