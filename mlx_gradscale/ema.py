@@ -115,7 +115,14 @@ class EMA:
         averages = self.weights(model)
         trained = {id(x) for x in leaves_of(model.trainable_parameters())}
         places = [(box, key, box[key]) for _, box, key in slots(model)]
-        put_back = writing([place for place in places if id(place[2]) in trained])
+        # A tuple cannot be written to, nor does update() do so.
+        put_back = writing(
+            [
+                (box, key, x)
+                for box, key, x in places
+                if id(x) in trained and not isinstance(box, tuple)
+            ]
+        )
         try:
             model.update(averages)
             yield

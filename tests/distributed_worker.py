@@ -51,7 +51,7 @@ from mlx_gradscale.distributed import (
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
 
-def data_parallel(group, average, steps=100, masters="float32"):
+def data_parallel(group, average, steps=200, masters="float32"):
     """Float16 training where random ranks overflow at random steps."""
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(

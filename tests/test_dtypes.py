@@ -11,6 +11,7 @@ from helpers import Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
 from mlx_gradscale.diagnostics import compute_dtypes
+from mlx_gradscale.precision.dtypes import watched_dtypes
 
 
 def said(function, *args):
@@ -99,6 +100,33 @@ def test_compute_dtypes_tells_the_first_layer_and_leaves_the_model():
     report = compute_dtypes(whole, mse(whole), *batch(), compute_dtype=mx.float16)
     assert report.first is None
     assert "All layers compute in halves" in str(report)
+
+
+def test_what_somebody_else_watches_is_not_reported_as_well():
+    model, x = Mlp(dtype=mx.float16), batch()[0]
+    function = ways(model)[1]
+    with watched_dtypes(model):
+        with pytest.raises(RuntimeError, match="looked at already"):
+            compute_dtypes(model, lambda x: model(x).sum(), x)
+        assert said(function, *batch()) == []
+    # Nor is it forgotten: the first call that can be watched says it.
+    [message] = said(function, *batch())
+    assert "computes in float32" in message
+    assert compute_dtypes(model, lambda x: model(x).sum(), x).first is not None
+
+
+def test_a_method_that_is_replaced_meanwhile_stays_replaced():
+    class Own(nn.Linear):
+        def __call__(self, x):
+            return super().__call__(x)
+
+    def replacement(self, x):
+        return x
+
+    model = Own(8, 8)
+    with watched_dtypes(model):
+        Own.__call__ = replacement
+    assert Own.__call__ is replacement
 
 
 class Asks(nn.Module):

@@ -1,6 +1,7 @@
 """The average of the weights: of the masters, over the steps that were applied."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
@@ -178,3 +179,20 @@ def test_frozen_layers_and_statistics_are_left_alone():
     statistics = run.model.norm.running_mean
     with ema.swapped_into(run.model):
         assert run.model.norm.running_mean is statistics
+
+
+def test_a_weight_that_a_tuple_holds_too():
+    model = nn.Linear(2, 1)
+    model.both = (model.weight, model.bias)
+    ema = EMA(model)
+    own = model.weight = model.weight + 1
+    model.both = (own, model.bias)
+    with ema.swapped_into(model):
+        assert not mx.array_equal(model.weight, own)
+    assert model.weight is own
+    # And in the gradients of somebody else's differentiation.
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    loss_fn = optimizer.scale_loss(lambda x: model(x).sum(), model)
+    _, gradients = nn.value_and_grad(model, loss_fn)(mx.ones((1, 2)))
+    assert gradients["weight"].tolist() == [[1.0, 1.0]]
+    assert mx.array_equal(model.weight, own)

@@ -5,7 +5,7 @@ import pytest
 from soak import soak
 
 
-@pytest.mark.parametrize(("steps", "compiled"), [(1500, True), (600, False)])
+@pytest.mark.parametrize(("steps", "compiled"), [(3000, True), (600, False)])
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
 def test_long_training_leaks_nothing_and_counts_right(steps, compiled):
     assert soak(steps, compiled, seed=1)

@@ -163,9 +163,7 @@ def unscaled_gradients(
         return true_gradient(cotangent, inverse_scale), mx.zeros_like(inverse_scale)
 
     trained = ids_of_trained(model.trainable_parameters())
-    own = [
-        (box, key, box[key]) for _, box, key in slots(model) if id(box[key]) in trained
-    ]
+    own = [(box, key, x) for _, box, key, x in arrays_of(model) if id(x) in trained]
     changed = [(box, key, unscale_gradient(p, inverse_scale)) for box, key, p in own]
     put_back = writing(own)
     try:

@@ -45,7 +45,7 @@ class LayerDtypes:
         return self.parameters is not None and mx.float32 in self.outputs
 
 
-@dataclass(eq=False)
+@dataclass
 class Calls:
     """The layers that were called, in order, but for those in float32 islands.
 
