@@ -1,0 +1,138 @@
+"""Functions that a trainer compiles, with our state listed where they need it.
+
+What a first gradient or step creates must not be created in a trace. So a trace in
+which something is missing is left, the function runs once as plain Python without
+taking steps (a rehearsal), everything is restored, and the function is traced again.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ..compile_step import remember
+from ..core.trees import restore, snapshot
+
+
+class Context(Protocol):
+    """Whose state compiled functions have to list."""
+
+    #: Always the same list.
+    state: list[Any]
+
+    def after_call(self) -> None:
+        """Is called after each outermost call of a function that lists the state."""
+
+
+class _Rehearse(BaseException):
+    """Leaves a trace in which something is missing."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        #: Computes a gradient or takes a step of ours: what is called is MLX's own.
+        self.is_busy = False
+        self.is_rehearsing = False
+        self.traces: list[HostCompiled] = []
+
+
+thread = _Thread()
+
+
+@contextmanager
+def busy(name: str = "is_busy") -> Iterator[None]:
+    """Set a flag of this thread."""
+    before = getattr(thread, name)
+    setattr(thread, name, True)
+    try:
+        yield
+    finally:
+        setattr(thread, name, before)
+
+
+def leave_trace_unless(is_known: bool, context: Context) -> None:
+    """Leave a trace unless everything exists and is listed; eagerly, do nothing."""
+    if is_known and all(trace.context is context for trace in thread.traces):
+        return
+    for trace in thread.traces:
+        trace.list_state(context)
+    if thread.traces:
+        raise _Rehearse
+
+
+class HostCompiled:
+    """A function that a trainer compiled.
+
+    Args:
+        compile_fn (Callable): ``mx.compile``.
+        is_active (Callable): Whether our state matters now.
+        function (Callable): The function.
+        inputs (Any): As for ``mx.compile``.
+        outputs (Any): As for ``mx.compile``.
+        shapeless (bool): As for ``mx.compile``.
+    """
+
+    def __init__(
+        self,
+        compile_fn: Callable[..., Callable[..., Any]],
+        is_active: Callable[[], Any],
+        function: Callable[..., Any],
+        inputs: Any = None,
+        outputs: Any = None,
+        shapeless: bool = False,
+    ):
+        self.context: Context | None = None
+        self._is_active = is_active
+        self._function = function
+        self._captured = [inputs or [], outputs or []]
+        self._compile = lambda inputs, outputs: compile_fn(
+            function, inputs, outputs, shapeless
+        )
+        self._plain = self._compiled = self._compile(inputs, outputs)
+        update_wrapper(self, function)
+
+    def list_state(self, context: Context) -> None:
+        """Compile the function again, with the state of a context as well."""
+        if self.context is not context:
+            self.context = context
+            self._compiled = self._compile(*([x, context.state] for x in self._captured))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function: compiled, or in a rehearsal as it is."""
+        if not self._is_active():
+            return self._plain(*args, **kwargs)
+        if thread.is_rehearsing:
+            return self._function(*args, **kwargs)
+        is_outermost = not thread.traces
+        undo = remember(self._captured)
+        thread.traces.append(self)
+        try:
+            result = self._compiled(*args, **kwargs)
+        except BaseException as error:
+            undo()
+            if not isinstance(error, _Rehearse) or not is_outermost:
+                raise
+        else:
+            if is_outermost and self.context is not None:
+                # The trainer does not evaluate this, and it would become a long graph.
+                mx.async_eval(self.context.state)
+                self.context.after_call()
+            return result
+        finally:
+            thread.traces.pop()
+        self._rehearse(undo, args, kwargs)
+        return self(*args, **kwargs)
+
+    def _rehearse(self, undo: Callable[[], None], args: Any, kwargs: Any) -> None:
+        assert self.context is not None
+        try:
+            with busy("is_rehearsing"):
+                self._function(*args, **kwargs)
+        finally:
+            # What was created stays, also in a tree that the trainer listed.
+            created = snapshot(self.context.state)
+            undo()
+            restore(created)
