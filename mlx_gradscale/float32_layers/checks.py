@@ -35,6 +35,10 @@ def checked_batches(
         raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
+    if hasattr(loss_fn, "has_scaled_gradient"):
+        raise TypeError(
+            "This loss function comes from scale_loss(): pass the original function."
+        )
     if not margin >= 1.0 or not math.isfinite(margin):
         raise ValueError(f"margin must be at least 1, for example 2.0, got {margin!r}.")
     if not 0.0 < tolerance < 1.0:

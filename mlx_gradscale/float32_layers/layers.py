@@ -29,9 +29,7 @@ _OWN_DTYPE = "_statistics_dtype"
 # Few and small: they stay alive even if something replaces them in the model.
 _MAX_NEIGHBOURS = 4
 
-_is_inside_float32_layer: ContextVar[bool] = ContextVar(
-    "is inside a float32 layer", default=False
-)
+_is_inside: ContextVar[bool] = ContextVar("is inside a float32 layer", default=False)
 
 
 @dataclass(eq=False)
@@ -57,16 +55,16 @@ class Float32Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if _is_inside_float32_layer.get():
+        if _is_inside.get():
             return function(*args, **kwargs)
-        token = _is_inside_float32_layer.set(True)
+        token = _is_inside.set(True)
         arguments = ArgumentCast(args, kwargs)
         try:
             with upcast_parameters(module) as parameter_dtype:
                 outputs = function(*arguments.args, **arguments.kwargs)
         finally:
             arguments.restore()
-            _is_inside_float32_layer.reset(token)
+            _is_inside.reset(token)
         dtype = arguments.dtype or parameter_dtype or self._model_dtype()
         if dtype is None:
             return outputs
@@ -196,6 +194,11 @@ def list_float32_layers(model: nn.Module) -> list[str]:
     handlers = [h for _, m in ordered_modules(model) for h in get_handlers(m)]
     calls = [h for h in handlers if isinstance(h, Float32Call)]
     return list(dict.fromkeys(entry for call in calls for entry in call.entries))
+
+
+def is_inside_float32_layer() -> bool:
+    """Tell whether the code that runs now was called by a float32 layer."""
+    return _is_inside.get()
 
 
 def half_statistics(model: nn.Module) -> list[str]:

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from typing import Any, cast
 
 import mlx.core as mx
@@ -121,7 +120,6 @@ class Probes:
     def mark_end_of_forward(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the loss function: the forward pass ends where it returns."""
 
-        @wraps(loss_fn)
         def marked_loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = loss_fn(*args, **kwargs)
             self._is_forward_done = True

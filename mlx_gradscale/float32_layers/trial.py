@@ -88,22 +88,12 @@ def run(
         scale (float): The loss scale. Default: ``1.0``.
         in_float32 (bool): Run the whole model in float32. Default: ``False``.
     """
+    if in_float32:
+        setting = Setting(setting.model, setting.loss_fn)
+        arguments = (batch.args, batch.kwargs)
+        batch = Batch(*tree_map(_to_float32, arguments, is_leaf=is_module))
     with _prepared(setting, where, in_float32) as probes:
-        args, kwargs = batch.args, batch.kwargs
-        dtype, keep = setting.compute_dtype, setting.keep
-        if in_float32:
-            dtype = keep = None
-            args, kwargs = tree_map(_to_float32, (args, kwargs), is_leaf=is_module)
-        scaler = GradScaler(init_scale=scale, dynamic=False)
-        loss_and_grad = scaler.value_and_grad(
-            setting.model,
-            probes.mark_end_of_forward(setting.loss_fn),
-            dtype,
-            keep=keep,
-            cast_inputs=setting.cast_inputs,
-        )
-        outputs, grads = loss_and_grad(*args, **kwargs)
-        loss = outputs[0] if isinstance(outputs, tuple) else outputs
+        loss, grads = _differentiate(setting, batch, probes, scale)
         gradients = {
             path: Value(
                 path, None, "output", 0, None, x.dtype, x.size, measure(x), True
@@ -112,7 +102,7 @@ def run(
             if is_floating(x)
         }
         # Without the gradients, so that they are not kept until the end.
-        del outputs, grads
+        del grads
         scaled = len(probes.forward), len(probes.forward) + len(probes.backward)
         values = [*probes.forward, *probes.backward, *gradients.values()]
         rows = np.array(mx.stack([value.measured for value in values]))
@@ -127,15 +117,25 @@ def edge_dtypes(
 ) -> list[tuple[str, mx.Dtype]]:
     """Return path and dtype of all values at the edges of layers; computes nothing."""
     with _prepared(setting, where, False) as probes:
-        scaler = GradScaler(init_scale=1.0, dynamic=False)
-        scaler.value_and_grad(
-            setting.model,
-            probes.mark_end_of_forward(setting.loss_fn),
-            setting.compute_dtype,
-            keep=setting.keep,
-            cast_inputs=setting.cast_inputs,
-        )(*batch.args, **batch.kwargs)
+        _differentiate(setting, batch, probes, 1.0)
     return [(value.path, value.dtype) for value in probes.forward]
+
+
+def _differentiate(
+    setting: Setting, batch: Batch, probes: Probes, scale: float
+) -> tuple[mx.array, Any]:
+    """Return the loss and its unscaled gradients, lazily."""
+    casting: dict[str, Any] = {}
+    if setting.compute_dtype is not None:
+        casting = {"keep": setting.keep, "cast_inputs": setting.cast_inputs}
+    loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
+        setting.model,
+        probes.mark_end_of_forward(setting.loss_fn),
+        setting.compute_dtype,
+        **casting,
+    )
+    outputs, grads = loss_and_grad(*batch.args, **batch.kwargs)
+    return outputs[0] if isinstance(outputs, tuple) else outputs, grads
 
 
 @contextlib.contextmanager
