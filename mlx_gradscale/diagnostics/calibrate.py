@@ -7,8 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.finite import all_finite
-from ..core.scaler import GradScaler
 from ..float32_layers.probes import preserved
+from ..float32_layers.trial import Batch, Setting, differentiate
 from .reading import scaler_of
 
 # Powers of two: a float32 loss needs no more than the first, and below the second no
@@ -86,11 +86,8 @@ def _largest_scale(
     compute_dtype: mx.Dtype | None,
 ) -> float:
     def fits(power: int) -> bool:
-        scaler = GradScaler(init_scale=2.0**power, dynamic=False)
         with preserved(model):
-            differentiate = scaler.value_and_grad(model, loss_fn, compute_dtype)
-            outputs, gradients = differentiate(*batch)
-            loss = outputs[0] if isinstance(outputs, tuple) else outputs
+            loss, gradients = differentiate(setting, Batch(batch), 2.0**power)
             if not all_finite([loss]).item():
                 raise ValueError(
                     f"The loss of this batch is {loss.item()}, which no scale cures. "
@@ -99,6 +96,7 @@ def _largest_scale(
                 )
             return bool(all_finite(gradients).item())
 
+    setting = Setting(model, loss_fn, compute_dtype)
     # What overflows at one scale does so at every larger one.
     low, high = _SMALLEST, _LARGEST
     if not fits(low):

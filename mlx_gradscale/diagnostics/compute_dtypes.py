@@ -11,11 +11,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..core.masters import HALF
-from ..core.scaler import GradScaler
 from ..files.text import align, dtype_name
 from ..float32_layers.calls import Handler
 from ..float32_layers.layers import half_statistics, is_inside_float32_layer
 from ..float32_layers.probes import handled, is_module
+from ..float32_layers.trial import Batch, Setting, differentiate
 
 
 @dataclass(frozen=True)
@@ -137,15 +137,11 @@ def compute_dtypes(
     for name, x in _bound(loss_fn, args, kwargs):
         if isinstance(x, nn.Module) and x is not model:
             models.setdefault(id(x), (f"{type(x).__name__} ({name})", x))
-    casting: dict[str, Any] = {}
-    if compute_dtype is not None:
-        casting = {"keep": keep, "cast_inputs": cast_inputs}
+    setting = Setting(model, recorded_loss_fn, compute_dtype, cast_inputs, keep)
     with contextlib.ExitStack() as stack:
         for name, each in models.values():
             stack.enter_context(handled(each, recorder.make_handler_for(name)))
-        GradScaler(1.0).value_and_grad(
-            model, recorded_loss_fn, compute_dtype, **casting
-        )(*args, **kwargs)
+        differentiate(setting, Batch(args, kwargs))
     statistics = [
         path if len(models) == 1 else f"{name}: {path}"
         for name, each in models.values()
@@ -207,7 +203,7 @@ def _bound(
         bound = dict(inspect.signature(loss_fn).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return []
-    return tree_flatten(bound, is_leaf=is_module)  # type: ignore[return-value]
+    return tree_flatten(bound, is_leaf=is_module)
 
 
 def _argument_names(
@@ -239,8 +235,8 @@ def _promotion_message(layer: LayerDtypes) -> str:
     else:
         why = f"because its input is {dtype_name(other)}"
         remedy = (
-            f"Cast what comes before it to {half}: masks, positions, frozen layers, the "
-            "output of another model."
+            f"Cast what comes before it to {half}: masks, positions, frozen layers, "
+            "the output of another model."
         )
     return (
         f"{name} has {half} parameters and computes in float32, {why}. So does "

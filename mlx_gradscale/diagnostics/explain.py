@@ -44,14 +44,14 @@ _ADVICE = {
     "forward": "The forward pass overflows. Loss scaling works on gradients and cannot "
     "help: let the layers that make and read this value compute in float32, make their "
     "inputs smaller, or compute in bfloat16.",
-    "loss": "The model's outputs are finite. Loss scaling cannot help: compute the loss "
-    "in float32, from logits.astype(mx.float32), and look for a logarithm or a division "
-    "of zero.",
+    "loss": "The model's outputs are finite. Loss scaling cannot help: compute the "
+    "loss in float32, from logits.astype(mx.float32), and look for a logarithm or a "
+    "division of zero.",
     "gradients": "Only gradients overflow. A smaller loss scale helps, and a dynamic "
     "scaler finds it by itself.",
     "derivative": "The gradients are not finite at any loss scale: a derivative itself "
-    "is infinite or NaN, such as that of sqrt or of a norm at zero. Loss scaling cannot "
-    "help: add an epsilon there.",
+    "is infinite or NaN, such as that of sqrt or of a norm at zero. Loss scaling "
+    "cannot help: add an epsilon there.",
 }
 
 

@@ -180,7 +180,7 @@ class ScaleHistory:
 def _number(x: Any) -> float | None:
     if isinstance(x, mx.array):
         # 0.1, not 0.10000000149011612: the shortest text of this float32.
-        return float(str(np.float32(x.item())))
+        return float(str(np.float32(float(x))))
     return None if x is None else float(x)
 
 

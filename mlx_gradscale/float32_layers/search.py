@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..core.masters import HALF
-from ..core.trees import leaves
 from .call_tree import Call, build_call_tree, is_one_of
 from .checks import (
     NoCureFound,
@@ -21,7 +22,7 @@ from .finder import Place, first_backward, first_forward
 from .probes import Value
 from .report import LARGEST, Float32Search, Reason, make_report
 from .trial import Batch, Run, Setting, edge_dtypes, run
-from .where import THE_LOSS, TO, is_inside, ordered_modules, resolve
+from .where import THE_LOSS, TO, is_inside, resolve
 
 # Relative distance from float32. Rounding makes less of a value between two layers, a
 # sum that overflowed more. The second is tried where nothing is as far as the first.
@@ -254,14 +255,14 @@ class Search:
         pairs = _pair(half.forward, reference.forward)
         loss_is_off = self._is_lossy(half, reference, gradients=False)
         for distance in (_FAR, _SUSPICIOUS) if loss_is_off else (_FAR,):
-            place = first_forward(half, lambda v, d=distance: _is_bad(v, pairs, d))
+            place = first_forward(half, partial(_is_bad, pairs, distance))
             if place:
                 return place, _how_far(place.value, pairs)
         if loss_is_off:
             return None, f"the loss is {half.loss:.4g}, not {reference.loss:.4g}"
         pairs = _pair(half.backward, reference.backward)
         pairs |= {id(x): reference.gradients[p] for p, x in half.gradients.items()}
-        place = first_backward(half, lambda v: _is_bad(v, pairs, _FAR))
+        place = first_backward(half, partial(_is_bad, pairs, _FAR))
         if place is None:
             distance = half.gradient_distance(reference)
             allowed = _GRADIENT_TOLERANCE * self._tolerance
@@ -330,14 +331,13 @@ class Search:
         return run(self.setting, batch, where, **options)
 
     def _share(self, path: str) -> float:
-        modules = dict(ordered_modules(self.setting.model))
-        sizes = [
-            sum(x.size for x in leaves(modules[p].parameters())) for p in (path, "")
-        ]
-        return sizes[0] / max(sizes[1], 1)
+        parameters = tree_flatten(self.setting.model.parameters())
+        total = sum(x.size for _, x in parameters)
+        inside = sum(x.size for p, x in parameters if is_inside(p, path))
+        return float(inside / max(total, 1))
 
 
-def _is_bad(value: Value, references: dict[int, Value], distance: float) -> bool:
+def _is_bad(references: dict[int, Value], distance: float, value: Value) -> bool:
     """Tell whether a value is not finite or far from its reference, and matters."""
     reference = references.get(id(value))
     if reference is None or not reference.is_finite:

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -93,7 +93,8 @@ def run(
         arguments = (batch.args, batch.kwargs)
         batch = Batch(*tree_map(_to_float32, arguments, is_leaf=is_module))
     with _prepared(setting, where, in_float32) as probes:
-        loss, grads = _differentiate(setting, batch, probes, scale)
+        loss_fn = probes.mark_end_of_forward(setting.loss_fn)
+        loss, grads = differentiate(replace(setting, loss_fn=loss_fn), batch, scale)
         gradients = {
             path: Value(
                 path, None, "output", 0, None, x.dtype, x.size, measure(x), True
@@ -109,7 +110,7 @@ def run(
         for i, (value, row) in enumerate(zip(values, rows, strict=True)):
             # The gradients of parameters are unscaled already.
             value.read(row, scale if scaled[0] <= i < scaled[1] else 1.0)
-        return Run(loss.item(), scale, probes.forward, probes.backward, gradients)
+        return Run(float(loss), scale, probes.forward, probes.backward, gradients)
 
 
 def edge_dtypes(
@@ -117,24 +118,26 @@ def edge_dtypes(
 ) -> list[tuple[str, mx.Dtype]]:
     """Return path and dtype of all values at the edges of layers; computes nothing."""
     with _prepared(setting, where, False) as probes:
-        _differentiate(setting, batch, probes, 1.0)
+        loss_fn = probes.mark_end_of_forward(setting.loss_fn)
+        differentiate(replace(setting, loss_fn=loss_fn), batch)
     return [(value.path, value.dtype) for value in probes.forward]
 
 
-def _differentiate(
-    setting: Setting, batch: Batch, probes: Probes, scale: float
+def differentiate(
+    setting: Setting, batch: Batch, scale: float = 1.0
 ) -> tuple[mx.array, Any]:
-    """Return the loss and its unscaled gradients, lazily."""
+    """Return the loss and its unscaled gradients, lazily and without warnings."""
     casting: dict[str, Any] = {}
     if setting.compute_dtype is not None:
         casting = {"keep": setting.keep, "cast_inputs": setting.cast_inputs}
-    loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
-        setting.model,
-        probes.mark_end_of_forward(setting.loss_fn),
-        setting.compute_dtype,
-        **casting,
+    scaler = GradScaler(init_scale=scale, dynamic=False)
+    loss_and_grad = scaler.value_and_grad(
+        setting.model, setting.loss_fn, setting.compute_dtype, **casting
     )
-    outputs, grads = loss_and_grad(*batch.args, **batch.kwargs)
+    with warnings.catch_warnings():
+        # The reports say what is wrong; warnings of trial runs would repeat it.
+        warnings.simplefilter("ignore")
+        outputs, grads = loss_and_grad(*batch.args, **batch.kwargs)
     return outputs[0] if isinstance(outputs, tuple) else outputs, grads
 
 
@@ -142,9 +145,7 @@ def _differentiate(
 def _prepared(
     setting: Setting, where: Sequence[str] | None, in_float32: bool
 ) -> Iterator[Probes]:
-    with warnings.catch_warnings(), probed(setting.model) as probes:
-        # The report says what is wrong; warnings of the trials would repeat it.
-        warnings.simplefilter("ignore")
+    with probed(setting.model) as probes:
         if in_float32:
             where = []
             commit(

@@ -125,13 +125,14 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
         if not found:
             raise ValueError("The function returns True for no module of the model.")
         return found
-    entries = list(where) if isinstance(where, Iterable) else [None]
-    if not all(isinstance(entry, str) for entry in entries):
-        raise TypeError(
-            "Name the layers by a path, a glob, a list of these, a function of path "
-            f"and module, or a .json file, got {where!r}."
-        )
-    return entries
+    if isinstance(where, Iterable):
+        entries = list(where)
+        if all(isinstance(entry, str) for entry in entries):
+            return entries
+    raise TypeError(
+        "Name the layers by a path, a glob, a list of these, a function of path and "
+        f"module, or a .json file, got {where!r}."
+    )
 
 
 def _chains(model: nn.Module, modules: dict[str, nn.Module], entry: str) -> list[Chain]:
@@ -207,9 +208,9 @@ def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:
     except (ValueError, RecursionError):
         content = None
     if isinstance(content, dict) and content.get("format") == _FORMAT:
-        layers = content.get("layers")
-        is_known = content.get("version") == _VERSION and isinstance(layers, list)
-        if is_known and all(isinstance(entry, str) for entry in layers):
+        layers: Any = content.get("layers")
+        is_list = isinstance(layers, list) and all(isinstance(x, str) for x in layers)
+        if is_list and content.get("version") == _VERSION:
             return list(layers)
     raise ValueError(
         f"{os.fspath(path)} is not a list of float32 layers. Write one with "
