@@ -5,33 +5,32 @@ Inside, three things of MLX are replaced, in all threads:
 - A gradient (``nn.value_and_grad``, ``mx.value_and_grad``, ``mx.grad``) is computed
   from a scaled loss and returned unscaled, in float32. It moves the scale there and
   then, so the scale adapts whatever the trainer does with the gradient.
-- A step (``Optimizer.update``, ``Optimizer.apply_gradients``) goes through a
-  ``GuardedOptimizer`` with master weights, beside the trainer's optimizer. That one
-  stays as it is: its state, its pickles and its learning rate are the trainer's.
+- A step (``Optimizer.update``, ``apply_gradients``) goes through a ``GuardedOptimizer``
+  with master weights, beside the trainer's optimizer. That one stays as it is: its
+  state, its pickles and its learning rate are the trainer's.
 - ``mx.compile`` also lists our state where a function computes gradients or steps.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.optimizers import SGD, Optimizer
+from mlx.optimizers import SGD, MultiOptimizer, Optimizer
 from mlx.utils import tree_map
 
 from ..core.finite import all_finite
 from ..core.masters import HALF
 from ..core.notices import warn_user
-from ..core.optimizer import GuardedOptimizer
+from ..core.optimizer import GuardedOptimizer, LossScaleOptimizer
 from ..core.optimizers import single_optimizers
 from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler, SkipWatch
 from ..core.trees import CONTAINERS, flatten, leaves
-from .find_scale import find_scale
 from .host_compile import HostCompiled, busy, leave_trace_unless, thread
 
 _Function = Callable[..., Any]
@@ -58,35 +57,32 @@ class _Steps:
     """The guard of one optimizer, and how many steps were taken with it."""
 
     def __init__(self, optimizer: Optimizer, arguments: dict[str, Any]):
-        self.optimizer = weakref.ref(optimizer)
+        self.owner = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.counts = {"applied": mx.array(0), "skipped": mx.array(0)}
-        # A twin with the same attributes, so that nothing of ours keeps the trainer's
-        # optimizer alive.
+        # A twin with the same attributes: nothing of ours keeps the trainer's alive.
         twin = object.__new__(type(optimizer))
         twin.__dict__ = vars(optimizer)
-        self._guarded: GuardedOptimizer | None = GuardedOptimizer(twin, **arguments)
-        self._parts = list(single_optimizers(twin))
-        self._states: list[Any] = []
+        self._guarded: Any = GuardedOptimizer(twin, **arguments)
+        self._prepared: list[Any] = []
         self._paths: set[str] = set()
 
     def is_ready(self, parameters: Any) -> bool:
         """Return whether there is state for these, where it was when we last looked."""
-        pairs = zip(self._parts, self._states, strict=False)
-        is_same = bool(self._states) and all(part.state is old for part, old in pairs)
-        return is_same and self._paths.issuperset(path for path, _ in flatten(parameters))
+        parts = single_optimizers(self._guarded.optimizer)
+        is_same = [part.state is old for part, old in zip(parts, self._prepared)]  # noqa: B905
+        paths = (path for path, _ in flatten(parameters))
+        return all(is_same or [False]) and self._paths.issuperset(paths)
 
     def prepare(self, parameters: Any) -> None:
         """Create what steps with these parameters need, and keep what there is."""
-        assert self._guarded is not None
         self._guarded.init(parameters)
-        self._states = [part.state for part in self._parts]
+        self._prepared = [x.state for x in single_optimizers(self._guarded.optimizer)]
         self._paths.update(path for path, _ in flatten(parameters))
 
-    def take(self, step: Callable[[GuardedOptimizer], Any]) -> Any:
-        """Take a step and count it."""
-        assert self._guarded is not None
-        result = step(self._guarded)
+    def take(self, gradients: Any, parameters: Any) -> Any:
+        """Return the new parameters, or the old ones, and count the step."""
+        result = self._guarded.apply_gradients(gradients, parameters)
         applied, counts = self._guarded.scaler.last_step_applied, self.counts
         counts["applied"] = counts["applied"] + applied
         counts["skipped"] = counts["skipped"] + mx.logical_not(applied)
@@ -95,9 +91,9 @@ class _Steps:
     @property
     def state(self) -> list[Any]:
         """What compiled functions have to list."""
-        if self.optimizer() is None:
+        if self.owner() is None:
             # The counts stay, for the report.
-            self._guarded, self._parts, self._states = None, [], []
+            self._guarded, self._prepared = None, []
         return [self.counts, self._guarded.state if self._guarded else {}]
 
 
@@ -184,75 +180,70 @@ class Everywhere:
         leave_trace_unless(found is not None, self)
         with busy():
             if found is None:
-                found = self._add_scaler(owner, fn, compute, args, kwargs)
+                found = _Gradients(owner, self._new_scaler(model, fn, args, kwargs))
+                self._gradients.append(found)
+                self._list_state()
             value, gradients = compute(found.scaler, *args, **kwargs)
             if not thread.is_rehearsing:
                 found.count(gradients)
-        if not thread.traces:
-            # The trainer does not, and unread counters would become a long graph.
-            mx.async_eval(found.state)
-            self.after_call()
+        self.after_call(found.state)
         return value, gradients
 
-    def _add_scaler(
-        self, owner: Any, fn: _Function, compute: _Function, args: Any, kwargs: Any
-    ) -> _Gradients:
-        if owner is not self and self._float32_layers is not None:
-            self._choose_float32_layers(owner, partial(fn, **kwargs), args)
-        if self._make_scaler is None:
-            scaler = GradScaler()
-            is_finite = lambda: all_finite(compute(scaler, *args, **kwargs)[1])  # noqa: E731
-            find_scale(scaler, is_finite, {} if owner is self else owner)
-        else:
-            scaler = self._make_scaler()
-        self._gradients.append(_Gradients(owner, scaler))
-        self._list_state()
-        return self._gradients[-1]
-
-    def _choose_float32_layers(self, model: nn.Module, fn: _Function, args: Any) -> None:
+    def _new_scaler(self, model: Any, fn: _Function, args: Any, kwargs: Any) -> GradScaler:
         from .. import find_float32_layers, float32_layers
+        from ..diagnostics import calibrate
 
-        where = self._float32_layers
+        fn, dtype = partial(fn, **kwargs), self.compute_dtype
+        where = self._float32_layers if model is not None else None
         if where == "auto":
-            dtype = self.compute_dtype
             where = find_float32_layers(model, fn, [args], compute_dtype=dtype)
-        float32_layers(model, where)
+        if where is not None:
+            float32_layers(model, where)
+        if self._make_scaler is not None:
+            return self._make_scaler()
+        scaler = GradScaler(2.0**10)
+        if model is not None:
+            # One whose loss is not finite is left to the warnings about skipped steps.
+            with suppress(ValueError):
+                scale = calibrate(scaler, model, fn, *args, compute_dtype=dtype)
+                scaler.update(min(scale, 2.0**16))
+        return scaler
 
-    def step(
-        self,
-        optimizer: Optimizer,
-        parameters: Any,
-        take: Callable[[GuardedOptimizer], Any],
-    ) -> Any:
-        """Take a guarded step; in a rehearsal, only create what it needs.
+    def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
+        """Return the new parameters, or the old ones; in a rehearsal, the old ones.
 
         Args:
             optimizer (Optimizer): The trainer's.
-            parameters (Any): The parameters that have gradients.
-            take (Callable): Takes the step with the guarded optimizer.
+            gradients (Any): The gradients.
+            parameters (Any): A tree or a model.
         """
-        steps = next((x for x in self._steps if x.optimizer() is optimizer), None)
-        is_ready = steps is not None and steps.is_ready(parameters)
+        trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
+        steps = next((x for x in self._steps if x.owner() is optimizer), None)
+        is_ready = steps is not None and steps.is_ready(trained)
         leave_trace_unless(is_ready, self)
         with busy():
             if steps is None:
                 steps = _Steps(optimizer, self._arguments)
                 self._steps.append(steps)
             if not is_ready:
-                steps.prepare(parameters)
+                steps.prepare(trained)
                 self._list_state()
-            result = None if thread.is_rehearsing else steps.take(take)
-        if not thread.traces:
-            mx.async_eval(steps.state)
+            if thread.is_rehearsing:
+                return trained
+            result = steps.take(gradients, parameters)
+        self.after_call(steps.state)
         return result
 
     def _list_state(self) -> None:
         self.state[:] = [each.state for each in [*self._gradients, *self._steps]]
 
-    def after_call(self) -> None:
-        """Warn about a run that does not train, without waiting for the device."""
-        for each in self._gradients:
-            each.watch.look(each.scaler.state, warn_user)
+    def after_call(self, state: Any) -> None:
+        """Evaluate our state, and warn about a run that does not train."""
+        if not thread.traces:
+            # The trainer does not, and unread counters would become a long graph.
+            mx.async_eval(state)
+            for each in self._gradients:
+                each.watch.look(each.scaler.state, warn_user)
 
 
 def _has_half(tree: Any) -> bool:
@@ -286,7 +277,7 @@ def everywhere(
 
     Args:
         make_scaler (Callable, optional): Returns the scaler for each model. Default: a
-            ``GradScaler()`` whose scale is found on the first batch.
+            ``GradScaler`` whose scale is found on the first batch.
         compute_dtype (Dtype, optional): Compute in this dtype with models in float32.
             Default: the model's own dtype.
         float32_layers (Any, optional): Layers that compute in float32, as for
@@ -310,7 +301,7 @@ def everywhere(
         >>> with everywhere(compute_dtype=mx.float16) as here:
         ...     train(nn.Linear(4, 1))
         >>> print("; ".join(here.report()))
-        loss scale 16384, 0 of 1 gradients overflowed; AdamW: 1 steps applied, 0 skipped
+        loss scale 32768, 0 of 1 gradients overflowed; AdamW: 1 steps applied, 0 skipped
     """
     here = Everywhere(make_scaler, compute_dtype, float32_layers, arguments)
     with _lock:
@@ -338,6 +329,7 @@ def _replace_functions() -> None:
         (nn.utils, "value_and_grad", _model_gradient),
         (Optimizer, "update", _update),
         (Optimizer, "apply_gradients", _apply_gradients),
+        (MultiOptimizer, "apply_gradients", _apply_gradients),
     ):
         original = getattr(owner, name)
         _originals.append((owner, name, original))
@@ -408,32 +400,25 @@ def _tree_gradient(
     return transform
 
 
-def _update(original: _Function) -> _Function:
-    def update(self: Optimizer, model: nn.Module, gradients: Any) -> Any:
-        here = _current()
-        if here is None or not here.has_work(model):
-            with busy():
-                return original(self, model, gradients)
-        trained = tree_map(_parameter, gradients, model)
-        return here.step(self, trained, lambda each: each.update(model, gradients))
-
-    return update
-
-
 def _apply_gradients(original: _Function) -> _Function:
     def apply_gradients(self: Optimizer, gradients: Any, parameters: Any) -> Any:
         here = _current()
-        if here is None or not here.has_work(parameters):
+        is_ours = isinstance(self, LossScaleOptimizer)
+        if here is None or is_ours or not here.has_work(parameters):
             with busy():
                 return original(self, gradients, parameters)
-        trained = tree_map(_parameter, gradients, parameters)
-        result = here.step(
-            self, trained, lambda each: each.apply_gradients(gradients, parameters)
-        )
-        return trained if result is None else result
+        return here.step(self, gradients, parameters)
 
     return apply_gradients
 
 
-def _parameter(gradient: Any, parameter: Any) -> Any:
-    return parameter
+def _update(original: _Function) -> _Function:
+    def apply(self: Optimizer, gradients: Any, model: nn.Module) -> Any:
+        return original(self, model, gradients)
+
+    def update(self: Optimizer, model: nn.Module, gradients: Any) -> None:
+        new = _apply_gradients(apply)(self, gradients, model)
+        if new is not None:
+            model.update(new)
+
+    return update

@@ -9,22 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from ..compile_step import remember
 from ..core.trees import restore, snapshot
-
-
-class Context(Protocol):
-    """Whose state compiled functions have to list."""
-
-    #: Always the same list.
-    state: list[Any]
-
-    def after_call(self) -> None:
-        """Is called after each outermost call of a function that lists the state."""
 
 
 class _Rehearse(BaseException):
@@ -53,8 +43,13 @@ def busy(name: str = "is_busy") -> Iterator[None]:
         setattr(thread, name, before)
 
 
-def leave_trace_unless(is_known: bool, context: Context) -> None:
-    """Leave a trace unless everything exists and is listed; eagerly, do nothing."""
+def leave_trace_unless(is_known: bool, context: Any) -> None:
+    """Leave a trace unless everything exists and is listed; eagerly, do nothing.
+
+    Args:
+        is_known (bool): Whether everything exists.
+        context (Everywhere): Its ``state`` is what has to be listed.
+    """
     if is_known and all(trace.context is context for trace in thread.traces):
         return
     for trace in thread.traces:
@@ -64,16 +59,7 @@ def leave_trace_unless(is_known: bool, context: Context) -> None:
 
 
 class HostCompiled:
-    """A function that a trainer compiled.
-
-    Args:
-        compile_fn (Callable): ``mx.compile``.
-        is_active (Callable): Whether our state matters now.
-        function (Callable): The function.
-        inputs (Any): As for ``mx.compile``.
-        outputs (Any): As for ``mx.compile``.
-        shapeless (bool): As for ``mx.compile``.
-    """
+    """A function that a trainer compiled: what replaces ``mx.compile`` returns it."""
 
     def __init__(
         self,
@@ -84,7 +70,7 @@ class HostCompiled:
         outputs: Any = None,
         shapeless: bool = False,
     ):
-        self.context: Context | None = None
+        self.context: Any = None
         self._is_active = is_active
         self._function = function
         self._captured = [inputs or [], outputs or []]
@@ -94,8 +80,8 @@ class HostCompiled:
         self._plain = self._compiled = self._compile(inputs, outputs)
         update_wrapper(self, function)
 
-    def list_state(self, context: Context) -> None:
-        """Compile the function again, with the state of a context as well."""
+    def list_state(self, context: Any) -> None:
+        """Compile the function again, with the state of ``everywhere()`` as well."""
         if self.context is not context:
             self.context = context
             self._compiled = self._compile(*([x, context.state] for x in self._captured))
@@ -117,9 +103,7 @@ class HostCompiled:
                 raise
         else:
             if is_outermost and self.context is not None:
-                # The trainer does not evaluate this, and it would become a long graph.
-                mx.async_eval(self.context.state)
-                self.context.after_call()
+                self.context.after_call(self.context.state)
             return result
         finally:
             thread.traces.pop()
@@ -127,7 +111,6 @@ class HostCompiled:
         return self(*args, **kwargs)
 
     def _rehearse(self, undo: Callable[[], None], args: Any, kwargs: Any) -> None:
-        assert self.context is not None
         try:
             with busy("is_rehearsing"):
                 self._function(*args, **kwargs)
