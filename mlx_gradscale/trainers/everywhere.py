@@ -11,10 +11,11 @@ Inside, three things of MLX are replaced, in all threads:
 - ``mx.compile`` also lists our state where a function computes gradients or steps.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -26,7 +27,7 @@ from mlx.utils import tree_map
 from ..core.finite import all_finite
 from ..core.masters import HALF
 from ..core.notices import warn_user
-from ..core.optimizer import GuardedOptimizer, LossScaleOptimizer
+from ..core.optimizer import GuardedOptimizer
 from ..core.optimizers import single_optimizers
 from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler, SkipWatch
@@ -184,14 +185,16 @@ class Everywhere:
                 self._gradients.append(found)
                 self._list_state()
             value, gradients = compute(found.scaler, *args, **kwargs)
-            if not thread.is_rehearsing:
-                found.count(gradients)
-        self.after_call(found.state)
+            if thread.is_rehearsing:
+                return value, gradients
+            found.count(gradients)
+        if not thread.traces:
+            self.after_call(found.state)
         return value, gradients
 
     def _new_scaler(self, model: Any, fn: _Function, args: Any, kwargs: Any) -> GradScaler:
         from .. import find_float32_layers, float32_layers
-        from ..diagnostics import calibrate
+        from .first_scale import find_first_scale
 
         fn, dtype = partial(fn, **kwargs), self.compute_dtype
         where = self._float32_layers if model is not None else None
@@ -203,10 +206,7 @@ class Everywhere:
             return self._make_scaler()
         scaler = GradScaler(2.0**10)
         if model is not None:
-            # One whose loss is not finite is left to the warnings about skipped steps.
-            with suppress(ValueError):
-                scale = calibrate(scaler, model, fn, *args, compute_dtype=dtype)
-                scaler.update(min(scale, 2.0**16))
+            find_first_scale(scaler, model, fn, *args, compute_dtype=dtype)
         return scaler
 
     def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
@@ -231,7 +231,8 @@ class Everywhere:
             if thread.is_rehearsing:
                 return trained
             result = steps.take(gradients, parameters)
-        self.after_call(steps.state)
+        if not thread.traces:
+            mx.async_eval(steps.state)
         return result
 
     def _list_state(self) -> None:
@@ -239,11 +240,10 @@ class Everywhere:
 
     def after_call(self, state: Any) -> None:
         """Evaluate our state, and warn about a run that does not train."""
-        if not thread.traces:
-            # The trainer does not, and unread counters would become a long graph.
-            mx.async_eval(state)
-            for each in self._gradients:
-                each.watch.look(each.scaler.state, warn_user)
+        # The trainer does not, and unread counters would become a long graph.
+        mx.async_eval(state)
+        for each in self._gradients:
+            each.watch.look(each.scaler.state, warn_user)
 
 
 def _has_half(tree: Any) -> bool:
@@ -402,9 +402,10 @@ def _tree_gradient(
 
 def _apply_gradients(original: _Function) -> _Function:
     def apply_gradients(self: Optimizer, gradients: Any, parameters: Any) -> Any:
-        here = _current()
-        is_ours = isinstance(self, LossScaleOptimizer)
-        if here is None or is_ours or not here.has_work(parameters):
+        here, caller = _current(), str(sys._getframe(1).f_globals.get("__name__"))
+        # A LossScaleOptimizer that the trainer uses steps its inner optimizer.
+        is_guarded = caller.startswith("mlx_gradscale.core")
+        if here is None or is_guarded or not here.has_work(parameters):
             with busy():
                 return original(self, gradients, parameters)
         return here.step(self, gradients, parameters)

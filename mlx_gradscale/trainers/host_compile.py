@@ -93,7 +93,7 @@ class HostCompiled:
         if thread.is_rehearsing:
             return self._function(*args, **kwargs)
         is_outermost = not thread.traces
-        undo = remember(self._captured)
+        undo = remember(self._captured, self.context.state if self.context else [])
         thread.traces.append(self)
         try:
             result = self._compiled(*args, **kwargs)

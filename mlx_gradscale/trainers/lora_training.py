@@ -1,21 +1,20 @@
 """mlx-lm's training loop with loss scaling, checkpoints and a history.
 
-A loop of our own with mlx-lm's loss, batches, validation and progress bar: mlx-lm's
+A loop of our own around mlx-lm's loss, batches, validation and progress bar: mlx-lm's
 cannot start in the middle, and keeps the loss of each step to itself.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.cli_ui import TrainUI, make_console
+from mlx_lm.cli_ui import TrainUI, rprint
 from mlx_lm.tuner.trainer import (
     default_loss,
     evaluate,
@@ -26,69 +25,15 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..checkpoint import restore_checkpoint, save_checkpoint
 from ..compile_step import compile_step
-from ..core.finite import all_finite
 from ..core.notices import warn_user
-from ..diagnostics import ScaleHistory
-from .find_scale import find_scale
+from ..diagnostics import LossScaleCallback, ScaleHistory
+from .first_scale import find_first_scale
+from .lora_batches import Batches
 from .lora_options import Options
 
 FOLDER = "checkpoint"
 # What decides which rows are in which batch.
 _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
-
-
-class Batches:
-    """mlx-lm's training batches, epoch after epoch, from a position that can be saved.
-
-    mlx-lm draws the order of an epoch from NumPy's global generator, and validation
-    draws from it as well. So a position is the generator when the epoch began, the
-    number of batches since, and the generator now.
-
-    Args:
-        iterate_epoch (Callable): Returns the batches of one epoch.
-    """
-
-    def __init__(self, iterate_epoch: Callable[[], Iterator[Any]]):
-        self._iterate_epoch = iterate_epoch
-        self._epoch: dict[str, Any] = {}
-        self._batch = 0
-        self._saved: dict[str, Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            saved, self._saved = self._saved, None
-            start = 0
-            if saved:
-                _set_generator(saved["epoch"])
-                start = saved["batch"]
-            self._epoch, self._batch = _generator(), 0
-            for batch in self._iterate_epoch():
-                if saved and self._batch == start:
-                    _set_generator(saved["now"])
-                self._batch += 1
-                if self._batch > start:
-                    yield batch
-            if saved and self._batch == start:
-                _set_generator(saved["now"])
-
-    def position(self) -> dict[str, Any]:
-        """Return the position after the last batch."""
-        return {"epoch": self._epoch, "batch": self._batch, "now": _generator()}
-
-    def resume(self, position: dict[str, Any]) -> None:
-        """Continue after the position that :meth:`position` returned."""
-        self._saved = position
-
-
-def _generator() -> dict[str, Any]:
-    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - mlx-lm's
-    return {**state, "state": {**state["state"], "key": mx.array(state["state"]["key"])}}
-
-
-def _set_generator(state: dict[str, Any]) -> None:
-    key = np.array(state["state"]["key"])
-    inner = {**state["state"], "key": key}
-    np.random.set_state({**state, "state": inner})  # noqa: NPY002 - mlx-lm's
 
 
 class Training:
@@ -103,6 +48,7 @@ class Training:
         self._options = options
         self._arguments = arguments
         self._folder = Path(arguments.adapter_path) / FOLDER
+        self._iteration = self._trained_tokens = 0
         #: Whether mlx-lm has called :meth:`train`.
         self.was_called = False
 
@@ -118,21 +64,29 @@ class Training:
     ) -> None:
         """Take the place of mlx-lm's ``train``."""
         self.was_called = True
-        maybe_set_recommended_wired_limit()
         self._world = mx.distributed.init()
-        self._model, self._args = model, args
-        self._rows, self._callback = len(train_dataset), training_callback
+        self._model, self._args, self._rows = model, args, len(train_dataset)
+        maybe_set_recommended_wired_limit()
         if args.grad_checkpoint:
             grad_checkpoint(model.layers[0])
+        self.choose_float32_layers(model)
         self.optimizer = self._options.wrap(optimizer)
         self.optimizer.init(model.trainable_parameters())
-        self.choose_float32_layers(model)
-        self._batches = Batches(lambda: self._iterate(train_dataset))
-        self._iteration = self._trained_tokens = 0
+        self._callback = LossScaleCallback(self.optimizer, training_callback)
+        self._batches = Batches(
+            lambda: iterate_batches(
+                dataset=train_dataset,
+                batch_size=args.batch_size,
+                max_seq_length=args.max_seq_length,
+                comm_group=self._world,
+            )
+        )
+        model.train()
         if self._options.resume:
             self._resume()
         elif self._options.loss_scale is None:
-            self._find_scale(train_dataset)
+            scaler, batch = self.optimizer.scaler, self._batches.first()
+            find_first_scale(scaler, model, default_loss, model, *batch)
         history: Any = nullcontext()
         if self._options.history and self._world.rank() == 0:
             history = ScaleHistory(self._options.history)
@@ -140,14 +94,13 @@ class Training:
             for _ in range(self._iteration):
                 ui.advance()
             self._loop(ui, val_dataset)
-        if self._world.rank() == 0:
-            self._save_adapters(Path(args.adapter_file))
-            if not self.optimizer.step.item() and self._iteration:
-                warn_user(
-                    "Nothing was trained: every step was skipped, because its gradients "
-                    "were not finite. mlx_gradscale.diagnostics.explain_overflow says "
-                    "where it begins."
-                )
+        self._save_adapters(Path(args.adapter_file))
+        if self._iteration and not self.optimizer.step.item():
+            warn_user(
+                "Nothing was trained: every step was skipped, because its gradients "
+                "were not finite. mlx_gradscale.diagnostics.explain_overflow says where "
+                "it begins."
+            )
 
     def choose_float32_layers(self, model: nn.Module) -> None:
         """Let the layers that ``--float32-layers`` names compute in float32."""
@@ -155,27 +108,6 @@ class Training:
             from .. import float32_layers
 
             float32_layers(model, self._options.float32_layers)
-
-    def _iterate(self, dataset: Any) -> Iterator[Any]:
-        batches: Iterator[Any] = iterate_batches(
-            dataset=dataset,
-            batch_size=self._args.batch_size,
-            max_seq_length=self._args.max_seq_length,
-            comm_group=self._world,
-        )
-        return batches
-
-    def _find_scale(self, dataset: Any) -> None:
-        generator, scaler = _generator(), self.optimizer.scaler
-        batch = next(self._iterate(dataset))
-        _set_generator(generator)
-        self._model.train()
-        compute = self.optimizer.value_and_grad(self._model, default_loss)
-        scale = find_scale(
-            scaler, lambda: all_finite(compute(self._model, *batch)[1]), self._model
-        )
-        # Each rank tried another batch.
-        scaler.update(mx.distributed.all_min(mx.array(scale), group=self._world).item())
 
     def _make_step(self) -> Callable[..., Any]:
         model, optimizer = self._model, self.optimizer
@@ -196,12 +128,10 @@ class Training:
         return compile_step(step, [model.state, optimizer.state, mx.random.state])
 
     def _loop(self, ui: TrainUI, val_dataset: Any) -> None:
-        args, step = self._args, self._make_step()
-        batches = iter(self._batches)
+        args, step, batches = self._args, self._make_step(), iter(self._batches)
         is_due, grads = False, None
         losses = tokens = mx.array(0.0)
         n_steps, seconds = 0, 0.0
-        self._model.train()
         for it in range(self._iteration + 1, args.iters + 1):
             batch = next(batches)
             is_last = it == args.iters
@@ -220,19 +150,20 @@ class Training:
             if self._history is not None:
                 self._history.record(self.optimizer, loss=loss, step=it)
             if it % args.steps_per_report == 0 or is_last:
-                self._report(ui, losses, tokens, n_steps, seconds)
+                self._report(ui, losses / n_steps, tokens, n_steps, seconds)
                 losses = tokens = mx.array(0.0)
                 n_steps, seconds = 0, 0.0
-            if it % args.steps_per_save == 0 and self._world.rank() == 0:
-                file = Path(args.adapter_file).parent / f"{it:07d}_adapters.safetensors"
-                self._save_adapters(Path(args.adapter_file))
+            if it % args.steps_per_save == 0:
+                file = Path(args.adapter_file)
+                numbered = file.parent / f"{it:07d}_adapters.safetensors"
                 self._save_adapters(file)
-                ui.report_save(file)
+                self._save_adapters(numbered)
+                ui.report_save(numbered)
             is_due |= it % args.steps_per_save == 0 or is_last
             # In between, the gradients of micro-batches would have to be saved too.
             if is_due and is_update:
                 is_due = False
-                self._save()
+                self._save_checkpoint()
 
     def _validate(self, ui: TrainUI, it: int, dataset: Any) -> None:
         args, start = self._args, time.perf_counter()
@@ -251,44 +182,36 @@ class Training:
         self._model.train()
         seconds = time.perf_counter() - start
         ui.report_val(it, loss, seconds)
-        if self._callback is not None:
-            report = {"iteration": it - 1, "val_loss": loss, "val_time": seconds}
-            self._callback.on_val_loss_report(report)
+        report = {"iteration": it - 1, "val_loss": loss, "val_time": seconds}
+        self._callback.on_val_loss_report(report)
 
     def _report(
-        self, ui: TrainUI, losses: Any, tokens: Any, n_steps: int, seconds: float
+        self, ui: TrainUI, loss: Any, tokens: Any, n_steps: int, seconds: float
     ) -> None:
-        total, count = (
+        loss, tokens = (
             mx.distributed.all_sum(x, group=self._world, stream=mx.cpu).item()
-            for x in (losses, tokens)
+            for x in (loss / self._world.size(), tokens)
         )
-        loss = total / (n_steps * self._world.size())
-        self._trained_tokens += int(count)
-        ui.report_train(self._iteration, loss, count / seconds, self._trained_tokens)
-        scaler = self.optimizer.scaler
-        scale, skipped = scaler.get_scale(), scaler.skipped_steps.item()
-        if self._world.rank() == 0:
-            make_console().print(f"          scale {scale:g}, {skipped} steps skipped")
-        if self._callback is not None:
-            self._callback.on_train_loss_report(
-                {
-                    "iteration": self._iteration,
-                    "train_loss": loss,
-                    "learning_rate": self.optimizer.learning_rate.item(),
-                    "iterations_per_second": n_steps / seconds,
-                    "tokens_per_second": count / seconds,
-                    "trained_tokens": self._trained_tokens,
-                    "peak_memory": mx.get_peak_memory() / 1e9,
-                    "loss_scale": scale,
-                    "skipped_steps": skipped,
-                }
-            )
+        self._trained_tokens += int(tokens)
+        ui.report_train(self._iteration, loss, tokens / seconds, self._trained_tokens)
+        self._callback.on_train_loss_report(
+            {
+                "iteration": self._iteration,
+                "train_loss": loss,
+                "learning_rate": self.optimizer.learning_rate.item(),
+                "iterations_per_second": n_steps / seconds,
+                "tokens_per_second": tokens / seconds,
+                "trained_tokens": self._trained_tokens,
+                "peak_memory": mx.get_peak_memory() / 1e9,
+            }
+        )
 
     def _save_adapters(self, path: Path) -> None:
-        weights = dict(tree_flatten(self._model.trainable_parameters()))
-        mx.save_safetensors(str(path), weights)
+        if self._world.rank() == 0:
+            weights = dict(tree_flatten(self._model.trainable_parameters()))
+            mx.save_safetensors(str(path), weights)
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         save_checkpoint(
             self._folder,
             self._model,
@@ -303,10 +226,8 @@ class Training:
     def _same(self) -> dict[str, Any]:
         settings = {name: getattr(self._arguments, name) for name in _SAME}
         scale = self._options.loss_scale
-        return settings | {
-            "rows": self._rows,
-            "loss_scale": "dynamic" if scale is None else scale,
-        }
+        scale_or_dynamic = "dynamic" if scale is None else scale
+        return settings | {"rows": self._rows, "loss_scale": scale_or_dynamic}
 
     def _resume(self) -> None:
         # Only rank 0 needs the folder.
@@ -333,12 +254,6 @@ class Training:
             self.optimizer.learning_rate = self._arguments.learning_rate
             now = self.optimizer.learning_rate.item()
             if was != now:
-                self._print(f"The learning rate was {was:g} and is now {now:g}.")
+                rprint(f"The learning rate was {was:g} and is now {now:g}.")
         if self._arguments.iters <= self._iteration:
-            self._print(
-                f"All {self._iteration} iterations are done. Raise --iters for more."
-            )
-
-    def _print(self, sentence: str) -> None:
-        if self._world.rank() == 0:
-            print(sentence)
+            rprint(f"All {self._iteration} iterations are done. Raise --iters for more.")
