@@ -10,7 +10,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from support.checkpoint_runs import Run
 from distributed_parts import fingerprint
 
 from mlx_gradscale import (
@@ -20,6 +19,7 @@ from mlx_gradscale import (
     save_checkpoint,
 )
 from mlx_gradscale.distributed import assert_in_sync
+from support.checkpoint_runs import Run
 
 
 class Net(nn.Module):
