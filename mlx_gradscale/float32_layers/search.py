@@ -105,7 +105,7 @@ def search_batches(
     try:
         check_parameters(setting)
         for i, batch in enumerate(batches):
-            search.add(batch, f"batch {i + 1} of {len(batches)}")
+            search.add(batch, f"batch {i + 1}")
         search.finish()
     except NoCureFound as error:
         return make_report(setting, search.references, [], search.halves, str(error))

@@ -164,7 +164,8 @@ def _matches(
             nearest = _nearest(name, modules)
             raise ValueError(f"{name!r} names no module.{nearest}") from None
     owner = name.rpartition(".")[0] or "the model itself, ''"
-    kind = "parameter" if isinstance(value, mx.array) else type(value).__name__
+    kind = "function" if callable(value) else type(value).__name__
+    kind = "parameter" if isinstance(value, mx.array) else kind
     raise ValueError(f"{name!r} is a {kind}: name the module that uses it, {owner}.")
 
 
