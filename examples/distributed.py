@@ -35,7 +35,7 @@ def main() -> None:
         GradScaler(growth_interval=100),
         max_grad_norm=1.0,
         group=group,
-        average=args.average,
+        average=True,
     )
     optimizer.init(model.trainable_parameters())
     start = resume(args.checkpoint, model, optimizer, group)
@@ -117,7 +117,6 @@ def resume(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--average", choices=("float32", "scaled"), default="float32")
     parser.add_argument("--checkpoint", type=Path, help="a .safetensors file")
     return parser.parse_args()
 

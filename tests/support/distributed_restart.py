@@ -44,12 +44,13 @@ def main(folder, checkpoint, stop, dies=-1, dies_at=-1):
         optim.AdamW(1e-2),
         GradScaler(init_scale=256.0, growth_interval=3, max_scale=1024.0),
         group=group,
-        average="float32",
+        average=True,
     )
     state = {"model": model.parameters(), "step": mx.array(0)}
     if from_rank_0(path.exists, group):
         loaded = from_rank_0(lambda: mx.load(checkpoint), group)
         state = tree_unflatten(list(loaded.items()))
+        model.update(state["model"])
         optimizer.init(model.trainable_parameters())
         optimizer.state = state["optimizer"]
     else:

@@ -18,11 +18,9 @@ from distributed_parts import (
     fingerprint,
     overflows,
     rank_batch,
-    true_or_scaled,
 )
 from helpers import (
     INF,
-    OPTIMIZERS,
     Mlp,
     Traced,
     batch,
@@ -31,27 +29,22 @@ from helpers import (
     mse,
     parameters,
 )
-from kernel_arguments import counts
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import (
-    GradScaler,
-    GuardedOptimizer,
-    LossScaleOptimizer,
-    all_finite,
-    calibration,
-)
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale.core import ranks as core_ranks
+from mlx_gradscale.diagnostics import calibrate
 from mlx_gradscale.distributed import (
     assert_in_sync,
     average_gradients,
-    averaging,
+    broadcast,
     from_rank_0,
 )
 
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
 
-def data_parallel(group, average, steps=200, masters="float32"):
+def data_parallel(group, steps=200, masters="float32"):
     """Float16 training where random ranks overflow at random steps."""
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(
@@ -59,7 +52,7 @@ def data_parallel(group, average, steps=200, masters="float32"):
         GradScaler(**SCALER),
         max_grad_norm=1.0,
         group=group,
-        average=average,
+        average=True,
         masters=masters,
     )
     step = compiled_step(model, optimizer)
@@ -77,31 +70,6 @@ def data_parallel(group, average, steps=200, masters="float32"):
     }
 
 
-def loss_of_one(group):
-    """A loss that is NaN on rank 0 alone: averaged, sharded, and clipped sharded."""
-    found = {}
-    for name, ranks in {
-        "averaged": {"average": "float32"},
-        "sharded": {},
-        "clipped": {"max_grad_norm": 1.0},
-    }.items():
-        mx.random.seed(0)
-        model = Mlp(dtype=mx.float16)
-        optimizer = LossScaleOptimizer(
-            optim.SGD(0.01), GradScaler(**SCALER), group=group, **ranks
-        )
-        step = compiled_step(model, optimizer)
-        for i in range(4):
-            x, y = rank_batch(i, 0, False)
-            bad = i in (1, 2) and group.rank() == 0
-            step(x * (float("nan") if bad else 1), y)
-        scaler = optimizer.scaler
-        counts = (scaler.skipped_steps, scaler.skipped_losses, optimizer.step)
-        found[name] = [scaler.get_scale(), *(x.item() for x in counts)]
-        found[f"{name} state"] = fingerprint([model.parameters(), optimizer.state])
-    return found
-
-
 def own_loop(group, steps=40):
     """GradScaler by hand: unscale, average, clip, step, update, all compiled."""
     model, scaler = Mlp(), GradScaler(**SCALER, group=group)
@@ -112,7 +80,7 @@ def own_loop(group, steps=40):
 
     def step(x, y):
         loss, grads = loss_and_grad(x, y)
-        grads = average_gradients(scaler.unscale_(optimizer, grads), group)
+        grads = average_gradients(grads, group)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         scaler.minimize(optimizer, model, grads)
         return loss
@@ -131,21 +99,6 @@ def own_loop(group, steps=40):
         "traces": traced.count,
         "all_reduces": count,
     }
-
-
-def order(group):
-    """Gradients that fit in float16 on every rank, and whose float16 sum does not."""
-    scaled = {"w": mx.full((3,), 80000 / group.size(), mx.float16)}
-    found = {"finite_here": all_finite(scaled).item()}
-    for average in ("float32", "scaled"):
-        scaler = GradScaler(init_scale=1024.0)
-        scaler.scale(mx.array(1.0))
-        optimizer = LossScaleOptimizer(
-            optim.SGD(1.0), scaler, group=group, average=average
-        )
-        new = optimizer.apply_gradients(scaled, {"w": mx.zeros(3)})
-        found[average] = [new["w"].tolist(), scaler.get_scale()]
-    return found
 
 
 def decide(group):
@@ -170,6 +123,7 @@ def decide(group):
                 ready_scaler(group),
                 max_grad_norm=max_grad_norm,
                 group=group,
+                sharded=True,
             )
             new = wrapper.apply_gradients(grads, weights)
             count = all_reduces([new, wrapper.state])
@@ -215,7 +169,7 @@ def tensor_parallel(group, steps=12):
         optimizer = LossScaleOptimizer(
             optim.AdamW(1e-2), scaler, max_grad_norm=0.5, **ranks
         )
-        loss_and_grad = true_or_scaled(optimizer, model)
+        loss_and_grad = optimizer.value_and_grad(model, mse(model))
         optimizer.init(model.trainable_parameters())
         state = [model.state, optimizer.state]
 
@@ -290,15 +244,14 @@ def fully_sharded(group, steps=10):
     shards = tree_map(lambda x: mx.split(x, size)[rank], full)
     ranks = {"max_grad_norm": 0.5}
     mine = LossScaleOptimizer(
-        optim.AdamW(1e-2), GradScaler(**SCALER), group=group, **ranks
+        optim.AdamW(1e-2), GradScaler(**SCALER), group=group, sharded=True, **ranks
     )
     whole = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(**SCALER), **ranks)
     scaled = mine.scale_loss(
-        lambda shards, x, y: loss_fn(tree_map(gather, shards), x, y), unscale=False
+        lambda shards, x, y: loss_fn(tree_map(gather, shards), x, y)
     )
     scaled_whole = whole.scale_loss(
-        lambda p, x, y: loss_fn(tree_map(lambda w: w.astype(mx.float16), p), x, y),
-        unscale=False,
+        lambda p, x, y: loss_fn(tree_map(lambda w: w.astype(mx.float16), p), x, y)
     )
     norms = []
     for i in range(steps):
@@ -338,7 +291,7 @@ def sharded_remainder(group, steps=6):
     whole = {"w": mx.random.normal((8, 4), key=mx.random.key(1)).astype(mx.float16)}
     mine = tree_map(lambda x: mx.split(x, size)[rank], whole)
     options = {"masters": "remainder"}
-    sharded = GuardedOptimizer(optim.AdamW(1e-5), group=group, **options)
+    sharded = GuardedOptimizer(optim.AdamW(1e-5), group=group, sharded=True, **options)
     expected = GuardedOptimizer(optim.AdamW(1e-5), **options)
     for i in range(steps):
         gradient = mx.random.normal((8, 4), key=mx.random.key(i + 2))
@@ -358,37 +311,35 @@ def sharded_remainder(group, steps=6):
 def uneven(group):
     """Rank r has r + 1 micro-batches, then rank 0 has none; against one process."""
     rank, size = group.rank(), group.size()
-    found = {}
-    for average in ("float32", "scaled"):
-        mx.random.seed(5)
-        model, whole = Mlp(), Mlp()
-        whole.update(model.parameters())
-        optimizer = LossScaleOptimizer(
-            optim.SGD(0.1), GradScaler(**SCALER), group=group, average=average
-        )
-        expected = LossScaleOptimizer(optim.SGD(0.1), GradScaler(**SCALER))
+    mx.random.seed(5)
+    model, whole = Mlp(), Mlp()
+    whole.update(model.parameters())
+    optimizer = LossScaleOptimizer(
+        optim.SGD(0.1), GradScaler(**SCALER), group=group, average=True
+    )
+    optimizer.init(model.trainable_parameters())
+    expected = LossScaleOptimizer(optim.SGD(0.1), GradScaler(**SCALER))
 
-        def mean(model, optimizer, seeds):
-            grads_of = true_or_scaled(optimizer, model)
-            grads = [grads_of(*batch(seed))[1] for seed in seeds]
-            return tree_map(lambda *g: sum(g) / len(g), *grads) if grads else {}
+    def mean(model, optimizer, seeds):
+        grads_of = optimizer.value_and_grad(model, mse(model))
+        grads = [grads_of(*batch(seed))[1] for seed in seeds]
+        return tree_map(lambda *g: sum(g) / len(g), *grads) if grads else {}
 
-        for first in (1, 0):
-            seeds = [[10 * r + k for k in range(r + first)] for r in range(size)]
-            grads = mean(model, optimizer, seeds[rank])
-            optimizer.update(model, grads, weight=len(seeds[rank]))
-            together = mean(whole, expected, [seed for part in seeds for seed in part])
-            expected.update(whole, together)
-        # And with nothing said, a rank without gradients does not count.
-        grads = mean(model, optimizer, [] if rank == 0 else [7])
-        optimizer.update(model, grads)
-        expected.update(whole, mean(whole, expected, [7]))
-        differences = tree_map(lambda a, b: mx.abs(a - b).max(), model, whole)
-        found[average] = {
-            "error": max(x.item() for _, x in tree_flatten(differences)),
-            "state": fingerprint([model.parameters(), optimizer.state]),
-        }
-    return found
+    for first in (1, 0):
+        seeds = [[10 * r + k for k in range(r + first)] for r in range(size)]
+        grads = mean(model, optimizer, seeds[rank])
+        optimizer.update(model, grads, weight=len(seeds[rank]))
+        together = mean(whole, expected, [seed for part in seeds for seed in part])
+        expected.update(whole, together)
+    # And without a weight, a rank without gradients does not count.
+    grads = mean(model, optimizer, [] if rank == 0 else [7])
+    optimizer.update(model, grads)
+    expected.update(whole, mean(whole, expected, [7]))
+    differences = tree_map(lambda a, b: mx.abs(a - b).max(), model, whole)
+    return {
+        "error": max(x.item() for _, x in tree_flatten(differences)),
+        "state": fingerprint([model.parameters(), optimizer.state]),
+    }
 
 
 def buckets(group):
@@ -397,14 +348,14 @@ def buckets(group):
     like = {"half": parameters(mx.float16), "full": parameters()}
     trees = [gradients_like(like, seed) for seed in range(size)]
     trees = [tree_map(lambda p, g: g.astype(p.dtype), like, tree) for tree in trees]
-    normal, averaging._BUCKET_BYTES = averaging._BUCKET_BYTES, 64
+    normal, core_ranks._BUCKET_BYTES = core_ranks._BUCKET_BYTES, 64
     try:
         mean = average_gradients({} if rank == 1 else trees[rank], group, like=like)
         # As bad as it gets: the ranks want their results in opposite order.
         for _, x in tree_flatten(mean)[:: 1 if rank else -1]:
             mx.eval(x)
     finally:
-        averaging._BUCKET_BYTES = normal
+        core_ranks._BUCKET_BYTES = normal
     others = [tree for r, tree in enumerate(trees) if r != 1]
     expected = tree_map(
         lambda *g: sum(x.astype(mx.float32) for x in g) / len(g), *others
@@ -425,9 +376,8 @@ def counted(group):
     found = {}
     cases = {
         "none": {},
-        "float32": {"group": group, "average": "float32"},
-        "scaled": {"group": group, "average": "scaled"},
-        "sharded": {"group": group},
+        "average": {"group": group, "average": True},
+        "sharded": {"group": group, "sharded": True},
     }
     for name, ranks in cases.items():
         for max_grad_norm in (None, 1.0):
@@ -454,31 +404,23 @@ def count_of(depth, max_grad_norm, ranks):
     return all_reduces(after), most_buffers(before, after)
 
 
-def kernel_arguments(group):
-    """The arrays of the largest kernel, for each way to train in a group."""
-    ways = [{"average": "float32"}, {"average": "scaled"}, {}]
-    return [
-        counts(name, (mx.float16,), group=group, **way)
-        for name in OPTIMIZERS
-        for way in ways
-    ]
-
-
 def drift(group):
     """Ranks that differ are told apart, and rank 0's state is one call away."""
     rank, last = group.rank(), group.size() - 1
     found = {}
     scaler = GradScaler(group=group)
-    scaler.assert_in_sync()
+    assert_in_sync(scaler.state, group)
     if rank == last:
         scaler.update(32.0)
-    found["scaler"] = message(scaler.assert_in_sync)
+    found["scaler"] = message(lambda: assert_in_sync(scaler.state, group))
     scaler.load_state_dict(from_rank_0(scaler.state_dict, group))
-    scaler.assert_in_sync()
+    assert_in_sync(scaler.state, group)
     found["scale"] = scaler.get_scale()
 
+    mx.random.seed(rank)
     model = Mlp(dtype=mx.bfloat16)
-    model.update(from_rank_0(model.parameters, group))
+    found["seeds"] = message(lambda: assert_in_sync(model.parameters(), group))
+    model.update(broadcast(model.parameters(), group))
     assert_in_sync(model.parameters(), group)
     if rank == last:
         model.layers[1].weight = model.layers[1].weight + 1
@@ -524,38 +466,25 @@ def calibrated(group):
     x, y = batch(rank, 4, mx.float16)
     loss_fn = lambda x, y: 10.0 ** (2 * rank) * mse(model)(x, y)  # noqa: E731
     optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(), group=group)
-    found = {
-        "alone": calibration._largest(model, loss_fn, (x, y), None) / 2,
-        "bare": GradScaler().calibrate(model, loss_fn, x, y),
-        "scaler": GradScaler(group=group).calibrate(model, loss_fn, x, y),
-        "optimizer": optimizer.scaler.calibrate(model, loss_fn, x, y),
-    }
-    found["left"] = optimizer.scaler.get_scale()
+    found = {"scale": calibrate(optimizer, model, loss_fn, x, y, group=group)}
     bad = x * (float("nan") if rank == 0 else 1)
-    found["bad"] = message(lambda: optimizer.scaler.calibrate(model, loss_fn, bad, y))
+    found["bad"] = message(lambda: calibrate(optimizer, model, loss_fn, bad, y))
     found["after"] = optimizer.scaler.get_scale()
-    optimizer.scaler.assert_in_sync()
     return found
 
 
 CHECKS = {
-    "data parallel float32": lambda group: data_parallel(group, "float32"),
-    "data parallel scaled": lambda group: data_parallel(group, "scaled"),
-    "data parallel short": lambda group: data_parallel(group, "float32", 50),
+    "data parallel": data_parallel,
+    "data parallel short": lambda group: data_parallel(group, 50),
+    "data parallel remainder": lambda group: data_parallel(group, 50, "remainder"),
     "sharded remainder": sharded_remainder,
-    "data parallel remainder": lambda group: data_parallel(
-        group, "scaled", 50, "remainder"
-    ),
     "own loop": own_loop,
-    "loss of one": loss_of_one,
-    "order": order,
     "decide": decide,
     "tensor parallel": tensor_parallel,
     "fully sharded": fully_sharded,
     "uneven": uneven,
     "buckets": buckets,
     "counted": counted,
-    "kernel arguments": kernel_arguments,
     "drift": drift,
     "calibrated": calibrated,
 }

@@ -10,32 +10,31 @@ sys.modules["torch"] = None
 import mlx.core as mx  # noqa: E402
 from distributed_parts import fingerprint  # noqa: E402
 
-from mlx_gradscale.lora import command  # noqa: E402
-from mlx_gradscale.lora.training import Training  # noqa: E402
+from mlx_gradscale.trainers import lora_training  # noqa: E402
+from mlx_gradscale.trainers.lora import main  # noqa: E402
 
 
-class Kept(Training):
+class Kept(lora_training.Training):
     """The training of a command, to be looked at afterwards."""
 
     def train(self, **arguments):
         super().train(**arguments)
-        Kept.last = self
+        Kept.last, Kept.model = self, arguments["model"]
 
 
 def run(folder, *arguments):
-    command.Training = Kept
-    code = command.main(arguments)
-    rank = mx.distributed.init().rank()
-    optimizer = Kept.last._optimizer
+    lora_training.Training = Kept
+    code = main(arguments)
+    world, optimizer = mx.distributed.init(), Kept.last.optimizer
     report = {
         "code": code,
-        "size": mx.distributed.init().size(),
-        "weights": fingerprint(Kept.last._model.trainable_parameters()),
+        "size": world.size(),
+        "weights": fingerprint(Kept.model.trainable_parameters()),
         "norm": optimizer.grad_norm.item(),
         "skipped": optimizer.scaler.skipped_steps.item(),
         "scale": optimizer.scaler.get_scale(),
     }
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
+    (Path(folder) / f"{world.rank()}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
