@@ -11,6 +11,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import is_floating, nonfinite
+from .gradients import Source
 from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
@@ -258,7 +259,7 @@ class LossScaleOptimizer(Optimizer):
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         self._check_known(leaves)
         scaler._check_leaves(leaves)
-        sources = [None] * len(leaves)
+        sources: list[Source | None] = [None] * len(leaves)
         if not is_averaged:
             sources = scaler._sources(leaves, self, self.optimizer)
         max_norm = self._state["max_grad_norm"] if self._clips else None
