@@ -11,6 +11,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import is_floating, nonfinite
+from .gradients import Source
 from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
@@ -250,25 +251,15 @@ class LossScaleOptimizer(Optimizer):
     def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
         scaler = self._scaler
         is_averaged = self._ranks.average and not self._ranks.is_single
-        if is_averaged and gradients:
-            # Averages are of unscaled gradients, whatever came in.
-            leaves = match(gradients, parameters)
-            sources = scaler._sources(leaves, self, self.optimizer)
-            for leaf, source in zip(leaves, sources, strict=True):
-                if source is not None and source.scaled is leaf.gradient:
-                    gradients = scaler._backward.unscale(gradients, source.inverse)
-                    break
-        like = parameters
-        if isinstance(parameters, nn.Module):
-            like = parameters.trainable_parameters()
-        gradients = self._ranks.averaged(gradients, like, weight)
+        if is_averaged or weight is not None:
+            gradients = self._averaged(gradients, parameters, weight)
         leaves = match(gradients, parameters)
         if self._needs_init():
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         self._check_known(leaves)
         scaler._check_leaves(leaves)
-        sources = [None] * len(leaves)
+        sources: list[Source | None] = [None] * len(leaves)
         if not is_averaged:
             sources = scaler._sources(leaves, self, self.optimizer)
         max_norm = self._state["max_grad_norm"] if self._clips else None
@@ -280,6 +271,18 @@ class LossScaleOptimizer(Optimizer):
         if inspected.norm is not None:
             planned.writes.append((self._state, "grad_norm", inspected.norm))
         return planned
+
+    def _averaged(self, gradients: Any, parameters: Any, weight: Any) -> Any:
+        leaves = match(gradients, parameters)
+        sources = self._scaler._sources(leaves, self, self.optimizer)
+        for leaf, source in zip(leaves, sources, strict=True):
+            if source is not None and source.scaled is leaf.gradient:
+                # From scale(): averages are of unscaled gradients.
+                gradients = self._scaler._backward.unscale(gradients, source.inverse)
+                break
+        is_model = isinstance(parameters, nn.Module)
+        like = parameters.trainable_parameters() if is_model else parameters
+        return self._ranks.averaged(gradients, like, weight)
 
     def _needs_init(self) -> bool:
         return not self._initialized or bool(self._known and needs_init(self.optimizer))
