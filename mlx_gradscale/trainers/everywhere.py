@@ -192,7 +192,9 @@ class Everywhere:
             self.after_call(found.state)
         return value, gradients
 
-    def _new_scaler(self, model: Any, fn: _Function, args: Any, kwargs: Any) -> GradScaler:
+    def _new_scaler(
+        self, model: Any, fn: _Function, args: Any, kwargs: Any
+    ) -> GradScaler:
         from .. import find_float32_layers, float32_layers
         from .first_scale import find_first_scale
 

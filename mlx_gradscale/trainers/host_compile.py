@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
-import mlx.core as mx
-
 from ..compile_step import remember
 from ..core.trees import restore, snapshot
 
@@ -84,7 +82,9 @@ class HostCompiled:
         """Compile the function again, with the state of ``everywhere()`` as well."""
         if self.context is not context:
             self.context = context
-            self._compiled = self._compile(*([x, context.state] for x in self._captured))
+            self._compiled = self._compile(
+                *([x, context.state] for x in self._captured)
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function: compiled, or in a rehearsal as it is."""

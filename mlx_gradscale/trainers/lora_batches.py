@@ -59,7 +59,10 @@ class Batches:
 
 def _generator() -> dict[str, Any]:
     state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - mlx-lm's
-    return {**state, "state": {**state["state"], "key": mx.array(state["state"]["key"])}}
+    return {
+        **state,
+        "state": {**state["state"], "key": mx.array(state["state"]["key"])},
+    }
 
 
 def _set_generator(state: dict[str, Any]) -> None:

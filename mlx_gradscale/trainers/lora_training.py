@@ -256,4 +256,6 @@ class Training:
             if was != now:
                 rprint(f"The learning rate was {was:g} and is now {now:g}.")
         if self._arguments.iters <= self._iteration:
-            rprint(f"All {self._iteration} iterations are done. Raise --iters for more.")
+            rprint(
+                f"All {self._iteration} iterations are done. Raise --iters for more."
+            )

@@ -5,9 +5,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from checkpoint_runs import Run, scaler
 from helpers import INF, Mlp, Traced, batch, bits, mse
 from mlx.utils import tree_flatten
+from support.checkpoint_runs import Run, scaler
 
 from mlx_gradscale import (
     GradScaler,
@@ -156,11 +156,11 @@ def test_a_weight_that_is_changed_in_place_does_not_change_the_average():
 def test_misuse_says_what_to_do():
     model = Mlp()
     for decay in (1.0, -0.1, "0.9"):
-        with pytest.raises(ValueError, match="from 0 to below 1"):
+        with pytest.raises(ValueError, match="at least 0 and below 1"):
             EMA(model, decay=decay)
     ema = EMA(model)
     model.layers[0].freeze()
-    with pytest.raises(ValueError, match="make a new EMA"):
+    with pytest.raises(ValueError, match="Create a new EMA"):
         ema.update(model)
     before = bits(ema.state)
     for state in (EMA(model).state, EMA(Mlp(width=3)).state, {"rate": 1}):

@@ -90,8 +90,9 @@ def test_each_model_gets_a_scaler_of_the_given_kind():
         train(steps=1)
         train(steps=1)
     assert [scaler.get_scale() for scaler in here.scalers] == [64.0, 64.0]
-    with pytest.raises(ValueError, match="max_grad_norm must be"), everywhere(
-        max_grad_norm=-1.0
+    with (
+        pytest.raises(ValueError, match="max_grad_norm must be"),
+        everywhere(max_grad_norm=-1.0),
     ):
         pass
     assert is_as_before()

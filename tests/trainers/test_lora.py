@@ -1,7 +1,8 @@
-"""``mlx_gradscale.lora``: mlx-lm's command on a model folder that is made here."""
+"""``mlx_gradscale lora``: mlx-lm's command on a model folder that is made here."""
 
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -12,15 +13,15 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 import mlx_lm.lora
 import mlx_lm.tuner.trainer as trainer
-from lora_parts import make_data, make_model
-from test_distributed import run_ranks
+from support.lora_parts import make_data, make_model
+from support.ring import run_ranks
 
-import mlx_gradscale
 from mlx_gradscale.__main__ import main as package_main
 from mlx_gradscale.diagnostics import ScaleHistory
-from mlx_gradscale.lora import command, host, main
-from mlx_gradscale.lora.options import Options
-from mlx_gradscale.lora.training import Training
+from mlx_gradscale.float32_layers import list_float32_layers, save_float32_layers
+from mlx_gradscale.trainers import lora_training
+from mlx_gradscale.trainers.lora import main
+from mlx_gradscale.trainers.lora_options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:.*swig.*")
 
@@ -89,16 +90,15 @@ def test_full_float16_learns_where_mlx_lm_gives_nan(
     assert [step for step, *_ in found] == list(range(1, 13))
     assert found[-1][1] < found[0][1] - 0.5
     assert "Iter 12: loss 4." in out
-    assert "scale 2^16, skipped 0" in out
+    assert ", skipped 0" in out
     assert history.with_suffix(".png").stat().st_size > 1000
-    # mlx-lm's own files, and beside them what it takes to go on.
+    # mlx-lm's own files, and beside them the checkpoint.
     names = {path.name for path in (tmp_path / "plain").iterdir()}
     assert {p.name for p in (tmp_path / "ours").iterdir()} == names | {"checkpoint"}
     saved = mx.load(str(tmp_path / "ours/adapters.safetensors"))
     assert {x.dtype for x in saved.values()} == {mx.float16}
     # Everything of mlx-lm's is as it was.
     assert mlx_lm.lora.train is trainer.train
-    assert "range" not in vars(trainer)
 
 
 def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
@@ -149,7 +149,9 @@ class Killed(BaseException):
     ],
     ids=["full", "LoRA with dropout, accumulated"],
 )
-def test_a_killed_run_goes_on_bit_for_bit(others, place, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_bit_identically(
+    others, place, tmp_path, monkeypatch, capsys
+):
     if others[-1] == "-c":
         config = tmp_path / "config.yaml"
         config.write_text(
@@ -165,21 +167,25 @@ def test_a_killed_run_goes_on_bit_for_bit(others, place, tmp_path, monkeypatch):
         main([*given, "--history", str(tmp_path / f"{name}.csv")])
         return losses(tmp_path / f"{name}.csv")
 
-    monkeypatch.setattr(trainer, "grad_checkpoint", _checkpoint_once(trainer))
+    monkeypatch.setattr(lora_training, "grad_checkpoint", _checkpoint_once(trainer))
     whole = run("whole")
-    after = Training._after
+    record = ScaleHistory.record
 
-    def killed(self, iteration):
-        after(self, iteration)
-        if iteration == 8:
+    def killed(self, source, step, **values):
+        record(self, source, step=step, **values)
+        if step == 8:
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "_after", killed)
+        patch.setattr(ScaleHistory, "record", killed)
         with pytest.raises(Killed):
             run("killed")
     assert losses(tmp_path / "killed.csv") == whole[:8]
+    capsys.readouterr()
     assert run("killed", "--resume") == whole
+    # The progress bar counts on.
+    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "100% ·    20/20" in shown
     files = [f"{name}/adapters.safetensors" for name in ("whole", "killed")]
     one, other = (mx.load(str(tmp_path / file)) for file in files)
     assert all(mx.array_equal(one[name], other[name]) for name in one)
@@ -209,10 +215,10 @@ def test_a_run_that_is_done_can_be_given_more_iterations(place, tmp_path, capsys
     assert [step for step, *_ in losses(tmp_path / "run.csv")] == list(range(1, 10))
     capsys.readouterr()
     assert run("9", "--resume") == 0
-    assert "9 iterations are done already" in capsys.readouterr().out
+    assert "All 9 iterations are done." in capsys.readouterr().out
 
 
-def test_a_run_goes_on_with_the_flags_of_the_command_or_not_at_all(
+def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
     place, tmp_path, capsys
 ):
     def run(name, *more):
@@ -225,15 +231,15 @@ def test_a_run_goes_on_with_the_flags_of_the_command_or_not_at_all(
     _, said = run("same", "--iters", "4", "--resume")
     assert "The learning rate" not in said.out
     _, said = run("slower", "--iters", "4", "--resume", "--learning-rate", "1e-5")
-    assert "The learning rate was 0.001, and is 1e-05 now." in said.out
+    assert "The learning rate was 0.001 and is now 1e-05." in said.out
     same, slower = (losses(tmp_path / f"{n}.csv") for n in ("same", "slower"))
     # The third loss is that of the weights before the first step at the new rate.
     assert same[:3] == slower[:3]
     assert slower[3][1] > same[3][1]
     for flags, sentence in (
-        (("--batch-size", "4"), "of a run with batch_size 2, and this one has 4"),
-        (("--loss-scale", "128"), "with loss_scale dynamic, and this one has 128.0"),
-        (("--loss-scale", "off"), "with loss_scale dynamic, and this one has 1.0"),
+        (("--batch-size", "4"), "was saved with batch_size 2, and this run has 4"),
+        (("--loss-scale", "128"), "with loss_scale dynamic, and this run has 128.0"),
+        (("--loss-scale", "off"), "with loss_scale dynamic, and this run has 1.0"),
     ):
         code, said = run("refused", "--iters", "4", "--resume", *flags)
         assert code == 1
@@ -259,15 +265,17 @@ def test_two_ranks_train_as_one(place, tmp_path):
     assert found[0]["weights"] == found[1]["weights"] != two[0]["weights"]
 
 
-def test_a_wrong_flag_gives_both_helps(capsys):
+def test_a_wrong_flag_is_an_error_of_the_parser(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--los-scale", "8"])
     assert exit_.value.code == 2
-    said = capsys.readouterr().err
+    assert "unrecognized arguments: --los-scale 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
     assert "--loss-scale dynamic|NUMBER|off" in said
     assert "--resume-adapter-file" in said
     assert "Tested with mlx-lm 0.32.2" in said
-    assert "unrecognized arguments: --los-scale 8" in said
     assert package_main([]) == 2
     assert "lora " in capsys.readouterr().err
 
@@ -283,12 +291,14 @@ def test_a_wrong_flag_gives_both_helps(capsys):
         (["--resume"], "There is nothing to resume"),
     ],
 )
-def test_what_has_no_meaning_is_said(flags, sentence, place, tmp_path, capsys):
+def test_a_wrong_value_is_an_error_in_one_line(
+    flags, sentence, place, tmp_path, capsys
+):
     assert main(arguments(place, tmp_path / "a", *flags)) == 1
     assert sentence in capsys.readouterr().err
 
 
-def test_what_mlx_lm_raises_is_seen_whole(place, tmp_path):
+def test_an_error_of_mlx_lm_keeps_its_traceback(place, tmp_path):
     with pytest.raises(ValueError, match="only has 2 layers"):
         main(arguments(place, tmp_path / "a", "--num-layers", "9"))
 
@@ -327,65 +337,27 @@ def test_remainders_train_as_masters_do_and_resume(place, tmp_path):
     assert len(set(found["remainder"])) == 4
 
 
-def test_layers_in_float32_are_those_of_the_model_that_is_trained(
-    place, tmp_path, monkeypatch, capsys
+def test_float32_layers_are_those_of_the_model_that_is_trained(
+    place, tmp_path, monkeypatch
 ):
     file, seen = tmp_path / "layers.json", []
-    file.write_text("{}")
-    flags = ("--iters", "1", "--float32-layers", file)
-    monkeypatch.delattr(mlx_gradscale, "float32_layers", raising=False)
-    assert main(arguments(place, tmp_path / "a", *flags)) == 1
-    assert "has no float32_layers: update it" in capsys.readouterr().err
+    save_float32_layers(file, ["model.layers.1.mlp"])
+    evaluate = mlx_lm.lora.evaluate
 
-    def float32_layers(model, path):
+    def look(*args, model, **kwargs):
         projection = model.layers[0].self_attn.q_proj
-        seen.append((path, type(projection).__name__))
+        seen.append((list_float32_layers(model), type(projection).__name__))
+        return evaluate(*args, model=model, **kwargs)
 
-    monkeypatch.setattr(mlx_gradscale, "float32_layers", float32_layers, raising=False)
+    monkeypatch.setattr(mlx_lm.lora, "evaluate", look)
+    flags = ("--iters", "1", "--float32-layers", file)
     assert main(arguments(place, tmp_path / "a", *flags, "--test")) == 0
-    assert seen == [(file, "LoRALinear")]
     only_test = [x for x in arguments(place, tmp_path / "a", *flags) if x != "--train"]
     assert main([*only_test, "--test"]) == 0
-    assert seen == [(file, "LoRALinear")] * 2
+    assert seen == [(["model.layers.1.mlp"], "LoRALinear")] * 2
 
 
-def test_an_mlx_lm_that_has_changed_is_named(place, tmp_path, monkeypatch, capsys):
-    def train(model, optimizer, loss):
-        """A trainer that takes its batches from elsewhere."""
-
-    given = arguments(place, tmp_path / "a")
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer, "train", train)
-        assert main(given) == 1
-    assert "train takes no args, iterate_batches" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.delattr(mlx_lm.lora, "build_parser")
-        assert main(given) == 1
-    said = capsys.readouterr().err
-    assert "tested with 0.32.2: pip install mlx-lm==0.32.2" in said
-    assert "has no build_parser" in said
-    with monkeypatch.context() as patch:
-        patch.setattr(mlx_lm.lora, "run", lambda args: None)
-        assert main(given) == 1
-    assert "has changed too much" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "mlx_lm.lora", None)
-        patch.setattr(host, "importlib", host.importlib)
-        assert command.main(given) == 1
-    assert "mlx_lm" in capsys.readouterr().err
-
-
-def test_the_example_resumes(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
-    import lora_command
-
-    rows = lora_command.main(["--iters", "4"])
-    assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4"]
-
-
-def test_a_file_of_float32_layers_is_taken(place, tmp_path):
-    from mlx_gradscale.islands.file import save_float32_layers
-
+def test_float32_layers_compute_in_another_precision(place, tmp_path):
     history, file = tmp_path / "run.csv", tmp_path / "layers.json"
     save_float32_layers(file, ["model.layers.1.mlp"])
     flags = ("--iters", "2", "--float32-layers", file, "--history", history)
@@ -394,6 +366,44 @@ def test_a_file_of_float32_layers_is_taken(place, tmp_path):
     plain = tmp_path / "plain.csv"
     flags = ("--iters", "2", "--history", plain)
     assert main(arguments(place, tmp_path / "b", *FULL, *flags)) == 0
-    # Near, and not the same: something was computed in another precision.
+    # Near, and not the same.
     assert losses(history) != losses(plain)
     assert losses(history)[0][1] == pytest.approx(losses(plain)[0][1], rel=1e-3)
+
+
+def test_another_mlx_lm_is_an_error_that_says_what_to_install(
+    place, tmp_path, monkeypatch, capsys
+):
+    given = arguments(place, tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.delattr(mlx_lm.lora, "build_parser")
+        assert main(given) == 1
+    said = capsys.readouterr().err
+    assert "tested with 0.32.2: pip install mlx-lm==0.32.2" in said
+    assert "'build_parser'" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(mlx_lm.lora, "run", lambda args: None)
+        assert main(given) == 1
+    assert "did not call the trainer" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mlx_lm", None)
+        assert main(given) == 1
+    assert "mlx-lm is not installed: pip install" in capsys.readouterr().err
+
+
+def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch):
+    def lost(model, *batch):
+        loss, tokens = trainer.default_loss(model, *batch)
+        return loss * float("inf"), tokens
+
+    monkeypatch.setattr(lora_training, "default_loss", lost)
+    with pytest.warns(UserWarning, match="Nothing was trained: every step was skipped"):
+        assert main(arguments(place, tmp_path / "a", "--iters", "3")) == 0
+
+
+def test_the_example_resumes(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import lora_command
+
+    rows = lora_command.main(["--iters", "4"])
+    assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4"]

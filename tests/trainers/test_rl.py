@@ -5,7 +5,8 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
+from mlx_gradscale.diagnostics import calibrate
 
 TOKENS, WIDTH, LENGTH, COMPLETIONS, PROMPTS = 16, 16, 64, 4, 2
 
@@ -75,7 +76,7 @@ def train(calibrated, steps=5):
     optimizer = LossScaleOptimizer(optim.AdamW(1e-3), GradScaler())
     loss_fn = grpo_loss(policy, reference)
     if calibrated:
-        optimizer.scaler.calibrate(policy, loss_fn, *rollout(policy, 0))
+        calibrate(optimizer, policy, loss_fn, *rollout(policy, 0))
     loss_and_grad = optimizer.value_and_grad(policy, loss_fn)
     optimizer.init(policy.trainable_parameters())
     state = [policy.state, optimizer.state]
@@ -96,3 +97,19 @@ def test_grpo_loses_no_update_after_calibrate():
     applied, skipped = train(calibrated=False)
     assert applied == 5 - skipped
     assert skipped > 0
+
+
+def test_a_grpo_trainer_that_aborts_on_overflow_gets_through_inside_everywhere():
+    mx.random.seed(0)
+    policy, reference = Policy(), Policy()
+    reference.update(tree_map(lambda x: x + 0, policy.parameters()))
+    optimizer = optim.AdamW(1e-3)
+    with everywhere() as here:
+        loss_and_grad = nn.value_and_grad(policy, grpo_loss(policy, reference))
+        for number in range(5):
+            _, grads = loss_and_grad(*rollout(policy, number))
+            if not mx.isfinite(optim.clip_grad_norm(grads, 1.0)[1]).item():
+                raise ArithmeticError("as mlx-lm-lora does")
+            optimizer.update(policy, grads)
+            mx.eval(policy.state, optimizer.state)
+    assert here.report()[1] == "AdamW: 5 steps applied, 0 skipped"
