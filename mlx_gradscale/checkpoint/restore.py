@@ -11,17 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from ..core.masters import join, remainder_of, to_float32
+from ..core.optimizer import LossScaleOptimizer
+from ..core.optimizers import single_optimizers
+from ..core.scale import FIELDS, from_state_dict, to_state_dict
+from ..core.scaler import GradScaler
+from ..core.trees import CONTAINERS, commit, items, restore, snapshot
 from ..distributed import from_rank_0
-from ..distributed.agreement import agreed_already
 from ..files.text import dtype_name, dtype_named, list_some, shorten
-from ..guard import is_initialized, single_optimizers
-from ..masters import to_float32
-from ..masters.remainder import join, remainder_of
-from ..optimizer import LossScaleOptimizer
-from ..scale import FIELDS
-from ..scaler import GradScaler
-from ..state_dict import from_state_dict, to_state_dict
-from ..state_tree import CONTAINERS, copies, items, restore, write_all
 from . import ranks
 from .folder import Checkpoint, build_checkpoint, read_files
 from .memory_order import arrange
@@ -30,6 +27,7 @@ from .save import (
     batch_statistics,
     check_arguments,
     describe_optimizer,
+    is_initialized,
     model_weights,
     sample_checksum,
 )
@@ -86,16 +84,16 @@ def restore_checkpoint(
     weights, arrays, text = from_rank_0(lambda: read_files(path), group)
     trees = [model, *(vars(part) for part in _nested_optimizers(optimizer))]
     trees += [] if scaler is None else [scaler.state]
-    before = [pair for tree in trees for pair in copies(tree)]
+    before = snapshot(*trees)
     try:
-        with _agreed(path, group), agreed_already():
+        with _agreed(path, group):
             saved = build_checkpoint(Path(path), weights, arrays, text)
             seed = ranks.seed_of(saved.description["random"], group)
             _restore_model(saved, model)
             _check_settings(saved.description, optimizer)
             _restore_scaler(saved, scaler)
         # The ranks hold equal weights now, which an optimizer may compare in init().
-        with _agreed(path, group), agreed_already():
+        with _agreed(path, group):
             _restore_optimizer(saved, model, optimizer)
     except BaseException:
         restore(before)
@@ -154,7 +152,7 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
     places, orders = _places(model), saved.description["orders"]["model"]
     new = {name: arrange(x, orders.get(name)) for name, x in weights.items()}
     mx.eval(new)
-    write_all((*places[name], x) for name, x in new.items())
+    commit((*places[name], x) for name, x in new.items())
 
 
 def _restore_scaler(saved: Checkpoint, scaler: GradScaler | None) -> None:
@@ -174,6 +172,8 @@ def _restore_scaler(saved: Checkpoint, scaler: GradScaler | None) -> None:
     values = {name: x.item() for name, x in saved.scaler.items()}
     from_state_dict(to_state_dict(values), values)  # raises if a value is not valid
     scaler.state.update(saved.scaler)
+    # What the scaler derives from its state is brought up to date.
+    scaler.load_state_dict(scaler.state_dict())
 
 
 def _restore_optimizer(
@@ -210,7 +210,7 @@ def _restore_optimizer(
         if isinstance(container, tuple) and (isinstance(own, mx.array) or own != value):
             raise ValueError(f"{shorten(path)} is in a tuple, which cannot be changed.")
     mx.eval([x for x in state.values() if isinstance(x, mx.array)])
-    write_all(
+    commit(
         (container, key, state[path])
         for path, (container, key) in places.items()
         if not isinstance(container, tuple)

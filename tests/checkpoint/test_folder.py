@@ -1,4 +1,4 @@
-"""The folder of a run: the newest checkpoints stay, damage and strange files are seen."""
+"""The folder of a run: the newest checkpoints stay, damage is found."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_damaged_checkpoint_is_an_error_and_never_stops_the_next_save(
         data = {"cut": file.read_bytes()[:-9], "emptied": b"", "replaced": b"x" * 999}
         file.write_bytes(data[damage])
     model, optimizer = small(7.0)
-    with pytest.raises(ValueError, match="damaged|incomplete") as caught:
+    with pytest.raises(ValueError, match=r"damaged|incomplete") as caught:
         restore_checkpoint(tmp_path, model, optimizer)
     if damage != "removed":
         assert "Older checkpoints: save-000001." in str(caught.value)
@@ -312,7 +312,7 @@ def test_hostile_text_is_a_short_error_and_changes_nothing(kind, tmp_path):
     save_checkpoint(tmp_path, *run.parts, step=1)
     HOSTILE[kind](latest_checkpoint(tmp_path))
     before = run.fingerprint()
-    with pytest.raises(ValueError, match="damaged|Cannot restore") as caught:
+    with pytest.raises(ValueError, match=r"damaged|Cannot restore") as caught:
         restore_checkpoint(tmp_path, *run.parts)
     assert len(str(caught.value)) < 900
     assert "\x1b" not in str(caught.value)

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from helpers import OPTIMIZERS, batch, bits, mse
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from support.checkpoint_runs import KINDS, Net, Run, choose_compilation, half, scaler
 
 from mlx_gradscale import (
@@ -155,7 +155,7 @@ def test_master_far_from_its_weight_is_restored(tmp_path):
     path = "layers.0.bias"
     state = dict(tree_flatten(run.optimizer.state))
     state[f"masters.{path}"] = state[f"masters.{path}"] + 1
-    run.optimizer.state = state
+    run.optimizer.state = tree_unflatten(list(state.items()))
     save_checkpoint(tmp_path / "run", *run.parts)
     expected = run.train(6, 9)
     other = KINDS["LossScaleOptimizer"]()
