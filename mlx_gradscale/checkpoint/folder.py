@@ -34,7 +34,7 @@ from .extra import decode_extra
 
 MODEL, ARRAYS, TRAINING = "model.safetensors", "training.safetensors", "training.json"
 _CHECKSUMS = "checksums.json"
-_SAVE = re.compile(r"save-(\d{6,12})")
+_SAVE = re.compile(r"save-([0-9]{6,})")
 _FORMAT = {"format": "mlx_gradscale", "version": 1}
 
 
@@ -206,15 +206,17 @@ def _saves(run: Path) -> list[Path]:
 
 
 def _rename_to_next(folder: Path, run: Path) -> None:
+    newest = [int(save.name.partition("-")[2]) for save in _saves(run)[-1:]]
+    number = sum(newest)
     while True:
-        numbers = [int(save.name.partition("-")[2]) for save in _saves(run)]
-        target = run / f"save-{max(numbers, default=0) + 1:06}"
+        number += 1
+        target = run / f"save-{number:06}"
         try:
             folder.rename(target)
         except OSError:
-            if not target.exists():
+            if not os.path.lexists(target):
                 raise
-            continue  # another writer took the number
+            continue  # another writer took the number, or it is the name of a file
         return
 
 

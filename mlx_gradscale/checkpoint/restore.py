@@ -195,8 +195,9 @@ def _restore_optimizer(
         if not isinstance(value, (mx.array, *NUMBERS)):
             raise ValueError(f"{shorten(path)} is not an array or a number.")
         if isinstance(own, mx.array) and isinstance(value, mx.array):
-            # MLX's optimizers change the precision of their state in the first steps.
-            _check_kind(path, own, value.shape, value.dtype, is_free=True)
+            # MLX's optimizers change the precision of their state in the first steps;
+            # a LossScaleOptimizer keeps it in float32.
+            _check_kind(path, own, value.shape, value.dtype, is_free=not is_wrapper)
         if isinstance(container, tuple) and (isinstance(own, mx.array) or own != value):
             raise ValueError(f"{shorten(path)} is in a tuple, which cannot be changed.")
     mx.eval([x for x in state.values() if isinstance(x, mx.array)])
