@@ -211,20 +211,19 @@ def _restore_optimizer(
 def _late_places(
     optimizer: Optimizer, paths: Iterable[str], places: Mapping[str, tuple[Any, Any]]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return places for state that an optimizer creates only in its first step."""
+    """Return places for what an optimizer adds to a parameter's state in its steps."""
+    containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
     inner = getattr(optimizer, "optimizer", optimizer)
-    roots = {id(single.state) for single in single_optimizers(inner)}
-    containers = {
-        path.rpartition(".")[0]: container
-        for path, (container, _) in places.items()
-        if isinstance(container, dict) and id(container) not in roots
-    }
-    split = [(path, *path.rpartition(".")[::2]) for path in paths]
-    return {
-        path: (containers[owner], key)
-        for path, owner, key in split
-        if owner in containers
-    }
+    others = {id(single.state) for single in single_optimizers(inner)}
+    if inner is not optimizer:  # masters and so on are there from the start
+        others |= {id(value) for value in optimizer.state.values()}
+    found = {}
+    for path in paths:
+        parent, _, key = path.rpartition(".")
+        container = containers.get(parent)
+        if isinstance(container, dict) and id(container) not in others:
+            found[path] = container, key
+    return found
 
 
 def _places(tree: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
