@@ -10,14 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from ..core.finite import all_finite, nonfinite
+from ..core.optimizer import LossScaleOptimizer
+from ..core.optimizers import single_optimizers
+from ..core.scale import FIELDS
+from ..core.scaler import GradScaler
+from ..core.trees import flatten
 from ..files.arrays import bytes_of
 from ..files.text import dtype_name
-from ..finite import all_finite, nonfinite
-from ..guard import is_initialized, single_optimizers
-from ..optimizer import LossScaleOptimizer
-from ..scale import FIELDS
-from ..scaler import GradScaler
-from ..state_tree import flatten
 from . import ranks
 from .extra import encode_extra
 from .folder import training_text, write_checkpoint
@@ -87,7 +87,7 @@ def save_checkpoint(
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
     group = ranks.group_of(group, optimizer, scaler)
-    if isinstance(optimizer, LossScaleOptimizer) and not is_initialized(optimizer):
+    if isinstance(optimizer, LossScaleOptimizer) and not optimizer._initialized:
         optimizer.init(model.trainable_parameters())
     states = {"optimizer": optimizer.state, "scaler": scaler.state if scaler else {}}
     error = None
@@ -134,7 +134,7 @@ def check_arguments(
                 "A LossScaleOptimizer has its own scaler. Do not pass another one."
             )
         scaler = optimizer.scaler
-    if scaler is not None and not scaler.is_between_iterations:
+    if scaler is not None and scaler._stages:
         raise RuntimeError(
             "Save and restore between iterations: call the scaler's update() first."
         )

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from helpers import OPTIMIZERS, batch, bits, mse
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from support.checkpoint_runs import KINDS, Net, Run, choose_compilation, half, scaler
 
 from mlx_gradscale import (
@@ -155,7 +155,7 @@ def test_master_far_from_its_weight_is_restored(tmp_path):
     path = "layers.0.bias"
     state = dict(tree_flatten(run.optimizer.state))
     state[f"masters.{path}"] = state[f"masters.{path}"] + 1
-    run.optimizer.state = state
+    run.optimizer.state = tree_unflatten(list(state.items()))
     save_checkpoint(tmp_path / "run", *run.parts)
     expected = run.train(6, 9)
     other = KINDS["LossScaleOptimizer"]()
@@ -246,6 +246,17 @@ def test_mismatch_of_the_wrapper_is_named_and_changes_nothing(tmp_path):
         restore_checkpoint(tmp_path / "run", *other.parts)
     assert (state_of(other), bits(other.optimizer.state)) == before
     assert all(warning.filename == __file__ for warning in w)
+
+
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+def test_master_of_a_layer_that_is_frozen_now_is_a_mismatch(masters, tmp_path):
+    runs = [half(optim.SGD(0.1), masters=masters) for _ in range(2)]
+    runs[0].model.layers[1].unfreeze()
+    for run in runs:
+        run.optimizer.init(run.model.trainable_parameters())
+    save_checkpoint(tmp_path, *runs[0].parts)
+    with pytest.raises(ValueError, match=r"optimizer has no .*\.layers\.1\.bias"):
+        restore_checkpoint(tmp_path, *runs[1].parts)
 
 
 def test_checkpoint_with_a_scaler_needs_the_scaler(tmp_path):
