@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.masters import HALF
-from ..core.trees import commit, leaves, slots
+from ..core.trees import Writes, commit, leaves, slots
 
 # A cache is an object in a list, or has a list of such objects.
 _MAX_DEPTH = 4
@@ -31,11 +31,10 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
         if container[key].dtype in HALF and not isinstance(container, tuple)
     ]
     # A tied weight is one array in several places, and is cast once.
-    new: dict[int, mx.array] = {}
-    for _, _, old in places:
-        if id(old) not in new:
-            own = [place for place in places if place[2] is old]
-            new[id(old)] = _upcast_parameter(old, own)
+    by_array: dict[int, Writes] = {}
+    for place in places:
+        by_array.setdefault(id(place[2]), []).append(place)
+    new = {key: _upcast_parameter(own) for key, own in by_array.items()}
     commit([(container, key, new[id(old)]) for container, key, old in places])
     try:
         yield places[0][2].dtype if places else None
@@ -52,9 +51,9 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
         commit(restored)
 
 
-def _upcast_parameter(
-    parameter: mx.array, places: list[tuple[Any, Any, mx.array]]
-) -> mx.array:
+def _upcast_parameter(places: Writes) -> mx.array:
+    """Return the array in these places in float32; its gradient is half precision."""
+
     @mx.custom_function
     def upcast(x: mx.array) -> mx.array:
         return x.astype(mx.float32)
@@ -66,7 +65,7 @@ def _upcast_parameter(
         commit([place for place in places if place[0][place[1]].dtype != x.dtype])
         return cotangent.astype(x.dtype)
 
-    return cast(mx.array, upcast(parameter))
+    return cast(mx.array, upcast(places[0][2]))
 
 
 class ArgumentCast:

@@ -32,7 +32,6 @@ _MASK = 1e4
 # Gradients are rounded more often than the loss: in both passes.
 _GRADIENT_TOLERANCE = 10
 _MAX_SCALE, _MIN_SCALE = 2.0**16, 2.0**-40
-_MAX_RUNS = 200
 
 
 def find_float32_layers(
@@ -130,7 +129,6 @@ class Search:
         self._limit = LARGEST / margin
         self._tolerance = tolerance
         self._progress = progress
-        self._n_runs = 0
         self._name = ""
         # What the loss function passes in is in half precision already.
         self._given: list[float] = []
@@ -155,12 +153,8 @@ class Search:
 
     def finish(self) -> None:
         """Try every batch with all layers, and leave out layers that are not needed."""
-        for _ in range(3):
-            before = self.where
-            for i, batch in enumerate(self.batches):
-                self.halves[i] = self._grow(batch, self.references[i])
-            if self.where == before:
-                break
+        for i, batch in enumerate(self.batches):
+            self.halves[i] = self._grow(batch, self.references[i])
         # The last one was needed with all the others there.
         for reason in [each for each in self.reasons[:-1] if not each.by_size]:
             others = [each for each in self.reasons if each is not reason]
@@ -321,13 +315,9 @@ class Search:
             scale = max(scale * 2.0**-8, _MIN_SCALE)
 
     def _run(self, batch: Batch, where: Sequence[str], **options: Any) -> Run:
-        self._n_runs += 1
-        if self._n_runs > _MAX_RUNS * max(len(self.batches), 1):
-            raise NoCureFound(f"The search did not end in {self._n_runs} runs.")
         if self._progress is not None:
-            self._progress(
-                f"{self._name}, run {self._n_runs}, {len(where)} float32 layers"
-            )
+            kind = "in float32" if options.get("in_float32") else "in half precision"
+            self._progress(f"{self._name} {kind}, {len(where)} float32 layers")
         return run(self.setting, batch, where, **options)
 
     def _share(self, path: str) -> float:

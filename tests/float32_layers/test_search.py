@@ -361,7 +361,7 @@ MISUSE = {
     "frozen": (frozen, [X], {}, ValueError, "unfreeze some"),
     "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
     "model": (lambda: (3, print), [X], {}, TypeError, "must be an mlx.nn.Module"),
-    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "must be a function"),
+    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "must be the function"),
     "no loss": (
         lambda: (make()[0], lambda x: None),
         [X],
@@ -394,7 +394,7 @@ def test_error_of_the_loss_function_is_raised():
 
 def test_loss_from_scale_loss_is_refused():
     model, loss_fn = make()
-    with pytest.raises(TypeError, match="comes from scale_loss"):
+    with pytest.raises(TypeError, match="without scale_loss"):
         find_float32_layers(model, GradScaler().scale_loss(loss_fn), [X])
 
 
@@ -402,7 +402,7 @@ def test_progress_is_called_for_each_run():
     model, loss_fn = make()
     lines = []
     find_float32_layers(model, loss_fn, [X], progress=lines.append)
-    assert lines[0] == "batch 1, run 1, 0 float32 layers"
+    assert lines[0] == "batch 1 in float32, 0 float32 layers"
 
 
 def test_cure_by_the_whole_model_says_so_and_what_else_to_do():
