@@ -174,7 +174,7 @@ class Search:
         for child in call.children:
             if child not in large:
                 self._cover_large_values(batch, child)
-        inside = _paths(self.setting.model, self.where)
+        inside = _paths(self.setting.model, self.where) if large else []
         if all(any(is_inside(c.path or "", p) for p in inside) for c in large):
             return
         entry, source = self._chain_for(batch, call, call.children.index(large[0]))

@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -104,6 +104,14 @@ def _collect_modules(
         if isinstance(value, (dict, list)):
             name = f"{path}.{key}" if path else str(key)
             _collect_modules(value, name, above, found)
+
+
+def module_path(modules: Container[str], path: str) -> str:
+    """Return the path of the module that holds a parameter, also inside of lists."""
+    path = path.rpartition(".")[0]
+    while path not in modules:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def is_inside(path: str, outer: str) -> bool:

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
 from mlx_gradscale.float32_layers import Reason
+from mlx_gradscale.float32_layers.finder import first_backward
 from mlx_gradscale.float32_layers.search import Search
 from mlx_gradscale.float32_layers.trial import Batch, Setting, run
 
@@ -443,3 +444,26 @@ def test_row_says_whether_a_layer_overflows_inside():
     inside = [row.layer for row in rows if row.overflows_inside]
     assert inside == FOUND["norm"]
     assert all(row.forward < 65504 for row in rows if row.overflows_inside)
+
+
+def test_parameter_in_a_list_belongs_to_the_module_around_it():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gates = [mx.full((8,), 1e-4)]
+
+        def __call__(self, x):
+            return (x * self.gates[0]).sum(axis=0)
+
+    model = nn.Sequential(Gated())
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        return model(x).astype(mx.float32).sum() * 64
+
+    # Only the gradient of the gate overflows: it is a sum of values of 6e4.
+    setting = Setting(model, loss_fn)
+    result = run(setting, Batch((mx.full((4, 8), 6e4, HALF),)), scale=1.0)
+    place = first_backward(result, lambda value: not value.is_finite)
+    assert place.layer == "layers.0"
+    assert "parameter layers.0.gates.0" in place.text
