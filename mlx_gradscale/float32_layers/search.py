@@ -199,13 +199,19 @@ class Search:
         makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
         last = max([*readers, *(i + 1 for i in makers)])
         for end in range(last, len(children)):
-            entry = _join(children[first : end + 1])
+            entry = self._name_chain(children[first : end + 1])
             if not self._leaks(batch, entry):
                 return entry, source
         if call.path:
             return call.path, source
         # It passes through the whole model, to the loss function.
-        return f"{_join(children[first:])}{TO}{THE_LOSS}", source
+        return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}", source
+
+    def _name_chain(self, calls: list[Call]) -> str:
+        paths = list(dict.fromkeys(call.path or "" for call in calls))
+        short = TO.join([paths[0], paths[-1]]) if len(paths) > 1 else paths[0]
+        is_exact = _paths(self.setting.model, [short]) == paths
+        return short if is_exact else TO.join(paths)
 
     def _is_large(self, values: list[Value]) -> bool:
         large = [v.magnitude for v in values if v.magnitude >= self._limit]
@@ -361,10 +367,6 @@ def _how_far(value: Value, references: dict[int, Value]) -> str:
 def _caller_of(reference: Run, path: str) -> str:
     callers = [value.caller for value in reference.forward if value.path == path]
     return (callers[0] if callers else path.rpartition(".")[0]) or ""
-
-
-def _join(calls: list[Call]) -> str:
-    return TO.join(dict.fromkeys(call.path or "" for call in calls))
 
 
 def _outermost(model: nn.Module, reasons: Sequence[Reason]) -> list[str]:
