@@ -5,13 +5,13 @@ import dataclasses
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.masters import HALF
-from ..core.trees import commit, leaves, slots
+from ..core.trees import Writes, commit, leaves, slots
 
 # A cache is an object in a list, or has a list of such objects.
 _MAX_DEPTH = 4
@@ -30,17 +30,18 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
         for _, container, key in slots(module)
         if container[key].dtype in HALF and not isinstance(container, tuple)
     ]
-    # A tied weight is one array in several places, and is cast once.
-    new: dict[int, mx.array] = {}
-    for _, _, old in places:
-        if id(old) not in new:
-            own = [place for place in places if place[2] is old]
-            new[id(old)] = _upcast_parameter(old, own)
+    # By id: a tied weight is one array in several places, and is cast once.
+    new = {id(old): old for _, _, old in places}
+    parameters = [old for old in new.values() if id(old) in trainable]
+    if parameters:
+        restored = _restore_in_backward(parameters, places)
+        new |= {id(x): y for x, y in zip(parameters, restored, strict=True)}
+    new = {key: x.astype(mx.float32) for key, x in new.items()}
     commit([(container, key, new[id(old)]) for container, key, old in places])
     try:
         yield places[0][2].dtype if places else None
     finally:
-        restored = []
+        writes = []
         for container, key, old in places:
             now = _get(container, key)
             # A forward pass may update buffers, such as BatchNorm's statistics. If it
@@ -48,25 +49,28 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
             is_buffer = id(old) not in trainable and isinstance(now, mx.array)
             is_updated = is_buffer and now is not new[id(old)]
             value = now.astype(old.dtype) if is_updated else old
-            restored.append((container, key, value))
-        commit(restored)
+            writes.append((container, key, value))
+        commit(writes)
 
 
-def _upcast_parameter(
-    parameter: mx.array, places: list[tuple[Any, Any, mx.array]]
-) -> mx.array:
+def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.array]:
+    """Return the parameters; their gradients restore the module on their way out.
+
+    A checkpointed layer runs again in the backward pass and leaves its float32
+    parameters in the model, long after the forward pass has restored it.
+    """
+
     @mx.custom_function
-    def upcast(x: mx.array) -> mx.array:
-        return x.astype(mx.float32)
+    def identity(*parameters: mx.array) -> tuple[mx.array, ...]:
+        return parameters
 
-    @upcast.vjp
-    def upcast_vjp(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
-        # A checkpointed layer runs again in the backward pass and leaves its float32
-        # parameters in the model, after the forward pass has restored it.
-        commit([place for place in places if place[0][place[1]].dtype != x.dtype])
-        return cotangent.astype(x.dtype)
+    @identity.vjp
+    def identity_vjp(_: Any, cotangents: Any, __: Any) -> Any:
+        commit([p for p in places if p[0][p[1]].dtype != p[2].dtype])
+        return cotangents
 
-    return cast(mx.array, upcast(parameter))
+    outputs: Any = identity(*parameters)
+    return list(outputs)
 
 
 class ArgumentCast:

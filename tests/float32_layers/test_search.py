@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
 from mlx_gradscale.float32_layers import Reason
+from mlx_gradscale.float32_layers.finder import first_backward
 from mlx_gradscale.float32_layers.search import Search
 from mlx_gradscale.float32_layers.trial import Batch, Setting, run
 
@@ -361,7 +362,7 @@ MISUSE = {
     "frozen": (frozen, [X], {}, ValueError, "unfreeze some"),
     "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
     "model": (lambda: (3, print), [X], {}, TypeError, "must be an mlx.nn.Module"),
-    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "must be a function"),
+    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "must be the function"),
     "no loss": (
         lambda: (make()[0], lambda x: None),
         [X],
@@ -394,7 +395,7 @@ def test_error_of_the_loss_function_is_raised():
 
 def test_loss_from_scale_loss_is_refused():
     model, loss_fn = make()
-    with pytest.raises(TypeError, match="comes from scale_loss"):
+    with pytest.raises(TypeError, match="without scale_loss"):
         find_float32_layers(model, GradScaler().scale_loss(loss_fn), [X])
 
 
@@ -402,7 +403,7 @@ def test_progress_is_called_for_each_run():
     model, loss_fn = make()
     lines = []
     find_float32_layers(model, loss_fn, [X], progress=lines.append)
-    assert lines[0] == "batch 1, run 1, 0 float32 layers"
+    assert lines[0] == "batch 1 in float32, 0 float32 layers"
 
 
 def test_cure_by_the_whole_model_says_so_and_what_else_to_do():
@@ -443,3 +444,26 @@ def test_row_says_whether_a_layer_overflows_inside():
     inside = [row.layer for row in rows if row.overflows_inside]
     assert inside == FOUND["norm"]
     assert all(row.forward < 65504 for row in rows if row.overflows_inside)
+
+
+def test_parameter_in_a_list_belongs_to_the_module_around_it():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gates = [mx.full((8,), 1e-4)]
+
+        def __call__(self, x):
+            return (x * self.gates[0]).sum(axis=0)
+
+    model = nn.Sequential(Gated())
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        return model(x).astype(mx.float32).sum() * 64
+
+    # Only the gradient of the gate overflows: it is a sum of values of 6e4.
+    setting = Setting(model, loss_fn)
+    result = run(setting, Batch((mx.full((4, 8), 6e4, HALF),)), scale=1.0)
+    place = first_backward(result, lambda value: not value.is_finite)
+    assert place.layer == "layers.0"
+    assert "parameter layers.0.gates.0" in place.text
