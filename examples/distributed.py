@@ -3,7 +3,7 @@
 Start it with ``mlx.launch -n 2 -- python examples/distributed.py``, or on two
 machines with ``mlx.launch --hosts 10.0.0.1,10.0.0.2 -- python
 examples/distributed.py``. Add ``--checkpoint run.safetensors`` to save every 20
-steps and to go on from there, on as many ranks as you like.
+steps and to resume from there, on any number of ranks.
 
 Every rank has its own part of the data. The optimizer unscales the gradients,
 averages them over the ranks and steps on all ranks or on none: a rank whose

@@ -60,7 +60,8 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
 
 def remember(*trees: Any) -> Callable[[], None]:
     """Return a function that restores trees or models, and the random state."""
-    saved, key = snapshot(*trees), mx.random.state[0]
+    random_state: Any = mx.random.state
+    saved, key = snapshot(*trees), random_state[0]
 
     def undo() -> None:
         restore(saved)

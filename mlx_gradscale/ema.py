@@ -51,7 +51,7 @@ class EMA:
     ):
         if not isinstance(decay, Real) or not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
-        self._optimizer = optimizer
+        self._optimizer: Optimizer | None = optimizer
         # 1 - decay, because float32 cannot tell a decay near 1 from 1. The weights are
         # copied: ``weight += 1`` changes an array in place.
         self._state: dict[str, Any] = {

@@ -44,7 +44,7 @@ class _Gradients:
         self.owner = weakref.ref(owner)
         self.scaler = scaler
         self.watch = SkipWatch()
-        self.state = {"scaler": scaler.state, "count": mx.array(0)}
+        self.state: dict[str, Any] = {"scaler": scaler.state, "count": mx.array(0)}
 
     def count(self, gradients: Any) -> None:
         """Move the scale by whether the gradients are finite."""
@@ -53,6 +53,11 @@ class _Gradients:
         state.update(next_scale(state, finite))
         self.state["count"] = self.state["count"] + 1
 
+    def report(self) -> str:
+        scale, bad = self.scaler.get_scale(), self.scaler.skipped_steps.item()
+        count = self.state["count"].item()
+        return f"loss scale {scale:g}, {bad} of {count} gradients overflowed"
+
 
 class _Steps:
     """The guard of one optimizer, and how many steps were taken with it."""
@@ -60,7 +65,7 @@ class _Steps:
     def __init__(self, optimizer: Optimizer, arguments: dict[str, Any]):
         self.owner = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
-        self.counts = {"applied": mx.array(0), "skipped": mx.array(0)}
+        self._counts = {"applied": mx.array(0), "skipped": mx.array(0)}
         # A twin with the same attributes: nothing of ours keeps the trainer's alive.
         twin = object.__new__(type(optimizer))
         twin.__dict__ = vars(optimizer)
@@ -69,22 +74,22 @@ class _Steps:
         self._paths: set[str] = set()
 
     def is_ready(self, parameters: Any) -> bool:
-        """Return whether there is state for these, where it was when we last looked."""
-        parts = single_optimizers(self._guarded.optimizer)
-        is_same = [part.state is old for part, old in zip(parts, self._prepared)]  # noqa: B905
+        """Return whether there is state for these, and the trainer has not moved it."""
+        states = _states(self._guarded.optimizer)
         paths = (path for path, _ in flatten(parameters))
-        return all(is_same or [False]) and self._paths.issuperset(paths)
+        is_same = list(map(id, states)) == list(map(id, self._prepared))
+        return is_same and self._paths.issuperset(paths)
 
     def prepare(self, parameters: Any) -> None:
         """Create what steps with these parameters need, and keep what there is."""
         self._guarded.init(parameters)
-        self._prepared = [x.state for x in single_optimizers(self._guarded.optimizer)]
+        self._prepared = _states(self._guarded.optimizer)
         self._paths.update(path for path, _ in flatten(parameters))
 
     def take(self, gradients: Any, parameters: Any) -> Any:
         """Return the new parameters, or the old ones, and count the step."""
         result = self._guarded.apply_gradients(gradients, parameters)
-        applied, counts = self._guarded.scaler.last_step_applied, self.counts
+        applied, counts = self._guarded.scaler.last_step_applied, self._counts
         counts["applied"] = counts["applied"] + applied
         counts["skipped"] = counts["skipped"] + mx.logical_not(applied)
         return result
@@ -95,7 +100,16 @@ class _Steps:
         if self.owner() is None:
             # The counts stay, for the report.
             self._guarded, self._prepared = None, []
-        return [self.counts, self._guarded.state if self._guarded else {}]
+        return [self._counts, self._guarded.state if self._guarded else {}]
+
+    def n_steps(self) -> tuple[int, int]:
+        """Return how many steps were applied, and how many skipped."""
+        counts: Any = mx.stack(list(self._counts.values())).tolist()
+        return counts[0], counts[1]
+
+
+def _states(optimizer: Optimizer) -> list[Any]:
+    return [part.state for part in single_optimizers(optimizer)]
 
 
 class Everywhere:
@@ -126,24 +140,19 @@ class Everywhere:
 
     def report(self) -> list[str]:
         """Return a line for each scaler and each optimizer that was used."""
-        lines = []
-        for each in self._gradients:
-            scale, bad = each.scaler.get_scale(), each.scaler.skipped_steps.item()
-            count = each.state["count"].item()
-            lines.append(f"loss scale {scale:g}, {bad} of {count} gradients overflowed")
-        for steps in self._steps:
-            applied, skipped = (int(x.item()) for x in steps.counts.values())
-            lines.append(f"{steps.name}: {applied} steps applied, {skipped} skipped")
-        return lines
+        counts = ((each.name, *each.n_steps()) for each in self._steps)
+        lines = [f"{name}: {n} steps applied, {bad} skipped" for name, n, bad in counts]
+        return [each.report() for each in self._gradients] + lines
 
     def problems(self) -> list[str]:
         """Return a sentence for whatever was not trained, or not guarded."""
+        counts = ((each.name, *each.n_steps()) for each in self._steps)
         found = [
-            f"Nothing was trained: all {each.counts['skipped'].item()} steps of "
-            f"{each.name} were skipped, because their gradients were not finite. "
+            f"Nothing was trained: all {skipped} steps of {name} were skipped, because "
+            "their gradients were not finite. "
             "mlx_gradscale.diagnostics.explain_overflow says where it begins."
-            for each in self._steps
-            if not each.counts["applied"].item()
+            for name, applied, skipped in counts
+            if not applied
         ]
         if self._gradients and not self._steps:
             found.append(
@@ -167,15 +176,7 @@ class Everywhere:
     def differentiate(
         self, model: Any, fn: _Function, compute: _Function, args: Any, kwargs: Any
     ) -> Any:
-        """Return value and gradients; move the scale by whether they are finite.
-
-        Args:
-            model (nn.Module or None): Whose gradients they are.
-            fn (Callable): The loss function.
-            compute (Callable): Computes them, given a scaler and the arguments.
-            args (tuple): Its arguments.
-            kwargs (dict): Its keyword arguments.
-        """
+        """Return ``compute(scaler, *args)``, and move the scale by its gradients."""
         owner = self if model is None else model
         found = next((x for x in self._gradients if x.owner() is owner), None)
         leave_trace_unless(found is not None, self)
@@ -185,11 +186,9 @@ class Everywhere:
                 self._gradients.append(found)
                 self._list_state()
             value, gradients = compute(found.scaler, *args, **kwargs)
-            if thread.is_rehearsing:
-                return value, gradients
-            found.count(gradients)
-        if not thread.traces:
-            self.after_call(found.state)
+            if not thread.is_rehearsing:
+                found.count(gradients)
+                self.after_call(found.state)
         return value, gradients
 
     def _new_scaler(
@@ -212,13 +211,7 @@ class Everywhere:
         return scaler
 
     def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
-        """Return the new parameters, or the old ones; in a rehearsal, the old ones.
-
-        Args:
-            optimizer (Optimizer): The trainer's.
-            gradients (Any): The gradients.
-            parameters (Any): A tree or a model.
-        """
+        """Return the new parameters, or the old ones; in a rehearsal, the old ones."""
         trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
         steps = next((x for x in self._steps if x.owner() is optimizer), None)
         is_ready = steps is not None and steps.is_ready(trained)
@@ -238,14 +231,16 @@ class Everywhere:
         return result
 
     def _list_state(self) -> None:
-        self.state[:] = [each.state for each in [*self._gradients, *self._steps]]
+        parts: list[Any] = [*self._gradients, *self._steps]
+        self.state[:] = [part.state for part in parts]
 
     def after_call(self, state: Any) -> None:
-        """Evaluate our state, and warn about a run that does not train."""
-        # The trainer does not, and unread counters would become a long graph.
-        mx.async_eval(state)
-        for each in self._gradients:
-            each.watch.look(each.scaler.state, warn_user)
+        """Outside of a trace, evaluate our state; warn about a run that is stuck."""
+        if not thread.traces:
+            # The trainer does not, and unread counters would become a long graph.
+            mx.async_eval(state)
+            for each in self._gradients:
+                each.watch.look(each.scaler.state, warn_user)
 
 
 def _has_half(tree: Any) -> bool:

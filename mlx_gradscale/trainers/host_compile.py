@@ -72,8 +72,8 @@ class HostCompiled:
         self._is_active = is_active
         self._function = function
         self._captured = [inputs or [], outputs or []]
-        self._compile = lambda inputs, outputs: compile_fn(
-            function, inputs, outputs, shapeless
+        self._compile: Callable[..., Callable[..., Any]] = lambda inputs, outputs: (
+            compile_fn(function, inputs, outputs, shapeless)
         )
         self._plain = self._compiled = self._compile(inputs, outputs)
         update_wrapper(self, function)
@@ -95,20 +95,22 @@ class HostCompiled:
         is_outermost = not thread.traces
         undo = remember(self._captured, self.context.state if self.context else [])
         thread.traces.append(self)
+        is_complete = False
         try:
             result = self._compiled(*args, **kwargs)
+            is_complete = True
         except BaseException as error:
             undo()
             if not isinstance(error, _Rehearse) or not is_outermost:
                 raise
-        else:
-            if is_outermost and self.context is not None:
-                self.context.after_call(self.context.state)
-            return result
         finally:
             thread.traces.pop()
-        self._rehearse(undo, args, kwargs)
-        return self(*args, **kwargs)
+        if not is_complete:
+            self._rehearse(undo, args, kwargs)
+            return self(*args, **kwargs)
+        if self.context is not None:
+            self.context.after_call(self.context.state)
+        return result
 
     def _rehearse(self, undo: Callable[[], None], args: Any, kwargs: Any) -> None:
         try:

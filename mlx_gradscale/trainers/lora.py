@@ -4,8 +4,8 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import metadata
-from types import ModuleType
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +15,12 @@ from mlx.utils import tree_map_with_path
 
 from ..commands import run_command
 from ..files.text import printable
-from .lora_options import Options, add_options
+from .lora_options import add_options, read_options
 
 _TESTED = "0.32.2"
-_INSTALL = f"pip install mlx-lm=={_TESTED}"
+_INSTALL = (
+    f"This command was tested with mlx-lm {_TESTED}: pip install mlx-lm=={_TESTED}"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,48 +40,38 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         host = _import_host()
+        build_parser, run = host.build_parser, host.run
+        ours: dict[str, Any] = {
+            "build_parser": lambda: _with_ours(build_parser()),
+            "run": lambda args, *rest: _run(host, run, args, *rest),
+        }
         with (
             patch.object(sys, "argv", ["mlx_gradscale lora", *arguments]),
-            patch.multiple(
-                host,
-                build_parser=lambda parser=host.build_parser: _with_ours(parser()),
-                run=lambda args, *rest, run=host.run: _run(host, run, args, *rest),
-            ),
+            patch.multiple(host, **ours),
         ):
             host.main()
     except (ImportError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError) or not _is_ours(error):
-            raise
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_ours = str(frame.f_globals.get("__name__")).startswith("mlx_gradscale.")
+        if isinstance(error, BrokenPipeError) or not is_ours:
+            raise  # an error of mlx-lm keeps its traceback
         print(f"mlx_gradscale lora: {printable(error)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _import_host() -> ModuleType:
+def _import_host() -> Any:
     """Return ``mlx_lm.lora``, or raise an ``ImportError`` that says what to install."""
     try:
-        import mlx_lm
-    except ImportError:
-        raise ImportError(f"mlx-lm is not installed: {_INSTALL}") from None
-    try:
-        from mlx_lm import lora
-
-        from . import lora_training  # noqa: F401 - imports what it needs of mlx-lm
-
+        host = import_module("mlx_lm.lora")
+        import_module(f"{__package__}.lora_training")  # what it needs of mlx-lm
         for name in ("main", "build_parser", "run", "load", "train", "evaluate"):
-            getattr(lora, name)
+            getattr(host, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"mlx-lm {mlx_lm.__version__} has changed too much ({error}). This command "
-            f"was tested with {_TESTED}: {_INSTALL}"
+            f"mlx-lm is missing or has changed ({error}). {_INSTALL}"
         ) from None
-    return lora
-
-
-def _is_ours(error: Exception) -> bool:
-    """Return whether our code raised this; mlx-lm's errors keep their traceback."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).startswith("mlx_gradscale.")
+    return host
 
 
 def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -93,16 +85,17 @@ def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _run(host: ModuleType, run: Callable[..., Any], args: Any, *rest: Any) -> None:
+def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
     from .lora_training import Training
 
-    options = Options.of(args)
+    options = read_options(args)
     training = Training(options, args)
     load, evaluate = host.load, host.evaluate
 
     def load_in_dtype(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         model, *others = load(*args, **kwargs)
-        _cast(model, options.dtype)
+        if options.dtype is not None:
+            _cast(model, options.dtype)
         return model, *others
 
     def evaluate_in_float32(*args: Any, model: nn.Module, **kwargs: Any) -> Any:
@@ -110,22 +103,20 @@ def _run(host: ModuleType, run: Callable[..., Any], args: Any, *rest: Any) -> No
             training.choose_float32_layers(model)
         return evaluate(*args, model=model, **kwargs)
 
-    with patch.multiple(
-        host, load=load_in_dtype, evaluate=evaluate_in_float32, train=training.train
-    ):
+    ours: dict[str, Any] = {
+        "load": load_in_dtype,
+        "evaluate": evaluate_in_float32,
+        "train": training.train,
+    }
+    with patch.multiple(host, **ours):
         run(args, *rest)
     if args.train and not training.was_called:
-        raise ImportError(
-            f"mlx-lm {metadata.version('mlx-lm')} did not call the trainer of this "
-            f"command. It was tested with {_TESTED}: {_INSTALL}"
-        )
+        raise ImportError(f"mlx-lm did not call train() of this command. {_INSTALL}")
     if args.train and options.history and mx.distributed.init().rank() == 0:
-        _draw(options)
+        _draw(options.history)
 
 
-def _cast(model: nn.Module, dtype: mx.Dtype | None) -> None:
-    if dtype is None:
-        return
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     # Some models of mlx-lm name weights that stay as they are, such as a router's.
     is_cast = getattr(model, "cast_predicate", lambda path: True)
 
@@ -137,17 +128,16 @@ def _cast(model: nn.Module, dtype: mx.Dtype | None) -> None:
     mx.eval(model.parameters())
 
 
-def _draw(options: Options) -> None:
+def _draw(history: Path) -> None:
     from ..plot import plot_history
 
-    assert options.history is not None
-    picture = options.history.with_suffix(".png")
+    picture = history.with_suffix(".png")
     try:
-        plot_history(options.history, picture)
+        plot_history(history, picture)
     except ImportError as error:  # no reason to fail after all the training
         print(f"No picture of the history was drawn: {printable(error)}")
     else:
-        print(f"The history is in {options.history}, and drawn in {picture}.")
+        print(f"The history is in {history}, and drawn in {picture}.")
 
 
 if __name__ == "__main__":

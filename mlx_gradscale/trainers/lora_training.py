@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ from ..core.notices import warn_user
 from ..diagnostics import LossScaleCallback, ScaleHistory
 from .first_scale import find_first_scale
 from .lora_batches import Batches
-from .lora_options import Options
+from .lora_options import wrap_optimizer
 
 FOLDER = "checkpoint"
 # What decides which rows are in which batch.
@@ -40,11 +41,11 @@ class Training:
     """One run of the command.
 
     Args:
-        options (Options): Our flags.
+        options (SimpleNamespace): Our options.
         arguments (Any): mlx-lm's.
     """
 
-    def __init__(self, options: Options, arguments: Any):
+    def __init__(self, options: SimpleNamespace, arguments: Any):
         self._options = options
         self._arguments = arguments
         self._folder = Path(arguments.adapter_path) / FOLDER
@@ -70,7 +71,7 @@ class Training:
         if args.grad_checkpoint:
             grad_checkpoint(model.layers[0])
         self.choose_float32_layers(model)
-        self.optimizer = self._options.wrap(optimizer)
+        self.optimizer = wrap_optimizer(optimizer, self._options)
         self.optimizer.init(model.trainable_parameters())
         self._callback = LossScaleCallback(self.optimizer, training_callback)
         self._batches = Batches(
@@ -98,8 +99,8 @@ class Training:
         if self._iteration and not self.optimizer.step.item():
             warn_user(
                 "Nothing was trained: every step was skipped, because its gradients "
-                "were not finite. mlx_gradscale.diagnostics.explain_overflow says where "
-                "it begins."
+                "were not finite. mlx_gradscale.diagnostics.explain_overflow says "
+                "where it begins."
             )
 
     def choose_float32_layers(self, model: nn.Module) -> None:
