@@ -13,7 +13,6 @@ Inside, three things of MLX are replaced, in all threads:
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -24,92 +23,15 @@ import mlx.nn as nn
 from mlx.optimizers import SGD, MultiOptimizer, Optimizer
 from mlx.utils import tree_map
 
-from ..core.finite import all_finite
 from ..core.masters import HALF
 from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
-from ..core.optimizers import single_optimizers
-from ..core.scale import count_step, next_scale
-from ..core.scaler import GradScaler, SkipWatch
-from ..core.trees import CONTAINERS, flatten, leaves
+from ..core.scaler import GradScaler
+from ..core.trees import CONTAINERS, leaves
 from .host_compile import HostCompiled, busy, leave_trace_unless, thread
+from .host_state import Gradients, Steps
 
 _Function = Callable[..., Any]
-
-
-class _Gradients:
-    """The scaler of one model, and how many gradients were computed with it."""
-
-    def __init__(self, owner: Any, scaler: GradScaler):
-        self.owner = weakref.ref(owner)
-        self.scaler = scaler
-        self.watch = SkipWatch()
-        self.state: dict[str, Any] = {"scaler": scaler.state, "count": mx.array(0)}
-
-    def count(self, gradients: Any) -> None:
-        """Move the scale by whether the gradients are finite."""
-        finite, state = all_finite(gradients), self.scaler.state
-        state.update(count_step(state, finite))
-        state.update(next_scale(state, finite))
-        self.state["count"] = self.state["count"] + 1
-
-    def report(self) -> str:
-        scale, bad = self.scaler.get_scale(), self.scaler.skipped_steps.item()
-        count = self.state["count"].item()
-        return f"loss scale {scale:g}, {bad} of {count} gradients overflowed"
-
-
-class _Steps:
-    """The guard of one optimizer, and how many steps were taken with it."""
-
-    def __init__(self, optimizer: Optimizer, arguments: dict[str, Any]):
-        self.owner = weakref.ref(optimizer)
-        self.name = type(optimizer).__name__
-        self._counts = {"applied": mx.array(0), "skipped": mx.array(0)}
-        # A twin with the same attributes: nothing of ours keeps the trainer's alive.
-        twin = object.__new__(type(optimizer))
-        twin.__dict__ = vars(optimizer)
-        self._guarded: Any = GuardedOptimizer(twin, **arguments)
-        self._prepared: list[Any] = []
-        self._paths: set[str] = set()
-
-    def is_ready(self, parameters: Any) -> bool:
-        """Return whether there is state for these, and the trainer has not moved it."""
-        states = _states(self._guarded.optimizer)
-        paths = (path for path, _ in flatten(parameters))
-        is_same = list(map(id, states)) == list(map(id, self._prepared))
-        return is_same and self._paths.issuperset(paths)
-
-    def prepare(self, parameters: Any) -> None:
-        """Create what steps with these parameters need, and keep what there is."""
-        self._guarded.init(parameters)
-        self._prepared = _states(self._guarded.optimizer)
-        self._paths.update(path for path, _ in flatten(parameters))
-
-    def take(self, gradients: Any, parameters: Any) -> Any:
-        """Return the new parameters, or the old ones, and count the step."""
-        result = self._guarded.apply_gradients(gradients, parameters)
-        applied, counts = self._guarded.scaler.last_step_applied, self._counts
-        counts["applied"] = counts["applied"] + applied
-        counts["skipped"] = counts["skipped"] + mx.logical_not(applied)
-        return result
-
-    @property
-    def state(self) -> list[Any]:
-        """What compiled functions have to list."""
-        if self.owner() is None:
-            # The counts stay, for the report.
-            self._guarded, self._prepared = None, []
-        return [self._counts, self._guarded.state if self._guarded else {}]
-
-    def n_steps(self) -> tuple[int, int]:
-        """Return how many steps were applied, and how many skipped."""
-        counts: Any = mx.stack(list(self._counts.values())).tolist()
-        return counts[0], counts[1]
-
-
-def _states(optimizer: Optimizer) -> list[Any]:
-    return [part.state for part in single_optimizers(optimizer)]
 
 
 class Everywhere:
@@ -128,8 +50,8 @@ class Everywhere:
         self._float32_layers = float32_layers
         self._arguments = arguments
         self._has_warned = False
-        self._gradients: list[_Gradients] = []
-        self._steps: list[_Steps] = []
+        self._gradients: list[Gradients] = []
+        self._steps: list[Steps] = []
         # Raises here if an argument is wrong, not in the trainer's first step.
         GuardedOptimizer(SGD(0.0), **arguments)
 
@@ -182,7 +104,7 @@ class Everywhere:
         leave_trace_unless(found is not None, self)
         with busy():
             if found is None:
-                found = _Gradients(owner, self._new_scaler(model, fn, args, kwargs))
+                found = Gradients(owner, self._new_scaler(model, fn, args, kwargs))
                 self._gradients.append(found)
                 self._list_state()
             value, gradients = compute(found.scaler, *args, **kwargs)
@@ -218,7 +140,7 @@ class Everywhere:
         leave_trace_unless(is_ready, self)
         with busy():
             if steps is None:
-                steps = _Steps(optimizer, self._arguments)
+                steps = Steps(optimizer, self._arguments)
                 self._steps.append(steps)
             if not is_ready:
                 steps.prepare(trained)
@@ -226,8 +148,8 @@ class Everywhere:
             if thread.is_rehearsing:
                 return trained
             result = steps.take(gradients, parameters)
-        if not thread.traces:
-            mx.async_eval(steps.state)
+            if not thread.traces:
+                mx.async_eval(steps.counters)
         return result
 
     def _list_state(self) -> None:
@@ -268,9 +190,9 @@ def everywhere(
     made earlier, and in functions that the trainer compiles. Afterwards everything is
     as before. It warns at the end if nothing was trained.
 
-    A trainer that updates weights without an optimizer of ``mlx.optimizers``, or that
-    imported ``compile`` or ``value_and_grad`` from ``mlx.core`` by name before, is not
-    reached.
+    It does not reach a trainer that updates weights without an optimizer of
+    ``mlx.optimizers``, compiled its step before, or imported ``compile`` or
+    ``value_and_grad`` from ``mlx.core`` by name before.
 
     Args:
         make_scaler (Callable, optional): Returns the scaler for each model. Default: a

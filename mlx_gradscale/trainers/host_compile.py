@@ -109,6 +109,8 @@ class HostCompiled:
             self._rehearse(undo, args, kwargs)
             return self(*args, **kwargs)
         if self.context is not None:
+            # Old arrays that it holds could not be reused in the evaluation.
+            del undo
             self.context.after_call(self.context.state)
         return result
 

@@ -1,15 +1,16 @@
-"""mlx-lm-lora's GRPO, which raises where a gradient is not finite."""
+"""mlx-lm-lora's GRPO, some versions of which abort at the first overflow."""
 
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 
 pytest.importorskip("mlx_lm", reason="needs mlx-lm")
 from mlx_lm import load
 
-from mlx_gradscale import GradScaler, everywhere
+from mlx_gradscale import everywhere
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.lora_parts import make_model
@@ -26,6 +27,10 @@ def grpo(monkeypatch):
     monkeypatch.setattr(sys, "path", folders)
     if not hasattr(sys.modules.get("mlx_lm_lora"), "__path__"):
         monkeypatch.delitem(sys.modules, "mlx_lm_lora", raising=False)
+    # It asks for a limit that only Apple's GPUs have.
+    info = {"max_recommended_working_set_size": 0}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: None)
     return pytest.importorskip(
         "mlx_lm_lora.trainer.grpo_trainer", reason="needs the extra interop"
     )
@@ -35,7 +40,7 @@ def long_words(prompts, completions, answer, types=None):
     return [float(sum(c.isalpha() for c in text)) for text in completions]
 
 
-def train(grpo, folder, make_scaler=None):
+def train(grpo, folder):
     """Its whole loop: rollouts, rewards, its loss, its check, its update."""
     model, tokenizer = load(str(folder / "model"))
     rows = [(tokenizer.encode(text), [3], text, "3") for text in PROMPTS]
@@ -46,7 +51,7 @@ def train(grpo, folder, make_scaler=None):
         beta=0.0,
         adapter_file=str(folder / "adapters.safetensors"),
     )
-    with everywhere(make_scaler) as here:
+    with everywhere() as here:
         grpo.train_grpo(
             *(model, None, tokenizer, optim.AdamW(1e-4), rows),
             reward_funcs=[long_words],
@@ -58,7 +63,5 @@ def train(grpo, folder, make_scaler=None):
 def test_it_gets_through_where_the_scale_is_found_before_the_first_step(grpo, tmp_path):
     make_model(tmp_path / "model")
     scale, steps = train(grpo, tmp_path)
-    assert "loss scale 1024, 0 of" not in scale
-    assert f"AdamW: {STEPS} steps applied, 0 skipped" == steps
-    with pytest.raises(FloatingPointError, match="Non-finite GRPO"):
-        train(grpo, tmp_path, lambda: GradScaler(2.0**24))
+    assert " 0 of " in scale
+    assert steps == f"AdamW: {STEPS} steps applied, 0 skipped"
