@@ -241,16 +241,18 @@ def _line(path: Path, record: ScaleRecord) -> str:
 
 def _parse(path: Path, line: str) -> ScaleRecord:
     if path.suffix == ".csv":
-        cells: list[Any] = [cell or None for cell in line.split(",")]
-        step, scale, applied, grad_norm, loss = cells
-        step, applied = int(step), {"0": False, "1": True}[applied]
+        step, scale, applied, *rest = (cell or None for cell in line.split(","))
+        found = (
+            int(step or ""),
+            float(scale or ""),
+            {"0": False, "1": True}[applied or ""],
+        )
+        grad_norm, loss = rest
     else:
         row = json.loads(line)
-        step, scale, applied = row["step"], row["scale"], row["applied"]
+        found = row["step"], float(row["scale"]), row["applied"]
         grad_norm, loss = row.get("grad_norm"), row.get("loss")
-        if type(step) is not int or type(applied) is not bool:
-            raise TypeError(line)
-    if abs(step) >= 2**63:
-        raise OverflowError(step)  # no picture can show it
-    rest = (None if x is None else float(x) for x in (grad_norm, loss))
-    return ScaleRecord(step, float(scale), applied, *rest)
+    if [type(x) for x in found] != [int, float, bool] or abs(found[0]) >= 2**63:
+        raise ValueError(line)
+    numbers = [None if x is None else float(x) for x in (grad_norm, loss)]
+    return ScaleRecord(*found, *numbers)
