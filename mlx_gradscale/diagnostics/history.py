@@ -241,13 +241,9 @@ def _line(path: Path, record: ScaleRecord) -> str:
 
 def _parse(path: Path, line: str) -> ScaleRecord:
     if path.suffix == ".csv":
-        step, scale, applied, *rest = (cell or None for cell in line.split(","))
-        found = (
-            int(step or ""),
-            float(scale or ""),
-            {"0": False, "1": True}[applied or ""],
-        )
-        grad_norm, loss = rest
+        step, scale, applied, *rest = line.split(",")
+        found = int(step), float(scale), {"0": False, "1": True}[applied]
+        grad_norm, loss = (cell or None for cell in rest)
     else:
         row = json.loads(line)
         found = row["step"], float(row["scale"]), row["applied"]
