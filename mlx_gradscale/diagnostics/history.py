@@ -40,6 +40,8 @@ class ScaleRecord:
 
 
 _HEADER = ",".join(field.name for field in fields(ScaleRecord))
+# What reading a line that is no record may raise.
+_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 class ScaleHistory:
@@ -211,7 +213,7 @@ def _read_records(path: Path, data: bytes) -> list[ScaleRecord]:
     for i, line in enumerate(lines[bool(header) :], start=1 + bool(header)):
         try:
             record = _parse(path, line)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except _MALFORMED as error:
             raise ValueError(
                 f"{path}, line {i} is no record: {line[:100]!r}"
             ) from error
