@@ -299,10 +299,8 @@ class GradScaler:
             >>> from mlx_gradscale import GradScaler
             >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.1)
             >>> grads = {"w": scaler.scale(mx.array(0.5))}
-            >>> scaler.unscale_(optimizer, grads)
-            {'w': array(0.5, dtype=float32)}
-            >>> grads
-            {'w': array(0.5, dtype=float32)}
+            >>> scaler.unscale_(optimizer, grads) is grads, grads
+            (True, {'w': array(0.5, dtype=float32)})
         """
         if not self._enabled:
             return grads
@@ -313,18 +311,17 @@ class GradScaler:
                 "unscale_() was called after step(). The order is unscale_(), step(), "
                 f"update(). {_START_AFRESH}"
             )
-        if self._mode != _SCALED:
-            finite = all_finite_times([], None, arrays(grads))
-            self._stages[id(optimizer)] = _Stage(optimizer, finite)
-            return grads
-        if stage:
+        if self._mode == _SCALED and stage:
             raise RuntimeError(
                 "unscale_() was called twice for this optimizer since the last "
                 f"update(). {_START_AFRESH}"
             )
-        inverse = 1.0 / self._state["scale"]
+        is_scaled = self._mode == _SCALED
+        inverse = 1.0 / self._state["scale"] if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
+        if inverse is None:
+            return grads
         return self._backward.unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
@@ -370,14 +367,6 @@ class GradScaler:
 
         Returns:
             Any: The new parameters, in the structure of ``grads``.
-
-        Example:
-            >>> import mlx.core as mx, mlx.optimizers as optim
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.5)
-            >>> grads = {"w": scaler.scale(mx.array([1.0]))}
-            >>> scaler.apply_gradients(optimizer, grads, {"w": mx.array([2.0])})
-            {'w': array([1.5], dtype=float32)}
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
@@ -545,15 +534,7 @@ class GradScaler:
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, also for a step that is already compiled.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.set_growth_factor(1.5)
-            >>> scaler.get_growth_factor()
-            1.5
-        """
+        """Set the growth factor, also for a step that is already compiled."""
         self._set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -596,13 +577,7 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """How many of the latest updates in a row skipped a step, lazily.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler().consecutive_skips
-            array(0, dtype=int32)
-        """
+        """How many of the latest updates in a row skipped a step, lazily."""
         return self._state["consecutive_skips"]
 
     @property
@@ -613,13 +588,7 @@ class GradScaler:
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's five keys, and others only where not at their default.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler(growth_factor=1.5).state_dict()["growth_factor"]
-            1.5
-        """
+        """Return PyTorch's five keys, and others only where not at their default."""
         return to_state_dict(read(self._state)) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
