@@ -11,6 +11,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import is_floating, nonfinite
+from .gradients import Source
 from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
@@ -129,23 +130,7 @@ class LossScaleOptimizer(Optimizer):
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: the loss and unscaled float32 gradients.
-
-        See :meth:`GradScaler.value_and_grad`.
-
-        Example:
-            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-            >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
-            >>> model = nn.Linear(2, 1)
-            >>> model.set_dtype(mx.float16)
-            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1024.0))
-            >>> loss_and_grad = optimizer.value_and_grad(
-            ...     model, lambda x: model(x).astype(mx.float32).mean()
-            ... )
-            >>> loss, grads = loss_and_grad(mx.ones((4, 2), mx.float16))
-            >>> grads["bias"], optimizer.scaler.get_scale()
-            (array([1], dtype=float32), 1024.0)
-        """
+        """Like ``nn.value_and_grad``: see :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(
             model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
         )
@@ -250,25 +235,15 @@ class LossScaleOptimizer(Optimizer):
     def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
         scaler = self._scaler
         is_averaged = self._ranks.average and not self._ranks.is_single
-        if is_averaged and gradients:
-            # Averages are of unscaled gradients, whatever came in.
-            leaves = match(gradients, parameters)
-            sources = scaler._sources(leaves, self, self.optimizer)
-            for leaf, source in zip(leaves, sources, strict=True):
-                if source is not None and source.scaled is leaf.gradient:
-                    gradients = scaler._backward.unscale(gradients, source.inverse)
-                    break
-        like = parameters
-        if isinstance(parameters, nn.Module):
-            like = parameters.trainable_parameters()
-        gradients = self._ranks.averaged(gradients, like, weight)
+        if is_averaged or weight is not None:
+            gradients = self._averaged(gradients, parameters, weight)
         leaves = match(gradients, parameters)
         if self._needs_init():
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         self._check_known(leaves)
         scaler._check_leaves(leaves)
-        sources = [None] * len(leaves)
+        sources: list[Source | None] = [None] * len(leaves)
         if not is_averaged:
             sources = scaler._sources(leaves, self, self.optimizer)
         max_norm = self._state["max_grad_norm"] if self._clips else None
@@ -280,6 +255,18 @@ class LossScaleOptimizer(Optimizer):
         if inspected.norm is not None:
             planned.writes.append((self._state, "grad_norm", inspected.norm))
         return planned
+
+    def _averaged(self, gradients: Any, parameters: Any, weight: Any) -> Any:
+        leaves = match(gradients, parameters)
+        sources = self._scaler._sources(leaves, self, self.optimizer)
+        for leaf, source in zip(leaves, sources, strict=True):
+            if source is not None and source.scaled is leaf.gradient:
+                # From scale(): averages are of unscaled gradients.
+                gradients = self._scaler._backward.unscale(gradients, source.inverse)
+                break
+        is_model = isinstance(parameters, nn.Module)
+        like = parameters.trainable_parameters() if is_model else parameters
+        return self._ranks.averaged(gradients, like, weight)
 
     def _needs_init(self) -> bool:
         return not self._initialized or bool(self._known and needs_init(self.optimizer))
