@@ -490,14 +490,12 @@ class GradScaler:
                     "update() found nothing recorded. Call step() or unscale_() first; "
                     "if step() runs inside mx.compile, call update() in there too."
                 )
-            sources = self._backward.pending()
-            scaled, inverse = (
-                [x.scaled for x in sources],
-                sources and sources[0].inverse,
-            )
-            flags.append(
-                all_finite_times(scaled, inverse, []) if scaled else mx.array(False)
-            )
+            pending = self._backward.pending()
+            dropped_finite = mx.array(False)
+            if pending:
+                scaled = [source.scaled for source in pending]
+                dropped_finite = all_finite_times(scaled, pending[0].inverse, [])
+            flags.append(dropped_finite)
         finite = reduce(mx.logical_and, flags)
         return finite if len(flags) == 1 else finite_on_all_ranks(finite, self.group)
 
