@@ -406,7 +406,7 @@ class LossScaleOptimizer(Optimizer):
             self._detach()
         elif self._detached is not None and state is self._detached:
             self._attach(self._detached)
-        elif "scaler" in state:
+        elif any(str(key).partition(".")[0] == "scaler" for key in state):
             # Clipping is what the program says now.
             loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
             _check_loaded(loaded, self.scaler.state)

@@ -412,15 +412,11 @@ class GradScaler:
         self, leaves: list[Leaf], *optimizers: Optimizer
     ) -> list[Source | None]:
         """Return the scaled array behind each gradient, None for an unscaled one."""
-        sources = self._backward.sources([leaf.gradient for leaf in leaves])
         is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
         if self._mode == _SCALED and is_scaled:
             inverse = 1.0 / self._state["scale"]
-            sources = [
-                source or Source(leaf.gradient, inverse)
-                for leaf, source in zip(leaves, sources, strict=True)
-            ]
-        return sources
+            return [Source(leaf.gradient, inverse) for leaf in leaves]
+        return [getattr(leaf.gradient, "source", None) for leaf in leaves]
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_last_call()
@@ -494,10 +490,12 @@ class GradScaler:
                     "update() found nothing recorded. Call step() or unscale_() first; "
                     "if step() runs inside mx.compile, call update() in there too."
                 )
-            scaled, inverse = self._backward.pending()
-            flags.append(
-                all_finite_times(scaled, inverse, []) if scaled else mx.array(False)
-            )
+            pending = self._backward.pending()
+            dropped_finite = mx.array(False)
+            if pending:
+                scaled = [source.scaled for source in pending]
+                dropped_finite = all_finite_times(scaled, pending[0].inverse, [])
+            flags.append(dropped_finite)
         finite = reduce(mx.logical_and, flags)
         return finite if len(flags) == 1 else finite_on_all_ranks(finite, self.group)
 
