@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..core.finite import arrays, is_floating
+from ..core.scale import LARGEST_SCALE, SMALLEST_SCALE
 from ..files.text import align, percent, power
-from ..finite import arrays, is_floating
-from ..scale import LARGEST_SCALE, SMALLEST_SCALE
 from .reading import scale_of
 
 # float16: the smallest power of two that does not round to zero (2**-24 is the

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from ..core.finite import NonFinite, nonfinite
 from ..files.text import align, dtype_name
-from ..finite import NonFinite, nonfinite
 
 
 def overflow_table(grads: Any, limit: int | None = 20) -> str:

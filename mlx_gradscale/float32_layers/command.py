@@ -1,7 +1,8 @@
-"""The command ``mlx_gradscale.float16``: can this model train in float16?"""
+"""The command ``mlx_gradscale float16``: can this mlx-lm model train in float16?"""
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments (list): Default: those of the process.
 
     Returns:
-        int: 0, or 1 if no layers help or something is missing, which is said.
+        int: 0, or 1 if no layers help or an argument is wrong.
     """
     expected = (OSError, ValueError, TypeError, ImportError)
-    return run_command(lambda: _search(arguments), expected, "mlx_gradscale.float16: ")
+    return run_command(lambda: _search(arguments), expected, "mlx_gradscale float16: ")
 
 
 def _search(arguments: Sequence[str] | None) -> int:
@@ -38,6 +39,7 @@ def _search(arguments: Sequence[str] | None) -> int:
         batches,
         margin=options.margin,
         tolerance=options.tolerance,
+        progress=_show if sys.stderr.isatty() else None,
     )
     print(found)
     if not found.helps:
@@ -52,13 +54,17 @@ def _search(arguments: Sequence[str] | None) -> int:
     return 0
 
 
+def _show(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlx_gradscale.float16",
+        prog="mlx_gradscale float16",
         description="Run batches through an mlx-lm model, forward and backward, in "
-        "float32 and float16. Say how far each layer is from 65504, draw it, and write "
-        "the layers that must compute in float32 to a file.",
-        epilog="example: mlx_gradscale.float16 --model my-model --data my-data",
+        "float32 and float16. Print how close each layer is to 65504, draw it, and "
+        "write the layers that must compute in float32 to a file.",
+        epilog="example: mlx_gradscale float16 --model my-model --data my-data",
     )
     parser.add_argument("--model", required=True, help="a folder with an mlx-lm model")
     parser.add_argument(
@@ -105,6 +111,7 @@ def _load(options: argparse.Namespace) -> tuple[nn.Module, Any, list[Any]]:
     try:
         import mlx_lm
         from mlx_lm.tuner.trainer import default_loss
+        from mlx_lm.tuner.utils import linear_to_lora_layers
     except ImportError as error:
         raise ImportError("This command needs mlx-lm: pip install mlx-lm.") from error
     model, tokenizer = mlx_lm.load(options.model)
@@ -112,11 +119,9 @@ def _load(options: argparse.Namespace) -> tuple[nn.Module, Any, list[Any]]:
     # Before the adapters, which mlx-lm makes in float32.
     model.set_dtype(mx.float16)
     if options.fine_tune_type == "lora":
-        from mlx_lm.tuner.utils import linear_to_lora_layers
-
         model.freeze()
-        every = len(model.layers)
-        linear_to_lora_layers(model, every, {"rank": 8, "scale": 20.0, "dropout": 0.0})
+        config = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+        linear_to_lora_layers(model, len(model.layers), config)
     model.train()
     return model, default_loss, [(model, *batch) for batch in batches]
 
@@ -131,30 +136,24 @@ def _batches(options: argparse.Namespace, tokenizer: Any) -> list[Any]:
         found = load_local_dataset(path, tokenizer, plain)
         dataset = next((each for each in found if len(each)), None)
     else:
-        dataset = create_dataset(_rows(path), tokenizer, plain)
+        with open(path, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
+        dataset = create_dataset(rows, tokenizer, plain) if rows else None
     if not dataset:
-        raise ValueError(f"There is no train.jsonl with data in {options.data}.")
+        raise ValueError(f"There are no samples in {options.data}.")
     batches = iterate_batches(
         CacheDataset(dataset), options.batch_size, options.max_seq_length, seed=0
     )
     return list(islice(batches, options.batches))
 
 
-def _rows(path: Path) -> list[Any]:
-    with open(path, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} holds no samples: one JSON object per line.")
-    return rows
-
-
 def _draw(found: Float32Search, output: Path) -> None:
     try:
         from ..plot import plot_headroom
 
-        for dark in (False, True):
-            name = f"{output.stem}-{'dark' if dark else 'light'}.png"
-            plot_headroom(found, output.with_name(name), dark=dark)
-            print(output.with_name(name))
+        for theme in ("light", "dark"):
+            picture = output.with_name(f"{output.stem}-{theme}.png")
+            plot_headroom(found, picture, dark=theme == "dark")
+            print(picture)
     except ImportError as error:
         print(f"No picture: {error}")
