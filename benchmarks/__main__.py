@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.chart:
         rows = results["tables"]["optimizer_phase"]
-        chart.draw(rows, options.chart, ", ".join(map(str, machine.values())))
+        note = f"{machine['device']}, MLX {machine['mlx']}"
+        chart.draw(rows, options.chart, note)
     return 0
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from . import steps
 from .harness import Rows, release_memory
@@ -82,11 +83,18 @@ def measure(quick: bool = False) -> Rows:
 def count(step: Step) -> tuple[int, int]:
     """Return the bytes that one step reads and writes, and its kernel launches."""
     known = arrays_of([step.state, step.gradients])
+    # Views of one buffer, as weights and their bits, are read once by a kernel.
+    buffers = {name: _address(x) for name, x in _named(known).items()}
     outputs = arrays_of(step.start())
     primitives = read_graph(outputs, known)
     kernels = [p for p in primitives if p.name not in VIEWS]
     sizes = _sizes(primitives, _named(known + outputs))
-    moved = sum(sizes[n][0] * sizes[n][1] for k in kernels for n in _touched(k))
+    moved = 0.0
+    for kernel in kernels:
+        read = {buffers.get(name, name): name for name in kernel.inputs}
+        for name in [*read.values(), *kernel.outputs]:
+            elements, width = sizes[name]
+            moved += elements * width
     return round(moved), len(kernels)
 
 
@@ -114,8 +122,10 @@ def _named(arrays: list[mx.array]) -> dict[str, mx.array]:
     return {f"array{i}": x for i, x in enumerate(unique.values())}
 
 
-def _touched(kernel: Kernel) -> list[str]:
-    return [*dict.fromkeys(kernel.inputs), *kernel.outputs]
+def _address(x: mx.array) -> int:
+    bits = x.view(mx.uint16) if x.dtype == mx.bfloat16 else x
+    address: int = np.array(bits, copy=False).__array_interface__["data"][0]
+    return address
 
 
 def _sizes(

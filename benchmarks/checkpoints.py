@@ -1,9 +1,9 @@
 """How fast are PyTorch checkpoints read and written, and in how much memory?
 
 1 GB, half float32 and half bfloat16, against ``torch.load`` and ``torch.save``. Each
-measurement is a process of its own, by turns. Memory is by how much the peak of the
-process grew during the call. This package's ``save`` syncs to the disk before the new
-file takes its place; PyTorch's does not, so it is also measured with a sync.
+measurement is a process of its own, by turns. Memory is the peak during the call above
+what was in use before. This package syncs to the disk before the new file takes the
+place of an old one; PyTorch does not, so it is also measured with a sync.
 
 Run as ``python -m benchmarks.checkpoints CONTENDER SOURCE TARGET``, it prints JSON.
 """
@@ -22,6 +22,7 @@ from typing import Any
 from .harness import Rows, lower_quartile
 
 MAKE = "make"
+_HAS_STATUS = Path("/proc/self/clear_refs").exists()
 CONTENDERS = {
     "load": ("torch", "mlx_gradscale"),
     "save": ("torch", "torch and fsync", "mlx_gradscale"),
@@ -128,21 +129,31 @@ def _measure_torch(
 
 
 def _measure(call: Callable[[], Any]) -> dict[str, float]:
-    before, start = _peak_bytes(), time.perf_counter()
+    before, start = _reset_peak(), time.perf_counter()
     kept = call()
     seconds = time.perf_counter() - start
+    grown = _status("VmHWM") - before if _HAS_STATUS else _rusage_peak() - before
     del kept
-    return {"seconds": seconds, "bytes": _peak_bytes() - before}
+    return {"seconds": seconds, "bytes": grown}
 
 
-def _peak_bytes() -> int:
-    # On Linux getrusage's peak starts at the parent's; VmHWM is the process's own.
-    if sys.platform == "linux":
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+def _reset_peak() -> int:
+    """Forget the peak so far where the system can, and return the memory in use."""
+    if not _HAS_STATUS:
+        return _rusage_peak()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{field}:")[2].split()[0])
+
+
+def _rusage_peak() -> int:
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 if __name__ == "__main__":
