@@ -200,9 +200,9 @@ class Masters:
         found = dict(loaded)
         if self.kind == "float32" and any(p.startswith("remainders.") for p in loaded):
             raise ValueError(
-                'This state was saved with masters="remainder", which is joined with '
-                'the weights. Load it with masters="remainder", or use '
-                "restore_checkpoint(), which converts it."
+                'This state was saved with masters="remainder", and this optimizer has '
+                'masters="float32". Use the same kind, or save_checkpoint() and '
+                "restore_checkpoint(), which convert it."
             )
         for path in self.paths:
             master = found.pop(f"masters.{path}", None)

@@ -24,10 +24,7 @@ from .optimizers import (
 from .ranks import Ranks, Sharded
 from .scale import FIELDS, as_array, check, clamp_values, read
 from .scaler import GradScaler, is_wrapper
-from .trees import Leaf, match, restore, slots, snapshot
-
-# Parts of a saved state that are not loaded: clipping is what the program says now.
-_NOT_LOADED = ("max_grad_norm",)
+from .trees import Leaf, commit, match, slots
 
 
 class LossScaleOptimizer(Optimizer):
@@ -84,12 +81,12 @@ class LossScaleOptimizer(Optimizer):
         average: bool = False,
         sharded: Sharded | None = None,
     ):
-        check_supported(optimizer)
         if is_wrapper(optimizer):
             raise TypeError(
                 "This optimizer is, or holds, a LossScaleOptimizer already. Wrap once, "
                 "outermost."
             )
+        check_supported(optimizer)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
         if max_grad_norm is not None:
@@ -104,7 +101,6 @@ class LossScaleOptimizer(Optimizer):
         self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
         self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
-        self._loaded: dict[str, Any] | None = None
         self._detached: _State | None = None
         self._state = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
@@ -184,23 +180,13 @@ class LossScaleOptimizer(Optimizer):
         """
         found = [(path, x) for path, x in tree_flatten(parameters) if is_floating(x)]
         self._check_shapes(found)
-        self._ranks.compare(parameters, self._settings())
-        before, shapes = snapshot(self.state), dict(self._known)
-        try:
-            if self._loaded is not None:
-                self._clear_inner()
-            initialize(self.optimizer, parameters)
-            for path, x in found:
-                self._known[path] = x.shape
-                if x.dtype in HALF:
-                    self._masters.add(path, x)
-            if self._loaded is not None:
-                self._write(self._loaded)
-        except BaseException:
-            restore(before)
-            self._known = shapes
-            raise
-        self._loaded = None
+        if not self._ranks.is_single:
+            self._ranks.compare(parameters, self._settings())
+        initialize(self.optimizer, parameters)
+        for path, x in found:
+            self._known[path] = x.shape
+            if x.dtype in HALF:
+                self._masters.add(path, x)
         self._initialized = True
         # MLX cannot evaluate lazy arrays of one thread in another. Inside mx.compile
         # there is nothing to evaluate.
@@ -267,7 +253,8 @@ class LossScaleOptimizer(Optimizer):
         gradients = self._ranks.averaged(gradients, like, weight)
         leaves = match(gradients, parameters)
         if self._needs_init():
-            self.init(tree_unflatten([(x.path, x.parameter) for x in leaves]))
+            by_path = {leaf.path: leaf.parameter for leaf in leaves}
+            self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         self._check_known(leaves)
         scaler._check_leaves(leaves)
         sources = [None] * len(leaves)
@@ -408,10 +395,10 @@ class LossScaleOptimizer(Optimizer):
     def state(self) -> dict[str, Any]:
         """All there is to save: a tree of arrays. Setting it writes in place.
 
-        A state that is set before :meth:`init` is checked against the parameters there.
-        ``state["step"]``, ``state["learning_rate"]`` and other keys of the inner
-        optimizer are read and written through. Setting ``{}`` frees the memory of
-        moments and master weights.
+        Set it after :meth:`init`. ``state["step"]``, ``state["learning_rate"]`` and
+        other keys of the inner optimizer are read and written through, and so is the
+        state of a plain optimizer. Setting ``{}`` frees the memory of moments and
+        master weights.
         """
         # Again each time: a MultiOptimizer builds a new dict, and the user may have
         # replaced the inner optimizer's.
@@ -424,20 +411,10 @@ class LossScaleOptimizer(Optimizer):
             self._detach()
         elif state is self._detached:
             self._attach(state)
-        elif "scaler" not in state and not any(k.startswith("scaler.") for k in state):
-            self._set_plain(state)
+        elif "scaler" in state:
+            self._write(dict(tree_flatten(state)))
         else:
-            loaded = dict(tree_flatten(state))
-            loaded = {k: x for k, x in loaded.items() if k not in _NOT_LOADED}
-            _check_loaded(loaded, self.scaler.state)
-            # Now, while the file is there, and not inside a trace.
-            mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
-            if self._initialized:
-                self._write(loaded)
-            else:
-                self._loaded = loaded
-                self._show_loaded(loaded)
-            self.scaler._note_loaded()
+            self._set_inner(state)
 
     def _detach(self) -> None:
         self._detached = self._state
@@ -445,8 +422,9 @@ class LossScaleOptimizer(Optimizer):
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
             part.state = {k: part.state[k] for k in kept if k in part.state}
-        norms = (self._state[k] for k in ("grad_norm", "max_grad_norm"))
-        self._state = self._new_state(*norms)
+        self._state = self._new_state(
+            self._state["grad_norm"], self._state["max_grad_norm"]
+        )
         self._initialized = False
 
     def _attach(self, state: "_State") -> None:
@@ -456,64 +434,44 @@ class LossScaleOptimizer(Optimizer):
         mark_initialized(self.optimizer)
         self._initialized = True
 
-    def _set_plain(self, state: dict[str, Any]) -> None:
-        # The state of a plain optimizer. Its dict stays: compiled steps have it.
-        self._clear_inner()
+    def _set_inner(self, state: dict[str, Any]) -> None:
+        # In the dicts that it has: compiled steps have captured them.
         states = state.get("states", [state])
         for part, own in zip(single_optimizers(self.optimizer), states, strict=True):
             part.state.update(own)
 
-    def _clear_inner(self) -> None:
-        for part in single_optimizers(self.optimizer):
-            kept = {k: part.state[k] for k in ("step",) if k in part.state}
-            settings = {k: x for k, x in part.state.items() if isinstance(x, mx.array)}
-            dict.clear(part.state)
-            part.state.update(settings | kept)
-
-    def _show_loaded(self, loaded: dict[str, Any]) -> None:
-        # Visible at once; the structure is completed by init().
-        tree = tree_unflatten(list(loaded.items()))
-        inner = tree["optimizer"]
-        states = inner.get("states", [inner])
-        for part, own in zip(single_optimizers(self.optimizer), states, strict=True):
-            part.state.update(own)
-        for name in self._masters.state:
-            prefix = f"{name}."
-            self._masters.state[name].update(
-                {k[len(prefix) :]: x for k, x in loaded.items() if k.startswith(prefix)}
-            )
-        for name in FIELDS:
-            self.scaler.state[name] = loaded[f"scaler.{name}"]
-        if "grad_norm" in loaded:
-            self._state["grad_norm"] = loaded["grad_norm"]
-
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array of the state, or raise and replace none."""
+        if not self._initialized:
+            raise RuntimeError(
+                "Call init(model.trainable_parameters()) before you set the state, "
+                "which is checked against the parameters."
+            )
+        # Clipping is what the program says now.
+        loaded = {k: x for k, x in loaded.items() if k != "max_grad_norm"}
+        _check_loaded(loaded, self.scaler.state)
+        # Now, while the file is there, and not inside a trace.
+        mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
         loaded = self._masters.convert_loaded(loaded)
-        own = {
-            ".".join(map(str, path)): (box, key) for path, box, key in slots(self.state)
+        places = {
+            ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
         }
-        own = {k: place for k, place in own.items() if k not in _NOT_LOADED}
-        arrays = {k: x for k, x in loaded.items() if isinstance(x, mx.array)}
-        for path in own.keys() - arrays.keys():
-            raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
-        for path in arrays.keys() - own.keys() if is_builtin(self.optimizer) else ():
+        del places["max_grad_norm"]
+        for path, (box, key) in places.items():
+            _check_same(path, box[key], loaded.get(path))
+        added = loaded.keys() - places.keys()
+        if is_builtin(self.optimizer) and added:
             raise ValueError(
-                f"The state has {path!r}, which this optimizer does not have: it "
+                f"The state has {min(added)!r}, which this optimizer does not have: it "
                 "belongs to another model or optimizer."
             )
-        for path, (box, key) in own.items():
-            here, there = box[key], arrays[path]
-            if (here.shape, here.dtype) != (there.shape, there.dtype):
-                raise ValueError(
-                    f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
-                    f"{here.dtype} of shape {here.shape} in this optimizer."
-                )
-        if is_builtin(self.optimizer):
-            for path, (box, key) in own.items():
-                box[key] = arrays[path]
-        else:
-            self._show_loaded(loaded)
+        commit((box, key, loaded[path]) for path, (box, key) in places.items())
+        if added:
+            # A third-party optimizer may add to its state in a step.
+            prefix = "optimizer."
+            inner = {k[len(prefix) :]: x for k, x in loaded.items() if prefix in k}
+            self._set_inner(tree_unflatten(inner))
+        self.scaler._note_loaded()
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
@@ -599,6 +557,16 @@ def _check_norm(max_grad_norm: Any) -> None:
         )
 
 
+def _check_same(path: str, here: mx.array, there: Any) -> None:
+    if there is None:
+        raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
+    if (here.shape, here.dtype) != (there.shape, there.dtype):
+        raise ValueError(
+            f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
+            f"{here.dtype} of shape {here.shape} in this optimizer."
+        )
+
+
 def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
     """Raise for what no optimizer can use; bring scales into our limits, in place."""
     for path, x in loaded.items():
@@ -609,18 +577,8 @@ def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> 
             raise TypeError(f"{path!r} must be an array, got {x!r}.")
     prefix = "scaler."
     scaler = {k[len(prefix) :]: x for k, x in loaded.items() if k.startswith(prefix)}
-    for name in FIELDS.keys() ^ scaler.keys():
-        verb = "lacks" if name in FIELDS else "has"
-        raise ValueError(
-            f"This is not the state of a LossScaleOptimizer: it {verb} 'scaler.{name}'."
-        )
-    for name, x in scaler.items():
-        here = scaler_state[name]
-        if (x.shape, x.dtype) != (here.shape, here.dtype):
-            raise ValueError(
-                f"'scaler.{name}' must be {here.dtype} of shape (), got {x.dtype} of "
-                f"shape {x.shape}."
-            )
+    for name in FIELDS:
+        _check_same(f"scaler.{name}", scaler_state[name], scaler.get(name))
     numbers = read(scaler)
     usable = clamp_values(numbers)
     check(usable)

@@ -433,7 +433,7 @@ class GradScaler:
             raise ValueError(
                 "There are no gradients to step with. Is every parameter frozen?"
             )
-        if self._mode is None and self._scales:
+        if self._mode is None and self._scales and self._enabled:
             self._backward.warn_once(
                 "These gradients do not come from this scaler, so their loss was not "
                 "scaled and small float16 gradients may be lost. Get them from "
@@ -477,6 +477,7 @@ class GradScaler:
             return
         if new_scale is not None:
             self._state["scale"] = clamp(self._state, _as_scale(new_scale))
+            self._state["skips_since_update"] = mx.array(0)
             self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
         else:
             finite = self._finite_since_update()
