@@ -9,7 +9,7 @@ from .style import new_figure, power_of_two, save_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..float16 import Float32Search, Row
+    from ..float32_layers import Float32Search, Row
 
 _LARGEST = 65504.0
 # As a power of two, where the axis is linear; and float16's smallest number.
@@ -55,8 +55,9 @@ def plot_headroom(
     rows = [row for row in search.rows if row.layer] or list(search.rows)
     if not rows:
         raise ValueError(f"There is nothing to draw. {search.problem}".strip())
-    inside = _overflows_inside(search, rows)
     lost = [i for i, row in enumerate(rows) if row.forward > _LARGEST]
+    inside = [i for i, row in enumerate(rows) if row.overflows_inside]
+    inside = [i for i in inside if i not in lost]
     text = f"all in float16: {len(lost + inside)} of {len(rows)} layers overflow"
     if inside:
         text += f", {len(inside)} of them inside" if lost else " inside"
@@ -79,13 +80,6 @@ def plot_headroom(
         panels[-1].set_xticks(shown, names, rotation=90, fontsize=7)
         figure.supylabel("largest magnitude", fontsize=9)
     return save_figure(figure, path)
-
-
-def _overflows_inside(search: "Float32Search", rows: list["Row"]) -> list[int]:
-    """Return which layers are at fault although their own output fits."""
-    by_size = {reason.maker for reason in search.reasons if reason.by_size}
-    at_fault = [i for i, row in enumerate(rows) if row.why and row.layer not in by_size]
-    return [i for i in at_fault if rows[i].forward <= _LARGEST]
 
 
 def _labelled(count: int, at_fault: list[int]) -> list[int]:

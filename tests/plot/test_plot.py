@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
-from mlx_gradscale.float16 import Float32Search, Reason, Row
+from mlx_gradscale.float32_layers import Float32Search, Row
 from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -75,13 +75,11 @@ def test_gradient_map_has_a_row_per_leaf_and_as_many_names_as_fit():
     assert 50 <= len(figure.axes[0].get_yticks()) <= 72
 
 
-def search(layers=5, forward=1e5, by_size=True, where=("layers.1 to layers.2",)):
-    why = "values of 1e+05" if where else ""
+def search(layers=5, forward=1e5, inside=False, where=("layers.1 to layers.2",)):
     rows = [Row("", 1.0, 0.0, False)]
     rows += [Row(f"layers.{i}", 2.0, 30.0, False) for i in range(layers)]
-    rows[2] = Row("layers.1", forward, 30.0, bool(where), why)
-    reasons = [Reason(entry, "layers.1", why, by_size) for entry in where]
-    return Float32Search(list(where), reasons, rows, scale=1024.0)
+    rows[2] = Row("layers.1", forward, 30.0, bool(where), "too large", inside)
+    return Float32Search(list(where), [], rows, scale=1024.0)
 
 
 def test_headroom_draws_the_model_before_and_after_with_the_limit():
@@ -94,7 +92,7 @@ def test_headroom_draws_the_model_before_and_after_with_the_limit():
 
 
 def test_headroom_marks_a_layer_that_overflows_inside_above_the_limit():
-    figure = plot_headroom(search(forward=3.0, by_size=False))
+    figure = plot_headroom(search(forward=3.0, inside=True))
     assert "all in float16: 1 of 5 layers overflow inside" in texts(figure)
     (mark,) = [
         line
@@ -106,7 +104,7 @@ def test_headroom_marks_a_layer_that_overflows_inside_above_the_limit():
 
 
 def test_headroom_does_not_call_a_layer_near_the_limit_an_overflow():
-    figure = plot_headroom(search(forward=4e4, by_size=True))
+    figure = plot_headroom(search(forward=4e4))
     assert "all in float16: 0 of 5 layers overflow" in texts(figure)
 
 
