@@ -29,7 +29,8 @@ def _compare(name: str, millions: int, quick: bool) -> dict[str, object]:
         "bare": steps.bare_step(case, gradients).run,
         "scaled": steps.scaled_step(case, gradients).run,
     }
-    seconds = take_turns(runs, rounds=5 if quick else 12)
+    rounds = 5 if quick else 12 if millions == 8 else 6
+    seconds = take_turns(runs, rounds, warm_up=2)
     return {
         "case": name,
         "parameters": f"{millions} M",
