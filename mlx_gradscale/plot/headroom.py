@@ -112,22 +112,20 @@ def _draw_values(
         ("forward", "forward", "line", "o"),
         ("backward", backward, "second", "^"),
     ):
-        groups: dict[str, list[tuple[int, float]]] = {"fits": [], "lost": [], "own": []}
-        for i, row in enumerate(rows):
-            value = getattr(row, name)
-            group = "lost" if value > _LARGEST and not cured else "fits"
-            group = "own" if cured and row.is_float32 else group
-            if 0 < value < math.inf:
-                groups[group].append((i, math.log2(value)))
-        look: Any = {"marker": marker, "ls": "", "ms": 3.5, "zorder": 3}
-        for group, face, edge in (
-            ("fits", colors[color], colors[color]),
-            ("own", "none", colors[color]),
-            ("lost", colors["alarm"], colors["alarm"]),
-        ):
-            at = [x for x, _ in groups[group]], [y for _, y in groups[group]]
-            axes.plot(*at, mfc=face, mec=edge, **look)
-        axes.plot([], [], color=colors[color], label=label, **look)
+        points = [(i, getattr(row, name), row) for i, row in enumerate(rows)]
+        points = [point for point in points if 0 < point[1] < math.inf]
+        edges = [
+            colors["alarm" if value > _LARGEST and not cured else color]
+            for _, value, _ in points
+        ]
+        faces = [
+            "none" if cured and row.is_float32 else edge
+            for (_, _, row), edge in zip(points, edges, strict=True)
+        ]
+        at = [i for i, _, _ in points], [math.log2(value) for _, value, _ in points]
+        look: Any = {"marker": marker, "zorder": 3}
+        axes.scatter(*at, s=14, facecolors=faces, edgecolors=edges, **look)
+        axes.plot([], [], color=colors[color], ls="", ms=4, label=label, **look)
     if cured:
         axes.plot([], [], "o", color=colors["text"], mfc="none", label="in float32")
         for i, row in enumerate(rows):
