@@ -3,7 +3,8 @@
 import contextlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -127,72 +128,53 @@ def compute_dtypes(
             f"compute_dtypes(model, loss_fn, *batch) takes a model first, got "
             f"{type(model).__name__}."
         )
-    recorder = _Recorder()
+    arguments: dict[int, str] = {}
+    calls: list[LayerDtypes] = []
+    forward: list[LayerDtypes] = []
 
     def recorded_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        recorder.arguments = _argument_names(loss_fn, args, kwargs)
-        return loss_fn(*args, **kwargs)
+        arguments.update((id(x), name) for name, x in _bound(loss_fn, args, kwargs))
+        outputs = loss_fn(*args, **kwargs)
+        # Without the calls of checkpointed layers in the backward pass.
+        forward.extend(calls)
+        return outputs
 
-    models = {id(model): (type(model).__name__, model)}
+    def make_handler(model: str, path: str, _: nn.Module) -> Handler:
+        def handle(module: Any, function: Any, args: Any, kwargs: Any) -> Any:
+            outputs = function(*args, **kwargs)
+            if not (is_inside_float32_layer() or module.computes_in_float32):
+                given = _floating((args, kwargs))
+                names = [arguments[id(x)] for x in given if id(x) in arguments]
+                own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
+                layer = LayerDtypes(
+                    model,
+                    path,
+                    next((dtype for dtype in own if dtype in HALF), None),
+                    tuple(x.dtype for x in given),
+                    tuple(x.dtype for x in _floating(outputs)),
+                    names[0] if names else None,
+                )
+                calls.append(layer)
+            return outputs
+
+        return handle
+
+    models = {type(model).__name__: model}
+    parts = {id(part) for part in model.modules()}
     for name, x in _bound(loss_fn, args, kwargs):
-        if isinstance(x, nn.Module) and x is not model:
-            models.setdefault(id(x), (f"{type(x).__name__} ({name})", x))
+        if isinstance(x, nn.Module) and id(x) not in parts:
+            models[f"{type(x).__name__} ({name})"] = x
     setting = Setting(model, recorded_loss_fn, compute_dtype, cast_inputs, keep)
     with contextlib.ExitStack() as stack:
-        for name, each in models.values():
-            stack.enter_context(handled(each, recorder.make_handler_for(name)))
+        for name, each in models.items():
+            stack.enter_context(handled(each, partial(make_handler, name)))
         differentiate(setting, Batch(args, kwargs))
     statistics = [
         path if len(models) == 1 else f"{name}: {path}"
-        for name, each in models.values()
+        for name, each in models.items()
         for path in half_statistics(each)
     ]
-    return DtypeReport(tuple(recorder.layers), tuple(statistics))
-
-
-@dataclass
-class _Recorder:
-    layers: list[LayerDtypes] = field(default_factory=list)
-    # Names of the loss function's arguments, by the id of the array.
-    arguments: dict[int, str] = field(default_factory=dict)
-
-    def make_handler_for(self, model: str) -> Callable[[str, nn.Module], Handler]:
-        def make_handler(path: str, _: nn.Module) -> Handler:
-            def handle(module: nn.Module, function: Any, args: Any, kwargs: Any) -> Any:
-                outputs = function(*args, **kwargs)
-                if not _is_float32(module):
-                    given = _floating((args, kwargs))
-                    self._add(model, path, module, given, _floating(outputs))
-                return outputs
-
-            return handle
-
-        return make_handler
-
-    def _add(
-        self,
-        model: str,
-        path: str,
-        module: nn.Module,
-        given: list[mx.array],
-        outputs: list[mx.array],
-    ) -> None:
-        own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
-        names = [self.arguments[id(x)] for x in given if id(x) in self.arguments]
-        self.layers.append(
-            LayerDtypes(
-                model,
-                path,
-                next((dtype for dtype in own if dtype in HALF), None),
-                tuple(x.dtype for x in given),
-                tuple(x.dtype for x in outputs),
-                names[0] if names else None,
-            )
-        )
-
-
-def _is_float32(module: nn.Module) -> bool:
-    return is_inside_float32_layer() or getattr(module, "computes_in_float32", False)
+    return DtypeReport(tuple(forward), tuple(statistics))
 
 
 def _bound(
@@ -204,12 +186,6 @@ def _bound(
     except (TypeError, ValueError):
         return []
     return tree_flatten(bound, is_leaf=is_module)
-
-
-def _argument_names(
-    loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[int, str]:
-    return {id(x): name for name, x in _bound(loss_fn, args, kwargs)}
 
 
 def _floating(tree: Any) -> list[mx.array]:

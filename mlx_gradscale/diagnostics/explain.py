@@ -24,6 +24,7 @@ from ..float32_layers.finder import Place, first_backward, first_forward, is_non
 from ..float32_layers.report import WHOLE_MODEL
 from ..float32_layers.search import search_batches
 from ..float32_layers.trial import Batch, Run, Setting, run
+from ..float32_layers.where import module_path, ordered_modules
 from .overflow import nonfinite_table
 from .reading import scale_of
 
@@ -240,7 +241,8 @@ class _Case:
         if not found:
             return None
         report = self._report(result, "parameters", None, found)
-        layer = found[0].path.rpartition(".")[0]
+        modules = dict(ordered_modules(self.setting.model))
+        layer = module_path(modules, found[0].path)
         is_finite = not nonfinite(self.setting.model.parameters())
         line = _line_to_paste([layer]) if is_finite else ""
         return replace(report, layer=layer, line=line)

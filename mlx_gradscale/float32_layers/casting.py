@@ -5,13 +5,13 @@ import dataclasses
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.masters import HALF
-from ..core.trees import commit, leaves, slots
+from ..core.trees import Writes, commit, leaves, slots
 
 # A cache is an object in a list, or has a list of such objects.
 _MAX_DEPTH = 4
@@ -24,31 +24,48 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
     Yields the first half-precision dtype found, or None.
     """
     trainable = {id(x) for x in leaves(module.trainable_parameters())}
-    new: dict[int, mx.array] = {}
-    changed = []
-    for _, container, key in slots(module):
-        old = container[key]
-        # A tuple cannot be written to; its arrays stay as they are.
-        if old.dtype in HALF and not isinstance(container, tuple):
-            new[id(old)] = new.get(id(old), old.astype(mx.float32))
-            changed.append((container, key, old))
-    commit([(container, key, new[id(old)]) for container, key, old in changed])
+    # A tuple cannot be written to; its arrays stay as they are.
+    places = [
+        (container, key, container[key])
+        for _, container, key in slots(module)
+        if container[key].dtype in HALF and not isinstance(container, tuple)
+    ]
+    # A tied weight is one array in several places, and is cast once.
+    by_array: dict[int, Writes] = {}
+    for place in places:
+        by_array.setdefault(id(place[2]), []).append(place)
+    new = {key: _upcast_parameter(own) for key, own in by_array.items()}
+    commit([(container, key, new[id(old)]) for container, key, old in places])
     try:
-        yield changed[0][2].dtype if changed else None
+        yield places[0][2].dtype if places else None
     finally:
         restored = []
-        for container, key, old in changed:
+        for container, key, old in places:
             now = _get(container, key)
             # A forward pass may update buffers, such as BatchNorm's statistics. If it
             # replaced a parameter, that was mx.checkpoint, which updates the model.
-            is_updated = (
-                isinstance(now, mx.array)
-                and now is not new[id(old)]
-                and id(old) not in trainable
-            )
+            is_buffer = id(old) not in trainable and isinstance(now, mx.array)
+            is_updated = is_buffer and now is not new[id(old)]
             value = now.astype(old.dtype) if is_updated else old
             restored.append((container, key, value))
         commit(restored)
+
+
+def _upcast_parameter(places: Writes) -> mx.array:
+    """Return the array in these places in float32; its gradient is half precision."""
+
+    @mx.custom_function
+    def upcast(x: mx.array) -> mx.array:
+        return x.astype(mx.float32)
+
+    @upcast.vjp
+    def upcast_vjp(x: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
+        # A checkpointed layer runs again in the backward pass and leaves its float32
+        # parameters in the model, after the forward pass has restored it.
+        commit([place for place in places if place[0][place[1]].dtype != x.dtype])
+        return cotangent.astype(x.dtype)
+
+    return cast(mx.array, upcast(places[0][2]))
 
 
 class ArgumentCast:

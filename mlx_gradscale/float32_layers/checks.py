@@ -33,11 +33,10 @@ def checked_batches(
     """Return the batches of ``find_float32_layers``, or raise if an argument is bad."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
-    if hasattr(loss_fn, "has_scaled_gradient"):
+    if not callable(loss_fn) or hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
-            "This loss function comes from scale_loss(): pass the original function."
+            "loss_fn must be the function that computes the loss, without "
+            f"scale_loss(), got {loss_fn!r}."
         )
     if not margin >= 1.0 or not math.isfinite(margin):
         raise ValueError(f"margin must be at least 1, for example 2.0, got {margin!r}.")

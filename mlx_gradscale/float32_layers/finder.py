@@ -47,30 +47,26 @@ def first_backward(run: Run, is_bad: Callable[[Value], bool]) -> Place | None:
     """Return where the first bad value of the backward pass was made."""
     # The gradient of a weight is ready after the gradient of its layer's output.
     ready: dict[str, int] = {}
-    first = len(run.backward)
+    first = end = len(run.backward)
     for i, value in enumerate(run.backward):
         if value.side == "output":
             ready.setdefault(value.path, i)
         if is_bad(value):
             first = i
             break
-    bad = [path for path, value in run.gradients.items() if is_bad(value)]
-    earlier = [path for path in bad if ready.get(_layer_of(path), first) < first]
-    if earlier:
-        path = min(earlier, key=lambda path: ready[_layer_of(path)])
-    elif first == len(run.backward) and bad:
-        path = bad[0]
-    elif first == len(run.backward):
+    bad = [value for value in run.gradients.values() if is_bad(value)]
+    bad.sort(key=lambda value: ready.get(value.caller or "", first))
+    if bad and (ready.get(bad[0].caller or "", first) < first or first == end):
+        text = f"the gradient of the parameter {bad[0].path}"
+        return Place(bad[0].caller, text, bad[0])
+    if first == end:
         return None
-    else:
-        value = run.backward[first]
-        if value.side == "input":
-            text = f"the gradient that {_name(value.path)} returns"
-            return Place(value.path, text, value)
-        text = f"the gradient that {_name(value.caller)} returns to {_name(value.path)}"
-        return Place(value.caller, text, value)
-    text = f"the gradient of the parameter {path}"
-    return Place(_layer_of(path), text, run.gradients[path])
+    value = run.backward[first]
+    if value.side == "input":
+        text = f"the gradient that {_name(value.path)} returns"
+        return Place(value.path, text, value)
+    text = f"the gradient that {_name(value.caller)} returns to {_name(value.path)}"
+    return Place(value.caller, text, value)
 
 
 def is_nonfinite(value: Value, loss_is_finite: bool) -> bool:
@@ -80,10 +76,6 @@ def is_nonfinite(value: Value, loss_is_finite: bool) -> bool:
     # If the loss is finite, only a value with a gradient can have spoiled one; and
     # -inf without a gradient is a mask.
     return not loss_is_finite and bool(value.nan or value.positive_inf)
-
-
-def _layer_of(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _name(path: str | None) -> str:

@@ -125,10 +125,10 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
     the model to normal. Compile a step again if the layers change after compilation.
 
     Where a value too large for float16 passes from layer to layer, as in a residual
-    stream, join the layers in the order of their calls:
-    ``"layers.2 to layers.3 to norm"``. They pass float32 to each other, and only the
-    last casts back. ``"head to the loss"`` does not cast back at all, so that the loss
-    is computed in float32.
+    stream, name the first and the last layer of a chain: ``"layers.3 to norm"`` are
+    these two and every layer that the model defines between them. They pass float32 to
+    each other, and only the last casts back. ``"head to the loss"`` does not cast back
+    at all, so that the loss is computed in float32.
 
     The layers get a subclass of their class: ``isinstance``, ``type(layer) ==
     nn.Linear`` and tables keyed by type work, ``type(layer) is nn.Linear`` is False.

@@ -115,16 +115,10 @@ class Float32Search:
         if limit is not None and len(shown) > limit:
             least = sorted(shown, key=lambda r: (not r.why, r.headroom))[:limit]
             shown = [row for row in self.rows if row in least]
-        head = ("layer", "largest", "gradient", "headroom", "dtype", "why")
-        cells = [head, *map(_cells, shown)]
-        columns = align([row[:-1] for row in cells]).splitlines()
-        width = max(map(len, columns))
-        lines = [
-            f"{line.ljust(width)}  {row[-1]}".rstrip()
-            for line, row in zip(columns, cells, strict=True)
-        ]
+        head = ("layer", "largest", "gradient", "headroom", "dtype")
+        table = align([head, *map(_cells, shown)])
         more = len(self.rows) - len(shown)
-        return "\n".join([*lines, *([f"... and {more} more"] if more else [])])
+        return f"{table}\n... and {more} more" if more else table
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file that ``float32_layers`` takes."""
@@ -147,7 +141,7 @@ class Float32Search:
             share = percent(self.float16_parameters)
             lines = [
                 "These layers must compute in float32:",
-                *(f"  {entry}" for entry in self.where),
+                *(f"  {reason.entry}: {reason.why}" for reason in self.reasons),
                 f"{share} of the parameters stay in half precision.",
             ]
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
@@ -215,4 +209,4 @@ def _cells(row: Row) -> tuple[str, ...]:
     headroom = "-" if math.isinf(row.headroom) else f"{row.headroom:+.1f}"
     dtype = "float32" if row.is_float32 else "half"
     name = row.layer or "(model)"
-    return name, f"{row.forward:.3g}", f"{row.backward:.3g}", headroom, dtype, row.why
+    return name, f"{row.forward:.3g}", f"{row.backward:.3g}", headroom, dtype

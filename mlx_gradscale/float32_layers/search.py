@@ -32,7 +32,6 @@ _MASK = 1e4
 # Gradients are rounded more often than the loss: in both passes.
 _GRADIENT_TOLERANCE = 10
 _MAX_SCALE, _MIN_SCALE = 2.0**16, 2.0**-40
-_MAX_RUNS = 200
 
 
 def find_float32_layers(
@@ -105,7 +104,7 @@ def search_batches(
     try:
         check_parameters(setting)
         for i, batch in enumerate(batches):
-            search.add(batch, f"batch {i + 1} of {len(batches)}")
+            search.add(batch, f"batch {i + 1}")
         search.finish()
     except NoCureFound as error:
         return make_report(setting, search.references, [], search.halves, str(error))
@@ -130,7 +129,6 @@ class Search:
         self._limit = LARGEST / margin
         self._tolerance = tolerance
         self._progress = progress
-        self._n_runs = 0
         self._name = ""
         # What the loss function passes in is in half precision already.
         self._given: list[float] = []
@@ -155,12 +153,8 @@ class Search:
 
     def finish(self) -> None:
         """Try every batch with all layers, and leave out layers that are not needed."""
-        for _ in range(3):
-            before = self.where
-            for i, batch in enumerate(self.batches):
-                self.halves[i] = self._grow(batch, self.references[i])
-            if self.where == before:
-                break
+        for i, batch in enumerate(self.batches):
+            self.halves[i] = self._grow(batch, self.references[i])
         # The last one was needed with all the others there.
         for reason in [each for each in self.reasons[:-1] if not each.by_size]:
             others = [each for each in self.reasons if each is not reason]
@@ -180,7 +174,7 @@ class Search:
         for child in call.children:
             if child not in large:
                 self._cover_large_values(batch, child)
-        inside = _paths(self.setting.model, self.where)
+        inside = _paths(self.setting.model, self.where) if large else []
         if all(any(is_inside(c.path or "", p) for p in inside) for c in large):
             return
         entry, source = self._chain_for(batch, call, call.children.index(large[0]))
@@ -205,13 +199,19 @@ class Search:
         makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
         last = max([*readers, *(i + 1 for i in makers)])
         for end in range(last, len(children)):
-            entry = _join(children[first : end + 1])
+            entry = self._name_chain(children[first : end + 1])
             if not self._leaks(batch, entry):
                 return entry, source
         if call.path:
             return call.path, source
         # It passes through the whole model, to the loss function.
-        return f"{_join(children[first:])}{TO}{THE_LOSS}", source
+        return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}", source
+
+    def _name_chain(self, calls: list[Call]) -> str:
+        paths = list(dict.fromkeys(call.path or "" for call in calls))
+        short = TO.join([paths[0], paths[-1]]) if len(paths) > 1 else paths[0]
+        is_exact = _paths(self.setting.model, [short]) == paths
+        return short if is_exact else TO.join(paths)
 
     def _is_large(self, values: list[Value]) -> bool:
         large = [v.magnitude for v in values if v.magnitude >= self._limit]
@@ -321,13 +321,9 @@ class Search:
             scale = max(scale * 2.0**-8, _MIN_SCALE)
 
     def _run(self, batch: Batch, where: Sequence[str], **options: Any) -> Run:
-        self._n_runs += 1
-        if self._n_runs > _MAX_RUNS * max(len(self.batches), 1):
-            raise NoCureFound(f"The search did not end in {self._n_runs} runs.")
         if self._progress is not None:
-            self._progress(
-                f"{self._name}, run {self._n_runs}, {len(where)} float32 layers"
-            )
+            kind = "in float32" if options.get("in_float32") else "in half precision"
+            self._progress(f"{self._name} {kind}, {len(where)} float32 layers")
         return run(self.setting, batch, where, **options)
 
     def _share(self, path: str) -> float:
@@ -371,10 +367,6 @@ def _how_far(value: Value, references: dict[int, Value]) -> str:
 def _caller_of(reference: Run, path: str) -> str:
     callers = [value.caller for value in reference.forward if value.path == path]
     return (callers[0] if callers else path.rpartition(".")[0]) or ""
-
-
-def _join(calls: list[Call]) -> str:
-    return TO.join(dict.fromkeys(call.path or "" for call in calls))
 
 
 def _outermost(model: nn.Module, reasons: Sequence[Reason]) -> list[str]:

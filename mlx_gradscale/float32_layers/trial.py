@@ -17,6 +17,7 @@ from ..core.scaler import GradScaler
 from ..core.trees import commit, flatten, slots
 from .layers import float32_layers
 from .probes import Probes, Value, is_module, measure, probed
+from .where import module_path, ordered_modules
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Run:
         scale (float): The loss scale of the backward pass.
         forward (list): The values at the edges of layers, in the order of the calls.
         backward (list): Their gradients, in the order of the backward pass.
-        gradients (dict): The gradients of parameters, by path.
+        gradients (dict): The gradients of parameters by path; their ``caller`` is the
+            module of the parameter.
     """
 
     loss: float
@@ -95,9 +97,18 @@ def run(
     with _prepared(setting, where, in_float32) as probes:
         loss_fn = probes.mark_end_of_forward(setting.loss_fn)
         loss, grads = differentiate(replace(setting, loss_fn=loss_fn), batch, scale)
+        modules = dict(ordered_modules(setting.model))
         gradients = {
             path: Value(
-                path, None, "output", 0, None, x.dtype, x.size, measure(x), True
+                path,
+                module_path(modules, path),
+                "gradient",
+                0,
+                None,
+                x.dtype,
+                x.size,
+                measure(x),
+                has_gradient=True,
             )
             for path, x in flatten(grads)
             if is_floating(x)

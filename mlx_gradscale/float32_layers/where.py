@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -106,6 +106,14 @@ def _collect_modules(
             _collect_modules(value, name, above, found)
 
 
+def module_path(modules: Container[str], path: str) -> str:
+    """Return the path of the module that holds a parameter, also inside of lists."""
+    path = path.rpartition(".")[0]
+    while path not in modules:
+        path = path.rpartition(".")[0]
+    return path
+
+
 def is_inside(path: str, outer: str) -> bool:
     """Tell whether a path is that of a module or lies inside of it."""
     return not outer or path == outer or path.startswith(f"{outer}.")
@@ -140,19 +148,35 @@ def _chains(model: nn.Module, modules: dict[str, nn.Module], entry: str) -> list
     reaches_loss = bool(parts) and last == THE_LOSS
     if not reaches_loss:
         parts = [*parts, last]
-    layers = [layer for part in parts for layer in _matches(model, modules, part)]
-    if TO in entry:
-        return [Chain(entry, tuple(layers), reaches_loss)]
-    return [Chain(path, ((path, module),)) for path, module in layers]
+    found = [_matches(model, modules, part) for part in parts]
+    if TO not in entry:
+        return [Chain(path, ((path, modules[path]),)) for path in found[0]]
+    named = {path for matches in found for path in matches}
+    paths = found[0]
+    for matches in found[1:]:
+        between = _between(modules, paths[-1], matches[0])
+        # A layer that the chain names has its place where it is named.
+        paths = [*paths, *(path for path in between if path not in named), *matches]
+    layers = tuple((path, modules[path]) for path in paths)
+    return [Chain(entry, layers, reaches_loss)]
 
 
-def _matches(
-    model: nn.Module, modules: dict[str, nn.Module], name: str
-) -> list[tuple[str, nn.Module]]:
+def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
+    """Return the layers that a model defines between two layers."""
+    paths = list(modules)
+    found: list[str] = []
+    for path in paths[paths.index(first) + 1 : paths.index(last)]:
+        is_part = any(is_inside(path, outer) for outer in (first, *found))
+        if not is_part and not is_inside(last, path) and has_call(type(modules[path])):
+            found.append(path)
+    return found
+
+
+def _matches(model: nn.Module, modules: dict[str, nn.Module], name: str) -> list[str]:
     if name in modules:
-        return [(name, modules[name])]
+        return [name]
     if set(name) & set("*?["):
-        found = [(p, m) for p, m in modules.items() if p and fnmatchcase(p, name)]
+        found = [path for path in modules if path and fnmatchcase(path, name)]
         if not found:
             raise ValueError(f"{name!r} matches no module.{_nearest(name, modules)}")
         return found
@@ -164,7 +188,8 @@ def _matches(
             nearest = _nearest(name, modules)
             raise ValueError(f"{name!r} names no module.{nearest}") from None
     owner = name.rpartition(".")[0] or "the model itself, ''"
-    kind = "parameter" if isinstance(value, mx.array) else type(value).__name__
+    kind = "function" if callable(value) else type(value).__name__
+    kind = "parameter" if isinstance(value, mx.array) else kind
     raise ValueError(f"{name!r} is a {kind}: name the module that uses it, {owner}.")
 
 

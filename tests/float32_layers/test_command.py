@@ -1,4 +1,4 @@
-"""The command: a folder with a model and one with data in; layers and pictures out."""
+"""mlx_gradscale float16: from a model and data to float32 layers and pictures."""
 
 import json
 
@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_gradscale import float32_layers
-from mlx_gradscale.__main__ import main
+from mlx_gradscale.float32_layers.command import main
 
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -69,11 +69,11 @@ def data(tmp_path_factory):
 
 
 def run(folder, data, *more):
-    return main(["float16", "--model", str(folder), "--data", str(data), *more])
+    return main(["--model", str(folder), "--data", str(data), *more])
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_layers_are_written_drawn_and_taken(folder, data, tmp_path, capsys, kind):
+def test_layers_are_written_drawn_and_usable(folder, data, tmp_path, capsys, kind):
     output = tmp_path / "layers.json"
     more = ["--batches", "2", "--batch-size", "2", "--fine-tune-type", kind]
     assert run(folder, data, "-o", str(output), *more) == 0
@@ -107,7 +107,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_what_is_missing_is_said(folder, data, tmp_path, capsys, name, monkeypatch):
+def test_wrong_argument_is_reported(folder, data, tmp_path, capsys, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments, message = BAD[name]
     assert run(folder, data, *arguments) == 1
@@ -115,7 +115,7 @@ def test_what_is_missing_is_said(folder, data, tmp_path, capsys, name, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_where_no_layers_help_that_is_said(folder, data, tmp_path, capsys):
+def test_exit_code_is_1_where_no_layers_help(folder, data, tmp_path, capsys):
     broken = tmp_path / "model"
     broken.mkdir()
     for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""What the probes see of a model: the dtypes that an example computes in."""
+"""Probes see the dtypes that an example computes in."""
 
 import runpy
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_gradscale.probes import probed
+from mlx_gradscale.float32_layers.probes import probed
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What explain_overflow advises is done to the letter, and then the model trains."""
+"""The line that explain_overflow prints makes the model train."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ import mlx_gradscale
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.diagnostics import explain_overflow
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 HALF = mx.float16
 
@@ -66,7 +66,7 @@ def trained(model, loss_fn, batch=(X, Y), steps=8):
     return losses
 
 
-def test_a_loss_scale_optimizer_is_told_the_layer_that_made_the_value():
+def test_cure_of_a_float16_model_trains():
     model, optimizer = Net(gain=1e5), LossScaleOptimizer(optim.SGD(0.05))
     model.set_dtype(HALF)
     batch = X.astype(HALF), Y.astype(HALF)
@@ -75,10 +75,8 @@ def test_a_loss_scale_optimizer_is_told_the_layer_that_made_the_value():
         loss_fn = loss_of(model) if options else scaled
         report = explain_overflow(model, loss_fn, *batch, **options)
         assert (report.cause, report.layer) == ("forward", "")
-        assert "the model hands to norm" in str(report)
-        assert "the model made it" in str(report)
-        assert "optimizer and loss stay as they are" in str(report)
-        assert "keep=" not in str(report)
+        assert "the model passes to norm" in str(report)
+        assert "the model computed it" in str(report)
     # Keeping norm, where it was seen, would change nothing.
     assert report.cure != ["norm"]
     paste(report, model)
@@ -86,13 +84,12 @@ def test_a_loss_scale_optimizer_is_told_the_layer_that_made_the_value():
     assert losses[-1] < losses[0]
 
 
-def test_a_scaler_with_a_compute_dtype_is_told_too():
+def test_cure_of_a_model_with_compute_dtype_trains():
     model, scaler = Net(gain=1e5), GradScaler(16.0)
     report = explain_overflow(
         model, loss_of(model), X, Y, scale=scaler, compute_dtype=HALF
     )
     assert report.cause == "forward"
-    assert "before value_and_grad(model, loss_fn, compute_dtype)" in str(report)
     paste(report, model)
     losses = computed(model, loss_of(model), scaler)
     assert losses[-1] < losses[0]
@@ -111,7 +108,7 @@ def computed(model, loss_fn, scaler, batch=(X, Y), **options):
 
 
 @pytest.mark.filterwarnings("ignore:The loss is float16")
-def test_a_loss_that_is_reduced_in_float16_gets_float32():
+def test_cure_of_a_loss_reduced_in_float16_trains():
     model = Net()
     model.set_dtype(HALF)
 
@@ -120,7 +117,7 @@ def test_a_loss_that_is_reduced_in_float16_gets_float32():
 
     report = explain_overflow(model, loss_fn, X.astype(HALF), Y.astype(HALF))
     assert (report.cause, report.layer) == ("loss", None)
-    assert report.cure == [["head", "the loss"]]
+    assert report.cure == ["head to the loss"]
     paste(report, model)
     optimizer = LossScaleOptimizer(optim.SGD(1e-5), GradScaler(1.0))
     function = nn.value_and_grad(model, optimizer.scale_loss(loss_fn, model))
@@ -133,26 +130,41 @@ def test_a_loss_that_is_reduced_in_float16_gets_float32():
     assert optimizer.scaler.skipped_steps.item() == 0
 
 
-def test_a_parameter_that_is_too_large_is_kept():
+def test_too_large_parameter_gets_a_float32_layer():
     model = Net()
     model.norm.weight = mx.full((8,), 1e5)
     model.head.weight /= 1e5
-
-    def loss_fn(x, y):
-        # What norm returns is too large for float16, too, unless it is 1e-3 here.
-        return loss_of(model)(x, y) * 1e-3
-
-    report = explain_overflow(model, loss_fn, X, Y, compute_dtype=HALF)
+    report = explain_overflow(model, loss_of(model), X, Y, compute_dtype=HALF)
     assert (report.cause, report.layer) == ("parameters", "norm")
-    assert "keep=lambda path, x: path == 'norm.weight')" in report.line
-    keep = eval(report.line.rpartition("keep=")[2][:-1])
-    assert keep("norm.weight", None)
-    assert not keep("norm.bias", None)
-    again = explain_overflow(model, loss_fn, X, Y, compute_dtype=HALF, keep=keep)
+    paste(report, model)
+    again = explain_overflow(model, loss_of(model), X, Y, compute_dtype=HALF)
     assert again.cause != "parameters"
 
 
-def test_arguments_that_are_too_large_are_left_alone():
+def test_cure_by_the_whole_model_says_what_else_to_do():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            mx.random.seed(0)
+            self.first = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 8)
+
+        def __call__(self, x):
+            x = mx.square(self.first(x) * 300)
+            return self.head(x / mx.mean(x, axis=-1, keepdims=True))
+
+    model = Own()
+    model.set_dtype(HALF)
+    batch = X.astype(HALF), Y.astype(HALF)
+    report = explain_overflow(model, loss_of(model), *batch)
+    assert (report.cause, report.cure) == ("forward", [""])
+    assert "only the whole model in float32" in report.line
+    assert "x.astype(mx.float32)" in report.line
+    paste(report, model)
+    assert mx.isfinite(loss_of(model)(*batch)).item()
+
+
+def test_cast_inputs_false_cures_too_large_arguments():
     model, scaler = Net(), GradScaler(16.0)
 
     def loss_fn(x, y):
@@ -167,7 +179,7 @@ def test_arguments_that_are_too_large_are_left_alone():
     assert losses[-1] < losses[0]
 
 
-def test_where_nothing_helps_there_is_no_line():
+def test_no_line_where_nothing_helps():
     model = Net()
     model.set_dtype(HALF)
 
@@ -178,11 +190,10 @@ def test_where_nothing_helps_there_is_no_line():
     assert (report.cause, report.cure, report.line) == ("loss", None, "")
 
 
-def test_mlx_lm_is_told_too(tmp_path):
+def test_cure_of_an_mlx_lm_model():
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     import mlx_lm_lora
     from mlx_lm.tuner.trainer import default_loss
-    from test_mlx_lm import fit
 
     model = mlx_lm_lora.make_model(full=True)
     mlp = model.model.layers[1].mlp
@@ -193,9 +204,7 @@ def test_mlx_lm_is_told_too(tmp_path):
     batch = mx.arange(24).reshape(2, 12), mx.array([[0, 12], [0, 12]])
     report = explain_overflow(model, default_loss, model, *batch, scale=optimizer)
     assert (report.cause, report.cure) == ("forward", ["model.layers.1.mlp"])
-    assert "before train(model, optimizer, ...)" in str(report)
     paste(report, model)
-    loss = optimizer.scale_loss(default_loss, model)
-    reports = fit(model, optimizer, tmp_path, loss, iters=6)
-    assert optimizer.step.item() >= 4
-    assert reports.validation[-1] < reports.validation[0]
+    again = explain_overflow(model, default_loss, model, *batch, scale=optimizer)
+    assert again.loss_is_finite
+    assert again.cause in ("nothing", "gradients")

@@ -1,4 +1,4 @@
-"""explain_overflow names the layer, and leaves everything as it was."""
+"""explain_overflow names the layer, and leaves everything unchanged."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,13 +42,14 @@ class Net(nn.Module):
 
 def snapshot(model):
     values = tree_map(mx.array, model.parameters())
-    types = [(path, type(m), dict(vars(m))) for path, m in model.named_modules()]
+    types = [(p, id(type(m)), dict(vars(m))) for p, m in model.named_modules()]
     return values, types, mx.random.state[0].tolist()
 
 
 def assert_same(model, before):
     values, types, key = before
-    assert [(p, type(m), dict(vars(m))) for p, m in model.named_modules()] == types
+    now = [(p, id(type(m)), dict(vars(m))) for p, m in model.named_modules()]
+    assert now == types
     assert mx.random.state[0].tolist() == key
     now = tree_flatten(model.parameters())
     then = tree_flatten(values)
@@ -72,13 +73,15 @@ def explain(model, x=None, loss_fn=None, **options):
     return report
 
 
-def test_nothing_is_wrong():
+def test_finite_batch_is_reported_as_such():
     report = explain(Net())
     assert (report.cause, report.layer, report.leaves) == ("nothing", None, [])
+    assert report.loss_is_finite
     assert not report.scaling_helps
+    assert str(report).startswith("The loss is finite, ")
 
 
-def test_a_layer_overflows_forward():
+def test_layer_that_overflows_forward_is_named():
     model = Net()
     model.blocks[1].fc2.weight = mx.eye(8) * 3e4
     report = explain(model, mx.full((4, 8), 4.0))
@@ -88,7 +91,7 @@ def test_a_layer_overflows_forward():
     assert "cannot help" in str(report)
 
 
-def test_a_float16_model_overflows_forward():
+def test_layer_of_a_float16_model_is_named():
     model = Net()
     model.blocks[2].fc1.weight = mx.eye(8) * 3e4
     model.set_dtype(mx.float16)
@@ -97,16 +100,16 @@ def test_a_float16_model_overflows_forward():
     assert (report.cause, report.layer) == ("forward", "blocks.2.fc1")
 
 
-def test_what_overflows_between_two_layers_is_their_callers():
+def test_overflow_between_two_layers_is_their_callers():
     report = explain(Net(gain=6e4), mx.full((4, 8), 4.0))
     assert (report.cause, report.layer) == ("forward", "blocks.1")
-    assert "blocks.1 hands to blocks.1.fc2" in str(report)
+    assert "blocks.1 passes to blocks.1.fc2" in str(report)
     report = explain(Net(out_gain=6e4), mx.full((4, 8), 4.0))
     assert (report.cause, report.layer) == ("forward", "blocks.1")
     assert "in the output of blocks.1:" in str(report)
 
 
-def test_a_layer_overflows_only_backward():
+def test_layer_that_overflows_backward_is_named():
     # Forward 1e-4 * 1e4 is 1; backward the gradient is 1e4 times as large.
     model = Net()
     model.blocks[1].fc1.weight = mx.eye(8) * 1e4
@@ -115,7 +118,7 @@ def test_a_layer_overflows_only_backward():
     report = explain(model, x, scale=2.0**10)
     assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
     assert report.scaling_helps
-    assert "hands back" in str(report)
+    assert "the gradient that blocks.1.fc1 returns" in str(report)
     assert {r.path for r in report.leaves} == {
         "blocks.0.fc1.weight",
         "blocks.0.fc2.weight",
@@ -123,14 +126,14 @@ def test_a_layer_overflows_only_backward():
     assert explain(model, x, scale=1.0).cause == "nothing"
 
 
-def test_backward_between_two_layers_is_the_callers():
+def test_backward_overflow_between_two_layers_is_their_callers():
     model = Net(gain=1e4)
     model.eval()
     report = explain(model, mx.full((4, 8), 1e-4), scale=2.0**10)
     assert (report.cause, report.layer) == ("gradients", "blocks.1")
 
 
-def test_only_a_weights_gradient_overflows():
+def test_overflow_in_the_gradient_of_a_weight_is_named():
     model = Net()
     model.eval()
 
@@ -144,23 +147,24 @@ def test_only_a_weights_gradient_overflows():
     assert "parameter blocks.1.fc2.weight" in str(report)
 
 
-def test_the_loss_itself_is_at_fault():
+def test_loss_that_overflows_is_said_first():
     model = Net()
     model.eval()
     report = explain(model, mx.full((4, 8), 300.0), lambda x: model(x).square().sum())
     assert (report.cause, report.layer) == ("loss", None)
     assert "compute the loss in float32" in str(report)
+    assert str(report).startswith("The loss itself is inf")
 
 
-def test_a_loss_reduced_in_float16_cannot_take_a_scale_of_65536():
+def test_loss_reduced_in_float16_cannot_take_a_scale_of_65536():
     model = Net()
     model.eval()
     report = explain(model, None, lambda x: model(x).mean(), scale=65536.0)
     assert (report.cause, report.layer) == ("gradients", None)
-    assert "the loss function hands back to the model" in str(report)
+    assert "the loss function returns to the model" in str(report)
 
 
-def test_a_derivative_that_is_infinite_at_any_scale():
+def test_derivative_that_is_infinite_at_any_scale():
     model = Net()
     model.eval()
 
@@ -172,23 +176,17 @@ def test_a_derivative_that_is_infinite_at_any_scale():
     assert not report.scaling_helps
 
 
-def test_a_layer_that_is_kept_in_float32_does_not_overflow():
+def test_kept_parameter_is_not_cast():
     model = Net()
     model.eval()
     model.blocks[1].fc2.weight = mx.eye(8) * 1e5
     x = mx.full((4, 8), 0.1)
     assert explain(model, x).cause == "parameters"
-
-    def loss_fn(x):
-        return mean_square(model)(x) * 1e-6
-
-    def keep(path, _):
-        return path.startswith("blocks.1.fc2")
-
-    assert explain(model, x, loss_fn, keep=keep).cause == "nothing"
+    report = explain(model, x, keep=lambda path, _: path.startswith("blocks.1.fc2"))
+    assert report.cause != "parameters"
 
 
-def test_a_layer_that_computes_in_float32_does_not_overflow():
+def test_float32_layer_does_not_overflow():
     model = Net(gain=6e4, out_gain=1e-4)
     model.eval()
     x = mx.full((4, 8), 4.0)
@@ -197,7 +195,7 @@ def test_a_layer_that_computes_in_float32_does_not_overflow():
         assert explain(model, x).cause == "nothing"
 
 
-def test_the_batch_is_at_fault():
+def test_nan_in_the_batch_is_named():
     x = mx.ones((4, 8))
     x[1, 2] = float("nan")
     report = explain(Net(), x)
@@ -207,7 +205,7 @@ def test_the_batch_is_at_fault():
 
 
 @pytest.mark.parametrize("value", [250000.0, -250000.0])
-def test_a_target_that_the_cast_makes_infinite_is_named(value):
+def test_target_that_the_cast_makes_infinite_is_named(value):
     model = Net()
 
     def loss_fn(x, batch, weight=None):
@@ -231,7 +229,7 @@ def test_a_target_that_the_cast_makes_infinite_is_named(value):
 
 
 @pytest.mark.parametrize("size", [1e5, 1e6, 1e30])
-def test_an_input_that_the_cast_makes_infinite_is_named(size):
+def test_input_that_the_cast_makes_infinite_is_named(size):
     model = Net()
     x = mx.random.normal((64, 8)) * size
     report = explain_overflow(model, mean_square(model), x=x, compute_dtype=HALF)
@@ -241,7 +239,7 @@ def test_an_input_that_the_cast_makes_infinite_is_named(size):
     assert "keep=" not in str(report)
 
 
-def test_a_mask_that_the_cast_makes_infinite_is_at_fault_only_if_it_is():
+def test_mask_that_the_cast_makes_infinite_is_blamed_only_if_it_is_at_fault():
     model = Net()
     model.eval()
 
@@ -266,7 +264,7 @@ def test_a_mask_that_the_cast_makes_infinite_is_at_fault_only_if_it_is():
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e5])
-def test_a_parameter_is_at_fault(value):
+def test_nonfinite_parameter_is_named(value):
     model = Net()
     model.blocks[1].fc1.weight = mx.full((8, 8), value)
     report = explain(model)
@@ -295,7 +293,7 @@ class Masked(nn.Module):
         return self.after(scores @ x)
 
 
-def test_a_mask_is_no_overflow():
+def test_mask_is_no_overflow():
     model = Masked()
     report = explain(model, mx.full((4, 8), 1e-3), scale=2.0**8)
     assert (report.cause, report.layer) == ("gradients", "after")
@@ -303,7 +301,7 @@ def test_a_mask_is_no_overflow():
     assert (report.cause, report.layer) == ("forward", "after")
 
 
-def test_a_mask_in_the_batch_is_no_fault():
+def test_mask_in_the_batch_is_no_fault():
     model = Net()
     model.eval()
     model.blocks[1].fc1.weight = mx.eye(8) * 1e4
@@ -319,7 +317,7 @@ def test_a_mask_in_the_batch_is_no_fault():
     assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
 
 
-def test_a_model_as_an_argument_aux_outputs_and_kwargs():
+def test_model_as_argument_aux_outputs_and_keywords_work():
     model = Net()
     model.eval()
 
@@ -356,14 +354,14 @@ class Checkpointed(Net):
         return nn.utils.checkpoint(self.blocks[1])(x * 1e-4) * 1e4
 
 
-def test_who_called_a_checkpointed_layer_is_known():
+def test_caller_of_a_checkpointed_layer_is_known():
     # The gradient overflows in the model, by its 1e4, on the way to the layer.
     report = explain(Checkpointed(), scale=2.0**10)
     assert (report.cause, report.layer) == ("gradients", "")
-    assert "the model hands back to blocks.1" in str(report)
+    assert "the model returns to blocks.1" in str(report)
 
 
-def test_compilation_is_on_again_after():
+def test_compilation_is_enabled_again():
     explain(Net())
     calls = []
     compiled = mx.compile(lambda x: calls.append(1) or x + 1)
@@ -372,7 +370,7 @@ def test_compilation_is_on_again_after():
     assert len(calls) == 1
 
 
-def test_all_is_as_it_was_after_an_error():
+def test_model_is_restored_after_an_error():
     model = Net()
     before = snapshot(model)
 
@@ -389,7 +387,7 @@ def test_all_is_as_it_was_after_an_error():
         assert_same(model, before)
 
 
-def test_running_statistics_stay():
+def test_running_statistics_are_unchanged():
     model = Net()
 
     def loss_fn(x):
@@ -398,10 +396,9 @@ def test_running_statistics_stay():
     explain(model, mx.random.normal((4, 8)), loss_fn, compute_dtype=None)
 
 
-def test_if_nothing_is_wrong_it_says_how_it_was_run():
+def test_finite_report_says_which_arguments_are_missing():
     model, x = Net(), mx.ones((4, 8))
     text = str(explain_overflow(model, mean_square(model), x))
-    assert "without a loss scale" in text
     assert "scale=" in text
     assert "compute_dtype=" in text
     text = str(explain(model, scale=2.0))
@@ -413,7 +410,7 @@ def test_if_nothing_is_wrong_it_says_how_it_was_run():
     assert "compute_dtype=" not in text
 
 
-def test_a_loss_from_scale_loss_brings_its_scale():
+def test_loss_from_scale_loss_has_its_own_scale():
     model = Net()
     model.eval()
     scaler = GradScaler(init_scale=2.0**30)
@@ -423,22 +420,22 @@ def test_a_loss_from_scale_loss_brings_its_scale():
     scaler.update(2.0)
     report = explain(model, loss_fn=scaled)
     assert (report.cause, report.where) == ("nothing", "")
-    with pytest.raises(TypeError, match="scaled already"):
+    with pytest.raises(TypeError, match="has its own scale"):
         explain(model, loss_fn=scaled, scale=scaler)
 
 
-def test_it_takes_the_scale_of_a_scaler():
+def test_scale_of_a_scaler_is_read():
     assert explain(Net(), scale=GradScaler(init_scale=512.0)).scale == 512.0
 
 
-def test_a_frozen_model_is_told():
+def test_frozen_model_raises():
     model = Net()
     model.freeze()
     with pytest.raises(ValueError, match="unfreeze"):
         explain_overflow(model, mean_square(model), mx.ones((4, 8)))
 
 
-def test_a_parameter_that_is_too_large_is_no_fault_in_a_float32_island():
+def test_too_large_parameter_is_no_fault_in_a_float32_layer():
     model = Net()
     model.eval()
     large = dict(tree_flatten(model.trainable_parameters()))

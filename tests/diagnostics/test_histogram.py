@@ -48,13 +48,13 @@ def test_float32_subnormals_are_counted():
     assert histogram.by_power() == {-149: 2, -148: 2, -127: 1, -126: 1}
 
 
-def test_what_rounds_up_to_infinity_overflows():
+def test_values_that_round_up_to_infinity_overflow():
     edge = np.array([65504, 65519, 65519.99, 65520, 65535, 65536], np.float32)
     assert np.count_nonzero(np.isinf(cast(edge))) == 3
     assert gradient_histogram([mx.array(edge)]).unscaled.overflow == 0.5
 
 
-def test_of_scales_that_lose_nothing_the_middle_is_best():
+def test_best_scale_is_the_middle_of_those_that_lose_nothing():
     # From 2**-14 on it is normal, up to 2**15 it is finite.
     assert gradient_histogram([mx.array([1.0])]).best_scale == 1.0
     assert gradient_histogram([mx.array([2.0**-10])]).best_scale == 1024.0
@@ -65,7 +65,7 @@ def test_of_scales_that_lose_nothing_the_middle_is_best():
     st.lists(FLOATS, min_size=1, max_size=40),
     st.integers(min_value=-10, max_value=24),
 )
-def test_shares_are_those_of_the_cast(values, p):
+def test_shares_agree_with_a_cast(values, p):
     values = np.array(values, np.float32)
     with np.errstate(over="ignore", under="ignore"):
         scaled = values.astype(np.float64) * 2.0**p
@@ -107,7 +107,7 @@ def test_no_other_scale_loses_less(values):
     assert best <= 2.0**attainable
 
 
-def test_scaled_gradients_are_seen_as_they_were():
+def test_scaled_gradients_give_the_same_histogram():
     grads = mx.array([2.0**-30, 2.0**-26, 2.0**-20, 1.0])
     scaler = GradScaler(init_scale=2.0**15)
     true = gradient_histogram([grads])
@@ -119,7 +119,7 @@ def test_scaled_gradients_are_seen_as_they_were():
     assert scaled.best_scale == true.best_scale
 
 
-def test_an_overflow_asks_for_a_smaller_scale():
+def test_overflow_asks_for_a_smaller_scale():
     grads = [mx.array([float("inf"), 2.0**-10])]
     assert gradient_histogram(grads, 2.0**10).best_scale < 2.0**10
 
@@ -140,14 +140,14 @@ def test_leaves_are_counted_alone_and_together():
     assert histogram.size == sum(x.size for x in histogram.leaves.values())
 
 
-def test_it_reads_as_a_table():
+def test_histogram_prints_a_table():
     text = str(gradient_histogram([mx.array([2.0**-30, 1.0])], 1024.0))
     assert text.splitlines()[0].split()[-1] == "nonfinite"
     assert "at scale 2^10" in text
     assert "50.00%" in text
 
 
-def test_nothing_to_count():
+def test_tree_without_floating_leaves_is_empty():
     histogram = gradient_histogram({"n": mx.array([1, 2])})
     assert histogram.size == 0
     assert histogram.best_scale is None
@@ -155,7 +155,7 @@ def test_nothing_to_count():
     assert str(histogram)
 
 
-def test_misuse_is_told():
+def test_misuse_raises():
     with pytest.raises(TypeError, match="tree of arrays"):
         gradient_histogram({"w": 1.0})
     with pytest.raises(ValueError, match="positive"):

@@ -1,12 +1,13 @@
-"""Islands in a model of mlx-lm: LoRA, checkpointing, quantizing and its caches."""
+"""Float32 layers in mlx-lm models: LoRA, checkpointing, quantization and caches."""
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_gradscale import float32_layers
+from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
 
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 from mlx_lm.models import cache as caches  # noqa: E402
@@ -72,7 +73,7 @@ def unpatched():
 
 
 @pytest.mark.parametrize("where", [MLP, "model.layers.0 to model.layers.1"])
-def test_checkpointing_reaches_every_layer(where, unpatched):
+def test_grad_checkpoint_reaches_every_layer(where, unpatched):
     loss, expected = gradients(make_model(mx.float32))
     model = make_model()
     assert not finite(gradients(model)[1])
@@ -80,18 +81,50 @@ def test_checkpointing_reaches_every_layer(where, unpatched):
     plain = gradients(model)
     assert plain[0] == pytest.approx(loss, rel=1e-2)
     assert relative(plain[1], expected) < 0.02
-    # Layer 0 is an island in one of the cases: the class that is patched is that of
-    # all three layers.
+    # Layer 0 is a float32 layer in one of the cases; all three are checkpointed.
     grad_checkpoint(model.layers[0])
     assert llama.TransformerBlock.__call__.__name__ == "checkpointed_fn"
     again = gradients(model)
     assert again[0] == plain[0]
     assert relative(again[1], plain[1]) < 2e-3
     assert {x.dtype for _, x in tree_flatten(again[1])} == {HALF}
+    assert {x.dtype for _, x in tree_flatten(model.parameters())} == {HALF}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointed_float32_blocks_train_with_masters(compiled, unpatched):
+    model = make_model()
+    float32_layers(model, "model.layers.1 to model.norm")
+    grad_checkpoint(model.layers[0])
+    optimizer = LossScaleOptimizer(optim.SGD(1e-3), GradScaler(16.0))
+    loss_fn = optimizer.scale_loss(default_loss)
+    optimizer.init(model.trainable_parameters())
+
+    def step():
+        (loss, _), grads = nn.value_and_grad(model, loss_fn)(model, TOKENS, LENGTHS)
+        optimizer.update(model, grads)
+        return loss
+
+    if compiled:
+        state = [model.state, optimizer.state]
+        step = mx.compile(step, inputs=state, outputs=state)
+    losses = [step().item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert optimizer.scaler.skipped_steps.item() == 0
+    assert {x.dtype for _, x in tree_flatten(model.parameters())} == {HALF}
+
+
+def test_gptq_finds_the_linear_layers():
+    # As mlx_lm.quant.gptq chooses them.
+    model = make_model()
+    types = (nn.Linear, nn.Embedding)
+    count = sum(type(m) in types for _, m in model.named_modules())
+    float32_layers(model, "*.q_proj")
+    assert sum(type(m) in types for _, m in model.named_modules()) == count
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_adapters_come_after_the_island(dora):
+def test_adapters_can_be_added_to_float32_layers(dora):
     model = make_model()
     float32_layers(model, [MLP, "model.layers.2.self_attn.q_proj"])
     model.freeze()
@@ -111,10 +144,10 @@ def test_adapters_come_after_the_island(dora):
         assert finite(model(TOKENS))
 
 
-def test_quantizing_comes_after_the_island():
+def test_float32_layers_can_be_quantized():
     model = make_model()
     layers = float32_layers(
-        model, [[f"{MLP}.gate_proj", f"{MLP}.up_proj", f"{MLP}.down_proj"]]
+        model, f"{MLP}.gate_proj to {MLP}.up_proj to {MLP}.down_proj"
     )
     assert finite(model(TOKENS))
     nn.quantize(model)
@@ -134,7 +167,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", list(CACHES))
-def test_caches_keep_their_dtypes(name):
+def test_caches_of_float32_layers_keep_their_dtypes(name):
     def run(model):
         cache = [CACHES[name]() for _ in model.layers]
         out = [model(TOKENS, cache=cache)]

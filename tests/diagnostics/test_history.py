@@ -1,4 +1,4 @@
-"""Histories: nothing read per step, and files that survive a crash."""
+"""Histories read nothing per step, and append to files that survive a crash."""
 
 import json
 import math
@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-from mlx_gradscale.diagnostics import (
-    ScaleHistory,
-    ScaleRecord,
-    SkipAlarm,
-    SkippedStepsError,
-    SkippedStepsWarning,
-)
+from mlx_gradscale.diagnostics import ScaleHistory, ScaleRecord
 
 NUMBERS = st.none() | st.floats(width=32, allow_nan=False)
 RECORDS = st.lists(
@@ -62,7 +56,7 @@ def train(history, overflow_at=(), steps=10, scaler=None, compiled=True, bad=1e1
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_it_tells_what_happened(compiled):
+def test_history_has_every_step(compiled):
     history = ScaleHistory(every=4)
     train(history, overflow_at=(3, 7), compiled=compiled)
     assert len(history) == 10
@@ -77,7 +71,7 @@ def test_it_tells_what_happened(compiled):
     assert all(record.grad_norm > 0 for record in history if record.applied)
 
 
-def test_a_step_that_is_noted_reads_nothing():
+def test_record_reads_nothing():
     # An array that cannot be evaluated: inside a trace, reading raises.
     history, scaler = ScaleHistory(every=100), GradScaler()
 
@@ -91,16 +85,14 @@ def test_a_step_that_is_noted_reads_nothing():
     step(mx.array(1.0))
 
 
-def test_an_optimizer_brings_its_gradient_norm():
+def test_optimizer_provides_its_gradient_norm():
     model = nn.Linear(3, 1)
     optimizer = LossScaleOptimizer(optim.SGD(0.1), max_grad_norm=1.0)
-    grads = {"weight": mx.array([[3.0, 0.0, 4.0]]), "bias": mx.zeros(1)}
-    optimizer.scale_loss(lambda x: x, unscale=False)
-    scaled = {k: g * optimizer.scaler.get_scale() for k, g in grads.items()}
-    optimizer.update(model, scaled)
+    loss_and_grad = optimizer.value_and_grad(model, lambda x: model(x).sum())
+    optimizer.update(model, loss_and_grad(mx.array([[3.0, 0.0, 4.0]]))[1])
     history = ScaleHistory()
     history.record(optimizer)
-    assert history[0] == ScaleRecord(1, 65536.0, True, grad_norm=5.0)
+    assert history[0].grad_norm == pytest.approx(26**0.5)
 
 
 @settings(deadline=None, max_examples=40)
@@ -114,7 +106,7 @@ def test_files_round_trip(records, suffix, tmp_path_factory):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_values_that_are_not_finite_round_trip(tmp_path, suffix):
+def test_nonfinite_values_round_trip(tmp_path, suffix):
     path = tmp_path / f"run{suffix}"
     history, scaler = ScaleHistory(path, every=2), GradScaler()
     history.record(
@@ -131,7 +123,7 @@ def test_values_that_are_not_finite_round_trip(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_a_line_that_a_crash_cut_off_is_dropped(tmp_path, suffix):
+def test_line_that_a_crash_cut_off_is_dropped(tmp_path, suffix):
     path = tmp_path / f"run{suffix}"
     train(ScaleHistory(path, every=2), steps=4)
     whole = path.read_bytes()
@@ -146,7 +138,7 @@ def test_a_line_that_a_crash_cut_off_is_dropped(tmp_path, suffix):
         assert again[-1] == ScaleRecord(len(found) + 1, 4.0, True)
 
 
-def test_a_run_that_went_back_replaces_the_steps_after(tmp_path):
+def test_run_that_went_back_replaces_later_steps(tmp_path):
     path = tmp_path / "run.csv"
     history, scaler = ScaleHistory(path, every=1), GradScaler()
     for step in (1, 2, 3):
@@ -164,7 +156,7 @@ def test_a_run_that_went_back_replaces_the_steps_after(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_a_second_run_goes_on_in_the_file(tmp_path, suffix):
+def test_second_run_continues_the_file(tmp_path, suffix):
     path, scaler = tmp_path / f"run{suffix}", GradScaler()
     for steps in (100, 30):
         with ScaleHistory(path) as history:
@@ -175,7 +167,7 @@ def test_a_second_run_goes_on_in_the_file(tmp_path, suffix):
     assert [record.loss for record in loaded] == [100.0] * 100 + [30.0] * 30
 
 
-def test_the_end_of_a_with_block_reads_the_rest_and_hides_no_error(tmp_path):
+def test_with_block_reads_the_rest_and_hides_no_error(tmp_path):
     path = tmp_path / "run.csv"
 
     def run(loss, path=None):
@@ -201,12 +193,12 @@ def test_the_end_of_a_with_block_reads_the_rest_and_hides_no_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["run.csv", "run.jsonl"])
 @pytest.mark.parametrize("content", ["my thesis", "a,b\n1,2\n", "{}\n", "[1]\n"])
-def test_another_file_is_left_alone(tmp_path, name, content):
+def test_other_file_is_left_alone(tmp_path, name, content):
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(ValueError, match="another file name"):
         ScaleHistory(path)
-    with pytest.raises(ValueError, match="begin as a history"):
+    with pytest.raises(ValueError, match="is not a history"):
         ScaleHistory.load(path)
     assert path.read_text() == content
 
@@ -222,7 +214,7 @@ def test_another_file_is_left_alone(tmp_path, name, content):
         ("run.jsonl", '{"step": 1'),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, name, line):
+def test_broken_line_is_named(tmp_path, name, line):
     path = tmp_path / name
     ScaleHistory(path)
     with open(path, "a") as file:
@@ -231,7 +223,7 @@ def test_a_broken_line_is_named(tmp_path, name, line):
         ScaleHistory.load(path)
 
 
-def test_misuse_is_told(tmp_path):
+def test_misuse_raises(tmp_path):
     with pytest.raises(ValueError, match=r"\.csv or \.jsonl"):
         ScaleHistory(tmp_path / "run.txt")
     with pytest.raises(ValueError, match="every"):
@@ -242,27 +234,3 @@ def test_misuse_is_told(tmp_path):
     with pytest.raises(ValueError, match="one number per step"):
         history.record(GradScaler(), loss=mx.ones(3))
     assert len(history) == 0
-
-
-def test_a_run_that_skips_every_step_is_not_silent():
-    history = ScaleHistory(every=20)
-    with pytest.warns(SkippedStepsWarning, match="60 steps in a row") as caught:
-        train(history, overflow_at=range(1, 101), steps=100, bad=math.inf)
-    # At 60, the first flush over the limit; not again before 120.
-    assert len(caught) == 1
-
-
-def test_the_alarm_can_raise_and_nothing_is_lost(tmp_path):
-    scaler = GradScaler(init_scale=256.0)
-    scaler.skip_alarm = SkipAlarm(limit=4, action="raise")
-    history = ScaleHistory(tmp_path / "run.csv", every=5)
-    with pytest.raises(SkippedStepsError, match="4 steps in a row"):
-        train(history, overflow_at=range(2, 6), steps=8, scaler=scaler)
-    assert len(ScaleHistory.load(tmp_path / "run.csv")) == 5
-    assert len(history) == 5
-
-
-def test_the_alarm_can_be_turned_off():
-    scaler = GradScaler()
-    scaler.skip_alarm = None
-    train(ScaleHistory(every=10), overflow_at=range(100), steps=80, scaler=scaler)

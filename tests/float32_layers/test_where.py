@@ -1,4 +1,4 @@
-"""Which layers are meant: paths, globs, ranges, files; and what is refused."""
+"""Layers are named by paths, globs, chains, functions and files."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_gradscale import float32_layers
-from mlx_gradscale.islands import (
+from mlx_gradscale.float32_layers import (
     list_float32_layers,
     load_float32_layers,
     save_float32_layers,
@@ -63,18 +63,19 @@ def paths(where):
         ("*.mlp", [f"shelf.{b}.mlp" for b in ("blocks.0", "blocks.1", "blocks.2")]
             + [f"shelf.by_name.{b}.mlp" for b in "ab"]),
         ("shelf.blocks.[01].attn", ["shelf.blocks.0.attn", "shelf.blocks.1.attn"]),
-        # What lies in a layer that is float32 already is not named again.
+        # Layers inside of a float32 layer are float32 already.
         ("shelf.blocks.0*", ["shelf.blocks.0"]),
         (["shelf.blocks.0.mlp", "shelf.blocks.0", "norm"], ["shelf.blocks.0", "norm"]),
         (["norm", "norm"], ["norm"]),
         ("", [""]),
         ([], []),
         ("shelf.by_name.b to head", ["shelf.by_name.b", "norm", "head"]),
+        ("shelf.by_name.[ab] to norm", ["shelf.by_name.a", "shelf.by_name.b", "norm"]),
         ("shelf.blocks.2.mlp to shelf.by_name.a.attn",
             ["shelf.blocks.2.mlp", "shelf.blocks.2.norm", "shelf.by_name.a.attn"]),
-        ("norm to the loss", ["norm", "head"]),
+        ("head to norm", ["head", "norm"]),
+        ("norm to head to the loss", ["norm", "head"]),
         (("norm", "head"), ["norm", "head"]),
-        ([["head", "norm"]], ["head", "norm"]),
         (lambda path, module: isinstance(module, nn.RMSNorm) and "blocks" in path,
             [f"shelf.blocks.{i}.norm" for i in range(3)]),
     ],
@@ -84,36 +85,30 @@ def test_layers_are_named_by(where, expected):
 
 
 REFUSED = {
-    "nearest": ("shelf.blocks.1.mpl", ValueError, r"nearest is shelf\.blocks\.1\.mlp"),
+    "nearest": ("shelf.blocks.1.mpl", ValueError, r"mean shelf\.blocks\.1\.mlp"),
     "number": ("shelf.blocks.7", ValueError, "names no module"),
     "glob": ("*.mlb", ValueError, "matches no module"),
     "far": ("zzzzzzzz", ValueError, r"names no module\.$"),
     "function": (
         "shelf.blocks.0.act",
         ValueError,
-        "is a plain function, no module: name what uses it, shelf.blocks.0",
+        "is a function: name the module that uses it, shelf.blocks.0",
     ),
-    "array": ("head.weight", ValueError, "is a parameter.*name what uses it, head"),
-    "list": ("shelf.blocks", ValueError, "is a list, no module"),
+    "array": ("head.weight", ValueError, "is a parameter.*that uses it, head"),
+    "list": ("shelf.blocks", ValueError, "is a list: name"),
     "never called": ("shelf", ValueError, r"no __call__ of its own.*shelf\.\*"),
-    "order": ("head to norm", ValueError, "norm is not after head"),
-    "inside": (
-        "shelf.blocks.0 to shelf.blocks.0.mlp",
-        ValueError,
-        "is not after shelf.blocks.0 in the model",
-    ),
-    "range": ("norm to haed", ValueError, "nearest is head"),
-    "empty chain": ([["the loss"]], ValueError, "needs a layer"),
+    "chain": ("norm to haed", ValueError, "mean head"),
+    "only the loss": (" to the loss to norm", ValueError, "'the loss' names no module"),
     "predicate": (lambda path, module: False, ValueError, "True for no module"),
     "none": (None, TypeError, "Name the layers by"),
     "numbers": ([1, 2], TypeError, "Name the layers by"),
-    "deep": ([[["norm"]]], TypeError, "Name the layers by"),
-    "second": (["norm", "nrom"], ValueError, "nearest is norm"),
+    "nested": ([["norm"]], TypeError, "Name the layers by"),
+    "second": (["norm", "nrom"], ValueError, "mean norm"),
 }
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_names_no_layer_is_refused_and_the_model_untouched(name):
+def test_wrong_name_raises_and_leaves_the_model(name):
     where, error, message = REFUSED[name]
     model = Net()
     before = [type(module) for _, module in model.named_modules()]
@@ -122,12 +117,12 @@ def test_what_names_no_layer_is_refused_and_the_model_untouched(name):
     assert [type(module) for _, module in model.named_modules()] == before
 
 
-def test_what_is_no_model_is_refused():
-    with pytest.raises(TypeError, match=r"must be a module of mlx\.nn"):
+def test_model_must_be_a_module():
+    with pytest.raises(TypeError, match=r"must be an mlx\.nn\.Module"):
         float32_layers({"norm": mx.ones(3)}, "norm")
 
 
-def test_a_module_of_two_names_is_one_island():
+def test_shared_module_may_be_named_twice():
     model = Net()
     model.head = model.shelf.blocks[0].attn
     layers = float32_layers(model, ["head", "shelf.blocks.0.attn"])
@@ -137,9 +132,9 @@ def test_a_module_of_two_names_is_one_island():
 
 
 @pytest.mark.parametrize("as_string", [False, True])
-def test_layers_go_through_a_file(tmp_path, as_string):
+def test_layers_round_trip_through_a_file(tmp_path, as_string):
     path = tmp_path / "float32.json"
-    where = ["shelf.blocks.0.mlp", "norm to head", ["embed", "the loss"]]
+    where = ["shelf.blocks.0.mlp", "norm to head", "embed to the loss"]
     layers = float32_layers(Net(), where)
     layers.save(path)
     assert load_float32_layers(path) == where
@@ -159,36 +154,31 @@ HOSTILE = {
     "a list": b'["norm"]',
     "no layers": json.dumps({**GOOD, "layers": None}).encode(),
     "numbers": json.dumps({**GOOD, "layers": [1]}).encode(),
-    "nested": json.dumps({**GOOD, "layers": [[["norm"]]]}).encode(),
-    "too many": json.dumps({**GOOD, "layers": ["a"] * 10_001}).encode(),
-    "too many in one": json.dumps({**GOOD, "layers": [["a"] * 10_001]}).encode(),
-    "too long": json.dumps({**GOOD, "layers": ["a" * 1001]}).encode(),
+    "nested": json.dumps({**GOOD, "layers": [["norm"]]}).encode(),
     "surrogate": b'{"format": "\xff"}',
 }
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
-def test_a_file_of_another_kind_is_refused(tmp_path, name):
+def test_other_file_is_refused(tmp_path, name):
     path = tmp_path / "float32.json"
     path.write_bytes(HOSTILE[name])
     model = Net()
-    with pytest.raises(ValueError, match="is no list of float32 layers"):
+    with pytest.raises(ValueError, match="is not a list of float32 layers"):
         float32_layers(model, path)
     assert list_float32_layers(model) == []
 
 
-def test_a_file_may_name_layers_that_a_model_has_not(tmp_path):
+def test_file_with_unknown_layers_is_refused(tmp_path):
     path = tmp_path / "float32.json"
     path.write_text(json.dumps({**GOOD, "layers": ["nrom"], "made by": "hand"}))
-    with pytest.raises(ValueError, match="nearest is norm"):
+    with pytest.raises(ValueError, match="mean norm"):
         float32_layers(Net(), path)
     with pytest.raises(FileNotFoundError):
         float32_layers(Net(), Path(tmp_path / "none.json"))
 
 
-def test_what_cannot_be_read_is_not_written(tmp_path):
+def test_file_must_end_in_json(tmp_path):
     with pytest.raises(ValueError, match=r"must end in \.json"):
         save_float32_layers(tmp_path / "layers.txt", ["norm"])
-    with pytest.raises(ValueError, match="no name of a layer"):
-        save_float32_layers(tmp_path / "layers.json", [1])
     assert not list(tmp_path.iterdir())
