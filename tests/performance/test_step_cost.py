@@ -122,7 +122,7 @@ def test_a_run_keeps_no_more_bytes_per_parameter_than_promised(name):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX keeps kernels elsewhere.")
-def test_first_step_builds_at_most_twelve_kernels_more_than_bare(tmp_path):
+def test_first_step_builds_at_most_four_kernels_more_than_bare(tmp_path):
     built = {}
     for variant in first_step.VARIANTS:
         folder = tmp_path / variant
@@ -135,4 +135,4 @@ def test_first_step_builds_at_most_twelve_kernels_more_than_bare(tmp_path):
             check=True,
         )
         built[variant] = len(list(folder.rglob("*.so")))
-    assert built["scaled"] <= built["bare"] + 12, built
+    assert built["scaled"] <= built["bare"] + 4, built
