@@ -102,15 +102,22 @@ def build_checkpoint(
     if not isinstance(found, dict) or found | _FORMAT != found:
         raise ValueError("training.json is not of this version of mlx_gradscale.")
     parts: dict[str, dict[str, Any]] = {"optimizer": {}, "scaler": {}, "extra": {}}
-    for name, x in arrays.items():
-        part, _, rest = name.partition(".")
-        parts[part][rest] = x
-    optimizer = parts["optimizer"] | found.pop("numbers")
-    scaler = parts["scaler"]
-    if found["wrapped"]:
-        split = [(*name.partition("."), x) for name, x in optimizer.items()]
-        scaler = {rest: x for part, _, rest, x in split if part == "scaler"}
-    extra = decode_extra(found.pop("extra"), parts["extra"])
+    try:
+        for name, x in arrays.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = x
+        optimizer, scaler = parts["optimizer"] | found.pop("numbers"), parts["scaler"]
+        if found["wrapped"]:
+            split = [(*name.partition("."), x) for name, x in optimizer.items()]
+            scaler = {rest: x for part, _, rest, x in split if part == "scaler"}
+        extra = decode_extra(found.pop("extra"), parts["extra"])
+        kinds = {"class": str, "schedules": list, "values": dict}
+        for row in found["settings"]:
+            if any(type(row[name]) is not kind for name, kind in kinds.items()):
+                raise ValueError("training.json does not describe an optimizer.")
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        kind = type(error).__name__
+        raise ValueError(f"training.json is damaged: {kind}: {error}.") from error
     return Checkpoint(weights, optimizer, scaler or None, extra, found)
 
 

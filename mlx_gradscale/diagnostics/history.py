@@ -40,6 +40,8 @@ class ScaleRecord:
 
 
 _HEADER = ",".join(field.name for field in fields(ScaleRecord))
+# What reading a line that is no record may raise.
+_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 class ScaleHistory:
@@ -211,7 +213,7 @@ def _read_records(path: Path, data: bytes) -> list[ScaleRecord]:
     for i, line in enumerate(lines[bool(header) :], start=1 + bool(header)):
         try:
             record = _parse(path, line)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except _MALFORMED as error:
             raise ValueError(
                 f"{path}, line {i} is no record: {line[:100]!r}"
             ) from error
@@ -241,16 +243,14 @@ def _line(path: Path, record: ScaleRecord) -> str:
 
 def _parse(path: Path, line: str) -> ScaleRecord:
     if path.suffix == ".csv":
-        cells: list[Any] = [cell or None for cell in line.split(",")]
-        step, scale, applied, grad_norm, loss = cells
-        step, applied = int(step), {"0": False, "1": True}[applied]
+        step, scale, applied, *rest = line.split(",")
+        found = int(step), float(scale), {"0": False, "1": True}[applied]
+        grad_norm, loss = (cell or None for cell in rest)
     else:
         row = json.loads(line)
-        step, scale, applied = row["step"], row["scale"], row["applied"]
+        found = row["step"], float(row["scale"]), row["applied"]
         grad_norm, loss = row.get("grad_norm"), row.get("loss")
-        if type(step) is not int or type(applied) is not bool:
-            raise TypeError(line)
-    if abs(step) >= 2**63:
-        raise OverflowError(step)  # no picture can show it
-    rest = (None if x is None else float(x) for x in (grad_norm, loss))
-    return ScaleRecord(step, float(scale), applied, *rest)
+    if [type(x) for x in found] != [int, float, bool] or abs(found[0]) >= 2**63:
+        raise ValueError(line)
+    numbers = [None if x is None else float(x) for x in (grad_norm, loss)]
+    return ScaleRecord(*found, *numbers)

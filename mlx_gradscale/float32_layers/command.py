@@ -65,38 +65,18 @@ def _parser() -> argparse.ArgumentParser:
         "float32 and float16. Print how close each layer is to 65504, draw it, and "
         "write the layers that must compute in float32 to a file.",
         epilog="example: mlx_gradscale float16 --model my-model --data my-data",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="a folder with an mlx-lm model")
-    parser.add_argument(
-        "--data", required=True, help="a .jsonl file, or a folder with train.jsonl"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        default="float32_layers.json",
-        help="the file to write; the pictures go beside it (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--fine-tune-type",
-        choices=("full", "lora"),
-        default="full",
-        help="which parameters get gradients (default: %(default)s)",
-    )
-    parser.add_argument("--batches", type=int, default=4, metavar="N")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N")
-    parser.add_argument("--max-seq-length", type=int, default=512, metavar="N")
-    parser.add_argument(
-        "--margin",
-        type=float,
-        default=2.0,
-        help="how many times larger values may become (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.02,
-        help="how far the loss may be from float32's (default: %(default)s)",
-    )
+    add = parser.add_argument
+    add("--model", required=True, help="a folder with an mlx-lm model")
+    add("--data", required=True, help="a .jsonl file, or a folder with train.jsonl")
+    add("-o", "--output", default="float32_layers.json", help="the file to write")
+    add("--fine-tune-type", choices=("full", "lora"), default="full")
+    add("--batches", type=int, default=4, metavar="N", help="how many to run")
+    add("--batch-size", type=int, default=1, metavar="N", help="samples each")
+    add("--max-seq-length", type=int, default=512, metavar="N", help="tokens")
+    add("--margin", type=float, default=2.0, help="how much larger values may become")
+    add("--tolerance", type=float, default=0.02, help="allowed distance of the loss")
     return parser
 
 

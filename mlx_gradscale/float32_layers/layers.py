@@ -57,8 +57,8 @@ class Float32Call:
     ) -> Any:
         if _is_inside.get():
             return function(*args, **kwargs)
-        token = _is_inside.set(True)
         arguments = ArgumentCast(args, kwargs)
+        token = _is_inside.set(True)
         try:
             with upcast_parameters(module) as parameter_dtype:
                 outputs = function(*arguments.args, **arguments.kwargs)

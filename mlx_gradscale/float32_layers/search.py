@@ -198,9 +198,10 @@ class Search:
         readers = [i for i, c in enumerate(children) if self._is_large(c.inputs)]
         makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
         last = max([*readers, *(i + 1 for i in makers)])
+        plain = edge_dtypes(self.setting, batch, [])
         for end in range(last, len(children)):
             entry = self._name_chain(children[first : end + 1])
-            if not self._leaks(batch, entry):
+            if not self._leaks(batch, entry, plain):
                 return entry, source
         if call.path:
             return call.path, source
@@ -217,10 +218,11 @@ class Search:
         large = [v.magnitude for v in values if v.magnitude >= self._limit]
         return any(not is_one_of(x, self._given) for x in large)
 
-    def _leaks(self, batch: Batch, entry: str) -> bool:
+    def _leaks(
+        self, batch: Batch, entry: str, plain: list[tuple[str, mx.Dtype]]
+    ) -> bool:
         """Tell whether float32 gets out of a chain to the layers that follow."""
         inside = _paths(self.setting.model, [entry])
-        plain = edge_dtypes(self.setting, batch, [])
         mixed = edge_dtypes(self.setting, batch, [entry])
         return any(
             before in HALF and after not in HALF

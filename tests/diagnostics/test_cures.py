@@ -1,8 +1,5 @@
 """The line that explain_overflow prints makes the model train."""
 
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -11,8 +8,6 @@ import pytest
 import mlx_gradscale
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.diagnostics import explain_overflow
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 HALF = mx.float16
 
@@ -191,20 +186,29 @@ def test_no_line_where_nothing_helps():
 
 
 def test_cure_of_an_mlx_lm_model():
-    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
-    import mlx_lm_lora
+    llama = pytest.importorskip("mlx_lm.models.llama", reason="mlx-lm is missing")
     from mlx_lm.tuner.trainer import default_loss
 
-    model = mlx_lm_lora.make_model(full=True)
+    mx.random.seed(0)
+    arguments = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        num_attention_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=32,
+    )
+    model = llama.Model(arguments)
     mlp = model.model.layers[1].mlp
-    mlp.gate_proj.weight *= 400
-    mlp.up_proj.weight *= 400
+    mlp.gate_proj.weight *= 500
+    mlp.up_proj.weight *= 500
     mlp.down_proj.weight *= 1e-3
+    model.set_dtype(HALF)
     optimizer = LossScaleOptimizer(optim.SGD(1e-8), GradScaler(1.0))
     batch = mx.arange(24).reshape(2, 12), mx.array([[0, 12], [0, 12]])
     report = explain_overflow(model, default_loss, model, *batch, scale=optimizer)
     assert (report.cause, report.cure) == ("forward", ["model.layers.1.mlp"])
     paste(report, model)
     again = explain_overflow(model, default_loss, model, *batch, scale=optimizer)
-    assert again.loss_is_finite
-    assert again.cause in ("nothing", "gradients")
+    assert again.cause == "nothing"

@@ -91,15 +91,6 @@ def test_layer_that_overflows_forward_is_named():
     assert "cannot help" in str(report)
 
 
-def test_layer_of_a_float16_model_is_named():
-    model = Net()
-    model.blocks[2].fc1.weight = mx.eye(8) * 3e4
-    model.set_dtype(mx.float16)
-    x = mx.full((4, 8), 4.0, mx.float16)
-    report = explain(model, x, compute_dtype=None)
-    assert (report.cause, report.layer) == ("forward", "blocks.2.fc1")
-
-
 def test_overflow_between_two_layers_is_their_callers():
     report = explain(Net(gain=6e4), mx.full((4, 8), 4.0))
     assert (report.cause, report.layer) == ("forward", "blocks.1")
@@ -124,13 +115,6 @@ def test_layer_that_overflows_backward_is_named():
         "blocks.0.fc2.weight",
     }
     assert explain(model, x, scale=1.0).cause == "nothing"
-
-
-def test_backward_overflow_between_two_layers_is_their_callers():
-    model = Net(gain=1e4)
-    model.eval()
-    report = explain(model, mx.full((4, 8), 1e-4), scale=2.0**10)
-    assert (report.cause, report.layer) == ("gradients", "blocks.1")
 
 
 def test_overflow_in_the_gradient_of_a_weight_is_named():
@@ -301,22 +285,6 @@ def test_mask_is_no_overflow():
     assert (report.cause, report.layer) == ("forward", "after")
 
 
-def test_mask_in_the_batch_is_no_fault():
-    model = Net()
-    model.eval()
-    model.blocks[1].fc1.weight = mx.eye(8) * 1e4
-    mask = mx.array([0.0] * 4 + [-float("inf")] * 4)
-
-    def loss_fn(x, mask):
-        weights = mx.softmax(mask.astype(mx.float32))
-        return (weights * model(x).astype(mx.float32).square()).mean()
-
-    report = explain_overflow(
-        model, loss_fn, mx.full((4, 8), 1e-4), mask, scale=2.0**14, compute_dtype=HALF
-    )
-    assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
-
-
 def test_model_as_argument_aux_outputs_and_keywords_work():
     model = Net()
     model.eval()
@@ -359,15 +327,6 @@ def test_caller_of_a_checkpointed_layer_is_known():
     report = explain(Checkpointed(), scale=2.0**10)
     assert (report.cause, report.layer) == ("gradients", "")
     assert "the model returns to blocks.1" in str(report)
-
-
-def test_compilation_is_enabled_again():
-    explain(Net())
-    calls = []
-    compiled = mx.compile(lambda x: calls.append(1) or x + 1)
-    compiled(mx.array(1))
-    compiled(mx.array(1))
-    assert len(calls) == 1
 
 
 def test_model_is_restored_after_an_error():

@@ -212,6 +212,8 @@ def test_other_file_is_left_alone(tmp_path, name, content):
         ("run.jsonl", '{"step": 1, "applied": true}'),
         ("run.jsonl", '{"step": 1, "scale": 2.0, "applied": 1}'),
         ("run.jsonl", '{"step": 1'),
+        ("run.jsonl", '{"step": ' + "[" * 100_000),
+        ("run.jsonl", '{"step": 1, "applied": true, "scale": ' + "9" * 400 + "}"),
     ],
 )
 def test_broken_line_is_named(tmp_path, name, line):

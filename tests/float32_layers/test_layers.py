@@ -533,20 +533,6 @@ def test_metaclass_and_inherited_call_work():
     assert_close(model(x), expected)
 
 
-def test_temporary_class_is_garbage_collected():
-    def make():
-        class Mine(nn.Linear):
-            pass
-
-        layer = Mine(2, 2)
-        float32_layers(layer, "").undo()
-        return weakref.ref(Mine)
-
-    reference = make()
-    gc.collect()
-    assert reference() is None
-
-
 def test_model_with_float32_layers_is_freed_without_the_garbage_collector():
     gc.disable()
     try:

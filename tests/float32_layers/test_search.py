@@ -339,11 +339,6 @@ def test_arguments_too_large_for_float16_are_reported():
     assert "cast_inputs=False" in found.problem
 
 
-class NeedsCache(Net):
-    def __call__(self, x, cache):
-        return super().__call__(x)
-
-
 def frozen():
     model, loss_fn = make()
     model.freeze()
@@ -382,15 +377,6 @@ def test_misuse_raises_and_leaves_the_model(name):
         find_float32_layers(model, loss_fn, batches, **options)
     if before:
         assert_same(model, before)
-
-
-def test_error_of_the_loss_function_is_raised():
-    model = NeedsCache()
-    model.set_dtype(HALF)
-    before = snapshot(model)
-    with pytest.raises(TypeError, match="cache"):
-        find_float32_layers(model, lambda x: model(x).sum(), [X])
-    assert_same(model, before)
 
 
 def test_loss_from_scale_loss_is_refused():
