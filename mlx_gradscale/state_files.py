@@ -86,10 +86,16 @@ def _decode_safetensors(data: bytes) -> dict[str, Any]:
     return {name: array.item() for name, array in arrays.items()}
 
 
+def _encode_torch(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch_checkpoint.save(file, state)
+    return file.getvalue()
+
+
 _FORMATS = {
     ".json": (_encode_json, json.loads),
     ".safetensors": (_encode_safetensors, _decode_safetensors),
-    ".pt": (torch_checkpoint.save_bytes, torch_checkpoint.load),
+    ".pt": (_encode_torch, torch_checkpoint.load),
 }
 
 

@@ -10,6 +10,7 @@ Counter would be a dict, and random states and objects of other programs would b
 """
 
 import base64
+import io
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..files.text import dtype_name, dtype_named
-from ..torch_checkpoint import entries
+from .. import torch_checkpoint
 from ..torch_checkpoint.foreign import DefaultDict, Placeholder, TorchName, TorchSize
-from ..torch_checkpoint.keys import Keys, check_key
-from ..torch_checkpoint.limits import Budget
-from ..torch_checkpoint.pickle_allowlist import torch_name, torch_size
 
 
 class SectionMark(str):
@@ -133,8 +131,6 @@ class _Encoder:
             return [self._item(i, item) for i, item in enumerate(value)]
         for tag, made in _SEQUENCES.items():
             if type(value) is made:
-                for member in value if made in (set, frozenset) else ():
-                    check_key(member)
                 return {tag: [self._item(i, item) for i, item in enumerate(value)]}
         for tag, made in _MAPPINGS.items():
             if type(value) is made:
@@ -179,17 +175,14 @@ class _Encoder:
             return inner if tag == "$dict" else {tag: inner}
         pairs = []
         for key, item in value.items():
-            check_key(key)
             pairs.append([self._item("key", key), self._item(key, item)])
         return {tag: pairs}
 
     def _placeholder(self, value: Placeholder) -> Any:
         """Return the object's own pickle, and what it is, for who reads the JSON."""
-        pickle, arrays = entries.dump(value)
-        held: dict[str, Any] = {"is": str(value), "pickle": self._base64(pickle)}
-        if arrays:
-            held["arrays"] = [self._item(i, array) for i, array in enumerate(arrays)]
-        return {"$object": held}
+        file = io.BytesIO()
+        torch_checkpoint.save(file, value)
+        return {"$object": {"is": str(value), "pt": self._base64(file.getvalue())}}
 
     def _array(self, value: mx.array) -> Any:
         dtype = dtype_name(value)
@@ -213,8 +206,6 @@ class _Encoder:
 class _Decoder:
     def __init__(self, tensors: dict[str, mx.array]) -> None:
         self._tensors = tensors
-        self._budget = Budget()
-        self._keys = Keys(self._budget)
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -227,9 +218,9 @@ class _Decoder:
         if tag == "$tuple":
             return tuple(self.decode(held))
         if tag == "$size":
-            return torch_size(tuple(held))
+            return TorchSize(held)
         if tag in _SEQUENCES:
-            return _SEQUENCES[tag](self._keys.fill(set(), self.decode(held)))
+            return _SEQUENCES[tag](self.decode(held))
         if tag in _MAPPINGS:
             return _MAPPINGS[tag](self._pairs(held))
         if tag == "$default":
@@ -238,9 +229,7 @@ class _Decoder:
                 raise ValueError("training.json holds a defaultdict of no class.")
             return DefaultDict(items, factory)
         if tag == "$object":
-            arrays = [self.decode(array) for array in held.get("arrays", ())]
-            pickle = base64.b64decode(held["pickle"])
-            return entries.parse(pickle, arrays, self._budget)
+            return torch_checkpoint.load(base64.b64decode(held["pt"]))
         if tag in _LEAVES:
             return _LEAVES[tag](held)
         if tag == "$tensor":
@@ -253,7 +242,6 @@ class _Decoder:
         found: dict[Any, Any] = {}
         for key, item in held.items() if isinstance(held, dict) else held:
             key = self.decode(key)
-            self._keys.add(found, key)
             found[key] = self.decode(item)
         return found
 
@@ -270,7 +258,7 @@ def _decode_float64(held: dict[str, Any]) -> mx.array:
 
 _LEAVES: dict[str, Callable[..., Any]] = {
     "$section": SectionMark,
-    "$torch": torch_name,
+    "$torch": TorchName,
     "$float": float,
     "$complex": lambda held: complex(float(held[0]), float(held[1])),
     "$bytes": lambda held: base64.b64decode(held),

@@ -1,0 +1,2 @@
+def load_distributed(*a):
+    raise NotImplementedError
