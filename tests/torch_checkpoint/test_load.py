@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoint_helpers import (
+from tests.support.torch_files import (
     assert_equals_torch,
     assert_same_bits,
     integer,

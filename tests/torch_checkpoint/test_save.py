@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from checkpoint_helpers import (
+from tests.support.torch_files import (
     CONTENTS,
     GOLDEN,
     assert_equals_torch,
@@ -82,7 +82,7 @@ values = st.recursive(
 @given(obj=values)
 def test_pytorch_reads_back_what_was_saved(obj):
     torch = pytest.importorskip("torch")
-    data = torch_checkpoint.save_bytes(obj)
+    data = save_bytes(obj)
     assert_equals_torch(obj, torch.load(io.BytesIO(data), weights_only=True))
 
 
@@ -90,12 +90,12 @@ def test_pytorch_reads_back_what_was_saved(obj):
 @given(obj=values)
 def test_there_and_back_gives_the_same_bytes(obj):
     torch = pytest.importorskip("torch")
-    ours = torch_checkpoint.save_bytes(obj)
+    ours = save_bytes(obj)
     read = torch.load(io.BytesIO(ours), weights_only=True)
     theirs = torch_bytes(read)
     back = torch_checkpoint.load(theirs, float64=mx.float64)
     assert_equals_torch(back, read)
-    again = records(torch_checkpoint.save_bytes(back))
+    again = records(save_bytes(back))
     # Equal sets need not list their members in one order, so leave the pickle out.
     for name, data in records(ours).items():
         if name not in ("data.pkl", ID):
@@ -146,7 +146,7 @@ def test_a_file_is_pytorchs_own_byte_for_byte(tmp_path):
 def test_golden_files_go_round_without_pytorch():
     everything = torch_checkpoint.load(GOLDEN / "zip.pt")
     everything["plain"].pop("frozenset")
-    again = torch_checkpoint.load(torch_checkpoint.save_bytes(everything))
+    again = torch_checkpoint.load(save_bytes(everything))
     for name, expected in CONTENTS["DTYPES"].items():
         assert_same_bits(again["dtypes"][name], expected)
     for name, expected in CONTENTS["VIEWS"].items():
@@ -157,7 +157,7 @@ def test_golden_files_go_round_without_pytorch():
 
 def test_the_archive_is_a_sound_zip_file():
     obj = {"a": mx.arange(100_000), "empty": mx.zeros((0,)), "b": mx.ones((3,))}
-    data = torch_checkpoint.save_bytes(obj)
+    data = save_bytes(obj)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
         for info in archive.infolist():
@@ -179,13 +179,13 @@ def test_equal_objects_give_equal_files():
     def make():
         return {"w": mx.arange(5), "lr": 0.1}
 
-    assert torch_checkpoint.save_bytes(make()) == torch_checkpoint.save_bytes(make())
+    assert save_bytes(make()) == save_bytes(make())
 
 
 def test_sharing_by_identity_stays():
     torch = pytest.importorskip("torch")
     w, group = mx.ones((1000,)), {"lr": 0.1}
-    data = torch_checkpoint.save_bytes({"a": w, "b": w, "c": [w], "g": [group, group]})
+    data = save_bytes({"a": w, "b": w, "c": [w], "g": [group, group]})
     assert [name for name in records(data) if name.startswith("data/")] == ["data/0"]
     back = torch.load(io.BytesIO(data), weights_only=True)
     assert back["a"].data_ptr() == back["b"].data_ptr() == back["c"][0].data_ptr()
@@ -209,7 +209,7 @@ def test_sharing_by_identity_stays():
 def test_views_and_lazy_arrays(make, dtype, monkeypatch):
     monkeypatch.setattr(writer, "CHUNK", 256)  # so that there are many chunks
     array = make(random_array((40, 30), dtype))
-    back = torch_checkpoint.load(torch_checkpoint.save_bytes([array]))[0]
+    back = torch_checkpoint.load(save_bytes([array]))[0]
     assert back.dtype == dtype
     assert_same_bits(back, bits(mx.contiguous(array)))
 
@@ -225,7 +225,7 @@ def test_numpy_arrays():
         "bool": np.array([True, False]),
         "0-d": np.array(3, np.uint16),
     }
-    data = torch_checkpoint.save_bytes(arrays)
+    data = save_bytes(arrays)
     for name, tensor in torch.load(io.BytesIO(data), weights_only=True).items():
         assert np.array_equal(tensor.numpy(), arrays[name]), name
         assert tensor.numpy().dtype == arrays[name].dtype.newbyteorder("="), name
@@ -283,7 +283,7 @@ def test_anything_writable_will_do(tmp_path):
 
     slow = Slow()
     torch_checkpoint.save(slow, obj)
-    assert slow.data == torch_checkpoint.save_bytes(obj)
+    assert slow.data == save_bytes(obj)
 
 
 Point = namedtuple("Point", "x y")
@@ -318,13 +318,13 @@ def test_cycles_and_deep_nesting_are_refused():
     cycle = []
     cycle.append({"again": cycle})
     with pytest.raises(TypeError, match=r"obj\[0\]\['again'\] contains itself"):
-        torch_checkpoint.save_bytes(cycle)
+        save_bytes(cycle)
     deep = []
     for _ in range(127):
         deep = [deep]
-    assert torch_checkpoint.load(torch_checkpoint.save_bytes(deep)) == deep
+    assert torch_checkpoint.load(save_bytes(deep)) == deep
     with pytest.raises(TypeError, match="nested over 128 deep"):
-        torch_checkpoint.save_bytes([deep])
+        save_bytes([deep])
 
 
 def test_swapped_arguments_are_explained():
@@ -336,10 +336,10 @@ def test_state_dict_metadata_comes_back():
     torch = pytest.importorskip("torch")
     model = torch.nn.BatchNorm1d(2)
     loaded = torch_checkpoint.load(torch_bytes(model.state_dict()))
-    data = torch_checkpoint.save_bytes(loaded)
+    data = save_bytes(loaded)
     back = torch.load(io.BytesIO(data), weights_only=True)
     assert back._metadata == model.state_dict()._metadata
     model.load_state_dict(back, strict=True)
     loaded.note = "x"
     with pytest.raises(TypeError, match="attributes besides _metadata"):
-        torch_checkpoint.save_bytes(loaded)
+        save_bytes(loaded)

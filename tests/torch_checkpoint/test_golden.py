@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoint_helpers import CONTENTS, GOLDEN, assert_same_bits
+from tests.support.torch_files import CONTENTS, GOLDEN, assert_same_bits
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import CheckpointError
