@@ -1,4 +1,4 @@
-"""``load`` and ``shapes``: read the zip files and the legacy files of ``torch.save``."""
+"""``load`` and ``shapes``: read the zip and legacy files of ``torch.save``."""
 
 import io
 import mmap
@@ -225,7 +225,7 @@ class _Directory(io.RawIOBase):
 
 def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]:
     try:
-        with zipfile.ZipFile(_Directory(data, budget)) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(_Directory(data, budget)) as archive:
             infos = archive.infolist()
     except CheckpointError:
         raise

@@ -16,7 +16,15 @@ import types
 import mlx.core as mx
 import numpy as np
 import pytest
-from tests.support.torch_files import GOLDEN, name, pickled, records, tensor, text, torch_bytes
+from tests.support.torch_files import (
+    GOLDEN,
+    name,
+    pickled,
+    records,
+    tensor,
+    text,
+    torch_bytes,
+)
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import (
