@@ -301,5 +301,4 @@ def _read_legacy(
     # Where the storages are is known only now: read the object again, with arrays.
     del value, values
     tensors = TensorReader(records, data.nbytes, limits, float64=float64)
-    value, _ = _unpickle(head, starts[3], tensors, Budget(limits))
-    return value
+    return _unpickle(head, starts[3], tensors, budget)[0]

@@ -50,6 +50,7 @@ for _name, *_storage in map(str.split, _STORAGES.split(", ")):
         np.dtype("uint16" if _name == "bfloat16" else _name).newbyteorder("<"),
     )
 BY_STORAGE = {e.storage: e for e in BY_NAME.values() if e.storage}
+UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 _BY_MLX = {e.mlx: e for e in BY_NAME.values() if e.mlx is not None}
 _ROUNDED = {"float64": "float32", "complex128": "complex64"}
 
@@ -125,7 +126,7 @@ class TensorReader:
         _, kind, key, _location, numel, *views = pid
         path = kind.path if type(kind) is Placeholder and kind.args is None else ""
         element = BY_STORAGE.get(path.removeprefix("torch."))
-        is_known = element or path.removeprefix("torch.storage.") == "UntypedStorage"
+        is_known = element or path in UNTYPED
         is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
         check(is_known, "the file describes a storage in an unknown way.")
         check(

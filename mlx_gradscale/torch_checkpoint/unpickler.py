@@ -205,7 +205,7 @@ class Unpickler:
 
     def _set_items(self, items: list[Any], opcode: bytes = b"u") -> None:
         check(len(items) % 2 == 0, "it sets a key without a value.")
-        target = self._target(opcode, items, *_DICTS)
+        target = self._target(opcode, items, dict, *_DICTS)
         if target is not None:
             for key, value in zip(items[::2], items[1::2], strict=True):
                 self._pay_for_key(target, key)
@@ -250,7 +250,9 @@ class Unpickler:
         cost = 1
         for part in parts:
             cost += 1 + (len(part) // 1024 if type(part) in _TEXTS else 0)
-            cost += part.bit_length() // 64 if type(part) is int else 0
+            # Numbers of equal hashes, which are compared in every slot.
+            is_long = type(part) is int and part.bit_length() > 60
+            cost += 8 if is_long or type(part) is complex else 0
         self._budget.spend(cost * len(target) // _SLOTS + cost)
 
     def _name(self, module: Any, name: Any) -> Any:

@@ -178,6 +178,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.arrays: list[Array] = []
         self._names: dict[tuple[str, str], Placeholder] = {}
         self._path: list[Any] = []
+        self._objects = 0  # open placeholders
 
     def dump(self, obj: Any) -> None:
         """Write the pickle of an object."""
@@ -216,6 +217,14 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
     def _save_call(self, obj: Any) -> None:
         self._reduce(*_CALLS[type(obj)](obj), obj)
+
+    def _save_bytes(self, obj: bytes) -> None:
+        # Python calls bytes() for empty ones, which weights_only=True does not read.
+        if not obj and self._objects:
+            self._reduce("__builtin__", "bytes", (), obj)
+        else:
+            # Protocol 2 has no bytes: they are text of the same code points.
+            self._reduce("_codecs", "encode", (obj.decode("latin1"), "latin1"), obj)
 
     def _save_list(self, obj: list[Any]) -> None:
         self.write(b"]")
@@ -266,6 +275,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def _save_placeholder(self, obj: Placeholder) -> None:
         if obj.callee is None:
             return self._save_name(obj)
+        self._objects += 1
         self.save(obj.callee)
         self.save(obj.args)
         if obj.kwargs is not None:
@@ -278,6 +288,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             for value in values:
                 self.save(value)
             self.write(opcode)
+        self._objects -= 1
 
     def _save_name(self, obj: Placeholder) -> None:
         module, name = obj.module, obj.name
@@ -327,8 +338,6 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
 # The calls that make objects of these types: module, name and arguments.
 _CALLS: dict[type, Callable[[Any], tuple[str, str, tuple[Any, ...]]]] = {
-    # Protocol 2 has no bytes: they are text of the same code points.
-    bytes: lambda x: ("_codecs", "encode", (x.decode("latin1"), "latin1")),
     bytearray: lambda x: ("__builtin__", "bytearray", (bytes(x),) if x else ()),
     complex: lambda x: ("__builtin__", "complex", (x.real, x.imag)),
     set: lambda x: ("__builtin__", "set", (list(x),)),
@@ -348,6 +357,7 @@ for _kind in (type(None), bool, int, float, str, tuple):
 _Pickler.dispatch |= dict.fromkeys(_CALLS, _Pickler._save_call) | {
     OrderedDict: _Pickler._save_subclass,
     DefaultDict: _Pickler._save_subclass,
+    bytes: _Pickler._save_bytes,
     list: _Pickler._save_list,
     dict: _Pickler._save_dict,
     TorchName: _Pickler._save_torch_name,
