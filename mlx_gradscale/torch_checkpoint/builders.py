@@ -80,14 +80,14 @@ def _tensor(t: TensorReader, *args: Any) -> Any:
 
 def _tensor_v2(t: TensorReader, *args: Any) -> Any:
     require(6 <= len(args) <= 7)
-    *view, _hooks = args[:6]
-    return t.tensor(*view[:5], None, *args[6:7])
+    storage, offset, shape, strides, grad, _hooks, *metadata = args
+    return t.tensor(storage, offset, shape, strides, grad, None, *metadata)
 
 
 def _tensor_v3(t: TensorReader, *args: Any) -> Any:
     require(7 <= len(args) <= 8)
-    *view, _hooks = args[:6]
-    return t.tensor(*view, *args[6:])
+    storage, offset, shape, strides, grad, _hooks, dtype, *metadata = args
+    return t.tensor(storage, offset, shape, strides, grad, dtype, *metadata)
 
 
 def _parameter(
