@@ -18,7 +18,7 @@ _MIXED = (
     "tensors of different types share a storage. Call .clone() on one of them in "
     "PyTorch and save again."
 )
-# From this size on, checksums are computed in a second thread.
+# From this size on, checksums are computed in threads: zlib takes 0.3 s for 1 GB.
 _LARGE = 2**20
 
 
@@ -117,7 +117,7 @@ class TensorReader:
         self._tensors: dict[str, Any] = {}
         self._flagged: dict[str, tuple[Any, Any]] = {}
         self._checks: list[Future[None]] = []
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def storage(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
@@ -200,9 +200,9 @@ class TensorReader:
             pending.result()
 
     def close(self) -> None:
-        """End the thread that computes checksums."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        """End the threads that compute checksums."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
 
     def _view(
         self,
@@ -283,9 +283,9 @@ class TensorReader:
         return values if values.flags.aligned else values.copy()
 
     def _check_in_thread(self, data: memoryview, checksum: int) -> None:
-        self._thread = self._thread or ThreadPoolExecutor(max_workers=1)
+        self._threads = self._threads or ThreadPoolExecutor(max_workers=4)
         try:
-            self._checks.append(self._thread.submit(check_sum, data, checksum))
+            self._checks.append(self._threads.submit(check_sum, data, checksum))
         except RuntimeError:  # the interpreter is shutting down
             check_sum(data, checksum)
 

@@ -156,6 +156,12 @@ def _chunks(array: Array) -> Iterator[memoryview]:
         yield np.ascontiguousarray(part).view(np.uint8).data
 
 
+class _Data(NamedTuple):
+    """The tensor of a ``Parameter``, which is written as an object of its own."""
+
+    array: Array
+
+
 class _Storage(NamedTuple):
     number: int
     element: Element
@@ -305,27 +311,30 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.write(f"c{module}\n{name}\n".encode())
         self.memoize(obj)
 
-    def _save_torch_tensor(self, obj: TorchTensor) -> None:
-        if not obj.is_parameter:
-            return self._save_array(obj)
+    def _save_array(self, obj: Array) -> None:
+        if not isinstance(obj, TorchTensor) or not obj.is_parameter:
+            return self._save_tensor(obj, getattr(obj, "requires_grad", False), obj)
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        args = mx.array(obj), obj.requires_grad, hooks
+        args = _Data(obj), obj.requires_grad, hooks
         self._reduce("torch._utils", "_rebuild_parameter", args, obj)
 
-    def _save_array(self, obj: Array) -> None:
-        element = element_of(obj)
+    def _save_data(self, obj: _Data) -> None:
+        self._save_tensor(obj.array, False, obj)
+
+    def _save_tensor(self, array: Array, requires_grad: bool, obj: Any) -> None:
+        element = element_of(array)
         if element is None:
-            raise self._error(f"has a dtype that PyTorch lacks: {obj.dtype}.")
-        storage = _Storage(len(self.arrays), element, obj)
-        self.arrays.append(obj)
-        grad = isinstance(obj, TorchTensor) and obj.requires_grad
-        shape = tuple(obj.shape)
+            raise self._error(f"has a dtype that PyTorch lacks: {array.dtype}.")
+        storage = _Storage(len(self.arrays), element, array)
+        self.arrays.append(array)
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        args: tuple[Any, ...] = storage, 0, shape, _strides(shape), grad, hooks
-        if not element.storage:
-            args = (*args, TorchName(f"torch.{element.name}"))
-        function = "_rebuild_tensor_v2" if element.storage else "_rebuild_tensor_v3"
-        self._reduce("torch._utils", function, args, obj)
+        shape = tuple(array.shape)
+        view = storage, 0, shape, _strides(shape), requires_grad, hooks
+        if element.storage:
+            self._reduce("torch._utils", "_rebuild_tensor_v2", view, obj)
+        else:
+            args = *view, TorchName(f"torch.{element.name}")
+            self._reduce("torch._utils", "_rebuild_tensor_v3", args, obj)
 
     def _save_storage(self, obj: _Storage) -> None:
         if obj.element.storage:
@@ -362,10 +371,11 @@ _Pickler.dispatch |= dict.fromkeys(_CALLS, _Pickler._save_call) | {
     dict: _Pickler._save_dict,
     TorchName: _Pickler._save_torch_name,
     Placeholder: _Pickler._save_placeholder,
-    TorchTensor: _Pickler._save_torch_tensor,
+    TorchTensor: _Pickler._save_array,
     mx.array: _Pickler._save_array,
     np.ndarray: _Pickler._save_array,
     np.memmap: _Pickler._save_array,
+    _Data: _Pickler._save_data,
     _Storage: _Pickler._save_storage,
 }
 
