@@ -26,6 +26,8 @@ _ZIP_ERRORS = (
     ValueError,
     struct.error,
 )
+# PyTorch reads nothing from a record that is marked as a folder.
+_IS_FOLDER = 0x10
 # Bytes of the zip directory that count as one operation.
 _DIRECTORY = 5
 
@@ -239,10 +241,11 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
     """Return the bytes of a record, which PyTorch does not compress."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
+    is_plain = is_plain and not info.external_attr & _IS_FOLDER
     check(
         is_plain and info.compress_size == info.file_size,
-        f"The record {name} is compressed or encrypted. Load the file in PyTorch and "
-        "save it again.",
+        f"The record {name} is compressed, encrypted or a folder. Load the file in "
+        "PyTorch and save it again.",
     )
     header = bytes(data[info.header_offset : info.header_offset + _LOCAL_HEADER.size])
     is_header = len(header) == _LOCAL_HEADER.size and header[:4] == b"PK\x03\x04"

@@ -385,6 +385,7 @@ def test_records_that_overlap_are_refused():
         (42, "<L", 1),
         (8, "<H", 1),  # encrypted
         (10, "<H", 8),  # compressed
+        (38, "<L", 0x10),  # a folder
     ],
 )
 def test_directory_entries_that_lie_are_refused(at, form, value):
