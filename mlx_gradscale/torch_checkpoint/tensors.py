@@ -121,7 +121,8 @@ class TensorReader:
 
     def storage(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
-        kind = pid[0] if type(pid) is tuple and pid else None
+        # Types are compared first: an array raises an error if it is compared.
+        kind = pid[0] if type(pid) is tuple and pid and type(pid[0]) is str else ""
         check(
             kind != "module",
             "the file holds a whole model with its source code. Save "
@@ -136,7 +137,7 @@ class TensorReader:
         is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
         check(is_known, "the file describes a storage in an unknown way.")
         check(
-            views in ([], [None]),
+            not views or views[0] is None,
             "the file has storage views of before PyTorch 0.4. Load it in PyTorch and "
             "save it again.",
         )
@@ -157,7 +158,7 @@ class TensorReader:
         """Return the checked view of a storage as an array, or its shape."""
         element = _check_view(storage, offset, shape, strides, dtype)
         check(
-            metadata is None or metadata == {},
+            metadata is None or (type(metadata) is dict and not metadata),
             "the tensor is lazily conjugated or negated. Call .resolve_conj() and "
             ".resolve_neg() on it in PyTorch and save again.",
         )
