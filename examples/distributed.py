@@ -3,7 +3,7 @@
 Start it with ``mlx.launch -n 2 -- python examples/distributed.py``, or on two
 machines with ``mlx.launch --hosts 10.0.0.1,10.0.0.2 -- python
 examples/distributed.py``. Add ``--checkpoint run.safetensors`` to save every 20
-steps and to go on from there, on as many ranks as you like.
+steps and to resume from there, on any number of ranks.
 
 Every rank has its own part of the data. The optimizer unscales the gradients,
 averages them over the ranks and steps on all ranks or on none: a rank whose
@@ -35,7 +35,7 @@ def main() -> None:
         GradScaler(growth_interval=100),
         max_grad_norm=1.0,
         group=group,
-        average=args.average,
+        average=True,
     )
     optimizer.init(model.trainable_parameters())
     start = resume(args.checkpoint, model, optimizer, group)
@@ -117,7 +117,6 @@ def resume(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--average", choices=("float32", "scaled"), default="float32")
     parser.add_argument("--checkpoint", type=Path, help="a .safetensors file")
     return parser.parse_args()
 

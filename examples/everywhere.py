@@ -1,8 +1,8 @@
-"""A trainer that makes its own optimizer and loss, in float16, without a change to it.
+"""Train in float16 inside a trainer that makes its own optimizer and loss.
 
     python examples/everywhere.py
 
-The same without a line of Python: ``python -m mlx_gradscale run TRAINER.py ARGS``.
+A script needs no line of Python for it: ``mlx_gradscale run TRAINER.py ARGS``.
 """
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from mlx_gradscale import everywhere
 
 
 def train(model: nn.Module, steps: int = 60) -> float:
-    """Somebody else's: nothing of ours can be handed in."""
+    """A third-party trainer: it takes no optimizer and no loss."""
     optimizer = optim.AdamW(1e-2)
 
     def loss_fn(x: mx.array, y: mx.array) -> mx.array:
@@ -39,9 +39,10 @@ def make_model() -> nn.Module:
 
 def main() -> tuple[float, float]:
     naive = train(make_model())
-    with everywhere():
+    with everywhere() as here:
         scaled = train(make_model())
-    print(f"float16: loss {naive:.4f}; inside of everywhere(): loss {scaled:.4f}")
+    print(f"float16: loss {naive:.4f}; inside everywhere(): loss {scaled:.4f}")
+    print(*here.report(), sep="\n")
     return naive, scaled
 
 

@@ -1,10 +1,10 @@
 """mlx-lm's fine-tuning command in float16: all weights of a model, and a resume.
 
-For people who type ``mlx_lm.lora``: write ``mlx_gradscale.lora`` instead. The model
+For people who type ``mlx_lm.lora``: write ``mlx_gradscale lora`` instead. The model
 folder, its tokenizer and the rows of text are made here, so that nothing is
 downloaded; with your own it is, in a shell,
 
-    mlx_gradscale.lora --model MODEL --train --data DATA --fine-tune-type full \\
+    mlx_gradscale lora --model MODEL --train --data DATA --fine-tune-type full \\
         --dtype float16 --max-grad-norm 1.0 --history run.csv
 
     python examples/lora_command.py
@@ -22,7 +22,7 @@ from mlx_lm.models import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_gradscale.lora import main as lora
+from mlx_gradscale.trainers.lora import main as lora
 
 CONFIG = {
     "model_type": "llama",
