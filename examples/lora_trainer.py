@@ -5,8 +5,8 @@ and the loss goes through ``optimizer.scale_loss``; that is all. The model here 
 small Llama made from a config, so that nothing is downloaded; for a real one use
 ``model, tokenizer = mlx_lm.load(...)``.
 
-    python examples/mlx_lm_lora.py          # LoRA
-    python examples/mlx_lm_lora.py --full   # all weights, with float32 masters
+    python examples/lora_trainer.py          # LoRA
+    python examples/lora_trainer.py --full   # all weights, with float32 masters
 """
 
 import argparse
