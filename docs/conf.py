@@ -76,6 +76,15 @@ _PICTURE = re.compile(
     r'<picture>\s*<source[^>]*srcset="(?P<dark>[^"]+)"[^>]*>\s*(?P<image><img[^>]*>)'
     r"\s*</picture>"
 )
+# Example -> the anchor of its section on the examples page.
+EXAMPLES = {
+    name: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+    for title, name in re.findall(
+        r"^## (.*)\n\n\[examples/(\w+\.py)\]",
+        (DOCS / "examples.md").read_text(),
+        re.MULTILINE,
+    )
+}
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)")
 
 
@@ -104,6 +113,7 @@ def _replace_links(text: str, folder: Path, page: Path) -> str:
         if not name or "://" in name or not file.exists():
             return found[0]
         if file.parent == ROOT / "examples" or file == ROOT / "examples":
+            hash_, anchor = "#" * (file.name in EXAMPLES), EXAMPLES.get(file.name, "")
             file = DOCS / "examples.md"
         elif file in TOP_PAGES.values():
             pages = {path: name for name, path in TOP_PAGES.items()}

@@ -43,6 +43,15 @@ def test_readme_has_the_two_commands_that_ci_runs():
         assert line.startswith("pip install -e ")
 
 
+def test_paths_in_the_architecture_guide_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?|\w+\.py)`", text)
+    folders = [ROOT, ROOT / "mlx_gradscale", ROOT / "mlx_gradscale" / "core"]
+    assert len(paths) > 20
+    missing = [x for x in paths if not any((each / x).exists() for each in folders)]
+    assert missing == []
+
+
 def test_every_example_is_on_the_examples_page():
     page = (ROOT / "docs" / "examples.md").read_text()
     helpers = {"overflowing.py", "make_pictures.py"}
