@@ -40,7 +40,10 @@ class BlurredPicture(nn.Module):
 
 
 def photograph() -> mx.array:
-    """Load a photograph that comes with matplotlib, as (color, row, column)."""
+    """Load a photograph, as (color, row, column).
+
+    It shows Grace Hopper, is in the public domain, and comes with matplotlib.
+    """
     with get_sample_data("grace_hopper.jpg") as file:
         square = Image.open(file).crop((0, 0, 512, 512)).resize((SIZE, SIZE))
     return mx.array(np.asarray(square, np.float32) / 255).transpose(2, 0, 1)
