@@ -13,14 +13,13 @@ from .trees import leaves
 
 # The bits of |x| compare as integers like |x| itself, with inf above every finite
 # number and NaN above inf: one integer maximum finds both, exactly. Per dtype: the
-# signed and unsigned integer of its size, and the mask of a magnitude.
+# signed and unsigned integer of its size, the mask of a magnitude, and inf.
 _BITS = {
-    mx.float16: (mx.int16, mx.uint16, 0x7FFF),
-    mx.bfloat16: (mx.int16, mx.uint16, 0x7FFF),
-    mx.float32: (mx.int32, mx.uint32, 0x7FFFFFFF),
-    mx.float64: (mx.int64, mx.uint64, 0x7FFFFFFFFFFFFFFF),
+    mx.float16: (mx.int16, mx.uint16, 0x7FFF, 0x7C00),
+    mx.bfloat16: (mx.int16, mx.uint16, 0x7FFF, 0x7F80),
+    mx.float32: (mx.int32, mx.uint32, 0x7FFFFFFF, 0x7F800000),
+    mx.float64: (mx.int64, mx.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
 }
-_INF = 0x7F800000
 # Eight leaves of one shape are joined elementwise before the reduction: an eighth of a
 # pass more than reading them, and an eighth of the reductions. 448 LoRA-sized leaves
 # take 0.3 of the time of one reduction per leaf.
@@ -77,17 +76,19 @@ def all_finite(tree: Any) -> mx.array:
 def all_finite_times(
     scaled: list[mx.array], factor: mx.array | None, others: list[mx.array]
 ) -> mx.array:
-    """Return whether ``scaled * factor`` and ``others`` are finite in float32.
+    """Return whether ``scaled * factor``, in float32, and ``others`` are finite.
 
     The product is what the optimizer gets: with a scale below 1 it can overflow where
     the scaled gradient does not. Rounding is monotonic, so the largest magnitude of
     each dtype decides.
     """
-    flags = [
-        is_finite_magnitude(largest * factor if factor is not None else largest)
-        for largest in _largest_magnitudes(scaled)
-    ]
-    flags += [is_finite_magnitude(largest) for largest in _largest_magnitudes(others)]
+    flags = []
+    for dtype, bits in _largest_bits(scaled):
+        largest = bits.view(dtype).astype(mx.float32)
+        largest = largest if factor is None else largest * factor
+        flags.append(is_finite_magnitude(largest))
+    for dtype, bits in _largest_bits(others):
+        flags.append(bits < mx.array(_BITS[dtype][3], bits.dtype))
     return reduce(mx.logical_and, flags) if flags else mx.array(True)
 
 
@@ -96,15 +97,15 @@ def is_finite_magnitude(x: mx.array) -> mx.array:
 
     No compiler's fast-math mode, which may assume that there is no NaN, affects it.
     """
-    return x.view(mx.uint32) < mx.array(_INF, mx.uint32)
+    return x.view(mx.uint32) < mx.array(_BITS[mx.float32][3], mx.uint32)
 
 
-def _largest_magnitudes(values: list[mx.array]) -> list[mx.array]:
-    """Return the largest magnitude of each dtype, in float32."""
+def _largest_bits(values: list[mx.array]) -> list[tuple[mx.Dtype, mx.array]]:
+    """Return each dtype with the bits of its largest magnitude."""
     largest: dict[mx.Dtype, list[mx.array]] = {}
     for group in _groups(values):
         dtype = group[0].dtype
-        signed, unsigned, mask = _BITS[dtype]
+        signed, unsigned, mask, _ = _BITS[dtype]
         bits = mx.array(mask, signed)
         if len(group) == 1:
             # Two reductions without a masked copy. Seen as unsigned, negative numbers
@@ -115,10 +116,7 @@ def _largest_magnitudes(values: list[mx.array]) -> list[mx.array]:
         else:
             found = mx.max(_join(mx.maximum, [x.view(signed) & bits for x in group]))
         largest.setdefault(dtype, []).append(found)
-    return [
-        _join_all(mx.maximum, found).view(dtype).astype(mx.float32)
-        for dtype, found in largest.items()
-    ]
+    return [(dtype, _join_all(mx.maximum, found)) for dtype, found in largest.items()]
 
 
 @mx.compile

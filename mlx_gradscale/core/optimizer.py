@@ -11,6 +11,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import is_floating, nonfinite
+from .gradients import Source
 from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
@@ -24,10 +25,7 @@ from .optimizers import (
 from .ranks import Ranks, Sharded
 from .scale import FIELDS, as_array, check, clamp_values, read
 from .scaler import GradScaler, is_wrapper
-from .trees import Leaf, match, restore, slots, snapshot
-
-# Parts of a saved state that are not loaded: clipping is what the program says now.
-_NOT_LOADED = ("max_grad_norm",)
+from .trees import CONTAINERS, Leaf, commit, match, restore, slots, snapshot
 
 
 class LossScaleOptimizer(Optimizer):
@@ -84,12 +82,12 @@ class LossScaleOptimizer(Optimizer):
         average: bool = False,
         sharded: Sharded | None = None,
     ):
-        check_supported(optimizer)
         if is_wrapper(optimizer):
             raise TypeError(
                 "This optimizer is, or holds, a LossScaleOptimizer already. Wrap once, "
                 "outermost."
             )
+        check_supported(optimizer)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
         if max_grad_norm is not None:
@@ -104,9 +102,9 @@ class LossScaleOptimizer(Optimizer):
         self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
         self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
-        self._loaded: dict[str, Any] | None = None
+        self._is_loaded = False  # a state that init() has yet to check
         self._detached: _State | None = None
-        self._state = self._new_state(
+        self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
         )
 
@@ -132,23 +130,7 @@ class LossScaleOptimizer(Optimizer):
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: the loss and unscaled float32 gradients.
-
-        See :meth:`GradScaler.value_and_grad`.
-
-        Example:
-            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-            >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
-            >>> model = nn.Linear(2, 1)
-            >>> model.set_dtype(mx.float16)
-            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1024.0))
-            >>> loss_and_grad = optimizer.value_and_grad(
-            ...     model, lambda x: model(x).astype(mx.float32).mean()
-            ... )
-            >>> loss, grads = loss_and_grad(mx.ones((4, 2), mx.float16))
-            >>> grads["bias"], optimizer.scaler.get_scale()
-            (array([1], dtype=float32), 1024.0)
-        """
+        """Like ``nn.value_and_grad``: see :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(
             model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
         )
@@ -183,25 +165,25 @@ class LossScaleOptimizer(Optimizer):
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
         found = [(path, x) for path, x in tree_flatten(parameters) if is_floating(x)]
-        self._check_shapes(found)
-        self._ranks.compare(parameters, self._settings())
-        before, shapes = snapshot(self.state), dict(self._known)
+        known = [Leaf(p, None, None, x, x) for p, x in found if p in self._known]
+        self._check_known(known)
+        if not self._ranks.is_single:
+            self._ranks.compare(parameters, self._settings())
+        before, loaded = snapshot(self.state), None
         try:
-            if self._loaded is not None:
-                self._clear_inner()
+            if self._is_loaded:
+                loaded = self._forget_loaded()
             initialize(self.optimizer, parameters)
             for path, x in found:
-                self._known[path] = x.shape
                 if x.dtype in HALF:
                     self._masters.add(path, x)
-            if self._loaded is not None:
-                self._write(self._loaded)
+            if loaded is not None:
+                self._write(loaded)
         except BaseException:
             restore(before)
-            self._known = shapes
             raise
-        self._loaded = None
-        self._initialized = True
+        self._known |= {path: x.shape for path, x in found}
+        self._is_loaded, self._initialized = False, True
         # MLX cannot evaluate lazy arrays of one thread in another. Inside mx.compile
         # there is nothing to evaluate.
         with suppress(ValueError, RuntimeError):
@@ -231,7 +213,7 @@ class LossScaleOptimizer(Optimizer):
         if self._needs_init():
             self.init(model.trainable_parameters())
         self._plan(gradients, model, weight).commit_to_model()
-        self.scaler._end_iteration()
+        self._scaler._end_iteration()
 
     def apply_gradients(
         self,
@@ -247,35 +229,26 @@ class LossScaleOptimizer(Optimizer):
             weight (float or array, optional): As for :meth:`update`.
         """
         new = self._plan(gradients, parameters, weight).commit()
-        self.scaler._end_iteration()
+        self._scaler._end_iteration()
         return new
 
     def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
-        scaler = self.scaler
+        scaler = self._scaler
         is_averaged = self._ranks.average and not self._ranks.is_single
-        if is_averaged and gradients:
-            # Averages are of unscaled gradients, whatever came in.
-            leaves = match(gradients, parameters)
-            sources = scaler._sources(leaves, self, self.optimizer)
-            for leaf, source in zip(leaves, sources, strict=True):
-                if source is not None and source.scaled is leaf.gradient:
-                    gradients = scaler._backward.unscale(gradients, source.inverse)
-                    break
-        like = parameters
-        if isinstance(parameters, nn.Module):
-            like = parameters.trainable_parameters()
-        gradients = self._ranks.averaged(gradients, like, weight)
+        if is_averaged or weight is not None:
+            gradients = self._averaged(gradients, parameters, weight)
         leaves = match(gradients, parameters)
         if self._needs_init():
-            self.init(tree_unflatten([(x.path, x.parameter) for x in leaves]))
+            by_path = {leaf.path: leaf.parameter for leaf in leaves}
+            self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         self._check_known(leaves)
         scaler._check_leaves(leaves)
-        sources = [None] * len(leaves)
+        sources: list[Source | None] = [None] * len(leaves)
         if not is_averaged:
             sources = scaler._sources(leaves, self, self.optimizer)
         max_norm = self._state["max_grad_norm"] if self._clips else None
         inspected = inspect(leaves, sources, self._ranks, max_norm)
-        if not scaler.is_enabled():
+        if not scaler._enabled:
             inspected = inspected._replace(applied=mx.array(True))
         planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
         planned.writes += scaler._after_step(inspected.applied)
@@ -283,27 +256,35 @@ class LossScaleOptimizer(Optimizer):
             planned.writes.append((self._state, "grad_norm", inspected.norm))
         return planned
 
+    def _averaged(self, gradients: Any, parameters: Any, weight: Any) -> Any:
+        leaves = match(gradients, parameters)
+        sources = self._scaler._sources(leaves, self, self.optimizer)
+        for leaf, source in zip(leaves, sources, strict=True):
+            if source is not None and source.scaled is leaf.gradient:
+                # From scale(): averages are of unscaled gradients.
+                gradients = self._scaler._backward.unscale(gradients, source.inverse)
+                break
+        is_model = isinstance(parameters, nn.Module)
+        like = parameters.trainable_parameters() if is_model else parameters
+        return self._ranks.averaged(gradients, like, weight)
+
     def _needs_init(self) -> bool:
         return not self._initialized or bool(self._known and needs_init(self.optimizer))
 
     def _check_known(self, leaves: list[Leaf]) -> None:
         for leaf in leaves:
-            if leaf.path not in self._known and is_floating(leaf.parameter):
+            shape = self._known.get(leaf.path)
+            if shape is None and is_floating(leaf.parameter):
                 raise ValueError(
                     f"{leaf.path!r} was missing or frozen when the optimizer was "
                     "initialised. Call init(model.trainable_parameters()) again; "
                     "existing state is kept."
                 )
-        self._check_shapes([(leaf.path, leaf.parameter) for leaf in leaves])
-
-    def _check_shapes(self, found: list[tuple[str, mx.array]]) -> None:
-        for path, x in found:
-            known = self._known.get(path, x.shape)
-            if x.shape != known:
+            if shape is not None and shape != leaf.parameter.shape:
                 raise ValueError(
-                    f"{path!r} has shape {x.shape}, and had {known} when the optimizer "
-                    "was initialised. Create a new LossScaleOptimizer for the changed "
-                    "model."
+                    f"{leaf.path!r} has shape {leaf.parameter.shape}, and had {shape} "
+                    "when the optimizer was initialised. Create a new "
+                    "LossScaleOptimizer for the changed model."
                 )
 
     def _settings(self) -> str:
@@ -349,7 +330,8 @@ class LossScaleOptimizer(Optimizer):
         Reading it reads the device. Whether there is clipping at all is fixed at
         construction: ``float("inf")`` clips nothing.
         """
-        return float(self._state["max_grad_norm"].item()) if self._clips else None
+        value: Any = self._state["max_grad_norm"].item()
+        return float(value) if self._clips else None
 
     @max_grad_norm.setter
     def max_grad_norm(self, max_grad_norm: float) -> None:
@@ -410,8 +392,8 @@ class LossScaleOptimizer(Optimizer):
 
         A state that is set before :meth:`init` is checked against the parameters there.
         ``state["step"]``, ``state["learning_rate"]`` and other keys of the inner
-        optimizer are read and written through. Setting ``{}`` frees the memory of
-        moments and master weights.
+        optimizer are read and written through, and so is the state of a plain
+        optimizer. Setting ``{}`` frees the memory of moments and master weights.
         """
         # Again each time: a MultiOptimizer builds a new dict, and the user may have
         # replaced the inner optimizer's.
@@ -422,22 +404,23 @@ class LossScaleOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         if not state:
             self._detach()
-        elif state is self._detached:
-            self._attach(state)
-        elif "scaler" not in state and not any(k.startswith("scaler.") for k in state):
-            self._set_plain(state)
-        else:
-            loaded = dict(tree_flatten(state))
-            loaded = {k: x for k, x in loaded.items() if k not in _NOT_LOADED}
+        elif self._detached is not None and state is self._detached:
+            self._attach(self._detached)
+        elif any(str(key).partition(".")[0] == "scaler" for key in state):
+            # Clipping is what the program says now.
+            loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
             _check_loaded(loaded, self.scaler.state)
             # Now, while the file is there, and not inside a trace.
             mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
             if self._initialized:
                 self._write(loaded)
             else:
-                self._loaded = loaded
-                self._show_loaded(loaded)
+                self._masters.check_kind(loaded)
+                self._adopt(loaded)
+                self._is_loaded = True
             self.scaler._note_loaded()
+        else:
+            self._set_inner(state)
 
     def _detach(self) -> None:
         self._detached = self._state
@@ -445,8 +428,9 @@ class LossScaleOptimizer(Optimizer):
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
             part.state = {k: part.state[k] for k in kept if k in part.state}
-        norms = (self._state[k] for k in ("grad_norm", "max_grad_norm"))
-        self._state = self._new_state(*norms)
+        self._state = self._new_state(
+            self._state["grad_norm"], self._state["max_grad_norm"]
+        )
         self._initialized = False
 
     def _attach(self, state: "_State") -> None:
@@ -456,64 +440,50 @@ class LossScaleOptimizer(Optimizer):
         mark_initialized(self.optimizer)
         self._initialized = True
 
-    def _set_plain(self, state: dict[str, Any]) -> None:
-        # The state of a plain optimizer. Its dict stays: compiled steps have it.
-        self._clear_inner()
+    def _set_inner(self, state: dict[str, Any]) -> None:
+        # In the dicts that it has: compiled steps have captured them.
         states = state.get("states", [state])
         for part, own in zip(single_optimizers(self.optimizer), states, strict=True):
             part.state.update(own)
 
-    def _clear_inner(self) -> None:
-        for part in single_optimizers(self.optimizer):
-            kept = {k: part.state[k] for k in ("step",) if k in part.state}
-            settings = {k: x for k, x in part.state.items() if isinstance(x, mx.array)}
-            dict.clear(part.state)
-            part.state.update(settings | kept)
-
-    def _show_loaded(self, loaded: dict[str, Any]) -> None:
-        # Visible at once; the structure is completed by init().
-        tree = tree_unflatten(list(loaded.items()))
-        inner = tree["optimizer"]
-        states = inner.get("states", [inner])
-        for part, own in zip(single_optimizers(self.optimizer), states, strict=True):
-            part.state.update(own)
-        for name in self._masters.state:
-            prefix = f"{name}."
-            self._masters.state[name].update(
-                {k[len(prefix) :]: x for k, x in loaded.items() if k.startswith(prefix)}
-            )
-        for name in FIELDS:
-            self.scaler.state[name] = loaded[f"scaler.{name}"]
-        if "grad_norm" in loaded:
-            self._state["grad_norm"] = loaded["grad_norm"]
-
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array of the state, or raise and replace none."""
         loaded = self._masters.convert_loaded(loaded)
-        own = {
-            ".".join(map(str, path)): (box, key) for path, box, key in slots(self.state)
+        places = {
+            ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
         }
-        own = {k: place for k, place in own.items() if k not in _NOT_LOADED}
-        arrays = {k: x for k, x in loaded.items() if isinstance(x, mx.array)}
-        for path in own.keys() - arrays.keys():
-            raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
-        for path in arrays.keys() - own.keys() if is_builtin(self.optimizer) else ():
+        del places["max_grad_norm"]
+        for path, (box, key) in places.items():
+            _check_same(path, box[key], loaded.get(path))
+        added = loaded.keys() - places.keys()
+        if is_builtin(self.optimizer) and added:
             raise ValueError(
-                f"The state has {path!r}, which this optimizer does not have: it "
+                f"The state has {min(added)!r}, which this optimizer does not have: it "
                 "belongs to another model or optimizer."
             )
-        for path, (box, key) in own.items():
-            here, there = box[key], arrays[path]
-            if (here.shape, here.dtype) != (there.shape, there.dtype):
-                raise ValueError(
-                    f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
-                    f"{here.dtype} of shape {here.shape} in this optimizer."
-                )
-        if is_builtin(self.optimizer):
-            for path, (box, key) in own.items():
-                box[key] = arrays[path]
-        else:
-            self._show_loaded(loaded)
+        commit((box, key, loaded[path]) for path, (box, key) in places.items())
+        if added:
+            # A third-party optimizer may add to its state in a step.
+            self._adopt(loaded)
+
+    def _adopt(self, loaded: dict[str, Any]) -> None:
+        """Show a state whose structure is not known yet."""
+        self._set_inner(tree_unflatten(list(loaded.items()))["optimizer"])
+        for name, box in [*self._masters.state.items(), ("scaler", self.scaler.state)]:
+            for path, x in loaded.items():
+                if path.startswith(f"{name}."):
+                    box[path.removeprefix(f"{name}.")] = x
+
+    def _forget_loaded(self) -> dict[str, Any]:
+        # Read from the state, where mx.compile may have put tracers.
+        loaded = dict(tree_flatten(self.state))
+        del loaded["max_grad_norm"]
+        for box in self._masters.state.values():
+            box.clear()
+        for part in single_optimizers(self.optimizer):
+            for key in [k for k, x in part.state.items() if isinstance(x, CONTAINERS)]:
+                del part.state[key]
+        return loaded
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
@@ -599,6 +569,16 @@ def _check_norm(max_grad_norm: Any) -> None:
         )
 
 
+def _check_same(path: str, here: mx.array, there: Any) -> None:
+    if there is None:
+        raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
+    if (here.shape, here.dtype) != (there.shape, there.dtype):
+        raise ValueError(
+            f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
+            f"{here.dtype} of shape {here.shape} in this optimizer."
+        )
+
+
 def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
     """Raise for what no optimizer can use; bring scales into our limits, in place."""
     for path, x in loaded.items():
@@ -609,18 +589,8 @@ def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> 
             raise TypeError(f"{path!r} must be an array, got {x!r}.")
     prefix = "scaler."
     scaler = {k[len(prefix) :]: x for k, x in loaded.items() if k.startswith(prefix)}
-    for name in FIELDS.keys() ^ scaler.keys():
-        verb = "lacks" if name in FIELDS else "has"
-        raise ValueError(
-            f"This is not the state of a LossScaleOptimizer: it {verb} 'scaler.{name}'."
-        )
-    for name, x in scaler.items():
-        here = scaler_state[name]
-        if (x.shape, x.dtype) != (here.shape, here.dtype):
-            raise ValueError(
-                f"'scaler.{name}' must be {here.dtype} of shape (), got {x.dtype} of "
-                f"shape {x.shape}."
-            )
+    for name in FIELDS:
+        _check_same(f"scaler.{name}", scaler_state[name], scaler.get(name))
     numbers = read(scaler)
     usable = clamp_values(numbers)
     check(usable)

@@ -1,0 +1,389 @@
+"""A restored run continues bit for bit, here and in a fresh process, or not at all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from helpers import OPTIMIZERS, batch, bits, mse
+from mlx.utils import tree_flatten, tree_unflatten
+from support.checkpoint_runs import KINDS, Net, Run, choose_compilation, half, scaler
+
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    restore_checkpoint,
+    save_checkpoint,
+)
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+# What follows a BatchNorm computes in float32.
+pytestmark = pytest.mark.filterwarnings("ignore:.*computes in float32")
+
+
+@pytest.fixture(autouse=True)
+def _compiled_or_not(request):
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    choose_compilation(parameters.get("kind", ""))
+    yield
+    mx.enable_compile()
+
+
+def started(kind, steps=6):
+    run = KINDS[kind]()
+    run.train(0, steps)
+    return run
+
+
+@each_kind
+def test_restored_run_repeats_the_same_steps_without_tracing_again(kind, tmp_path):
+    run = started(kind)
+    save_checkpoint(tmp_path / "run", *run.parts, step=6)
+    expected = run.train(6, 12)
+    traces = run.traced.count
+    assert restore_checkpoint(tmp_path / "run", *run.parts) == {"step": 6}
+    assert run.train(6, 12) == expected
+    if "compiled" in kind:
+        assert run.traced.count == traces <= 2  # MLX's own state is made in the first
+
+
+@each_kind
+def test_saving_leaves_the_run_bit_identical(kind, tmp_path):
+    run = started(kind)
+    before = run.fingerprint()
+    save_checkpoint(tmp_path / "run", *run.parts)
+    assert run.fingerprint() == before
+
+
+@each_kind
+def test_fresh_objects_continue_bit_identically(kind, tmp_path):
+    run = started(kind)
+    save_checkpoint(tmp_path / "run", *run.parts)
+    expected = run.train(6, 12)
+    mx.random.seed(1)
+    for steps in (0, 2):
+        other = started(kind, steps)
+        restore_checkpoint(tmp_path / "run", *other.parts)
+        assert other.train(6, 12) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "LossScaleOptimizer", "compiled LossScaleOptimizer"]
+)
+def test_fresh_process_continues_bit_identically(kind, tmp_path):
+    run = started(kind)
+    save_checkpoint(tmp_path / "run", *run.parts, step=6)
+    command = [sys.executable, str(TESTS / "support" / "checkpoint_runs.py"), kind]
+    done = subprocess.run(
+        [*command, str(tmp_path / "run"), "6", "12"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{"step": 6}, *run.train(6, 12)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_every_mlx_optimizer_resumes_bit_identically(name, wrapped, tmp_path):
+    def start():
+        optimizer = OPTIMIZERS[name]()
+        optimizer = LossScaleOptimizer(optimizer, scaler()) if wrapped else optimizer
+        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 1))
+        model.set_dtype(mx.float16 if wrapped else mx.float32)
+        return model, optimizer
+
+    def step(model, optimizer):
+        loss_fn = optimizer.scale_loss(mse(model), model) if wrapped else mse(model)
+        x, y = batch(0, 4, mx.float16 if wrapped else mx.float32)
+        optimizer.update(model, nn.value_and_grad(model, loss_fn)(x, y)[1])
+
+    model, optimizer = start()
+    step(model, optimizer)
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    other = start()
+    restore_checkpoint(tmp_path / "run", *other)
+    for parts in ((model, optimizer), other):
+        step(*parts)
+    assert bits(model.parameters()) == bits(other[0].parameters())
+    assert bits(optimizer.state) == bits(other[1].state)
+
+
+def test_uninitialised_optimizer_can_be_saved_and_restored(tmp_path):
+    run = Run(optim.AdamW(1e-2))
+    save_checkpoint(tmp_path / "run", *run.parts)
+    assert not run.optimizer._initialized
+    expected = run.train(0, 3)
+    other = Run(optim.AdamW(1e-2))
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.train(0, 3) == expected
+    with pytest.raises(ValueError, match=r"checkpoint has no layers\.0"):
+        restore_checkpoint(tmp_path / "run", *other.parts)
+
+
+def test_learning_rate_is_restored(tmp_path):
+    run = started("AdamW")
+    run.optimizer.learning_rate = 0.5
+    save_checkpoint(tmp_path / "run", *run.parts)
+    other = KINDS["AdamW"]()
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.optimizer.learning_rate.item() == 0.5
+
+
+def test_weight_replaced_after_the_last_step_is_restored(tmp_path):
+    run = started("LossScaleOptimizer")
+    run.model.layers[0].weight = run.model.layers[0].weight * 0.5
+    save_checkpoint(tmp_path / "run", *run.parts)
+    expected = run.train(6, 9)
+    other = KINDS["LossScaleOptimizer"]()
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.train(6, 9) == expected
+
+
+def test_master_far_from_its_weight_is_restored(tmp_path):
+    run = started("LossScaleOptimizer")
+    # As a state of another program might have it: far from the weight.
+    path = "layers.0.bias"
+    state = dict(tree_flatten(run.optimizer.state))
+    state[f"masters.{path}"] = state[f"masters.{path}"] + 1
+    run.optimizer.state = tree_unflatten(list(state.items()))
+    save_checkpoint(tmp_path / "run", *run.parts)
+    expected = run.train(6, 9)
+    other = KINDS["LossScaleOptimizer"]()
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    assert other.train(6, 9) == expected
+
+
+def state_of(run):
+    parts = getattr(run.optimizer, "optimizers", [run.optimizer])
+    ids = [id(part.state) for part in parts], [part._initialized for part in parts]
+    return run.fingerprint(), ids
+
+
+def renamed():
+    run = KINDS["AdamW"]()
+    run.model.other = nn.Linear(2, 2)
+    return run
+
+
+def wider():
+    run = KINDS["AdamW"]()
+    run.model.layers[2] = nn.Linear(16, 2)
+    return run
+
+
+def unfrozen():
+    run = KINDS["AdamW"]()
+    run.model.layers[1].unfreeze()
+    return run
+
+
+WRONG = {
+    "other model": (renamed, r"checkpoint has no other\.bias, other\.weight"),
+    "other shape": (wider, r"layers\.2\..* is float32 of shape \(1,.* shape \(2,"),
+    "unfrozen": (unfrozen, r"checkpoint has no layers\.1\.bias\.m.*freeze"),
+    "other dtype": (
+        lambda: Run(optim.AdamW(1e-2), dtype=mx.float16),
+        "float32 of shape .* float16 of shape",
+    ),
+    "other class": (lambda: Run(optim.Adam(1e-2)), "was AdamW, this one is Adam"),
+    "several": (KINDS["MultiOptimizer"], "was AdamW, this one is Muon, AdamW"),
+    "setting": (
+        lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
+        r"betas=\[0.9, 0.999\], this one has \[0.8, 0.9\].*set it",
+    ),
+    "a scaler": (KINDS["GradScaler"], "Do not pass a scaler"),
+    "wrapped": (
+        lambda: Run(half(optim.AdamW(1e-2)).optimizer),
+        r"was AdamW, this one is LossScaleOptimizer\(AdamW\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("initialised", [False, True])
+def test_mismatch_is_named_and_changes_nothing(wrong, initialised, tmp_path):
+    run = started("AdamW", 1)
+    save_checkpoint(tmp_path / "run", *run.parts)
+    make, message = WRONG[wrong]
+    other = make()
+    if initialised:
+        other.optimizer.init(other.model.trainable_parameters())
+    before = state_of(other)
+    with pytest.raises(ValueError, match=message) as caught:
+        restore_checkpoint(tmp_path / "run", *other.parts)
+    assert "Nothing was changed" in str(caught.value)
+    assert state_of(other) == before
+
+
+def test_mismatch_of_the_wrapper_is_named_and_changes_nothing(tmp_path):
+    run = started("LossScaleOptimizer")
+    save_checkpoint(tmp_path / "run", *run.parts)
+    inner = Run(run.optimizer.optimizer, dtype=mx.float16)
+    with pytest.raises(
+        ValueError, match=r"was LossScaleOptimizer\(AdamW\), .* AdamW\."
+    ):
+        restore_checkpoint(tmp_path / "run", *inner.parts[:2], scaler())
+    with pytest.raises(ValueError, match="has its own scaler"):
+        save_checkpoint(tmp_path / "run", run.model, run.optimizer, scaler())
+    other = half(optim.AdamW(1e-2), max_grad_norm=2.0)
+    before = state_of(other), bits(other.optimizer.state)
+    with (
+        pytest.warns(
+            UserWarning, match="schedule for learning_rate, this one for n"
+        ) as w,
+        pytest.raises(ValueError, match=r"max_grad_norm=1\.0, this one has 2\.0"),
+    ):
+        restore_checkpoint(tmp_path / "run", *other.parts)
+    assert (state_of(other), bits(other.optimizer.state)) == before
+    assert all(warning.filename == __file__ for warning in w)
+
+
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+def test_master_of_a_layer_that_is_frozen_now_is_a_mismatch(masters, tmp_path):
+    runs = [half(optim.SGD(0.1), masters=masters) for _ in range(2)]
+    runs[0].model.layers[1].unfreeze()
+    for run in runs:
+        run.optimizer.init(run.model.trainable_parameters())
+    save_checkpoint(tmp_path, *runs[0].parts)
+    with pytest.raises(ValueError, match=r"optimizer has no .*\.layers\.1\.bias"):
+        restore_checkpoint(tmp_path, *runs[1].parts)
+
+
+def test_checkpoint_with_a_scaler_needs_the_scaler(tmp_path):
+    run = started("GradScaler")
+    save_checkpoint(tmp_path / "run", *run.parts)
+    with pytest.raises(ValueError, match="Pass the scaler too"):
+        restore_checkpoint(tmp_path / "run", *run.parts[:2])
+    disabled = GradScaler(enabled=False)
+    with pytest.raises(ValueError, match="the saved scaler was enabled"):
+        restore_checkpoint(tmp_path / "run", *run.parts[:2], disabled)
+
+
+def test_diverged_run_does_not_replace_a_good_checkpoint(tmp_path):
+    run = started("LossScaleOptimizer")
+    save_checkpoint(tmp_path / "run", *run.parts, step=6)
+    run.optimizer.state["masters"]["layers.0.bias"] += float("nan")
+    with pytest.raises(ValueError, match=r"layers.0.bias holds NaN.*unchanged"):
+        save_checkpoint(tmp_path / "run", *run.parts, step=7)
+    other = KINDS["LossScaleOptimizer"]()
+    assert restore_checkpoint(tmp_path / "run", *other.parts) == {"step": 6}
+
+
+def test_saving_within_an_iteration_is_refused(tmp_path):
+    run = KINDS["GradScaler"]()
+    run.scaler.unscale_(run.optimizer, {"w": run.scaler.scale(mx.ones(2))})
+    with pytest.raises(RuntimeError, match="between iterations"):
+        save_checkpoint(tmp_path / "run", *run.parts)
+
+
+def test_misuse_raises_before_anything_is_written(tmp_path):
+    run = KINDS["AdamW"]()
+    with pytest.raises(TypeError, match=r"mlx\.nn\.Module, got dict"):
+        save_checkpoint(tmp_path / "run", {}, run.optimizer)
+    with pytest.raises(TypeError, match=r"optimizer of mlx\.optimizers, got NoneType"):
+        restore_checkpoint(tmp_path / "run", run.model, None)
+    with pytest.raises(TypeError, match="GradScaler, got int"):
+        save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)
+    with pytest.raises(ValueError, match="keep must be 1 or more, got 0"):
+        save_checkpoint(tmp_path / "run", *run.parts, keep=0)
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint in"):
+        restore_checkpoint(tmp_path / "none", *run.parts)
+    assert not list(tmp_path.iterdir())
+
+
+class Late(optim.Optimizer):
+    """Like some of mlx-optimizers: numbers, text, a state made in the first step."""
+
+    def init_single(self, parameter, state):
+        state["count"] = 0
+        state["shape"] = ("ab->ba", (parameter.ndim, None))
+
+    def apply_single(self, gradient, parameter, state):
+        state["count"] += 1
+        state["first"] = state.get("first", gradient)
+        return parameter - state["first"] / state["count"]
+
+
+def test_state_that_grows_in_the_first_step_and_python_numbers_are_restored(tmp_path):
+    model, optimizer = nn.Linear(2, 2), Late()
+    optimizer.update(model, model.parameters())
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    other = nn.Linear(2, 2), Late()
+    restore_checkpoint(tmp_path / "run", *other)
+    assert other[1].state["bias"]["count"] == 1
+    assert isinstance(other[1].state["bias"]["count"], int)
+    for parts in ((model, optimizer), other):
+        parts[1].update(parts[0], parts[0].parameters())
+    assert bits(other[0].parameters()) == bits(model.parameters())
+
+
+def test_schedule_that_returns_python_numbers_is_restored(tmp_path):
+    def start():
+        return nn.Linear(2, 2), optim.SGD(lambda step: 0.1)
+
+    model, optimizer = start()
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    other = start()
+    restore_checkpoint(tmp_path / "run", *other)
+    assert other[1].state["learning_rate"] == optimizer.state["learning_rate"] == 0.1
+
+
+def test_test_model_has_buffers_and_frozen_layers():
+    model = Net()
+    trainable = {name for name, _ in tree_flatten(model.trainable_parameters())}
+    names = {name for name, _ in tree_flatten(model.parameters())}
+    assert names - trainable == {
+        *("norm.running_mean", "norm.running_var"),
+        *("layers.1.weight", "layers.1.bias"),
+    }
+
+
+@pytest.mark.parametrize("saved", ["float32", "remainder"])
+def test_checkpoint_of_one_kind_of_masters_restores_into_the_other(saved, tmp_path):
+    mx.disable_compile()
+    runs = {
+        kind: half(optim.AdamW(1e-2), masters=kind) for kind in ("float32", "remainder")
+    }
+    run = runs.pop(saved)
+    [other] = runs.values()
+    run.train(0, 6)
+    save_checkpoint(tmp_path / "run", *run.parts)
+    restore_checkpoint(tmp_path / "run", *other.parts)
+    both = [
+        dict(tree_flatten(x.optimizer.masters(x.model.trainable_parameters())))
+        for x in (run, other)
+    ]
+    for path, master in both[0].items():
+        assert mx.allclose(both[1][path], master, rtol=0, atol=2.0**-40), path
+    assert bits(run.model.parameters()) == bits(other.model.parameters())
+    # And on.
+    for each in (run, other):
+        mx.random.seed(3)
+        each.train(6, 9)
+    assert bits(run.model.parameters()) == bits(other.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+def test_non_finite_master_is_not_saved(kind, tmp_path):
+    mx.disable_compile()
+    run = half(optim.AdamW(1e-2), masters=kind)
+    run.train(0, 2)
+    save_checkpoint(tmp_path / "run", *run.parts, step=2)
+    run.model.layers[2].weight *= float("nan")
+    if kind == "float32":
+        master = run.optimizer.state["masters"]["layers.2.weight"]
+        run.optimizer.state["masters"]["layers.2.weight"] = master * float("nan")
+    with pytest.raises(ValueError, match=r"model.layers.2.weight holds NaN"):
+        save_checkpoint(tmp_path / "run", *run.parts, step=3)
+    assert restore_checkpoint(tmp_path / "run", *run.parts) == {"step": 2}
+    assert mx.isfinite(run.model.layers[2].weight).all().item()
