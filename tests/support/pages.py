@@ -1,4 +1,4 @@
-"""The code of a Markdown page: Python and commands are run in order, as they stand."""
+"""Run the code of a Markdown page: Python and commands, in order, as they stand."""
 
 import contextlib
 import io
@@ -11,15 +11,14 @@ from pathlib import Path
 
 from mlx_gradscale import __main__ as commands
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"")
-# MODEL or PATH in a command stands for what the reader has.
+# MODEL or FILE in a command stands for something that the reader has.
 PLACEHOLDER = re.compile(r"(?<![\w-])[A-Z]{3,}(?![\w-])")
-# Other people's commands, of which only the paths are looked at.
-TOOLS = {"git", "mlx.launch", "pre-commit", "pytest", "ruff", "sphinx-build"}
-# Written later than what links to it.
-TO_COME = {"ARCHITECTURE.md"}
+# Other people's commands. Only the paths in their arguments are checked.
+TOOLS = {"bash", "git", "mlx.launch", "pre-commit", "pytest", "python", "sphinx-build"}
+NOT_RUN = {"text", "diff"}
 
 
 def blocks(text: str) -> Iterator[tuple[str, str, int]]:
@@ -31,24 +30,24 @@ def blocks(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def run(path: Path, namespace: dict) -> None:
-    """Run the blocks of a page in the current folder; an output block must be true."""
-    said = ""
+    """Run the blocks of a page in the current folder, and compare output blocks."""
+    printed = ""
     for language, block, line in blocks(path.read_text()):
         if language == "python":
-            # With the page's own lines in a traceback.
+            # The empty lines give a traceback the line numbers of the page.
             code = compile("\n" * line + block, path.name, "exec")
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(code, namespace)
-            said = out.getvalue()
+            printed = out.getvalue()
         elif language == "sh":
-            said = "".join(run_command(words) for words in lines_of(block))
+            printed = "".join(run_command(words) for words in split_commands(block))
         elif language == "output":
-            assert said.split() == block.split(), said
+            assert printed.split() == block.split(), printed
         else:
-            assert language == "text" or language.startswith("{"), language
+            assert language in NOT_RUN or language.startswith("{"), language
 
 
-def lines_of(block: str) -> Iterator[list[str]]:
+def split_commands(block: str) -> Iterator[list[str]]:
     """Yield the words of each command."""
     for line in block.replace("\\\n", " ").splitlines():
         for command in line.split(" && "):
@@ -58,22 +57,31 @@ def lines_of(block: str) -> Iterator[list[str]]:
 
 def run_command(words: list[str]) -> str:
     """Run a command of this package, or check its flags if it has placeholders."""
-    arguments = own_command(words)
+    arguments = own_arguments(words)
     if arguments is None:
-        check_other(words)
+        check_other_command(words)
         return ""
     if not PLACEHOLDER.search(" ".join(arguments)):
         return call(arguments)
     if arguments[0] == "lora" and not find_spec("mlx_lm"):
-        return ""  # its flags are mlx-lm's; CI has it
+        return ""  # it needs mlx-lm to list its flags
     known = call([arguments[0], "--help"])
-    for flag in (word for word in arguments if word.startswith("-")):
+    for flag in own_flags(arguments):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), (flag, words)
     return ""
 
 
-def own_command(words: list[str]) -> list[str] | None:
-    """Return what the command of this package is called with, or None."""
+def own_flags(arguments: list[str]) -> Iterator[str]:
+    """Yield the flags of a command; those after a script's name are the script's."""
+    for word in arguments[1:]:
+        if word.endswith(".py"):
+            return
+        if word.startswith("-"):
+            yield word
+
+
+def own_arguments(words: list[str]) -> list[str] | None:
+    """Return the arguments of a command of this package, or None for another."""
     if words[0].startswith("mlx_gradscale"):
         scripts = {script.name for script in entry_points(group="console_scripts")}
         assert words[0] in scripts, words
@@ -84,7 +92,7 @@ def own_command(words: list[str]) -> list[str] | None:
 
 
 def call(arguments: list[str]) -> str:
-    """Return what a command prints; it must end well."""
+    """Return the output of a command, which must succeed."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             code = commands.main(arguments)
@@ -94,16 +102,14 @@ def call(arguments: list[str]) -> str:
     return out.getvalue()
 
 
-def check_other(words: list[str]) -> None:
-    """Check that what somebody else's command is given is there."""
+def check_other_command(words: list[str]) -> None:
+    """Check that the extras, modules and paths of another command exist."""
     if words[:2] == ["pip", "install"]:
         extras = set(metadata("mlx_gradscale").get_all("Provides-Extra"))
         for named in re.findall(r"\[(.*?)\]", " ".join(words)):
             assert set(named.split(",")) <= extras, words
-    elif words[:2] == ["python", "-m"]:
-        assert find_spec(words[2]), words
-    else:
-        assert words[0] in TOOLS or words[0] in ("python", "bash"), words
+        return
+    assert words[0] in TOOLS, words
     for word in words[1:]:
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word) and not word.startswith("build/"):
             assert (ROOT / word).exists(), words
@@ -118,8 +124,21 @@ def dead_links(path: Path) -> list[str]:
     """Return the relative links and pictures of a page that lead nowhere."""
     text = FENCE.sub("", path.read_text())
     links = {"".join(found) for found in LINK.findall(text)}
+    return [link for link in sorted(links) if not (path.parent / link).exists()]
+
+
+def dead_anchors(path: Path) -> list[str]:
+    """Return the links of a page to headings that are not there."""
+    text = FENCE.sub("", path.read_text())
+    links = re.findall(r"\]\((?!https?:)([^)\s]*)#([^)\s]+)\)", text)
     return [
-        link
-        for link in sorted(links)
-        if not (path.parent / link).exists() and Path(link).name not in TO_COME
+        f"{page}#{anchor}"
+        for page, anchor in links
+        if anchor not in headings(path.parent / page if page else path)
     ]
+
+
+def headings(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in found}

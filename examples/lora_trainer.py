@@ -1,12 +1,11 @@
-"""Fine-tune with mlx-lm's own trainer in float16, LoRA or all weights.
+"""Fine-tune in float16 with mlx-lm's own trainer, LoRA or all weights.
 
-For people who use mlx-lm: nothing of its trainer is changed. The optimizer is wrapped
-and the loss goes through ``optimizer.scale_loss``; that is all. The model here is a
-small Llama made from a config, so that nothing is downloaded; for a real one use
-``model, tokenizer = mlx_lm.load(...)``.
+The trainer is not changed. The optimizer is wrapped, and the loss goes through
+``optimizer.scale_loss``. The model is a small Llama built from a config, so that
+nothing is downloaded; for a real one use ``model, tokenizer = mlx_lm.load(...)``.
 
-    python examples/mlx_lm_lora.py          # LoRA
-    python examples/mlx_lm_lora.py --full   # all weights, with float32 masters
+    python examples/lora_trainer.py          # LoRA
+    python examples/lora_trainer.py --full   # all weights
 """
 
 import argparse
@@ -46,7 +45,7 @@ def make_model(full: bool) -> llama.Model:
 
 
 def make_data(length: int = 32) -> tuple[list, list]:
-    """Rows of (tokens, offset of the first token to learn), as the trainer wants."""
+    """Return rows of (tokens, offset of the first token to learn) for the trainer."""
     tokens = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
     rows = [(list(tokens[i : i + length]), 0) for i in range(0, 64 * length, length)]
     return rows[8:], rows[:8]
