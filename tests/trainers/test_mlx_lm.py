@@ -16,7 +16,7 @@ mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss, train  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import mlx_lm_lora  # noqa: E402
+import lora_trainer  # noqa: E402
 
 
 class Reports:
@@ -33,7 +33,7 @@ class Reports:
 def fit(model, optimizer, folder, loss, iters=24, **arguments):
     np.random.seed(0)  # noqa: NPY002 - the trainer shuffles with this one
     reports = Reports()
-    training, validation = mlx_lm_lora.make_data()
+    training, validation = lora_trainer.make_data()
     train(
         model,
         optimizer,
@@ -57,7 +57,7 @@ def fit(model, optimizer, folder, loss, iters=24, **arguments):
 @pytest.mark.parametrize("full", [False, True], ids=["LoRA", "full"])
 def test_the_example_trains(full, capsys):
     arguments = ["--full"] if full else ["--accumulate", "2", "--grad-checkpoint"]
-    optimizer = mlx_lm_lora.main(["--iters", "12", *arguments])
+    optimizer = lora_trainer.main(["--iters", "12", *arguments])
     applied, skipped = optimizer.step.item(), optimizer.scaler.skipped_steps.item()
     assert applied + skipped == (12 if full else 6)
     assert applied > skipped
@@ -68,7 +68,7 @@ def test_the_example_trains(full, capsys):
 
 @pytest.mark.parametrize("full", [False, True], ids=["LoRA", "full"])
 def test_it_learns_reports_true_losses_and_keeps_float16(full, tmp_path):
-    model = mlx_lm_lora.make_model(full)
+    model = lora_trainer.make_model(full)
     optimizer = LossScaleOptimizer(optim.AdamW(optim.cosine_decay(3e-3, 24)))
     calls = []
 
@@ -93,14 +93,14 @@ def test_it_learns_reports_true_losses_and_keeps_float16(full, tmp_path):
 
 def test_plain_float16_adamw_is_lost_at_once(tmp_path):
     reports = fit(
-        mlx_lm_lora.make_model(True), optim.AdamW(1e-2), tmp_path, default_loss
+        lora_trainer.make_model(True), optim.AdamW(1e-2), tmp_path, default_loss
     )
     assert not reports.train[-1]["train_loss"] < 100
 
 
 def test_64_micro_batches_do_not_overflow_by_being_added_up(tmp_path):
     # Each has gradients of up to 6e4 / 16 when scaled: in float16 their sum is inf.
-    model = mlx_lm_lora.make_model(full=True)
+    model = lora_trainer.make_model(full=True)
     scaler = GradScaler(init_scale=2.0**9, growth_interval=10**6)
     optimizer = LossScaleOptimizer(optim.SGD(1e-3), scaler)
     optimizer.init(model.trainable_parameters())
@@ -117,14 +117,14 @@ def test_64_micro_batches_do_not_overflow_by_being_added_up(tmp_path):
 
 
 def test_an_overflow_changes_nothing_and_training_recovers(tmp_path):
-    model = mlx_lm_lora.make_model(full=True)
+    model = lora_trainer.make_model(full=True)
     optimizer = LossScaleOptimizer(
         optim.AdamW(3e-3), GradScaler(init_scale=2.0**30), max_grad_norm=1.0
     )
     optimizer.init(model.trainable_parameters())
     fit(model, optimizer, tmp_path, optimizer.scale_loss(default_loss), iters=3)
     # 2**30 overflows every float16 gradient: three skipped steps, nothing changed.
-    fresh = mlx_lm_lora.make_model(full=True)
+    fresh = lora_trainer.make_model(full=True)
     assert optimizer.scaler.skipped_steps.item() == 3
     assert optimizer.step.item() == 0
     assert bits(model.parameters()) == bits(fresh.parameters())
