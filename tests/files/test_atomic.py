@@ -108,14 +108,14 @@ def test_living_writer_of_a_folder_finishes_beside_others(tmp_path):
     assert owner("folder", tmp_path / "out") == "theirs"
 
 
-@each_kind
-def test_files_with_similar_names_stay(kind, tmp_path):
-    for name in (".out.txt.tmp", ".out-0123.tmp", ".out-01234567.0123456789abcdef.tmp"):
-        (tmp_path / name).touch()
-    with writer(kind, tmp_path / "out2") as process:
-        kill(process)
+def test_files_with_similar_names_are_neither_opened_nor_removed(tmp_path):
+    (tmp_path / ".mlx_gradscale-0123.tmp").mkdir()
+    (tmp_path / "mlx_gradscale-0123456789abcdef.tmp").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / ".mlx_gradscale-0123456789abcdef.tmp").symlink_to("mine")
+    os.mkfifo(tmp_path / ".mlx_gradscale-fedcba9876543210.tmp")
     before = names(tmp_path)
-    write(kind, tmp_path / "out")
+    write("file", tmp_path / "out")
     assert names(tmp_path) == before | {"out"}
 
 
