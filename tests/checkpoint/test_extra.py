@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
-from mlx_gradscale.checkpoint.extra import decode_extra, encode_extra
+from mlx_gradscale.checkpoint.encoding import decode_extra, encode_extra
 from mlx_gradscale.checkpoint.folder import training_text
 from mlx_gradscale.ema import EMA
 from mlx_gradscale.files.paths import parse_json
@@ -80,13 +80,13 @@ def test_nan_and_infinity_come_back(tmp_path):
     ("value", "error", "sentence"),
     [
         ({*range(52_000)}, TypeError, r"extra\['it'\] is a builtins\.set"),
-        ({(i, i): i for i in range(100_000)}, TypeError, "Keys must be strings"),
-        ([*range(6_000_000)], ValueError, "Save long lists as mx.array"),
+        ({(i, i): i for i in range(100_000)}, TypeError, "use strings"),
+        ([*range(6_000_000)], ValueError, "6,000,000 values: use an mx.array"),
         (["x" * 2**20] * 17, ValueError, "could not be read again"),
         (nested(158), ValueError, "nested more than 100 deep"),
-        (1 << 20_000, ValueError, "more than 10,000 bits"),
-        ("\ud800", ValueError, "half of a character"),
-        ({"\ud800": 1}, ValueError, "half of a character"),
+        (1 << 20_000, ValueError, "4300 digits"),
+        ("\ud800", ValueError, "surrogates not allowed"),
+        ({"\ud800": 1}, ValueError, "surrogates not allowed"),
         (b"bytes", TypeError, r"builtins\.bytes"),
         ([{"x": parts}], TypeError, r"extra\['it'\]\[0\]\['x'\] is a .*function"),
     ],

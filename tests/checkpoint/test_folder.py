@@ -301,7 +301,7 @@ HOSTILE = {
     "order is negative": set_in("orders", "model", "layers.0.weight", value=[-1, 0]),
     "order is text": set_in("orders", "model", "layers.0.weight", value="01"),
     "order of a moment": set_in(
-        "orders", "training", "optimizer.layers.0.weight.m", value=[1, 2**62]
+        "orders", "optimizer", "layers.0.weight.m", value=[1, 2**62]
     ),
 }
 
