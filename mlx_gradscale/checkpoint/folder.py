@@ -38,7 +38,7 @@ _CHECKSUMS = "checksums.json"
 _SAVE = re.compile(r"save-([0-9]{6,})")
 _FORMAT = {"format": "mlx_gradscale", "version": 1}
 # What a text that save_checkpoint did not write leads to.
-_UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
+UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 class Checkpoint(NamedTuple):
@@ -103,7 +103,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             # A writer may have removed it just now, after it saved a newer one.
             if is_save or save == latest_checkpoint(run):
                 raise ValueError(f"{save} is incomplete: {error}.") from error
-        except (ValueError, *_UNEXPECTED) as error:
+        except (ValueError, *UNEXPECTED) as error:
             older = [other.name for other in _saves(run) if other != save]
             advice = f" Older checkpoints: {list_some(older)}." if older else ""
             text = f"{save} is damaged: {describe_error(error)}{advice}"
@@ -112,7 +112,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def describe_error(error: Exception) -> str:
     """Return the text of an error, with its type if a damaged file led to it."""
-    kind = f"{type(error).__name__}: " if isinstance(error, _UNEXPECTED) else ""
+    kind = f"{type(error).__name__}: " if isinstance(error, UNEXPECTED) else ""
     return shorten(f"{kind}{error}", 400)
 
 

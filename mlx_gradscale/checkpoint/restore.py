@@ -21,7 +21,7 @@ from ..distributed import from_rank_0
 from ..files.text import dtype_name, list_some, shorten
 from . import ranks
 from .encoding import arrange
-from .folder import Checkpoint, describe_error, read_checkpoint
+from .folder import UNEXPECTED, Checkpoint, describe_error, read_checkpoint
 from .save import (
     STATE,
     batch_statistics,
@@ -108,7 +108,7 @@ def _together(
     with ranks.together(group, "restore_checkpoint"):
         try:
             yield
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, *UNEXPECTED) as error:
             raise ValueError(
                 f"Cannot restore {os.fspath(path)}: {describe_error(error)} Nothing "
                 "was changed."
@@ -128,9 +128,8 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
                 f"{shorten(name)} is frozen and was not saved, and is not the one of "
                 "the saved run. Load the same base model first."
             )
-    places = places_in(model)
     new = _arranged(weights, saved.description["orders"]["model"])
-    commit((*places[name], x) for name, x in new.items())
+    _write(places_in(model), new)
 
 
 def _restore_scaler(saved: Checkpoint, scaler: GradScaler | None) -> None:
@@ -174,7 +173,7 @@ def _restore_optimizer(
             # MLX's optimizers change the precision of their state in the first steps;
             # a LossScaleOptimizer keeps it in float32.
             _check_kind(path, own, value, is_free=not is_wrapper)
-    commit((*place, state[path]) for path, place in places.items())
+    _write(places, state)
 
 
 def _convert_masters(
@@ -183,13 +182,15 @@ def _convert_masters(
     """Give a saved state the kind of master weights that the optimizer has."""
     for path, (container, key) in places.items():
         part, _, name = path.partition(".")
+        weight = weights.get(name)
+        if weight is None:
+            continue
         if part == "written":
-            is_half = weights[name].dtype in HALF
-            state[path] = half_bits(weights[name]) if is_half else container[key]
+            state[path] = half_bits(weight) if weight.dtype in HALF else container[key]
         elif part == "masters" and f"remainders.{name}" in state:
-            state[path] = join(weights[name], state.pop(f"remainders.{name}")).master
+            state[path] = join(weight, state.pop(f"remainders.{name}")).master
         elif part == "remainders" and f"masters.{name}" in state:
-            state[path] = remainder_of(state.pop(f"masters.{name}"), weights[name])
+            state[path] = remainder_of(state.pop(f"masters.{name}"), weight)
 
 
 def _add_late_places(
@@ -205,12 +206,15 @@ def _add_late_places(
 
 
 def _arranged(values: Mapping[str, Any], orders: Mapping[str, Any]) -> dict[str, Any]:
-    new = {
+    return {
         name: arrange(x, orders.get(name)) if isinstance(x, mx.array) else x
         for name, x in values.items()
     }
-    mx.eval([x for x in new.values() if isinstance(x, mx.array)])
-    return new
+
+
+def _write(places: _Places, values: Mapping[str, Any]) -> None:
+    mx.eval([x for x in values.values() if isinstance(x, mx.array)])
+    commit((*places[name], x) for name, x in values.items())
 
 
 def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
