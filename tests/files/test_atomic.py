@@ -99,15 +99,6 @@ def test_living_writers_lose_nothing(tmp_path):
     assert names(tmp_path) == {"out"}
 
 
-def test_living_writer_of_a_folder_finishes_beside_others(tmp_path):
-    with writer("folder", tmp_path / "out") as process:
-        with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "out") as folder:
-            (folder / "owner").write_text(str(1 // 0))
-        assert process.communicate("go\n")[0] == ""
-        assert process.returncode == 0
-    assert owner("folder", tmp_path / "out") == "theirs"
-
-
 def test_files_with_similar_names_are_neither_opened_nor_removed(tmp_path):
     (tmp_path / ".mlx_gradscale-0123.tmp").mkdir()
     (tmp_path / "mlx_gradscale-0123456789abcdef.tmp").mkdir()
