@@ -17,7 +17,6 @@ from typing import BinaryIO
 from .paths import check_file
 
 _HIDDEN = re.compile(r"\.mlx_gradscale-[0-9a-f]{16}\.tmp")
-WholeFile = BinaryIO  # old name, until nobody uses it
 
 
 @contextmanager
@@ -114,21 +113,6 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def lock(descriptor: int, *, wait: bool) -> bool | None:
-    """Lock an open file or folder until it is closed.
-
-    Returns:
-        bool: False if another process has locked it; None if the disk has no locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:  # some network disks
-        return None
-    return True
-
-
 def _hidden_path(target: Path) -> Path:
     return target.with_name(f".mlx_gradscale-{secrets.token_hex(8)}.tmp")
 
@@ -140,7 +124,8 @@ def _make_locked(target: Path) -> tuple[Path, int]:
         # Until it is locked, another writer may take it for a leftover.
         with suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY)
-            lock(descriptor, wait=True)
+            with suppress(OSError):  # some network disks have no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             if folder.exists():
                 return folder, descriptor
             os.close(descriptor)
@@ -153,7 +138,7 @@ def _remove_leftovers(parent: Path) -> None:
             with suppress(OSError):
                 descriptor = os.open(parent / name, flags)
                 try:
-                    if lock(descriptor, wait=False):
-                        shutil.rmtree(parent / name)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(parent / name)
                 finally:
                     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Plain text for people: tables, sizes, names of dtypes, an order of paths."""
+"""Plain text for people: tables, sizes, names of dtypes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -88,11 +88,6 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def shape(array: mx.array) -> str:
-    """Return a shape as "3x4"; "scalar" for a 0-d array."""
-    return "x".join(map(str, array.shape)) or "scalar"
-
-
 def dtype_name(of: mx.array | mx.Dtype) -> str:
     """Return the name of a dtype, or of an array's.
 
@@ -109,12 +104,6 @@ def dtype_named(name: str) -> mx.Dtype:
     if not isinstance(dtype, mx.Dtype):
         raise ValueError(f"MLX has no dtype {shorten(name)!r}.")
     return dtype
-
-
-def natural_order(path: str) -> list[tuple[bool, int, str]]:
-    """Return a key to sort dotted paths, with numbers as numbers: 9 before 10."""
-    words = path.split(".")
-    return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]
 
 
 def power(value: float) -> str:
