@@ -12,9 +12,10 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from checkpoint_runs import KINDS
 from convert_helpers import usual
 from helpers import bits
+from mlx_gradscale.checkpoint.checksum import checksum
+from support.checkpoint_runs import KINDS
 
 from mlx_gradscale import (
     GradScaler,
@@ -23,7 +24,6 @@ from mlx_gradscale import (
     save_checkpoint,
     torch_checkpoint,
 )
-from mlx_gradscale.checkpoint.checksum import checksum
 from mlx_gradscale.convert import load_run, main, read_run, save_run
 from mlx_gradscale.inspect import describe
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from checkpoint_runs import Run
+from support.checkpoint_runs import Run
 from distributed_parts import fingerprint
 
 from mlx_gradscale import (
