@@ -94,10 +94,10 @@ def plan_optimizer(
     notes: list[str] = []
     torch_only: list[str] = []
     for i, section in enumerate(sections):
-        kind = recognise(section.groups, _slots(section), options.optimizer)
+        kind = kind_of(section, options)
         notes += OPTIMIZERS[kind].notes
         for j, settings in enumerate(section.groups):
-            _check_settings(kind, settings)
+            check_settings(kind, settings)
             own = [names[i][index] for index in settings["params"]]
             members = [n for n in settings["params"] if names[i][n] in entries]
             torch_only += [name for name in own if name not in entries]
@@ -115,15 +115,17 @@ def plan_optimizer(
     return plan, notes + _plan_notes(plan, sections, torch_only, options)
 
 
-def _slots(section: OptimizerSection) -> set[str]:
-    return {slot for slots in section.states.values() for slot in slots}
+def kind_of(section: OptimizerSection, options: Options) -> str:
+    """Return the key of :data:`OPTIMIZERS` for a state dict, or raise."""
+    slots = {slot for slots in section.states.values() for slot in slots}
+    return recognise(section.groups, slots, options.optimizer)
 
 
 def _lacks(kind: str, slots: Mapping[str, Any]) -> bool:
     return any(slots.get(slot) is None for slot in OPTIMIZERS[kind].slots)
 
 
-def _check_settings(kind: str, group: Mapping[str, Any]) -> None:
+def check_settings(kind: str, group: Mapping[str, Any]) -> None:
     """Raise on settings of a group that are not numbers."""
     spec = OPTIMIZERS[kind]
     for key in (*spec.settings, *SCHEDULED, "lr_decay"):

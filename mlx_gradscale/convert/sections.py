@@ -1,5 +1,6 @@
 """Find the model, its optimizers and the scaler in a checkpoint of any shape."""
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -338,3 +339,50 @@ def _master_notes(checkpoint: Any, found: Sections) -> list[str]:
 
 def _dtype(value: Any) -> str:
     return str(value.dtype).rpartition(".")[2]
+
+
+def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]:
+    """Return what of a checkpoint is in no section, by its path.
+
+    Example:
+        >>> entries_beside({"net": {"w": 1}, "epoch": 3, "amp": [7]}, [("net",)])
+        {('epoch',): 3, ('amp',): [7]}
+    """
+    taken = set(sections)
+    above = {path[:i] for path in taken for i in range(len(path))}
+    found: dict[Path, Any] = {}
+    left: list[tuple[Path, Any]] = [((), checkpoint)]
+    while left:
+        path, value = left.pop()
+        if path in taken:
+            continue
+        if path not in above:
+            if path:
+                found[path] = value
+            continue
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        left += reversed([((*path, key), item) for key, item in inner])
+    return found
+
+
+def fingerprint(value: Any) -> str:
+    """Return a text that changes with any number or text in a value."""
+    digest = hashlib.sha256()
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, Placeholder):
+            left += [item.path, item.args, item.state]
+        elif isinstance(item, dict):
+            left += [x for pair in item.items() for x in pair]
+        elif isinstance(item, (list, tuple)):
+            left += item
+        elif is_tensor(item):
+            digest.update(f"{_dtype(item)}{tuple(item.shape)};".encode())
+            if isinstance(item, mx.array) and item.size <= 4096:
+                digest.update(str(item.tolist()).encode())
+        elif isinstance(item, (bool, int, float, str, bytes, type(None))):
+            text = item if isinstance(item, (str, bytes)) else f"{item!r:.400}"
+            digest.update(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
+            digest.update(b";")
+    return digest.hexdigest()[:16]

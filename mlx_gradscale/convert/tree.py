@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..files import text
 from ..torch_checkpoint import Placeholder, TensorShape, plain_value
 
 Path = tuple[Any, ...]
@@ -127,16 +128,15 @@ def _has(tree: Any, key: str | int) -> bool:
     return is_list and isinstance(key, int) and key < len(tree)
 
 
-def list_some(names: Iterable[Any], most: int = 8) -> str:
+def list_some(names: Iterable[Any], count: int = 6) -> str:
     """Return names for a sentence, the first few of many.
 
     Example:
-        >>> list_some("abc", most=2)
+        >>> list_some("abc", 2)
         'a, b and 1 more'
     """
-    names = [str(name)[:200] for name in names]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    # Cut first: a hostile name may have millions of characters.
+    return text.list_some([str(name)[:100] for name in names], count)
 
 
 @contextmanager
