@@ -5,11 +5,11 @@ from ._version import __version__
 from .checkpoint import restore_checkpoint, save_checkpoint
 from .compiled import compile_step
 from .everywhere import everywhere
-from .finite import NonFinite, all_finite, nonfinite
+from .core.finite import NonFinite, all_finite, nonfinite
 from .float16 import find_float32_layers
 from .islands import float32_layers
-from .optimizer import GuardedOptimizer, LossScaleOptimizer
-from .scaler import GradScaler
+from .core.optimizer import GuardedOptimizer, LossScaleOptimizer
+from .core.scaler import GradScaler
 
 __all__ = [
     "GradScaler",

@@ -1,0 +1,235 @@
+"""Whether a tree is finite, its norm, and which leaves are not finite."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from .trees import leaves
+
+# The bits of |x| compare as integers like |x| itself, with inf above every finite
+# number and NaN above inf: one integer maximum finds both, exactly. Per dtype: the
+# signed and unsigned integer of its size, the mask of a magnitude, and inf.
+_BITS = {
+    mx.float16: (mx.int16, mx.uint16, 0x7FFF, 0x7C00),
+    mx.bfloat16: (mx.int16, mx.uint16, 0x7FFF, 0x7F80),
+    mx.float32: (mx.int32, mx.uint32, 0x7FFFFFFF, 0x7F800000),
+    mx.float64: (mx.int64, mx.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+}
+# Eight leaves of one shape are joined elementwise before the reduction: an eighth of a
+# pass more than reading them, and an eighth of the reductions. 448 LoRA-sized leaves
+# take 0.3 of the time of one reduction per leaf.
+_JOIN = 8
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A leaf that holds NaN or inf.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale import nonfinite
+        >>> leaf = nonfinite({"w": mx.array([1.0, float("-inf")])})[0]
+        >>> leaf.path, leaf.negative_inf, leaf.count
+        ('w', 1, 1)
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+    nan: int
+    positive_inf: int
+    negative_inf: int
+
+    @property
+    def count(self) -> int:
+        """The number of non-finite values."""
+        return self.nan + self.positive_inf + self.negative_inf
+
+
+def all_finite(tree: Any) -> mx.array:
+    """Return, lazily, whether every floating value in ``tree`` is finite.
+
+    Args:
+        tree (Any): A tree of arrays. Leaves that are not floating count as finite, and
+            so does an empty tree.
+
+    Returns:
+        array: A 0-d bool array. Nothing is read from the device.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale import all_finite
+        >>> all_finite({"w": mx.array([1.0, 2.0])})
+        array(True, dtype=bool)
+        >>> all_finite([mx.array(1.0), {"b": mx.array(float("nan"))}])
+        array(False, dtype=bool)
+    """
+    return all_finite_times([], None, arrays(tree))
+
+
+@mx.compile
+def all_finite_times(
+    scaled: list[mx.array], factor: mx.array | None, others: list[mx.array]
+) -> mx.array:
+    """Return whether ``scaled * factor``, in float32, and ``others`` are finite.
+
+    The product is what the optimizer gets: with a scale below 1 it can overflow where
+    the scaled gradient does not. Rounding is monotonic, so the largest magnitude of
+    each dtype decides.
+    """
+    flags = [
+        is_finite_magnitude(bits.view(dtype).astype(mx.float32) * factor)
+        for dtype, bits in _largest_bits(scaled)
+    ]
+    for dtype, bits in _largest_bits(others):
+        flags.append(bits < mx.array(_BITS[dtype][3], bits.dtype))
+    return reduce(mx.logical_and, flags) if flags else mx.array(True)
+
+
+def is_finite_magnitude(x: mx.array) -> mx.array:
+    """Like ``mx.isfinite`` for float32 that is not negative, by the bits.
+
+    No compiler's fast-math mode, which may assume that there is no NaN, affects it.
+    """
+    return x.view(mx.uint32) < mx.array(_BITS[mx.float32][3], mx.uint32)
+
+
+def _largest_bits(values: list[mx.array]) -> list[tuple[mx.Dtype, mx.array]]:
+    """Return each dtype with the bits of its largest magnitude."""
+    largest: dict[mx.Dtype, list[mx.array]] = {}
+    for group in _groups(values):
+        dtype = group[0].dtype
+        signed, unsigned, mask, _ = _BITS[dtype]
+        bits = mx.array(mask, signed)
+        if len(group) == 1:
+            # Two reductions without a masked copy. Seen as unsigned, negative numbers
+            # are the largest; seen as signed, positive ones are.
+            positive = mx.max(group[0].view(signed))
+            negative = mx.max(group[0].view(unsigned)).view(signed) & bits
+            found = mx.maximum(positive, negative)
+        else:
+            found = mx.max(_join(mx.maximum, [x.view(signed) & bits for x in group]))
+        largest.setdefault(dtype, []).append(found)
+    return [(dtype, _join_all(mx.maximum, found)) for dtype, found in largest.items()]
+
+
+@mx.compile
+def global_norm(
+    scaled: list[mx.array], factor: mx.array | None, others: list[mx.array]
+) -> mx.array:
+    """Return the norm of ``scaled * factor`` and ``others`` together, in float32.
+
+    It is non-finite where a value is, and where the sum of squares does not fit in
+    float32.
+    """
+    sums = []
+    for values, times in ((scaled, factor), (others, None)):
+        for group in _groups(values):
+            squares = [mx.square(_scaled_float32(x, times)) for x in group]
+            sums.append(mx.sum(_join(mx.add, squares)))
+    return mx.sqrt(_join_all(mx.add, sums)) if sums else mx.array(0.0)
+
+
+def _scaled_float32(x: mx.array, factor: mx.array | None) -> mx.array:
+    # A half goes through a view, so that mx.compile does not merge this cast with that
+    # of the update: the common result would be a float32 copy of every gradient.
+    if x.dtype in (mx.float16, mx.bfloat16):
+        x = x.view(mx.uint16).view(x.dtype)
+    x = x.astype(mx.float32)
+    return x if factor is None else x * factor
+
+
+def _groups(values: list[mx.array]) -> list[list[mx.array]]:
+    """Return floating arrays in groups of one dtype and shape, up to eight each."""
+    alike: dict[Any, list[mx.array]] = {}
+    for x in values:
+        if is_floating(x) and x.size:
+            if x.dtype == mx.complex64:
+                x = x.reshape(-1).view(mx.float32)
+            alike.setdefault((x.dtype, x.shape), []).append(x)
+    return [
+        same[start : start + _JOIN]
+        for same in alike.values()
+        for start in range(0, len(same), _JOIN)
+    ]
+
+
+def _join_all(
+    operation: Callable[[mx.array, mx.array], mx.array], values: list[mx.array]
+) -> mx.array:
+    while len(values) > _JOIN:
+        values = [
+            _join(operation, values[start : start + _JOIN])
+            for start in range(0, len(values), _JOIN)
+        ]
+    return _join(operation, values)
+
+
+def _join(
+    operation: Callable[[mx.array, mx.array], mx.array], values: Sequence[mx.array]
+) -> mx.array:
+    # Pairwise, because a fused kernel is at most 11 operations deep.
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=False)
+        values = [operation(a, b) for a, b in pairs] + list(values[len(values) & ~1 :])
+    return values[0]
+
+
+def arrays(tree: Any) -> list[mx.array]:
+    """Return the leaves of ``tree``; raise where one is not an array."""
+    found = leaves(tree)
+    if not all(isinstance(leaf, mx.array) for leaf in found):
+        path, leaf = next(
+            item for item in tree_flatten(tree) if not isinstance(item[1], mx.array)
+        )
+        where = f" at {path!r}" if path else ""
+        raise TypeError(f"Expected a tree of arrays, got {leaf!r}{where}.")
+    return found
+
+
+def is_floating(x: mx.array) -> bool:
+    """Return whether ``x`` can hold NaN or inf."""
+    return mx.issubdtype(x.dtype, mx.inexact)
+
+
+def nonfinite(tree: Any) -> list[NonFinite]:
+    """List the leaves of ``tree`` that hold NaN or inf, with their counts.
+
+    This reads from the device, once for the whole tree: call it after a skipped step,
+    not on every step.
+
+    Args:
+        tree (Any): A tree of arrays, usually gradients.
+
+    Returns:
+        list[NonFinite]: One for each non-finite leaf, in the order of the tree.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale import nonfinite
+        >>> grads = {"a": mx.ones(3), "b": [mx.array([float("inf"), 1.0])]}
+        >>> [(r.path, r.nan, r.positive_inf) for r in nonfinite(grads)]
+        [('b.0', 0, 1)]
+    """
+    arrays(tree)
+    found = [(path, x) for path, x in tree_flatten(tree) if is_floating(x)]
+    if not found:
+        return []
+    counts = np.array(mx.stack([_count_nonfinite(x) for _, x in found]))
+    return [
+        NonFinite(path, x.shape, x.dtype, *map(int, row))
+        for (path, x), row in zip(found, counts, strict=True)
+        if row.any()
+    ]
+
+
+def _count_nonfinite(x: mx.array) -> mx.array:
+    if x.dtype == mx.complex64:
+        return _count_nonfinite(mx.real(x)) + _count_nonfinite(mx.imag(x))
+    kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
+    return mx.stack([mx.sum(kind) for kind in kinds])

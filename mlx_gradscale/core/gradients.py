@@ -1,0 +1,460 @@
+"""Differentiate a scaled loss, and unscale the gradients lazily.
+
+``value_and_grad`` returns unscaled float32 gradients, and remembers which scaled array
+each of them came from. A step that gets such a gradient back untouched reads the scaled
+array instead and unscales inside its update kernel; MLX never computes the float32 copy
+that nobody looked at. A gradient that was clipped, added up or averaged is another
+object, and is taken as it is.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, wraps
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+
+from .finite import all_finite, is_floating
+from .masters import HALF, to_float32
+from .notices import warn_user
+from .trees import Writes, commit, leaves, slots
+
+Keep = Callable[[str, mx.array], bool]
+
+
+class Casting(NamedTuple):
+    """What ``value_and_grad`` casts for the forward pass."""
+
+    compute_dtype: mx.Dtype | None = None
+    keep: Keep | None = None
+    cast_inputs: bool = True
+
+    def check(self) -> None:
+        """Raise if the arguments make no sense together."""
+        dtype = self.compute_dtype
+        if dtype is None and (self.keep is not None or not self.cast_inputs):
+            raise ValueError("keep= and cast_inputs= need compute_dtype=.")
+        if self.keep is not None and not callable(self.keep):
+            raise TypeError(
+                "keep must be a function of path and parameter, such as lambda path, "
+                f"x: 'norm' in path, got {self.keep!r}."
+            )
+        is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
+        if dtype is not None and not is_dtype:
+            raise ValueError(
+                "compute_dtype must be a floating dtype of MLX, such as mx.float16, "
+                f"got {dtype!r}."
+            )
+
+    def parameters(self, model: nn.Module, parameters: Any) -> Any:
+        """Return the trainable parameters as the forward pass is to use them."""
+        if self.compute_dtype is None:
+            return parameters
+        # Layers that compute in float32 (see float32_layers) say so themselves.
+        float32 = tuple(
+            f"{path}." if path else ""
+            for path, module in model.named_modules()
+            if getattr(module, "computes_in_float32", False)
+        )
+
+        def cast(path: str, x: mx.array) -> mx.array:
+            if path.startswith(float32) or (self.keep and self.keep(path, x)):
+                return x
+            return self._cast(x)
+
+        return tree_map_with_path(cast, parameters)
+
+    def inputs(self, inputs: Any) -> Any:
+        """Return the arguments of the loss function as it is to get them."""
+        if self.compute_dtype is None or not self.cast_inputs:
+            return inputs
+        return tree_map(self._cast, inputs, is_leaf=is_opaque)
+
+    def _cast(self, x: Any) -> Any:
+        floating = isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
+        return x.astype(self.compute_dtype) if floating else x
+
+
+class Source(NamedTuple):
+    """The scaled array behind an unscaled gradient, and one over its scale."""
+
+    scaled: mx.array
+    inverse: mx.array
+    # Removes this entry when the gradient is deleted, so that its id stays unique.
+    reference: "weakref.ref[mx.array] | None" = None
+
+
+class Backward:
+    """Scale losses for the backward pass, and unscale what comes out of it.
+
+    Args:
+        state (dict): The state of the scaler: its ``scale`` is read at each call.
+    """
+
+    def __init__(self, state: dict[str, Any]):
+        self._state = state
+        self._sources: dict[int, Source] = {}
+        self._last_call: _ScaledCall | None = None
+        self._warned: set[str] = set()
+        #: Whether gradients were computed since the last update.
+        self.has_gradients = False
+
+    def warn_once(self, message: str) -> None:
+        """Warn at the user's line, unless this scaler has said the same before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warn_user(message)
+
+    # Gradients of a model
+
+    def value_and_grad(
+        self, model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
+    ) -> Callable[..., Any]:
+        """Return a function like that of ``nn.value_and_grad``, by a scaled loss."""
+        refuse_scaled(loss_fn)
+
+        @wraps(loss_fn)
+        def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+            if casting.compute_dtype is None:
+                self._warn_about_promotion(model, args)
+            outputs, scaled = differentiate(
+                model, loss_fn, args, kwargs, casting, self._state["scale"]
+            )
+            self.check_loss_dtype(loss_of(outputs))
+            gradients = self.unscale(scaled, 1.0 / self._state["scale"])
+            self.has_gradients = True
+            return outputs, gradients
+
+        return value_and_grad_fn
+
+    def unscale(self, scaled: Any, inverse: mx.array) -> Any:
+        """Return a tree of unscaled gradients, remembering where they came from."""
+        gradients = _unscale(scaled, inverse)
+        for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
+            self._remember(gradient, source, inverse)
+        return gradients
+
+    def unscale_in_place(self, gradients: Any, inverse: mx.array) -> Any:
+        """Unscale the arrays of a tree where they are, and return the tree."""
+        places = slots(gradients) if isinstance(gradients, (dict, list)) else []
+        if not places or any(isinstance(box, tuple) for _, box, _ in places):
+            return self.unscale(gradients, inverse)
+        scaled = [box[key] for _, box, key in places]
+        unscaled = self.unscale(scaled, inverse)
+        for x in scaled:
+            # Should the caller step with these after all, they count as scaled.
+            self._remember(x, x, inverse)
+        commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
+        return gradients
+
+    def _remember(
+        self, gradient: mx.array, scaled: mx.array, inverse: mx.array
+    ) -> None:
+        if is_floating(gradient):
+            key = id(gradient)
+            forget = partial(self._sources.pop, key)
+            self._sources[key] = Source(scaled, inverse, weakref.ref(gradient, forget))
+
+    def source_of(self, gradient: mx.array) -> Source | None:
+        """Return the scaled array of a gradient that nobody has changed."""
+        return self._sources.get(id(gradient))
+
+    def pending(self) -> tuple[list[mx.array], mx.array | None]:
+        """Return the scaled gradients that are still alive, and their inverse scale."""
+        sources = list(self._sources.values())
+        return [x.scaled for x in sources], sources[-1].inverse if sources else None
+
+    def end_iteration(self) -> None:
+        """Forget which gradients were computed since the last update."""
+        self.has_gradients = False
+        self._last_call = None
+
+    # Losses that somebody else differentiates
+
+    def scale_loss(
+        self, loss_fn: Callable[..., Any], model: nn.Module | None
+    ) -> Callable[..., Any]:
+        """Return ``loss_fn`` with the same value, whose gradients come out unscaled."""
+        refuse_scaled(loss_fn)
+
+        @wraps(loss_fn)
+        def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
+            call = _ScaledCall(self._state["scale"])
+            models = [model] if model is not None else models_among((args, kwargs))
+            places = [place for each in models for place in writable_arrays(each)]
+            trained = {
+                id(x) for each in models for x in leaves(each.trainable_parameters())
+            }
+            own = [place for place in places if id(place[2]) in trained]
+            if not models and args:
+                args = (tree_map(call.unscaled, args[0], is_leaf=is_opaque), *args[1:])
+            changed = [(box, key, call.unscaled(x)) for box, key, x in own]
+            try:
+                commit(changed)
+                outputs = loss_fn(*args, **kwargs)
+            finally:
+                commit(own)
+            commit(finite_buffers(places, trained))
+            self.check_loss_dtype(loss_of(outputs))
+            return with_loss(
+                outputs, call.scaled(loss_of(outputs), self._note_backward)
+            )
+
+        scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
+        return scaled_loss_fn
+
+    def _note_backward(self, call: "_ScaledCall") -> None:
+        self._last_call = call
+        self.has_gradients = True
+
+    def check_last_call(self) -> None:
+        """Raise if the last loss of ``scale_loss`` gave scaled gradients."""
+        call, self._last_call = self._last_call, None
+        if call is not None and not call.n_unscaled:
+            raise RuntimeError(
+                "The loss of scale_loss() was differentiated with respect to something "
+                "that it did not unscale. Name the model: scale_loss(loss_fn, model). "
+                "Without a model, gradients of the models among the arguments are "
+                "unscaled, or else those of the first argument."
+            )
+
+    # Warnings
+
+    def check_loss_dtype(self, loss: mx.array) -> None:
+        if loss.dtype == mx.float16:
+            self.warn_once(
+                "The loss is float16, so its gradient starts at the scale cast to "
+                "float16, where everything above 65504 is inf: steps are skipped "
+                "until the scale is below that. Reduce the loss in float32, for "
+                "example with logits.astype(mx.float32)."
+            )
+
+    def _warn_about_promotion(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        given = next((x for x in args if isinstance(x, mx.array)), None)
+        if given is None or given.dtype != mx.float32:
+            return
+        floating = [x for x in leaves(model.parameters()) if is_floating(x)]
+        if floating and all(x.dtype in HALF for x in floating):
+            self.warn_once(
+                f"{type(model).__name__} has {floating[0].dtype} parameters and is "
+                "given float32 inputs, so MLX computes in float32. Cast the inputs, or "
+                "pass compute_dtype=. compute_dtypes() of mlx_gradscale.diagnostics "
+                "shows which layers are affected."
+            )
+
+
+def differentiate(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    casting: Casting,
+    scale: mx.array | None,
+) -> tuple[Any, Any]:
+    """Return what the loss function returned, and the gradients of loss times scale.
+
+    The gradients are those of the *cast* parameters: they leave the backward pass in
+    the compute dtype. The model has its own parameters again afterwards.
+    """
+    places = writable_arrays(model)
+    parameters = model.trainable_parameters()
+    trained = {id(x) for x in leaves(parameters)}
+    # The arrays in the model's place while the loss is computed.
+    substitutes: list[mx.array] = []
+
+    def scaled_loss(parameters: Any, args: Any, kwargs: Any) -> tuple[mx.array, Any]:
+        substitutes.extend(leaves(parameters))
+        model.update(parameters)
+        outputs = loss_fn(*args, **kwargs)
+        loss = loss_of(outputs).astype(mx.float32)
+        return loss if scale is None else loss * scale, outputs
+
+    args, kwargs = casting.inputs((args, kwargs))
+    try:
+        (_, outputs), gradients = mx.value_and_grad(scaled_loss)(
+            casting.parameters(model, parameters), args, kwargs
+        )
+    except BaseException:
+        commit(places)
+        raise
+    own = [place for place in places if id(place[2]) in trained]
+    if casting.compute_dtype is None:
+        # What the forward pass itself wrote to a trainable array stays, as in MLX.
+        substituted = {id(x) for x in substitutes}
+        own = [(box, key, x) for box, key, x in own if id(box[key]) in substituted]
+    commit([*own, *finite_buffers(places, trained)])
+    return outputs, gradients
+
+
+def finite_buffers(places: Writes, trained: set[int]) -> Writes:
+    """Return writes that undo, on the device, what made a buffer non-finite.
+
+    BatchNorm's running statistics are the usual case: a forward pass that overflows
+    would leave them inf or NaN for good.
+
+    Args:
+        places (list): The arrays of the model before the forward pass.
+        trained (set): The ids of those that are trained.
+    """
+    writes: Writes = []
+    for box, key, old in places:
+        new = box.get(key) if isinstance(box, dict) else box[key]
+        if new is old or id(old) in trained or not isinstance(new, mx.array):
+            continue
+        if new.shape == old.shape and is_floating(new):
+            safe = mx.where(all_finite([new]), new, old.astype(new.dtype))
+            writes.append((box, key, safe))
+    return writes
+
+
+def writable_arrays(model: nn.Module) -> Writes:
+    """Return (container, key, array) for every array of a model."""
+    return [
+        (box, key, box[key])
+        for _, box, key in slots(model)
+        if not isinstance(box, tuple)
+    ]
+
+
+class _ScaledCall:
+    """One call of a loss from ``scale_loss``: counts gradients on their way out."""
+
+    def __init__(self, scale: mx.array):
+        self._scale = scale
+        self._inverse = 1.0 / scale
+        self.n_unscaled = 0
+
+    def scaled(
+        self, loss: mx.array, on_backward: "Callable[[_ScaledCall], None]"
+    ) -> mx.array:
+        """Return the loss in float32; its gradient is scaled."""
+        identity = mx.custom_function(lambda loss, scale: loss)
+
+        @identity.vjp
+        def scale_gradient(primals: Any, cotangent: mx.array, _: Any) -> Any:
+            on_backward(self)
+            return cotangent * primals[1], mx.zeros_like(primals[1])
+
+        result: mx.array = identity(loss.astype(mx.float32), self._scale)
+        return result
+
+    def unscaled(self, x: Any) -> Any:
+        """Return a floating array; its gradient is unscaled, in float32."""
+        if not isinstance(x, mx.array) or not is_floating(x):
+            return x
+        identity = mx.custom_function(lambda x, inverse: x)
+        n_passes = 0
+
+        @identity.vjp
+        def unscale_gradient(primals: Any, cotangent: mx.array, _: Any) -> Any:
+            nonlocal n_passes
+            n_passes += 1
+            if n_passes > 1:
+                raise RuntimeError(
+                    "Second derivatives of a loss from scale_loss() would be wrong by "
+                    "a factor of the scale. Differentiate value_and_grad() instead, or "
+                    "the loss without loss scaling."
+                )
+            self.n_unscaled += 1
+            return unscale_leaf(cotangent, primals[1]), mx.zeros_like(primals[1])
+
+        return identity(x, self._inverse)
+
+
+@mx.compile
+def _unscale(gradients: Any, inverse: mx.array) -> Any:
+    inverses = each_use(inverse)
+    return tree_map(lambda g: unscale_leaf(g, next(inverses)), gradients)
+
+
+def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
+    """Return a gradient unscaled in float32, with NaN where it is not finite.
+
+    Elementwise clipping would turn inf into its limit, which would then be applied; a
+    NaN survives whatever is done before the step.
+    """
+    if not is_floating(gradient):
+        return gradient
+    gradient = to_float32(gradient) * inverse
+    # Bit-identical where it is finite, -0.0 included; inf minus inf is NaN.
+    return gradient - (gradient - gradient)
+
+
+def each_use(array: mx.array) -> Iterator[mx.array]:
+    """Yield an array for one leaf after the other.
+
+    The work of ``mx.compile`` grows with the square of how often one array is used, so
+    after 512 uses this continues with another array in the same memory.
+    """
+    while True:
+        yield from repeat(array, 512)
+        array = mx.depends(array, array)
+
+
+# What a loss function returns
+
+
+def loss_of(outputs: Any) -> mx.array:
+    """Return the loss: the output itself, or the first element of a tuple."""
+    loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    if not isinstance(loss, mx.array):
+        raise TypeError(
+            f"The loss must be an array, got {loss!r}. Return the loss, or a tuple "
+            "whose first element is the loss."
+        )
+    if loss.ndim:
+        raise ValueError(
+            f"The loss must be a scalar, got an array of shape {loss.shape}. Reduce "
+            "it, for example with loss.mean()."
+        )
+    return loss
+
+
+def with_loss(outputs: Any, loss: mx.array) -> Any:
+    """Return what a loss function returned, with another loss."""
+    if hasattr(outputs, "_fields"):
+        return type(outputs)(loss, *outputs[1:])
+    return (loss, *outputs[1:]) if isinstance(outputs, tuple) else loss
+
+
+def refuse_scaled(loss_fn: Any) -> None:
+    """Raise if this is no loss function, or one whose gradient is scaled already."""
+    if not callable(loss_fn):
+        raise TypeError(
+            f"Expected the function that computes the loss, got {loss_fn!r}. Only "
+            "scale() of a GradScaler takes a loss that is already computed."
+        )
+    if hasattr(loss_fn, "has_scaled_gradient"):
+        raise TypeError(
+            "This loss function comes from scale_loss(), and would be scaled twice. "
+            "Pass the original function; value_and_grad() scales it by itself."
+        )
+
+
+# The arguments of a call
+
+
+def models_among(arguments: Any) -> list[nn.Module]:
+    """Return the models among a call's arguments, without those inside others."""
+    found = {
+        id(x): x
+        for _, x in tree_flatten(arguments, is_leaf=is_opaque)
+        if isinstance(x, nn.Module)
+    }
+    inside = {id(part) for x in found.values() for part in _parts_of(x)}
+    return [model for key, model in found.items() if key not in inside]
+
+
+def _parts_of(model: nn.Module) -> Iterable[nn.Module]:
+    return (module for module in model.modules() if module is not model)
+
+
+def is_opaque(x: Any) -> bool:
+    """Return whether an argument is not to be looked into.
+
+    A model is a dict to ``tree_map``, which would rebuild it as a plain one.
+    """
+    return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

@@ -1,0 +1,217 @@
+"""Master weights: float32 values of half-precision parameters.
+
+Two kinds. ``"float32"`` keeps the master as an array, and beside it the bits of the
+parameter as the last step wrote it: a weight whose bits differ was replaced by the
+user, and is its own master. ``"remainder"`` keeps 16 bits of what rounding lost::
+
+    master    = weight + remainder / STEPS * unit(weight)
+    remainder = (master - weight) * STEPS / unit(weight), rounded to an integer
+
+The unit follows from the weight by arithmetic alone; taking its bits apart would be
+three kernels instead of one. How far a joined master is from the one that was split
+(tests try every weight):
+
+- float16: exact from 2**-16 on, below that at most 2**-40. Half an ulp of a weight x is
+  at most x / 2**11 and float32 resolves x / 2**24, so 15 bits and a sign count in steps
+  below half of what float32 resolves.
+- bfloat16: at most one float32 ulp, usually exact. Half an ulp is 2**15 float32 ulps,
+  which the 32,766 steps to either side just miss. Beyond 2**110 products overflow and
+  half an ulp may be lost.
+
+A joined master always rounds to its weight. A remainder with which it would not belongs
+to a weight that was replaced since: then the weight is its own master.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .trees import Writes
+
+HALF = (mx.float16, mx.bfloat16)
+# A different dtype for each, so that bits of one are never taken for the other's.
+_BITS = {mx.float16: mx.int16, mx.bfloat16: mx.uint16}
+# Steps per unit. The midpoint between two weights is half a unit at most and, where the
+# ulp below a power of two is half of that above, a quarter: nothing short of it may be
+# rounded beyond it. In bfloat16 both are whole numbers of steps; in float16 half the
+# smallest ulp is 32767.49 steps.
+_STEPS = {mx.float16: 32767.49 * 2.0**11, mx.bfloat16: 65532.0}
+
+
+class Joined(NamedTuple):
+    """A float32 master, and the intermediate values that led to it, last ones first."""
+
+    master: mx.array
+    parts: tuple[mx.array, ...] = ()
+
+
+def to_float32(x: mx.array) -> mx.array:
+    """Return a float16 or bfloat16 array in float32, any other as it is."""
+    return x.astype(mx.float32) if x.dtype in HALF else x
+
+
+def half_bits(weight: mx.array) -> mx.array:
+    """Return the bits of a half-precision array, in the same memory.
+
+    A separate array all the same: ``weight += 1`` rebinds the weight, not its bits.
+    Writes through NumPy or DLPack change both, and go unnoticed.
+    """
+    return mx.view(weight, _BITS[weight.dtype])
+
+
+def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
+    """Return what a half-precision weight lost when ``master`` was rounded to it.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale.core.masters import join, remainder_of
+        >>> master = mx.array([0.1, 1e-3])
+        >>> weight = master.astype(mx.float16)
+        >>> remainder = remainder_of(master, weight)
+        >>> remainder.dtype, mx.array_equal(join(weight, remainder).master, master)
+        (mlx.core.int16, array(True, dtype=bool))
+    """
+    if weight.dtype not in HALF:
+        return mx.zeros(weight.shape, mx.int16)
+    value = to_float32(weight)
+    unit, _ = _unit(value, weight.dtype)
+    steps = (master - value) * _STEPS[weight.dtype] / unit
+    return mx.round(steps).astype(mx.int16)
+
+
+def join(weight: mx.array, remainder: mx.array) -> Joined:
+    """Return the float32 master of a weight and its remainder."""
+    value = to_float32(weight)
+    if weight.dtype not in HALF:
+        return Joined(value)
+    unit, parts = _unit(value, weight.dtype)
+    master = value + remainder.astype(mx.float32) / _STEPS[weight.dtype] * unit
+    fits = to_float32(master.astype(weight.dtype)) == value
+    return Joined(mx.where(fits, master, value), (master, *parts, value))
+
+
+def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, ...]]:
+    """Return what a remainder is a fraction of, and its intermediate values."""
+    if dtype == mx.float16:
+        return mx.maximum(mx.abs(value), 2.0**-14), ()
+    # One ulp, with the sign of the weight: 0.75 to 1.5 of it above is its neighbour.
+    above = to_float32((value * (1 + 0.75 * 2.0**-7)).astype(dtype))
+    return above - value, (above,)
+
+
+def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
+    """Return the float32 value of a parameter.
+
+    Args:
+        weight (array): The parameter, of any dtype.
+        stored (dict): Its entries of ``Masters.stored``, empty without a master.
+    """
+    if "remainders" in stored:
+        return join(weight, stored["remainders"])
+    value = to_float32(weight)
+    if not stored or weight.dtype not in HALF:
+        return Joined(value)
+    master, written = stored["masters"], stored["written"]
+    if written.dtype == _BITS[weight.dtype]:
+        unchanged = half_bits(weight) == written
+    else:
+        # The model was cast from one half-precision dtype to the other.
+        unchanged = to_float32(master.astype(weight.dtype)) == value
+    return Joined(mx.where(unchanged, master, value))
+
+
+class Masters:
+    """The master weights of one optimizer, by the path of their parameter.
+
+    Args:
+        kind (str): ``"float32"`` or ``"remainder"``.
+    """
+
+    def __init__(self, kind: str):
+        if kind not in ("float32", "remainder"):
+            raise ValueError(f'masters must be "float32" or "remainder", got {kind!r}.')
+        self.kind = kind
+        # The same dicts for life: compiled steps have captured them.
+        self.state: dict[str, dict[str, mx.array]] = {
+            "masters": {},
+            "written": {},
+            "remainders": {},
+        }
+        # Names of dtypes, because a Dtype cannot be pickled.
+        self._dtypes: dict[str, str] = {}
+
+    @property
+    def paths(self) -> Iterable[str]:
+        """The paths of the parameters that have a master."""
+        return self.state["masters" if self.kind == "float32" else "remainders"].keys()
+
+    def add(self, path: str, weight: mx.array) -> None:
+        """Give a half-precision parameter a master, unless it has one."""
+        self._dtypes[path] = str(weight.dtype).rpartition(".")[2]
+        if path not in self.paths:
+            self.set(path, weight.astype(mx.float32), weight)
+
+    def set(self, path: str, master: mx.array, weight: mx.array) -> None:
+        """Give a parameter another master, of which ``weight`` is the rounding."""
+        for name, x in self._entries(master, weight).items():
+            self.state[name][path] = x
+
+    def _entries(self, master: mx.array, weight: mx.array) -> dict[str, mx.array]:
+        if self.kind == "remainder":
+            return {"remainders": remainder_of(master, weight)}
+        return {"masters": master, "written": half_bits(weight)}
+
+    def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
+        """Return what the state holds for a parameter; raise if it lacks a master."""
+        if weight.dtype not in HALF:
+            return {}
+        stored = {name: box[path] for name, box in self.state.items() if path in box}
+        if not stored:
+            raise ValueError(
+                f"{path!r} became {weight.dtype} after this optimizer was initialised "
+                "and has no master weight. Call init(model.trainable_parameters()) "
+                "again; existing state is kept."
+            )
+        return stored
+
+    def writes(
+        self, path: str, stored: Mapping[str, mx.array], weight: mx.array
+    ) -> Writes:
+        """Return the writes that store a new master beside its new weight."""
+        found: Writes = [(self.state[name], path, x) for name, x in stored.items()]
+        if "masters" in stored:
+            found.append((self.state["written"], path, half_bits(weight)))
+        return found
+
+    def master_of(self, path: str, weight: mx.array) -> mx.array:
+        """Return the float32 value of a parameter, whether it has a master or not."""
+        has_master = weight.dtype in HALF and path in self.paths
+        return joined_master(
+            weight, self.stored(path, weight) if has_master else {}
+        ).master
+
+    def convert_loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved optimizer state with master weights of this kind.
+
+        Args:
+            loaded (dict): The leaves of the saved state by their path.
+        """
+        found = dict(loaded)
+        if self.kind == "float32" and any(p.startswith("remainders.") for p in loaded):
+            raise ValueError(
+                'This state was saved with masters="remainder", and this optimizer has '
+                'masters="float32". Use the same kind, or save_checkpoint() and '
+                "restore_checkpoint(), which convert it."
+            )
+        for path in self.paths:
+            master = found.pop(f"masters.{path}", None)
+            written = found.pop(f"written.{path}", None)
+            if master is not None:
+                # A file may lack the bits, or hold those of the other half dtype.
+                weight = master.astype(getattr(mx, self._dtypes[path]))
+                for name, x in self._entries(master, weight).items():
+                    is_usable = name == "written" and written is not None
+                    is_usable = is_usable and written.dtype == x.dtype
+                    found[f"{name}.{path}"] = written if is_usable else x
+        return found

@@ -1,0 +1,594 @@
+"""``LossScaleOptimizer``: loss scaling and master weights as a drop-in optimizer."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+
+from .finite import is_floating, nonfinite
+from .guard import Plan, inspect, plan
+from .masters import HALF, Masters
+from .optimizers import (
+    check_supported,
+    initialize,
+    is_builtin,
+    mark_initialized,
+    needs_init,
+    single_optimizers,
+)
+from .ranks import Ranks, Sharded
+from .scale import FIELDS, as_array, check, clamp_values, read
+from .scaler import GradScaler, is_wrapper
+from .trees import Leaf, commit, match, slots
+
+
+class LossScaleOptimizer(Optimizer):
+    """Wrap an optimizer for float16 training.
+
+    Every float16 or bfloat16 parameter gets a float32 master weight in the state; the
+    inner optimizer sees only float32. A step with a non-finite gradient changes nothing
+    but the scale, decided on the device. Attributes of the inner optimizer, such as
+    ``weight_decay``, are read and set through the wrapper.
+
+    Args:
+        optimizer (Optimizer): Any optimizer of ``mlx.optimizers``, or derived from one.
+            One that is not MLX's own costs one read of the device per eager step.
+        scaler (GradScaler, optional): The scaler to use. Default: a new one.
+        max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
+            to this; ``float("inf")`` only measures it for :attr:`grad_norm`.
+            Default: ``None``.
+        masters (str): How master weights are stored. ``"float32"``: as float32 arrays.
+            ``"remainder"``: as 16 bits of what rounding the weight lost, which saves
+            two bytes per half-precision parameter and is slower where casts are, on
+            CPUs. Default: ``"float32"``.
+        group (mx.distributed.Group, optional): The ranks that train together: all of
+            them take a step, or none. Default: ``None``.
+        average (bool): Average the gradients over the group, in float32.
+            Default: ``False``.
+        sharded (Callable or bool, optional): Which gradients are shards: called with
+            path and gradient, or the same for all. The others are equal on all ranks
+            and count once in the norm. Default: none are.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
+        >>> model = nn.Linear(4, 1)
+        >>> model.set_dtype(mx.float16)
+        >>> scaler = GradScaler(init_scale=1024.0)
+        >>> optimizer = LossScaleOptimizer(optim.AdamW(1e-3), scaler)
+        >>> def loss_fn(x, y):
+        ...     return nn.losses.mse_loss(model(x).astype(mx.float32), y)
+        >>> loss_and_grad = optimizer.value_and_grad(model, loss_fn)
+        >>> loss, grads = loss_and_grad(mx.ones((2, 4), mx.float16), mx.zeros((2, 1)))
+        >>> optimizer.update(model, grads)
+        >>> optimizer.step, optimizer.scaler.last_step_applied
+        (array(1, dtype=uint64), array(True, dtype=bool))
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: GradScaler | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        masters: str = "float32",
+        group: mx.distributed.Group | None = None,
+        average: bool = False,
+        sharded: Sharded | None = None,
+    ):
+        if is_wrapper(optimizer):
+            raise TypeError(
+                "This optimizer is, or holds, a LossScaleOptimizer already. Wrap once, "
+                "outermost."
+            )
+        check_supported(optimizer)
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
+        if max_grad_norm is not None:
+            _check_norm(max_grad_norm)
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.optimizer = optimizer
+        self._scaler = GradScaler() if scaler is None else scaler
+        if group is not None and self.scaler.group not in (None, group):
+            raise ValueError("The scaler has another group than this optimizer.")
+        self._ranks = Ranks(group or self.scaler.group, average, sharded)
+        self._ranks.check(clips=max_grad_norm is not None)
+        self._masters = Masters(masters)
+        self._clips = max_grad_norm is not None
+        self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
+        self._detached: _State | None = None
+        self._state = self._new_state(
+            mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
+        )
+
+    def _new_state(self, grad_norm: mx.array, max_grad_norm: mx.array) -> "_State":
+        state = _State(
+            optimizer=self.optimizer.state,
+            **self._masters.state,
+            scaler=self.scaler.state,
+            grad_norm=grad_norm,
+            max_grad_norm=max_grad_norm,
+        )
+        state.owner = self.optimizer
+        return state
+
+    # The loss
+
+    def value_and_grad(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        compute_dtype: mx.Dtype | None = None,
+        *,
+        keep: Callable[[str, mx.array], bool] | None = None,
+        cast_inputs: bool = True,
+    ) -> Callable[..., Any]:
+        """Like ``nn.value_and_grad``: the loss and unscaled float32 gradients.
+
+        See :meth:`GradScaler.value_and_grad`.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+            >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
+            >>> model = nn.Linear(2, 1)
+            >>> model.set_dtype(mx.float16)
+            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1024.0))
+            >>> loss_and_grad = optimizer.value_and_grad(
+            ...     model, lambda x: model(x).astype(mx.float32).mean()
+            ... )
+            >>> loss, grads = loss_and_grad(mx.ones((4, 2), mx.float16))
+            >>> grads["bias"], optimizer.scaler.get_scale()
+            (array([1], dtype=float32), 1024.0)
+        """
+        return self.scaler.value_and_grad(
+            model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
+        )
+
+    def scale_loss(
+        self, loss_fn: Callable[..., Any], model: nn.Module | None = None
+    ) -> Callable[..., Any]:
+        """Return ``loss_fn`` for a trainer that differentiates it itself.
+
+        See :meth:`GradScaler.scale_loss`.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+            >>> from mlx_gradscale import LossScaleOptimizer
+            >>> model, optimizer = nn.Linear(2, 1), LossScaleOptimizer(optim.SGD(0.1))
+            >>> loss_fn = optimizer.scale_loss(lambda model, x: model(x).mean())
+            >>> nn.value_and_grad(model, loss_fn)(model, mx.ones((4, 2)))[1]["bias"]
+            array([1], dtype=float32)
+        """
+        return self.scaler.scale_loss(loss_fn, model)
+
+    # The step
+
+    def init(self, parameters: Any) -> None:
+        """Create master weights and the inner optimizer's state for ``parameters``.
+
+        Call it again after unfreezing or adding layers; existing state is kept. In
+        distributed training every rank has to call it, and all raise if they are about
+        to train different things. Call it before a step that is compiled.
+
+        Args:
+            parameters (Any): Usually ``model.trainable_parameters()``.
+        """
+        found = [(path, x) for path, x in tree_flatten(parameters) if is_floating(x)]
+        self._check_shapes(found)
+        if not self._ranks.is_single:
+            self._ranks.compare(parameters, self._settings())
+        initialize(self.optimizer, parameters)
+        for path, x in found:
+            self._known[path] = x.shape
+            if x.dtype in HALF:
+                self._masters.add(path, x)
+        self._initialized = True
+        # MLX cannot evaluate lazy arrays of one thread in another. Inside mx.compile
+        # there is nothing to evaluate.
+        with suppress(ValueError, RuntimeError):
+            mx.eval(self.state)
+
+    def update(
+        self,
+        model: nn.Module,
+        gradients: Any,
+        weight: float | mx.array | None = None,
+    ) -> None:
+        """Update the model's parameters in place, or leave them as they are.
+
+        Args:
+            model (nn.Module): The model to update.
+            gradients (Any): Unscaled gradients, from wherever they come. With
+                ``average`` a rank that has none passes ``{}``.
+            weight (float or array, optional): With ``average``, how much this rank
+                counts, for example how many micro-batches its gradients are the mean
+                of. Default: 1, or 0 without gradients.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "update(model, gradients) takes a model first, got "
+                f"{type(model).__name__}. Use apply_gradients for a parameter tree."
+            )
+        if self._needs_init():
+            self.init(model.trainable_parameters())
+        self._plan(gradients, model, weight).commit_to_model()
+        self.scaler._end_iteration()
+
+    def apply_gradients(
+        self,
+        gradients: Any,
+        parameters: Any,
+        weight: float | mx.array | None = None,
+    ) -> Any:
+        """Return the new parameters, in the structure of ``gradients``.
+
+        Args:
+            gradients (Any): As for :meth:`update`.
+            parameters (Any): A tree of parameters, at least those with gradients.
+            weight (float or array, optional): As for :meth:`update`.
+        """
+        new = self._plan(gradients, parameters, weight).commit()
+        self.scaler._end_iteration()
+        return new
+
+    def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
+        scaler = self.scaler
+        is_averaged = self._ranks.average and not self._ranks.is_single
+        if is_averaged and gradients:
+            # Averages are of unscaled gradients, whatever came in.
+            leaves = match(gradients, parameters)
+            sources = scaler._sources(leaves, self, self.optimizer)
+            for leaf, source in zip(leaves, sources, strict=True):
+                if source is not None and source.scaled is leaf.gradient:
+                    gradients = scaler._backward.unscale(gradients, source.inverse)
+                    break
+        like = parameters
+        if isinstance(parameters, nn.Module):
+            like = parameters.trainable_parameters()
+        gradients = self._ranks.averaged(gradients, like, weight)
+        leaves = match(gradients, parameters)
+        if self._needs_init():
+            by_path = {leaf.path: leaf.parameter for leaf in leaves}
+            self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
+        self._check_known(leaves)
+        scaler._check_leaves(leaves)
+        sources = [None] * len(leaves)
+        if not is_averaged:
+            sources = scaler._sources(leaves, self, self.optimizer)
+        max_norm = self._state["max_grad_norm"] if self._clips else None
+        inspected = inspect(leaves, sources, self._ranks, max_norm)
+        if not scaler.is_enabled():
+            inspected = inspected._replace(applied=mx.array(True))
+        planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
+        planned.writes += scaler._after_step(inspected.applied)
+        if inspected.norm is not None:
+            planned.writes.append((self._state, "grad_norm", inspected.norm))
+        return planned
+
+    def _needs_init(self) -> bool:
+        return not self._initialized or bool(self._known and needs_init(self.optimizer))
+
+    def _check_known(self, leaves: list[Leaf]) -> None:
+        for leaf in leaves:
+            if leaf.path not in self._known and is_floating(leaf.parameter):
+                raise ValueError(
+                    f"{leaf.path!r} was missing or frozen when the optimizer was "
+                    "initialised. Call init(model.trainable_parameters()) again; "
+                    "existing state is kept."
+                )
+        self._check_shapes([(leaf.path, leaf.parameter) for leaf in leaves])
+
+    def _check_shapes(self, found: list[tuple[str, mx.array]]) -> None:
+        for path, x in found:
+            known = self._known.get(path, x.shape)
+            if x.shape != known:
+                raise ValueError(
+                    f"{path!r} has shape {x.shape}, and had {known} when the optimizer "
+                    "was initialised. Create a new LossScaleOptimizer for the changed "
+                    "model."
+                )
+
+    def _settings(self) -> str:
+        inner = [
+            (type(part).__name__, {k: x for k, x in vars(part).items() if k[0] != "_"})
+            for part in single_optimizers(self.optimizer)
+        ]
+        scaler = self.scaler.state_dict()
+        return repr((inner, scaler, self._masters.kind, self._clips))
+
+    # What a user reads and sets
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The scaler, fixed at construction."""
+        return self._scaler
+
+    @property
+    def master_kind(self) -> str:
+        """How master weights are stored: ``"float32"`` or ``"remainder"``."""
+        return self._masters.kind
+
+    @property
+    def step(self) -> mx.array:
+        """How many steps were applied."""
+        step: mx.array = next(single_optimizers(self.optimizer)).step
+        return step
+
+    @property
+    def learning_rate(self) -> mx.array:
+        """The inner optimizer's learning rate."""
+        learning_rate: mx.array = self.optimizer.learning_rate
+        return learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: float | mx.array) -> None:
+        self.optimizer.learning_rate = learning_rate
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to clip to; setting it also affects a compiled step.
+
+        Reading it reads the device. Whether there is clipping at all is fixed at
+        construction: ``float("inf")`` clips nothing.
+        """
+        return float(self._state["max_grad_norm"].item()) if self._clips else None
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float) -> None:
+        if not self._clips:
+            raise AttributeError(
+                "This optimizer was created without clipping, and a compiled step "
+                "would not notice. Create it with max_grad_norm=float('inf'), then set "
+                "it."
+            )
+        _check_norm(max_grad_norm)
+        self._state["max_grad_norm"] = mx.array(float(max_grad_norm))
+
+    @property
+    def grad_norm(self) -> mx.array | None:
+        """The unscaled norm of the last step's gradients, before clipping, lazily.
+
+        None without ``max_grad_norm``, where it would cost a pass of its own.
+        """
+        return self._state["grad_norm"] if self._clips else None
+
+    def masters(self, parameters: Any) -> Any:
+        """Return ``parameters`` in float32: the master weights of those that have one.
+
+        A weight that was replaced since the last step is its own master; with
+        ``masters="remainder"`` to within half its ulp.
+
+        Args:
+            parameters (Any): Usually ``model.trainable_parameters()``.
+
+        Example:
+            >>> import mlx.core as mx, mlx.optimizers as optim
+            >>> from mlx_gradscale import LossScaleOptimizer
+            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1))
+            >>> weights = {"w": mx.ones(2, mx.float16)}
+            >>> optimizer.init(weights)
+            >>> optimizer.masters(weights)
+            {'w': array([1, 1], dtype=float32)}
+        """
+        return tree_map_with_path(self._masters.master_of, parameters)
+
+    def set_masters(self, parameters: Any, masters: Any) -> None:
+        """Replace the master weights of half-precision parameters.
+
+        Args:
+            parameters (Any): A tree of parameters: the masters, rounded.
+            masters (Any): The same tree in float32.
+        """
+        for leaf in match(masters, parameters):
+            if leaf.parameter.dtype in HALF:
+                self._masters.add(leaf.path, leaf.parameter)
+                self._masters.set(leaf.path, leaf.gradient, leaf.parameter)
+
+    # The state
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All there is to save: a tree of arrays. Setting it writes in place.
+
+        Set it after :meth:`init`. ``state["step"]``, ``state["learning_rate"]`` and
+        other keys of the inner optimizer are read and written through, and so is the
+        state of a plain optimizer. Setting ``{}`` frees the memory of moments and
+        master weights.
+        """
+        # Again each time: a MultiOptimizer builds a new dict, and the user may have
+        # replaced the inner optimizer's.
+        dict.__setitem__(self._state, "optimizer", self.optimizer.state)
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if not state:
+            self._detach()
+        elif state is self._detached:
+            self._attach(state)
+        elif "scaler" in state:
+            self._write(dict(tree_flatten(state)))
+        else:
+            self._set_inner(state)
+
+    def _detach(self) -> None:
+        self._detached = self._state
+        self._masters.state = {name: {} for name in self._masters.state}
+        for part in single_optimizers(self.optimizer):
+            kept = ("step", "learning_rate")
+            part.state = {k: part.state[k] for k in kept if k in part.state}
+        self._state = self._new_state(
+            self._state["grad_norm"], self._state["max_grad_norm"]
+        )
+        self._initialized = False
+
+    def _attach(self, state: "_State") -> None:
+        self._state, self._detached = state, None
+        self._masters.state = {name: state[name] for name in self._masters.state}
+        self.optimizer.state = state["optimizer"]
+        mark_initialized(self.optimizer)
+        self._initialized = True
+
+    def _set_inner(self, state: dict[str, Any]) -> None:
+        # In the dicts that it has: compiled steps have captured them.
+        states = state.get("states", [state])
+        for part, own in zip(single_optimizers(self.optimizer), states, strict=True):
+            part.state.update(own)
+
+    def _write(self, loaded: dict[str, Any]) -> None:
+        """Replace every array of the state, or raise and replace none."""
+        if not self._initialized:
+            raise RuntimeError(
+                "Call init(model.trainable_parameters()) before you set the state, "
+                "which is checked against the parameters."
+            )
+        # Clipping is what the program says now.
+        loaded = {k: x for k, x in loaded.items() if k != "max_grad_norm"}
+        _check_loaded(loaded, self.scaler.state)
+        # Now, while the file is there, and not inside a trace.
+        mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
+        loaded = self._masters.convert_loaded(loaded)
+        places = {
+            ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
+        }
+        del places["max_grad_norm"]
+        for path, (box, key) in places.items():
+            _check_same(path, box[key], loaded.get(path))
+        added = loaded.keys() - places.keys()
+        if is_builtin(self.optimizer) and added:
+            raise ValueError(
+                f"The state has {min(added)!r}, which this optimizer does not have: it "
+                "belongs to another model or optimizer."
+            )
+        commit((box, key, loaded[path]) for path, (box, key) in places.items())
+        if added:
+            # A third-party optimizer may add to its state in a step.
+            prefix = "optimizer."
+            inner = {k[len(prefix) :]: x for k, x in loaded.items() if prefix in k}
+            self._set_inner(tree_unflatten(inner))
+        self.scaler._note_loaded()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
+        return self.__dict__ | {"_state": own, "_detached": None}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        self.__dict__.update(pickled)
+        # The same dicts as the parts have, not copies of them.
+        self._state = self._new_state(**pickled["_state"])
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for what this object does not have.
+        if name.startswith("_") or "optimizer" not in vars(self):
+            raise AttributeError(name)
+        try:
+            return getattr(self.optimizer, name)
+        except AttributeError:
+            raise AttributeError(
+                f"Neither LossScaleOptimizer nor {type(self.optimizer).__name__} has "
+                f"an attribute {name!r}."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("optimizer")
+        own = name.startswith("_") or hasattr(type(self), name) or name in vars(self)
+        if own or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+
+class GuardedOptimizer(LossScaleOptimizer):
+    """Wrap an optimizer so that a bad step changes nothing, without loss scaling.
+
+    For bfloat16, which has float32's range: float32 master weights, and steps with a
+    non-finite gradient are skipped and counted. The loss function stays as it is. The
+    same as ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False))``.
+
+    Args:
+        optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
+        **arguments (Any): ``max_grad_norm`` and the other keyword arguments of
+            :class:`LossScaleOptimizer`.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        >>> from mlx_gradscale import GuardedOptimizer
+        >>> model, optimizer = nn.Linear(2, 1), GuardedOptimizer(optim.SGD(0.1))
+        >>> loss_and_grad = nn.value_and_grad(model, lambda x: model(x).mean())
+        >>> loss, grads = loss_and_grad(mx.array([[float("nan"), 1.0]]))
+        >>> optimizer.update(model, grads)
+        >>> optimizer.scaler.skipped_steps
+        array(1, dtype=int32)
+    """
+
+    def __init__(self, optimizer: Optimizer, **arguments: Any):
+        super().__init__(optimizer, GradScaler(1.0, dynamic=False), **arguments)
+
+
+class _State(dict[str, Any]):
+    """The state of a wrapper: what it lacks is read and written inside."""
+
+    owner: Optimizer
+
+    def __missing__(self, key: str) -> Any:
+        return next(single_optimizers(self.owner)).state[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self:
+            super().__setitem__(key, value)
+            return
+        for part in single_optimizers(self.owner):
+            old = part.state[key]
+            if isinstance(old, mx.array) and not isinstance(value, mx.array):
+                value = mx.array(value, old.dtype)
+            part.state[key] = value
+
+
+def _check_norm(max_grad_norm: Any) -> None:
+    is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
+    if not is_number or not max_grad_norm > 0:
+        raise ValueError(
+            f"max_grad_norm must be a positive number, got {max_grad_norm!r}."
+        )
+
+
+def _check_same(path: str, here: mx.array, there: Any) -> None:
+    if there is None:
+        raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
+    if (here.shape, here.dtype) != (there.shape, there.dtype):
+        raise ValueError(
+            f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
+            f"{here.dtype} of shape {here.shape} in this optimizer."
+        )
+
+
+def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
+    """Raise for what no optimizer can use; bring scales into our limits, in place."""
+    for path, x in loaded.items():
+        is_constant = path.startswith("optimizer.") and isinstance(
+            x, (bool, int, float, str, type(None))
+        )
+        if not isinstance(x, mx.array) and not is_constant:
+            raise TypeError(f"{path!r} must be an array, got {x!r}.")
+    prefix = "scaler."
+    scaler = {k[len(prefix) :]: x for k, x in loaded.items() if k.startswith(prefix)}
+    for name in FIELDS:
+        _check_same(f"scaler.{name}", scaler_state[name], scaler.get(name))
+    numbers = read(scaler)
+    usable = clamp_values(numbers)
+    check(usable)
+    changed = {k: x for k, x in usable.items() if x != numbers[k]}
+    loaded.update({f"scaler.{k}": as_array(k, x) for k, x in changed.items()})
+    # An overflowing step leaves its norm behind, so that one may be inf.
+    others = {
+        path: x
+        for path, x in loaded.items()
+        if isinstance(x, mx.array) and path != "grad_norm"
+    }
+    for leaf in nonfinite(others):
+        raise ValueError(f"{leaf.path!r} in the state holds NaN or inf.")

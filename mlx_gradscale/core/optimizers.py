@@ -1,0 +1,214 @@
+"""What is known of MLX's optimizers: private names, initialisation, compilation.
+
+No other file uses a private name of ``mlx.optimizers``. If MLX changes one,
+tests/core/test_mlx_internals.py says which.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.optimizers import MultiOptimizer, Optimizer
+from mlx.utils import tree_map
+
+from .finite import is_floating
+from .masters import HALF, to_float32
+from .trees import Snapshot, leaves, restore, slots, snapshot
+
+# Attributes of every optimizer that are not settings.
+_NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
+_PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
+
+
+def check_supported(optimizer: Any) -> None:
+    """Raise if this is no optimizer, or one with a step that would not be called."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Expected an optimizer of mlx.optimizers, such as AdamW(1e-4), got {name}."
+        )
+    if type(optimizer).update is not Optimizer.update:
+        raise TypeError(
+            f"{name} overrides update(), which a scaler does not call. Move what it "
+            "does to apply_gradients()."
+        )
+    if isinstance(optimizer, MultiOptimizer):
+        if type(optimizer).apply_gradients is not MultiOptimizer.apply_gradients:
+            raise TypeError(
+                f"{name} overrides apply_gradients() of MultiOptimizer, whose "
+                "optimizers are stepped one by one. Override it in one of those."
+            )
+        for part in optimizer.optimizers:
+            check_supported(part)
+
+
+def is_builtin(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of MLX's own, and keeps only arrays.
+
+    Such an optimizer reads nothing but its settings and its state, and may be compiled
+    behind the user's back. Any other is served more slowly, and as exactly.
+    """
+    return all(
+        type(part).__module__.startswith("mlx.optimizers")
+        and all(isinstance(x, mx.array) for x in leaves(part.state))
+        for part in single_optimizers(optimizer)
+    )
+
+
+def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizer, or each one in a ``MultiOptimizer``."""
+    if isinstance(optimizer, MultiOptimizer):
+        for part in optimizer.optimizers:
+            yield from single_optimizers(part)
+    else:
+        yield optimizer
+
+
+def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
+    """Yield each single optimizer with the part of a tree that it steps."""
+    if isinstance(optimizer, MultiOptimizer):
+        trees = optimizer._split_dictionary(tree)
+        for inner, part in zip(optimizer.optimizers, trees, strict=True):
+            yield from parts(inner, part)
+    else:
+        yield optimizer, tree
+
+
+def needs_init(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has no state, or has lost it.
+
+    It loses it where a trace that initialised it raised and was rolled back.
+    """
+    singles = list(single_optimizers(optimizer))
+    return not all(part._initialized for part in singles) or all(
+        part.state.keys() <= {"step", "learning_rate", *part._schedulers}
+        for part in singles
+    )
+
+
+def initialize(optimizer: Optimizer, parameters: Any) -> None:
+    """Give the optimizer a float32 state for every parameter that has none.
+
+    MLX initialises from the gradients, in their dtype: Adam's second moment in float16
+    is zero for every gradient below 2.4e-4.
+    """
+    for part, tree in parts(optimizer, parameters):
+        if "step" not in part.state:
+            part.state["step"] = mx.array(0, mx.uint64)
+        part.init(tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree))
+        for name in part._schedulers:
+            # A schedule of Python numbers left a Python number there.
+            part.state[name] = mx.array(part.state[name])
+    for path, box, key in slots(optimizer.state):
+        if isinstance(box, tuple):
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps {'.'.join(map(str, path))!r} in a "
+                "tuple, which cannot be written to. Use a list or a dict in its state."
+            )
+        if box[key].dtype in HALF:
+            box[key] = box[key].astype(mx.float32)
+
+
+def mark_initialized(optimizer: Optimizer) -> None:
+    """Have an optimizer use the state that it was given."""
+    for part in single_optimizers(optimizer):
+        part._initialized = True
+
+
+def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
+    """Return the values of the schedules of each single optimizer, for this step.
+
+    Computed outside of what is compiled: a schedule is Python and may read anything.
+    """
+    return [
+        {name: mx.array(fn(part.step)) for name, fn in part._schedulers.items()}
+        for part in single_optimizers(optimizer)
+    ]
+
+
+class Borrowed:
+    """Lets optimizers take a trial step: all of it is rolled back on exit."""
+
+    def __init__(self, optimizer: Optimizer, scheduled: list[dict[str, mx.array]]):
+        self._optimizers = list(single_optimizers(optimizer))
+        self._scheduled = scheduled
+
+    def __enter__(self) -> None:
+        self._saved: Snapshot = snapshot(*(part.state for part in self._optimizers))
+        self._private = [(part._state, part._schedulers) for part in self._optimizers]
+        for part, values in zip(self._optimizers, self._scheduled, strict=True):
+            part._schedulers = {k: partial(_constant, x) for k, x in values.items()}
+
+    def __exit__(self, *_: Any) -> None:
+        # A step may have replaced the state dict itself, or containers in it.
+        for part, (state, schedulers) in zip(
+            self._optimizers, self._private, strict=True
+        ):
+            part._state, part._schedulers = state, schedulers
+        restore(self._saved)
+
+
+def _constant(value: mx.array, step: mx.array) -> mx.array:
+    return value
+
+
+# The compiled step of each optimizer, what it was compiled for, and whether that has
+# lasted for two steps. Nothing here may keep an optimizer, or a model in its closures,
+# alive. Keyed by id, because an optimizer may define equality and so be unhashable.
+_compiled_steps: dict[int, tuple[Any, Callable[..., Any] | None, bool, Any]] = {}
+
+
+def autocompiled(
+    make_run: Callable[[], Callable[..., Any]], optimizer: Optimizer, structure: Any
+) -> Callable[..., Any]:
+    """Return a function for this optimizer, compiled.
+
+    Compiled from the first step on: a compiled step may round differently, and a
+    resumed run has to continue bit-identically. Only if settings change from step to
+    step does it stay uncompiled until they settle, because compiling takes longer than
+    a step.
+
+    Args:
+        make_run (Callable): Returns the function. It takes the optimizer and arrays,
+            and depends on nothing else than these, ``structure`` and the settings.
+        optimizer (Optimizer): One of MLX's own.
+        structure (Any): What else the trace depends on.
+    """
+    fingerprint = _fingerprint(optimizer, structure)
+    if fingerprint is None:
+        return partial(make_run(), optimizer)
+    last, compiled, was_stable, _ = _compiled_steps.get(
+        id(optimizer), (None, None, True, None)
+    )
+    is_stable = fingerprint == last
+    if not is_stable:
+        compiled = None
+    if compiled is None and (is_stable or was_stable):
+        owner, run = weakref.ref(optimizer), make_run()
+        compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
+    if not is_stable or not was_stable:
+        forget = partial(_compiled_steps.pop, id(optimizer))
+        reference = weakref.ref(optimizer, forget)
+        _compiled_steps[id(optimizer)] = (fingerprint, compiled, is_stable, reference)
+    return compiled or partial(make_run(), optimizer)
+
+
+def _fingerprint(optimizer: Optimizer, structure: Any) -> Any:
+    """Return what a trace of the optimizer depends on besides arrays, or None."""
+    settings: list[Any] = [structure]
+    for part in single_optimizers(optimizer):
+        own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
+        if not all(map(_is_plain, own.values())):
+            return None
+        # By repr, because True, 1 and 1.0 are equal.
+        settings.append((type(part), repr(own)))
+    return settings
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

@@ -1,0 +1,300 @@
+"""Distributed training: one decision on all ranks, averaged or sharded gradients.
+
+MLX collectives carry no tags and have no timeout. Every rank has to take the same
+steps; if one skips a call, the others block until it makes another call or exits.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+
+from .finite import all_finite_times, global_norm, is_floating
+from .trees import flatten
+
+Group = mx.distributed.Group
+Sharded = Callable[[str, mx.array], bool] | bool
+
+# The bucket size of nn.average_gradients.
+_BUCKET_BYTES = 32 * 2**20
+
+
+def is_single(group: Group | None) -> bool:
+    """Return whether a group has no other rank in it."""
+    return group is None or group.size() == 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The distributed setup of an optimizer.
+
+    Args:
+        group (Group, optional): The ranks that train together.
+        average (bool): Whether gradients are averaged over the group.
+        sharded (Callable or bool, optional): Whether a gradient is a shard; called with
+            path and gradient. Others are equal on all ranks once averaged.
+    """
+
+    group: Group | None = None
+    average: bool = False
+    sharded: Sharded | None = None
+
+    def check(self, clips: bool) -> None:
+        """Raise if the arguments contradict each other or leave the norm unknown."""
+        if not isinstance(self.average, bool):
+            raise TypeError(f"average must be True or False, got {self.average!r}.")
+        if self.group is None and (self.average or self.sharded is not None):
+            raise ValueError(
+                "average= and sharded= need a group. Pass group=mx.distributed.init()."
+            )
+        if (
+            self.group is not None
+            and clips
+            and not self.average
+            and self.sharded is None
+        ):
+            raise ValueError(
+                "With a group, max_grad_norm= has to know what the gradients are. Pass "
+                "average=True to have them averaged, sharded=False if you average them "
+                "yourself, or sharded=True if each rank holds other parameters."
+            )
+
+    @property
+    def is_single(self) -> bool:
+        """Whether this rank trains alone."""
+        return is_single(self.group)
+
+    @property
+    def _decides_alone(self) -> bool:
+        # Averaged gradients are equal on all ranks, and so is what follows from them.
+        return self.is_single or (self.average and not self.sharded)
+
+    def is_shard(self, path: str, x: mx.array) -> bool:
+        """Return whether a gradient, or its parameter, is a shard."""
+        if callable(self.sharded):
+            return self.sharded(path, x)
+        return bool(self.sharded)
+
+    def averaged(self, gradients: Any, like: Any, weight: Any) -> Any:
+        """Return the unscaled gradients averaged over the group, where asked to.
+
+        Args:
+            gradients (Any): This rank's; empty where it has none.
+            like (Any): The parameters, for a rank without gradients.
+            weight (float or array, optional): How much this rank counts.
+        """
+        if not self.average:
+            if weight is not None:
+                raise ValueError("weight= has no effect without average=True.")
+            return gradients
+        return average_gradients(
+            gradients,
+            self.group,
+            weight=weight,
+            like=like,
+            only=lambda path, x: not self.is_shard(path, x),
+        )
+
+    def all_finite(
+        self, values: list[mx.array], is_scaled: list[bool], inverse: mx.array | None
+    ) -> mx.array:
+        """Return whether the gradients of all ranks are finite once unscaled."""
+        finite = all_finite_times(*_split(values, is_scaled, inverse))
+        return (
+            finite if self._decides_alone else finite_on_all_ranks(finite, self.group)
+        )
+
+    def norm(
+        self,
+        paths: list[str],
+        values: list[mx.array],
+        is_scaled: list[bool],
+        inverse: mx.array | None,
+    ) -> mx.array:
+        """Return the norm of the unscaled gradients, over all shards on all ranks.
+
+        One all-reduce of four bytes, which carries the finite flag: squares have no
+        sign to cancel with, so inf or NaN on one rank is inf or NaN in the sum.
+        """
+        if self.group is None or self._decides_alone:
+            return global_norm(*_split(values, is_scaled, inverse))
+        square = mx.array(0.0)
+        shards = list(map(self.is_shard, paths, values))
+        for kind, share in ((True, 1), (False, self.group.size())):
+            chosen = [i for i, shard in enumerate(shards) if shard is kind]
+            norm = global_norm(
+                *_split(
+                    [values[i] for i in chosen], [is_scaled[i] for i in chosen], inverse
+                )
+            )
+            square += mx.square(norm) / share
+        return mx.sqrt(mx.distributed.all_sum(square, group=self.group))
+
+    def compare(self, parameters: Any, settings: str) -> None:
+        """Raise, on every rank, if the ranks are about to train different things.
+
+        Args:
+            parameters (Any): What is about to be trained.
+            settings (str): Whatever else has to be equal.
+        """
+        if self.group is None or self.is_single:
+            return
+        found = [(path, x) for path, x in flatten(parameters)]
+        shapes = sorted(
+            f"{p} {x.dtype} {'shard' if self.is_shard(p, x) else x.shape}"
+            for p, x in found
+        )
+        # Shards differ, and so may everything where nothing is averaged.
+        copies = [x for p, x in found if self.average and not self.is_shard(p, x)]
+        checksums = {
+            "the names, shapes or dtypes of parameters": _crc("\n".join(shapes)),
+            "settings of the optimizer or the scaler": _crc(settings),
+            "the values of parameters": _values_checksum(copies),
+        }
+        own = mx.array(list(checksums.values()), mx.int32)
+        everyone = np.array(mx.distributed.all_gather(own[None], group=self.group))
+        for what, column in zip(checksums, everyone.T, strict=True):
+            if (column != column[0]).any():
+                raise ValueError(
+                    f"The ranks differ in {what}: checksums {column.tolist()}. Load "
+                    "the same weights on every rank, or copy them with "
+                    "mlx_gradscale.distributed.broadcast()."
+                )
+
+
+def _split(
+    values: list[mx.array], is_scaled: list[bool], inverse: mx.array | None
+) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
+    pairs = list(zip(values, is_scaled, strict=True))
+    scaled = [x for x, flag in pairs if flag]
+    return scaled, inverse, [x for x, flag in pairs if not flag]
+
+
+def _crc(text: str) -> int:
+    return zlib.crc32(text.encode()) >> 1
+
+
+def _values_checksum(values: list[mx.array]) -> int:
+    total = 0
+    for x in values:
+        if x.size:
+            bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
+            places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
+            total = zlib.crc32(str((bits * places).sum().item()).encode(), total)
+    return total >> 1
+
+
+def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
+    """Return, on every rank, whether all ranks are finite.
+
+    One all-reduce of four bytes. Flags are counted, because the maximum of NaN and a
+    number is either of them, depending on the order of the ranks.
+    """
+    if is_single(group):
+        return finite
+    n_bad = mx.logical_not(finite).astype(mx.int32)
+    return mx.distributed.all_sum(n_bad, group=group) == 0
+
+
+def average_gradients(
+    gradients: Any,
+    group: Group | None = None,
+    *,
+    weight: float | mx.array | None = None,
+    like: Any = None,
+    only: Callable[[str, mx.array], bool] | None = None,
+) -> Any:
+    """Return the mean of the gradients over the ranks, in the dtype they have.
+
+    Unlike ``nn.average_gradients`` this does its all-reduces in the same order on all
+    ranks, so that a rank without gradients can take part, and weights the ranks. A
+    gradient that is not finite on one rank is not finite in the mean, which has the
+    same bits on every rank.
+
+    Args:
+        gradients (Any): A tree with the same structure on every rank, or an empty one,
+            which stands for zeros.
+        group (Group, optional): Default: the global group.
+        weight (float or array, optional): How much this rank counts, for example how
+            many micro-batches its gradients are the mean of. Default: 1, or 0 for an
+            empty tree.
+        like (Any, optional): Parameters, for the shapes of an empty tree.
+        only (Callable, optional): Called with path and gradient; whether to average
+            this one. Default: all that are floating.
+
+    Returns:
+        Any: The sum of weight times gradients, over the sum of weights.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale.distributed import average_gradients
+        >>> group = mx.distributed.init()
+        >>> average_gradients({"w": mx.array([2.0, 4.0])}, group, weight=3)
+        {'w': array([2, 4], dtype=float32)}
+    """
+    group = mx.distributed.init() if group is None else group
+    if is_single(group):
+        return gradients
+    if not tree_flatten(gradients):
+        if like is None:
+            raise ValueError(
+                "This rank has no gradients, and the shapes of the others' are "
+                "unknown. Pass like=model.trainable_parameters()."
+            )
+        gradients = tree_map(mx.zeros_like, like)
+        weight = 0.0 if weight is None else weight
+    found = {
+        path: x
+        for path, x in tree_flatten(gradients)
+        if is_floating(x) and (only is None or only(path, x))
+    }
+    if weight is not None:
+        weight = mx.array(weight, mx.float32)
+        found = {path: (x * weight).astype(x.dtype) for path, x in found.items()}
+    # The weight travels with the gradients, so that every rank makes the same calls
+    # whether it was given or not.
+    found[""] = mx.array(1.0) if weight is None else weight
+    sums = _sum_over(found, group)
+    total = sums.pop("")
+    total = mx.where(total > 0, total, 1.0)
+    return tree_map_with_path(
+        lambda path, x: (sums[path] / total).astype(x.dtype) if path in sums else x,
+        gradients,
+    )
+
+
+def _sum_over(values: dict[str, mx.array], group: Group) -> dict[str, mx.array]:
+    sums: dict[str, mx.array] = {}
+    last = None
+    for paths in _buckets(values):
+        flat = mx.concatenate([values[path].reshape(-1) for path in paths])
+        if last is not None:
+            # MLX orders a graph by its shape, and a rank without gradients has another
+            # graph. Only a dependency keeps the ranks in step.
+            (flat,) = mx.depends([flat], [last])
+        last = mx.distributed.all_sum(flat, group=group)
+        start = 0
+        for path in paths:
+            end = start + values[path].size
+            sums[path] = last[start:end].reshape(values[path].shape)
+            start = end
+    return sums
+
+
+def _buckets(values: dict[str, mx.array]) -> Iterator[list[str]]:
+    # Backwards, because the gradients of the last layers are there first, and sorted,
+    # so that no rank depends on the order in which its tree was built.
+    filled: dict[mx.Dtype, list[str]] = {}
+    sizes: dict[mx.Dtype, int] = {}
+    for path in sorted(values, reverse=True):
+        x = values[path]
+        filled.setdefault(x.dtype, []).append(path)
+        sizes[x.dtype] = sizes.get(x.dtype, 0) + x.nbytes
+        if sizes[x.dtype] >= _BUCKET_BYTES:
+            yield filled.pop(x.dtype)
+            del sizes[x.dtype]
+    yield from filled.values()

@@ -1,0 +1,287 @@
+"""The rule: how a loss scale moves, its settings, and PyTorch's state dict."""
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+# Half of float32's exponents. The other half is left for what a scale or its reciprocal
+# is multiplied with: Apple GPUs flush float32 subnormals to zero, a gradient of zero is
+# finite, and the reciprocal of 2**127, where PyTorch stops, is subnormal.
+SMALLEST_SCALE = 2.0**-64
+LARGEST_SCALE = 2.0**64
+
+# Every setting with its dtype and default. Settings live in the state as arrays, so
+# that a compiled step sees later changes.
+SETTINGS: dict[str, tuple[mx.Dtype, Any]] = {
+    "growth_factor": (mx.float32, 2.0),
+    "backoff_factor": (mx.float32, 0.5),
+    "growth_interval": (mx.int32, 2000),
+    "backoff_interval": (mx.int32, 1),
+    "hysteresis": (mx.int32, 1),
+    "dynamic": (mx.bool_, True),
+    "min_scale": (mx.float32, SMALLEST_SCALE),
+    "max_scale": (mx.float32, LARGEST_SCALE),
+}
+
+# What the rule moves, and the counters beside it.
+VALUES: dict[str, tuple[mx.Dtype, Any]] = {
+    "scale": (mx.float32, 65536.0),
+    "growth_tracker": (mx.int32, 0),
+    "backoff_tracker": (mx.int32, 0),
+    "skipped_steps": (mx.int32, 0),
+    "consecutive_skips": (mx.int32, 0),
+    "skips_since_update": (mx.int32, 0),
+    "last_step_applied": (mx.bool_, True),
+}
+
+FIELDS = {**VALUES, **SETTINGS}
+
+# PyTorch's five keys, in its order, and the fields behind them.
+TORCH_KEYS = {
+    "scale": "scale",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "_growth_tracker": "growth_tracker",
+}
+_OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
+
+
+@mx.compile
+def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
+    """Return the fields that one ``update()`` changes, lazily.
+
+    The rule, with ``finite`` true if every gradient since the last update was::
+
+        if not finite:
+            growth_tracker = 0
+            backoff_tracker += 1
+            if backoff_tracker >= max(backoff_interval, hysteresis):
+                backoff_tracker = 0
+                scale = max(scale * backoff_factor, min_scale)
+        else:
+            backoff_tracker = 0
+            growth_tracker += 1
+            if growth_tracker >= growth_interval:
+                growth_tracker = 0
+                if scale * growth_factor <= max_scale:  # false for inf
+                    scale = scale * growth_factor
+
+    With ``hysteresis`` above 1 both ``backoff_tracker = 0`` move to where the scale
+    grows: once the budget is used up, every overflow backs off until then. A scale that
+    is not ``dynamic`` stays. ``consecutive_skips`` counts non-finite updates in a row.
+
+    Args:
+        state (dict): All fields.
+        finite (array): A 0-d bool array.
+    """
+    scale, tracker = state["scale"], state["backoff_tracker"]
+    has_budget = state["hysteresis"] > 1
+    good = mx.where(finite, state["growth_tracker"] + 1, 0)
+    bad = mx.where(finite, mx.where(has_budget, tracker, 0), tracker + 1)
+    grow = good >= state["growth_interval"]
+    allowed = mx.maximum(state["backoff_interval"], state["hysteresis"])
+    back_off = mx.logical_not(finite) & (bad >= allowed)
+    grown = scale * state["growth_factor"]
+    grown = mx.where(grow & (grown <= state["max_scale"]), grown, scale)
+    backed_off = mx.maximum(scale * state["backoff_factor"], state["min_scale"])
+    moved = {
+        "scale": mx.where(back_off, backed_off, grown),
+        "growth_tracker": mx.where(grow, 0, good),
+        "backoff_tracker": mx.where(mx.where(has_budget, grow, back_off), 0, bad),
+    }
+    skips = mx.where(finite, 0, _add_one(state["consecutive_skips"]))
+    return {
+        **{k: mx.where(state["dynamic"], v, state[k]) for k, v in moved.items()},
+        "consecutive_skips": skips,
+        "skips_since_update": mx.array(0),
+    }
+
+
+@mx.compile
+def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
+    """Return the counters after one step that was, or was not, applied."""
+    skipped = mx.where(applied, 0, 1)
+    return {
+        "skipped_steps": mx.minimum(state["skipped_steps"], 2**31 - 2) + skipped,
+        "skips_since_update": state["skips_since_update"] + skipped,
+        "last_step_applied": applied,
+    }
+
+
+def _add_one(count: mx.array) -> mx.array:
+    # Saturates where int32 ends, so that a run of years can still be loaded.
+    return mx.minimum(count, 2**31 - 2) + 1
+
+
+def clamp(state: dict[str, mx.array], scale: mx.array) -> mx.array:
+    """Return ``scale`` within its limits, or the old scale if it is unusable."""
+    usable = mx.isfinite(scale) & (scale > 0)
+    clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
+    return mx.where(usable, clamped, state["scale"])
+
+
+def as_array(name: str, value: Any) -> mx.array:
+    """Return a field as the 0-d array that the state holds."""
+    dtype = FIELDS[name][0]
+    # MLX takes no Python int of 64 bits or more.
+    return mx.array(float(value) if dtype == mx.float32 else value, dtype)
+
+
+def read(state: dict[str, mx.array]) -> dict[str, Any]:
+    """Read all fields from the device, as Python numbers."""
+    return {name: read_field(name, state[name]) for name in FIELDS if name in state}
+
+
+def read_field(name: str, value: mx.array) -> Any:
+    """Read one field from the device.
+
+    A factor is the shortest number with its float32 value: 1.1, not 1.100000023841858.
+    """
+    number: Any = value.item()
+    if name in ("growth_factor", "backoff_factor"):
+        return float(str(np.float32(number)))
+    return number
+
+
+# What a field may be: its kind, and the smallest and largest value.
+_BOUNDS: dict[str, tuple[str, float, float]] = {
+    "scale": ("scale", SMALLEST_SCALE, LARGEST_SCALE),
+    "min_scale": ("scale", SMALLEST_SCALE, LARGEST_SCALE),
+    "max_scale": ("scale", SMALLEST_SCALE, LARGEST_SCALE),
+    "growth_factor": ("factor", 1.0, math.inf),
+    "backoff_factor": ("factor", 0.0, 1.0),
+    "growth_interval": ("count", 1, 2**31 - 1),
+    "backoff_interval": ("count", 1, 2**31 - 1),
+    "hysteresis": ("count", 1, 2**31 - 1),
+    "growth_tracker": ("count", 0, 2**31 - 1),
+    "backoff_tracker": ("count", 0, 2**31 - 1),
+    "skipped_steps": ("count", 0, 2**31 - 1),
+    "consecutive_skips": ("count", 0, 2**31 - 1),
+    "skips_since_update": ("count", 0, 2**31 - 1),
+    "dynamic": ("flag", 0, 1),
+    "last_step_applied": ("flag", 0, 1),
+}
+
+
+def check(values: dict[str, Any]) -> None:
+    """Raise if ``values``, some or all fields, cannot be trained with."""
+    for name, value in values.items():
+        _check_field(name, value)
+    low, high = values.get("min_scale", 0.0), values.get("max_scale", math.inf)
+    if low > high:
+        raise ValueError(f"min_scale {low} is above max_scale {high}.")
+    if not low <= values.get("scale", low) <= high:
+        raise ValueError(
+            f"The scale {values['scale']} is not between min_scale {low} and "
+            f"max_scale {high}."
+        )
+    if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
+        raise ValueError(
+            "hysteresis= and backoff_interval= are two rules for when to back off. Set "
+            "only one of them."
+        )
+
+
+def _check_field(name: str, value: Any) -> None:
+    kind, low, high = _BOUNDS[name]
+    if kind == "flag":
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
+    elif kind == "count":
+        if not _is_number(value) or isinstance(value, (float, np.floating)):
+            raise TypeError(f"{name} must be an integer, got {value!r}.")
+        if not low <= value <= high:
+            raise ValueError(
+                f"{name} must be at least {low} and fit in int32, got {value}."
+            )
+    elif kind == "factor":
+        if not _is_number(value):
+            raise TypeError(f"{name} must be a number, got {value!r}.")
+        # Compared in float32, where 1 + 1e-9 is 1 and would never grow.
+        if not low < np.float32(value) < high:
+            bounds = f"above {low}" if high == math.inf else f"between {low} and {high}"
+            raise ValueError(f"{name} must be {bounds} in float32, got {value}.")
+    else:
+        check_scale(name, value)
+        if not low <= value <= high:
+            raise ValueError(f"{name} must be between 2**-64 and 2**64, got {value}.")
+
+
+def check_scale(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a Python number that can be clamped to a loss scale."""
+    if not _is_number(value):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    if not _is_scale(value):
+        raise ValueError(f"{name} must be positive and finite in float32, got {value}.")
+
+
+def _is_scale(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= float(np.finfo(np.float32).max)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+
+
+def clamp_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values from elsewhere with each scale brought into our limits.
+
+    PyTorch's scale may be anything up to 2**127. A run resumes with the nearest usable
+    scale; what is no scale at all is left for :func:`check` to refuse.
+    """
+    return {
+        name: min(max(value, SMALLEST_SCALE), LARGEST_SCALE)
+        if name in _BOUNDS and _BOUNDS[name][0] == "scale" and _is_scale(value)
+        else value
+        for name, value in values.items()
+    }
+
+
+class EmptyStateError(RuntimeError, ValueError):
+    """The state dict is empty. PyTorch raises a RuntimeError for it."""
+
+
+def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
+    """Return PyTorch's five keys, and others only where not at their default."""
+    own = {k: values[k] for k in _OWN_KEYS if values[k] != FIELDS[k][1]}
+    return {key: values[name] for key, name in TORCH_KEYS.items()} | own
+
+
+def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a state dict of this package or of PyTorch, or raise.
+
+    Args:
+        state_dict (dict): Trackers and counters that it lacks start at zero.
+        settings (dict): Used for the settings that it lacks.
+    """
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
+    if not state_dict:
+        raise EmptyStateError(
+            "The state dict is empty, as a disabled GradScaler writes it: there is "
+            "nothing to load."
+        )
+    missing = [key for key in TORCH_KEYS if key not in state_dict]
+    if missing:
+        inside = [key for key, value in state_dict.items() if _is_complete(value)]
+        hint = f" It is a whole checkpoint: load its {inside[0]!r}." if inside else ""
+        raise KeyError(f"The state dict has no {', '.join(missing)}.{hint}")
+    fresh = {name: default for name, (_, default) in VALUES.items()}
+    given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
+    own = {k: _as_number(state_dict[k]) for k in _OWN_KEYS if k in state_dict}
+    values = clamp_values(settings | fresh | given | own)
+    check(values)
+    return values
+
+
+def _is_complete(value: Any) -> bool:
+    return isinstance(value, dict) and TORCH_KEYS.keys() <= value.keys()
+
+
+def _as_number(value: Any) -> Any:
+    # PyTorch keeps a scale as a 0-d tensor if it was loaded as one.
+    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_scalar else value

@@ -1,0 +1,750 @@
+"""``GradScaler``: PyTorch's loss scaler on MLX trees, without a host sync."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_map
+
+from .finite import all_finite_times, arrays, is_floating
+from .gradients import Backward, Casting, Source, differentiate
+from .guard import Plan, inspect, plan
+from .masters import HALF
+from .ranks import Ranks, finite_on_all_ranks
+from .scale import (
+    FIELDS,
+    LARGEST_SCALE,
+    SETTINGS,
+    SMALLEST_SCALE,
+    as_array,
+    check,
+    check_scale,
+    clamp,
+    count_step,
+    from_state_dict,
+    next_scale,
+    read,
+    read_field,
+    to_state_dict,
+)
+from .trees import Leaf, Writes, commit, match
+
+_UNSCALED = "value_and_grad() or scale_loss()"
+_SCALED = "scale()"
+_START_AFRESH = "After an interrupted iteration, call update(get_scale()) first."
+# A run that skips this many steps in a row does not train.
+SKIPS_TO_WARN = 50
+
+
+@dataclass
+class _Stage:
+    """What happened with one optimizer since the last ``update()``."""
+
+    optimizer: Optimizer  # keeps its id unique
+    finite: mx.array
+    stepped: bool = False
+
+
+class GradScaler:
+    """Scale losses so that float16 gradients neither underflow nor overflow.
+
+    The scale, every counter and every setting live in :attr:`state`, a dict of 0-d
+    arrays. List it in ``mx.compile`` and the whole training step, skipped updates
+    included, is one compiled function that never waits for the device.
+
+    There are two modes, and the first call chooses. :meth:`value_and_grad` and
+    :meth:`scale_loss` give unscaled float32 gradients, which your code may clip, add
+    up, average or log. :meth:`scale` is PyTorch's mode: gradients stay scaled until
+    :meth:`unscale_` or :meth:`step`.
+
+    Args:
+        init_scale (float): The first loss scale. Default: ``65536.0``.
+        growth_factor (float): Multiplies the scale after ``growth_interval`` finite
+            steps in a row. Default: ``2.0``.
+        backoff_factor (float): Multiplies the scale after an overflow.
+            Default: ``0.5``.
+        growth_interval (int): Default: ``2000``.
+        enabled (bool): If false, every method passes through and nothing is guarded: a
+            NaN gradient is applied. Default: ``True``.
+        backoff_interval (int): How many overflows in a row it takes to back off, as in
+            Paddle. Default: ``1``.
+        hysteresis (int): How many overflows it takes to back off, in a row or not; from
+            then on every overflow does until the scale grows, as in Megatron and
+            DeepSpeed. Default: ``1``.
+        dynamic (bool): If false the scale stays; an overflowing step is still skipped.
+            Default: ``True``.
+        min_scale (float): The scale never falls below this. Default: ``2**-64``.
+        max_scale (float): The scale never grows above this. Default: ``2**64``.
+        group (mx.distributed.Group, optional): An overflow on one rank skips the step
+            on all ranks, by one all-reduce of four bytes per step. Needed where
+            gradients are sharded; averaged ones are equal on all ranks already.
+            Default: ``None``.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+        >>> from mlx_gradscale import GradScaler
+        >>> model, optimizer = nn.Linear(4, 1), optim.AdamW(1e-3)
+        >>> scaler = GradScaler(init_scale=1024.0)
+        >>> def loss_fn(x, y):
+        ...     return nn.losses.mse_loss(model(x).astype(mx.float32), y)
+        >>> loss_and_grad = scaler.value_and_grad(model, loss_fn, mx.float16)
+        >>> loss, grads = loss_and_grad(mx.ones((2, 4)), mx.zeros((2, 1)))
+        >>> scaler.minimize(optimizer, model, grads)
+        array(True, dtype=bool)
+        >>> scaler.get_scale()
+        1024.0
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        backoff_interval: int = 1,
+        hysteresis: int = 1,
+        dynamic: bool = True,
+        min_scale: float = SMALLEST_SCALE,
+        max_scale: float = LARGEST_SCALE,
+        group: mx.distributed.Group | None = None,
+    ):
+        if isinstance(init_scale, str):
+            raise TypeError(
+                f"GradScaler takes no device: leave out {init_scale!r}. MLX arrays "
+                "live in unified memory."
+            )
+        values = {
+            "scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "backoff_interval": backoff_interval,
+            "hysteresis": hysteresis,
+            "dynamic": dynamic,
+            "min_scale": min_scale,
+            "max_scale": max_scale,
+        }
+        check(values)
+        self._enabled = bool(enabled)
+        self._ranks = Ranks(group)
+        self._mode: str | None = None
+        self._state: dict[str, mx.array] = {}
+        self._begin()
+        self._fill({name: values.get(name, FIELDS[name][1]) for name in FIELDS})
+
+    def _begin(self) -> None:
+        # What a copy starts without.
+        self._backward = Backward(self._state)
+        self._stages: dict[int, _Stage] = {}
+        self._skip_watch = SkipWatch()
+
+    def _fill(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self._state[name] = as_array(name, value)
+        # Evaluated here: MLX cannot evaluate a lazy array in another thread.
+        mx.eval(self._state)
+        self._note_loaded()
+
+    def _note_loaded(self) -> None:
+        # Whether gradients that were never scaled deserve a warning.
+        self._scales = self.get_scale() != 1 or self.is_dynamic()
+
+    @property
+    def state(self) -> dict[str, mx.array]:
+        """The dict of arrays to list in ``mx.compile(inputs=..., outputs=...)``."""
+        return self._state
+
+    @property
+    def group(self) -> mx.distributed.Group | None:
+        """The ranks that decide together, None where each decides for itself."""
+        return self._ranks.group
+
+    # The loss
+
+    def value_and_grad(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        compute_dtype: mx.Dtype | None = None,
+        *,
+        keep: Callable[[str, mx.array], bool] | None = None,
+        cast_inputs: bool = True,
+    ) -> Callable[..., Any]:
+        """Like ``nn.value_and_grad``: the loss and unscaled float32 gradients.
+
+        The loss is scaled for the backward pass only. The gradients are lazy: those
+        that go to :meth:`step` as they are cost no float32 copy. A non-finite gradient
+        comes out as NaN, and stays NaN in whatever is computed from it.
+
+        Args:
+            model (nn.Module): The model to differentiate.
+            loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
+                the loss.
+            compute_dtype (Dtype, optional): Cast floating trainable parameters and
+                floating arguments to this for the forward pass. The model keeps its
+                own parameters. Default: ``None``.
+            keep (Callable, optional): With ``compute_dtype``: called with the path and
+                value of a parameter; returns True to leave it in its own dtype. MLX
+                then promotes what the layer returns, and so everything after it; see
+                ``float32_layers`` for layers that cast back.
+            cast_inputs (bool): With ``compute_dtype``: whether floating arguments of
+                ``loss_fn`` are cast too, targets and masks among them. A target of 1e5
+                is inf in float16. Default: ``True``.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn
+            >>> from mlx_gradscale import GradScaler
+            >>> model = nn.Linear(2, 1)
+            >>> fn = GradScaler(init_scale=1024.0).value_and_grad(
+            ...     model, lambda x: model(x).astype(mx.float32).mean(), mx.float16
+            ... )
+            >>> loss, grads = fn(mx.ones((4, 2)))
+            >>> grads["bias"], model.weight.dtype
+            (array([1], dtype=float32), mlx.core.float32)
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "value_and_grad(model, loss_fn) takes a model first, got "
+                f"{type(model).__name__}. For a tree of parameters use "
+                "mx.value_and_grad(scaler.scale_loss(loss_fn))."
+            )
+        casting = Casting(compute_dtype, keep, cast_inputs)
+        casting.check()
+        if not self._enabled:
+            return _plain_value_and_grad(model, loss_fn, casting)
+        loss_and_grad = self._backward.value_and_grad(model, loss_fn, casting)
+        self._set_mode(_UNSCALED)
+        return loss_and_grad
+
+    def scale_loss(
+        self, loss_fn: Callable[..., Any], model: nn.Module | None = None
+    ) -> Callable[..., Any]:
+        """Return ``loss_fn`` for a trainer that differentiates it itself.
+
+        It has the same value. The loss is scaled in the backward pass, and gradients
+        are unscaled on their way out, in float32: those of the model's parameters or,
+        where there is no model, those of the first argument's arrays.
+
+        Args:
+            loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
+                the loss.
+            model (nn.Module, optional): The model that is differentiated. Default: the
+                models among the arguments of each call.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_gradscale import GradScaler
+            >>> square = GradScaler(init_scale=8.0).scale_loss(lambda x: x * x)
+            >>> mx.value_and_grad(square)(mx.array(3.0))
+            (array(9, dtype=float32), array(6, dtype=float32))
+        """
+        if not self._enabled:
+            return loss_fn
+        scaled_loss_fn = self._backward.scale_loss(loss_fn, model)
+        self._set_mode(_UNSCALED)
+        return scaled_loss_fn
+
+    def scale(self, outputs: Any) -> Any:
+        """Return an array, or each array of a tree, times the scale in float32.
+
+        PyTorch's mode: gradients of the result are scaled, until :meth:`unscale_` or
+        :meth:`step` unscales them.
+
+        Example:
+            >>> import mlx.core as mx
+            >>> from mlx_gradscale import GradScaler
+            >>> GradScaler(init_scale=8.0).scale({"loss": mx.array(0.5)})
+            {'loss': array(4, dtype=float32)}
+        """
+        if not self._enabled:
+            return outputs
+        arrays(outputs)
+        self._set_mode(_SCALED)
+
+        def scaled(x: mx.array) -> mx.array:
+            self._backward.check_loss_dtype(x)
+            is_complex = mx.issubdtype(x.dtype, mx.complexfloating)
+            x = x if is_complex else x.astype(mx.float32)
+            return x * self._state["scale"]
+
+        return tree_map(scaled, outputs)
+
+    def _set_mode(self, mode: str) -> None:
+        if self._mode not in (None, mode):
+            raise RuntimeError(
+                f"This scaler is used with {self._mode} already, and cannot tell those "
+                f"gradients from the ones of {mode}. Use a second GradScaler."
+            )
+        self._mode = mode
+
+    # The step
+
+    def unscale_(self, optimizer: Optimizer, grads: Any) -> Any:
+        """Unscale the gradients in place, in float32, and return the same tree.
+
+        For clipping or inspecting them before :meth:`step`. After
+        :meth:`value_and_grad` they are unscaled already, and stay as they are.
+
+        Example:
+            >>> import mlx.core as mx, mlx.optimizers as optim
+            >>> from mlx_gradscale import GradScaler
+            >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.1)
+            >>> grads = {"w": scaler.scale(mx.array(0.5))}
+            >>> scaler.unscale_(optimizer, grads)
+            {'w': array(0.5, dtype=float32)}
+            >>> grads
+            {'w': array(0.5, dtype=float32)}
+        """
+        if not self._enabled:
+            return grads
+        self._check_optimizer(optimizer)
+        stage = self._stages.get(id(optimizer))
+        if stage and stage.stepped:
+            raise RuntimeError(
+                "unscale_() was called after step(). The order is unscale_(), step(), "
+                f"update(). {_START_AFRESH}"
+            )
+        if self._mode != _SCALED:
+            finite = all_finite_times([], None, arrays(grads))
+            self._stages[id(optimizer)] = _Stage(optimizer, finite)
+            return grads
+        if stage:
+            raise RuntimeError(
+                "unscale_() was called twice for this optimizer since the last "
+                f"update(). {_START_AFRESH}"
+            )
+        inverse = 1.0 / self._state["scale"]
+        finite = all_finite_times(arrays(grads), inverse, [])
+        self._stages[id(optimizer)] = _Stage(optimizer, finite)
+        return self._backward.unscale_in_place(grads, inverse)
+
+    def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
+        """Update model and optimizer if all gradients are finite; else change nothing.
+
+        Args:
+            optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
+            model (nn.Module): The model to update.
+            grads (Any): The gradients, unscaled; in PyTorch's mode scaled ones, or
+                those that :meth:`unscale_` has unscaled.
+
+        Returns:
+            array: A lazy 0-d bool array, True where the step was applied.
+
+        Example:
+            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+            >>> from mlx_gradscale import GradScaler
+            >>> model, optimizer, scaler = nn.Linear(1, 1), optim.SGD(1.0), GradScaler()
+            >>> loss_fn = scaler.value_and_grad(model, lambda x: mx.mean(model(x)))
+            >>> _, grads = loss_fn(mx.array([[float("inf")]]))
+            >>> scaler.step(optimizer, model, grads)
+            array(False, dtype=bool)
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "step(optimizer, model, grads) takes a model, got "
+                f"{type(model).__name__}. Use apply_gradients for a parameter tree."
+            )
+        if not self._enabled:
+            optimizer.update(model, grads)
+            return self.last_step_applied
+        planned, applied = self._plan(optimizer, grads, model)
+        planned.commit_to_model()
+        return applied
+
+    def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
+        """Return the parameters after a guarded step, as :meth:`step` does it.
+
+        Args:
+            optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
+            grads (Any): As for :meth:`step`.
+            parameters (Any): A tree of parameters, at least those with gradients.
+
+        Returns:
+            Any: The new parameters, in the structure of ``grads``.
+
+        Example:
+            >>> import mlx.core as mx, mlx.optimizers as optim
+            >>> from mlx_gradscale import GradScaler
+            >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.5)
+            >>> grads = {"w": scaler.scale(mx.array([1.0]))}
+            >>> scaler.apply_gradients(optimizer, grads, {"w": mx.array([2.0])})
+            {'w': array([1.5], dtype=float32)}
+        """
+        if not self._enabled:
+            return optimizer.apply_gradients(grads, parameters)
+        return self._plan(optimizer, grads, parameters)[0].commit()
+
+    def _plan(
+        self, optimizer: Optimizer, grads: Any, parameters: Any
+    ) -> tuple[Plan, mx.array]:
+        self._check_optimizer(optimizer)
+        stage = self._stages.get(id(optimizer))
+        if stage and stage.stepped:
+            raise RuntimeError(
+                "step() was called twice for this optimizer since the last update(). "
+                "Call update() once per iteration; inside mx.compile, in the same "
+                f"function. {_START_AFRESH}"
+            )
+        leaves = match(grads, parameters)
+        self._check_leaves(leaves)
+        if any(leaf.parameter.dtype in HALF for leaf in leaves):
+            self._backward.warn_once(
+                "Some parameters are float16 or bfloat16 and have no master weights: "
+                "updates smaller than half a unit in their last place are lost. Keep "
+                "float32 parameters and use value_and_grad(..., compute_dtype), or use "
+                "LossScaleOptimizer."
+            )
+        inspected = inspect(leaves, self._sources(leaves, optimizer), self._ranks)
+        applied = inspected.applied
+        if stage:
+            # A gradient that was non-finite when unscaled may have been clipped since.
+            applied = applied & finite_on_all_ranks(stage.finite, self.group)
+        planned = plan(optimizer, grads, leaves, inspected._replace(applied=applied))
+        planned.writes += self._writes(count_step(self._state, applied))
+        planned.writes.append(
+            (self._stages, id(optimizer), _Stage(optimizer, applied, stepped=True))
+        )
+        return planned, applied
+
+    def _sources(
+        self, leaves: list[Leaf], *optimizers: Optimizer
+    ) -> list[Source | None]:
+        """Return the scaled array behind each gradient, None for an unscaled one."""
+        sources = [self._backward.source_of(leaf.gradient) for leaf in leaves]
+        unscaled = any(id(optimizer) in self._stages for optimizer in optimizers)
+        if self._mode == _SCALED and not unscaled:
+            inverse = 1.0 / self._state["scale"]
+            sources = [
+                source or Source(leaf.gradient, inverse)
+                for leaf, source in zip(leaves, sources, strict=True)
+            ]
+        return sources
+
+    def _check_leaves(self, leaves: list[Leaf]) -> None:
+        self._backward.check_last_call()
+        if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
+            raise ValueError(
+                "There are no gradients to step with. Is every parameter frozen?"
+            )
+        if self._mode is None and self._scales and self._enabled:
+            self._backward.warn_once(
+                "These gradients do not come from this scaler, so their loss was not "
+                "scaled and small float16 gradients may be lost. Get them from "
+                "value_and_grad() or scale_loss(), or use GuardedOptimizer to skip bad "
+                "steps without loss scaling."
+            )
+
+    def _check_optimizer(self, optimizer: Any) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "Expected an optimizer of mlx.optimizers as the first argument, got "
+                f"{type(optimizer).__name__}."
+            )
+        if is_wrapper(optimizer):
+            raise TypeError(
+                "A LossScaleOptimizer has a scaler of its own. Call its update(), or "
+                "pass the optimizer inside it."
+            )
+
+    def update(self, new_scale: float | mx.array | None = None) -> None:
+        """Move the scale by what happened since the last update.
+
+        Call it once per iteration, after :meth:`step`. If your loop drops a batch
+        instead of stepping, call it as well: it then goes by the gradients of that
+        batch, and counts them as an overflow if they no longer exist.
+
+        Args:
+            new_scale (float or array, optional): Set the scale to this instead,
+                clamped to ``min_scale`` and ``max_scale``. An array that is no positive
+                finite number leaves the scale as it is, because looking at it would
+                wait for the device.
+
+        Example:
+            >>> from mlx_gradscale import GradScaler
+            >>> scaler = GradScaler()
+            >>> scaler.update(1024)
+            >>> scaler.get_scale()
+            1024.0
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._state["scale"] = clamp(self._state, _as_scale(new_scale))
+            self._state["skips_since_update"] = mx.array(0)
+            self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
+        else:
+            finite = self._finite_since_update()
+            commit(self._writes(next_scale(self._state, finite)))
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        self._stages.clear()
+        self._backward.end_iteration()
+        self._skip_watch.look(self._state, self._backward.warn_once)
+
+    def _finite_since_update(self) -> mx.array:
+        # Steps are counted in the state, so that a compiled step is counted as well.
+        flags = [self._state["skips_since_update"] == 0]
+        flags += [x.finite for x in self._stages.values() if not x.stepped]
+        if not self._stages:
+            if not self._backward.has_gradients:
+                raise RuntimeError(
+                    "update() found nothing recorded. Call step() or unscale_() first; "
+                    "if step() runs inside mx.compile, call update() in there too."
+                )
+            scaled, inverse = self._backward.pending()
+            flags.append(
+                all_finite_times(scaled, inverse, []) if scaled else mx.array(False)
+            )
+        finite = reduce(mx.logical_and, flags)
+        return finite if len(flags) == 1 else finite_on_all_ranks(finite, self.group)
+
+    def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
+        """Call :meth:`step` and :meth:`update`; return what ``step`` returns.
+
+        For one optimizer. With several, call :meth:`step` for each and :meth:`update`
+        once.
+        """
+        applied = self.step(optimizer, model, grads)
+        self.update()
+        return applied
+
+    def _after_step(self, applied: mx.array) -> Writes:
+        """Return what a step and an update together write to the state."""
+        counted = count_step(self._state, applied)
+        moved = next_scale(self._state, applied) if self._enabled else {}
+        return self._writes(counted | moved)
+
+    def _writes(self, changed: dict[str, mx.array]) -> Writes:
+        return [(self._state, name, x) for name, x in changed.items()]
+
+    # Settings
+
+    def get_scale(self) -> float:
+        """Read the scale from the device; 1.0 when disabled."""
+        return float(self._state["scale"].item()) if self._enabled else 1.0
+
+    def is_enabled(self) -> bool:
+        """Return whether the scaler does anything."""
+        return self._enabled
+
+    def get_growth_factor(self) -> float:
+        """Read the growth factor."""
+        return float(self._get("growth_factor"))
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor, also for a step that is already compiled.
+
+        Example:
+            >>> from mlx_gradscale import GradScaler
+            >>> scaler = GradScaler()
+            >>> scaler.set_growth_factor(1.5)
+            >>> scaler.get_growth_factor()
+            1.5
+        """
+        self._set("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Read the backoff factor."""
+        return float(self._get("backoff_factor"))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the backoff factor, also for a step that is already compiled."""
+        self._set("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Read the growth interval."""
+        return int(self._get("growth_interval"))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval, also for a step that is already compiled."""
+        self._set("growth_interval", new_interval)
+
+    def is_dynamic(self) -> bool:
+        """Read whether the scale moves."""
+        return bool(self._get("dynamic"))
+
+    def set_dynamic(self, dynamic: bool) -> None:
+        """Let the scale move, or hold it, also in a step that is already compiled."""
+        self._set("dynamic", dynamic)
+        self._scales |= dynamic
+
+    def _get(self, name: str) -> Any:
+        return read_field(name, self._state[name])
+
+    def _set(self, name: str, value: Any) -> None:
+        check({name: value})
+        check({key: self._get(key) for key in SETTINGS if key != name} | {name: value})
+        self._state[name] = as_array(name, value)
+
+    @property
+    def skipped_steps(self) -> mx.array:
+        """The number of skipped steps, as a lazy 0-d array."""
+        return self._state["skipped_steps"]
+
+    @property
+    def consecutive_skips(self) -> mx.array:
+        """How many of the latest updates in a row skipped a step, lazily.
+
+        Example:
+            >>> from mlx_gradscale import GradScaler
+            >>> GradScaler().consecutive_skips
+            array(0, dtype=int32)
+        """
+        return self._state["consecutive_skips"]
+
+    @property
+    def last_step_applied(self) -> mx.array:
+        """Whether the latest step was applied, lazily."""
+        return self._state["last_step_applied"]
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return PyTorch's five keys, and others only where not at their default.
+
+        Example:
+            >>> from mlx_gradscale import GradScaler
+            >>> GradScaler(growth_factor=1.5).state_dict()["growth_factor"]
+            1.5
+        """
+        return to_state_dict(read(self._state)) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of PyTorch's, all or nothing.
+
+        Trackers and counters that it lacks start at zero; settings of this package that
+        it lacks stay. Other keys are ignored.
+
+        Example:
+            >>> from mlx_gradscale import GradScaler
+            >>> scaler = GradScaler()
+            >>> scaler.load_state_dict(GradScaler(init_scale=512.0).state_dict())
+            >>> scaler.get_scale()
+            512.0
+        """
+        if self._enabled:
+            settings = {name: self._get(name) for name in SETTINGS}
+            self._fill(from_state_dict(state_dict, settings))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state dict to one file, atomically.
+
+        Args:
+            path (str): Ends in ``.pt``, ``.json`` or ``.safetensors``; ``.json.gz`` and
+                ``.pt.gz`` are compressed.
+
+        Example:
+            >>> import os, tempfile
+            >>> from mlx_gradscale import GradScaler
+            >>> path = os.path.join(tempfile.mkdtemp(), "scaler.pt")
+            >>> GradScaler(init_scale=512.0).save(path)
+            >>> scaler = GradScaler()
+            >>> scaler.load(path)
+            >>> scaler.get_scale()
+            512.0
+        """
+        from ..state_files import save_state
+
+        save_state(path, self.state_dict())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Load what :meth:`save` wrote, or a scaler state that PyTorch saved."""
+        from ..state_files import load_state
+
+        self.load_state_dict(load_state(path))
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if not self._enabled:
+            return f"{name}(enabled=False)"
+        try:
+            values = read(self._state)
+        except (RuntimeError, ValueError):  # inside mx.compile there are no values
+            return f"{name}(being traced)"
+        shown = {"scale": values["scale"]}
+        shown |= {k: values[k] for k in SETTINGS if values[k] != SETTINGS[k][1]}
+        shown["skipped_steps"] = values["skipped_steps"]
+        return f"{name}({', '.join(f'{k}={x}' for k, x in shown.items())})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError(
+                "A GradScaler with a group cannot be pickled or copied. Save its "
+                "state_dict() and create a new one with the group."
+            )
+        if self._stages:
+            raise RuntimeError(
+                "A GradScaler can be pickled or copied only between iterations. Call "
+                "update() first."
+            )
+        left_out = ("_backward", "_stages", "_skip_watch")
+        kept = {k: x for k, x in vars(self).items() if k not in left_out}
+        return kept | {"_state": read(self._state)}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        vars(self).update(pickled, _state={})
+        self._begin()
+        self._fill(pickled["_state"])
+
+
+class SkipWatch:
+    """Warns about a run that skips every step, without waiting for the device.
+
+    It looks at a counter from 50 updates ago, which was evaluated long since.
+    """
+
+    def __init__(self) -> None:
+        self._n_updates = 0
+        self._earlier: mx.array | None = None
+
+    def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
+        """Count one update; every 50 of them, look at what was 50 before."""
+        self._n_updates += 1
+        if self._n_updates % SKIPS_TO_WARN:
+            return
+        earlier, self._earlier = self._earlier, state["consecutive_skips"]
+        try:
+            skips = 0 if earlier is None else int(earlier.item())
+        except (RuntimeError, ValueError):  # left over from inside mx.compile
+            return
+        if skips >= SKIPS_TO_WARN:
+            warn(
+                f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
+                "non-finite gradients: this run does not train. Find out why with "
+                "mlx_gradscale.diagnostics.explain_overflow(model, loss_fn, *batch)."
+            )
+
+
+def is_wrapper(optimizer: Optimizer) -> bool:
+    """Return whether this is, or holds, a ``LossScaleOptimizer``."""
+    inside = getattr(optimizer, "optimizers", [])
+    scaler = getattr(optimizer, "scaler", None)
+    return isinstance(scaler, GradScaler) or any(map(is_wrapper, inside))
+
+
+def _plain_value_and_grad(
+    model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
+) -> Callable[..., Any]:
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
+        outputs, gradients = differentiate(model, loss_fn, args, kwargs, casting, None)
+        own = model.trainable_parameters()
+        return outputs, tree_map(lambda g, p: g.astype(p.dtype), gradients, own)
+
+    return value_and_grad_fn
+
+
+def _as_scale(value: Any) -> mx.array:
+    if isinstance(value, mx.array):
+        if value.size != 1 or value.dtype == mx.bool_:
+            raise ValueError(f"new_scale must be one number, got {value!r}.")
+        return value.reshape(()).astype(mx.float32)
+    check_scale("new_scale", value)
+    return mx.array(float(value), mx.float32)

@@ -1,0 +1,172 @@
+"""Walk trees of arrays, match gradients to parameters, commit what a step writes."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import starmap
+from operator import setitem
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+CONTAINERS = (dict, list, tuple)
+# Where an array is: its path, its container, and its key in the container.
+Slot = tuple[tuple[Any, ...], Any, Any]
+# (container, key, value) for each array that a step replaces.
+Writes = list[tuple[Any, Any, Any]]
+
+
+class Leaf(NamedTuple):
+    """A gradient and its parameter, which is ``container[key]``."""
+
+    path: str
+    container: Any
+    key: Any
+    parameter: mx.array
+    gradient: mx.array
+
+
+def items(tree: Any) -> Any:
+    """Return (key, value) pairs of a dict, or (index, value) of a list or tuple."""
+    return tree.items() if isinstance(tree, dict) else enumerate(tree)
+
+
+# The helpers are module-level functions: a recursive closure is a reference cycle and
+# would keep gradients alive until the garbage collector runs.
+
+
+def slots(tree: Any) -> list[Slot]:
+    """List every array of a tree or model, with where it can be replaced."""
+    found: list[Slot] = []
+    _collect_slots(tree, (), found)
+    return found
+
+
+def _collect_slots(tree: Any, path: tuple[Any, ...], found: list[Slot]) -> None:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if type(value) is mx.array:
+            found.append(((*path, key), tree, key))
+        elif isinstance(value, CONTAINERS):
+            _collect_slots(value, (*path, key), found)
+
+
+def flatten(tree: Any) -> list[tuple[str, Any]]:
+    """Return (dotted path, leaf) pairs, as MLX's ``tree_flatten``, but faster."""
+    if not isinstance(tree, CONTAINERS):
+        return [("", tree)]
+    found: list[tuple[str, Any]] = []
+    _collect_pairs(tree, "", found)
+    return found
+
+
+def _collect_pairs(tree: Any, prefix: str, found: list[tuple[str, Any]]) -> None:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if type(value) is not mx.array and isinstance(value, CONTAINERS):
+            _collect_pairs(value, f"{prefix}{key}.", found)
+        else:
+            found.append((f"{prefix}{key}", value))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree without their paths."""
+    if not isinstance(tree, CONTAINERS):
+        return [tree]
+    found: list[Any] = []
+    _collect_leaves(tree, found)
+    return found
+
+
+def _collect_leaves(tree: Any, found: list[Any]) -> None:
+    for value in tree.values() if isinstance(tree, dict) else tree:
+        if type(value) is not mx.array and isinstance(value, CONTAINERS):
+            _collect_leaves(value, found)
+        else:
+            found.append(value)
+
+
+def match(gradients: Any, parameters: Any) -> list[Leaf]:
+    """Pair every gradient with its parameter, or raise if one does not match.
+
+    Args:
+        gradients (Any): A dict of arrays, dicts and lists.
+        parameters (Any): A tree or a model that holds at least the same leaves.
+    """
+    if not isinstance(gradients, dict):
+        raise TypeError(
+            "The gradients must be a dict, as value_and_grad returns for a model, "
+            f"got {type(gradients).__name__}."
+        )
+    found: list[Leaf] = []
+    _match(gradients, parameters, "", found)
+    if len({leaf.path for leaf in found}) < len(found):
+        raise ValueError(
+            "Two gradients have the same dotted path, as in {'a.b': x, 'a': {'b': "
+            "y}}. Rename one of the parameters."
+        )
+    return found
+
+
+def _match(gradients: Any, parameters: Any, prefix: str, found: list[Leaf]) -> None:
+    for key, gradient in items(gradients):
+        is_container = isinstance(gradient, CONTAINERS)
+        if is_container and not gradient:
+            # Frozen, or no parameter at all: an mlx-lm Llama has strings there.
+            continue
+        path = f"{prefix}{key}"
+        try:
+            parameter = parameters[key]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(
+                f"There is a gradient for {path!r} but no such parameter. Pass "
+                "gradients and parameters of the same model."
+            ) from None
+        if is_container and isinstance(parameter, CONTAINERS):
+            _match(gradient, parameter, f"{path}.", found)
+        elif is_container or not isinstance(parameter, mx.array):
+            raise ValueError(
+                f"The gradients and the parameters differ in structure at {path!r}. "
+                "Pass gradients and parameters of the same model."
+            )
+        elif not isinstance(gradient, mx.array):
+            raise TypeError(
+                f"The gradient of {path!r} must be an array, got {gradient!r}. Pass "
+                "the tree of gradients that value_and_grad returned."
+            )
+        elif gradient.shape != parameter.shape:
+            raise ValueError(
+                f"The gradient of {path!r} has shape {gradient.shape}, the parameter "
+                f"has shape {parameter.shape}."
+            )
+        else:
+            found.append(Leaf(path, parameters, key, parameter, gradient))
+
+
+def commit(writes: Iterable[tuple[Any, Any, Any]]) -> None:
+    """Write each (container, key, value) in one call of C."""
+    deque(starmap(setitem, list(writes)), maxlen=0)
+
+
+Snapshot = list[tuple[Any, Any]]
+
+
+def snapshot(*trees: Any) -> Snapshot:
+    """Remember what each container in the trees holds, for :func:`restore`."""
+    return [pair for tree in trees for pair in _copies(tree)]
+
+
+def _copies(tree: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(tree, (dict, list)):
+        yield tree, dict(tree) if isinstance(tree, dict) else list(tree)
+    for _, value in items(tree):
+        if isinstance(value, CONTAINERS):
+            yield from _copies(value)
+
+
+def restore(saved: Snapshot) -> None:
+    """Give each container back what it held when :func:`snapshot` was called."""
+    for container, copy in saved:
+        if isinstance(copy, dict):
+            # dict's own methods: update() of a model means something else.
+            dict.clear(container)
+            dict.update(container, copy)
+        else:
+            container[:] = copy
