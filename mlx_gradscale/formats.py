@@ -13,8 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from .scale import FIELDS, SETTINGS, TORCH_KEYS
-from .state_dict import from_state_dict, to_state_dict
+from .core.scale import (
+    FIELDS,
+    SETTINGS,
+    TORCH_KEYS,
+    from_state_dict,
+    to_state_dict,
+)
 
 __all__ = ["FORMATS", "Format", "FormatWarning", "read_state", "recognise",
            "write_state"]  # fmt: skip

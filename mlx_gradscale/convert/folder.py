@@ -97,7 +97,9 @@ def _read_folder(path: Path, options: Options) -> TorchFiles:
     rest = [n for n in names if n not in {*found.checkpoint, *parts, *indices}]
     left = _carry(path, rest, found)
     if left:
-        found.notes.append(f"Left out, as too large or no plain files: {list_some(left)}.")
+        found.notes.append(
+            f"Left out, as too large or no plain files: {list_some(left)}."
+        )
     return found
 
 
@@ -209,7 +211,7 @@ def write_torch(
             _write_file(folder / name, content)
         for name, data in (files or {}).items():
             with atomic_write(folder / check_name(name, "The template")) as file:
-                file.write(memoryview(np.array(data)))
+                file.write(np.array(data).tobytes())
     if is_there:
         # A folder cannot replace another one at once: both are whole at any moment.
         old = path.with_name(f"{path.name}.old")
@@ -229,7 +231,9 @@ def check_folder(path: Path, checkpoint: Any, overwrite: bool) -> None:
             check_name(folder, "The template")
         known = file == TRAINER or _MODEL.fullmatch(file) or _OTHERS.fullmatch(file)
         if not known:  # a hostile template would write a train.py
-            raise ConvertError(f"The template names {name!r}, which is no PyTorch file.")
+            raise ConvertError(
+                f"The template names {name!r}, which is no PyTorch file."
+            )
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file, and a folder is to be written.")
     if path.is_dir() and any(path.iterdir()):

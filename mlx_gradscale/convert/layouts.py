@@ -311,7 +311,9 @@ def _entry_by_patterns(
 
 def _layout_of_unknown(name: str, tensor: mx.array, target: Target) -> str:
     """Keep the layout of a layer of the user's own, unless another one fits as well."""
-    others = [mx.moveaxis(tensor, i, -1).shape for i in (0, 1)] if tensor.ndim > 1 else []
+    others = (
+        [mx.moveaxis(tensor, i, -1).shape for i in (0, 1)] if tensor.ndim > 1 else []
+    )
     if target.shapes[0] in others:
         fits = "more than one layout" if tensor.shape in others else "another layout"
         raise ConvertError(

@@ -10,8 +10,8 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from ..optimizer import LossScaleOptimizer
-from ..scaler import GradScaler
+from ..core.optimizer import LossScaleOptimizer
+from ..core.scaler import GradScaler
 from .folder import read_torch
 from .names import apply_sanitize
 from .optimizer_state import Rate

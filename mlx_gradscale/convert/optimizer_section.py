@@ -23,7 +23,7 @@ _LARGEST_INDEX = 2**31
 
 
 def is_nested(value: Any) -> bool:
-    """Tell whether a dict has a state dict's two keys; an empty state may be missing."""
+    """Tell whether a dict is a state dict; an empty ``state`` may be missing."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("param_groups"), list)

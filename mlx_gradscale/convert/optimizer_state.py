@@ -131,8 +131,9 @@ def check_settings(kind: str, group: Mapping[str, Any]) -> None:
     for key in (*spec.settings, *SCHEDULED, "lr_decay"):
         value = group.get(key)
         if key == "betas":
-            is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-            need(is_pair and all(map(is_number, value)), key, "two numbers", value)
+            pair = value if isinstance(value, (list, tuple)) else ()
+            is_right = len(pair) == 2 and all(map(is_number, pair))
+            need(is_right, key, "two numbers", value)
         elif value is not None or key in spec.settings:
             need(is_number(value), key, "a number", value)
     if spec.decay_is_per_rate:
@@ -324,8 +325,11 @@ def _torch_slots(
     """Return the slots to write; none where PyTorch's are right as they are."""
     spec, old = OPTIMIZERS[group.kind], section.slots(index)
     held = {
-        theirs: {n: flat[f"{prefix}{n}.{ours}"] for n in entry.mlx
-                 if f"{prefix}{n}.{ours}" in flat}  # fmt: skip
+        theirs: {
+            n: flat[f"{prefix}{n}.{ours}"]
+            for n in entry.mlx
+            if f"{prefix}{n}.{ours}" in flat
+        }
         for theirs, ours in spec.slots.items()
     }
     if not any(held.values()):  # frozen in MLX
@@ -416,7 +420,8 @@ def constructor_args(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
         {'learning_rate': 0.1, 'betas': [0.9, 0.99], 'eps': 1e-08, \
 'bias_correction': True}
     """
-    spec, out = OPTIMIZERS[kind], {}
+    spec = OPTIMIZERS[kind]
+    out: dict[str, Any] = {}
     for theirs, ours in spec.settings.items():
         value = group[theirs]
         is_pair = isinstance(value, (tuple, list))

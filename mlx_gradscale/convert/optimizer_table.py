@@ -310,9 +310,12 @@ def recognise(
         return _adam_or_adamw(groups)
     if len(fits) == 1:
         return fits[0]
-    what, advice = "is of none of the known kinds", (
-        "leave another one out with keys={'optimizer': ''} (--optimizer-key ''); it "
-        "then goes back unchanged"
+    what, advice = (
+        "is of none of the known kinds",
+        (
+            "leave others out with keys={'optimizer': ''} (--optimizer-key ''); it "
+            "then goes back unchanged"
+        ),
     )
     if fits:
         what = f"could be that of {' or '.join(fits)}"
@@ -334,9 +337,7 @@ def _fits(spec: OptimizerSpec, groups: Sequence[Group], held: set[str]) -> bool:
     return (
         not extra
         and not missing
-        and all(
-            spec.required <= set(g) and not spec.forbidden & set(g) for g in groups
-        )
+        and all(spec.required <= set(g) and not spec.forbidden & set(g) for g in groups)
     )
 
 
@@ -412,7 +413,8 @@ def mlx_differences(
         step (int): How many steps it made.
 
     Example:
-        >>> mlx_differences("Adam", {"class": "Adam", "bias_correction": False}, 3)[0].key
+        >>> settings = {"class": "Adam", "bias_correction": False}
+        >>> mlx_differences("Adam", settings, 3)[0].key
         'bias_correction'
     """
     spec = OPTIMIZERS[name]

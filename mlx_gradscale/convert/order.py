@@ -270,8 +270,8 @@ def _misfit(order: _Order, names: list[str], ways: int, may_skip: bool) -> str:
     if len(order.keys) < len(names) and flat and sum(s[0] for s in flat) * 4 >= total:
         return (
             f"The optimizer keeps {len(order.keys)} flat tensors for the model's "
-            f"{len(names)}, as DeepSpeed, ZeRO and fairseq do in half precision. Such a "
-            "state is not converted: leave it out with --optimizer-key '', or save "
+            f"{len(names)}, as DeepSpeed, ZeRO and fairseq do in half precision. Such "
+            "a state is not converted: leave it out with --optimizer-key '', or save "
             "the optimizer of an unflattened float32 model."
         )
     how_many = "More than one order" if ways else "No order"

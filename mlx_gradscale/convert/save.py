@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +13,9 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from .. import formats
-from ..optimizer import LossScaleOptimizer
-from ..scaler import GradScaler
+from ..core.optimizer import LossScaleOptimizer
+from ..core.scale import TORCH_KEYS
+from ..core.scaler import GradScaler
 from . import optimizer_state
 from .folder import TRAINER, read_torch, write_torch
 from .layouts import Entry
@@ -123,7 +123,7 @@ def write_template(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Write a template with a run's values; return notes, and those on stale entries."""
+    """Write a template with a run's values; return notes, and stale entries."""
     writes, notes, stale = fill_template(template, run, options.accept, step)
     if not dry_run:
         with filled(writes):
@@ -248,7 +248,10 @@ def _steps(template: Template, run: MlxRun) -> tuple[list[int], list[int]]:
 
 
 def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[Write]:
-    entries, held = template.plan.entries, get(template.checkpoint, template.model or ())
+    entries, held = (
+        template.plan.entries,
+        get(template.checkpoint, template.model or ()),
+    )
     placed = [name for entry in entries.values() for name in entry.mlx]
     missing = [name for name in placed if name not in weights]
     spare = sorted(weights.keys() - set(placed))
@@ -301,10 +304,11 @@ def _scaler_writes(
 ) -> tuple[list[Write], list[str]]:
     held = get(template.checkpoint, template.scaler or ())
     if template.scaler_format == "torch":
-        own = [key for key in state if key not in formats.TORCH_KEYS]
+        own = [key for key in state if key not in TORCH_KEYS]
         notes = [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
-        return [Write(held, key, x) for key, x in state.items()
-                if type(held.get(key)) is not type(x) or held[key] != x], notes  # fmt: skip
+        changed = {k: x for k, x in state.items()
+                   if type(held.get(k)) is not type(x) or held[k] != x}  # fmt: skip
+        return [Write(held, key, x) for key, x in changed.items()], notes
     inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
     held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
     row = formats.FORMATS[template.scaler_format or "torch"]
@@ -350,12 +354,12 @@ def _move_trainer(
     if type(epoch) in (int, float) and was > 0:
         writes.append(Write(state, "epoch", epoch * now / was))
     for name, content in checkpoint.items():
-        if "scheduler" in str(name) and isinstance(content, dict):
-            if content.get("last_epoch") == was:
-                writes.append(Write(content, "last_epoch", now))
-                if type(content.get("_step_count")) is int:
-                    count = content["_step_count"] + now - was
-                    writes.append(Write(content, "_step_count", count))
+        is_schedule = "scheduler" in str(name) and isinstance(content, dict)
+        if is_schedule and content.get("last_epoch") == was:
+            writes.append(Write(content, "last_epoch", now))
+            if type(content.get("_step_count")) is int:
+                count = content["_step_count"] + now - was
+                writes.append(Write(content, "_step_count", count))
     said = [f"{w.key} {w.container[w.key]:g} is now {w.value:g}" for w in writes]
     return writes, [f"Moved with the optimizer's steps: {', '.join(said)}."]
 

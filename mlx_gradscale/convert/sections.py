@@ -383,6 +383,8 @@ def fingerprint(value: Any) -> str:
                 digest.update(str(item.tolist()).encode())
         elif isinstance(item, (bool, int, float, str, bytes, type(None))):
             text = item if isinstance(item, (str, bytes)) else f"{item!r:.400}"
-            digest.update(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
+            digest.update(
+                text if isinstance(text, bytes) else text.encode("utf-8", "replace")
+            )
             digest.update(b";")
     return digest.hexdigest()[:16]

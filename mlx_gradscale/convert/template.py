@@ -4,6 +4,8 @@
 MLX. A template can be saved without the tensors that MLX holds.
 """
 
+import os
+import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import formats
+from .. import formats, torch_checkpoint
 from ..torch_checkpoint import TensorShape
 from . import optimizer_state
 from .folder import TorchFiles
@@ -27,6 +29,8 @@ from .tree import ConvertError, Path, get, is_tensor, number, show
 
 _LIGHTNING = "pytorch-lightning_version"  # only Lightning's files have this key
 _VERSION = "mlx_gradscale_template"
+# Its name beside a checkpoint of ours.
+TEMPLATE = "template.pt"
 
 
 @dataclass
@@ -302,7 +306,9 @@ def _parse(value: Mapping[str, Any]) -> Template:
     _expect(all(isinstance(x, mx.array) for x in template.files.values()))
     for path in (template.model, template.scaler):
         if path is not None:
-            _expect(type(path) is tuple and isinstance(get(template.checkpoint, path), dict))
+            _expect(
+                type(path) is tuple and isinstance(get(template.checkpoint, path), dict)
+            )
     if template.model is not None:
         held = get(template.checkpoint, template.model)
         _expect(all(is_tensor(held[name]) for name in (*entries, *tied)))
@@ -327,3 +333,27 @@ def _expect(is_right: Any) -> None:
             "The template is damaged: give the PyTorch checkpoint itself with "
             "like=... (--like)."
         )
+
+
+def build_optimizer(
+    like: Template | str | os.PathLike[str], learning_rate: Any = None
+) -> Any:
+    """Return the MLX optimizer that computes what a checkpoint's optimizer computes.
+
+    Args:
+        like (Template or str): A template, or the folder that ``mlx_gradscale convert``
+            wrote, or its ``template.pt``.
+        learning_rate (float, Callable or list, optional): As for
+            :func:`~mlx_gradscale.convert.load_torch`.
+
+    Returns:
+        Optimizer: Without its state, which ``restore_checkpoint`` restores.
+    """
+    if not isinstance(like, Template):
+        path = pathlib.Path(like)
+        path = path / TEMPLATE if path.is_dir() else path
+        found = torch_checkpoint.load(path)
+        if not is_template(found):
+            raise ConvertError(f"{path} is no template of mlx_gradscale convert.")
+        like = from_object(found)
+    return like.build_optimizer(learning_rate)

@@ -115,8 +115,8 @@ def find_key(tree: Any, key: str) -> Path:
         else:
             there = list_some(tree) if isinstance(tree, Mapping) else "no keys"
             raise ConvertError(
-                f"The checkpoint has no {'/'.join(words)!r} at {show(path) or 'its top'}"
-                f", which has {there}."
+                f"The checkpoint has no {'/'.join(words)!r} in {show(path) or 'it'}, "
+                f"which has {there}."
             )
     return path
 
@@ -174,7 +174,7 @@ def filled(writes: Iterable[Write]) -> Iterator[None]:
 
 
 def as_leaf(array: mx.array, leaf: Any) -> mx.array:
-    """Return an array as the checkpoint had it there: dtype, and whether a Parameter."""
+    """Return an array in a leaf's dtype, and as a Parameter if that was one."""
     if not is_tensor(leaf):
         return array
     name = str(leaf.dtype).rpartition(".")[2]
