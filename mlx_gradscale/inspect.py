@@ -18,7 +18,7 @@ from .commands import run_command
 from .convert.command import read_limits
 from .files.arrays import read_header
 from .files.paths import read_json
-from .files.text import printable, shorten, size, table
+from .files.text import dtype_name, printable, shorten, size, table
 from .torch_checkpoint import Limits, Placeholder, TensorShape, plain_value
 
 __all__ = ["describe", "main", "render"]
@@ -102,7 +102,7 @@ def _read(path: Path, limits: Limits | None) -> Any:
         return read_json(path)
     if path.suffix == ".safetensors":
         header = read_header(path)
-        return {n: TensorShape(x.shape, x.dtype) for n, x in sorted(header.items())}
+        return {n: TensorShape(x.shape, dtype_name(x.dtype)) for n, x in sorted(header.items())}
     try:
         return torch_checkpoint.shapes(path, limits)
     except torch_checkpoint.CheckpointError as error:

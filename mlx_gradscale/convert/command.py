@@ -438,7 +438,8 @@ def _mlx_lm_model(path: Path) -> nn.Module:
     config = read_json(path / "config.json" if path.is_dir() else path)
     kind = config.get("model_type") if isinstance(config, dict) else None
     plain = str(kind).replace("-", "_").replace(".", "_")
-    if not isinstance(kind, str) or not plain.isidentifier() or "model_file" in config:
+    is_plain = isinstance(kind, str) and plain.isidentifier() and ".." not in kind
+    if not is_plain or "model_file" in config:
         raise ConvertError(
             f"--model {path} needs code of its own, or names no model_type: give the "
             "model as MODULE:NAME."

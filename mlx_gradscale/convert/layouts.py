@@ -215,9 +215,9 @@ def make_plan(
 
 
 def _has_no_place(name: str, options: Options) -> bool:
-    # BatchNorm's step count, of which MLX has none.
-    is_counter = name.rpartition(".")[2] == "num_batches_tracked"
-    return is_counter or matches(name, options.drop)
+    # BatchNorm's step count, and what torch.nn.Module.get_extra_state returned.
+    own = name.rpartition(".")[2] in ("num_batches_tracked", "_extra_state")
+    return own or matches(name, options.drop)
 
 
 def _with_copy(entry: Entry, alias: Entry) -> Entry:
@@ -368,7 +368,7 @@ _REWRITTEN = {
     r"(weight|bias)_[ih]h_l\d": "PyTorch's recurrent layers (RNN, LSTM, GRU) have two "
     "biases where MLX's have one, and are not converted: set their weights in MLX by "
     "hand, and convert the rest with --drop and an MLX model without them.",
-    r"\bweight_[gv]$": "Weights with a weight norm are not converted: in PyTorch call "
+    r"\bweight_g$": "Weights with a weight norm are not converted: in PyTorch call "
     f"torch.nn.utils.remove_weight_norm(module) before saving. {_WITHOUT_STATE}",
 }
 

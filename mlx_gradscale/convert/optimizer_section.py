@@ -5,7 +5,7 @@ PyTorch indexes it by numbers or names. torch.distributed may flatten it
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -114,14 +114,13 @@ class OptimizerSection:
         names = self.groups[group]["params"]
         return [Write(self._held, f"{_GROUPS}{name}.{key}", value) for name in names]
 
-    def held_tensors(self, index: Index) -> list[Write]:
-        """Return a write for each moment that puts its shape in its place."""
-        return [
-            write
-            for slot, value in self.slots(index).items()
-            if slot != "step" and isinstance(value, mx.array)
-            for write in self.write_state(index, {slot: TensorShape.of(value)})
-        ]
+    def drop_tensors(self, index: Index, slots: Iterable[str]) -> None:
+        """Put the shapes of moments in their place."""
+        held = self.slots(index)
+        shapes = {slot: TensorShape.of(held[slot]) for slot in slots
+                  if isinstance(held.get(slot), mx.array)}  # fmt: skip
+        for write in self.write_state(index, shapes):
+            write.container[write.key] = write.value
 
     def _read_numbers(self) -> None:
         """Index by numbers what torch.distributed.checkpoint keyed by their text."""

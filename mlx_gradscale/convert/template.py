@@ -141,8 +141,7 @@ class Template:
             )
             for index, name in zip(group.indices, group.names, strict=True):
                 if owned is None or self.plan.entries[name].mlx[0] in owned:
-                    for write in section.held_tensors(index):
-                        write.container[write.key] = write.value
+                    section.drop_tensors(index, OPTIMIZERS[group.kind].slots)
 
 
 def make_template(

@@ -1,4 +1,4 @@
-"""What the tests of convert share: MLX's models of the golden runs, checkpoints."""
+"""Models of the golden runs, small checkpoints, and steps for the convert tests."""
 
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -18,7 +18,7 @@ from golden_convert.data import (
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import main
 
-GOLDEN = Path(__file__).parent / "golden_convert"
+GOLDEN = Path(__file__).parents[1] / "golden_convert"
 RUNS = [f"{k}_{o}" for k in ("conv", "transformer") for o in ("adam", "adamw", "sgd")]
 
 

@@ -6,11 +6,14 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from convert_helpers import fails, paths, small
+from mlx.utils import tree_flatten
+from support.convert_runs import fails, paths, small
 
-from mlx_gradscale.convert import Options, from_torch, main, read_run, to_torch
-from mlx_gradscale.convert.layouts import Choices, make_plan
-from mlx_gradscale.convert.layouts.sanitized import sanitized
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.checkpoint import read_checkpoint
+from mlx_gradscale.convert import Options, load_torch, main, save_torch
+from mlx_gradscale.convert.layouts import make_plan
+from mlx_gradscale.convert.names import probe_sanitize
 
 SHAPES = {"h.w": (4, 4), "h.conv": (5, 3, 2, 2), "h.one": (1, 4), "h.b": (4,),
           "rope": (2,), "scalar": ()}  # fmt: skip
@@ -36,7 +39,7 @@ class Model(nn.Module):
 
 def test_names_and_axes_are_found():
     before = dict(SHAPES)
-    found = sanitized(Model(), SHAPES)
+    found = probe_sanitize(Model(), SHAPES)
     assert before == SHAPES
     assert found == {
         "h.w": ("model.h.w", "transpose"),
@@ -67,7 +70,7 @@ def test_what_does_more_is_refused(way):
     model = nn.Module()
     model.sanitize = way
     with pytest.raises(ValueError, match=r"sanitize|axes"):
-        sanitized(model, SHAPES)
+        probe_sanitize(model, SHAPES)
 
 
 class Turned(nn.Module):
@@ -79,7 +82,7 @@ class Turned(nn.Module):
         return {k: v.T if v.ndim == 2 else v for k, v in weights.items() if k != "rope"}
 
 
-def test_moments_are_turned_with_their_weights():
+def test_moments_are_transposed_with_their_weights(tmp_path):
     model = {"fc.weight": mx.array([[1.0, 2.0], [3.0, 4.0]]), "fc.bias": mx.zeros(2)}
     model["rope"] = mx.ones(3)
     optimizer = small()[1]
@@ -87,22 +90,61 @@ def test_moments_are_turned_with_their_weights():
     optimizer["state"][0]["momentum_buffer"] = moment
     checkpoint = {"model": {f"module.{k}": v for k, v in model.items()}}
     checkpoint["opt"] = optimizer
+    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
     names = ("module.fc.weight", "module.fc.bias")
-    run = from_torch(checkpoint, Turned(), Options(names=names))
-    assert run.weights["fc.weight"].tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    assert run.optimizer["fc.weight.v"].tolist() == [[5.0, 7.0], [6.0, 8.0]]
-    assert list(run.record.model.unplaced) == ["module.rope"]
-    back, _ = to_torch(run)
+    mine = Turned()
+    run = load_torch(tmp_path / "a.pt", mine, Options(names=names))
+    assert mine.fc.weight.tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    assert run.optimizer.state["fc"]["weight"]["v"].tolist() == [[5.0, 7.0], [6.0, 8.0]]
+    assert any("module.rope" in note for note in run.notes)
+    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=run.template)
+    back = torch_checkpoint.load(tmp_path / "b.pt")
     assert back["model"].keys() == checkpoint["model"].keys()
     assert mx.array_equal(back["model"]["module.fc.weight"], model["fc.weight"])
     assert mx.array_equal(back["opt"]["state"][0]["momentum_buffer"], moment)
 
 
-def test_weights_can_be_turned_by_hand(tmp_path, capsys):
+class TiedByPop(nn.Module):
+    """As Gemma 3 of mlx-lm: sanitize removes a module where the weights have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+        self.lm_head = nn.Linear(2, 2)
+        self.tied = False
+
+    def sanitize(self, weights):
+        if "lm_head.weight" not in weights:
+            self.tied = True
+            self.pop("lm_head")
+        return weights
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sanitize_that_removes_a_module_is_probed_and_applied_once(tmp_path, times):
+    torch_checkpoint.save(tmp_path / "a.pt", {"model": small()[0]})
+    model = TiedByPop()
+    for _ in range(times):  # the second time it has none to remove
+        load_torch(tmp_path / "a.pt", model)
+    assert model.tied
+    assert [name for name, _ in tree_flatten(model.parameters())] == [
+        "fc.weight",
+        "fc.bias",
+    ]
+
+
+def test_probing_sanitize_leaves_the_model_as_it_was():
+    model = TiedByPop()
+    probe_sanitize(model, {"fc.weight": (2, 3)})
+    assert "lm_head" in model
+    assert not model.tied
+
+
+def test_weights_can_be_transposed_by_hand(tmp_path, capsys):
     where = paths(tmp_path, {"model": small()[0]})
     assert main([*where, "--transpose", "*.weight"]) == 0
-    assert read_run(tmp_path / "run").weights["fc.weight"].shape == (3, 2)
-    plan = make_plan(small()[0], None, Choices(transpose=("fc.weight",)))
+    assert read_checkpoint(tmp_path / "run").weights["fc.weight"].shape == (3, 2)
+    plan = make_plan(small()[0], None, Options(transpose=("fc.weight",)))
     assert plan.entries["fc.weight"].layout == "transpose"
     flags = ["--transpose", "nothing", "--overwrite", "--to", "mlx"]
     assert "matches no tensor" in fails(capsys, *where, *flags)
@@ -117,8 +159,8 @@ def test_weights_can_be_turned_by_hand(tmp_path, capsys):
         ({"model_type": 3}, "code of its own"),
         ({}, "code of its own"),
         ({"model_type": "nothing_like_it"}, "not supported"),
-        ({"model_type": "llama", "hidden_size": "x"}, "mlx-lm raised"),
-        ([], "no model's config"),
+        ({"model_type": "llama", "hidden_size": "x"}, "raised"),
+        ([], "code of its own"),
     ],
 )
 def test_a_config_runs_no_code_of_its_folder(config, word, tmp_path, capsys):
@@ -130,8 +172,8 @@ def test_a_config_runs_no_code_of_its_folder(config, word, tmp_path, capsys):
     assert "evil" not in sys.modules
 
 
-def test_a_config_that_is_not_there_is_told(tmp_path, capsys):
+def test_a_missing_or_broken_config_is_an_error(tmp_path, capsys):
     where = paths(tmp_path, {"model": small()[0]})
-    assert "there is no" in fails(capsys, *where, "--model", str(tmp_path))
+    assert "No such file" in fails(capsys, *where, "--model", str(tmp_path))
     (tmp_path / "config.json").write_text("[" * 100_000)
-    assert "is not JSON" in fails(capsys, *where, "--model", str(tmp_path))
+    assert "nested too deeply" in fails(capsys, *where, "--model", str(tmp_path))
