@@ -97,6 +97,8 @@ class OptimizerSection:
 
     def write_state(self, index: Index, slots: Mapping[str, Any]) -> list[Write]:
         """Return the writes that give a parameter these slots; others stay."""
+        if not slots:
+            return []
         if self._is_flat:
             return [Write(self._held, f"{_STATE}{index}.{k}", v)
                     for k, v in slots.items()]  # fmt: skip

@@ -12,7 +12,7 @@ from .layouts import Plan
 from .names import from_peft, unwrap
 from .optimizer_section import Index, OptimizerSection
 from .options import Options
-from .tree import ConvertError, Unordered, list_some
+from .tree import ConvertError, list_some
 
 # An optimizer's number and its index there.
 Key = tuple[int, Index]
@@ -28,6 +28,7 @@ def parameter_names(
     plan: Plan,
     options: Options,
     model: nn.Module | None = None,
+    is_ordered: bool = True,
 ) -> tuple[list[dict[Index, str]], list[str]]:
     """Find the PyTorch name behind each index of one or several optimizers.
 
@@ -39,6 +40,8 @@ def parameter_names(
             model's, from which groups took theirs by shape.
         model (nn.Module, optional): The MLX model, whose order is taken for a file that
             does not keep PyTorch's.
+        is_ordered (bool): Whether the tensors are in PyTorch's order; in a safetensors
+            file they are not.
 
     Returns:
         tuple: For each optimizer, index -> name in ``tensors``; and sentences for the
@@ -48,7 +51,7 @@ def parameter_names(
         ConvertError: If more than one assignment fits in the model's order, or none.
     """
     order = _Order(sections, tensors, plan)
-    found, notes = _find(order, options, model)
+    found, notes = _find(order, options, model, is_ordered)
     out: list[dict[Index, str]] = [{} for _ in sections]
     for number, index in order.keys:
         out[number][index] = found[number, index]
@@ -88,7 +91,7 @@ class _Order:
 
 
 def _find(
-    order: _Order, options: Options, model: nn.Module | None
+    order: _Order, options: Options, model: nn.Module | None, is_ordered: bool
 ) -> tuple[dict[Key, str], list[str]]:
     if order.keys and all(isinstance(index, str) for _, index in order.keys):
         # FullyShardedDataParallel's and torch.distributed's: the indices are names.
@@ -103,7 +106,7 @@ def _find(
     if [len(n) for n in order.saved] == [len(group) for group in order.groups]:
         saved = [name for names in order.saved for name in names]
         return _match_names(order, saved, options.renamed), []
-    if not isinstance(order.tensors, Unordered):
+    if is_ordered:
         found = _deal(order, order.candidates())
         return found, _ambiguity_notes(order, found)
     by_shape = _match_shapes(order)
@@ -256,7 +259,7 @@ def _deal(order: _Order, names: list[str]) -> dict[Key, str]:
     while path is not None:
         key, name, path = path
         found[key] = name
-    return found
+    return {key: found[key] for key in order.keys}
 
 
 def _add(into: dict[Any, Any], key: tuple[int, ...], ways: int, path: Any) -> None:
@@ -265,9 +268,9 @@ def _add(into: dict[Any, Any], key: tuple[int, ...], ways: int, path: Any) -> No
 
 
 def _misfit(order: _Order, names: list[str], ways: int, may_skip: bool) -> str:
-    flat = [s for s in order.shapes.values() if s is not None and len(s) == 1]
-    total = sum(order.tensors[name].size for name in names)
-    if len(order.keys) < len(names) and flat and sum(s[0] for s in flat) * 4 >= total:
+    known = {tuple(order.tensors[name].shape) for name in names}
+    flat = [s for s in order.shapes.values() if s and len(s) == 1 and s not in known]
+    if flat and len(order.keys) < len(names):
         return (
             f"The optimizer keeps {len(order.keys)} flat tensors for the model's "
             f"{len(names)}, as DeepSpeed, ZeRO and fairseq do in half precision. Such "

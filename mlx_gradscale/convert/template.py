@@ -25,7 +25,7 @@ from .optimizer_table import OPTIMIZERS, check_accept
 from .options import Options
 from .order import parameter_names
 from .sections import entries_beside, find_sections, fingerprint
-from .tree import ConvertError, Path, get, is_tensor, number, show
+from .tree import ConvertError, Path, Unordered, get, is_tensor, number, show
 
 _LIGHTNING = "pytorch-lightning_version"  # only Lightning's files have this key
 _VERSION = "mlx_gradscale_template"
@@ -77,9 +77,7 @@ class Template:
         if self.model is None:
             return {}
         held = get(self.checkpoint, self.model)
-        kind: Any = type(held) if isinstance(held, dict) else dict
-        found = {name: x for name, x in held.items() if is_tensor(x)}
-        return found if len(found) < len(held) or kind is dict else held
+        return {name: x for name, x in held.items() if is_tensor(x)}
 
     def sections(self) -> list[OptimizerSection]:
         """Return the optimizers' state dicts."""
@@ -185,8 +183,9 @@ def make_template(
                 "too (--optimizer-key '')."
             )
         _check_kinds(sections, options)
+        is_ordered = not isinstance(get(read.checkpoint, found.model), Unordered)
         names, doubts = parameter_names(
-            sections, tensors, template.plan, options, model
+            sections, tensors, template.plan, options, model, is_ordered
         )
         template.optimizer, said = optimizer_state.plan_optimizer(
             sections, names, template.plan.entries, options
@@ -197,6 +196,12 @@ def make_template(
             get(read.checkpoint, found.scaler)
         )
         notes += template.scaler_state()[1]
+    if isinstance(read.checkpoint, Unordered):
+        template.checkpoint = dict(read.checkpoint)
+    elif read.is_folder:
+        for name, content in read.checkpoint.items():
+            if isinstance(content, Unordered):
+                read.checkpoint[name] = dict(content)
     beside = entries_beside(template.checkpoint, section_paths(template))
     template.age = {show(path): fingerprint(x) for path, x in beside.items()}
     return template, notes + _beside_notes(template, beside)
