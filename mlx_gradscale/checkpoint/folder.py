@@ -198,8 +198,8 @@ def training_text(description: Mapping[str, Any]) -> bytes:
         parse_json(text)
     except ValueError as error:
         raise ValueError(
-            f"The checkpoint could not be read again: {error} Save long lists in extra "
-            "as mx.array."
+            f"The checkpoint could not be read again: {error} Shorten extra, or save "
+            "its long values as mx.array."
         ) from error
     return text
 

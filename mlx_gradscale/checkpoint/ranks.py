@@ -5,8 +5,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.optimizers import Optimizer
 
+from ..core.trees import flatten
 from ..distributed import assert_in_sync
-from ..state_tree import flatten
 
 # Tells a rank in this function from one whose next collective is another.
 _MAGIC = 0x6C05CA1E
@@ -16,7 +16,7 @@ def group_of(
     group: mx.distributed.Group | None, optimizer: Optimizer, scaler: Any
 ) -> mx.distributed.Group:
     """Return the given group, or that of the optimizer or scaler, or the global one."""
-    for known in (group, *(getattr(x, "_group", None) for x in (optimizer, scaler))):
+    for known in (group, *(getattr(x, "group", None) for x in (optimizer, scaler))):
         if known is not None:
             return cast(mx.distributed.Group, known)
     return mx.distributed.init()

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from ..core.masters import join, remainder_of, to_float32
+from ..core.optimizer import LossScaleOptimizer
+from ..core.optimizers import single_optimizers
+from ..core.scale import FIELDS, from_state_dict, to_state_dict
+from ..core.scaler import GradScaler
+from ..core.trees import CONTAINERS, commit, items, restore, snapshot
 from ..distributed import from_rank_0
-from ..distributed.agreement import agreed_already
-from ..files.text import dtype_name, list_some, shorten
-from ..finite import is_floating
-from ..guard import is_initialized, single_optimizers
-from ..masters import to_float32
-from ..masters.remainder import join, remainder_of
-from ..optimizer import LossScaleOptimizer
-from ..scaler import GradScaler
-from ..state_dict import from_state_dict, to_state_dict
-from ..state_tree import CONTAINERS, copies, items, restore, write_all
+from ..files.text import dtype_name, dtype_named, list_some, shorten
 from . import ranks
 from .folder import Checkpoint, build_checkpoint, read_files
 from .memory_order import arrange
@@ -29,11 +27,11 @@ from .save import (
     batch_statistics,
     check_arguments,
     describe_optimizer,
+    is_initialized,
     model_weights,
     sample_checksum,
 )
 
-Writes = list[tuple[Any, Any, Any]]
 # What a text that save_checkpoint did not write leads to.
 _UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
@@ -86,22 +84,35 @@ def restore_checkpoint(
     weights, arrays, text = from_rank_0(lambda: read_files(path), group)
     trees = [model, *(vars(part) for part in _nested_optimizers(optimizer))]
     trees += [] if scaler is None else [scaler.state]
-    before = [pair for tree in trees for pair in copies(tree)]
-    error = None
+    before = snapshot(*trees)
     try:
-        try:
+        with _agreed(path, group):
             saved = build_checkpoint(Path(path), weights, arrays, text)
             seed = ranks.seed_of(saved.description["random"], group)
-            with agreed_already():
-                _restore(saved, model, optimizer, scaler)
-        except Exception as problem:
-            error = _explain(problem, path)
-        ranks.agree(error, group, "restore_checkpoint")
+            _restore_model(saved, model)
+            _check_settings(saved.description, optimizer)
+            _restore_scaler(saved, scaler)
+        # The ranks hold equal weights now, which an optimizer may compare in init().
+        with _agreed(path, group):
+            _restore_optimizer(saved, model, optimizer)
     except BaseException:
         restore(before)
         raise
     mx.random.seed(seed)
     return saved.extra
+
+
+@contextmanager
+def _agreed(
+    path: str | os.PathLike[str], group: mx.distributed.Group
+) -> Iterator[None]:
+    """Raise an error of this block on every rank, as one about the checkpoint."""
+    error = None
+    try:
+        yield
+    except Exception as problem:
+        error = _explain(problem, path)
+    ranks.agree(error, group, "restore_checkpoint")
 
 
 def _nested_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -124,41 +135,104 @@ def _explain(problem: Exception, path: str | os.PathLike[str]) -> Exception:
     return error
 
 
-def _restore(
-    saved: Checkpoint,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scaler: GradScaler | None,
+def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
+    weights, frozen = saved.weights, saved.description["frozen"]
+    own, statistics = model_weights(model), batch_statistics(model)
+    _check_names("the model", own, [*weights, *frozen])
+    for name, x in weights.items():
+        # A forward pass leaves statistics in the dtype of its input.
+        _check_kind(name, own[name], x.shape, x.dtype, is_free=name in statistics)
+    for name, (dtype, shape, checksum) in frozen.items():
+        _check_kind(name, own[name], tuple(shape), dtype_named(dtype))
+        if sample_checksum(own[name]) != checksum:
+            raise ValueError(
+                f"{shorten(name)} is frozen and was not saved, and its values differ "
+                "from those of the saved run. Load the same base model first."
+            )
+    places, orders = _places(model), saved.description["orders"]["model"]
+    new = {name: arrange(x, orders.get(name)) for name, x in weights.items()}
+    mx.eval(new)
+    commit((*places[name], x) for name, x in new.items())
+
+
+def _restore_scaler(saved: Checkpoint, scaler: GradScaler | None) -> None:
+    if saved.scaler is None and scaler is None:
+        return
+    if scaler is None:
+        raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
+    if saved.scaler is None:
+        raise ValueError("it holds no state of a GradScaler. Do not pass a scaler.")
+    if scaler.is_enabled() != saved.description["enabled"]:
+        was = "enabled" if saved.description["enabled"] else "disabled"
+        raise ValueError(f"the saved scaler was {was}. Build this one the same way.")
+    _check_names("the scaler", FIELDS, saved.scaler)
+    for name, x in saved.scaler.items():
+        own = scaler.state[name]
+        _check_kind(f"scaler.{name}", own, x.shape, x.dtype)
+    values = {name: x.item() for name, x in saved.scaler.items()}
+    from_state_dict(to_state_dict(values), values)  # raises if a value is not valid
+    scaler.state.update(saved.scaler)
+    # What the scaler derives from its state is brought up to date.
+    scaler.load_state_dict(scaler.state_dict())
+
+
+def _restore_optimizer(
+    saved: Checkpoint, model: nn.Module, optimizer: Optimizer
 ) -> None:
-    """Check everything, then write everything."""
-    _check_scaler(saved, scaler)
-    _check_settings(saved.description, optimizer)
-    orders = saved.description["orders"]
-    weights = _arrange_all(saved.weights, orders["model"])
-    writes = _weight_writes(saved.description["frozen"], weights, model)
-    moments = _arrange_all(saved.optimizer, orders["training"], "optimizer.")
-    live = _places(optimizer.state)
+    orders = saved.description["orders"]["training"]
+    state = {
+        path: arrange(x, orders.get(f"optimizer.{path}"))
+        if isinstance(x, mx.array)
+        else x
+        for path, x in saved.optimizer.items()
+    }
+    places = _places(optimizer.state)
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
-    if not is_initialized(optimizer) and (is_wrapper or moments.keys() - live.keys()):
+    if not is_initialized(optimizer) and (is_wrapper or state.keys() - places.keys()):
         optimizer.init(model.trainable_parameters())
-        live = _places(optimizer.state)
+        places = _places(optimizer.state)
     if is_wrapper:
-        moments = _convert_masters(moments, live, model_weights(model) | weights)
-        live = {k: at for k, at in live.items() if not k.startswith("scaler.")}
-        moments = {k: x for k, x in moments.items() if not k.startswith("scaler.")}
-    writes += _state_writes(optimizer, moments, live)
-    if scaler is not None and saved.scaler is not None:
-        writes += [(scaler.state, name, x) for name, x in saved.scaler.items()]
-    mx.eval([value for *_, value in writes if isinstance(value, mx.array)])
-    write_all(writes)
+        state = _convert_masters(state, places, model_weights(model))
+        others = ("scaler.", "max_grad_norm")  # restored already, and a setting
+        places = {k: x for k, x in places.items() if not k.startswith(others)}
+        state = {k: x for k, x in state.items() if not k.startswith(others)}
+    places |= _late_places(optimizer, state.keys() - places.keys(), places)
+    _check_names("the optimizer", places, state)
+    for path, (container, key) in places.items():
+        value, own = state[path], None
+        if isinstance(container, (list, tuple)) or key in container:
+            own = container[key]
+        if not isinstance(value, (mx.array, *NUMBERS)):
+            raise ValueError(f"{shorten(path)} is not an array or a number.")
+        if isinstance(own, mx.array) and isinstance(value, mx.array):
+            # MLX's optimizers change the precision of their state in the first steps.
+            _check_kind(path, own, value.shape, value.dtype, is_free=True)
+        if isinstance(container, tuple) and (isinstance(own, mx.array) or own != value):
+            raise ValueError(f"{shorten(path)} is in a tuple, which cannot be changed.")
+    mx.eval([x for x in state.values() if isinstance(x, mx.array)])
+    commit(
+        (container, key, state[path])
+        for path, (container, key) in places.items()
+        if not isinstance(container, tuple)
+    )
 
 
-def _arrange_all(
-    values: Mapping[str, Any], orders: Mapping[str, Any], prefix: str = ""
-) -> dict[str, Any]:
+def _late_places(
+    optimizer: Optimizer, paths: Iterable[str], places: Mapping[str, tuple[Any, Any]]
+) -> dict[str, tuple[Any, Any]]:
+    """Return places for state that an optimizer creates only in its first step."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    roots = {id(single.state) for single in single_optimizers(inner)}
+    containers = {
+        path.rpartition(".")[0]: container
+        for path, (container, _) in places.items()
+        if isinstance(container, dict) and id(container) not in roots
+    }
+    split = [(path, *path.rpartition(".")[::2]) for path in paths]
     return {
-        name: arrange(x, orders.get(prefix + name)) if isinstance(x, mx.array) else x
-        for name, x in values.items()
+        path: (containers[owner], key)
+        for path, owner, key in split
+        if owner in containers
     }
 
 
@@ -171,30 +245,6 @@ def _places(tree: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
         elif isinstance(value, (mx.array, *NUMBERS)):
             found[f"{prefix}{key}"] = tree, key
     return found
-
-
-def _weight_writes(
-    frozen: Mapping[str, Any], weights: Mapping[str, mx.array], model: nn.Module
-) -> Writes:
-    own, statistics, live = (
-        model_weights(model),
-        batch_statistics(model),
-        _places(model),
-    )
-    _check_names("the model", own, [*weights, *frozen])
-    for name, x in weights.items():
-        # A forward pass leaves statistics in the dtype of its input.
-        is_free = name in statistics and is_floating(x) and is_floating(own[name])
-        dtype = own[name].dtype if is_free else x.dtype
-        _check_kind(name, own[name], x.shape, dtype_name(dtype))
-    for name, (dtype, shape, checksum) in frozen.items():
-        _check_kind(name, own[name], tuple(shape), dtype)
-        if sample_checksum(own[name]) != checksum:
-            raise ValueError(
-                f"{shorten(name)} is frozen and was not saved, and its values differ "
-                "from those of the saved run. Load the same base model first."
-            )
-    return [(*live[name], x) for name, x in weights.items()]
 
 
 def _convert_masters(
@@ -218,47 +268,7 @@ def _convert_masters(
                 is_unchanged = weight.view(written.dtype) == written
                 master = mx.where(is_unchanged, master, to_float32(weight))
             found[path] = remainder_of(master, weight)
-    if "max_grad_norm" in live:  # a setting of the live optimizer
-        container, key = live["max_grad_norm"]
-        found["max_grad_norm"] = container[key]
     return found
-
-
-def _state_writes(
-    optimizer: Optimizer,
-    saved: Mapping[str, Any],
-    live: Mapping[str, tuple[Any, Any]],
-) -> Writes:
-    places = dict(live)
-    # Some optimizers create part of a parameter's state in their first step.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    roots = {id(single.state) for single in single_optimizers(inner)}
-    containers = {
-        path.rpartition(".")[0]: container
-        for path, (container, _) in live.items()
-        if isinstance(container, dict) and id(container) not in roots
-    }
-    late = {}
-    for path in saved.keys() - live.keys():
-        owner, _, key = path.rpartition(".")
-        if owner in containers:
-            late[path] = containers[owner], key
-    _check_names("the optimizer", [*live, *late], saved)
-    writes: Writes = []
-    for path, (container, key) in (places | late).items():
-        value, here = saved[path], None if path in late else container[key]
-        if not isinstance(value, (mx.array, *NUMBERS)):
-            raise ValueError(f"{shorten(path)} is not an array or a number.")
-        if isinstance(here, mx.array) and isinstance(value, mx.array):
-            # MLX's optimizers change the precision of their state in the first steps.
-            is_free = is_floating(here) and is_floating(value)
-            dtype = here.dtype if is_free else value.dtype
-            _check_kind(path, here, value.shape, dtype_name(dtype))
-        if not isinstance(container, tuple):
-            writes.append((container, key, value))
-        elif isinstance(value, mx.array) or value != here:
-            raise ValueError(f"{shorten(path)} is in a tuple, which cannot be changed.")
-    return writes
 
 
 def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
@@ -272,30 +282,21 @@ def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
         )
 
 
-def _check_kind(name: str, own: mx.array, shape: tuple[int, ...], dtype: str) -> None:
-    if (own.shape, dtype_name(own)) != (shape, dtype):
+def _check_kind(
+    name: str,
+    own: mx.array,
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    is_free: bool = False,
+) -> None:
+    """Raise for another shape or dtype; a free one may be another floating dtype."""
+    is_floating = mx.issubdtype(own.dtype, mx.floating)
+    is_free = is_free and is_floating and mx.issubdtype(dtype, mx.floating)
+    if own.shape != shape or not (is_free or own.dtype == dtype):
         raise ValueError(
-            f"{shorten(name)} is {shorten(dtype)} of shape {shape} in the checkpoint, "
-            f"{dtype_name(own)} of shape {own.shape} here."
+            f"{shorten(name)} is {dtype_name(dtype)} of shape {shape} in the "
+            f"checkpoint, {dtype_name(own)} of shape {own.shape} here."
         )
-
-
-def _check_scaler(saved: Checkpoint, scaler: GradScaler | None) -> None:
-    if saved.scaler is None and scaler is None:
-        return
-    if scaler is None:
-        raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
-    if saved.scaler is None:
-        raise ValueError("it holds no state of a GradScaler. Do not pass a scaler.")
-    if scaler.is_enabled() != saved.description["enabled"]:
-        was = "enabled" if saved.description["enabled"] else "disabled"
-        raise ValueError(f"the saved scaler was {was}. Build this one the same way.")
-    own = {name: x for name, x in scaler.state.items() if isinstance(x, mx.array)}
-    _check_names("the scaler", own, saved.scaler)
-    for name, x in saved.scaler.items():
-        _check_kind(f"scaler.{name}", own[name], x.shape, dtype_name(x))
-    values = {name: x.item() for name, x in saved.scaler.items()}
-    from_state_dict(to_state_dict(values), values)  # raises if a value is not valid
 
 
 def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -313,7 +314,7 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
             warnings.warn(
                 f"The saved {new['class']} had a schedule for {was}, this one for "
                 f"{now}. Schedules are not saved.",
-                stacklevel=4,
+                stacklevel=3,
             )
     for name, old, new in pairs:
         if old != new:

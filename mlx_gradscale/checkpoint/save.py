@@ -10,14 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from ..core.finite import all_finite, nonfinite
+from ..core.optimizer import LossScaleOptimizer
+from ..core.optimizers import single_optimizers
+from ..core.scale import FIELDS
+from ..core.scaler import GradScaler
+from ..core.trees import flatten
 from ..files.arrays import bytes_of
 from ..files.text import dtype_name
-from ..finite import all_finite, nonfinite
-from ..guard import is_initialized, single_optimizers
-from ..optimizer import LossScaleOptimizer
-from ..scale import FIELDS
-from ..scaler import GradScaler
-from ..state_tree import flatten
 from . import ranks
 from .extra import encode_extra
 from .folder import training_text, write_checkpoint
@@ -134,11 +134,19 @@ def check_arguments(
                 "A LossScaleOptimizer has its own scaler. Do not pass another one."
             )
         scaler = optimizer.scaler
-    if scaler is not None and not scaler.is_between_iterations:
+    if scaler is not None and scaler._stages:
         raise RuntimeError(
             "Save and restore between iterations: call the scaler's update() first."
         )
     return scaler
+
+
+def is_initialized(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer, and each one inside it, has created its state."""
+    inner = getattr(optimizer, "optimizer", None)
+    singles = single_optimizers(inner or optimizer)
+    own = True if inner is None else optimizer._initialized
+    return own and all(single._initialized for single in singles)
 
 
 def model_weights(model: nn.Module) -> dict[str, mx.array]:

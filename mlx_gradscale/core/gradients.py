@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,12 +60,12 @@ class Casting(NamedTuple):
             if getattr(module, "computes_in_float32", False)
         )
 
-        def cast(path: str, x: mx.array) -> mx.array:
-            if path.startswith(float32) or (self.keep and self.keep(path, x)):
-                return x
-            return self._cast(x)
+        def cast_parameter(path: str, x: mx.array) -> mx.array:
+            is_kept = self.keep is not None and self.keep(path, x)
+            kept: mx.array = x if is_kept or path.startswith(float32) else self._cast(x)
+            return kept
 
-        return tree_map_with_path(cast, parameters)
+        return tree_map_with_path(cast_parameter, parameters)
 
     def inputs(self, inputs: Any) -> Any:
         """Return the arguments of the loss function as it is to get them."""
@@ -116,10 +116,14 @@ class Backward:
         """Return a function like that of ``nn.value_and_grad``, by a scaled loss."""
         refuse_scaled(loss_fn)
 
+        is_first = casting.compute_dtype is None
+
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-            if casting.compute_dtype is None:
+            nonlocal is_first
+            if is_first:
                 self._warn_about_promotion(model, args)
+                is_first = False
             outputs, scaled = differentiate(
                 model, loss_fn, args, kwargs, casting, self._state["scale"]
             )
@@ -133,8 +137,7 @@ class Backward:
     def unscale(self, scaled: Any, inverse: mx.array) -> Any:
         """Return a tree of unscaled gradients, remembering where they came from."""
         gradients = _unscale(scaled, inverse)
-        for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
-            self._remember(gradient, source, inverse)
+        self._remember(leaves(gradients), leaves(scaled), inverse)
         return gradients
 
     def unscale_in_place(self, gradients: Any, inverse: mx.array) -> Any:
@@ -144,23 +147,22 @@ class Backward:
             return self.unscale(gradients, inverse)
         scaled = [box[key] for _, box, key in places]
         unscaled = self.unscale(scaled, inverse)
-        for x in scaled:
-            # Should the caller step with these after all, they count as scaled.
-            self._remember(x, x, inverse)
+        # Should the caller step with the scaled ones after all, they count as such.
+        self._remember(scaled, scaled, inverse)
         commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
         return gradients
 
     def _remember(
-        self, gradient: mx.array, scaled: mx.array, inverse: mx.array
+        self, gradients: list[mx.array], scaled: list[mx.array], inverse: mx.array
     ) -> None:
-        if is_floating(gradient):
-            key = id(gradient)
-            forget = partial(self._sources.pop, key)
-            self._sources[key] = Source(scaled, inverse, weakref.ref(gradient, forget))
+        for gradient, source in zip(gradients, scaled, strict=True):
+            forget = partial(self._sources.pop, id(gradient))
+            reference = weakref.ref(gradient, forget)
+            self._sources[id(gradient)] = Source(source, inverse, reference)
 
-    def source_of(self, gradient: mx.array) -> Source | None:
-        """Return the scaled array of a gradient that nobody has changed."""
-        return self._sources.get(id(gradient))
+    def sources(self, gradients: Iterable[mx.array]) -> list[Source | None]:
+        """Return the scaled array behind each gradient that nobody has changed."""
+        return list(map(self._sources.get, map(id, gradients)))
 
     def pending(self) -> tuple[list[mx.array], mx.array | None]:
         """Return the scaled gradients that are still alive, and their inverse scale."""
@@ -261,7 +263,7 @@ def differentiate(
     """
     places = writable_arrays(model)
     parameters = model.trainable_parameters()
-    trained = {id(x) for x in leaves(parameters)}
+    trained = set(map(id, leaves(parameters)))
     # The arrays in the model's place while the loss is computed.
     substitutes: list[mx.array] = []
 
@@ -280,12 +282,14 @@ def differentiate(
     except BaseException:
         commit(places)
         raise
-    own = [place for place in places if id(place[2]) in trained]
-    if casting.compute_dtype is None:
-        # What the forward pass itself wrote to a trainable array stays, as in MLX.
-        substituted = {id(x) for x in substitutes}
-        own = [(box, key, x) for box, key, x in own if id(box[key]) in substituted]
-    commit([*own, *finite_buffers(places, trained)])
+    # What the forward pass itself wrote to a trainable array stays, as in MLX.
+    substituted = set(map(id, substitutes))
+    is_cast = casting.compute_dtype is not None
+    writes = finite_buffers(places, trained)
+    for box, key, x in places:
+        if id(x) in trained and (is_cast or id(box[key]) in substituted):
+            writes.append((box, key, x))
+    commit(writes)
     return outputs, gradients
 
 
@@ -338,8 +342,8 @@ class _ScaledCall:
             on_backward(self)
             return cotangent * primals[1], mx.zeros_like(primals[1])
 
-        result: mx.array = identity(loss.astype(mx.float32), self._scale)
-        return result
+        result: Any = identity(loss.astype(mx.float32), self._scale)
+        return cast(mx.array, result)
 
     def unscaled(self, x: Any) -> Any:
         """Return a floating array; its gradient is unscaled, in float32."""

@@ -4,17 +4,19 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_map
+from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import all_finite_times, arrays, is_floating
 from .gradients import Backward, Casting, Source, differentiate
 from .guard import Plan, inspect, plan
 from .masters import HALF
+from .optimizers import check_supported, initialize, needs_init
 from .ranks import Ranks, finite_on_all_ranks
 from .scale import (
     FIELDS,
@@ -394,7 +396,7 @@ class GradScaler:
             )
         leaves = match(grads, parameters)
         self._check_leaves(leaves)
-        if any(leaf.parameter.dtype in HALF for leaf in leaves):
+        if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
                 "Some parameters are float16 or bfloat16 and have no master weights: "
                 "updates smaller than half a unit in their last place are lost. Keep "
@@ -406,6 +408,10 @@ class GradScaler:
         if stage:
             # A gradient that was non-finite when unscaled may have been clipped since.
             applied = applied & finite_on_all_ranks(stage.finite, self.group)
+        check_supported(optimizer)
+        if needs_init(optimizer):
+            parameters = {leaf.path: leaf.parameter for leaf in leaves}
+            initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
         planned = plan(optimizer, grads, leaves, inspected._replace(applied=applied))
         planned.writes += self._writes(count_step(self._state, applied))
         planned.writes.append(
@@ -417,9 +423,9 @@ class GradScaler:
         self, leaves: list[Leaf], *optimizers: Optimizer
     ) -> list[Source | None]:
         """Return the scaled array behind each gradient, None for an unscaled one."""
-        sources = [self._backward.source_of(leaf.gradient) for leaf in leaves]
-        unscaled = any(id(optimizer) in self._stages for optimizer in optimizers)
-        if self._mode == _SCALED and not unscaled:
+        sources = self._backward.sources([leaf.gradient for leaf in leaves])
+        is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
+        if self._mode == _SCALED and is_scaled:
             inverse = 1.0 / self._state["scale"]
             sources = [
                 source or Source(leaf.gradient, inverse)
@@ -523,13 +529,13 @@ class GradScaler:
         return self._writes(counted | moved)
 
     def _writes(self, changed: dict[str, mx.array]) -> Writes:
-        return [(self._state, name, x) for name, x in changed.items()]
+        return list(zip(repeat(self._state), changed, changed.values(), strict=False))
 
     # Settings
 
     def get_scale(self) -> float:
         """Read the scale from the device; 1.0 when disabled."""
-        return float(self._state["scale"].item()) if self._enabled else 1.0
+        return float(self._get("scale")) if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         """Return whether the scaler does anything."""
@@ -712,7 +718,7 @@ class SkipWatch:
             return
         earlier, self._earlier = self._earlier, state["consecutive_skips"]
         try:
-            skips = 0 if earlier is None else int(earlier.item())
+            skips: Any = 0 if earlier is None else earlier.item()
         except (RuntimeError, ValueError):  # left over from inside mx.compile
             return
         if skips >= SKIPS_TO_WARN:

@@ -134,7 +134,8 @@ def dump_arrays(
 
 def bytes_of(x: mx.array) -> memoryview:
     """Return the bytes of an array that is not empty, in row order."""
-    words = x.reshape(-1).view(_WORDS[x.dtype.size], stream=mx.cpu)
+    flat = mx.contiguous(x, stream=mx.cpu).reshape(-1, stream=mx.cpu)
+    words = flat.view(_WORDS[x.dtype.size], stream=mx.cpu)
     mx.eval(words)
     view: Any = words
     return memoryview(view).cast("B")
