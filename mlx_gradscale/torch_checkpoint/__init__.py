@@ -5,13 +5,18 @@ same object without reading a tensor, and ``save`` writes what ``torch.load`` re
 Nothing in a file is ever executed: objects of unknown classes become a ``Placeholder``,
 which ``save`` writes back as it came.
 
-``load`` raises only ``CheckpointError`` for a bad file. With the default ``Limits``, the
-worst file costs 30 seconds and 1 GB besides the tensors that it really holds. Checksums
-are verified, and pipes and devices are refused.
+``load`` raises only ``CheckpointError`` for a bad file. With the default ``Limits`` the
+worst file costs 30 s and 1 GB, besides the tensors that it really holds. Checksums are
+verified; pipes and devices are refused.
 
-What cannot be read: sparse, quantized and nested tensors, TorchScript archives, dtypes
-that MLX lacks, files of before PyTorch 0.1.10, containers that contain themselves, and
-dict keys other than plain values and flat tuples. The library needs mlx and numpy only.
+Not supported: sparse, quantized and nested tensors, DTensors, TorchScript archives,
+folders of ``torch.distributed.checkpoint`` (the error names PyTorch's command that
+makes a file of them), dtypes that MLX lacks, files of before PyTorch 0.4, containers
+that contain themselves, and dict keys other than plain values and flat tuples of them.
+
+A template is an object whose tensors are replaced by ``TensorShape`` leaves. ``save``
+and ``load`` keep them, so that it can be filled with arrays later. Only this library
+reads such a file.
 """
 
 from .foreign import (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -157,8 +157,8 @@ class TensorShape:
 
     Example:
 
-        >>> TensorShape.of(mx.zeros((2, 3)))
-        TensorShape(shape=(2, 3), dtype='float32')
+        >>> TensorShape.of(mx.zeros((2, 3))).dtype
+        'float32'
     """
 
     shape: tuple[int, ...]
@@ -180,13 +180,11 @@ class TensorShape:
             return TorchTensor(array, self.requires_grad, self.is_parameter)
         return array
 
-    def __repr__(self) -> str:
-        flags = "".join(
-            f", {flag}=True"
-            for flag in ("requires_grad", "is_parameter")
-            if getattr(self, flag)
-        )
-        return f"TensorShape(shape={self.shape}, dtype={self.dtype!r}{flags})"
+
+def require(condition: object) -> None:
+    """Raise a ``TypeError`` unless the condition holds."""
+    if not condition:
+        raise TypeError
 
 
 def is_count(value: Any) -> bool:
@@ -195,27 +193,24 @@ def is_count(value: Any) -> bool:
 
 
 def _show(value: Any, depth: int) -> str:
-    if isinstance(value, Placeholder):
-        path = value.path[:_MAX_TEXT]
-        if value.is_name or not depth:
-            return path if value.is_name else f"{path}(...)"
-        constructed = value.callee is not None and value.callee.path in _CONSTRUCTORS
-        args = () if constructed else value.args or ()
-        shown = [_show(item, depth - 1) for item in args[:_MAX_ITEMS]]
-        state = value.state
-        if type(state) is tuple:  # the function of a functools.partial, for example
-            shown += [_show(item, depth - 1) for item in state[:_MAX_ITEMS]]
-        named = dict(value.kwargs or {}) | (state if type(state) is dict else {})
-        for key, item in list(named.items())[:_MAX_ITEMS]:
-            shown.append(f"{_show(key, 0).strip(chr(39))}={_show(item, depth - 1)}")
-        return f"{path}({', '.join(shown)})"
     if isinstance(value, (mx.array, TensorShape)):
         return "a tensor"
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:40])
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
-    return repr(value)
+    if not isinstance(value, Placeholder):
+        return repr(value)
+    path = value.path[:_MAX_TEXT]
+    if value.is_name or not depth:
+        return path if value.is_name else f"{path}(...)"
+    is_constructed = value.callee is not None and value.callee.path in _CONSTRUCTORS
+    args = () if is_constructed else value.args or ()
+    attributes = value.state if type(value.state) is dict else {}
+    named = list({**(value.kwargs or {}), **attributes}.items())[:_MAX_ITEMS]
+    shown = [_show(item, depth - 1) for item in args[:_MAX_ITEMS]]
+    shown += [f"{key!s:.40}={_show(item, depth - 1)}" for key, item in named]
+    return f"{path}({', '.join(shown)})"
 
 
 def plain_value(value: Any) -> Any:
@@ -232,67 +227,51 @@ def plain_value(value: Any) -> Any:
     """
     if not isinstance(value, Placeholder) or value.is_name or value.callee is None:
         return value
-    interpret = _MEANINGS.get(value.callee.path)
     try:
-        found = interpret(value) if interpret else None
-    except (ValueError, TypeError):  # not what the class itself writes
+        return _MEANINGS[value.callee.path](value)
+    except (KeyError, TypeError, ValueError):  # not what the class itself writes
         return value
-    return value if found is None else found
 
 
-def _namespace(value: Placeholder) -> dict[Any, Any] | None:
-    return value.state if type(value.state) is dict and not value.args else None
+def _namespace(value: Placeholder) -> dict[Any, Any]:
+    require(type(value.state) is dict and not value.args)
+    return value.state  # type: ignore[no-any-return]
 
 
-def _path(value: Placeholder) -> str | None:
+def _path(value: Placeholder) -> str:
     args = value.args or ()
-    if len(args) > 100 or not all(type(arg) is str for arg in args):
-        return None
-    is_windows = "Windows" in value.name
-    return str(PureWindowsPath(*args) if is_windows else PurePosixPath(*args))
+    require(len(args) < 100 and all(type(arg) is str for arg in args))
+    kind = PureWindowsPath if "Windows" in value.name else PurePosixPath
+    return str(kind(*args))
 
 
-def _numpy_dtype(value: Any) -> np.dtype[Any] | None:
-    is_dtype = isinstance(value, Placeholder) and value.path == "numpy.dtype"
-    if not is_dtype or not value.args or type(value.args[0]) is not str:
-        return None
-    state = value.state
-    order = state[1] if type(state) is tuple and len(state) > 1 else "="
+def _numpy_array(kind: Any, shape: Any, data: Any, order: Any = "C") -> Any:
+    require(isinstance(kind, Placeholder) and kind.path == "numpy.dtype" and kind.args)
+    code, state = kind.args[0], kind.state
     # Numbers, truth values, and text or bytes of a fixed length.
-    is_plain = re.fullmatch(r"[biufcSU]\d{1,6}", value.args[0])
-    if not is_plain or type(order) is not str or order not in ("<", ">", "=", "|"):
-        return None
-    return np.dtype(order + value.args[0])
-
-
-def _numpy_scalar(value: Placeholder) -> Any:
-    kind, data = value.args or ()
-    dtype = _numpy_dtype(kind)
-    if dtype is None or type(data) is not bytes or len(data) != dtype.itemsize:
-        return None
-    return np.frombuffer(data, dtype)[0].item()
-
-
-def _numpy_array(
-    kind: Any, shape: Any, data: Any, order: Literal["C", "F"]
-) -> np.ndarray[Any, Any] | None:
-    dtype = _numpy_dtype(kind)
-    fits = type(shape) is tuple and len(shape) <= 32 and all(map(is_count, shape))
-    if dtype is None or not fits or not isinstance(data, (bytes, bytearray)):
-        return None
-    if not dtype.itemsize or prod(shape) * dtype.itemsize != len(data):
-        return None
+    require(type(code) is str and re.fullmatch(r"[biufcSU][1-9]\d{0,5}", code))
+    endian = state[1] if type(state) is tuple and len(state) > 1 else "="
+    require(endian in ("<", ">", "=", "|"))
+    dtype = np.dtype(endian + code)
+    require(type(shape) is tuple and len(shape) <= 32 and all(map(is_count, shape)))
+    require(isinstance(data, (bytes, bytearray)) and order in ("C", "F"))
+    require(prod(shape) * dtype.itemsize == len(data))
     return np.frombuffer(bytes(data), dtype).reshape(shape, order=order)
 
 
-def _numpy_reconstruct(value: Placeholder) -> np.ndarray[Any, Any] | None:
+def _numpy_scalar(value: Placeholder) -> Any:
+    dtype, data = value.args or ()
+    return _numpy_array(dtype, (), data).item()
+
+
+def _numpy_reconstruct(value: Placeholder) -> Any:
     _version, shape, dtype, is_fortran, data = value.state
     return _numpy_array(dtype, shape, data, "F" if is_fortran is True else "C")
 
 
-def _numpy_frombuffer(value: Placeholder) -> np.ndarray[Any, Any] | None:
+def _numpy_frombuffer(value: Placeholder) -> Any:
     data, dtype, shape, order = value.args or ()
-    return _numpy_array(dtype, shape, data, "F" if order == "F" else "C")
+    return _numpy_array(dtype, shape, data, order)
 
 
 _MEANINGS: dict[str, Callable[[Placeholder], Any]] = {
@@ -303,7 +282,12 @@ for _core in ("numpy.core", "numpy._core"):
     _MEANINGS[f"{_core}.multiarray.scalar"] = _numpy_scalar
     _MEANINGS[f"{_core}.multiarray._reconstruct"] = _numpy_reconstruct
     _MEANINGS[f"{_core}.numeric._frombuffer"] = _numpy_frombuffer
-for _module in ("pathlib", "pathlib._local"):
-    for _flavour in ("Path", "PosixPath", "WindowsPath"):
-        _MEANINGS[f"{_module}.{_flavour}"] = _path
-        _MEANINGS[f"{_module}.Pure{_flavour}"] = _path
+for _flavour in (
+    "Path",
+    "PosixPath",
+    "WindowsPath",
+    "PurePosixPath",
+    "PureWindowsPath",
+):
+    _MEANINGS[f"pathlib.{_flavour}"] = _path
+    _MEANINGS[f"pathlib._local.{_flavour}"] = _path

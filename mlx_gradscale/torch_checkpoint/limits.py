@@ -10,10 +10,6 @@ class CheckpointError(ValueError):
     """
 
 
-class CutOffError(CheckpointError):
-    """A pickle continues beyond the available bytes."""
-
-
 @dataclass(frozen=True)
 class Limits:
     """How much a file may ask for. The defaults are far above real checkpoints.
@@ -52,3 +48,9 @@ class Budget:
                 f"the file takes more than {self.limits.operations} operations to "
                 "read. If you trust it, raise limits.operations."
             )
+
+
+def check(condition: object, problem: str) -> None:
+    """Raise a ``CheckpointError`` unless the condition holds."""
+    if not condition:
+        raise CheckpointError(problem)

@@ -1,4 +1,4 @@
-"""``load`` and ``shapes``: read the zip files and the legacy files of ``torch.save``."""
+"""``load`` and ``shapes``: read the zip and legacy files of ``torch.save``."""
 
 import io
 import mmap
@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from .distributed import load_distributed
 from .limits import Budget, CheckpointError, Limits
 from .tensors import Record, TensorReader, check_sum
 from .unpickler import Unpickler
@@ -39,9 +38,8 @@ def load(
     classes become a ``Placeholder``.
 
     Args:
-        file (str, PathLike or bytes): A path, or the contents of a file. A folder of
-            ``torch.distributed.checkpoint`` can be read, too. Do not shorten a file
-            while it is read: it is mapped into memory.
+        file (str, PathLike or bytes): A path, or the contents of a file. Do not
+            shorten a file while it is read: it is mapped into memory.
         limits (Limits, optional): How much the file may ask for.
         float64 (Dtype, optional): What double precision becomes. MLX computes it only
             on the CPU, so that it is an error by default; ``mx.float32`` rounds it
@@ -70,10 +68,6 @@ def load(
             f"float64 must be None, mx.float32 or mx.float64, not {float64!r}."
         )
     budget = Budget(limits)
-    if isinstance(file, (str, os.PathLike)) and os.path.isdir(file):
-        return load_distributed(
-            os.fspath(file), budget, _open, partial(_read, float64=float64)
-        )
     return _read(_open(file), budget, float64=float64)
 
 
@@ -107,6 +101,12 @@ def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
     descriptor = os.open(file, flags)
     try:
         found = os.fstat(descriptor)
+        if os.path.exists(os.path.join(file, ".metadata")):
+            raise CheckpointError(
+                f"{os.fspath(file)} is a folder of torch.distributed.checkpoint. "
+                "Make it one file with: python -m torch.distributed.checkpoint."
+                f"format_utils dcp_to_torch {os.fspath(file)} FILE"
+            )
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{os.fspath(file)} is not a regular file.")
         if not found.st_size:
@@ -225,7 +225,7 @@ class _Directory(io.RawIOBase):
 
 def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]:
     try:
-        with zipfile.ZipFile(_Directory(data, budget)) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(_Directory(data, budget)) as archive:
             infos = archive.infolist()
     except CheckpointError:
         raise

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .builders import BUILDERS, look_up
 from .foreign import DefaultDict, Placeholder, TensorShape, TorchName, TorchSize
-from .limits import Budget, CheckpointError, CutOffError
+from .limits import Budget, CheckpointError, check
 from .tensors import TensorReader
 
 _DICTS = frozenset({dict, OrderedDict, Counter, DefaultDict})
@@ -29,7 +30,7 @@ _STOP = ord(".")
 # Bytes of text that count as one operation, and what larger objects count.
 _TEXT = 32
 _SET, _PLACEHOLDER, _TENSOR = 3, 4, 20
-# Passing an occupied slot of a hash table takes about 10 ns.
+# Passing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 128
 
 
@@ -61,35 +62,37 @@ class Unpickler:
         """Follow the instructions up to the end and return the object."""
         start, budget = self.position, self._budget
         try:
-            while True:
-                code = self._data[self.position]
+            while (code := self._data[self.position]) != _STOP:
                 self.position += 1
-                if code == _STOP:
-                    break
                 budget.operations -= 1
                 if budget.operations < 0:
                     budget.spend(0)
-                handler = _HANDLERS.get(code)
-                if handler is None:
-                    raise CheckpointError(
-                        f"pickle opcode {_opcode_name(code)} does not occur in "
-                        "checkpoints."
+                if code in _VALUES:
+                    value = _VALUES[code](self)
+                    self._stack.append(value)
+                elif code in _ACTIONS:
+                    _ACTIONS[code](self)
+                else:
+                    names = (
+                        op.name for op in pickletools.opcodes if op.code == chr(code)
                     )
-                handler(self)
-            if self._outer or len(self._stack) != 1:
-                raise CheckpointError("the pickle stops in the middle.")
+                    name = next(names, f"0x{code:02x}")
+                    check(False, f"pickle opcode {name} does not occur in checkpoints.")
+            self.position += 1
+            check(
+                not self._outer and len(self._stack) == 1,
+                "the pickle stops in the middle.",
+            )
             check_tree(self._stack[0], budget)
             return self._stack[0]
+        except IndexError:
+            is_cut = self.position >= len(self._data)
+            problem = "is cut off" if is_cut else "takes a value from an empty stack"
+            where = f"Pickle, byte {self.position - start}: "
+            raise CheckpointError(f"{where}the pickle {problem}.") from None
         except CheckpointError as error:
             where = f"Pickle, byte {self.position - start}{self._last_key()}: "
-            raise type(error)(f"{where}{error}") from None
-        except IndexError:
-            where = f"Pickle, byte {self.position - start}: "
-            if self.position >= len(self._data):
-                raise CutOffError(f"{where}the pickle is cut off.") from None
-            raise CheckpointError(
-                f"{where}it takes a value from an empty stack; the file is damaged."
-            ) from None
+            raise CheckpointError(f"{where}{error}") from None
 
     def _last_key(self) -> str:
         """Return the last text on the stack, usually the key of a damaged value."""
@@ -102,8 +105,7 @@ class Unpickler:
 
     def _take(self, size: int) -> bytes:
         end = self.position + size
-        if end > len(self._data):
-            raise CutOffError("the pickle is cut off.")
+        check(end <= len(self._data), "the pickle is cut off.")
         piece = self._data[self.position : end]
         self.position = end
         return piece
@@ -111,22 +113,24 @@ class Unpickler:
     def _number(self, size: int) -> int:
         return int.from_bytes(self._take(size), "little")
 
-    def _text(self, size: int) -> str:
-        data = self._take(self._number(size))
-        self._budget.spend(len(data) // _TEXT)
-        return _decode(data)
+    def _signed(self, data: bytes) -> int:
+        return int.from_bytes(data, "little", signed=True)
+
+    def _float(self) -> Any:
+        return struct.unpack(">d", self._take(8))[0]
 
     def _bytes(self, size: int) -> bytes:
+        """Return bytes whose length is a number of ``size`` bytes before them."""
         data = self._take(self._number(size))
         self._budget.spend(len(data) // _TEXT)
         return data
 
+    def _text(self, size: int) -> str:
+        return _decode(self._bytes(size))
+
     def _line(self) -> str:
         end = self._data.find(b"\n", self.position, self.position + 1000)
-        if end < 0:
-            is_cut = len(self._data) < self.position + 1000
-            kind = CutOffError if is_cut else CheckpointError
-            raise kind("a name in the pickle does not end.")
+        check(end >= 0, "a name in the pickle does not end.")
         text = _decode(self._take(end - self.position))
         self.position += 1
         return text
@@ -138,39 +142,25 @@ class Unpickler:
 
     # Instructions.
 
-    def _proto(self) -> None:
+    def _protocol(self) -> None:
         version = self._number(1)
-        if not 2 <= version <= 5:
-            raise CheckpointError(f"pickle protocol {version} is not one of 2 to 5.")
+        check(2 <= version <= 5, f"pickle protocol {version} is not one of 2 to 5.")
 
     def _frame(self) -> None:
         # A hint for buffering, no more.
-        if self._number(8) > len(self._data) - self.position:
-            raise CutOffError("the pickle is cut off.")
-
-    def _long(self, size: int) -> None:
-        data = self._bytes(size)
-        self._stack.append(int.from_bytes(data, "little", signed=True))
-
-    def _float(self) -> None:
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
-
-    def _int(self) -> None:
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+        size = self._number(8)
+        check(size <= len(self._data) - self.position, "the pickle is cut off.")
 
     def _mark(self) -> None:
         self._outer.append(self._stack)
         self._stack = []
 
-    def _tuple(self, count: int) -> None:
-        stack = self._stack
-        if len(stack) < count:
+    def _tuple(self, count: int) -> tuple[Any, ...]:
+        if len(self._stack) < count:
             raise IndexError
-        stack[-count:] = [tuple(stack[-count:])]
-
-    def _marked_tuple(self) -> None:
-        items = tuple(self._pop_mark())
-        self._stack.append(items)
+        items = tuple(self._stack[-count:])
+        del self._stack[-count:]
+        return items
 
     def _pop(self) -> None:
         # With nothing above it, the mark itself is removed, as Python does.
@@ -187,66 +177,54 @@ class Unpickler:
         self._remembered += self._memo[index] is _NOTHING
         self._memo[index] = self._stack[-1]
 
-    def _get(self, index: int) -> None:
+    def _get(self, index: int) -> Any:
         value = self._memo[index] if index < len(self._memo) else _NOTHING
-        if value is _NOTHING:
-            raise CheckpointError(
-                f"the pickle refers to object {index}, which it does not have."
-            )
-        self._stack.append(value)
+        check(value is not _NOTHING, f"object {index} is not in the pickle.")
+        return value
 
-    def _note(self, opcode: bytes, values: list[Any]) -> bool:
-        """Note an instruction on the placeholder on top of the stack, if it is one."""
+    def _target(self, opcode: bytes, values: list[Any], *kinds: type) -> Any:
+        """Return the container on top of the stack; a placeholder notes the values."""
         target = self._stack[-1]
-        if type(target) is not Placeholder:
-            return False
-        self._budget.spend(1)
-        target.edits.append((opcode, values))
-        return True
+        if type(target) is Placeholder:
+            self._budget.spend(1)
+            target.edits.append((opcode, values))
+            return None
+        change = f"it changes a {_kind(target)} as if it were a {kinds[0].__name__}."
+        check(type(target) in kinds, change)
+        return target
 
     def _extend(self, items: list[Any], opcode: bytes = b"e") -> None:
-        if self._note(opcode, items):
-            return
-        if type(self._stack[-1]) is not list:
-            raise CheckpointError(f"it appends to a {_kind(self._stack[-1])}.")
-        self._budget.spend(len(items) // 4)
-        self._stack[-1].extend(items)
+        target = self._target(opcode, items, list)
+        if target is not None:
+            self._budget.spend(len(items) // 4)
+            target.extend(items)
 
     def _append(self) -> None:
         item = self._stack.pop()
         self._extend([item], b"a")
 
     def _set_items(self, items: list[Any], opcode: bytes = b"u") -> None:
-        target = self._stack[-1]
-        if len(items) % 2 == 0 and self._note(opcode, items):
-            return
-        if type(target) not in _DICTS or len(items) % 2:
-            raise CheckpointError(f"it sets items of a {_kind(target)}.")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            self._pay_for_key(target, key)
-            target[key] = value
+        check(len(items) % 2 == 0, "it sets a key without a value.")
+        target = self._target(opcode, items, *_DICTS)
+        if target is not None:
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                self._pay_for_key(target, key)
+                target[key] = value
 
     def _set_item(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
         self._set_items([key, value], b"s")
 
-    def _empty_set(self) -> None:
-        self._budget.spend(_SET)
-        self._stack.append(set())
-
     def _add_items(self) -> None:
         items = self._pop_mark()
-        if self._note(b"\x90", items):
-            return
-        if type(self._stack[-1]) is not set:
-            raise CheckpointError(f"it adds to a {_kind(self._stack[-1])}.")
-        self._fill(self._stack[-1], items)
+        target = self._target(b"\x90", items, set)
+        if target is not None:
+            self._set_of(items, target)
 
-    def _frozenset(self) -> None:
-        items = self._pop_mark()
-        self._stack.append(frozenset(self._fill(set(), items)))
-
-    def _fill(self, target: set[Any], members: Iterable[Any]) -> set[Any]:
+    def _set_of(
+        self, members: Iterable[Any], target: set[Any] | None = None
+    ) -> set[Any]:
+        target = set() if target is None else target
         self._budget.spend(_SET)
         for member in members:
             self._budget.spend(1)
@@ -265,120 +243,159 @@ class Unpickler:
             if len(key) >= 1024:
                 self._budget.spend(len(key) // 1024)
             return
-        parts = key if kind in (tuple, TorchSize) and len(key) <= 64 else (key,)
-        if not all(type(part) in _KEYS for part in parts):
-            raise CheckpointError(
-                f"a dict key or set member is a {_kind(key)}. Only plain values and "
-                "flat tuples of them can be read."
-            )
+        parts = _check_key(key)
         # The keys 0, 1, 2, ... of an optimizer are never in each other's way.
         if kind in (bool, Placeholder) or (kind is int and 0 <= key <= len(target)):
             return
         cost = 1
         for part in parts:
             cost += 1 + (len(part) // 1024 if type(part) in _TEXTS else 0)
-            if type(part) is int:
-                cost += part.bit_length() // 64
+            cost += part.bit_length() // 64 if type(part) is int else 0
         self._budget.spend(cost * len(target) // _SLOTS + cost)
 
-    def _name(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str:
-            raise CheckpointError("a name in the pickle is not text.")
+    def _name(self, module: Any, name: Any) -> Any:
+        check(type(module) is type(name) is str, "a name in the pickle is not text.")
         # One object for each name, as the class itself would be.
         key = f"{module}\n{name}"
         if key not in self._names:
             self._budget.spend(_PLACEHOLDER + len(key) // _TEXT)
             self._names[key] = look_up(module, name)
-        self._stack.append(self._names[key])
+        return self._names[key]
 
-    def _global(self) -> None:
+    def _global(self) -> Any:
         module = self._line()
-        self._name(module, self._line())
+        return self._name(module, self._line())
 
-    def _stack_global(self) -> None:
+    def _stack_global(self) -> Any:
         name = self._stack.pop()
-        self._name(self._stack.pop(), name)
+        return self._name(self._stack.pop(), name)
 
-    def _persistent(self) -> None:
-        pid = self._stack.pop()
+    def _persistent(self) -> Any:
         self._budget.spend(_PLACEHOLDER)
-        self._stack.append(self._tensors.storage(pid))
+        return self._tensors.storage(self._stack.pop())
 
-    def _new_object(self) -> None:
+    def _new_object(self) -> Placeholder:
         args = self._stack.pop()
-        self._call(b"\x81", self._stack.pop(), args)
+        return self._call(b"\x81", self._stack.pop(), args)
 
-    def _new_object_ex(self) -> None:
+    def _new_object_ex(self) -> Placeholder:
         kwargs, args = self._stack.pop(), self._stack.pop()
-        if type(kwargs) is not dict:
-            raise CheckpointError("an object is made without keyword arguments.")
-        self._call(b"\x92", self._stack.pop(), args, kwargs)
+        check(type(kwargs) is dict, "an object is made without keyword arguments.")
+        return self._call(b"\x92", self._stack.pop(), args, kwargs)
 
     def _call(
-        self,
-        opcode: bytes,
-        callee: Any,
-        args: Any,
-        kwargs: dict[Any, Any] | None = None,
-    ) -> None:
-        """Put the placeholder of the object that a call would make on the stack."""
-        if type(callee) is not Placeholder or type(args) is not tuple:
-            raise CheckpointError(f"it makes an object of a {_kind(callee)}.")
+        self, opcode: bytes, callee: Any, args: Any, kwargs: Any = None
+    ) -> Placeholder:
+        """Return the placeholder of the object that a call would make."""
+        check(
+            type(callee) is Placeholder and type(args) is tuple,
+            f"it calls a {_kind(callee)} with a {_kind(args)}.",
+        )
         # Joining two names makes a text of up to 1000 characters.
         self._budget.spend(_PLACEHOLDER * (5 if callee.is_getattr else 1))
-        self._stack.append(callee.called(opcode, args, kwargs))
+        return callee.called(opcode, args, kwargs)  # type: ignore[no-any-return]
 
-    def _reduce(self) -> None:
+    def _reduce(self) -> Any:
         args, callee = self._stack.pop(), self._stack.pop()
         path = callee.path if type(callee) is Placeholder and not callee.callee else ""
-        if type(args) is not tuple:
-            raise CheckpointError(f"it makes an object of a {_kind(args)}.")
-        if path in ("builtins.set", "builtins.frozenset"):
-            if [type(arg) for arg in args] not in ([list], []):
-                raise CheckpointError(f"{path} is not made of a list.")
-            members = self._fill(set(), *args or [()])
-            self._stack.append(members if path.endswith(".set") else frozenset(members))
-        elif path in BUILDERS:
-            self._stack.append(self._build_value(path, args))
-        else:
-            self._call(b"R", callee, args)
-
-    def _build_value(self, path: str, args: tuple[Any, ...]) -> Any:
+        kinds = [type(arg) for arg in args] if type(args) is tuple else None
+        if path in ("builtins.set", "builtins.frozenset") and kinds in ([list], []):
+            members = self._set_of(*args or [()])
+            return members if path == "builtins.set" else frozenset(members)
+        if path not in BUILDERS or kinds is None:
+            return self._call(b"R", callee, args)
         # An argument may come from the memo and be copied any number of times.
         for arg in args:
-            kind = type(arg)
-            if kind in _TEXTS:
+            if type(arg) in _TEXTS:
                 self._budget.spend(len(arg) // _TEXT)
-            elif kind in _ITEMS:
+            elif type(arg) in _ITEMS:
                 self._budget.spend(len(arg))
         if path == "collections.Counter" and args and type(args[0]) is dict:
-            self._fill(set(), args[0])
+            self._set_of(args[0])
         try:
             value = BUILDERS[path](self._tensors, *args)
         except TypeError:
-            raise CheckpointError(
-                f"{path} is called with arguments that it does not take."
-            ) from None
-        is_tensor = isinstance(value, (mx.array, TensorShape))
-        self._budget.spend(_TENSOR if is_tensor else _SET)
+            problem = f"{path} is called with arguments that it does not take."
+            raise CheckpointError(problem) from None
+        self._budget.spend(_TENSOR if path.startswith("torch.") else _SET)
         return value
 
     def _build(self) -> None:
         """Set the state of the object on top of the stack."""
         state = self._stack.pop()
-        target = self._stack[-1]
-        if self._note(b"b", [state]):
-            return
-        if type(target) is not OrderedDict or type(state) is not dict:
-            raise CheckpointError(f"it sets the state of a {_kind(target)}.")
-        # nn.Module.state_dict() sets _metadata; other names could shadow methods.
-        if any(key != "_metadata" for key in state):
-            raise CheckpointError(
+        target = self._target(b"b", [state], OrderedDict)
+        if target is not None:
+            # nn.Module.state_dict() sets _metadata; others could shadow methods.
+            check(
+                type(state) is dict and all(key == "_metadata" for key in state),
                 "an OrderedDict has attributes other than _metadata. Save it as a "
-                "plain dict."
+                "plain dict.",
             )
-        self._budget.spend(_SET)
-        target.__dict__.update(state)
+            self._budget.spend(_SET)
+            target.__dict__.update(state)
+
+
+_ACTIONS: dict[int, Callable[[Unpickler], object]] = {
+    0x80: Unpickler._protocol,
+    0x95: Unpickler._frame,
+    ord("("): Unpickler._mark,
+    ord("a"): Unpickler._append,
+    ord("e"): lambda u: u._extend(u._pop_mark()),
+    ord("s"): Unpickler._set_item,
+    ord("u"): lambda u: u._set_items(u._pop_mark()),
+    0x90: Unpickler._add_items,
+    ord("b"): Unpickler._build,
+    # POP and POP_MARK, which Python writes for tuples that contain themselves.
+    ord("0"): Unpickler._pop,
+    ord("1"): Unpickler._pop_mark,
+    # The memo: BINPUT, LONG_BINPUT, MEMOIZE.
+    ord("q"): lambda u: u._put(u._number(1)),
+    ord("r"): lambda u: u._put(u._number(4)),
+    0x94: lambda u: u._put(u._remembered),
+}
+# Instructions whose value goes on the stack.
+_VALUES: dict[int, Callable[[Unpickler], Any]] = {
+    ord("N"): lambda u: None,
+    0x88: lambda u: True,
+    0x89: lambda u: False,
+    ord("K"): lambda u: u._number(1),
+    ord("M"): lambda u: u._number(2),
+    ord("J"): lambda u: u._signed(u._take(4)),
+    0x8A: lambda u: u._signed(u._bytes(1)),
+    0x8B: lambda u: u._signed(u._bytes(4)),
+    ord("G"): Unpickler._float,
+    # Text: BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and Python 2's str.
+    ord("X"): lambda u: u._text(4),
+    0x8C: lambda u: u._text(1),
+    0x8D: lambda u: u._text(8),
+    ord("U"): lambda u: u._text(1),
+    ord("T"): lambda u: u._text(4),
+    # Bytes: BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8.
+    ord("B"): lambda u: u._bytes(4),
+    ord("C"): lambda u: u._bytes(1),
+    0x8E: lambda u: u._bytes(8),
+    0x96: lambda u: bytearray(u._bytes(8)),
+    # Containers.
+    ord(")"): lambda u: (),
+    0x85: lambda u: u._tuple(1),
+    0x86: lambda u: u._tuple(2),
+    0x87: lambda u: u._tuple(3),
+    ord("t"): lambda u: tuple(u._pop_mark()),
+    ord("]"): lambda u: [],
+    ord("}"): lambda u: {},
+    0x8F: lambda u: u._set_of(()),
+    0x91: lambda u: frozenset(u._set_of(u._pop_mark())),
+    # Names and objects.
+    ord("c"): Unpickler._global,
+    0x93: Unpickler._stack_global,
+    ord("R"): Unpickler._reduce,
+    0x81: Unpickler._new_object,
+    0x92: Unpickler._new_object_ex,
+    ord("Q"): Unpickler._persistent,
+    # The memo: BINGET, LONG_BINGET.
+    ord("h"): lambda u: u._get(u._number(1)),
+    ord("j"): lambda u: u._get(u._number(4)),
+}
 
 
 def _decode(data: bytes) -> str:
@@ -388,134 +405,80 @@ def _decode(data: bytes) -> str:
         raise CheckpointError("a text in the pickle is not valid UTF-8.") from None
 
 
+def _opcode(code: int) -> str:
+    names = (op.name for op in pickletools.opcodes if ord(op.code) == code)
+    return f"pickle opcode {next(names, hex(code))}"
+
+
 def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _opcode_name(code: int) -> str:
-    names = (op.name for op in pickletools.opcodes if ord(op.code) == code)
-    return next(names, f"0x{code:02x}")
+def _check_key(key: Any) -> tuple[Any, ...]:
+    """Return the parts of a key that is a plain value or a flat tuple of them."""
+    parts = key if type(key) in (tuple, TorchSize) and len(key) <= 64 else (key,)
+    check(
+        all(type(part) in _KEYS for part in parts),
+        f"a dict key or set member is a {_kind(key)}. It must be a plain value or a "
+        "flat tuple of them.",
+    )
+    return parts
 
 
 def check_tree(root: Any, budget: Budget) -> None:
     """Raise if an object is too deep, too large when expanded, or contains itself.
 
-    Only placeholders may form rings. Whoever walks the object elsewhere needs no such
+    Only placeholders may form rings. Whoever walks the object later needs no such
     checks.
     """
     limits = budget.limits
     left = limits.operations
-    # Placeholders come last, and each once.
-    pending: list[tuple[int, Any]] = [(0, root)]
+    # Placeholders are visited last, and each once.
+    pending: list[tuple[int, list[Any]]] = [(0, [root])]
     seen: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
         nonlocal left
         kind = type(value)
-        left -= 1
+        left -= 1 + (len(value) // _TEXT if kind in _TEXTS else 0)
         if left < 0:
             raise CheckpointError(
                 f"the object has more than {limits.operations} values, counting shared "
                 "ones wherever they appear. If you trust it, raise limits.operations."
             )
-        if kind in _NUMBERS:
-            return
-        if kind in _TEXTS:
-            left -= len(value) // _TEXT
-        elif kind is Placeholder:
-            if id(value) not in seen:
-                seen.add(id(value))
-                pending.append((depth + 1, value))
+        if kind is Placeholder and id(value) not in seen:
+            seen.add(id(value))
+            edits = [item for _, items in value.edits for item in items]
+            held = [value.callee, value.args, value.kwargs, *edits]
+            pending.append((depth + 1, held))
         elif kind in _ITEMS:
-            if depth >= limits.depth:
-                raise CheckpointError(
-                    f"containers are nested more than {limits.depth} deep, or one "
-                    "contains itself."
-                )
+            check(
+                depth < limits.depth,
+                f"containers are nested more than {limits.depth} deep, or one contains "
+                "itself.",
+            )
+            for key in () if kind in (list, tuple, TorchSize) else value:
+                _check_key(key)
             for item in _contents(value):
                 visit(item, depth + 1)
-        elif not isinstance(value, (mx.array, TensorShape)):
+        elif kind not in _LEAVES and not isinstance(value, (mx.array, np.ndarray)):
             raise CheckpointError(f"a {kind.__name__} cannot be a value.")
 
-    for depth, value in pending:
-        if type(value) is not Placeholder:
+    for depth, values in pending:
+        for value in values:
             visit(value, depth)
-        else:
-            for item in (value.callee, value.args, value.kwargs):
-                visit(item, depth)
-            for _, held in value.edits:
-                for item in held:
-                    visit(item, depth)
+
+
+_LEAVES = _NUMBERS | _TEXTS | {Placeholder, TensorShape}
 
 
 def _contents(value: Any) -> Iterator[Any]:
     if type(value) not in _DICTS:
         yield from value
         return
-    for key, item in value.items():
-        yield key
-        yield item
+    for pair in value.items():
+        yield from pair
     if type(value) is OrderedDict:
         yield from vars(value).values()
     elif type(value) is DefaultDict:
         yield value.factory
-
-
-_HANDLERS: dict[int, Callable[[Unpickler], object]] = {
-    0x80: Unpickler._proto,
-    0x95: Unpickler._frame,
-    # Values.
-    ord("N"): lambda u: u._stack.append(None),
-    0x88: lambda u: u._stack.append(True),
-    0x89: lambda u: u._stack.append(False),
-    ord("K"): lambda u: u._stack.append(u._number(1)),
-    ord("M"): lambda u: u._stack.append(u._number(2)),
-    ord("J"): Unpickler._int,
-    ord("G"): Unpickler._float,
-    0x8A: lambda u: u._long(1),
-    0x8B: lambda u: u._long(4),
-    # Text: BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and Python 2's str.
-    ord("X"): lambda u: u._stack.append(u._text(4)),
-    0x8C: lambda u: u._stack.append(u._text(1)),
-    0x8D: lambda u: u._stack.append(u._text(8)),
-    ord("U"): lambda u: u._stack.append(u._text(1)),
-    ord("T"): lambda u: u._stack.append(u._text(4)),
-    # Bytes: BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8.
-    ord("B"): lambda u: u._stack.append(u._bytes(4)),
-    ord("C"): lambda u: u._stack.append(u._bytes(1)),
-    0x8E: lambda u: u._stack.append(u._bytes(8)),
-    0x96: lambda u: u._stack.append(bytearray(u._bytes(8))),
-    # Containers.
-    ord("("): Unpickler._mark,
-    ord(")"): lambda u: u._stack.append(()),
-    0x85: lambda u: u._tuple(1),
-    0x86: lambda u: u._tuple(2),
-    0x87: lambda u: u._tuple(3),
-    ord("t"): Unpickler._marked_tuple,
-    ord("]"): lambda u: u._stack.append([]),
-    ord("a"): Unpickler._append,
-    ord("e"): lambda u: u._extend(u._pop_mark()),
-    ord("}"): lambda u: u._stack.append({}),
-    ord("s"): Unpickler._set_item,
-    ord("u"): lambda u: u._set_items(u._pop_mark()),
-    0x8F: Unpickler._empty_set,
-    0x90: Unpickler._add_items,
-    0x91: Unpickler._frozenset,
-    # Names and objects.
-    ord("c"): Unpickler._global,
-    0x93: Unpickler._stack_global,
-    ord("R"): Unpickler._reduce,
-    ord("b"): Unpickler._build,
-    0x81: Unpickler._new_object,
-    0x92: Unpickler._new_object_ex,
-    ord("Q"): Unpickler._persistent,
-    # POP and POP_MARK, which Python writes for tuples that contain themselves.
-    ord("0"): Unpickler._pop,
-    ord("1"): Unpickler._pop_mark,
-    # The memo: BINPUT, LONG_BINPUT, MEMOIZE, BINGET, LONG_BINGET.
-    ord("q"): lambda u: u._put(u._number(1)),
-    ord("r"): lambda u: u._put(u._number(4)),
-    0x94: lambda u: u._put(u._remembered),
-    ord("h"): lambda u: u._get(u._number(1)),
-    ord("j"): lambda u: u._get(u._number(4)),
-}

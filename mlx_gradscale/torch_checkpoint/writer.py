@@ -159,7 +159,7 @@ def _chunks(array: Array) -> Iterator[memoryview]:
 class _Storage(NamedTuple):
     number: int
     element: Element
-    size: int
+    array: Array
 
 
 _PythonPickler: Any = pickle._Pickler
@@ -189,9 +189,12 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Refuse all types that have no method here."""
         if type(obj) not in self.dispatch:
-            place = "".join(f"[{key!a:.80}]" for key in self._path[:20])
-            raise TypeError(f"obj{place} {_refusal(obj)}")
+            raise self._error(_refusal(obj))
         return NotImplemented
+
+    def _error(self, problem: str) -> TypeError:
+        place = "".join(f"[{key!a:.80}]" for key in self._path[:20])
+        return TypeError(f"obj{place} {problem}")
 
     def _name(self, module: str, name: str) -> Placeholder:
         """Return one placeholder for each name, so that it is written once."""
@@ -211,82 +214,54 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         else:
             self.memoize(obj)
 
-    def _save_bytes(self, obj: bytes) -> None:
-        # Protocol 2 has no bytes: they are text of the same code points.
-        self._reduce("_codecs", "encode", (obj.decode("latin1"), "latin1"), obj)
-
-    def _save_bytearray(self, obj: bytearray) -> None:
-        self._reduce("__builtin__", "bytearray", (bytes(obj),) if obj else (), obj)
-
-    def _save_complex(self, obj: complex) -> None:
-        self._reduce("__builtin__", "complex", (obj.real, obj.imag), obj)
-
-    def _save_set(self, obj: Any) -> None:
-        self._reduce("__builtin__", type(obj).__name__, (list(obj),), obj)
-
-    def _save_counter(self, obj: Counter[Any]) -> None:
-        self._reduce("collections", "Counter", (dict(obj),), obj)
+    def _save_call(self, obj: Any) -> None:
+        self._reduce(*_CALLS[type(obj)](obj), obj)
 
     def _save_list(self, obj: list[Any]) -> None:
         self.write(b"]")
         self.memoize(obj)
-        self._batches(([i, item] for i, item in enumerate(obj)), len(obj), b"ae", False)
+        for start in range(0, len(obj), _BATCH):
+            pairs = enumerate(obj[start : start + _BATCH], start)
+            self._batch(pairs, b"a" if len(obj) == 1 else b"e")
 
     def _save_dict(self, obj: dict[Any, Any]) -> None:
         self.write(b"}")
         self.memoize(obj)
-        self._batches(obj.items(), len(obj), b"su", True)
-
-    def _save_items(self, obj: dict[Any, Any]) -> None:
-        """Write the items of a subclass of dict, with their own batches."""
         rest = iter(obj.items())
-        while batch := list(islice(rest, _BATCH)):
-            self._batch(batch, b"su", len(batch) == 1, True)
-
-    def _batches(
-        self, items: Iterable[Any], count: int, opcodes: bytes, is_dict: bool
-    ) -> None:
-        rest = iter(items)
         # A dict whose last batch is full ends with an empty one.
-        extra = is_dict and count > 0 and count % _BATCH == 0
-        for _ in range(0, count + extra, _BATCH):
-            self._batch(islice(rest, _BATCH), opcodes, count == 1, is_dict)
+        for _ in range(len(obj) // _BATCH + 1 if obj else 0):
+            self._batch(islice(rest, _BATCH), b"s" if len(obj) == 1 else b"u")
 
-    def _batch(
-        self, items: Iterable[Any], opcodes: bytes, is_single: bool, is_dict: bool
-    ) -> None:
-        if not is_single:
+    def _batch(self, items: Iterable[tuple[Any, Any]], opcode: bytes) -> None:
+        if opcode in _MARKED:
             self.write(b"(")
         for key, item in items:
             self._path.append(key)
-            if is_dict:
+            if opcode in b"su":
                 self.save(key)
             self.save(item)
             self._path.pop()
-        self.write(opcodes[:1] if is_single else opcodes[1:])
+        self.write(opcode)
 
-    def _save_ordered_dict(self, obj: OrderedDict[Any, Any]) -> None:
-        self._reduce("collections", "OrderedDict", (), obj)
-        self._save_items(obj)
-        attributes = vars(obj)
+    def _save_subclass(self, obj: OrderedDict[Any, Any] | DefaultDict) -> None:
+        self._save_call(obj)
+        # Python batches the items of a subclass of dict in another way.
+        rest = iter(obj.items())
+        while batch := list(islice(rest, _BATCH)):
+            self._batch(batch, b"s" if len(batch) == 1 else b"u")
+        attributes = dict(vars(obj)) if isinstance(obj, OrderedDict) else {}
+        if attributes.keys() - {"_metadata"}:
+            raise self._error("has attributes other than _metadata.")
         if attributes:
-            self.save(dict(attributes))
+            self.save(attributes)
             self.write(b"b")
-
-    def _save_default_dict(self, obj: DefaultDict) -> None:
-        args = () if obj.factory is None else (obj.factory,)
-        self._reduce("collections", "defaultdict", args, obj)
-        self._save_items(obj)
 
     def _save_torch_name(self, obj: TorchName) -> None:
         if obj.startswith("torch."):
-            return self.save(self._name("torch", obj.removeprefix("torch.")))
-        kind, colon, index = str(obj).partition(":")
-        args = (kind, int(index)) if colon else (kind,)
-        self._reduce("torch", "device", args, obj)
-
-    def _save_torch_size(self, obj: TorchSize) -> None:
-        self._reduce("torch", "Size", (tuple(obj),), obj)
+            self.save(self._name("torch", obj.removeprefix("torch.")))
+        else:
+            kind, *index = obj.split(":")
+            self._reduce("torch", "device", (kind, *map(int, index)), obj)
 
     def _save_placeholder(self, obj: Placeholder) -> None:
         if obj.callee is None:
@@ -307,9 +282,10 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def _save_name(self, obj: Placeholder) -> None:
         module, name = obj.module, obj.name
         if obj is not self._name(module, name):
-            return self.save(self._name(module, name))
+            self.save(self._name(module, name))
+            return
         if not f"{module}{name}".isprintable():
-            raise TypeError(f"{module!r:.80} {name!r:.80} is not a name.")
+            raise self._error(f"has no printable name: {module!a:.80} {name!a:.80}.")
         outer, dot, inner = name.rpartition(".")
         if dot:
             # Protocol 2 has no dotted names: Python gets the inner from the outer.
@@ -318,59 +294,64 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.write(f"c{module}\n{name}\n".encode())
         self.memoize(obj)
 
-    def _save_tensor_shape(self, obj: TensorShape) -> None:
-        args = (obj.shape, obj.dtype, obj.requires_grad, obj.is_parameter)
-        self._reduce(*TENSOR_SHAPE, args, obj)
-
     def _save_torch_tensor(self, obj: TorchTensor) -> None:
         if not obj.is_parameter:
             return self._save_array(obj)
-        args = mx.array(obj), obj.requires_grad, OrderedDict()
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        args = mx.array(obj), obj.requires_grad, hooks
         self._reduce("torch._utils", "_rebuild_parameter", args, obj)
 
     def _save_array(self, obj: Array) -> None:
         element = element_of(obj)
         if element is None:
-            raise TypeError(f"PyTorch has no dtype like {obj.dtype} of an array.")
-        storage = _Storage(len(self.arrays), element, obj.size)
+            raise self._error(f"has a dtype that PyTorch lacks: {obj.dtype}.")
+        storage = _Storage(len(self.arrays), element, obj)
         self.arrays.append(obj)
         grad = isinstance(obj, TorchTensor) and obj.requires_grad
         shape = tuple(obj.shape)
-        args = (storage, 0, shape, _strides(shape), grad, OrderedDict())
-        if element.storage:
-            self._reduce("torch._utils", "_rebuild_tensor_v2", args, obj)
-        else:
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        args: tuple[Any, ...] = storage, 0, shape, _strides(shape), grad, hooks
+        if not element.storage:
             args = (*args, TorchName(f"torch.{element.name}"))
-            self._reduce("torch._utils", "_rebuild_tensor_v3", args, obj)
+        function = "_rebuild_tensor_v2" if element.storage else "_rebuild_tensor_v3"
+        self._reduce("torch._utils", function, args, obj)
 
     def _save_storage(self, obj: _Storage) -> None:
-        number, element, size = obj
-        kind = self._name("torch.storage", "UntypedStorage")
-        if element.storage:
-            kind = self._name("torch", element.storage)
+        if obj.element.storage:
+            kind, size = self._name("torch", obj.element.storage), obj.array.size
         else:
-            size *= element.size
-        self.save(("storage", kind, str(number), "cpu", size))
+            kind, size = self._name("torch.storage", "UntypedStorage"), obj.array.nbytes
+        self.save(("storage", kind, str(obj.number), "cpu", size))
         self.write(b"Q")
 
 
+# The calls that make objects of these types: module, name and arguments.
+_CALLS: dict[type, Callable[[Any], tuple[str, str, tuple[Any, ...]]]] = {
+    # Protocol 2 has no bytes: they are text of the same code points.
+    bytes: lambda x: ("_codecs", "encode", (x.decode("latin1"), "latin1")),
+    bytearray: lambda x: ("__builtin__", "bytearray", (bytes(x),) if x else ()),
+    complex: lambda x: ("__builtin__", "complex", (x.real, x.imag)),
+    set: lambda x: ("__builtin__", "set", (list(x),)),
+    frozenset: lambda x: ("__builtin__", "frozenset", (list(x),)),
+    Counter: lambda x: ("collections", "Counter", (dict(x),)),
+    OrderedDict: lambda x: ("collections", "OrderedDict", ()),
+    DefaultDict: lambda x: (
+        "collections",
+        "defaultdict",
+        () if x.factory is None else (x.factory,),
+    ),
+    TorchSize: lambda x: ("torch", "Size", (tuple(x),)),
+    TensorShape: lambda x: (*TENSOR_SHAPE, tuple(vars(x).values())),
+}
 for _kind in (type(None), bool, int, float, str, tuple):
     _Pickler.dispatch[_kind] = _PythonPickler.dispatch[_kind]
-_Pickler.dispatch |= {
-    bytes: _Pickler._save_bytes,
-    bytearray: _Pickler._save_bytearray,
-    complex: _Pickler._save_complex,
-    set: _Pickler._save_set,
-    frozenset: _Pickler._save_set,
+_Pickler.dispatch |= dict.fromkeys(_CALLS, _Pickler._save_call) | {
+    OrderedDict: _Pickler._save_subclass,
+    DefaultDict: _Pickler._save_subclass,
     list: _Pickler._save_list,
     dict: _Pickler._save_dict,
-    OrderedDict: _Pickler._save_ordered_dict,
-    Counter: _Pickler._save_counter,
-    DefaultDict: _Pickler._save_default_dict,
     TorchName: _Pickler._save_torch_name,
-    TorchSize: _Pickler._save_torch_size,
     Placeholder: _Pickler._save_placeholder,
-    TensorShape: _Pickler._save_tensor_shape,
     TorchTensor: _Pickler._save_torch_tensor,
     mx.array: _Pickler._save_array,
     np.ndarray: _Pickler._save_array,

@@ -7,7 +7,7 @@ import struct
 from collections import Counter
 
 import pytest
-from checkpoint_helpers import (
+from tests.support.torch_files import (
     GOLDEN,
     integer,
     name,

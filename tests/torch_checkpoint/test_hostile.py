@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from checkpoint_helpers import (
+from tests.support.torch_files import (
     GOLDEN,
     integer,
     name,
@@ -113,7 +113,7 @@ def test_nothing_is_run(tmp_path, protocol):
         assert found.path == "pathlib.Path.touch"
         assert isinstance(plain_value(found), Placeholder)
         str(found), repr(found), copy.copy(found)
-        torch_checkpoint.load(torch_checkpoint.save_bytes(found))
+        torch_checkpoint.load(save_bytes(found))
     assert not marker.exists()
     pickle.loads(evil)  # it would have
     assert marker.exists()

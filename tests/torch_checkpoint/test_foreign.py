@@ -16,7 +16,15 @@ import types
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoint_helpers import GOLDEN, name, pickled, records, tensor, text, torch_bytes
+from tests.support.torch_files import (
+    GOLDEN,
+    name,
+    pickled,
+    records,
+    tensor,
+    text,
+    torch_bytes,
+)
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import (
@@ -157,7 +165,7 @@ def test_pytorch_finds_its_own_objects_again(kind):
     for protocol in (2, 4, 5):
         data = torch_bytes({"x": OBJECTS[kind]}, pickle_protocol=protocol)
         loaded = torch_checkpoint.load(data)
-        back = torch_checkpoint.save_bytes(loaded)
+        back = save_bytes(loaded)
         found = read_by_torch(back)["x"]
         assert type(found) is type(OBJECTS[kind])
         # Not the object itself: numpy turns the bytes of a big-endian array around.
@@ -171,8 +179,8 @@ def test_each_is_kept_in_a_pickle_of_its_own(kind):
     loaded = torch_checkpoint.load(torch_bytes(OBJECTS[kind]))
     if isinstance(loaded, Placeholder):
         again = kept.parse(*kept.dump(loaded))
-        back = torch_checkpoint.save_bytes(again)
-        assert back == torch_checkpoint.save_bytes(loaded)
+        back = save_bytes(again)
+        assert back == save_bytes(loaded)
         assert same(read_by_torch(back), read_by_torch(torch_bytes(OBJECTS[kind])))
 
 
@@ -252,7 +260,7 @@ def test_a_ring_of_objects():
     loaded = torch_checkpoint.load(data)
     assert loaded[0].state["many"][0] is loaded[0]
     assert len(str(loaded[0])) < 300
-    back = torch_checkpoint.save_bytes(loaded)
+    back = save_bytes(loaded)
     assert records(back)["data.pkl"] == records(data)["data.pkl"]
     found = read_by_torch(back)
     assert found[0].many[1]["x"] is found[0]
@@ -268,9 +276,9 @@ def test_tensors_inside_come_back_as_parameters():
     args = argparse.Namespace(model=model, plain=torch.arange(3), tied=model[0].weight)
     data = torch_bytes(args)
     loaded = torch_checkpoint.load(data)
-    back = torch_checkpoint.save_bytes(loaded)
+    back = save_bytes(loaded)
     assert records(back)["data.pkl"] == records(data)["data.pkl"]
-    for file in (back, torch_checkpoint.save_bytes(kept.parse(*kept.dump(loaded)))):
+    for file in (back, save_bytes(kept.parse(*kept.dump(loaded)))):
         found = read_by_torch(file)
         assert found.tied is found.model[0].weight
         assert [p.requires_grad for p in found.model.parameters()] == [
@@ -303,7 +311,7 @@ def test_a_golden_file_without_pytorch():
     assert plain_value(torch_checkpoint.load(GOLDEN / "foreign_numpy.pt")["x"]) == 1.0
     module = torch_checkpoint.load(GOLDEN / "foreign_module.pt")
     assert module.path == "torch.nn.modules.linear.Linear"
-    again = torch_checkpoint.save_bytes(found)
+    again = save_bytes(found)
     pickle_of = records((GOLDEN / "foreign.pt").read_bytes())["data.pkl"]
     assert records(again)["data.pkl"] == pickle_of
 
@@ -313,7 +321,7 @@ def test_nothing_is_imported():
     data = pickled(name("antigravity", "X") + b")R" + text("y") + b"b")
     found = torch_checkpoint.load(data)
     str(found), plain_value(found), copy.deepcopy(found)
-    torch_checkpoint.save_bytes(found)
+    save_bytes(found)
     assert set(sys.modules) - before <= {"copy"}
 
 
@@ -326,7 +334,7 @@ def test_a_file_names_no_class_that_the_first_did_not():
 
     for kind in OBJECTS:
         data = torch_bytes({"x": OBJECTS[kind]})
-        back = torch_checkpoint.save_bytes(torch_checkpoint.load(data))
+        back = save_bytes(torch_checkpoint.load(data))
         assert named(back) == named(data), kind
 
 
@@ -334,7 +342,7 @@ def test_the_same_name_is_the_same_key():
     one, two = name("x", "Y") + b"K\x01", name("x", "Y") + b"K\x02"
     found = torch_checkpoint.load(pickled(b"}(" + one + two + b"u"))
     assert list(found.values()) == [2]
-    assert torch_checkpoint.save_bytes(found).count(b"cx\nY\n") == 1
+    assert save_bytes(found).count(b"cx\nY\n") == 1
 
 
 # Files that lie.
@@ -427,7 +435,7 @@ def test_kept_objects_that_lie():
 def test_names_that_would_be_instructions_are_not_written():
     for module, attribute in (("os\nsystem\n(", "x"), ("a", "b\nc")):
         with pytest.raises(TypeError, match="name that is none"):
-            torch_checkpoint.save_bytes(Placeholder.named(module, attribute))
+            save_bytes(Placeholder.named(module, attribute))
 
 
 # FSDP2's tensors.

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint.foreign import TorchSize
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -143,3 +144,10 @@ def tensor(
         + metadata
         + b"tR"
     )
+
+
+def save_bytes(obj: Any) -> bytes:
+    """The file that ``save`` writes."""
+    buffer = io.BytesIO()
+    torch_checkpoint.save(buffer, obj)
+    return buffer.getvalue()

@@ -9,7 +9,7 @@ import time
 
 import mlx.core as mx
 import pytest
-from checkpoint_helpers import integer, name, pickled, storage, tensor, text
+from tests.support.torch_files import integer, name, pickled, storage, tensor, text
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import from_torch, read_run, write_run
