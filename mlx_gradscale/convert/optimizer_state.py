@@ -21,6 +21,7 @@ from .optimizer_table import (
     Difference,
     check_differences,
     mlx_differences,
+    plain_setting,
     recognise,
     torch_differences,
 )
@@ -399,12 +400,10 @@ def _changed_settings(
         is_array = _is_array(settings["lr"])
         changed["lr"] = mx.array(rate, settings["lr"].dtype) if is_array else rate
     for key, (off, _) in spec.refused.items():  # what was accepted stays off
-        value = settings.get(key)
-        if key not in spec.settings and value is not None:
-            plain = tuple(map(number, value)) if isinstance(value, (list, tuple)) else (
-                number(value))  # fmt: skip
-            if plain not in (*off, None):
-                changed[key] = type(plain)(off[0])
+        value = plain_setting(settings.get(key))
+        if key not in spec.settings and value not in (*off, None):
+            is_number = isinstance(value, (bool, int, float))
+            changed[key] = type(value)(off[0]) if is_number else off[0]
     return changed
 
 

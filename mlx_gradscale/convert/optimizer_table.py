@@ -342,9 +342,9 @@ def _fits(spec: OptimizerSpec, groups: Sequence[Group], held: set[str]) -> bool:
 
 
 def _adam_or_adamw(groups: Sequence[Group]) -> str:
-    flags = {group.get("decoupled_weight_decay") for group in groups}
-    if flags <= {True, False} and len(flags) == 1:
-        return "AdamW" if flags.pop() else "Adam"
+    flags = [group.get("decoupled_weight_decay") for group in groups]
+    if all(flag is True for flag in flags) or all(flag is False for flag in flags):
+        return "AdamW" if flags[0] else "Adam"
     if all(not number(group.get("weight_decay", 0)) for group in groups):
         return "Adam"  # without weight decay they are the same
     raise ConvertError(
@@ -370,9 +370,9 @@ def torch_differences(
     """
     spec = OPTIMIZERS[name]
     found = [
-        Difference(key, f"{name} has {key}={_setting(group[key])!r}: {text}.")
+        Difference(key, f"{name} has {key}={plain_setting(group[key])!r}: {text}.")
         for key, (off, text) in spec.refused.items()
-        if _setting(group.get(key)) not in (*off, None)
+        if plain_setting(group.get(key)) not in (*off, None)
     ]
     known = {*spec.settings, *spec.required, *spec.refused, *spec.ignored, *_COMMON}
     found += [
@@ -396,7 +396,8 @@ def torch_differences(
     return found
 
 
-def _setting(value: Any) -> Any:
+def plain_setting(value: Any) -> Any:
+    """Return a setting with Python numbers, a list as a tuple."""
     if isinstance(value, (list, tuple)):
         return tuple(map(number, value))
     return number(value)

@@ -255,7 +255,7 @@ def _refuse_lost(
             what = _whole_module(value)
             if what:
                 raise ConvertError(f"{show(path) or 'The file'}: {what}.")
-        if not found.scaler or found.optimizers:
+        if found.scaler is None or found.optimizers:
             has = "an optimizer but no model" if found.optimizers else "no model"
             raise ConvertError(
                 f"The checkpoint holds {has} that could be recognised; at its top it "

@@ -25,7 +25,16 @@ from .optimizer_table import OPTIMIZERS, check_accept
 from .options import Options
 from .order import parameter_names
 from .sections import entries_beside, find_sections, fingerprint
-from .tree import ConvertError, Path, Unordered, get, is_tensor, number, show
+from .tree import (
+    ConvertError,
+    Path,
+    Unordered,
+    get,
+    is_tensor,
+    list_some,
+    number,
+    show,
+)
 
 _LIGHTNING = "pytorch-lightning_version"  # only Lightning's files have this key
 _VERSION = "mlx_gradscale_template"
@@ -155,6 +164,8 @@ def make_template(
     Returns:
         tuple: The template, and sentences for the user.
     """
+    if is_template(read.checkpoint):
+        raise ConvertError("This is a template: give the PyTorch checkpoint itself.")
     found = find_sections(read.checkpoint, options.keys)
     template = Template(
         read.checkpoint,
@@ -169,6 +180,12 @@ def make_template(
         raise ConvertError("The checkpoint holds no model's state dict.")
     if found.model is not None:
         tensors = template.tensors()
+        empty = [n for n, x in tensors.items() if not isinstance(x, mx.array)]
+        if empty:
+            raise ConvertError(
+                f"{list_some(empty)} has a shape and no values, as in a template: give "
+                "the PyTorch checkpoint."
+            )
         is_lightning = isinstance(read.checkpoint, dict) and (
             _LIGHTNING in read.checkpoint
         )

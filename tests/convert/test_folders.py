@@ -163,7 +163,7 @@ def test_model_in_several_files_comes_back_as_one(end, tmp_path):
         if end == "bin":
             pt.save(path, {name: x})
         else:
-            mx.save_safetensors(str(path), {name: x})
+            mx.save_safetensors(str(path), {name: x}, {"format": "pt"})
     (source / f"model.{end}.index.json").write_text("{}")
     model = Small()
     run = load_torch(source, model)
@@ -224,7 +224,8 @@ def peft_folder(path):
                 rng = np.random.default_rng(len(names))
                 value = rng.normal(size=shape).astype(np.float32)
                 weights[f"{name}.lora_{letter}.weight"] = mx.array(value)
-    mx.save_safetensors(str(path / "adapter_model.safetensors"), weights)
+    file = str(path / "adapter_model.safetensors")
+    mx.save_safetensors(file, weights, {"format": "pt"})
     (path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
     state = {
         i: {"step": mx.array(3.0), "exp_avg": x * 2, "exp_avg_sq": x * x}

@@ -1,16 +1,13 @@
 """What the inspect command says of each kind of file."""
 
 import json
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from support.convert_runs import GOLDEN, forward, model_flag
 
-from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import from_torch, read_torch, write_run
+from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.inspect import describe, main
-
-GOLDEN = Path(__file__).parent / "golden_convert"
 
 
 def said(capsys, *arguments):
@@ -18,132 +15,84 @@ def said(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_a_pytorch_checkpoint(capsys):
+def by_name(path):
+    return {entry["name"]: entry for entry in describe(path)["entries"]}
+
+
+def test_pytorch_checkpoint_is_listed_with_shapes_and_values(capsys):
     text = said(capsys, GOLDEN / "conv_adamw.pt")
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[0].endswith("conv_adamw.pt: PyTorch checkpoint")
-    assert "features.0.weight 4x2x3x3 float32 288 B" in lines
-    assert "16 tensors, 2.3 kB" in lines
-    assert "optimizer AdamW" in lines
-    assert "step 6" in lines
-    assert any(line.startswith("group 0 10 parameters, lr=0.01") for line in lines)
-    assert "scale 512.0" in lines
+    assert lines[0].endswith("conv_adamw.pt: 46 tensors, 6.8 kB")
+    assert "model/features.0.weight float32 4x2x3x3" in lines
+    assert "optimizer/param_groups/0/lr 0.01" in lines
+    assert "optimizer/state/0/step float32 scalar" in lines
+    assert "scaler/scale 512.0" in lines
     assert "epoch 3" in lines
 
 
 def test_json_says_the_same(capsys):
     found = json.loads(said(capsys, GOLDEN / "conv_adamw.pt", "--json"))
-    assert found == json.loads(json.dumps(describe(GOLDEN / "conv_adamw.pt")))
-    assert found["tensors"][0] == {
-        "name": "features.0.weight",
-        "shape": [4, 2, 3, 3],
-        "dtype": "float32",
-        "bytes": 288,
-    }
-    assert found["optimizer"]["name"] == "AdamW"
-    assert found["optimizer"]["steps"] == [6]
-    assert found["optimizer"]["groups"][0]["params"] == 10
-    assert found["scaler"]["_growth_tracker"] == 3
-    assert found["rest"] == {"epoch": 3, "history": [[0, 1.5], [1, 1.25]]}
+    assert found == describe(GOLDEN / "conv_adamw.pt")
+    (tensor,) = [e for e in found["entries"] if e["name"] == "model/features.0.weight"]
+    assert (tensor["shape"], tensor["bytes"]) == ([4, 2, 3, 3], 288)
 
 
-def test_a_converted_folder_and_its_files(tmp_path, capsys):
-    checkpoint, _ = read_torch(GOLDEN / "transformer_sgd.pt")
-    del checkpoint["model"]["blocks.0.attention.in_proj_weight"]
-    checkpoint["model"].pop("position")
-    checkpoint.pop("optimizer")
-    write_run(tmp_path / "run", from_torch(checkpoint))
-    found = describe(tmp_path / "run")
-    assert found["kind"] == "MLX run"
-    names = [tensor["name"] for tensor in found["tensors"]]
-    assert names == sorted(names)
-    assert found["scaler"]["scale"] == 512.0
-    assert found["rest"]["epoch"] == 3
-    found = describe(tmp_path / "run" / "model.safetensors")
-    assert (found["kind"], found["metadata"]) == ("safetensors", {"format": "mlx"})
-    found = describe(tmp_path / "run" / "scaler.json")
-    assert found["scaler"]["growth_interval"] == 4
+def test_no_tensor_is_read(tmp_path):
+    """A file whose tensors are damaged is listed all the same."""
+    pt.save(tmp_path / "a.pt", {"w": mx.arange(1000)})
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    where = data.index((500).to_bytes(4, "little"))
+    data[where] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(pt.CheckpointError):
+        pt.load(tmp_path / "a.pt")
+    assert by_name(tmp_path / "a.pt")["w"]["shape"] == [1000]
 
 
-def test_an_mlx_optimizer_file(tmp_path):
-    path = tmp_path / "optimizer.safetensors"
-    arrays = {f"layers.{i}.w.v": mx.zeros(4) for i in (10, 2)}
-    arrays |= {"step": mx.array(7, mx.uint64), "learning_rate": mx.array(0.5)}
-    mx.save_safetensors(str(path), arrays)
-    found = describe(path)
-    assert found["optimizer"] == {
-        "steps": [7],
-        "learning_rates": [0.5],
-        "slots": ["v"],
-        "bytes": 44,
-    }
-    names = [tensor["name"] for tensor in found["tensors"]]
-    assert names.index("layers.2.w.v") < names.index("layers.10.w.v")
+def test_converted_run_and_its_template_are_listed(tmp_path):
+    name = "conv_adamw"
+    forward(GOLDEN / f"{name}.pt", tmp_path / "run", *model_flag(name))
+    found = by_name(tmp_path / "run")
+    weight = found["save-000001/model.safetensors/features.layers.0.weight"]
+    assert weight["shape"] == [4, 3, 3, 2]
+    assert found["template.pt/checkpoint/epoch"]["value"] == 3
+    entry = found["template.pt/checkpoint/model/features.0.weight"]
+    assert entry["shape"] == [4, 2, 3, 3]
 
 
-def test_a_converted_folder_with_groups(tmp_path, capsys):
+def test_every_value_has_a_line_and_valid_json(tmp_path, capsys):
+    for value, words in (
+        (mx.zeros((2, 3)), "2x3"),
+        ([mx.zeros((4, 5)), 7], "float32 4x5"),
+        ("text", "text"),
+        ({}, "{}"),
+        ({"nan": float("nan"), "raw": b"xyz", "many": list(range(99))}, "list of 99"),
+        ({"z": mx.array(1j)}, "complex64 scalar"),
+    ):
+        pt.save(tmp_path / "a.pt", value)
+        assert words in said(capsys, tmp_path / "a.pt")
+        text = said(capsys, tmp_path / "a.pt", "--json")
+        json.loads(text, parse_constant=pytest.fail)
+
+
+def test_foreign_objects_are_shown_as_their_contents(tmp_path):
     torch = pytest.importorskip("torch")
-    layer = torch.nn.Linear(3, 2)
-    groups = [{"params": [layer.weight], "lr": 0.5}, {"params": [layer.bias]}]
-    optimizer = torch.optim.Adam(groups, lr=0.25)
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    checkpoint = {"model": layer.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(checkpoint, tmp_path / "a.pt")
-    write_run(tmp_path / "run", from_torch(read_torch(tmp_path / "a.pt")[0]))
-    found = describe(tmp_path / "run")["optimizer"]
-    assert (found["name"], found["steps"]) == ("Adam", [1, 1])
-    assert found["learning_rates"] == [0.5, 0.25]
-    assert "learning rate  0.5, 0.25" in said(capsys, tmp_path / "run")
+    from argparse import Namespace
 
-
-def test_unknown_parts_are_still_listed(tmp_path):
-    checkpoint = {
-        "a": {"w": mx.zeros((2, 2))},
-        "b": {"w": mx.zeros(1)},
-        "nan": float("nan"),
-        "raw": b"xyz",
-        "optimizer": {
-            "state": {0: {"strange": mx.zeros(3)}},
-            "param_groups": [{"params": [0], "lr": 0.1}],
-        },
-    }
-    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
-    found = describe(tmp_path / "a.pt")
-    assert found["rest"]["a"] == {"w": "float32 2x2"}
-    assert found["rest"]["nan"] == "nan"
-    assert found["rest"]["raw"] == "3 bytes"
-    json.dumps(found, allow_nan=False)
-    del checkpoint["b"]
-    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
-    assert describe(tmp_path / "a.pt")["optimizer"]["name"] == "unknown"
+    torch.save({"args": Namespace(lr=0.5, name="x")}, tmp_path / "a.pt")
+    assert by_name(tmp_path / "a.pt")["args/lr"]["value"] == 0.5
 
 
 def test_control_characters_are_escaped(tmp_path, capsys):
     odd = "w\x1b[2J\n\u202e"
-    checkpoint = {"model": {odd: mx.zeros(2)}, "note\x07": "a\r\x1b]0;b"}
-    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
+    pt.save(tmp_path / "a.pt", {odd: mx.zeros(2), "note\x07": "a\r\x1b]0;b"})
     text = said(capsys, tmp_path / "a.pt")
     assert all(c.isprintable() or c == "\n" for c in text)
     assert r"w\x1b[2J\n\u202e" in text
     assert r"a\r\x1b]0;b" in text
 
 
-def test_what_is_no_dict_is_told(tmp_path, capsys):
-    file = tmp_path / "a.pt"
-    for value, words in (
-        (mx.zeros((2, 3)), "2x3"),
-        ([mx.zeros((4, 5)), 7], "float32 4x5"),
-        ("text", "text"),
-        ({}, "empty"),
-        ({"z": mx.array(1j), "inf": mx.array(float("inf"))}, "inf"),
-    ):
-        torch_checkpoint.save(file, value)
-        assert words in said(capsys, file)
-        json.loads(said(capsys, file, "--json"), parse_constant=pytest.fail)
-
-
-def test_errors_are_one_line(tmp_path, capsys):
+def test_errors_are_one_line_and_limits_can_be_raised(tmp_path, capsys):
     for name in ("missing.pt", "bad.pt", "bad.safetensors", "bad.json"):
         if name.startswith("bad"):
             (tmp_path / name).write_bytes(b"garbage")
@@ -151,10 +100,8 @@ def test_errors_are_one_line(tmp_path, capsys):
         text = capsys.readouterr().err
         assert text.startswith("error: ")
         assert text.count("\n") == 1
-
-
-def test_a_model_with_values_that_are_no_tensors(tmp_path):
-    model = {"fc.weight": mx.ones((3, 4)), "fc._extra_state": {"a": 1}, "temp": 1.0}
-    torch_checkpoint.save(tmp_path / "run.pt", {"model": model, "epoch": 3})
-    (tensor,) = describe(tmp_path / "run.pt")["tensors"]
-    assert tensor["name"] == "fc.weight"
+    pt.save(tmp_path / "a.pt", list(range(1000)))
+    assert main([str(tmp_path / "a.pt"), "--limit", "operations=100"]) == 1
+    assert "--limit operations=..." in capsys.readouterr().err
+    assert main([str(tmp_path / "a.pt"), "--limit", "operations=1e6"]) == 0
+    assert main([str(tmp_path / "a.pt"), "--limit", "patience=3"]) == 1

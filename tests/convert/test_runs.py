@@ -150,8 +150,8 @@ def test_run_born_in_mlx_takes_any_checkpoint_of_the_model_as_template(
     for number in range(5, 25):
         theirs.step(number)
         assert theirs.scale() == scales[number - 5]
-    save_torch(tmp_path / "c.pt", model, optimizer, scaler, like=tmp_path / "b.pt",
-               options=Options())  # fmt: skip
+    with pytest.warns(UserWarning, match="epoch"):
+        save_torch(tmp_path / "c.pt", model, optimizer, scaler, like=tmp_path / "b.pt")
     compare(pt.load(tmp_path / "c.pt")["model"], theirs.weights())
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as other programs wrote them: there, on, back, and on again."""
+"""Checkpoints of other programs: steps in MLX, and steps in PyTorch again."""
 
 import json
 import sys
@@ -11,14 +11,14 @@ import mlx.nn as nn
 import pytest
 from golden_sources import gpt
 from golden_sources.data import BEFORE, tokens
-from interop_helpers import Net, batch, convert, torch_net
-from sources_page import check_row, rows, seen, steps
+from support.regression import Net, assert_near, batch, convert, torch_net
 
-from mlx_gradscale.convert import load_run, save_run
-from mlx_gradscale.convert.skeleton import get
+from mlx_gradscale.checkpoint import read_checkpoint
+from mlx_gradscale.convert import Options, load_torch, save_torch
+from mlx_gradscale.convert.tree import get
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
-GOLDEN = Path(__file__).parent / "golden_sources"
+GOLDEN = Path(__file__).parents[1] / "golden_sources"
 LOSSES = json.loads((GOLDEN / "losses.json").read_text())
 
 
@@ -34,33 +34,29 @@ def vectors_first(parameters):
 class Source(NamedTuple):
     """A golden file: what it is, where its parts are, how its optimizer has them."""
 
-    title: str
     file: str
     model: tuple
     optimizer: tuple
     prefix: str = ""
-    flags: tuple = ()
+    rename: tuple | None = None
     groups: object = one_group
     kind: type = torch.optim.AdamW
 
 
 SOURCES = {
     "timm": Source(
-        "timm 1.0.30 `CheckpointSaver`, EMA, AMP",
         "timm.pth.tar",
         ("state_dict",),
         ("optimizer",),
         groups=vectors_first,
     ),
     "torchvision": Source(
-        "torchvision's `references/classification`, EMA, AMP",
         "torchvision.pth",
         ("model",),
         ("optimizer",),
         kind=torch.optim.SGD,
     ),
     "nanogpt": Source(
-        "nanoGPT, compiled",
         "nanogpt.pt",
         ("model",),
         ("optimizer",),
@@ -68,15 +64,13 @@ SOURCES = {
         groups=lambda parameters: vectors_first(parameters)[::-1],
     ),
     "mmengine": Source(
-        "mmengine 0.10.7 `Runner`, AMP",
         "mmengine.pth",
         ("state_dict",),
         ("optimizer",),
         prefix="net.",
-        flags=("--rename", r"^net\.="),
+        rename=(r"^net\.", ""),
     ),
     "lightning": Source(
-        "Lightning 2.6.6, `EMAWeightAveraging`, hyper-parameters with a path",
         "lightning_ema.ckpt",
         ("current_model_state",),
         ("optimizer_states", 0),
@@ -85,8 +79,8 @@ SOURCES = {
 }
 
 
-def mlx_losses(name, folder, numbers):
-    """Steps in MLX with a converted run, which is saved again."""
+def mlx_losses(name, path, back, numbers):
+    """Steps in MLX from a file, which is written again."""
     is_gpt = name == "nanogpt"
     net = gpt.GPT() if is_gpt else Net()
 
@@ -95,13 +89,15 @@ def mlx_losses(name, folder, numbers):
             return nn.losses.cross_entropy(net(x), y, reduction="mean")
         return ((net(x) - y) ** 2).mean()
 
-    run, losses = load_run(folder, net), []
+    options = Options(rename=[SOURCES[name].rename] if SOURCES[name].rename else None)
+    run, losses = load_torch(path, net, options), []
     for number in numbers:
         data = tokens(number) if is_gpt else batch(number)
         loss, grads = nn.value_and_grad(net, loss_fn)(*map(mx.array, data))
         run.optimizer.update(net, grads)
         losses.append(loss.item())
-    save_run(folder, net, run.optimizer, run.scaler, run.record)
+    with pytest.warns(UserWarning, match="Not updated since step"):
+        save_torch(back, net, run.optimizer, run.scaler, like=run.template)
     return losses
 
 
@@ -151,31 +147,20 @@ def _mmengine(monkeypatch):
 
 @pytest.mark.usefixtures("_mmengine")
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_file_of_another_program_goes_on_in_mlx_and_back(name, tmp_path):
+def test_file_of_another_program_continues_in_mlx_and_back(name, tmp_path):
     path = GOLDEN / SOURCES[name].file
     assert path.stat().st_size < 30_000
     check_source(name, path, LOSSES[name], tmp_path)
 
 
 def check_source(name, path, want, tmp_path):
-    """Go on in MLX from a file, and back, with the losses that PyTorch has."""
-    source = SOURCES[name]
-    back = tmp_path / source.file
-    model = "golden_sources.gpt:GPT" if name == "nanogpt" else "interop_helpers:Net"
-    convert(path, tmp_path / "run", "--model", model, *source.flags)
-    onward = mlx_losses(name, tmp_path / "run", range(BEFORE, BEFORE + 5))
-    convert(back, tmp_path / "run")
-
+    """Continue in MLX from a file, and back, with the losses that PyTorch has."""
+    back = tmp_path / SOURCES[name].file
+    onward = mlx_losses(name, path, back, range(BEFORE, BEFORE + 5))
+    assert_near(onward, want[:5])
     found = torch.load(back, weights_only=False)
-    again = torch_losses(name, found, range(BEFORE + 5, BEFORE + 10))
-    check_row(
-        source.title,
-        inspect=seen(path),
-        to_mlx=source.flags,
-        onward=steps(onward, want[:5]),
-        back=steps(again, want[5:]),
-    )
-    # And all that is no part came back: the same keys, the same classes.
+    assert_near(torch_losses(name, found, range(BEFORE + 5, BEFORE + 10)), want[5:])
+    # And all that is no section came back: the same keys, the same classes.
     before = torch.load(path, weights_only=False)
     assert shape_of(found) == shape_of(before)
 
@@ -191,17 +176,10 @@ def shape_of(value):
     return type(value)
 
 
-def test_the_scalers_of_the_files_are_found(tmp_path):
-    for name in ("timm", "torchvision", "mmengine"):
-        convert(GOLDEN / SOURCES[name].file, tmp_path / name, *SOURCES[name].flags)
-        scaler = json.loads((tmp_path / name / "scaler.json").read_text())
-        assert (scaler["scale"], scaler["_growth_tracker"]) == (65536.0, BEFORE)
-
-
-def test_no_row_of_the_page_is_without_a_test():
-    tests = [*Path(__file__).parent.glob("*.py")]
-    tests += Path(__file__).parent.glob("interop/*.py")
-    text = "".join(path.read_text() for path in tests)
-    assert len(rows()) > len(SOURCES)
-    for title in rows():
-        assert f'"{title}"' in text, title
+@pytest.mark.parametrize("name", ["timm", "torchvision", "mmengine"])
+def test_scaler_of_another_program_is_found(name, tmp_path):
+    flags = ("--rename", r"^net\.=") if name == "mmengine" else ()
+    convert(GOLDEN / SOURCES[name].file, tmp_path / "run", *flags)
+    scaler = read_checkpoint(tmp_path / "run").scaler
+    assert scaler["scale"].item() == 65536.0
+    assert scaler["growth_tracker"].item() == BEFORE
