@@ -18,8 +18,9 @@ from .tree import ConvertError, list_some
 Key = tuple[int, Index]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-# Assignments that are followed at once, and altogether: more is a guess.
-_MOST_PLACINGS, _MOST_TRIALS = 10_000, 5_000_000
+# Steps in the search for an assignment, about a second. Real models take thousands;
+# where more is needed, so many assignments fit that none can be trusted.
+_MOST_WORK = 1_000_000
 
 
 def parameter_names(
@@ -233,25 +234,26 @@ def _deal(order: _Order, names: list[str]) -> dict[Key, str]:
     groups = order.groups
     may_skip = len(names) > len(order.keys)
     placings: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(groups): (1, None)}
-    trials = 0
+    work = 0
     for name in names:
         following: dict[tuple[int, ...], tuple[int, Any]] = {}
         for dealt, (ways, path) in placings.items():
-            trials += len(groups)
+            work += len(groups)
+            if work > _MOST_WORK:
+                raise ConvertError(
+                    f"Too many orders of the parameters fit. {_advice(may_skip)}"
+                )
             for group, done in enumerate(dealt):
                 if done == len(groups[group]):
                     continue
                 key = groups[group][done]
                 if order.shapes[key] in (None, order.tensors[name].shape):
+                    work += len(groups)
                     step = tuple(d + (g == group) for g, d in enumerate(dealt))
                     _add(following, step, ways, (key, name, path))
             if may_skip:
                 _add(following, dealt, ways, path)
         placings = following
-        if len(placings) > _MOST_PLACINGS or trials * len(groups) > _MOST_TRIALS:
-            raise ConvertError(
-                f"Too many orders of the parameters fit. {_advice(may_skip)}"
-            )
     ways, path = placings.get(tuple(map(len, groups)), (0, None))
     if ways != 1:
         raise ConvertError(_misfit(order, names, ways, may_skip))
