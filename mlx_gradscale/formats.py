@@ -66,7 +66,8 @@ def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     # every window steps. The tracker is what PyTorch's rule needs to grow next at
     # the same step; right after an overflow that would be -1, so 0.
     window = found["growth_interval"]
-    overflow = _number(state.get("last_overflow_iter", -1), int, "last_overflow_iter")
+    last = state.get("last_overflow_iter")
+    overflow = -1 if last is None else _number(last, int, "last_overflow_iter")
     since = _number(state["cur_iter"], int, "cur_iter") - overflow - 1
     return {
         "backoff_factor": 1.0 / found["growth_factor"] if found["growth_factor"] else 0,
@@ -279,13 +280,11 @@ def read_state(
     }
     given = {key: _number(value, _TYPES[key], key) for key, value in settings.items()}
     found = row.assumed | held
-    missing = [key for key in row.required if key not in values]
-    missing += [key for key in ("scale", "_growth_tracker")
-                if key not in found | given and row.compute is None]  # fmt: skip
-    if missing:
-        raise ValueError(f"This {name} scaler state has no {missing[0]!r}.")
     if row.compute is not None:
-        found |= row.compute(values, found | given)
+        try:
+            found |= row.compute(values, found | given)
+        except KeyError as error:
+            raise ValueError(f"This {name} scaler state has no {error}.") from None
     found |= given
     for key in TORCH_KEYS:
         if key not in found:

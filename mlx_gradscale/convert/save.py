@@ -81,16 +81,16 @@ def save_torch(
         >>> import tempfile
         >>> from mlx_gradscale import torch_checkpoint
         >>> from mlx_gradscale.convert import load_torch, save_torch
-        >>> folder = FilePath(tempfile.mkdtemp())
+        >>> folder = tempfile.mkdtemp() + "/"
         >>> weights = {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}
-        >>> torch_checkpoint.save(folder / "a.pt", {"model": weights, "epoch": 3})
+        >>> torch_checkpoint.save(folder + "a.pt", {"model": weights, "epoch": 3})
         >>> model = nn.Linear(2, 1)
-        >>> run = load_torch(folder / "a.pt", model)
+        >>> run = load_torch(folder + "a.pt", model)
         >>> model.weight *= 2
         >>> run.template["epoch"] = 4
-        >>> save_torch(folder / "b.pt", model, like=run.template)
+        >>> save_torch(folder + "b.pt", model, like=run.template)
         []
-        >>> torch_checkpoint.load(folder / "b.pt")["model"]["weight"]
+        >>> torch_checkpoint.load(folder + "b.pt")["model"]["weight"]
         array([[2, 2]], dtype=float32)
     """
     options = options or Options()

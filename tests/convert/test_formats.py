@@ -1,7 +1,5 @@
 """Scaler states of other frameworks: values, warnings, and the same trajectory."""
 
-import gzip
-import struct
 import warnings
 
 import mlx.core as mx
@@ -15,10 +13,8 @@ from mlx_gradscale import GradScaler
 from mlx_gradscale.formats import (
     FORMATS,
     FormatWarning,
-    load_flodl,
     read_state,
     recognise,
-    save_flodl,
     write_state,
 )
 
@@ -44,10 +40,6 @@ STATES = {
             "use_dynamic_loss_scaling": True,
         },
         {},
-    ),
-    "flodl": (
-        {"scale": 1024.0, "steps_since_growth": 7},
-        {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
     ),
     "keras": (
         {
@@ -253,7 +245,7 @@ def test_bad_states_are_refused_by_name(state, word):
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="Unknown scaler format"):
         read_state(TORCH, "caffe")
-    with pytest.raises(ValueError, match="choose one of torch, paddle, flodl"):
+    with pytest.raises(ValueError, match="choose torch or paddle"):
         write_state(TORCH, "jmp")
     with pytest.raises(TypeError, match="interval"):
         read_state(TORCH, interval=3)
@@ -287,35 +279,11 @@ def test_paddle_there_and_back(scale, up, down, interval, tracker, n, bad, dynam
     assert read_state(written, "paddle") == state | own
 
 
-@pytest.mark.parametrize("name", ["scaler.bin", "scaler.bin.gz"])
-def test_flodl_file(tmp_path, name):
-    path = tmp_path / name
-    save_flodl(path, TORCH)
-    raw = path.read_bytes()
-    raw = gzip.decompress(raw) if name.endswith("gz") else raw
-    assert raw == struct.pack("<dq", 1024.0, 7)
-    assert load_flodl(path) == TORCH
-    assert [p.name for p in tmp_path.iterdir()] == [name]
-
-
-def test_flodl_refuses_other_files(tmp_path):
-    path = tmp_path / "scaler.bin"
-    path.write_bytes(b"0123456789")
-    with pytest.raises(ValueError, match="10 bytes"):
-        load_flodl(path)
-    path = tmp_path / "scaler.bin.gz"
-    path.write_bytes(b"0123456789abcdef")
-    with pytest.raises(ValueError, match="gzip"):
-        load_flodl(path)
-
-
-def test_writing_names_what_the_format_cannot_carry():
-    with pytest.warns(FormatWarning, match="torch cannot carry backoff_interval=2"):
+def test_writing_names_what_the_format_cannot_hold():
+    with pytest.warns(FormatWarning, match="torch cannot hold backoff_interval=2"):
         assert write_state(TORCH | {"backoff_interval": 2}, "torch") == TORCH
-    with pytest.warns(FormatWarning, match="paddle cannot carry min_scale=1.0"):
+    with pytest.warns(FormatWarning, match="paddle cannot hold min_scale=1.0"):
         write_state(TORCH | {"min_scale": 1.0}, "paddle")
-    with pytest.warns(FormatWarning, match="flodl cannot carry growth_interval=5"):
-        write_state(TORCH | {"growth_interval": 5}, "flodl")
 
 
 @settings(deadline=None, max_examples=30)
