@@ -23,7 +23,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-
 from mlx_gradscale.convert.folder import TorchFiles
 from mlx_gradscale.convert.options import Options
 from mlx_gradscale.convert.save import gather, write_template
@@ -73,8 +72,8 @@ def odd_values(rng: random.Random) -> Any:
         None, True, 0, -1, 1, 2**31, 2**61 - 1, 2**200, 10**400, 1e308, -0.0,
         float("nan"), float("inf"), "", "x", "step", "module." * 50, "a.b.c", b"x",
         [], {}, (), [[]], {"": 1}, {0: 0}, (1, 2), [0.9], {"params": []}, {"step": 3},
-        mx.array(1.0), mx.array([1.0]), mx.zeros((0, 3)), mx.zeros((3, 3)), mx.array(1j),
-        mx.zeros(3, mx.float16), mx.array(True), TensorShape((3,), "float32"),
+        mx.array(1.0), mx.array([1.0]), mx.zeros((0, 3)), mx.zeros((3, 3)),
+        mx.array(1j), mx.zeros(3, mx.float16), mx.array(True), TensorShape((3,), "float32"),
         TensorShape((2**40, 2**40), "float8"), frozenset({1}), 1j,
         Placeholder.named("numpy", "float64"),
         Placeholder.named("os", "system").called(b"R", ("true",)),
@@ -208,7 +207,6 @@ def main() -> int:
         outcomes = fuzz(arguments.rounds, arguments.seed, Path(folder))
     print(", ".join(f"{name}: {count}" for name, count in sorted(outcomes.items())))
     return 1 if outcomes["bug"] or outcomes["slow"] else 0
-
 
 
 if __name__ == "__main__":

@@ -180,10 +180,12 @@ def test_model_does_not_shadow_the_standard_library(tmp_path):
 
 
 def test_converting_needs_no_torch(tmp_path):
+    where = ["--torch-path", str(GOLDEN / "conv_sgd.pt"), "--mlx-path"]
+    arguments = [*where, str(tmp_path / "run"), *model_flag("conv_sgd")]
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from mlx_gradscale.convert import main\n"
-        f"sys.exit(main({['--torch-path', str(GOLDEN / 'conv_sgd.pt'), '--mlx-path', str(tmp_path / 'run'), *model_flag('conv_sgd')]!r}))"
+        f"sys.exit(main({arguments!r}))"
     )
     env = {**os.environ, "PYTHONPATH": f"{os.getcwd()}:{os.getcwd()}/tests"}
     done = subprocess.run(

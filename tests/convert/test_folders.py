@@ -83,9 +83,7 @@ def test_trainer_folder_comes_back_with_its_counters_moved(tmp_path, recwarn):
 
 def test_trainers_count_that_the_user_set_or_that_differs_stays(tmp_path, recwarn):
     model = Small()
-    run = load_torch(
-        trainer_folder(tmp_path / "in"), model, Options(names=NAMES)
-    )
+    run = load_torch(trainer_folder(tmp_path / "in"), model, Options(names=NAMES))
     step(model, run.optimizer)
     run.template["trainer_state.json"]["global_step"] = 100
     run.template["scheduler.pt"]["last_epoch"] = 100

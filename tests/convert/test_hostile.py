@@ -34,7 +34,8 @@ def bombs():
     flat = {f"param_groups.p{i}.odd": list(range(1000)) for i in range(2000)}
     return {
         "colliding indices": {
-            "model": model, "optimizer": {"state": {}, "param_groups": [sgd(colliding)]},
+            "model": model,
+            "optimizer": {"state": {}, "param_groups": [sgd(colliding)]},
         },
         "colliding keys of the state": {
             "model": model,
@@ -70,11 +71,13 @@ def bombs():
 def test_bomb_ends_in_seconds(name):
     checkpoint = bombs()[name]
     start = time.process_time()
+    said = ""
     try:
         template, _ = make_template(TorchFiles(checkpoint), None, Options())
         template.optimizer_state()
     except ConvertError as error:
-        assert len(str(error)) < 2000
+        said = str(error)
+    assert len(said) < 2000
     assert time.process_time() - start < 30
 
 
@@ -166,4 +169,3 @@ def test_template_is_not_taken_for_a_checkpoint(tmp_path, capsys):
     file = str(tmp_path / "run" / TEMPLATE)
     assert main(["--torch-path", file, "--mlx-path", str(tmp_path / "b")]) == 1
     assert "This is a template" in capsys.readouterr().err
-

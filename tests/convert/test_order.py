@@ -99,7 +99,7 @@ def test_doubt_is_an_error_that_asks_for_names():
 def test_frozen_subset_of_equal_layers_asks_for_the_trained_names():
     tensors = named(a=(3,), b=(3,))
     state, _ = adam_state([["b"]], tensors)
-    with pytest.raises(ConvertError, match="if p.requires_grad"):
+    with pytest.raises(ConvertError, match=r"if p\.requires_grad"):
         find(state, tensors)
 
 

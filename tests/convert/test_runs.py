@@ -132,7 +132,12 @@ def test_run_born_in_mlx_takes_any_checkpoint_of_the_model_as_template(
     torch.save(theirs.checkpoint(), tmp_path / "like.pt")
     save_checkpoint(tmp_path / "run", model, optimizer, scaler)
 
-    paths = ["--torch-path", str(tmp_path / "a.pt"), "--mlx-path", str(tmp_path / "run")]
+    paths = [
+        "--torch-path",
+        str(tmp_path / "a.pt"),
+        "--mlx-path",
+        str(tmp_path / "run"),
+    ]
     assert main(paths) == 1
     assert "--like" in capsys.readouterr().err
     like = ["--like", str(tmp_path / "like.pt")]
@@ -161,9 +166,7 @@ def test_half_model_with_loss_scaling_goes_back_in_full_precision(masters, tmp_p
     start = pt.load(GOLDEN / f"{name}.pt")
     model = mlx_model(name)
     model.set_dtype(mx.float16)
-    run = load_torch(
-        GOLDEN / f"{name}.pt", model, loss_scaling=True, masters=masters
-    )
+    run = load_torch(GOLDEN / f"{name}.pt", model, loss_scaling=True, masters=masters)
     assert model.head.weight.dtype == mx.float16
     assert run.scaler is run.optimizer.scaler
     save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
@@ -302,8 +305,15 @@ def test_parameter_that_pytorchs_optimizer_does_not_have_must_be_frozen(tmp_path
 
 def test_template_can_be_used_for_every_epoch_and_warns_once(tmp_path):
     weights, optimizer, _ = small_adam()
-    start = {"model": weights, "optimizer": optimizer, "epoch": 3, "best": 0.5,
-             "scheduler": {"last_epoch": 3}, "arch": "net", "args": {"lr": 1}}
+    start = {
+        "model": weights,
+        "optimizer": optimizer,
+        "epoch": 3,
+        "best": 0.5,
+        "scheduler": {"last_epoch": 3},
+        "arch": "net",
+        "args": {"lr": 1},
+    }
     pt.save(tmp_path / "a.pt", start)  # fmt: skip
     model = Small()
     run = load_torch(tmp_path / "a.pt", model)

@@ -57,7 +57,7 @@ def test_several_models_need_a_name_and_averages_do_not():
         find_sections({"a": model, "b": other})
     assert find_sections({"a": model, "b": other}, {"model": "b"}).model == ("b",)
     several = {"a": model, "b": other, "optimizers": [optimizer, small(7)[1]]}
-    with pytest.raises(ConvertError, match="optimizers/0, optimizers/1.*several model"):
+    with pytest.raises(ConvertError, match=r"optimizers/0, optimizers/1.*several"):
         find_sections(several, {"model": "a"})
     found = find_sections(several, {"model": "a", "optimizer": "optimizers/1"})
     assert found.optimizers == [("optimizers", 1)]
@@ -227,7 +227,9 @@ def test_masters_beside_half_weights_are_reported(tmp_path):
     """As Megatron keeps them; loaded in PyTorch they would undo the steps of MLX."""
     weights = {name: x.astype(mx.float16) for name, x in small()[0].items()}
     masters = {"fp32_from_fp16_params": [[*small()[0].values()]]}
-    run = there_and_back(tmp_path, {"model": weights, "optimizer": masters | small()[1]})
+    run = there_and_back(
+        tmp_path, {"model": weights, "optimizer": masters | small()[1]}
+    )
     (note,) = [note for note in run.notes if "half precision" in note]
     assert "optimizer/fp32_from_fp16_params" in note
     full = {"model": small()[0], "optimizer": masters | small()[1]}
@@ -292,9 +294,7 @@ def test_two_models_of_one_checkpoint_convert_one_after_the_other(tmp_path):
         runs[name] = load_torch(tmp_path / "a.pt", model, Options(keys=keys))
         model.fc.bias = model.fc.bias * 2
     run = runs["generator"]
-    save_torch(
-        tmp_path / "b.pt", models["generator"], run.optimizer, like=run.template
-    )
+    save_torch(tmp_path / "b.pt", models["generator"], run.optimizer, like=run.template)
     keys = {"model": "discriminator", "optimizer": "opt_d"}
     save_torch(
         tmp_path / "c.pt",
