@@ -1,8 +1,9 @@
 """Scaler states of other frameworks, as one table of keys.
 
-Every format is read into PyTorch's five keys, plus this package's own keys
-(``backoff_interval``, ``dynamic``, ``min_scale`` and so on) where the format has them.
-What a format does not hold is named in a :class:`FormatWarning`.
+apex, DeepSpeed, Megatron and NeMo save PyTorch checkpoints with scalers of their own.
+Their states are read into PyTorch's five keys, plus this package's own keys
+(``hysteresis``, ``min_scale`` and so on) where they have them. What a state does not
+hold is named in a :class:`FormatWarning`.
 """
 
 import math
@@ -21,17 +22,11 @@ from .core.scale import (
     to_state_dict,
 )
 
-__all__ = ["FORMATS", "Format", "FormatWarning", "read_state", "recognise",
-           "write_state"]  # fmt: skip
+__all__ = ["FORMATS", "Format", "FormatWarning", "read_state", "recognise"]
 
-# This package's own keys, with their defaults.
-_OWN = {
-    name: default
-    for name, (_, default) in FIELDS.items()
-    if name not in TORCH_KEYS.values()
-}
+_OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
 _TYPES = {key: type(FIELDS[name][1]) for key, name in TORCH_KEYS.items()} | {
-    name: type(default) for name, default in _OWN.items()
+    name: type(FIELDS[name][1]) for name in _OWN_KEYS
 }
 
 
@@ -65,8 +60,7 @@ def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     # multiple of the window: window + 1 finite steps after an overflow, then
     # every window steps. The tracker is what PyTorch's rule needs to grow next at
     # the same step; right after an overflow that would be -1, so 0.
-    window = found["growth_interval"]
-    last = state.get("last_overflow_iter")
+    window, last = found["growth_interval"], state.get("last_overflow_iter")
     overflow = -1 if last is None else _number(last, int, "last_overflow_iter")
     since = _number(state["cur_iter"], int, "cur_iter") - overflow - 1
     return {
@@ -86,11 +80,6 @@ def _hysteresis(
     return {"backoff_tracker": min(max(used, 0), found["hysteresis"])}
 
 
-def _jmp(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    factor = found["growth_factor"]
-    return {"backoff_factor": 1.0 / factor if factor else 0}
-
-
 _USUAL = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NEMO = (
     "is refilled there by every finite step, and the hysteresis of this package, like "
@@ -100,58 +89,8 @@ _NEMO = (
 FORMATS: dict[str, Format] = {
     "torch": Format(
         frozenset(TORCH_KEYS),
-        {key: key for key in (*TORCH_KEYS, *_OWN)},
+        {key: key for key in (*TORCH_KEYS, *_OWN_KEYS)},
         ignored={"_hysteresis_tracker": _NEMO, "_hysterisis_tracker": _NEMO},
-    ),
-    "paddle": Format(
-        frozenset({"scale", "incr_ratio", "decr_ratio", "incr_count", "decr_count"}),
-        {
-            "scale": "scale",
-            "growth_factor": "incr_ratio",
-            "backoff_factor": "decr_ratio",
-            "growth_interval": "incr_every_n_steps",
-            "_growth_tracker": "incr_count",
-            "backoff_interval": "decr_every_n_nan_or_inf",
-            "backoff_tracker": "decr_count",
-            "dynamic": "use_dynamic_loss_scaling",
-        },
-    ),
-    "keras": Format(
-        frozenset({"dynamic_scale", "step_counter"}),
-        {"scale": "dynamic_scale", "_growth_tracker": "step_counter"},
-        assumed=_USUAL,
-    ),
-    "tf-keras": Format(
-        frozenset({"current_loss_scale", "good_steps"}),
-        {"scale": "current_loss_scale", "_growth_tracker": "good_steps"},
-        assumed=_USUAL | {"min_scale": 1.0},
-    ),
-    "flax": Format(
-        frozenset({"fin_steps", "scale"}),
-        {
-            "scale": "scale",
-            "growth_factor": "growth_factor",
-            "backoff_factor": "backoff_factor",
-            "growth_interval": "growth_interval",
-            "_growth_tracker": "fin_steps",
-            "min_scale": "minimum_scale",
-        },
-        assumed=_USUAL,
-        # flax grows on the (interval + 1)-th finite step, PyTorch on the
-        # interval-th: one more gives the same trajectory.
-        compute=lambda state, found: {"growth_interval": found["growth_interval"] + 1},
-    ),
-    "jmp": Format(
-        frozenset({"loss_scale", "counter"}),
-        {
-            "scale": "loss_scale",
-            "growth_factor": "factor",
-            "growth_interval": "period",
-            "_growth_tracker": "counter",
-            "min_scale": "min_loss_scale",
-        },
-        assumed={"growth_factor": 2.0, "growth_interval": 2000, "min_scale": 1.0},
-        compute=_jmp,
     ),
     "megatron": Format(
         frozenset({"scale", "growth_tracker", "hysteresis_tracker"}),
@@ -188,15 +127,8 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def recognise(state: Mapping[str, Any] | object) -> str:
-    """Return the format of a scaler state, by its keys.
-
-    Args:
-        state (dict or object): A state dict, or an object whose attributes are the
-            state (a ``flax`` DynamicScale, a ``jmp`` DynamicLossScale).
-
-    Returns:
-        str: A key of :data:`FORMATS`.
+def recognise(state: Mapping[str, Any]) -> str:
+    """Return the format of a scaler state, a key of :data:`FORMATS`, by its keys.
 
     Example:
         >>> recognise({"loss_scale": 2.0, "unskipped": 3})
@@ -208,14 +140,13 @@ def recognise(state: Mapping[str, Any] | object) -> str:
             "The scaler state is empty: it was saved from a disabled scaler. Leave "
             "the scaler out, or make a new one."
         )
-    fits = [name for name, row in FORMATS.items() if row.required <= keys]
-    if not fits:
-        raise ValueError(
-            f"No known scaler state has the keys {sorted(keys)[:20]}. Name the format: "
-            f"one of {', '.join(FORMATS)}."
-        )
-    # Only paddle's and flax's keys can both be there by chance: most keys win.
-    return max(fits, key=lambda name: len(FORMATS[name].required))
+    for name, row in FORMATS.items():
+        if row.required <= keys:
+            return name
+    raise ValueError(
+        f"No known scaler state has the keys {sorted(keys)[:20]}. Name the format: one "
+        f"of {', '.join(FORMATS)}."
+    )
 
 
 def is_torch_state(state: Any) -> bool:
@@ -237,13 +168,12 @@ def recognise_or_none(state: Mapping[Any, Any]) -> str | None:
 
 
 def read_state(
-    state: Mapping[str, Any] | object, format: str | None = None, **settings: Any
+    state: Mapping[str, Any], format: str | None = None, **settings: Any
 ) -> dict[str, Any]:
     """Read another framework's scaler state into PyTorch's five keys.
 
     Args:
-        state (dict or object): The state, as :func:`recognise` takes it; numbers may be
-            Python's, or one-element arrays of any kind.
+        state (dict): The state; numbers may be Python's, or one-element arrays.
         format (str, optional): A key of :data:`FORMATS`; by default recognised by the
             keys.
         **settings (Any): Values for what the format does not hold, such as
@@ -255,11 +185,11 @@ def read_state(
         from their defaults.
 
     Example:
-        >>> state = {"loss_scale": 1024.0, "counter": 7, "period": 100, "factor": 2,
-        ...          "min_loss_scale": 2.0**-126}
-        >>> read_state(state)  # doctest: +NORMALIZE_WHITESPACE
+        >>> read_state({"loss_scale": 1024.0, "unskipped": 7}, growth_interval=500,
+        ...            growth_factor=2.0, backoff_factor=0.5, max_scale=2.0**64)
+        ... # doctest: +NORMALIZE_WHITESPACE
         {'scale': 1024.0, 'growth_factor': 2.0, 'backoff_factor': 0.5,
-         'growth_interval': 100, '_growth_tracker': 7}
+         'growth_interval': 500, '_growth_tracker': 7}
     """
     values = _flat(state)
     name = recognise(values) if format is None or not values else format
@@ -267,12 +197,12 @@ def read_state(
         raise ValueError(
             f"Unknown scaler format {name!r}: choose one of {', '.join(FORMATS)}."
         )
-    row = FORMATS[name]
     unknown = settings.keys() - _TYPES.keys()
     if unknown:
         raise TypeError(
             f"Unknown settings {sorted(unknown)}: give some of {', '.join(_TYPES)}."
         )
+    row = FORMATS[name]
     held = {
         ours: _number(values[theirs], _TYPES[ours], theirs)
         for ours, theirs in row.fields.items()
@@ -305,50 +235,13 @@ def read_state(
     for key, why in row.ignored.items():
         if values.get(key) is not None:
             _warn(f"{key}={values[key]!r} of {name} is ignored: it {why}.")
-    return _checked(found)
+    defaults = {key: FIELDS[key][1] for key in SETTINGS}
+    return to_state_dict(from_state_dict(found, defaults))
 
 
-def write_state(state: Mapping[str, Any], format: str) -> dict[str, Any]:
-    """Write a scaler state (PyTorch's keys and ours) as another framework's.
-
-    Args:
-        state (dict): What ``GradScaler.state_dict`` or :func:`read_state` returned.
-        format (str): ``"torch"`` or ``"paddle"``, whose states hold all settings.
-
-    Returns:
-        dict: For the framework's ``load_state_dict``.
-
-    Example:
-        >>> state = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
-        ...          "growth_interval": 2000, "_growth_tracker": 7}
-        >>> write_state(state, "paddle")["incr_count"]
-        7
-    """
-    if format not in ("torch", "paddle"):
-        raise ValueError(f"Cannot write format {format!r}: choose torch or paddle.")
-    full = _OWN | read_state(state, "torch")
-    row = FORMATS[format]
-    kept = TORCH_KEYS if format == "torch" else row.fields
-    dropped = [
-        f"{key}={value!r}"
-        for key, value in full.items()
-        if key not in kept and value != _OWN[key]
-    ]
-    if dropped:
-        _warn(f"{format} cannot hold {', '.join(dropped)}: set it again after loading.")
-    out = {row.fields[key]: full[key] for key in kept}
-    if format == "paddle":
-        out["scale"] = np.full((1,), out["scale"], np.float32)
-    return out
-
-
-def _flat(state: object) -> dict[str, Any]:
-    """Return a flat dict of the state; apex nests one dict per loss."""
-    if not isinstance(state, Mapping):
-        names = {theirs for row in FORMATS.values() for theirs in row.fields.values()}
-        state = {name: getattr(state, name) for name in names if hasattr(state, name)}
-    # Keras names variables by path ("loss_scale_optimizer/dynamic_scale").
-    flat = {str(key).rpartition("/")[2]: value for key, value in state.items()}
+def _flat(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the state with text keys; apex nests one dict per loss."""
+    flat = {str(key): value for key, value in state.items()}
     losses = [key for key in flat if key.startswith("loss_scaler")]
     if losses and all(isinstance(flat[key], Mapping) for key in losses):
         if len(losses) > 1:
@@ -370,12 +263,6 @@ def _number(value: Any, kind: type, key: str) -> Any:
     if kind is not float and number != kind(number):
         raise ValueError(f"{key} must be of type {kind.__name__}, not {number!r}.")
     return kind(number)
-
-
-def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state within the limits, own keys only where not at their defaults."""
-    settings = {key: FIELDS[key][1] for key in SETTINGS}
-    return to_state_dict(from_state_dict(state, settings))
 
 
 def _warn(text: str) -> None:
