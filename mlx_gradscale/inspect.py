@@ -101,8 +101,8 @@ def _read(path: Path, limits: Limits | None) -> Any:
     if path.suffix == ".json":
         return read_json(path)
     if path.suffix == ".safetensors":
-        header = read_header(path)
-        return {n: TensorShape(x.shape, dtype_name(x.dtype)) for n, x in sorted(header.items())}
+        header = sorted(read_header(path).items())
+        return {n: TensorShape(x.shape, dtype_name(x.dtype)) for n, x in header}
     try:
         return torch_checkpoint.shapes(path, limits)
     except torch_checkpoint.CheckpointError as error:

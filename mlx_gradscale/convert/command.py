@@ -46,6 +46,7 @@ _FLAGS = {
         for name in ("operations", "depth", "pickle_bytes", "tensor_bytes")
     },
 }
+_SECTIONS = ("model", "optimizer", "scaler")
 _PATTERNS = {
     "--conv": "convolution weights",
     "--conv-transpose": "weights of transposed convolutions",
@@ -54,6 +55,72 @@ _PATTERNS = {
     "--keep-layout": "tensors of 3 and more dimensions to leave as they are",
     "--drop": "tensors that the MLX model does not have",
 }
+_PATH = {"type": Path, "metavar": "PATH"}
+_MANY: dict[str, Any] = {"action": "append", "default": []}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--torch-path": {
+        **_PATH,
+        "required": True,
+        "help": "a .pt file, or a folder of Accelerate or Transformers' Trainer",
+    },
+    "--mlx-path": {
+        **_PATH,
+        "required": True,
+        "help": "a folder for save_checkpoint and restore_checkpoint",
+    },
+    "--to": {"choices": ("mlx", "torch"), "help": "needed where both paths exist"},
+    "--overwrite": {"action": "store_true", "help": "replace what is there"},
+    "--dry-run": {"action": "store_true", "help": "print the plan, write nothing"},
+    "--like": {
+        **_PATH,
+        "help": "to PyTorch: a checkpoint of the same model as the template, for a run "
+        "that did not come from PyTorch",
+    },
+    "--model": {
+        "metavar": "MODULE:NAME or PATH",
+        "help": "the MLX model, or a function that makes it, for names, layouts and "
+        "shapes; or an mlx-lm model's folder or config.json. MODULE:NAME runs the "
+        "module's code, which nothing else here does with any file",
+    },
+    "--rename": {
+        **_MANY,
+        "metavar": "OLD=NEW",
+        "help": "a regular expression on PyTorch names, and its replacement after the "
+        "last =",
+    },
+    **{flag: {**_MANY, "metavar": "PATTERN", "help": f"{text}: a shell pattern on "
+              "PyTorch names"} for flag, text in _PATTERNS.items()},
+    **{f"--{name}-key": {"metavar": "KEY/KEY", "help": f"where the {name} is in the "
+                         "checkpoint; '' leaves it out"} for name in _SECTIONS},
+    "--optimizer": {"choices": tuple(OPTIMIZERS), "help": "default: known by its keys"},
+    "--scaler-format": {"choices": tuple(FORMATS), "help": "default: by its keys"},
+    "--names": {
+        **_PATH,
+        "help": "a file with the optimizer's parameters in order, one PyTorch name a "
+        "line",
+    },
+    "--step": {
+        "type": int,
+        "metavar": "N",
+        "help": "the step count, where the optimizer keeps none; to PyTorch, the "
+        "global_step of a Trainer's folder",
+    },
+    "--accept": {
+        **_MANY,
+        "metavar": "SETTING",
+        "help": "convert in spite of this difference, and drop the setting: a key of "
+        "the optimizer's groups, or one of " + ", ".join(ACCEPTABLE),
+    },
+    "--float64": {
+        "choices": ("float32", "float64"),
+        "help": "what double precision becomes; by default it is an error",
+    },
+    "--limit": {
+        **_MANY,
+        "metavar": "NAME=NUMBER",
+        "help": "raise a limit of the reader that an error names",
+    },
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,102 +151,9 @@ def parser() -> argparse.ArgumentParser:
         description="Convert a training run between PyTorch and MLX: model, optimizer "
         "and GradScaler state. The path that exists is read, the other is written.",
     )
-    add = made.add_argument
-    add(
-        "--torch-path",
-        required=True,
-        type=Path,
-        help="a .pt file, or a folder of Accelerate or Transformers' Trainer",
-    )
-    add(
-        "--mlx-path",
-        required=True,
-        type=Path,
-        help="a folder for save_checkpoint and restore_checkpoint",
-    )
-    add("--to", choices=("mlx", "torch"), help="needed where both paths exist")
-    add("--overwrite", action="store_true", help="replace what is there")
-    add("--dry-run", action="store_true", help="print the plan and write nothing")
-    add(
-        "--like",
-        type=Path,
-        metavar="PATH",
-        help="to PyTorch: a checkpoint of the same model as the template, for a run "
-        "that did not come from PyTorch",
-    )
-    group = made.add_argument_group(
-        "names and layouts (patterns are shell patterns on PyTorch names)"
-    )
-    group.add_argument(
-        "--model",
-        metavar="MODULE:NAME or PATH",
-        help="the MLX model, or a function that makes it, for names, layouts and "
-        "shapes; or an mlx-lm model's folder or config.json. MODULE:NAME runs the "
-        "module's code, which nothing else here does with any file",
-    )
-    group.add_argument(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="OLD=NEW",
-        help="a regular expression on PyTorch names, and its replacement after the "
-        "last =",
-    )
-    for flag, text in _PATTERNS.items():
-        group.add_argument(
-            flag, action="append", default=[], metavar="PATTERN", help=text
-        )
-    group = made.add_argument_group("what the checkpoint does not tell")
-    for section in ("model", "optimizer", "scaler"):
-        group.add_argument(
-            f"--{section}-key",
-            metavar="KEY/KEY",
-            help=f"where the {section} is in the checkpoint; '' leaves it out",
-        )
-    group.add_argument(
-        "--optimizer",
-        choices=tuple(OPTIMIZERS),
-        help="by default recognised by its keys",
-    )
-    group.add_argument(
-        "--scaler-format",
-        choices=tuple(FORMATS),
-        help="by default recognised by its keys",
-    )
-    group.add_argument(
-        "--names",
-        type=Path,
-        metavar="FILE",
-        help="the optimizer's parameters in order, one PyTorch name a line",
-    )
-    group.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="the step count, where the optimizer keeps none; to PyTorch, the "
-        "global_step of a Trainer's folder",
-    )
-    group.add_argument(
-        "--accept",
-        action="append",
-        default=[],
-        metavar="SETTING",
-        help="convert in spite of this difference, and drop the setting: a key of the "
-        "optimizer's groups, or one of " + ", ".join(ACCEPTABLE),
-    )
-    group.add_argument(
-        "--float64",
-        choices=("float32", "float64"),
-        help="what double precision becomes; by default it is an error",
-    )
-    group.add_argument(
-        "--limit",
-        action="append",
-        default=[],
-        metavar="NAME=NUMBER",
-        help="raise a limit of the reader that an error names",
-    )
-    return made  # fmt: skip
+    for flag, options in _ARGUMENTS.items():
+        made.add_argument(flag, **options)
+    return made
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -328,7 +302,7 @@ def _read_run(saved: Checkpoint) -> MlxRun:
 
 def _options(arguments: argparse.Namespace) -> Options:
     patterns = {flag[2:].replace("-", "_") for flag in _PATTERNS}
-    keys = {s: getattr(arguments, f"{s}_key") for s in ("model", "optimizer", "scaler")}
+    keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
         rename=[_rename(text) for text in arguments.rename] or None,

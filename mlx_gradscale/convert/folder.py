@@ -188,15 +188,7 @@ def write_torch(
     is_folder: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write a PyTorch checkpoint: a file, or a folder of them; whole or not at all.
-
-    Args:
-        path (str): The file or folder.
-        checkpoint (Any): For a folder, a dict from file name to content.
-        files (dict, optional): The bytes of a folder's other files.
-        is_folder (bool): Whether to write a folder.
-        overwrite (bool): Replace what is there.
-    """
+    """Write a PyTorch checkpoint: a file, or a folder of them; whole or not at all."""
     path = Path(path)
     if not is_folder:
         check_file(path, overwrite)

@@ -164,12 +164,6 @@ def make_plan(
     weight is split) and every shape is checked. Without one, names change only by
     ``options.rename`` and every tensor of 3 and more dimensions needs a pattern.
 
-    Args:
-        tensors (dict): The state dict's tensors.
-        model (nn.Module, optional): The MLX model; not changed.
-        options (Options, optional): They win over the model's layers.
-        is_lightning (bool): Whether Lightning wrote the checkpoint.
-
     Example:
         >>> tensors = {"0.weight": mx.zeros((8, 3, 5, 5)), "0.bias": mx.zeros(8)}
         >>> plan = make_plan(tensors, nn.Sequential(nn.Conv2d(3, 8, 5)))

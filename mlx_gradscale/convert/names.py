@@ -89,10 +89,6 @@ def new_names(
     """Find the MLX name of each tensor, and its layout where the name tells it.
 
     Args:
-        shapes (dict): By PyTorch name.
-        rename (Callable): The user's renames. They are written for the names as they
-            are, so they come first; those for unwrapped names are tried as well.
-        model (Module, optional): The MLX model.
         known (Collection): The names that the model answers to.
         is_lightning (bool): Without a model, take ``model.`` for a wrapper's word where
             all names begin with it.
@@ -222,12 +218,7 @@ def probe_sanitize(
 ) -> dict[str, tuple[str, str | None]]:
     """Find the new name and the layout of each tensor that ``sanitize`` keeps.
 
-    Args:
-        model (Module): With a ``sanitize`` method; left as it was.
-        shapes (dict): By name, as Transformers has them.
-
-    Raises:
-        ConvertError: If it does more than rename and transpose.
+    The model is left as it was. More than renaming and transposing is an error.
 
     Example:
         >>> class Model(nn.Module):

@@ -80,13 +80,8 @@ def plan_optimizer(
     """Plan the conversion of a model's optimizers, and check that MLX can compute it.
 
     Args:
-        sections (list): The optimizers of one model.
-        names (list): For each, index -> the parameter's PyTorch name.
+        names (list): For each optimizer, index -> the parameter's PyTorch name.
         entries (dict): PyTorch name -> where it is in MLX.
-        options (Options): What the checkpoint does not tell.
-
-    Returns:
-        tuple: The plan, and sentences for the user.
     """
     if options.step is not None and options.step < 0:
         raise ConvertError(f"--step {options.step}: a count cannot be negative.")
@@ -129,7 +124,7 @@ def _lacks(kind: str, slots: Mapping[str, Any]) -> bool:
 def check_settings(kind: str, group: Mapping[str, Any]) -> None:
     """Raise on settings of a group that are not numbers."""
     spec = OPTIMIZERS[kind]
-    for key in (*spec.settings, *SCHEDULED, "lr_decay"):
+    for key in (*spec.settings, *SCHEDULED):
         value = group.get(key)
         if key == "betas":
             pair = value if isinstance(value, (list, tuple)) else ()
@@ -219,7 +214,7 @@ def to_mlx(
         section, prefix = sections[group.section], plan.prefix(i)
         settings = section.groups[group.number]
         flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
-        flat[f"{prefix}learning_rate"] = _mlx_rate(group.kind, settings, group.step)
+        flat[f"{prefix}learning_rate"] = mx.array(number(settings["lr"]), mx.float32)
         for index, name in zip(group.indices, group.names, strict=True):
             slots, like = section.slots(index), tensors[name]
             for theirs, ours in OPTIMIZERS[group.kind].slots.items():
@@ -249,15 +244,8 @@ def to_torch(
     """Return the writes that bring PyTorch's state dicts to where MLX is.
 
     Args:
-        plan (OptimizerPlan): From :func:`plan_optimizer`.
-        sections (list): The template's.
-        entries (dict): PyTorch name -> where it is in MLX.
         flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
         settings (list): Those of each MLX optimizer (:func:`mlx_settings`).
-        accept (Iterable): Differences to convert in spite of.
-
-    Returns:
-        tuple: The writes, and sentences for the user.
     """
     _check_parts(plan, settings)
     writes: list[Write] = []
@@ -268,10 +256,10 @@ def to_torch(
         used = settings[0 if plan.is_single else i]
         step = _step_count(flat, f"{prefix}step")
         found += mlx_differences(group.kind, used, step)
-        changed = _changed_settings(group, section, flat, prefix, used, step)
+        changed = _changed_settings(group, section, flat, prefix, used)
         for key, value in changed.items():
             writes += section.write_setting(group.number, key, value)
-        if used.get("has_schedule") and not used.get("is_constant"):
+        if used.get("has_schedule"):
             now = section.groups[group.number] | changed
             rates.append(f"{number(now['lr']):.6g}")
         for index, name in zip(group.indices, group.names, strict=True):
@@ -379,7 +367,6 @@ def _changed_settings(
     flat: Mapping[str, mx.array],
     prefix: str,
     used: Mapping[str, Any],
-    step: int,
 ) -> dict[str, Any]:
     """Return the settings that are no longer PyTorch's, in PyTorch's types."""
     spec, settings = OPTIMIZERS[group.kind], section.groups[group.number]
@@ -395,7 +382,7 @@ def _changed_settings(
             value = tuple(value) if isinstance(old, tuple) else list(value)
         changed[theirs] = mx.array(value, old.dtype) if _is_array(old) else value
     held = number(_required(flat, f"{prefix}learning_rate"))
-    rate = _torch_rate(group.kind, settings, used, step, held)
+    rate = _torch_rate(settings, used, held)
     if rate is not None:
         is_array = _is_array(settings["lr"])
         changed["lr"] = mx.array(rate, settings["lr"].dtype) if is_array else rate
@@ -442,24 +429,14 @@ def build(
 ) -> optim.Optimizer:
     """Build the MLX optimizer that continues where PyTorch's groups stopped.
 
-    Args:
-        plan (OptimizerPlan): From :func:`plan_optimizer`.
-        sections (list): PyTorch's state dicts; only their groups are read.
-        entries (dict): PyTorch name -> where it is in MLX.
-        learning_rate (float, Callable or list, optional): A number or a schedule in
-            the place of the groups' own, as ``mlx.optimizers`` take it. Groups whose
-            rates differ need a list of them, one for each.
-
-    Returns:
-        optim.Optimizer: A ``MultiOptimizer`` where the groups differ; with a schedule
-        where MLX needs one to compute the same (Adamax, Adagrad with lr_decay).
+    Where the groups differ, it is a ``MultiOptimizer``.
     """
     groups = plan.groups[:1] if plan.is_single else plan.groups
     held = [sections[g.section].groups[g.number] for g in groups]
     parts = []
     for group, own, rate in zip(groups, held, _rates(held, learning_rate), strict=True):
         arguments = constructor_args(group.kind, own)
-        arguments["learning_rate"] = _rescaled(group.kind, own, rate)
+        arguments["learning_rate"] = rate
         parts.append(OPTIMIZERS[group.kind].mlx(**arguments))
     if len(parts) == 1:
         return parts[0]
@@ -505,59 +482,17 @@ def _checked_rate(rate: Any) -> Any:
     return rate
 
 
-@dataclass(frozen=True)
-class RescaledRate:
-    """A schedule: a rate divided by what MLX needs it divided by."""
-
-    rate: Rate
-    divisor: Callable[[mx.array], mx.array]
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the rate itself is not a schedule."""
-        return not callable(self.rate)
-
-    def __call__(self, step: mx.array) -> mx.array:
-        """Return the rate of the step after ``step`` steps."""
-        rate = self.rate(step) if callable(self.rate) else self.rate
-        return rate / self.divisor(step)
-
-
-def _rescaled(kind: str, group: Mapping[str, Any], rate: Rate) -> Rate:
-    divisor = OPTIMIZERS[kind].divisor(group)
-    return rate if divisor is None else RescaledRate(rate, divisor)
-
-
-def _mlx_rate(kind: str, group: Mapping[str, Any], step: int) -> mx.array:
-    """Return the rate in the MLX state after ``step`` steps."""
-    rate = _rescaled(kind, group, number(group["lr"]))
-    if not callable(rate):
-        return mx.array(rate, mx.float32)
-    # The state holds the rate of the last step done.
-    return rate(mx.array(max(step - 1, 0), mx.uint64)).astype(mx.float32)
-
-
 def _torch_rate(
-    kind: str,
-    group: Mapping[str, Any],
-    used: Mapping[str, Any],
-    step: int,
-    held: float,
+    group: Mapping[str, Any], used: Mapping[str, Any], held: float
 ) -> float | None:
     """Return PyTorch's new rate; None while MLX's float32 one is its rounding.
 
     With a schedule, MLX's state holds the rate of the last step, PyTorch's groups that
     of the next one.
     """
-    if used.get("next_rate") is not None:
-        held, step = used["next_rate"], step + 1
+    held = used.get("next_rate", held)
     # Not every bit: a schedule may have run on another device, or compiled.
-    if math.isclose(number(_mlx_rate(kind, group, step)), held, rel_tol=1e-6):
-        return None
-    divisor = OPTIMIZERS[kind].divisor(group)
-    if divisor is not None and used.get("has_schedule", True):
-        held *= number(divisor(max(step - 1, 0)))
-    return held
+    return None if math.isclose(number(group["lr"]), held, rel_tol=1e-6) else held
 
 
 def mlx_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
@@ -578,11 +513,9 @@ def mlx_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
     row |= {"class": type(optimizer).__name__, "has_schedule": schedule is not None}
     if schedule is not None and "step" in optimizer.state:
         row["next_rate"] = number(mx.array(schedule(optimizer.step)))
-        row["is_constant"] = getattr(schedule, "is_constant", False)
     return [row]
 
 
 def _signature(kind: str, group: Mapping[str, Any]) -> str:
-    keys = ("lr_decay", *sorted(SCHEDULED))
-    rest = [number(group.get(key)) for key in keys]
+    rest = [number(group.get(key)) for key in sorted(SCHEDULED)]
     return repr((kind, constructor_args(kind, group), rest))

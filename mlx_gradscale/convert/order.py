@@ -34,22 +34,14 @@ def parameter_names(
     """Find the PyTorch name behind each index of one or several optimizers.
 
     Args:
-        sections (list): The optimizers of one model.
-        tensors (dict): The model's state dict.
-        plan (Plan): Its plan; buffers and tied names are not parameters.
-        options (Options): With ``names``, all names in the optimizers' order; or in the
-            model's, from which groups took theirs by shape.
         model (nn.Module, optional): The MLX model, whose order is taken for a file that
             does not keep PyTorch's.
         is_ordered (bool): Whether the tensors are in PyTorch's order; in a safetensors
             file they are not.
 
     Returns:
-        tuple: For each optimizer, index -> name in ``tensors``; and sentences for the
-        user, where shapes could not check the order.
-
-    Raises:
-        ConvertError: If more than one assignment fits in the model's order, or none.
+        tuple: For each optimizer, index -> name in ``tensors``; and notes where shapes
+        could not check the order.
     """
     order = _Order(sections, tensors, plan)
     found, notes = _find(order, options, model, is_ordered)

@@ -183,17 +183,8 @@ def fill_template(
     accept: Iterable[str] = (),
     step: int | None = None,
 ) -> tuple[list[Write], list[str], list[str]]:
-    """Return the writes that bring a checkpoint to where an MLX run is.
-
-    Args:
-        template (Template): Of the same model; it is not changed.
-        run (MlxRun): The run.
-        accept (Iterable): Differences between the optimizers to convert in spite of.
-        step (int, optional): The ``global_step`` of a Trainer's folder. Default: it
-            moves with the optimizer's count.
-
-    Returns:
-        tuple: The writes, sentences for the user, and those on stale entries.
+    """Return the writes that bring a checkpoint to where a run is, and two kinds of
+    notes: those for the user, and those on stale entries.
     """
     writes = _model_writes(template, run.weights) if template.model is not None else []
     notes: list[str] = []

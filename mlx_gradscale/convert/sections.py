@@ -110,16 +110,7 @@ def is_scaler(path: Path, value: Any) -> bool:
 def find_sections(
     checkpoint: Any, keys: Mapping[str, str | None] | None = None
 ) -> Sections:
-    """Find the sections of a checkpoint by their contents.
-
-    Args:
-        checkpoint (Any): A dict of any shape, or a bare state dict.
-        keys (dict, optional): ``"model"``, ``"optimizer"`` or ``"scaler"`` -> its
-            place, as ``"optimizer_states/0"``; several optimizers with commas; an
-            empty string leaves the section out.
-
-    Raises:
-        ConvertError: If several places fit, or a named one does not.
+    """Find the sections of a checkpoint by their contents, or by the user's keys.
 
     Example:
         >>> find_sections({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3}).model

@@ -154,16 +154,7 @@ class Template:
 def make_template(
     read: TorchFiles, model: nn.Module | None, options: Options
 ) -> tuple[Template, list[str]]:
-    """Find the sections of a checkpoint, and where they are in MLX.
-
-    Args:
-        read (TorchFiles): From :func:`~mlx_gradscale.convert.folder.read_torch`.
-        model (nn.Module, optional): The MLX model, for names, layouts and shapes.
-        options (Options): What the checkpoint does not tell.
-
-    Returns:
-        tuple: The template, and sentences for the user.
-    """
+    """Find the sections of a checkpoint, and where they are in MLX."""
     if is_template(read.checkpoint):
         raise ConvertError("This is a template: give the PyTorch checkpoint itself.")
     found = find_sections(read.checkpoint, options.keys)

@@ -344,7 +344,7 @@ REFUSED = [
     ("RMSprop", {"centered": True}, "centered"),
     ("Adagrad", {"weight_decay": 0.1}, "weight_decay"),
     ("Adadelta", {"weight_decay": 0.1}, "weight_decay"),
-    ("Adamax", {"weight_decay": 0.1}, "weight_decay"),
+    ("Adagrad", {"lr_decay": 0.1}, "lr_decay"),
 ]
 
 

@@ -56,9 +56,7 @@ KINDS = {
     ),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "eps": 1e-5}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
-    "Adagrad decay": (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 0.5, "rho": 0.95}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.01, "betas": (0.8, 0.99)}),
     "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
 }
 EVERY = pytest.mark.parametrize("kind", KINDS)
