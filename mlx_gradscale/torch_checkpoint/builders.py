@@ -21,7 +21,7 @@ from .foreign import (
     require,
 )
 from .limits import check
-from .tensors import BY_NAME, BY_STORAGE, TensorReader
+from .tensors import BY_NAME, BY_STORAGE, UNTYPED, TensorReader
 
 # The name under which a TensorShape is written.
 TENSOR_SHAPE = ("mlx_gradscale.torch_checkpoint", "TensorShape")
@@ -31,8 +31,7 @@ _TENSOR_CLASSES = (
     "torch.nn.parameter.Parameter",
     "torch.nn.parameter.Buffer",
 )
-_KNOWN = {"torch.storage.UntypedStorage", "torch.UntypedStorage"}
-_KNOWN |= {f"torch.{name}" for name in BY_STORAGE}
+_KNOWN = {*UNTYPED, *(f"torch.{name}" for name in BY_STORAGE)}
 # Tensor types that cannot be read, by prefix, with advice.
 _REFUSED = {
     "torch._utils._rebuild_qtensor": "Dequantize the tensor and save again.",
@@ -81,14 +80,14 @@ def _tensor(t: TensorReader, *args: Any) -> Any:
 
 def _tensor_v2(t: TensorReader, *args: Any) -> Any:
     require(6 <= len(args) <= 7)
-    *view, _hooks = args[:6]
-    return t.tensor(*view[:5], None, *args[6:7])
+    storage, offset, shape, strides, grad, _hooks, *metadata = args
+    return t.tensor(storage, offset, shape, strides, grad, None, *metadata)
 
 
 def _tensor_v3(t: TensorReader, *args: Any) -> Any:
     require(7 <= len(args) <= 8)
-    *view, _hooks = args[:6]
-    return t.tensor(*view, *args[6:])
+    storage, offset, shape, strides, grad, _hooks, dtype, *metadata = args
+    return t.tensor(storage, offset, shape, strides, grad, dtype, *metadata)
 
 
 def _parameter(

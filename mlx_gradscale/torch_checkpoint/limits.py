@@ -19,7 +19,7 @@ class Limits:
             and hash collisions. One takes about 1 microsecond and at most some 70
             bytes; a tensor takes about 60. After reading, the object may also not
             contain more values than this, counting shared ones wherever they appear.
-        depth (int): Nesting of containers.
+        depth (int): Nesting of containers, at most 400.
         pickle_bytes (int): Size of the pickle, which is read into memory.
         tensor_bytes (int): The tensors may hold four times the size of the file and
             this much more. Only views that repeat elements come near it.

@@ -6,19 +6,28 @@ import os
 import stat
 import struct
 import zipfile
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from .limits import Budget, CheckpointError, Limits
+from .limits import Budget, CheckpointError, Limits, check
 from .tensors import Record, TensorReader, check_sum
 from .unpickler import Unpickler
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    NotImplementedError,
+    ArithmeticError,
+    LookupError,
+    OSError,
+    ValueError,
+    struct.error,
+)
+# PyTorch reads nothing from a record that is marked as a folder.
+_IS_FOLDER = 0x10
 # Bytes of the zip directory that count as one operation.
 _DIRECTORY = 5
 
@@ -67,8 +76,7 @@ def load(
         raise ValueError(
             f"float64 must be None, mx.float32 or mx.float64, not {float64!r}."
         )
-    budget = Budget(limits)
-    return _read(_open(file), budget, float64=float64)
+    return _read(_open(file), Budget(limits), float64=float64)
 
 
 def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None) -> Any:
@@ -84,8 +92,8 @@ def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None)
         >>> from mlx_gradscale import torch_checkpoint
         >>> file = io.BytesIO()
         >>> torch_checkpoint.save(file, {"weight": mx.ones((2, 2)), "epoch": 3})
-        >>> torch_checkpoint.shapes(file.getvalue())["weight"]
-        TensorShape(shape=(2, 2), dtype='float32')
+        >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
+        (2, 2)
     """
     return _read(_open(file), Budget(limits), only_shapes=True)
 
@@ -101,14 +109,14 @@ def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
     descriptor = os.open(file, flags)
     try:
         found = os.fstat(descriptor)
-        if os.path.exists(os.path.join(file, ".metadata")):
-            raise CheckpointError(
-                f"{os.fspath(file)} is a folder of torch.distributed.checkpoint. "
-                "Make it one file with: python -m torch.distributed.checkpoint."
-                f"format_utils dcp_to_torch {os.fspath(file)} FILE"
-            )
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{os.fspath(file)} is not a regular file.")
+        check(
+            not os.path.exists(os.path.join(file, ".metadata")),
+            f"{os.fspath(file)} is a folder of torch.distributed.checkpoint. Make a "
+            "file of it with: python -m torch.distributed.checkpoint.format_utils "
+            f"dcp_to_torch {os.fspath(file)} FILE",
+        )
+        is_regular = stat.S_ISREG(found.st_mode)
+        check(is_regular, f"{os.fspath(file)} is not a regular file.")
         if not found.st_size:
             return memoryview(b"")
         mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
@@ -124,18 +132,13 @@ def _read(
     float64: mx.Dtype | None = None,
     only_shapes: bool = False,
 ) -> Any:
-    head = bytes(data[:265])
-    if head[:4] == b"PK\x03\x04":
+    head = bytes(data[:4])
+    if head == b"PK\x03\x04":
         return _read_zip(data, budget, float64, only_shapes)
     if head[:1] == b"\x80":
         return _read_legacy(data, budget, float64, only_shapes)
-    if head[257:262] == b"ustar":
-        raise CheckpointError(
-            "This is a tar file, PyTorch's format before 0.1.10. Load it in PyTorch "
-            "and save it again."
-        )
-    if head[:2] == b"\x1f\x8b":
-        raise CheckpointError("This file is compressed by gzip. Decompress it first.")
+    is_gzip = head[:2] == b"\x1f\x8b"
+    check(not is_gzip, "This file is compressed by gzip. Decompress it first.")
     raise CheckpointError("This is not a file that torch.save() wrote.")
 
 
@@ -158,41 +161,36 @@ def _read_zip(
     entries = _zip_entries(data, budget)
     # PyTorch takes the folder of the first record for that of all.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
-    if folder + "constants.pkl" in entries:
-        raise CheckpointError(
-            "This is a TorchScript archive (torch.jit.save), which holds code. Save "
-            "the state_dict() of the model with torch.save() instead."
-        )
-    if folder + "data.pkl" not in entries:
-        raise CheckpointError("This zip file is not a PyTorch checkpoint: no data.pkl.")
+    check(
+        folder + "constants.pkl" not in entries,
+        "This is a TorchScript archive (torch.jit.save), which holds code. Save the "
+        "state_dict() of the model with torch.save() instead.",
+    )
+
+    def find(name: str) -> Record:
+        check(folder + name in entries, f"The file has no record {name[:80]!a}.")
+        return _record(data, entries[folder + name])
+
     order = b"little"
     if folder + "byteorder" in entries:
-        order = bytes(_record(data, entries[folder + "byteorder"]).data[:16])
-        if order not in (b"little", b"big"):
-            raise CheckpointError(f"The byte order {order!r} is unknown.")
-    pickle, checksum = _record(data, entries[folder + "data.pkl"])
-    if pickle.nbytes > budget.limits.pickle_bytes:
-        raise CheckpointError(
-            f"The pickle has {pickle.nbytes} bytes. If you trust the file, raise "
-            "limits.pickle_bytes."
-        )
+        order = bytes(find("byteorder").data[:16])
+        check(order in (b"little", b"big"), f"The byte order {order!r} is unknown.")
+    pickle, checksum = find("data.pkl")
+    check(
+        pickle.nbytes <= budget.limits.pickle_bytes,
+        f"The pickle has {pickle.nbytes} bytes. If you trust the file, raise "
+        "limits.pickle_bytes.",
+    )
     check_sum(pickle, checksum or 0)
-    prefix = folder + "data/"
-    records: dict[str, Callable[[], Record]] = {
-        name.removeprefix(prefix): partial(_record, data, entry)
-        for name, entry in entries.items()
-        if name.startswith(prefix)
-    }
     tensors = TensorReader(
-        None if only_shapes else records,
+        None if only_shapes else lambda key: find(f"data/{key}"),
         data.nbytes,
         budget.limits,
         order == b"big",
         float64,
     )
     value, end = _unpickle(bytes(pickle), 0, tensors, budget)
-    if end != pickle.nbytes:
-        raise CheckpointError("There is data after the end of the pickle.")
+    check(end == pickle.nbytes, "There is data after the end of the pickle.")
     return value
 
 
@@ -229,15 +227,13 @@ def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]
             infos = archive.infolist()
     except CheckpointError:
         raise
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+    except _ZIP_ERRORS as error:
         raise CheckpointError(
             f"The zip directory is damaged or cut off ({error}). Copy the file again."
         ) from None
-    except (struct.error, IndexError, OverflowError):
-        raise CheckpointError("The zip directory is damaged.") from None
     entries = {info.filename: info for info in infos}
-    if len(entries) != len(infos):
-        raise CheckpointError("The zip file has two records of the same name.")
+    is_unique = len(entries) == len(infos)
+    check(is_unique, "The zip file has two records of the same name.")
     return entries
 
 
@@ -245,19 +241,20 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
     """Return the bytes of a record, which PyTorch does not compress."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-    if not is_plain or info.compress_size != info.file_size:
-        raise CheckpointError(
-            f"The record {name} is compressed or encrypted. Load the file in PyTorch "
-            "and save it again."
-        )
+    is_plain = is_plain and not info.external_attr & _IS_FOLDER
+    check(
+        is_plain and info.compress_size == info.file_size,
+        f"The record {name} is compressed, encrypted or a folder. Load the file in "
+        "PyTorch and save it again.",
+    )
     header = bytes(data[info.header_offset : info.header_offset + _LOCAL_HEADER.size])
-    if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
-        raise CheckpointError(f"The record {name} has a damaged header.")
+    is_header = len(header) == _LOCAL_HEADER.size and header[:4] == b"PK\x03\x04"
+    check(is_header, f"The record {name} has a damaged header.")
     *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     start = info.header_offset + len(header) + name_size + extra_size
     found = data[start : start + info.file_size]
-    if found.nbytes != info.file_size:
-        raise CheckpointError(f"The record {name} is cut off. Copy the file again.")
+    is_whole = found.nbytes == info.file_size
+    check(is_whole, f"The record {name} is cut off. Copy the file again.")
     return Record(found, info.CRC)
 
 
@@ -272,34 +269,31 @@ def _read_legacy(
     limits = budget.limits
     head = bytes(data[: limits.pickle_bytes])
     tensors = TensorReader(None, data.nbytes, limits)
-    at = 0
-    starts, values = [], []
+    at, starts, values = 0, [], []
     for expected in (_MAGIC, _VERSION, None, None, None):
         starts.append(at)
         value, at = _unpickle(head, at, tensors, budget)
-        if expected is not None and value != expected:
-            raise CheckpointError("This pickle is not a PyTorch checkpoint.")
+        is_known = expected is None or value == expected
+        check(is_known, "This pickle is not a PyTorch checkpoint.")
         values.append(value)
     *_, value, keys = values
-    if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise CheckpointError("The list of storages is damaged.")
-    if len(keys) != len(tensors.storages) or set(keys) != tensors.storages.keys():
-        raise CheckpointError("The list of storages is not that of the tensors.")
+    is_list = type(keys) is list and all(type(key) is str for key in keys)
+    check(
+        is_list and sorted(keys) == sorted(tensors.storages),
+        "The list of storages is not that of the tensors.",
+    )
     if only_shapes:
         return value
-    records: dict[str, Callable[[], Record]] = {}
+    records = {}
     for key in keys:
         storage = tensors.storages[key]
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
-        found = data[at + 8 : at + 8 + storage.nbytes]
-        if count != storage.numel or found.nbytes != storage.nbytes:
-            raise CheckpointError("A storage has another size than its tensors say.")
-        records[key] = partial(Record, found, None)
+        records[key] = Record(data[at + 8 : at + 8 + storage.nbytes], None)
+        fits = count == storage.numel and records[key].data.nbytes == storage.nbytes
+        check(fits, "A storage has another size than its tensors say.")
         at += 8 + storage.nbytes
-    if at != data.nbytes:
-        raise CheckpointError("There is data after the last storage.")
+    check(at == data.nbytes, "There is data after the last storage.")
     # Where the storages are is known only now: read the object again, with arrays.
     del value, values
-    tensors = TensorReader(records, data.nbytes, limits, float64=float64)
-    value, _ = _unpickle(head, starts[3], tensors, Budget(limits))
-    return value
+    tensors = TensorReader(records.__getitem__, data.nbytes, limits, float64=float64)
+    return _unpickle(head, starts[3], tensors, budget)[0]

@@ -1,7 +1,7 @@
 """Element types, storages, and the tensors that view them."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
@@ -14,7 +14,11 @@ from .limits import Limits, check
 
 # MLX keeps a dimension in an int32; numpy 1 has at most 32 dimensions.
 _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
-# From this size on, checksums are computed in a second thread.
+_MIXED = (
+    "tensors of different types share a storage. Call .clone() on one of them in "
+    "PyTorch and save again."
+)
+# From this size on, checksums are computed in threads: zlib takes 0.3 s for 1 GB.
 _LARGE = 2**20
 
 
@@ -50,6 +54,7 @@ for _name, *_storage in map(str.split, _STORAGES.split(", ")):
         np.dtype("uint16" if _name == "bfloat16" else _name).newbyteorder("<"),
     )
 BY_STORAGE = {e.storage: e for e in BY_NAME.values() if e.storage}
+UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 _BY_MLX = {e.mlx: e for e in BY_NAME.values() if e.mlx is not None}
 _ROUNDED = {"float64": "float32", "complex128": "complex64"}
 
@@ -85,7 +90,8 @@ class TensorReader:
     """Make tensors of the storages in a file; or only their shapes.
 
     Args:
-        records (mapping or None): The storages by key. None reads shapes only.
+        find (callable or None): Returns the record of a storage by its key. None
+            reads shapes only.
         file_size (int): Size of the file.
         limits (Limits): The bound on the size of all tensors.
         big_endian (bool): Whether the elements are big-endian.
@@ -94,14 +100,14 @@ class TensorReader:
 
     def __init__(
         self,
-        records: Mapping[str, Callable[[], Record]] | None,
+        find: Callable[[str], Record] | None,
         file_size: int,
         limits: Limits,
         big_endian: bool = False,
         float64: mx.Dtype | None = None,
     ) -> None:
         self.storages: dict[str, Storage] = {}
-        self._records = records
+        self._find = find
         self._unread = file_size
         self._room = 4 * file_size + limits.tensor_bytes
         self._big_endian = big_endian
@@ -109,12 +115,14 @@ class TensorReader:
         self._arrays: dict[str, tuple[Element, mx.array]] = {}
         # Keys are texts, whose hashes a file cannot choose.
         self._tensors: dict[str, Any] = {}
+        self._flagged: dict[str, tuple[Any, Any]] = {}
         self._checks: list[Future[None]] = []
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def storage(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
-        kind = pid[0] if type(pid) is tuple and pid else None
+        # Types are compared first: an array raises an error if it is compared.
+        kind = pid[0] if type(pid) is tuple and pid and type(pid[0]) is str else ""
         check(
             kind != "module",
             "the file holds a whole model with its source code. Save "
@@ -125,20 +133,16 @@ class TensorReader:
         _, kind, key, _location, numel, *views = pid
         path = kind.path if type(kind) is Placeholder and kind.args is None else ""
         element = BY_STORAGE.get(path.removeprefix("torch."))
-        is_known = element or path.removeprefix("torch.storage.") == "UntypedStorage"
+        is_known = element or path in UNTYPED
         is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
         check(is_known, "the file describes a storage in an unknown way.")
         check(
-            views in ([], [None]),
+            not views or views[0] is None,
             "the file has storage views of before PyTorch 0.4. Load it in PyTorch and "
             "save it again.",
         )
         storage = Storage(key, element, numel)
-        check(
-            self.storages.setdefault(key, storage) == storage,
-            "tensors of different types share a storage. Call .clone() on one of them "
-            "in PyTorch and save again.",
-        )
+        check(self.storages.setdefault(key, storage) == storage, _MIXED)
         return storage
 
     def tensor(
@@ -153,8 +157,12 @@ class TensorReader:
     ) -> Any:
         """Return the checked view of a storage as an array, or its shape."""
         element = _check_view(storage, offset, shape, strides, dtype)
-        conj, neg = _lazy_bits(metadata, element)
-        view = f"{element.name} {offset} {shape} {strides} {conj} {neg} {storage.key}"
+        check(
+            metadata is None or (type(metadata) is dict and not metadata),
+            "the tensor is lazily conjugated or negated. Call .resolve_conj() and "
+            ".resolve_neg() on it in PyTorch and save again.",
+        )
+        view = f"{element.name} {offset} {shape} {strides} {storage.key}"
         if view not in self._tensors:
             self._room -= prod(shape) * element.numpy.itemsize
             check(
@@ -162,29 +170,28 @@ class TensorReader:
                 "the tensors hold more than four times the size of the file. If you "
                 "trust it, raise limits.tensor_bytes.",
             )
-            if self._records is None:
-                found: Any = TensorShape(tuple(shape), element.name)
-            else:
-                found = self._view(storage, element, offset, tuple(shape), strides)
-                found = mx.conjugate(found, stream=mx.cpu) if conj else found
-                found = mx.negative(found, stream=mx.cpu) if neg else found
-            self._tensors[view] = found
+            self._tensors[view] = (
+                self._view(storage, element, offset, tuple(shape), strides)
+                if self._find
+                else TensorShape(tuple(shape), element.name)
+            )
         return self.flag(self._tensors[view], requires_grad is True, False)
 
     def flag(self, data: Any, requires_grad: bool, is_parameter: bool) -> Any:
         """Return the tensor as a ``Parameter`` or with ``requires_grad``."""
         if not requires_grad and not is_parameter:
             return data
-        # The id belongs to one tensor, which lives as long as this reader.
         key = f"{id(data)} {requires_grad} {is_parameter}"
-        if key not in self._tensors:
+        if key not in self._flagged:
             flags = requires_grad, is_parameter
-            self._tensors[key] = (
+            flagged = (
                 TensorShape(data.shape, data.dtype, *flags)
                 if isinstance(data, TensorShape)
                 else TorchTensor(data, *flags)
             )
-        return self._tensors[key]
+            # With the data, so that no other tensor gets its id.
+            self._flagged[key] = flagged, data
+        return self._flagged[key][0]
 
     def finish(self) -> None:
         """Evaluate the tensors and wait for the checksums."""
@@ -194,9 +201,9 @@ class TensorReader:
             pending.result()
 
     def close(self) -> None:
-        """End the thread that computes checksums."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        """End the threads that compute checksums."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
 
     def _view(
         self,
@@ -225,11 +232,7 @@ class TensorReader:
                 array = mx.array(values, target.mlx)
             self._arrays[storage.key] = element, array
         used, whole = self._arrays[storage.key]
-        check(
-            used is element,
-            "tensors of different types share a storage. Call .clone() on one of them "
-            "in PyTorch and save again.",
-        )
+        check(used is element, _MIXED)
         if not is_whole:
             return mx.as_strided(whole, shape, strides, start, stream=mx.cpu)
         if whole.shape == shape:
@@ -259,9 +262,8 @@ class TensorReader:
         self, storage: Storage, element: Element, target: Element
     ) -> np.ndarray[Any, Any]:
         """Return the elements of a storage, not copied if they need no change."""
-        records = self._records or {}
-        check(storage.key in records, "the file lacks the data of the tensor.")
-        data, checksum = records[storage.key]()
+        assert self._find is not None
+        data, checksum = self._find(storage.key)
         check(
             data.nbytes == storage.nbytes,
             f"a storage should have {storage.nbytes} bytes but has {data.nbytes}.",
@@ -282,9 +284,9 @@ class TensorReader:
         return values if values.flags.aligned else values.copy()
 
     def _check_in_thread(self, data: memoryview, checksum: int) -> None:
-        self._thread = self._thread or ThreadPoolExecutor(max_workers=1)
+        self._threads = self._threads or ThreadPoolExecutor(max_workers=4)
         try:
-            self._checks.append(self._thread.submit(check_sum, data, checksum))
+            self._checks.append(self._threads.submit(check_sum, data, checksum))
         except RuntimeError:  # the interpreter is shutting down
             check_sum(data, checksum)
 
@@ -333,18 +335,3 @@ def _check_view(
         f"{offset} reaches outside its storage of {room} elements.",
     )
     return element
-
-
-def _lazy_bits(metadata: Any, element: Element) -> tuple[bool, bool]:
-    """Return PyTorch's conjugate and negative bits."""
-    bits = {} if metadata is None else metadata
-    is_known = type(bits) is dict and all(
-        key in ("conj", "neg") and bit is True for key, bit in bits.items()
-    )
-    check(is_known, "a tensor has metadata other than conj and neg.")
-    is_negative = "neg" in bits
-    check(
-        not is_negative or element.name != "bool",
-        "a bool tensor is marked as negative.",
-    )
-    return "conj" in bits, is_negative

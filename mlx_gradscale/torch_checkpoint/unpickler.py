@@ -25,6 +25,7 @@ _ITEMS = _DICTS | {list, tuple, TorchSize, set, frozenset}
 _TEXTS = frozenset({str, bytes, bytearray, TorchName})
 _NUMBERS = frozenset({int, float, bool, type(None), complex})
 _KEYS = frozenset({str, bytes, TorchName, Placeholder}) | _NUMBERS
+_LEAVES = _NUMBERS | _TEXTS | {Placeholder, TensorShape}
 _NOTHING = object()
 _STOP = ord(".")
 # Bytes of text that count as one operation, and what larger objects count.
@@ -32,6 +33,8 @@ _TEXT = 32
 _SET, _PLACEHOLDER, _TENSOR = 3, 4, 20
 # Passing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 128
+# Python's own limit of recursion is 1000.
+_MAX_DEPTH = 400
 
 
 class Unpickler:
@@ -73,11 +76,7 @@ class Unpickler:
                 elif code in _ACTIONS:
                     _ACTIONS[code](self)
                 else:
-                    names = (
-                        op.name for op in pickletools.opcodes if op.code == chr(code)
-                    )
-                    name = next(names, f"0x{code:02x}")
-                    check(False, f"pickle opcode {name} does not occur in checkpoints.")
+                    check(False, f"{_opcode(code)} does not occur in checkpoints.")
             self.position += 1
             check(
                 not self._outer and len(self._stack) == 1,
@@ -205,7 +204,7 @@ class Unpickler:
 
     def _set_items(self, items: list[Any], opcode: bytes = b"u") -> None:
         check(len(items) % 2 == 0, "it sets a key without a value.")
-        target = self._target(opcode, items, *_DICTS)
+        target = self._target(opcode, items, dict, *_DICTS)
         if target is not None:
             for key, value in zip(items[::2], items[1::2], strict=True):
                 self._pay_for_key(target, key)
@@ -250,7 +249,9 @@ class Unpickler:
         cost = 1
         for part in parts:
             cost += 1 + (len(part) // 1024 if type(part) in _TEXTS else 0)
-            cost += part.bit_length() // 64 if type(part) is int else 0
+            # Numbers of equal hashes, which are compared in every slot.
+            is_long = type(part) is int and part.bit_length() > 60
+            cost += 8 if is_long or type(part) is complex else 0
         self._budget.spend(cost * len(target) // _SLOTS + cost)
 
     def _name(self, module: Any, name: Any) -> Any:
@@ -432,7 +433,7 @@ def check_tree(root: Any, budget: Budget) -> None:
     checks.
     """
     limits = budget.limits
-    left = limits.operations
+    left, most = limits.operations, min(limits.depth, _MAX_DEPTH)
     # Placeholders are visited last, and each once.
     pending: list[tuple[int, list[Any]]] = [(0, [root])]
     seen: set[int] = set()
@@ -453,9 +454,8 @@ def check_tree(root: Any, budget: Budget) -> None:
             pending.append((depth + 1, held))
         elif kind in _ITEMS:
             check(
-                depth < limits.depth,
-                f"containers are nested more than {limits.depth} deep, or one contains "
-                "itself.",
+                depth < most,
+                f"containers are nested more than {most} deep, or one contains itself.",
             )
             for key in () if kind in (list, tuple, TorchSize) else value:
                 _check_key(key)
@@ -467,9 +467,6 @@ def check_tree(root: Any, budget: Budget) -> None:
     for depth, values in pending:
         for value in values:
             visit(value, depth)
-
-
-_LEAVES = _NUMBERS | _TEXTS | {Placeholder, TensorShape}
 
 
 def _contents(value: Any) -> Iterator[Any]:

@@ -156,6 +156,12 @@ def _chunks(array: Array) -> Iterator[memoryview]:
         yield np.ascontiguousarray(part).view(np.uint8).data
 
 
+class _Data(NamedTuple):
+    """The tensor of a ``Parameter``, which is written as an object of its own."""
+
+    array: Array
+
+
 class _Storage(NamedTuple):
     number: int
     element: Element
@@ -178,6 +184,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.arrays: list[Array] = []
         self._names: dict[tuple[str, str], Placeholder] = {}
         self._path: list[Any] = []
+        self._objects = 0  # open placeholders
 
     def dump(self, obj: Any) -> None:
         """Write the pickle of an object."""
@@ -216,6 +223,14 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
     def _save_call(self, obj: Any) -> None:
         self._reduce(*_CALLS[type(obj)](obj), obj)
+
+    def _save_bytes(self, obj: bytes) -> None:
+        # Python calls bytes() for empty ones, which weights_only=True does not read.
+        if not obj and self._objects:
+            self._reduce("__builtin__", "bytes", (), obj)
+        else:
+            # Protocol 2 has no bytes: they are text of the same code points.
+            self._reduce("_codecs", "encode", (obj.decode("latin1"), "latin1"), obj)
 
     def _save_list(self, obj: list[Any]) -> None:
         self.write(b"]")
@@ -266,6 +281,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def _save_placeholder(self, obj: Placeholder) -> None:
         if obj.callee is None:
             return self._save_name(obj)
+        self._objects += 1
         self.save(obj.callee)
         self.save(obj.args)
         if obj.kwargs is not None:
@@ -278,6 +294,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             for value in values:
                 self.save(value)
             self.write(opcode)
+        self._objects -= 1
 
     def _save_name(self, obj: Placeholder) -> None:
         module, name = obj.module, obj.name
@@ -294,27 +311,30 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.write(f"c{module}\n{name}\n".encode())
         self.memoize(obj)
 
-    def _save_torch_tensor(self, obj: TorchTensor) -> None:
-        if not obj.is_parameter:
-            return self._save_array(obj)
+    def _save_array(self, obj: Array) -> None:
+        if not isinstance(obj, TorchTensor) or not obj.is_parameter:
+            return self._save_tensor(obj, getattr(obj, "requires_grad", False), obj)
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        args = mx.array(obj), obj.requires_grad, hooks
+        args = _Data(obj), obj.requires_grad, hooks
         self._reduce("torch._utils", "_rebuild_parameter", args, obj)
 
-    def _save_array(self, obj: Array) -> None:
-        element = element_of(obj)
+    def _save_data(self, obj: _Data) -> None:
+        self._save_tensor(obj.array, False, obj)
+
+    def _save_tensor(self, array: Array, requires_grad: bool, obj: Any) -> None:
+        element = element_of(array)
         if element is None:
-            raise self._error(f"has a dtype that PyTorch lacks: {obj.dtype}.")
-        storage = _Storage(len(self.arrays), element, obj)
-        self.arrays.append(obj)
-        grad = isinstance(obj, TorchTensor) and obj.requires_grad
-        shape = tuple(obj.shape)
+            raise self._error(f"has a dtype that PyTorch lacks: {array.dtype}.")
+        storage = _Storage(len(self.arrays), element, array)
+        self.arrays.append(array)
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        args: tuple[Any, ...] = storage, 0, shape, _strides(shape), grad, hooks
-        if not element.storage:
-            args = (*args, TorchName(f"torch.{element.name}"))
-        function = "_rebuild_tensor_v2" if element.storage else "_rebuild_tensor_v3"
-        self._reduce("torch._utils", function, args, obj)
+        shape = tuple(array.shape)
+        view = storage, 0, shape, _strides(shape), requires_grad, hooks
+        if element.storage:
+            self._reduce("torch._utils", "_rebuild_tensor_v2", view, obj)
+        else:
+            args = *view, TorchName(f"torch.{element.name}")
+            self._reduce("torch._utils", "_rebuild_tensor_v3", args, obj)
 
     def _save_storage(self, obj: _Storage) -> None:
         if obj.element.storage:
@@ -327,8 +347,6 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
 # The calls that make objects of these types: module, name and arguments.
 _CALLS: dict[type, Callable[[Any], tuple[str, str, tuple[Any, ...]]]] = {
-    # Protocol 2 has no bytes: they are text of the same code points.
-    bytes: lambda x: ("_codecs", "encode", (x.decode("latin1"), "latin1")),
     bytearray: lambda x: ("__builtin__", "bytearray", (bytes(x),) if x else ()),
     complex: lambda x: ("__builtin__", "complex", (x.real, x.imag)),
     set: lambda x: ("__builtin__", "set", (list(x),)),
@@ -348,14 +366,16 @@ for _kind in (type(None), bool, int, float, str, tuple):
 _Pickler.dispatch |= dict.fromkeys(_CALLS, _Pickler._save_call) | {
     OrderedDict: _Pickler._save_subclass,
     DefaultDict: _Pickler._save_subclass,
+    bytes: _Pickler._save_bytes,
     list: _Pickler._save_list,
     dict: _Pickler._save_dict,
     TorchName: _Pickler._save_torch_name,
     Placeholder: _Pickler._save_placeholder,
-    TorchTensor: _Pickler._save_torch_tensor,
+    TorchTensor: _Pickler._save_array,
     mx.array: _Pickler._save_array,
     np.ndarray: _Pickler._save_array,
     np.memmap: _Pickler._save_array,
+    _Data: _Pickler._save_data,
     _Storage: _Pickler._save_storage,
 }
 

@@ -9,22 +9,12 @@ import enum
 import functools
 import io
 import pathlib
-import pickle
 import sys
 import types
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from tests.support.torch_files import (
-    GOLDEN,
-    name,
-    pickled,
-    records,
-    tensor,
-    text,
-    torch_bytes,
-)
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import (
@@ -33,7 +23,16 @@ from mlx_gradscale.torch_checkpoint import (
     Placeholder,
     plain_value,
 )
-from mlx_gradscale.torch_checkpoint import entries as kept
+from tests.support.torch_files import (
+    GOLDEN,
+    name,
+    pickled,
+    records,
+    save_bytes,
+    tensor,
+    text,
+    torch_bytes,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -174,16 +173,6 @@ def test_pytorch_finds_its_own_objects_again(kind):
             assert records(back)["data.pkl"] == records(data)["data.pkl"]
 
 
-@pytest.mark.parametrize("kind", OBJECTS)
-def test_each_is_kept_in_a_pickle_of_its_own(kind):
-    loaded = torch_checkpoint.load(torch_bytes(OBJECTS[kind]))
-    if isinstance(loaded, Placeholder):
-        again = kept.parse(*kept.dump(loaded))
-        back = save_bytes(again)
-        assert back == save_bytes(loaded)
-        assert same(read_by_torch(back), read_by_torch(torch_bytes(OBJECTS[kind])))
-
-
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
@@ -195,10 +184,6 @@ def test_each_is_kept_in_a_pickle_of_its_own(kind):
         ("bool", True),
         ("complex", 1 + 2j),
         ("SimpleNamespace", {"a": (1, 2)}),
-        ("date", "2024-02-29"),
-        ("time", "01:02:03.000004"),
-        ("datetime", "2024-02-29 01:02:03.000004+00:00"),
-        ("duration", "1 day, 0:00:02.000003"),
         ("defaultdict", {"a": [1]}),
         ("dtype", ["torch.float16", "torch.bfloat16", "torch.float16"]),
         ("device", ["cuda:1", "cpu"]),
@@ -221,34 +206,17 @@ def test_numpy_arrays_are_plain(kind, protocol):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("enum", "test_checkpoint_foreign.Color(1)"),
-        ("dataclass", "test_checkpoint_foreign.Config(width=3, name='x')"),
-        ("inner class", "test_checkpoint_foreign.Config.Inner(depth=5)"),
-        ("class", "test_checkpoint_foreign.Config.Inner"),
+        ("enum", f"{__name__}.Color(1)"),
+        ("dataclass", f"{__name__}.Config(width=3, name='x')"),
+        ("inner class", f"{__name__}.Config.Inner(depth=5)"),
+        ("class", f"{__name__}.Config.Inner"),
         ("function", "builtins.max"),
-        (
-            "partial",
-            "functools.partial(test_checkpoint_foreign.Config, "
-            "test_checkpoint_foreign.Config, tuple of 0, dict of 1, None)",
-        ),
     ],
 )
 def test_what_has_none_is_told_by_its_name(kind, says):
     found = torch_checkpoint.load(torch_bytes(OBJECTS[kind]))
     assert str(found) == says
     assert plain_value(found) is found
-
-
-@pytest.mark.parametrize("zone", ["empty", "class", "no offset"])
-def test_a_time_zone_that_python_does_not_write_is_kept(zone):
-    kind = Placeholder.named("datetime", "timezone")
-    zones = {
-        "empty": kind.called(b"R", ()),
-        "class": kind,
-        "no offset": kind.called(b"R", (Placeholder.named("datetime", "timedelta"),)),
-    }
-    time = Placeholder.named("datetime", "time").called(b"R", (bytes(6), zones[zone]))
-    assert plain_value(time) is time
 
 
 def test_a_ring_of_objects():
@@ -265,9 +233,6 @@ def test_a_ring_of_objects():
     found = read_by_torch(back)
     assert found[0].many[1]["x"] is found[0]
     assert found[0].outer is found
-    assert kept.parse(*kept.dump(loaded[0])).state["outer"][0].path == (
-        "argparse.Namespace"
-    )
 
 
 def test_tensors_inside_come_back_as_parameters():
@@ -278,20 +243,16 @@ def test_tensors_inside_come_back_as_parameters():
     loaded = torch_checkpoint.load(data)
     back = save_bytes(loaded)
     assert records(back)["data.pkl"] == records(data)["data.pkl"]
-    for file in (back, save_bytes(kept.parse(*kept.dump(loaded)))):
-        found = read_by_torch(file)
-        assert found.tied is found.model[0].weight
-        assert [p.requires_grad for p in found.model.parameters()] == [
-            *(True, False, True, True)
-        ]
-        assert type(found.plain) is torch.Tensor
-        for a, b in zip(
-            found.model.state_dict().values(), model.state_dict().values(), strict=True
-        ):
-            assert torch.equal(a, b)
+    found = read_by_torch(back)
+    assert found.tied is found.model[0].weight
+    grads = [p.requires_grad for p in found.model.parameters()]
+    assert grads == [True, False, True, True]
+    assert type(found.plain) is torch.Tensor
+    for key, value in model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[key], value)
 
 
-def test_what_is_also_outside_is_plain_there():
+def test_a_dict_inside_and_outside_an_object_is_one_dict():
     state = {"w": torch.ones(2)}
     loaded = torch_checkpoint.load(torch_bytes([argparse.Namespace(ema=state), state]))
     assert isinstance(loaded[1]["w"], mx.array)
@@ -307,7 +268,6 @@ def test_a_golden_file_without_pytorch():
     assert str(found["status"]) == "http.HTTPStatus(200)"
     assert found["state"]["w"]["step"].tolist() == [1.0]
     assert str(found["state"].factory) == "builtins.dict"
-    assert plain_value(found["when"]) == "2024-02-29 12:30:00+00:00"
     assert plain_value(torch_checkpoint.load(GOLDEN / "foreign_numpy.pt")["x"]) == 1.0
     module = torch_checkpoint.load(GOLDEN / "foreign_module.pt")
     assert module.path == "torch.nn.modules.linear.Linear"
@@ -374,20 +334,11 @@ ORDER = b"(K\x03" + text("<") + b"tb"
         + DTYPE
         + ORDER
         + b"\x89C\x08abcdefghtb",
-        name("datetime", "datetime") + b"C\x0a" + b"\xff" * 10 + b"\x85R",
-        name("datetime", "datetime") + b"C\x0a" + b"\x01" * 10 + b"N\x87R",
-        name("datetime", "date") + b")R",
-        name("datetime", "timedelta") + b"K\x01N\x86R",
-        name("datetime", "timedelta") + b"\x8a\x09" + b"\x7f" * 9 + b"\x85R",
         name("pathlib", "PosixPath") + b"N\x85R",
         name("argparse", "Namespace") + b")RK\x01b",
     ],
 )
 def test_what_a_class_itself_would_not_write_has_no_meaning(pickle):
-    if pickle.endswith(b"N\x87R"):  # a time zone that is None, and one value more
-        with pytest.raises(CheckpointError):
-            torch_checkpoint.load(pickled(pickle))
-        return
     found = torch_checkpoint.load(pickled(pickle))
     assert isinstance(found, Placeholder)
     assert plain_value(found) is found
@@ -399,69 +350,28 @@ def test_placeholders_are_bounded_too():
             torch_checkpoint.load(pickled(opcodes), limits=Limits(**limits))
 
     one = name("x", "Y") + b"q\x00)q\x01"
-    refused(b"(" + one + b"h\x00h\x01R" * 20_000 + b"t", "memory", memory=5_000_000)
-    many = b"(" + name("x", "Y") + b")R" + b"Nb" * 50_000 + b"t"
-    refused(many, "memory", memory=5_000_000)
+    many = b"(" + one + b"h\x00h\x01R" * 2000 + b"t"
+    refused(many, "operations", operations=13_000)
+    states = b"(" + name("x", "Y") + b")R" + b"Nb" * 5000 + b"t"
+    refused(states, "operations", operations=14_000)
     # Each in the state of the one before, and each called with the one before.
-    refused(name("x", "Y") + (name("x", "Y") + b"\x85R") * 200, "are nested over 128")
+    refused(name("x", "Y") + (name("x", "Y") + b"\x85R") * 200, "more than 128 deep")
     deep = b"(" + name("x", "Y") + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200
-    refused(deep + b"t", "are nested over 128 deep")
-    text_often = text("x" * 1_000_000) + b"q\x00" + b"h\x00" * 3000
-    refused(name("x", "Y") + b"(" + text_often + b"tR", "what is shared is written out")
+    refused(deep + b"t", "more than 128 deep")
+    often = text("x" * 1_000_000) + b"q\x00" + b"h\x00" * 3000
+    refused(name("x", "Y") + b"(" + often + b"tR", "counting shared ones")
 
 
 def test_a_tensor_inside_is_checked_as_any():
     for wrong, says in (
         (tensor(offset=1), "outside its storage"),
-        (tensor(shape=(2**30, 2**10), strides=(0, 0)), "four times its size"),
+        (tensor(shape=(2**30, 2**10), strides=(0, 0)), "four times the size"),
     ):
         with pytest.raises(CheckpointError, match=says):
             torch_checkpoint.load(pickled(name("x", "Y") + wrong + b"\x85R"))
 
 
-def test_kept_objects_that_lie():
-    data, arrays = kept.dump(
-        torch_checkpoint.load(torch_bytes(argparse.Namespace(w=torch.ones(2))))
-    )
-    assert kept.parse(data, arrays).state["w"].array.tolist() == [1.0, 1.0]
-    for wrong in ([], [mx.ones(3)], [mx.ones(2, mx.int32)], [None]):
-        with pytest.raises(CheckpointError, match="kept object is missing"):
-            kept.parse(data, wrong)
-    for wrong in (data[:-1], data + b".", pickle.dumps(3, 2), b""):
-        with pytest.raises(CheckpointError):
-            kept.parse(wrong, arrays)
-
-
 def test_names_that_would_be_instructions_are_not_written():
     for module, attribute in (("os\nsystem\n(", "x"), ("a", "b\nc")):
-        with pytest.raises(TypeError, match="name that is none"):
+        with pytest.raises(TypeError, match="no printable name"):
             save_bytes(Placeholder.named(module, attribute))
-
-
-# FSDP2's tensors.
-
-
-def distributed(local: bytes, shape: tuple[int, ...], placement: str) -> bytes:
-    sizes = b"(" + b"".join(b"K" + bytes([n]) for n in shape) + b"t"
-    kind = name("torch.distributed.tensor", "DTensor")
-    arguments = b"(" + kind + name("torch", "float32") + sizes + b"t"
-    placed = name("torch.distributed.tensor.placement_types", placement) + b")\x81\x85"
-    spec = name("torch.distributed.tensor._dtensor_spec", "DTensorSpec") + b")\x81"
-    spec += b"}" + text("placements") + placed + b"sb"
-    state = b"}(" + text("_local_tensor") + local + text("_spec") + spec + b"u"
-    function = name("torch._tensor", "_rebuild_from_type_v2")
-    inner = name("torch._utils", "_rebuild_wrapper_subclass")
-    return function + b"(" + inner + kind + arguments + b"N" + state + b"\x86tR"
-
-
-def test_a_distributed_tensor_is_its_local_one_where_that_is_all():
-    whole = distributed(tensor(), (4,), "Shard")
-    assert torch_checkpoint.load(pickled(whole)).tolist() == [0.0] * 4
-    for part in (
-        distributed(tensor(), (8,), "Shard"),
-        distributed(tensor(), (4,), "Partial"),
-    ):
-        with pytest.raises(CheckpointError, match=r"state_dict\.get_state_dict\("):
-            torch_checkpoint.load(pickled(part))
-    with pytest.raises(CheckpointError, match="other types"):
-        torch_checkpoint.load(pickled(distributed(b"N", (4,), "Shard")))

@@ -1,4 +1,4 @@
-"""A fixed thousand of the mutants that benchmarks/torch_checkpoint_fuzz.py makes."""
+"""Six hundred fixed mutants of those that tools/torch_checkpoint_fuzz.py makes."""
 
 import importlib.util
 import random
@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-FUZZ = Path(__file__).parents[2] / "benchmarks" / "torch_checkpoint_fuzz.py"
+FUZZ = Path(__file__).parents[2] / "tools" / "torch_checkpoint_fuzz.py"
 spec = importlib.util.spec_from_file_location("torch_checkpoint_fuzz", FUZZ)
 fuzz = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fuzz)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_thousand_mutants(seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_every_mutant_loads_or_is_a_checkpoint_error(seed):
     outcomes = {"refused": 0, "loaded": 0}
     for _, data in fuzz.mutants(100, seed):
         outcomes[fuzz.judge(data)] += 1
@@ -25,7 +25,7 @@ def test_a_thousand_mutants(seed):
     assert outcomes["loaded"] > 2
 
 
-def test_what_pytorch_reads_of_them_is_read_the_same():
+def test_mutants_that_pytorch_reads_too_have_the_same_values():
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, about what the mutants hold
@@ -33,7 +33,7 @@ def test_what_pytorch_reads_of_them_is_read_the_same():
     assert outcomes.count("same as torch") > 10
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(fuzz.seeds()),
     st.lists(st.sampled_from(fuzz.MUTATIONS), min_size=1, max_size=3),

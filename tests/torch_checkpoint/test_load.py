@@ -144,12 +144,12 @@ def test_tensors_with_python_attributes_lose_only_those():
     assert_equals_torch(torch_checkpoint.load(torch_bytes(obj)), obj)
 
 
-@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
-def test_lazy_conjugate_and_negative(options):
+def test_lazy_conjugates_are_refused_with_advice():
     z = torch.tensor([1 + 2j, 3 - 4j])
-    for lazy in (z.conj(), z.conj().imag, z.conj().imag.view(1, 2)):
-        assert lazy.is_conj() or lazy.is_neg()
-        assert_equals_torch(torch_checkpoint.load(torch_bytes(lazy, **options)), lazy)
+    for lazy in (z.conj(), z.conj().imag):
+        with pytest.raises(CheckpointError, match=r"\.resolve_conj\(\)"):
+            torch_checkpoint.load(torch_bytes(lazy))
+    assert_equals_torch(torch_checkpoint.load(torch_bytes(z)), z)
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
@@ -247,7 +247,6 @@ def test_arrays_loaded_in_another_thread_can_be_used_in_this_one():
         (b"", "not a file"),
         (b"hello", "not a file"),
         (gzip.compress(b"x", mtime=0), "gzip"),
-        (bytes(257) + b"ustar\x0000", "tar file"),
         (b"\x80\x02K\x07.", "not a PyTorch"),
         (b"\x80\x02K\x07.\x80\x02K\x07.", "not a PyTorch"),
     ],
@@ -258,7 +257,7 @@ def test_other_files_are_refused_with_a_sentence(data, says):
 
 
 def test_a_zip_of_something_else():
-    with pytest.raises(CheckpointError, match=r"no data\.pkl"):
+    with pytest.raises(CheckpointError, match=r"no record 'data\.pkl'"):
         torch_checkpoint.load(pack({"readme.txt": b"x"}))
 
 
