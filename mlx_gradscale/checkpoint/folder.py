@@ -34,7 +34,7 @@ from .extra import decode_extra
 
 MODEL, ARRAYS, TRAINING = "model.safetensors", "training.safetensors", "training.json"
 _CHECKSUMS = "checksums.json"
-_SAVE = re.compile(r"save-(\d{6,12})")
+_SAVE = re.compile(r"save-([0-9]{6,})")
 _FORMAT = {"format": "mlx_gradscale", "version": 1}
 
 
@@ -43,7 +43,6 @@ class Checkpoint:
     """What a checkpoint holds, without a model to put it into.
 
     Attributes:
-        path (Path): The folder that was read.
         weights (dict): The model's weights by path.
         optimizer (dict): The leaves of ``optimizer.state`` by path.
         scaler (dict, optional): ``scaler.state``.
@@ -51,7 +50,6 @@ class Checkpoint:
         description (dict): The other entries of ``training.json``.
     """
 
-    path: Path
     weights: dict[str, mx.array]
     optimizer: dict[str, Any]
     scaler: dict[str, mx.array] | None
@@ -93,35 +91,34 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         FileNotFoundError: There is no checkpoint.
         ValueError: It is damaged.
     """
-    weights, arrays, text = read_files(path)
-    return build_checkpoint(Path(path), weights, arrays, text)
+    return build_checkpoint(*read_files(path))
 
 
 def build_checkpoint(
-    path: Path,
-    weights: dict[str, mx.array],
-    arrays: Mapping[str, mx.array],
-    text: str,
+    weights: dict[str, mx.array], arrays: Mapping[str, mx.array], text: str
 ) -> Checkpoint:
     """Return the checkpoint of what :func:`read_files` returned."""
     found = parse_json(text.encode())
     if not isinstance(found, dict) or found | _FORMAT != found:
         raise ValueError("training.json is not of this version of mlx_gradscale.")
     parts: dict[str, dict[str, Any]] = {"optimizer": {}, "scaler": {}, "extra": {}}
-    for name, x in arrays.items():
-        part, _, rest = name.partition(".")
-        parts[part][rest] = x
-    optimizer = parts["optimizer"] | found.pop("numbers")
-    scaler = parts["scaler"]
-    if found["wrapped"]:
-        start = "scaler."
-        scaler = {
-            name.removeprefix(start): x
-            for name, x in optimizer.items()
-            if name.startswith(start)
-        }
-    extra = decode_extra(found.pop("extra"), parts["extra"])
-    return Checkpoint(path, weights, optimizer, scaler or None, extra, found)
+    try:
+        for name, x in arrays.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = x
+        optimizer, scaler = parts["optimizer"] | found.pop("numbers"), parts["scaler"]
+        if found["wrapped"]:
+            split = [(*name.partition("."), x) for name, x in optimizer.items()]
+            scaler = {rest: x for part, _, rest, x in split if part == "scaler"}
+        extra = decode_extra(found.pop("extra"), parts["extra"])
+        kinds = {"class": str, "schedules": list, "values": dict}
+        for row in found["settings"]:
+            if any(type(row[name]) is not kind for name, kind in kinds.items()):
+                raise ValueError("training.json does not describe an optimizer.")
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        kind = type(error).__name__
+        raise ValueError(f"training.json is damaged: {kind}: {error}.") from error
+    return Checkpoint(weights, optimizer, scaler or None, extra, found)
 
 
 def read_files(
@@ -216,15 +213,17 @@ def _saves(run: Path) -> list[Path]:
 
 
 def _rename_to_next(folder: Path, run: Path) -> None:
+    newest = [int(save.name.partition("-")[2]) for save in _saves(run)[-1:]]
+    number = sum(newest)
     while True:
-        numbers = [int(save.name.partition("-")[2]) for save in _saves(run)]
-        target = run / f"save-{max(numbers, default=0) + 1:06}"
+        number += 1
+        target = run / f"save-{number:06}"
         try:
             folder.rename(target)
         except OSError:
-            if not target.exists():
+            if not os.path.lexists(target):
                 raise
-            continue  # another writer took the number
+            continue  # another writer took the number, or it is the name of a file
         return
 
 

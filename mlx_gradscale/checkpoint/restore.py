@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +26,6 @@ from .save import (
     batch_statistics,
     check_arguments,
     describe_optimizer,
-    is_initialized,
     model_weights,
     sample_checksum,
 )
@@ -82,12 +80,13 @@ def restore_checkpoint(
     scaler = check_arguments(model, optimizer, scaler)
     group = ranks.group_of(group, optimizer, scaler)
     weights, arrays, text = from_rank_0(lambda: read_files(path), group)
-    trees = [model, *(vars(part) for part in _nested_optimizers(optimizer))]
-    trees += [] if scaler is None else [scaler.state]
-    before = snapshot(*trees)
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    owners = [optimizer, *single_optimizers(inner)]
+    states = [] if scaler is None else [scaler.state]
+    before = snapshot(model, *map(vars, owners), *states)
     try:
         with _agreed(path, group):
-            saved = build_checkpoint(Path(path), weights, arrays, text)
+            saved = build_checkpoint(weights, arrays, text)
             seed = ranks.seed_of(saved.description["random"], group)
             _restore_model(saved, model)
             _check_settings(saved.description, optimizer)
@@ -113,15 +112,6 @@ def _agreed(
     except Exception as problem:
         error = _explain(problem, path)
     ranks.agree(error, group, "restore_checkpoint")
-
-
-def _nested_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield an optimizer and those inside it."""
-    yield optimizer
-    inner = [getattr(optimizer, "optimizer", None)]
-    for part in [*inner, *getattr(optimizer, "optimizers", ())]:
-        if isinstance(part, Optimizer):
-            yield from _nested_optimizers(part)
 
 
 def _explain(problem: Exception, path: str | os.PathLike[str]) -> Exception:
@@ -188,8 +178,8 @@ def _restore_optimizer(
     }
     places = _places(optimizer.state)
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
-    if not is_initialized(optimizer) and (is_wrapper or state.keys() - places.keys()):
-        optimizer.init(model.trainable_parameters())
+    if state.keys() - places.keys():
+        optimizer.init(model.trainable_parameters())  # keeps the state that is there
         places = _places(optimizer.state)
     if is_wrapper:
         state = _convert_masters(state, places, model_weights(model))
@@ -205,8 +195,9 @@ def _restore_optimizer(
         if not isinstance(value, (mx.array, *NUMBERS)):
             raise ValueError(f"{shorten(path)} is not an array or a number.")
         if isinstance(own, mx.array) and isinstance(value, mx.array):
-            # MLX's optimizers change the precision of their state in the first steps.
-            _check_kind(path, own, value.shape, value.dtype, is_free=True)
+            # MLX's optimizers change the precision of their state in the first steps;
+            # a LossScaleOptimizer keeps it in float32.
+            _check_kind(path, own, value.shape, value.dtype, is_free=not is_wrapper)
         if isinstance(container, tuple) and (isinstance(own, mx.array) or own != value):
             raise ValueError(f"{shorten(path)} is in a tuple, which cannot be changed.")
     mx.eval([x for x in state.values() if isinstance(x, mx.array)])
@@ -220,20 +211,19 @@ def _restore_optimizer(
 def _late_places(
     optimizer: Optimizer, paths: Iterable[str], places: Mapping[str, tuple[Any, Any]]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return places for state that an optimizer creates only in its first step."""
+    """Return places for what an optimizer adds to a parameter's state in its steps."""
+    containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
     inner = getattr(optimizer, "optimizer", optimizer)
-    roots = {id(single.state) for single in single_optimizers(inner)}
-    containers = {
-        path.rpartition(".")[0]: container
-        for path, (container, _) in places.items()
-        if isinstance(container, dict) and id(container) not in roots
-    }
-    split = [(path, *path.rpartition(".")[::2]) for path in paths]
-    return {
-        path: (containers[owner], key)
-        for path, owner, key in split
-        if owner in containers
-    }
+    others = {id(single.state) for single in single_optimizers(inner)}
+    if inner is not optimizer:  # masters and so on are there from the start
+        others |= {id(value) for value in optimizer.state.values()}
+    found = {}
+    for path in paths:
+        parent, _, key = path.rpartition(".")
+        container = containers.get(parent)
+        if isinstance(container, dict) and id(container) not in others:
+            found[path] = container, key
+    return found
 
 
 def _places(tree: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

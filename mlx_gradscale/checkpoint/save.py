@@ -87,7 +87,7 @@ def save_checkpoint(
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
     group = ranks.group_of(group, optimizer, scaler)
-    if isinstance(optimizer, LossScaleOptimizer) and not is_initialized(optimizer):
+    if isinstance(optimizer, LossScaleOptimizer) and not optimizer._initialized:
         optimizer.init(model.trainable_parameters())
     states = {"optimizer": optimizer.state, "scaler": scaler.state if scaler else {}}
     error = None
@@ -139,14 +139,6 @@ def check_arguments(
             "Save and restore between iterations: call the scaler's update() first."
         )
     return scaler
-
-
-def is_initialized(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer, and each one inside it, has created its state."""
-    inner = getattr(optimizer, "optimizer", None)
-    singles = single_optimizers(inner or optimizer)
-    own = True if inner is None else optimizer._initialized
-    return own and all(single._initialized for single in singles)
 
 
 def model_weights(model: nn.Module) -> dict[str, mx.array]:

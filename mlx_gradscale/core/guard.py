@@ -6,7 +6,7 @@ would write, and ``Plan`` writes all of it at once.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,7 +16,14 @@ from mlx.utils import tree_map, tree_map_with_path
 from .finite import is_finite_magnitude
 from .gradients import Source, each_use
 from .masters import HALF, Joined, Masters, entries, joined_master, to_float32
-from .optimizers import Borrowed, autocompiled, is_builtin, parts, scheduled_values
+from .optimizers import (
+    Borrowed,
+    autocompiled,
+    is_builtin,
+    parts,
+    scheduled_values,
+    split_paths,
+)
 from .ranks import Ranks
 from .trees import Leaf, Slot, Writes, commit, flatten, restore, slots, snapshot
 
@@ -197,9 +204,8 @@ def plan(
             return result
         run: Callable[..., Any] = partial(_run, make_layout(), optimizer)
     else:
-        run = autocompiled(
-            lambda: partial(_run, make_layout()), optimizer, (paths, is_scaled)
-        )
+        layout = (paths, is_scaled, split_paths(optimizer, gradients))
+        run = autocompiled(lambda: partial(_run, make_layout()), optimizer, layout)
     state, new = run(
         [box[key] for _, box, key in places],
         scheduled_values(optimizer),
@@ -473,6 +479,13 @@ def _select_parameter(
         parameter = mx.where(applied, moment.astype(dtype), parameter)
     weight = mx.where(applied, rounded, parameter)
     return weight, entries(new, weight, stored)
+
+
+def in_one_kernel(values: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return 0-d values with a common root: one kernel to build instead of seven."""
+    (name, root), *others = values.items()
+    either = reduce(mx.bitwise_or, [x.astype(mx.bool_) for _, x in others])
+    return values | {name: mx.where(either, root, root)}
 
 
 def _never_of(values: list[mx.array], never: mx.array) -> mx.array:

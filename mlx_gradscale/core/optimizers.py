@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 
 from .finite import is_floating
 from .masters import HALF, to_float32
-from .trees import Snapshot, restore, slots, snapshot
+from .trees import Snapshot, flatten, restore, slots, snapshot
 
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
@@ -75,6 +75,13 @@ def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
             yield from parts(inner, part)
     else:
         yield optimizer, tree
+
+
+def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
+    """Return which paths each optimizer of a ``MultiOptimizer`` steps, now."""
+    if not isinstance(optimizer, MultiOptimizer):
+        return []
+    return [[path for path, _ in flatten(part)] for _, part in parts(optimizer, tree)]
 
 
 def needs_init(optimizer: Optimizer) -> bool:

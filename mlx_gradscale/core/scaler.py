@@ -14,7 +14,7 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import all_finite_times, arrays, is_floating
 from .gradients import Backward, Casting, Source, differentiate
-from .guard import Plan, inspect, plan
+from .guard import Plan, in_one_kernel, inspect, plan
 from .masters import HALF
 from .optimizers import check_supported, initialize, needs_init
 from .ranks import Ranks, finite_on_all_ranks
@@ -413,7 +413,7 @@ class GradScaler:
             parameters = {leaf.path: leaf.parameter for leaf in leaves}
             initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
         planned = plan(optimizer, grads, leaves, inspected._replace(applied=applied))
-        planned.writes += self._writes(count_step(self._state, applied))
+        planned.writes += self._writes(_step(self._state, applied))
         planned.writes.append(
             (self._stages, id(optimizer), _Stage(optimizer, applied, stepped=True))
         )
@@ -487,7 +487,7 @@ class GradScaler:
             self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
         else:
             finite = self._finite_since_update()
-            commit(self._writes(next_scale(self._state, finite)))
+            commit(self._writes(_update(self._state, finite)))
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -524,9 +524,8 @@ class GradScaler:
 
     def _after_step(self, applied: mx.array) -> Writes:
         """Return what a step and an update together write to the state."""
-        counted = count_step(self._state, applied)
-        moved = next_scale(self._state, applied) if self._enabled else {}
-        return self._writes(counted | moved)
+        rule = _step_and_update if self._enabled else _step
+        return self._writes(rule(self._state, applied))
 
     def _writes(self, changed: dict[str, mx.array]) -> Writes:
         return list(zip(repeat(self._state), changed, changed.values(), strict=False))
@@ -699,6 +698,23 @@ class GradScaler:
         vars(self).update(pickled, _state={})
         self._begin()
         self._fill(pickled["_state"])
+
+
+@mx.compile
+def _step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
+    return in_one_kernel(count_step(state, applied))
+
+
+@mx.compile
+def _update(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
+    return in_one_kernel(next_scale(state, finite))
+
+
+@mx.compile
+def _step_and_update(
+    state: dict[str, mx.array], applied: mx.array
+) -> dict[str, mx.array]:
+    return in_one_kernel(count_step(state, applied) | next_scale(state, applied))
 
 
 class SkipWatch:

@@ -154,8 +154,11 @@ def _new_file(path: Path) -> int:
 
 
 def _new_folder(path: Path) -> int:
-    path.mkdir()
-    return os.open(path, os.O_RDONLY)
+    while True:
+        path.mkdir()
+        # Another writer may have taken it for a leftover, as below.
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY)
 
 
 def _create(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
@@ -174,6 +177,8 @@ def _create(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove hidden files and folders of the target that no living process has open."""
+    if fcntl is None:
+        return
     start = re.escape(_hidden_start(target))
     pattern = re.compile(start + r"[0-9a-f]{16}\.tmp")
     with suppress(OSError):  # a folder that can be written to but not listed

@@ -248,6 +248,17 @@ def test_mismatch_of_the_wrapper_is_named_and_changes_nothing(tmp_path):
     assert all(warning.filename == __file__ for warning in w)
 
 
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+def test_master_of_a_layer_that_is_frozen_now_is_a_mismatch(masters, tmp_path):
+    runs = [half(optim.SGD(0.1), masters=masters) for _ in range(2)]
+    runs[0].model.layers[1].unfreeze()
+    for run in runs:
+        run.optimizer.init(run.model.trainable_parameters())
+    save_checkpoint(tmp_path, *runs[0].parts)
+    with pytest.raises(ValueError, match=r"optimizer has no .*\.layers\.1\.bias"):
+        restore_checkpoint(tmp_path, *runs[1].parts)
+
+
 def test_checkpoint_with_a_scaler_needs_the_scaler(tmp_path):
     run = started("GradScaler")
     save_checkpoint(tmp_path / "run", *run.parts)
