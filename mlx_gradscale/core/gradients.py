@@ -9,7 +9,7 @@ object, and is taken as it is.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial, wraps
+from functools import wraps
 from itertools import repeat
 from typing import Any, NamedTuple, cast
 
@@ -83,8 +83,29 @@ class Source(NamedTuple):
 
     scaled: mx.array
     inverse: mx.array
-    # Removes this entry when the gradient is deleted, so that its id stays unique.
-    reference: "weakref.ref[mx.array] | None" = None
+
+
+class Unscaled(mx.array):
+    """An unscaled gradient that knows its source, until it is changed in place."""
+
+    source: Source | None = None
+
+
+def _forget_source(name: str) -> Callable[..., Any]:
+    change = getattr(mx.array, name)
+
+    def change_in_place(self: Unscaled, *args: Any) -> Any:
+        self.source = None
+        return change(self, *args)
+
+    return change_in_place
+
+
+for _name in dir(mx.array):
+    # __imul__ and its like, which change an array in place, and __setitem__.
+    is_in_place = _name.startswith("__i") and hasattr(mx.array, f"__{_name[3:]}")
+    if is_in_place or _name == "__setitem__":
+        setattr(Unscaled, _name, _forget_source(_name))
 
 
 class Backward:
@@ -96,7 +117,7 @@ class Backward:
 
     def __init__(self, state: dict[str, Any]):
         self._state = state
-        self._sources: dict[int, Source] = {}
+        self._pending: list[weakref.ref[Unscaled]] = []
         self._last_call: _ScaledCall | None = None
         self._warned: set[str] = set()
         #: Whether gradients were computed since the last update.
@@ -115,7 +136,6 @@ class Backward:
     ) -> Callable[..., Any]:
         """Return a function like that of ``nn.value_and_grad``, by a scaled loss."""
         refuse_scaled(loss_fn)
-
         is_first = casting.compute_dtype is None
 
         @wraps(loss_fn)
@@ -135,9 +155,12 @@ class Backward:
         return value_and_grad_fn
 
     def unscale(self, scaled: Any, inverse: mx.array) -> Any:
-        """Return a tree of unscaled gradients, remembering where they came from."""
-        gradients = _unscale(scaled, inverse)
-        self._remember(leaves(gradients), leaves(scaled), inverse)
+        """Return a tree of unscaled gradients that know where they came from."""
+        gradients = tree_map(Unscaled, _unscale(scaled, inverse))
+        found = leaves(gradients)
+        for gradient, source in zip(found, leaves(scaled), strict=True):
+            gradient.source = Source(source, inverse)
+        self._pending = list(map(weakref.ref, found))
         return gradients
 
     def unscale_in_place(self, gradients: Any, inverse: mx.array) -> Any:
@@ -145,29 +168,14 @@ class Backward:
         places = slots(gradients) if isinstance(gradients, (dict, list)) else []
         if not places or any(isinstance(box, tuple) for _, box, _ in places):
             return self.unscale(gradients, inverse)
-        scaled = [box[key] for _, box, key in places]
-        unscaled = self.unscale(scaled, inverse)
-        # Should the caller step with the scaled ones after all, they count as such.
-        self._remember(scaled, scaled, inverse)
+        unscaled = self.unscale([box[key] for _, box, key in places], inverse)
         commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
         return gradients
 
-    def _remember(
-        self, gradients: list[mx.array], scaled: list[mx.array], inverse: mx.array
-    ) -> None:
-        for gradient, source in zip(gradients, scaled, strict=True):
-            forget = partial(self._sources.pop, id(gradient))
-            reference = weakref.ref(gradient, forget)
-            self._sources[id(gradient)] = Source(source, inverse, reference)
-
-    def sources(self, gradients: Iterable[mx.array]) -> list[Source | None]:
-        """Return the scaled array behind each gradient that nobody has changed."""
-        return list(map(self._sources.get, map(id, gradients)))
-
-    def pending(self) -> tuple[list[mx.array], mx.array | None]:
-        """Return the scaled gradients that are still alive, and their inverse scale."""
-        sources = list(self._sources.values())
-        return [x.scaled for x in sources], sources[-1].inverse if sources else None
+    def pending(self) -> list[Source]:
+        """Return the sources of the latest gradients, as far as they still exist."""
+        alive = [reference() for reference in self._pending]
+        return [x.source for x in alive if x is not None and x.source is not None]
 
     def end_iteration(self) -> None:
         """Forget which gradients were computed since the last update."""

@@ -130,23 +130,7 @@ class LossScaleOptimizer(Optimizer):
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: the loss and unscaled float32 gradients.
-
-        See :meth:`GradScaler.value_and_grad`.
-
-        Example:
-            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-            >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
-            >>> model = nn.Linear(2, 1)
-            >>> model.set_dtype(mx.float16)
-            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1024.0))
-            >>> loss_and_grad = optimizer.value_and_grad(
-            ...     model, lambda x: model(x).astype(mx.float32).mean()
-            ... )
-            >>> loss, grads = loss_and_grad(mx.ones((4, 2), mx.float16))
-            >>> grads["bias"], optimizer.scaler.get_scale()
-            (array([1], dtype=float32), 1024.0)
-        """
+        """Like ``nn.value_and_grad``: see :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(
             model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
         )
@@ -422,7 +406,7 @@ class LossScaleOptimizer(Optimizer):
             self._detach()
         elif self._detached is not None and state is self._detached:
             self._attach(self._detached)
-        elif "scaler" in state:
+        elif any(str(key).partition(".")[0] == "scaler" for key in state):
             # Clipping is what the program says now.
             loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
             _check_loaded(loaded, self.scaler.state)

@@ -216,15 +216,6 @@ def average_gradients(
         only (Callable, optional): Called with path and gradient; whether to average
             this one. Default: all that are floating.
 
-    Returns:
-        Any: The sum of weight times gradients, over the sum of weights.
-
-    Example:
-        >>> import mlx.core as mx
-        >>> from mlx_gradscale.distributed import average_gradients
-        >>> group = mx.distributed.init()
-        >>> average_gradients({"w": mx.array([2.0, 4.0])}, group, weight=3)
-        {'w': array([2, 4], dtype=float32)}
     """
     group = mx.distributed.init() if group is None else group
     if is_single(group):

@@ -299,10 +299,8 @@ class GradScaler:
             >>> from mlx_gradscale import GradScaler
             >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.1)
             >>> grads = {"w": scaler.scale(mx.array(0.5))}
-            >>> scaler.unscale_(optimizer, grads)
-            {'w': array(0.5, dtype=float32)}
-            >>> grads
-            {'w': array(0.5, dtype=float32)}
+            >>> scaler.unscale_(optimizer, grads) is grads, grads
+            (True, {'w': array(0.5, dtype=float32)})
         """
         if not self._enabled:
             return grads
@@ -313,18 +311,17 @@ class GradScaler:
                 "unscale_() was called after step(). The order is unscale_(), step(), "
                 f"update(). {_START_AFRESH}"
             )
-        if self._mode != _SCALED:
-            finite = all_finite_times([], None, arrays(grads))
-            self._stages[id(optimizer)] = _Stage(optimizer, finite)
-            return grads
-        if stage:
+        if self._mode == _SCALED and stage:
             raise RuntimeError(
                 "unscale_() was called twice for this optimizer since the last "
                 f"update(). {_START_AFRESH}"
             )
-        inverse = 1.0 / self._state["scale"]
+        is_scaled = self._mode == _SCALED
+        inverse = 1.0 / self._state["scale"] if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
+        if inverse is None:
+            return grads
         return self._backward.unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
@@ -370,14 +367,6 @@ class GradScaler:
 
         Returns:
             Any: The new parameters, in the structure of ``grads``.
-
-        Example:
-            >>> import mlx.core as mx, mlx.optimizers as optim
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.5)
-            >>> grads = {"w": scaler.scale(mx.array([1.0]))}
-            >>> scaler.apply_gradients(optimizer, grads, {"w": mx.array([2.0])})
-            {'w': array([1.5], dtype=float32)}
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
@@ -423,15 +412,11 @@ class GradScaler:
         self, leaves: list[Leaf], *optimizers: Optimizer
     ) -> list[Source | None]:
         """Return the scaled array behind each gradient, None for an unscaled one."""
-        sources = self._backward.sources([leaf.gradient for leaf in leaves])
         is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
         if self._mode == _SCALED and is_scaled:
             inverse = 1.0 / self._state["scale"]
-            sources = [
-                source or Source(leaf.gradient, inverse)
-                for leaf, source in zip(leaves, sources, strict=True)
-            ]
-        return sources
+            return [Source(leaf.gradient, inverse) for leaf in leaves]
+        return [getattr(leaf.gradient, "source", None) for leaf in leaves]
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_last_call()
@@ -505,10 +490,12 @@ class GradScaler:
                     "update() found nothing recorded. Call step() or unscale_() first; "
                     "if step() runs inside mx.compile, call update() in there too."
                 )
-            scaled, inverse = self._backward.pending()
-            flags.append(
-                all_finite_times(scaled, inverse, []) if scaled else mx.array(False)
-            )
+            pending = self._backward.pending()
+            dropped_finite = mx.array(False)
+            if pending:
+                scaled = [source.scaled for source in pending]
+                dropped_finite = all_finite_times(scaled, pending[0].inverse, [])
+            flags.append(dropped_finite)
         finite = reduce(mx.logical_and, flags)
         return finite if len(flags) == 1 else finite_on_all_ranks(finite, self.group)
 
@@ -545,15 +532,7 @@ class GradScaler:
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, also for a step that is already compiled.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.set_growth_factor(1.5)
-            >>> scaler.get_growth_factor()
-            1.5
-        """
+        """Set the growth factor, also for a step that is already compiled."""
         self._set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -596,13 +575,7 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """How many of the latest updates in a row skipped a step, lazily.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler().consecutive_skips
-            array(0, dtype=int32)
-        """
+        """How many of the latest updates in a row skipped a step, lazily."""
         return self._state["consecutive_skips"]
 
     @property
@@ -613,13 +586,7 @@ class GradScaler:
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's five keys, and others only where not at their default.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler(growth_factor=1.5).state_dict()["growth_factor"]
-            1.5
-        """
+        """Return PyTorch's five keys, and others only where not at their default."""
         return to_state_dict(read(self._state)) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

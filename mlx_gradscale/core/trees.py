@@ -50,7 +50,7 @@ def _collect_slots(
     tree: Any, path: tuple[Any, ...], found: list[Slot], others: list[Any]
 ) -> None:
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if type(value) is mx.array:
+        if isinstance(value, mx.array):
             found.append(((*path, key), tree, key))
         elif isinstance(value, CONTAINERS):
             _collect_slots(value, (*path, key), found, others)
