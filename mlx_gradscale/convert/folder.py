@@ -48,7 +48,7 @@ class TorchFiles:
 
 
 def read_torch(path: str | os.PathLike[str], options: Options) -> TorchFiles:
-    """Read a file, a folder of Trainer or Accelerate, or one of torch.distributed.
+    """Read a file, or a folder of Trainer or Accelerate.
 
     A model in several files has the name of one. Files that only their program knows
     (random states, arguments, tokenizers) are kept as bytes.
@@ -60,15 +60,9 @@ def read_torch(path: str | os.PathLike[str], options: Options) -> TorchFiles:
             f"{path} is one of several files of a model: give its folder, "
             f"{path.parent}."
         )
-    if not path.is_dir():
+    # A folder of torch.distributed.checkpoint is refused by the reader, with advice.
+    if not path.is_dir() or (path / ".metadata").is_file():
         return TorchFiles(_read_file(path, options))
-    if (path / ".metadata").is_file():
-        note = (
-            "A folder of torch.distributed.checkpoint comes back as one file. PyTorch "
-            "makes a folder of it: python -m torch.distributed.checkpoint.format_utils "
-            "torch_to_dcp FILE FOLDER."
-        )
-        return TorchFiles(_read_file(path, options), notes=[note])
     return _read_folder(path, options)
 
 
@@ -78,16 +72,16 @@ def _read_folder(path: Path, options: Options) -> TorchFiles:
     parts = {part for files in shards.values() for part in files}
     found = TorchFiles({}, is_folder=True)
     for whole, files in shards.items():
-        found.checkpoint[whole] = _merge({n: _read_file(path / n, options)
+        found.checkpoint[whole] = _merge({n: _read_part(path / n, options)
                                           for n in files})  # fmt: skip
     for name in names:
         if _MODEL.fullmatch(name) or _OTHERS.fullmatch(name):
-            found.checkpoint.setdefault(name, _read_file(path / name, options))
+            found.checkpoint.setdefault(name, _read_part(path / name, options))
     if not any(map(_MODEL.fullmatch, found.checkpoint)):
         for file in sorted(path.glob("*/*")):  # diffusers': unet/...
             if _MODEL.fullmatch(file.name) and file.is_file():
                 key = f"{file.parent.name}/{file.name}"
-                found.checkpoint[key] = _read_file(file, options)
+                found.checkpoint[key] = _read_part(file, options)
     if not found.checkpoint:
         raise ConvertError(_nothing_in(path, names))
     if TRAINER in names:
@@ -172,13 +166,25 @@ def _merge(shards: dict[str, Any]) -> dict[str, Any]:
     return tensors if is_ordered else Unordered(sorted(tensors.items()))
 
 
+def _read_part(path: Path, options: Options) -> Any:
+    """Read a file of a folder; a link may not lead out of it."""
+    folder = os.path.realpath(path.parent)
+    if not os.path.realpath(path).startswith(os.path.join(folder, "")):
+        raise ConvertError(
+            f"{path} is a link out of its folder, which is not followed: copy the "
+            "files themselves (cp -rL)."
+        )
+    return _read_file(path, options)
+
+
 def _read_file(path: Path, options: Options) -> Any:
     if path.suffix == ".safetensors":
         return Unordered(sorted(read_arrays(path)[0].items()))
     try:
         return torch_checkpoint.load(path, options.limits, float64=options.float64)
     except torch_checkpoint.CheckpointError as error:
-        raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
+        place = "" if str(path) in str(error) else f"{path}: "
+        raise torch_checkpoint.CheckpointError(f"{place}{error}") from error
 
 
 def write_torch(

@@ -63,7 +63,8 @@ def load_torch(
             one for each.
         loss_scaling (bool): Wrap the optimizer in a ``LossScaleOptimizer``. The weights
             are cast to the model's own dtypes, and the uncast ones become its master
-            weights: call ``model.set_dtype(mx.float16)`` first.
+            weights: call ``model.set_dtype(mx.float16)`` first. Otherwise the model
+            takes the checkpoint's dtypes.
         max_grad_norm (float, optional): For the ``LossScaleOptimizer``.
         masters (str): For the ``LossScaleOptimizer``.
 

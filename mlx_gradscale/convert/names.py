@@ -88,14 +88,9 @@ def new_names(
 ) -> tuple[dict[str, tuple[str, str | None]], dict[str, tuple[int, ...]] | None]:
     """Find the MLX name of each tensor, and its layout where the name tells it.
 
-    Args:
-        known (Collection): The names that the model answers to.
-        is_lightning (bool): Without a model, take ``model.`` for a wrapper's word where
-            all names begin with it.
-
-    Returns:
-        tuple: PyTorch name -> MLX name and layout or None; and the names and shapes
-        that the model's ``sanitize`` got, if it was asked.
+    ``known`` are the names that the model answers to. Without a model, a Lightning
+    checkpoint loses the ``model.`` that all names begin with. The second result are the
+    names and shapes that the model's ``sanitize`` got, if it was asked.
 
     Example:
         >>> new_names({"module.fc.weight": (2, 3)}, str, None, ())[0]

@@ -79,9 +79,7 @@ def plan_optimizer(
 ) -> tuple[OptimizerPlan, list[str]]:
     """Plan the conversion of a model's optimizers, and check that MLX can compute it.
 
-    Args:
-        names (list): For each optimizer, index -> the parameter's PyTorch name.
-        entries (dict): PyTorch name -> where it is in MLX.
+    ``names`` hold, for each optimizer, the parameter's PyTorch name by its index.
     """
     if options.step is not None and options.step < 0:
         raise ConvertError(f"--step {options.step}: a count cannot be negative.")
@@ -241,11 +239,10 @@ def to_torch(
     settings: Sequence[Mapping[str, Any]],
     accept: Iterable[str] = (),
 ) -> tuple[list[Write], list[str]]:
-    """Return the writes that bring PyTorch's state dicts to where MLX is.
+    """Return the writes that bring PyTorch's state dicts to where MLX is, and notes.
 
-    Args:
-        flat (dict): ``tree_flatten(optimizer.state)`` as a dict.
-        settings (list): Those of each MLX optimizer (:func:`mlx_settings`).
+    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, ``settings`` are those of
+    each MLX optimizer (:func:`mlx_settings`).
     """
     _check_parts(plan, settings)
     writes: list[Write] = []

@@ -324,8 +324,7 @@ def torch_differences(
 ) -> list[Difference]:
     """Return what MLX would compute differently from a PyTorch group.
 
-    Args:
-        is_complete (bool): Whether every parameter of the group has its state already.
+    The group is complete if every parameter has its state already.
 
     Example:
         >>> torch_differences("RMSprop", {"centered": True})[0].key

@@ -33,15 +33,8 @@ def parameter_names(
 ) -> tuple[list[dict[Index, str]], list[str]]:
     """Find the PyTorch name behind each index of one or several optimizers.
 
-    Args:
-        model (nn.Module, optional): The MLX model, whose order is taken for a file that
-            does not keep PyTorch's.
-        is_ordered (bool): Whether the tensors are in PyTorch's order; in a safetensors
-            file they are not.
-
-    Returns:
-        tuple: For each optimizer, index -> name in ``tensors``; and notes where shapes
-        could not check the order.
+    A safetensors file does not keep PyTorch's order of tensors: then that of the MLX
+    model is tried. The second result are notes where shapes could not check the order.
     """
     order = _Order(sections, tensors, plan)
     found, notes = _find(order, options, model, is_ordered)

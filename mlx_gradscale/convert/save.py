@@ -183,8 +183,9 @@ def fill_template(
     accept: Iterable[str] = (),
     step: int | None = None,
 ) -> tuple[list[Write], list[str], list[str]]:
-    """Return the writes that bring a checkpoint to where a run is, and two kinds of
-    notes: those for the user, and those on stale entries.
+    """Return the writes that bring a checkpoint to where a run is.
+
+    The second result are notes, the third those on stale entries.
     """
     writes = _model_writes(template, run.weights) if template.model is not None else []
     notes: list[str] = []

@@ -343,6 +343,24 @@ def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
         load_torch(source, model, Options(names=NAMES))
 
 
+def test_link_out_of_the_folder_is_not_followed(tmp_path):
+    source = trainer_folder(tmp_path / "in")
+    (source / "optimizer.pt").rename(tmp_path / "elsewhere.pt")
+    (source / "optimizer.pt").symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.raises(ConvertError, match=r"optimizer\.pt is a link out of its"):
+        load_torch(source, Small(), Options(names=NAMES))
+    (tmp_path / "elsewhere.pt").rename(source / "real.pt")
+    (source / "optimizer.pt").unlink()
+    (source / "optimizer.pt").symlink_to("real.pt")
+    load_torch(source, Small(), Options(names=NAMES))
+
+
+def test_folder_of_distributed_checkpoints_names_pytorchs_command(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"x")
+    with pytest.raises(ValueError, match="dcp_to_torch"):
+        load_torch(tmp_path, Small())
+
+
 def test_trainers_state_that_is_no_json_is_an_error(tmp_path, capsys):
     source = trainer_folder(tmp_path / "in")
     (source / "trainer_state.json").write_text("[" * 100_000)

@@ -333,6 +333,20 @@ def test_template_can_be_used_for_every_epoch_and_warns_once(tmp_path):
     assert back["optimizer"]["state"][0]["step"].item() == 5
 
 
+def test_lightnings_counters_inside_loops_are_named(tmp_path):
+    weights, optimizer, _ = small_adam()
+    progress = {"optimizer": {"step": {"total": {"ready": 3, "completed": 3}}}}
+    loops = {"fit_loop": {"epoch_loop.automatic_optimization.optim_progress": progress}}
+    start = {"state_dict": weights, "optimizer_states": [optimizer], "global_step": 3,
+             "loops": loops, "pytorch-lightning_version": "2.6"}  # fmt: skip
+    pt.save(tmp_path / "a.ckpt", start)
+    model = Small()
+    run = load_torch(tmp_path / "a.ckpt", model)
+    run.optimizer.state["step"] = mx.array(5, mx.uint64)
+    with pytest.warns(UserWarning, match=r"step, loops\..*loops/fit_loop/epoch_l"):
+        save_torch(tmp_path / "b.ckpt", model, run.optimizer, like=run.template)
+
+
 def test_failed_save_leaves_the_template_and_the_file_as_they_were(tmp_path):
     weights, optimizer, _ = small_adam()
     pt.save(tmp_path / "a.pt", {"model": weights, "optimizer": optimizer})

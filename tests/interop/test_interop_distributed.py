@@ -1,19 +1,17 @@
 """Optimizer states by name, as torch.distributed gives them."""
 
-import shlex
 import subprocess
 import sys
 
 import pytest
 from support.regression import (
-    Net,
     assert_near,
     mlx_steps,
     torch_net,
     torch_steps,
 )
 
-from mlx_gradscale.convert import load_torch, main
+from mlx_gradscale.convert import main
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -100,7 +98,11 @@ def test_fsdp2_on_two_ranks_continues_in_mlx_and_back(kind, sharded, tmp_path):
     net = torch_net()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     want = torch_steps(net, optimizer, range(20))
-    losses = mlx_steps(sharded / kind, tmp_path / "back.pt", range(10, 15))
+    source = sharded / kind
+    if kind == "dcp":
+        source = tmp_path / "whole.pt"
+        run_format_utils("dcp_to_torch", sharded / kind, source)
+    losses = mlx_steps(source, tmp_path / "back.pt", range(10, 15))
     assert_near(losses, want[10:15])
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     distributed = torch.distributed.checkpoint.state_dict
@@ -112,7 +114,14 @@ def test_fsdp2_on_two_ranks_continues_in_mlx_and_back(kind, sharded, tmp_path):
     assert_near(torch_steps(net, optimizer, range(15, 20)), want[15:])
 
 
-def test_folder_of_distcp_files_continues_in_mlx_and_back(tmp_path):
+def run_format_utils(way, source, target):
+    """PyTorch's own command between a folder and a file."""
+    module = "torch.distributed.checkpoint.format_utils"
+    words = [sys.executable, "-m", module, way, str(source), str(target)]
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def test_folder_of_distcp_files_continues_in_mlx_and_back(tmp_path, capsys):
     dcp = pytest.importorskip("torch.distributed.checkpoint")
 
     def made():
@@ -124,15 +133,13 @@ def test_folder_of_distcp_files_continues_in_mlx_and_back(tmp_path):
     model, state = dcp.state_dict.get_state_dict(net, optimizer)
     dcp.save({"model": model, "optim": state}, checkpoint_id=tmp_path / "dcp")
     want = torch_steps(net, optimizer, range(10, 20))
-    note = load_torch(tmp_path / "dcp", Net()).notes[0]
-    command = note.split("makes a folder of it: ")[1]
-    losses = mlx_steps(tmp_path / "dcp", tmp_path / "back.pt", range(10, 15))
+    arguments = ["--torch-path", tmp_path / "dcp", "--mlx-path", tmp_path / "run"]
+    assert main([*map(str, arguments)]) == 1
+    assert "format_utils dcp_to_torch" in capsys.readouterr().err
+    run_format_utils("dcp_to_torch", tmp_path / "dcp", tmp_path / "a.pt")
+    losses = mlx_steps(tmp_path / "a.pt", tmp_path / "back.pt", range(10, 15))
     assert_near(losses, want[:5])
-    words = shlex.split(command.rstrip("."))
-    assert words[-2:] == ["FILE", "FOLDER"]
-    places = [str(tmp_path / "back.pt"), str(tmp_path / "back")]
-    words = [sys.executable, *words[1:-2], *places]
-    subprocess.run(words, check=True, capture_output=True)
+    run_format_utils("torch_to_dcp", tmp_path / "back.pt", tmp_path / "back")
     net, optimizer = made()
     model, state = dcp.state_dict.get_state_dict(net, optimizer)
     dcp.load({"model": model, "optim": state}, checkpoint_id=tmp_path / "back")
