@@ -50,8 +50,13 @@ def _inspect(argv: Sequence[str] | None) -> None:
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="a file or folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--limit", action="append", default=[], metavar="NAME=NUMBER",
-        help="raise a limit of the reader that an error names")  # fmt: skip
+    parser.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="raise a limit of the reader that an error names",
+    )
     arguments = parser.parse_args(argv)
     found = describe(arguments.path, read_limits(arguments.limit))
     print(json.dumps(found, indent=1) if arguments.json else render(found))
@@ -90,8 +95,9 @@ def _contents(path: Path, limits: Limits | None) -> dict[str, Any]:
         newest = latest_checkpoint(path)
         found = {f"{newest.name}/{f.name}": f for f in sorted(newest.iterdir())}
     found |= {f.name: f for f in sorted(path.iterdir()) if f.is_file()}
-    known = {n: f for n, f in found.items()
-             if f.suffix in (*_TORCH, ".safetensors", ".json")}  # fmt: skip
+    known = {
+        n: f for n, f in found.items() if f.suffix in (*_TORCH, ".safetensors", ".json")
+    }
     if not known:
         raise ValueError(f"{path} holds no PyTorch, safetensors or JSON file.")
     return {name: _read(file, limits) for name, file in known.items()}

@@ -88,10 +88,21 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "a regular expression on PyTorch names, and its replacement after the "
         "last =",
     },
-    **{flag: {**_MANY, "metavar": "PATTERN", "help": f"{text}: a shell pattern on "
-              "PyTorch names"} for flag, text in _PATTERNS.items()},
-    **{f"--{name}-key": {"metavar": "KEY/KEY", "help": f"where the {name} is in the "
-                         "checkpoint; '' leaves it out"} for name in _SECTIONS},
+    **{
+        flag: {
+            **_MANY,
+            "metavar": "PATTERN",
+            "help": f"{text}: a shell pattern on PyTorch names",
+        }
+        for flag, text in _PATTERNS.items()
+    },
+    **{
+        f"--{name}-key": {
+            "metavar": "KEY/KEY",
+            "help": f"where the {name} is in the checkpoint; '' leaves it out",
+        }
+        for name in _SECTIONS
+    },
     "--optimizer": {"choices": tuple(OPTIMIZERS), "help": "default: known by its keys"},
     "--scaler-format": {"choices": tuple(FORMATS), "help": "default: by its keys"},
     "--names": {
@@ -120,7 +131,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "metavar": "NAME=NUMBER",
         "help": "raise a limit of the reader that an error names",
     },
-}  # fmt: skip
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -244,8 +255,11 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     like = arguments.like
     if like is None:
         places = [folder / TEMPLATE, folder.resolve().parent / TEMPLATE]
-        found = [p for p in places[: 2 if folder.name.startswith("save-") else 1]
-                 if p.is_file()]  # fmt: skip
+        found = [
+            p
+            for p in places[: 2 if folder.name.startswith("save-") else 1]
+            if p.is_file()
+        ]
         if not found:
             raise FileNotFoundError(
                 f"{folder} has no {TEMPLATE}: give a PyTorch checkpoint of the same "
@@ -275,8 +289,10 @@ def _to_torch(arguments: argparse.Namespace) -> None:
 def _read_run(saved: Checkpoint) -> MlxRun:
     """Return the values of a checkpoint of ours, its master weights for weights."""
     run = MlxRun(dict(saved.weights))
-    flat = {name: x if isinstance(x, mx.array) else mx.array(x)
-            for name, x in saved.optimizer.items()}  # fmt: skip
+    flat = {
+        name: x if isinstance(x, mx.array) else mx.array(x)
+        for name, x in saved.optimizer.items()
+    }
     if saved.description["wrapped"]:
         for name, x in flat.items():
             kind, _, path = name.partition(".")
@@ -284,8 +300,11 @@ def _read_run(saved: Checkpoint) -> MlxRun:
                 run.weights[path] = x
             elif kind == "remainders":
                 run.weights[path] = join(saved.weights[path], x).master
-        flat = {name.removeprefix("optimizer."): x for name, x in flat.items()
-                if name.startswith("optimizer.")}  # fmt: skip
+        flat = {
+            name.removeprefix("optimizer."): x
+            for name, x in flat.items()
+            if name.startswith("optimizer.")
+        }
     settings = saved.description["settings"]
     if [row["class"] for row in settings] != ["Optimizer"]:
         run.optimizer = flat

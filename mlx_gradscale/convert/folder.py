@@ -72,8 +72,9 @@ def _read_folder(path: Path, options: Options) -> TorchFiles:
     parts = {part for files in shards.values() for part in files}
     found = TorchFiles({}, is_folder=True)
     for whole, files in shards.items():
-        found.checkpoint[whole] = _merge({n: _read_part(path / n, options)
-                                          for n in files})  # fmt: skip
+        found.checkpoint[whole] = _merge(
+            {n: _read_part(path / n, options) for n in files}
+        )
     for name in names:
         if _MODEL.fullmatch(name) or _OTHERS.fullmatch(name):
             found.checkpoint.setdefault(name, _read_part(path / name, options))

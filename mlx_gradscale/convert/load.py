@@ -186,8 +186,11 @@ def _load_rounded(
     optimizer.init(trainable)
     names = {name for name, _ in tree_flatten(trainable)}
     optimizer.set_masters(trainable, _like(trainable, weights))
-    return [n for n, x in cast.items() if x.dtype in _HALF
-            and weights[n].dtype != x.dtype and n not in names]  # fmt: skip
+    return [
+        n
+        for n, x in cast.items()
+        if x.dtype in _HALF and weights[n].dtype != x.dtype and n not in names
+    ]
 
 
 def _like(tree: Any, weights: Mapping[str, mx.array], prefix: str = "") -> Any:

@@ -100,8 +100,9 @@ class OptimizerSection:
         if not slots:
             return []
         if self._is_flat:
-            return [Write(self._held, f"{_STATE}{index}.{k}", v)
-                    for k, v in slots.items()]  # fmt: skip
+            return [
+                Write(self._held, f"{_STATE}{index}.{k}", v) for k, v in slots.items()
+            ]
         if index in self.states:
             return [Write(self.states[index], k, v) for k, v in slots.items()]
         states = self._held.get("state")
@@ -119,8 +120,11 @@ class OptimizerSection:
     def drop_tensors(self, index: Index, slots: Iterable[str]) -> None:
         """Put the shapes of moments in their place."""
         held = self.slots(index)
-        shapes = {slot: TensorShape.of(held[slot]) for slot in slots
-                  if isinstance(held.get(slot), mx.array)}  # fmt: skip
+        shapes = {
+            slot: TensorShape.of(held[slot])
+            for slot in slots
+            if isinstance(held.get(slot), mx.array)
+        }
         for write in self.write_state(index, shapes):
             write.container[write.key] = write.value
 
@@ -168,12 +172,17 @@ def _check_groups(groups: list[dict[Any, Any]]) -> None:
         need(isinstance(params, (list, tuple)), "params", "a list", params)
         need(all(map(_is_index, params)), "params", "indices or names", params)
         is_list = isinstance(names, (list, tuple))
-        need(is_list and all(type(n) is str for n in names), "param_names", "a list of "
-             "names", names)  # fmt: skip
+        need(
+            is_list and all(type(n) is str for n in names),
+            "param_names",
+            "a list of names",
+            names,
+        )
         indices += params
     need(len(set(indices)) == len(indices), "params", "different indices", indices)
-    need(len(set(map(type, indices))) < 2, "params", "all numbers or all names",
-         indices)  # fmt: skip
+    need(
+        len(set(map(type, indices))) < 2, "params", "all numbers or all names", indices
+    )
 
 
 def _is_index(value: Any) -> bool:
@@ -183,8 +192,12 @@ def _is_index(value: Any) -> bool:
 def _check_states(states: Mapping[Any, Any], indices: list[Index]) -> None:
     known = set(indices)
     for index, slots in states.items():
-        need(_is_index(index) and index in known, "an index of the state", "one of "
-             "params", index)  # fmt: skip
+        need(
+            _is_index(index) and index in known,
+            "an index of the state",
+            "one of params",
+            index,
+        )
         fits = isinstance(slots, dict) and all(type(key) is str for key in slots)
         need(fits, f"the state of {index}", "a dict of slots", slots)
         if slots.get("step") is not None:

@@ -102,8 +102,9 @@ def plan_optimizer(
             notes += [doubt] if doubt and doubt not in notes else []
             groups.append(group)
     _set_steps(groups, sections, options.step or 0)
-    signatures = {_signature(g.kind, sections[g.section].groups[g.number])
-                  for g in groups}  # fmt: skip
+    signatures = {
+        _signature(g.kind, sections[g.section].groups[g.number]) for g in groups
+    }
     plan = OptimizerPlan(groups, len(signatures) == len({g.step for g in groups}) == 1)
     notes += check_differences(found, options.accept)
     return plan, notes + _plan_notes(plan, sections, torch_only, options)
@@ -218,8 +219,12 @@ def to_mlx(
             for theirs, ours in OPTIMIZERS[group.kind].slots.items():
                 moment = slots.get(theirs)
                 moment = mx.zeros_like(like) if moment is None else moment
-                need(isinstance(moment, mx.array), f"{theirs} of {name}", "a tensor",
-                     moment)  # fmt: skip
+                need(
+                    isinstance(moment, mx.array),
+                    f"{theirs} of {name}",
+                    "a tensor",
+                    moment,
+                )
                 if moment.shape != like.shape:
                     raise ConvertError(
                         f"{theirs} of {name} has shape {moment.shape}, the parameter "
@@ -319,8 +324,10 @@ def _torch_slots(
         for theirs, ours in spec.slots.items()
     }
     if not any(held.values()):  # frozen in MLX
-        if any(old.get(s) is not None and not isinstance(old[s], mx.array)
-               for s in spec.slots):  # fmt: skip
+        if any(
+            old.get(s) is not None and not isinstance(old[s], mx.array)
+            for s in spec.slots
+        ):
             raise ConvertError(
                 f"{entry.mlx[0]} has no state in the MLX optimizer, and had one when "
                 "it was loaded: give the optimizer that was trained."
@@ -469,8 +476,11 @@ def _rates(
 
 def _checked_rate(rate: Any) -> Any:
     first = rate(mx.array(0, mx.uint64)) if callable(rate) else rate
-    is_right = isinstance(first, mx.array) if callable(rate) else (
-        isinstance(rate, (Real, mx.array)) and not isinstance(rate, bool))  # fmt: skip
+    is_right = (
+        isinstance(first, mx.array)
+        if callable(rate)
+        else (isinstance(rate, (Real, mx.array)) and not isinstance(rate, bool))
+    )
     if not is_right:
         raise TypeError(
             "learning_rate must be a number, or a function from the step count to an "

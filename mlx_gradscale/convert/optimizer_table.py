@@ -54,9 +54,9 @@ class OptimizerSpec:
 
 
 # Written into the groups by the schedules of torch.optim.lr_scheduler.
-SCHEDULED = frozenset({
-    *("initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum")
-})  # fmt: skip
+SCHEDULED = frozenset(
+    {*("initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum")}
+)
 # What torch.optim's groups of 1.6 to 2.13 hold besides the settings of the rule.
 _COMMON = SCHEDULED | {
     *("params", "param_names", "name"),
@@ -349,12 +349,14 @@ def torch_differences(
     has_momentum = name == "SGD" and number(group.get("momentum", 0))
     dampening = number(group.get("dampening", 0)) if has_momentum else 0
     if dampening and (dampening < 0 or not is_complete):
-        found.append(Difference(
-            "dampening",
-            f"SGD has dampening={dampening!r} and no momentum buffer yet: PyTorch "
-            "starts the buffer with the whole gradient, MLX with (1 - dampening) of "
-            "it.",
-        ))  # fmt: skip
+        found.append(
+            Difference(
+                "dampening",
+                f"SGD has dampening={dampening!r} and no momentum buffer yet: PyTorch "
+                "starts the buffer with the whole gradient, MLX with (1 - dampening) of "
+                "it.",
+            )
+        )
     return found
 
 
@@ -385,20 +387,24 @@ def mlx_differences(
         )
     found = []
     if "bias_correction" in spec.forced and not settings.get("bias_correction", True):
-        found.append(Difference(
-            "bias_correction",
-            f"MLX's {mine} ran without bias correction, which is its default, and "
-            f"PyTorch's always corrects: next time build it as {mine}(..., "
-            "bias_correction=True). If accepted, moments and step count stay, and "
-            f"PyTorch's next update is {_correction(settings, step)} times MLX's, "
-            "which goes to 1 with the steps.",
-        ))  # fmt: skip
+        found.append(
+            Difference(
+                "bias_correction",
+                f"MLX's {mine} ran without bias correction, which is its default, and "
+                f"PyTorch's always corrects: next time build it as {mine}(..., "
+                "bias_correction=True). If accepted, moments and step count stay, and "
+                f"PyTorch's next update is {_correction(settings, step)} times MLX's, "
+                "which goes to 1 with the steps.",
+            )
+        )
     if name == "Muon" and settings.get("weight_decay"):
-        found.append(Difference(
-            "weight_decay",
-            f"MLX's Muon ran with weight_decay={settings['weight_decay']}, which it "
-            "adds to the gradient; PyTorch's decays the weights directly.",
-        ))  # fmt: skip
+        found.append(
+            Difference(
+                "weight_decay",
+                f"MLX's Muon ran with weight_decay={settings['weight_decay']}, which it "
+                "adds to the gradient; PyTorch's decays the weights directly.",
+            )
+        )
     return found
 
 

@@ -231,19 +231,18 @@ def _steps(template: Template, run: MlxRun) -> tuple[list[int], list[int]]:
     if template.optimizer is None:
         return [], []
     found = [
-        x for key, x in (run.optimizer or {}).items()
-        if key == "step" or (key.startswith("states.") and key.endswith(".step")
-                             and key.count(".") == 2)
-    ]  # fmt: skip
+        x
+        for key, x in (run.optimizer or {}).items()
+        if key == "step"
+        or (key.startswith("states.") and key.endswith(".step") and key.count(".") == 2)
+    ]
     old = [group.step for group in template.optimizer.groups]
     return old, [int(number(x)) for x in found]
 
 
 def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[Write]:
-    entries, held = (
-        template.plan.entries,
-        get(template.checkpoint, template.model or ()),
-    )
+    entries = template.plan.entries
+    held = get(template.checkpoint, template.model or ())
     placed = [name for entry in entries.values() for name in entry.mlx]
     missing = [name for name in placed if name not in weights]
     spare = sorted(weights.keys() - set(placed))
@@ -298,18 +297,26 @@ def _scaler_writes(
     if template.scaler_format == "torch":
         own = [key for key in state if key not in TORCH_KEYS]
         notes = [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
-        changed = {k: x for k, x in state.items()
-                   if type(held.get(k)) is not type(x) or held[k] != x}  # fmt: skip
+        changed = {
+            k: x
+            for k, x in state.items()
+            if type(held.get(k)) is not type(x) or held[k] != x
+        }
         return [Write(held, key, x) for key, x in changed.items()], notes
     inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
     held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
     row = formats.FORMATS[template.scaler_format or "torch"]
     writes = [
-        Write(held, theirs, as_leaf(mx.array(state[ours]), held[theirs])
-              if is_tensor(held[theirs]) else state[ours])
+        Write(
+            held,
+            theirs,
+            as_leaf(mx.array(state[ours]), held[theirs])
+            if is_tensor(held[theirs])
+            else state[ours],
+        )
         for ours, theirs in row.fields.items()
         if theirs in held and ours in state
-    ]  # fmt: skip
+    ]
     names = list_some([write.key for write in writes])
     return writes, [
         f"The scaler's state is {template.scaler_format}'s: {names} are updated, and "
@@ -385,8 +392,11 @@ def _stale_notes(
         f"{list_some(names)}. Set what counts steps in the template before saving, or "
         "in PyTorch after loading."
     )
-    epochs = [f"{n} (last_epoch {x['last_epoch']})" for n, x in found.items()
-              if isinstance(x, dict) and "last_epoch" in x]  # fmt: skip
+    epochs = [
+        f"{n} (last_epoch {x['last_epoch']})"
+        for n, x in found.items()
+        if isinstance(x, dict) and "last_epoch" in x
+    ]
     if epochs:
         note += f" PyTorch's schedule resumes from there: {list_some(epochs)}."
     for path, _ in walk(found.get("loops")):

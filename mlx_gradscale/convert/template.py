@@ -227,8 +227,11 @@ def section_paths(template: Template) -> list[Path]:
     if template.model is not None:
         names = get(template.checkpoint, template.model)
         # At the top of a checkpoint the model's tensors lie beside other entries.
-        paths += [template.model] if template.model else [(name,) for name in names
-                  if is_tensor(names[name])]  # fmt: skip
+        paths += (
+            [template.model]
+            if template.model
+            else [(name,) for name in names if is_tensor(names[name])]
+        )
     return paths + ([template.scaler] if template.scaler is not None else [])
 
 
