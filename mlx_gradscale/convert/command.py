@@ -31,7 +31,7 @@ from .optimizer_table import ACCEPTABLE, OPTIMIZERS
 from .options import Options
 from .save import MlxRun, read_template, write_template
 from .template import TEMPLATE, Template, make_template, to_object
-from .tree import ConvertError
+from .tree import ConvertError, list_some
 
 _EXPECTED = (
     *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
@@ -207,6 +207,9 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         raise FileExistsError(f"{path} already exists: pass --overwrite.")
     read = read_torch(arguments.torch_path, options)
     template, notes = make_template(read, _model(arguments.model), options)
+    others = [*template.age, *template.files]
+    if others:
+        notes.append(f"Kept unchanged in {TEMPLATE}: {list_some(others)}.")
     _print_notes(notes)
     if arguments.dry_run:
         print(_describe(template, arguments.torch_path, path))

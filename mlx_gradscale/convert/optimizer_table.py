@@ -353,8 +353,7 @@ def torch_differences(
             Difference(
                 "dampening",
                 f"SGD has dampening={dampening!r} and no momentum buffer yet: PyTorch "
-                "starts the buffer with the whole gradient, MLX with (1 - dampening) of "
-                "it.",
+                "starts it with the whole gradient, MLX with (1 - dampening) of it.",
             )
         )
     return found
@@ -401,8 +400,8 @@ def mlx_differences(
         found.append(
             Difference(
                 "weight_decay",
-                f"MLX's Muon ran with weight_decay={settings['weight_decay']}, which it "
-                "adds to the gradient; PyTorch's decays the weights directly.",
+                f"MLX's Muon ran with weight_decay={settings['weight_decay']}, which "
+                "it adds to the gradient; PyTorch's decays the weights directly.",
             )
         )
     return found

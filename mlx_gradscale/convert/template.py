@@ -7,7 +7,7 @@ MLX. A template can be saved without the tensors that MLX holds.
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,13 +142,12 @@ class Template:
         if self.optimizer is None:
             return
         owned = None if optimizer_names is None else set(optimizer_names)
+        sections = self.sections()
         for group in self.optimizer.groups:
-            section = OptimizerSection(
-                get(self.checkpoint, self.optimizers[group.section])
-            )
+            slots = OPTIMIZERS[group.kind].slots
             for index, name in zip(group.indices, group.names, strict=True):
                 if owned is None or self.plan.entries[name].mlx[0] in owned:
-                    section.drop_tensors(index, OPTIMIZERS[group.kind].slots)
+                    sections[group.section].drop_tensors(index, slots)
 
 
 def make_template(
@@ -181,7 +180,8 @@ def make_template(
             _LIGHTNING in read.checkpoint
         )
         template.plan = make_plan(tensors, model, options, is_lightning)
-        notes += template.plan.notes() + (model_notes(model) if model else [])
+        notes += template.plan.notes()
+        notes += model_notes(model) if model is not None else []
     sections = template.sections()
     check_accept(options.accept, [g for s in sections for g in s.groups])
     if sections:
@@ -190,7 +190,8 @@ def make_template(
                 "Without the model, its optimizer cannot be converted: leave it out "
                 "too (--optimizer-key '')."
             )
-        _check_kinds(sections, options)
+        for section in sections:  # an unknown one, before its parameters are looked for
+            optimizer_state.kind_of(section, options)
         is_ordered = not isinstance(get(read.checkpoint, found.model), Unordered)
         names, doubts = parameter_names(
             sections, tensors, template.plan, options, model, is_ordered
@@ -213,12 +214,6 @@ def make_template(
     beside = entries_beside(template.checkpoint, section_paths(template))
     template.age = {show(path): fingerprint(x) for path, x in beside.items()}
     return template, notes + _beside_notes(template, beside)
-
-
-def _check_kinds(sections: Sequence[OptimizerSection], options: Options) -> None:
-    """Refuse an unknown optimizer before its parameters are looked for."""
-    for section in sections:
-        optimizer_state.kind_of(section, options)
 
 
 def section_paths(template: Template) -> list[Path]:

@@ -57,6 +57,11 @@ def test_success_says_how_to_resume(tmp_path, capsys):
     assert "restore_checkpoint(" in out
 
 
+def test_entries_that_mlx_does_not_use_are_named(tmp_path, capsys):
+    assert main(paths(tmp_path, usual() | {"args": {"lr": 1}})) == 0
+    assert "Kept unchanged in template.pt: epoch, args." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
