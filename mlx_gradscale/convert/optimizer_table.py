@@ -275,12 +275,10 @@ def recognise(
         return _adam_or_adamw(groups)
     if len(fits) == 1:
         return fits[0]
-    what, advice = (
-        "is of none of the known kinds",
-        (
-            "leave others out with keys={'optimizer': ''} (--optimizer-key ''); it "
-            "then goes back unchanged"
-        ),
+    what = "is of none of the known kinds"
+    advice = (
+        "leave this one out with keys={'optimizer': ''} (--optimizer-key '', or the key "
+        "of another one). It then goes back unchanged"
     )
     if fits:
         what = f"could be that of {' or '.join(fits)}"
