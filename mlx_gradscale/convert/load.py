@@ -3,13 +3,13 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
+from ..core.masters import HALF, to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from .folder import read_torch
@@ -18,8 +18,6 @@ from .optimizer_state import Rate
 from .options import Options
 from .template import Template, make_template
 from .tree import ConvertError, list_some
-
-_HALF = (mx.float16, mx.bfloat16)
 
 
 @dataclass
@@ -146,21 +144,10 @@ def _load_optimizer(
             "PyTorch's optimizer does not have it. Freeze it (model.freeze) before "
             "loading."
         )
-    _assign(optimizer.state, flat, "", skip="learning_rate" if keep_rate else None)
+    kept = ("learning_rate",) if keep_rate else ()
+    state = [(k, x if k.split(".")[-1] in kept else flat[k]) for k, x in own.items()]
+    optimizer.state = tree_unflatten(state)
     return names
-
-
-def _assign(
-    state: Any, flat: Mapping[str, mx.array], prefix: str, skip: str | None
-) -> None:
-    """Write a flat state into an optimizer's own containers."""
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    for key, value in list(items):
-        path = f"{prefix}{key}"
-        if isinstance(value, (dict, list)):
-            _assign(value, flat, f"{path}.", skip)
-        elif path in flat and key != skip:
-            state[key] = flat[path]
 
 
 def _load_rounded(
@@ -172,7 +159,7 @@ def _load_rounded(
     infinite = [
         name
         for name, x in cast.items()
-        if x.dtype in _HALF
+        if x.dtype in HALF
         and not mx.all(mx.isfinite(x)).item()
         and mx.all(mx.isfinite(weights[name])).item()
     ]
@@ -185,19 +172,12 @@ def _load_rounded(
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
     names = {name for name, _ in tree_flatten(trainable)}
-    optimizer.set_masters(trainable, _like(trainable, weights))
+    masters = tree_map_with_path(
+        lambda path, x: to_float32(weights.get(path, x)), trainable
+    )
+    optimizer.set_masters(trainable, masters)
     return [
         n
         for n, x in cast.items()
-        if x.dtype in _HALF and weights[n].dtype != x.dtype and n not in names
+        if x.dtype in HALF and weights[n].dtype != x.dtype and n not in names
     ]
-
-
-def _like(tree: Any, weights: Mapping[str, mx.array], prefix: str = "") -> Any:
-    """Return a tree of the same shape with the weights of these names, in float32."""
-    if isinstance(tree, dict):
-        return {k: _like(v, weights, f"{prefix}{k}.") for k, v in tree.items()}
-    if isinstance(tree, list):
-        return [_like(v, weights, f"{prefix}{i}.") for i, v in enumerate(tree)]
-    name = prefix[:-1]
-    return weights[name].astype(mx.float32) if name in weights else tree

@@ -277,7 +277,7 @@ def recognise(
         return fits[0]
     what = "is of none of the known kinds"
     advice = (
-        "leave this one out with keys={'optimizer': ''} (--optimizer-key '', or the key "
+        "leave it out with keys={'optimizer': ''} (--optimizer-key '', or the key "
         "of another one). It then goes back unchanged"
     )
     if fits:

@@ -410,13 +410,13 @@ def _may_count(path: Path, value: Any) -> bool:
     """Tell whether an entry may change by a step; text, flags and settings do not."""
     if path and _SETTINGS.fullmatch(str(path[-1])[:80]):
         return False
-    left = [value]
+    left, seen = [value], set()
     while left:
         item = left.pop()
-        if isinstance(item, dict):
-            left += item.values()
-        elif isinstance(item, (list, tuple)):
-            left += item
+        if isinstance(item, (dict, list, tuple)):
+            if id(item) not in seen:  # it may be shared many times
+                seen.add(id(item))
+                left += item.values() if isinstance(item, dict) else item
         elif not isinstance(item, _CONSTANT):
             return True
     return False

@@ -359,9 +359,13 @@ def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]
 def fingerprint(value: Any) -> str:
     """Return a text that changes with any number or text in a value."""
     digest = hashlib.sha256()
-    left = [value]
+    left, seen = [value], set()
     while left:
         item = left.pop()
+        if isinstance(item, (Placeholder, dict, list, tuple)):
+            if id(item) in seen:  # shared, or an object that holds itself
+                continue
+            seen.add(id(item))
         if isinstance(item, Placeholder):
             left += [item.path, item.args, item.state]
         elif isinstance(item, dict):

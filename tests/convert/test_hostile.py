@@ -13,6 +13,7 @@ from support.convert_runs import Small, forward, paths, small, usual
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch, main
 from mlx_gradscale.convert.folder import TorchFiles
+from mlx_gradscale.convert.save import MlxRun, write_template
 from mlx_gradscale.convert.template import TEMPLATE, make_template
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,9 @@ def bombs():
     half = len(many) // 2
     groups = [sgd(list(range(half))), sgd(list(range(half, len(many))), lr=0.5)]
     tiny = {"state": {}, "param_groups": []}
+    shared = {"x": "text"}
+    for _ in range(100):  # 2**100 paths to one leaf
+        shared = {"a": shared, "b": shared}
     flat = {f"param_groups.p{i}.odd": list(range(1000)) for i in range(2000)}
     return {
         "colliding indices": {
@@ -60,6 +64,7 @@ def bombs():
         "flat groups of long lists": {"model": many, "optimizer": flat},
         "long names": {"model": {"ema_" * 100_000: mx.zeros(2), **model},
                        "ema_" * 100_000: dict(model)},
+        "containers that are shared": {"model": model, "rest": shared},
         "many moments in no section": {
             "model": model, "optimizer": small()[1],
             "loose": [{"exp_avg": i} for i in range(50_000)],
@@ -75,6 +80,9 @@ def test_bomb_ends_in_seconds(name):
     try:
         template, _ = make_template(TorchFiles(checkpoint), None, Options())
         template.optimizer_state()
+        write_template(
+            "", template, MlxRun(template.weights()), Options(), dry_run=True
+        )
     except ConvertError as error:
         said = str(error)
     assert len(said) < 2000
