@@ -14,7 +14,7 @@ Inside, three things of MLX are replaced, in all threads:
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -28,8 +28,7 @@ from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, leaves
-from .host_compile import HostCompiled, busy, leave_trace_unless, thread
-from .host_state import Gradients, Steps
+from .host import Gradients, HostCompiled, Steps, busy, leave_trace_unless, thread
 
 _Function = Callable[..., Any]
 
@@ -66,22 +65,15 @@ class Everywhere:
         lines = [f"{name}: {n} steps applied, {bad} skipped" for name, n, bad in counts]
         return [each.report() for each in self._gradients] + lines
 
-    def problems(self) -> list[str]:
-        """Return a sentence for whatever was not trained, or not guarded."""
-        counts = ((each.name, *each.n_steps()) for each in self._steps)
-        found = [
-            f"Nothing was trained: all {skipped} steps of {name} were skipped, because "
-            "their gradients were not finite. "
-            "mlx_gradscale.diagnostics.explain_overflow says where it begins."
-            for name, applied, skipped in counts
-            if not applied
-        ]
+    def warn_at_end(self) -> None:
+        """Warn about whatever was not trained, or not guarded."""
+        for each in self._steps:
+            warn_if_untrained(each.name, *each.n_steps())
         if self._gradients and not self._steps:
-            found.append(
+            warn_user(
                 "Gradients were computed, but no optimizer of mlx.optimizers took a "
                 "step: whatever updates the weights is not guarded."
             )
-        return found
 
     def has_work(self, model: Any) -> bool:
         """Return whether a model computes in half precision, and warn once if not."""
@@ -104,36 +96,32 @@ class Everywhere:
         leave_trace_unless(found is not None, self)
         with busy():
             if found is None:
-                found = Gradients(owner, self._new_scaler(model, fn, args, kwargs))
+                scaler = self._new_scaler(model, partial(fn, **kwargs), args)
+                found = Gradients(owner, scaler)
                 self._gradients.append(found)
                 self._list_state()
             value, gradients = compute(found.scaler, *args, **kwargs)
-            if not thread.is_rehearsing:
-                found.count(gradients)
-                self.after_call(found.state)
+            found.count(gradients)
+            self.after_call(found.state)
         return value, gradients
 
-    def _new_scaler(
-        self, model: Any, fn: _Function, args: Any, kwargs: Any
-    ) -> GradScaler:
+    def _new_scaler(self, model: Any, fn: _Function, batch: Any) -> GradScaler:
         from .. import find_float32_layers, float32_layers
-        from .first_scale import find_first_scale
 
-        fn, dtype = partial(fn, **kwargs), self.compute_dtype
-        where = self._float32_layers if model is not None else None
-        if where == "auto":
-            where = find_float32_layers(model, fn, [args], compute_dtype=dtype)
-        if where is not None:
+        dtype, where = self.compute_dtype, self._float32_layers
+        if where is not None and model is not None:
+            if where == "auto":
+                where = find_float32_layers(model, fn, [batch], compute_dtype=dtype)
             float32_layers(model, where)
         if self._make_scaler is not None:
             return self._make_scaler()
         scaler = GradScaler(2.0**10)
         if model is not None:
-            find_first_scale(scaler, model, fn, *args, compute_dtype=dtype)
+            find_first_scale(scaler, model, fn, *batch, compute_dtype=dtype)
         return scaler
 
     def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
-        """Return the new parameters, or the old ones; in a rehearsal, the old ones."""
+        """Return the new parameters, or the old ones."""
         trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
         steps = next((x for x in self._steps if x.owner() is optimizer), None)
         is_ready = steps is not None and steps.is_ready(trained)
@@ -145,11 +133,9 @@ class Everywhere:
             if not is_ready:
                 steps.prepare(trained)
                 self._list_state()
-            if thread.is_rehearsing:
-                return trained
             result = steps.take(gradients, parameters)
             if not thread.traces:
-                mx.async_eval(steps.counters)
+                mx.async_eval(steps.state)
         return result
 
     def _list_state(self) -> None:
@@ -163,6 +149,37 @@ class Everywhere:
             mx.async_eval(state)
             for each in self._gradients:
                 each.watch.look(each.scaler.state, warn_user)
+
+
+def find_first_scale(
+    scaler: GradScaler,
+    model: nn.Module,
+    loss_fn: _Function,
+    *batch: Any,
+    compute_dtype: mx.Dtype | None = None,
+) -> None:
+    """Find the scale on the first batch, so that a short run loses no steps to it.
+
+    From 65536, at one halving per step, a run of 42 steps lost 13 of them. If the loss
+    is not finite at any scale, the scale stays; skipped steps are reported later.
+    """
+    from ..diagnostics import calibrate
+
+    with suppress(ValueError):
+        # Headroom of two powers: later gradients may be four times as large.
+        options: Any = {"compute_dtype": compute_dtype, "headroom": 2}
+        scale = calibrate(scaler, model, loss_fn, *batch, **options)
+        scaler.update(min(scale, 2.0**16))
+
+
+def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
+    """Warn if every step of an optimizer was skipped."""
+    if skipped and not applied:
+        warn_user(
+            f"Nothing was trained: all {skipped} steps of {name} were skipped, because "
+            "their gradients were not finite. "
+            "mlx_gradscale.diagnostics.explain_overflow says where it begins."
+        )
 
 
 def _has_half(tree: Any) -> bool:
@@ -234,8 +251,7 @@ def everywhere(
             _open.remove(here)
             while _originals and not _open:
                 setattr(*_originals.pop())
-    for sentence in here.problems():
-        warn_user(sentence)
+    here.warn_at_end()
 
 
 def _replace_functions() -> None:
@@ -268,10 +284,13 @@ def _compile(original: _Function) -> _Function:
     return compile_fn
 
 
+def _is_core(namespace: dict[str, Any]) -> bool:
+    return str(namespace.get("__name__")).startswith("mlx_gradscale.core")
+
+
 def _is_scaled(fn: Any) -> bool:
     """Return whether this comes from ``scale_loss()`` or ``value_and_grad()``."""
-    module = getattr(fn, "__globals__", {}).get("__name__", "")
-    return str(module).startswith("mlx_gradscale.core")
+    return _is_core(getattr(fn, "__globals__", {}))
 
 
 def _model_gradient(original: _Function) -> _Function:
@@ -321,9 +340,9 @@ def _tree_gradient(
 
 def _apply_gradients(original: _Function) -> _Function:
     def apply_gradients(self: Optimizer, gradients: Any, parameters: Any) -> Any:
-        here, caller = _current(), str(sys._getframe(1).f_globals.get("__name__"))
+        here = _current()
         # A LossScaleOptimizer that the trainer uses steps its inner optimizer.
-        is_guarded = caller.startswith("mlx_gradscale.core")
+        is_guarded = _is_core(sys._getframe(1).f_globals)
         if here is None or is_guarded or not here.has_work(parameters):
             with busy():
                 return original(self, gradients, parameters)

@@ -26,9 +26,8 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..checkpoint import restore_checkpoint, save_checkpoint
 from ..compile_step import compile_step
-from ..core.notices import warn_user
 from ..diagnostics import LossScaleCallback, ScaleHistory
-from .first_scale import find_first_scale
+from .everywhere import find_first_scale, warn_if_untrained
 from .lora_batches import Batches
 from .lora_options import wrap_optimizer
 
@@ -96,12 +95,9 @@ class Training:
                 ui.advance()
             self._loop(ui, val_dataset)
         self._save_adapters(Path(args.adapter_file))
-        if self._iteration and not self.optimizer.step.item():
-            warn_user(
-                "Nothing was trained: every step was skipped, because its gradients "
-                "were not finite. mlx_gradscale.diagnostics.explain_overflow says "
-                "where it begins."
-            )
+        applied: Any = self.optimizer.step.item()
+        skipped: Any = self.optimizer.scaler.skipped_steps.item()
+        warn_if_untrained(type(optimizer).__name__, applied, skipped)
 
     def choose_float32_layers(self, model: nn.Module) -> None:
         """Let the layers that ``--float32-layers`` names compute in float32."""
