@@ -120,12 +120,7 @@ class _LeaveTrace(BaseException):
 
 
 def leave_trace_unless(is_known: bool, context: Any) -> None:
-    """Leave a trace unless everything exists and is listed; eagerly, do nothing.
-
-    Args:
-        is_known (bool): Whether everything exists.
-        context (Everywhere): Its ``state`` is what has to be listed.
-    """
+    """Leave a trace in which something is not known, or our state is not listed."""
     if is_known and all(trace.context is context for trace in thread.traces):
         return
     for trace in thread.traces:
