@@ -4,7 +4,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from .style import new_figure, power_of_two, save_figure
+from .style import new_figure, power_of_two, save_figure, show_powers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +22,6 @@ def plot_headroom(
     path: str | os.PathLike[str] | None = None,
     *,
     dark: bool = False,
-    title: str | None = None,
 ) -> "Figure":
     """Draw the largest value of each layer against float16's largest, 65504.
 
@@ -34,7 +33,6 @@ def plot_headroom(
         search (Float32Search): The result of ``find_float32_layers``.
         path (str, optional): Write the picture to this ``.png``, ``.svg`` or ``.pdf``.
         dark (bool): Use colours for a dark page. Default: ``False``.
-        title (str, optional): Default: how many layers overflow.
 
     Returns:
         Figure: The matplotlib figure.
@@ -61,7 +59,7 @@ def plot_headroom(
     text = f"all in float16: {len(lost + inside)} of {len(rows)} layers overflow"
     if inside:
         text += f", {len(inside)} of them inside" if lost else " inside"
-    titles = [title or text]
+    titles = [text]
     if search.where:
         share = f"{search.float16_parameters:.1%}"
         titles += [f"with float32 layers: {share} of the parameters stay float16"]
@@ -95,8 +93,7 @@ def _draw_limit(axes: Any, rows: list["Row"], colors: dict[str, str]) -> None:
     top = max(powers) + 3
     axes.set_ylim(max(min(powers) - 2, _LOWEST), top)
     axes.set_xlim(-0.8, len(rows) - 0.2)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.set_major_formatter(power_of_two)
+    show_powers(axes.yaxis)
     axes.grid(False, axis="x")
     axes.axhspan(_LIMIT, top, color=colors["lost"], lw=0, zorder=0)
     axes.axhline(_LIMIT, color=colors["alarm"], lw=1.0, zorder=1)
@@ -114,18 +111,16 @@ def _draw_values(
     ):
         points = [(i, getattr(row, name), row) for i, row in enumerate(rows)]
         points = [point for point in points if 0 < point[1] < math.inf]
-        edges = [
-            colors["alarm" if value > _LARGEST and not cured else color]
-            for _, value, _ in points
-        ]
-        faces = [
-            "none" if cured and row.is_float32 else edge
-            for (_, _, row), edge in zip(points, edges, strict=True)
-        ]
-        at = [i for i, _, _ in points], [math.log2(value) for _, value, _ in points]
         look: Any = {"marker": marker, "zorder": 3}
-        axes.scatter(*at, s=14, facecolors=faces, edgecolors=edges, **look)
         axes.plot([], [], color=colors[color], ls="", ms=4, label=label, **look)
+        at = [i for i, _, _ in points], [math.log2(value) for _, value, _ in points]
+        dots = axes.scatter(*at, s=14, color=colors[color], **look)
+        if cured:
+            open_ = [row.is_float32 for *_, row in points]
+            dots.set_facecolor(["none" if x else colors[color] for x in open_])
+        else:
+            lost = [value > _LARGEST for _, value, _ in points]
+            dots.set_color([colors["alarm" if x else color] for x in lost])
     if cured:
         axes.plot([], [], "o", color=colors["text"], mfc="none", label="in float32")
         for i, row in enumerate(rows):
