@@ -7,7 +7,6 @@ import pickle
 import threading
 import weakref
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -287,13 +286,3 @@ def test_the_random_stream_of_the_trainer_is_unchanged():
     with everywhere():
         inside = draw()
     assert inside == draw()
-
-
-def test_the_example_learns(monkeypatch):
-    examples = Path(__file__).parents[2] / "examples"
-    monkeypatch.syspath_prepend(str(examples))
-    import everywhere as example
-
-    naive, scaled = example.main()
-    assert math.isnan(naive)
-    assert scaled < 0.5
