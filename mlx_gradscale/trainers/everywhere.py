@@ -29,7 +29,7 @@ from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, leaves
-from .host import Gradients, HostCompiled, Steps, busy, leave_trace_unless, thread
+from . import host
 
 _Function = Callable[..., Any]
 
@@ -45,8 +45,8 @@ class Everywhere:
     #: What compiled functions have to list.
     state: list[Any] = field(default_factory=list)
     _has_warned: bool = False
-    _gradients: list[Gradients] = field(default_factory=list)
-    _steps: list[Steps] = field(default_factory=list)
+    _gradients: list[host.Gradients] = field(default_factory=list)
+    _steps: list[host.Steps] = field(default_factory=list)
 
     @property
     def scalers(self) -> list[GradScaler]:
@@ -94,11 +94,11 @@ class Everywhere:
         """
         owner = self if model is None else model
         found = next((x for x in self._gradients if x.owner() is owner), None)
-        leave_trace_unless(found is not None, self)
-        with busy():
+        host.leave_trace_unless(found is not None, self)
+        with host.busy():
             if found is None:
                 scaler = self._new_scaler(model, partial(fn, **kwargs), args)
-                found = Gradients(owner, scaler)
+                found = host.Gradients(owner, scaler)
                 self._gradients.append(found)
                 self._list_state()
             compute = scaled(found.scaler, self.compute_dtype)
@@ -127,16 +127,16 @@ class Everywhere:
         trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
         steps = next((x for x in self._steps if x.owner() is optimizer), None)
         is_ready = steps is not None and steps.is_ready(trained)
-        leave_trace_unless(is_ready, self)
-        with busy():
+        host.leave_trace_unless(is_ready, self)
+        with host.busy():
             if steps is None:
-                steps = Steps(optimizer, self.arguments)
+                steps = host.Steps(optimizer, self.arguments)
                 self._steps.append(steps)
             if not is_ready:
                 steps.prepare(trained)
                 self._list_state()
             result = steps.take(gradients, parameters)
-            if not thread.traces:
+            if not host.thread.traces:
                 mx.async_eval(steps.state)
         return result
 
@@ -146,7 +146,7 @@ class Everywhere:
 
     def after_call(self, state: Any) -> None:
         """Outside of a trace, evaluate our state; warn about a run that is stuck."""
-        if not thread.traces:
+        if not host.thread.traces:
             # The trainer does not, and unread counters would become a long graph.
             mx.async_eval(state)
             for each in self._gradients:
@@ -185,7 +185,6 @@ def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
 
 
 _lock = threading.Lock()
-_open: list[Everywhere] = []
 _originals: list[tuple[Any, str, Any]] = []
 
 
@@ -241,15 +240,15 @@ def everywhere(
     GuardedOptimizer(SGD(0.0), **arguments)
     here = Everywhere(make_scaler, compute_dtype, float32_layers, arguments)
     with _lock:
-        if not _open:
+        if not host.entered:
             _replace_functions()
-        _open.append(here)
+        host.entered.append(here)
     try:
         yield here
     finally:
         with _lock:
-            _open.remove(here)
-            while _originals and not _open:
+            host.entered.remove(here)
+            while _originals and not host.entered:
                 setattr(*_originals.pop())
     here.warn_at_end()
 
@@ -270,10 +269,6 @@ def _replace_functions() -> None:
         setattr(owner, name, wraps(original)(make_replacement(original)))
 
 
-def _current() -> Everywhere | None:
-    return _open[-1] if _open and not thread.is_busy else None
-
-
 def _is_core(namespace: dict[str, Any]) -> bool:
     """Return whether these are the globals of our own scalers and optimizers."""
     return str(namespace.get("__name__")).startswith("mlx_gradscale.core")
@@ -281,9 +276,9 @@ def _is_core(namespace: dict[str, Any]) -> bool:
 
 def _compile(original: _Function) -> _Function:
     def compile_fn(fun: _Function, *args: Any, **kwargs: Any) -> Any:
-        if _current() is None:
+        if host.current() is None:
             return original(fun, *args, **kwargs)
-        return HostCompiled(original, _current, fun, *args, **kwargs)
+        return host.Compiled(original, fun, *args, **kwargs)
 
     return compile_fn
 
@@ -326,11 +321,11 @@ def _gradient(plain: _Function, model: Any, fn: _Function, scaled: _Function) ->
 
     @wraps(fn)
     def gradient_fn(*args: Any, **kwargs: Any) -> Any:
-        here, tree = _current(), model
+        here, tree = host.current(), model
         if model is None:
             tree = args[0] if args and isinstance(args[0], CONTAINERS) else ()
         if here is None or is_scaled or not here.has_work(tree, model is not None):
-            with busy():
+            with host.busy():
                 return plain(*args, **kwargs)
         return here.differentiate(model, fn, scaled, args, kwargs)
 
@@ -339,11 +334,11 @@ def _gradient(plain: _Function, model: Any, fn: _Function, scaled: _Function) ->
 
 def _apply_gradients(original: _Function) -> _Function:
     def apply_gradients(self: Optimizer, gradients: Any, parameters: Any) -> Any:
-        here = _current()
+        here = host.current()
         # A LossScaleOptimizer that the trainer uses steps its inner optimizer.
         is_guarded = _is_core(sys._getframe(1).f_globals)
         if here is None or is_guarded or not here.has_work(parameters):
-            with busy():
+            with host.busy():
                 return original(self, gradients, parameters)
         return here.step(self, gradients, parameters)
 

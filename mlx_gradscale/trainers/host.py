@@ -27,10 +27,17 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         #: Computes a gradient or takes a step of ours: what is called is MLX's own.
         self.is_busy = False
-        self.traces: list[HostCompiled] = []
+        self.traces: list[Compiled] = []
 
 
 thread = _Thread()
+#: Every ``Everywhere`` that is entered; the last one counts.
+entered: list[Any] = []
+
+
+def current() -> Any:
+    """Return the ``Everywhere`` that is in force, or None."""
+    return entered[-1] if entered and not thread.is_busy else None
 
 
 @contextmanager
@@ -129,20 +136,18 @@ def leave_trace_unless(is_known: bool, context: Any) -> None:
         raise _LeaveTrace
 
 
-class HostCompiled:
+class Compiled:
     """A function that a trainer compiled: what replaces ``mx.compile`` returns it."""
 
     def __init__(
         self,
         compile_fn: Callable[..., Callable[..., Any]],
-        is_active: Callable[[], Any],
         function: Callable[..., Any],
         inputs: Any = None,
         outputs: Any = None,
         shapeless: bool = False,
     ):
         self.context: Any = None
-        self._is_active = is_active
         self._function = function
         self._captured = [inputs or [], outputs or []]
         self._compile: Callable[..., Callable[..., Any]] = lambda inputs, outputs: (
@@ -160,7 +165,7 @@ class HostCompiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function, or the function if its trace was left."""
-        if not self._is_active():
+        if current() is None:
             return self._plain(*args, **kwargs)
         undo = remember(self._captured, self.context.state if self.context else [])
         thread.traces.append(self)
