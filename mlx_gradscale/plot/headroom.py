@@ -72,7 +72,9 @@ def plot_headroom(
             _draw_limit(axes, rows, colors)
             _draw_values(axes, rows, search.scale, cured, colors)
             if inside and not cured:
-                _draw_inside(axes, rows, inside, colors)
+                style: Any = {"color": colors["alarm"], "ms": 6, "zorder": 4}
+                above = [_LIMIT + 1.5] * len(inside)
+                axes.plot(inside, above, "X", label="overflows inside", **style)
             axes.legend(loc="lower left", ncols=3)
             axes.set_title(text)
         panels[-1].set_xticks(shown, names, rotation=90, fontsize=7)
@@ -109,32 +111,14 @@ def _draw_values(
         ("forward", "forward", "line", "o"),
         ("backward", backward, "second", "^"),
     ):
-        points = [(i, getattr(row, name), row) for i, row in enumerate(rows)]
-        points = [point for point in points if 0 < point[1] < math.inf]
+        values = {i: getattr(row, name) for i, row in enumerate(rows)}
+        powers = {i: math.log2(x) for i, x in values.items() if 0 < x < math.inf}
+        lost = [values[i] > _LARGEST and not cured for i in powers]
+        shown = [colors["alarm" if x else color] for x in lost]
         look: Any = {"marker": marker, "zorder": 3}
+        axes.scatter(list(powers), list(powers.values()), s=14, c=shown, **look)
         axes.plot([], [], color=colors[color], ls="", ms=4, label=label, **look)
-        at = [i for i, _, _ in points], [math.log2(value) for _, value, _ in points]
-        dots = axes.scatter(*at, s=14, color=colors[color], **look)
-        if cured:
-            open_ = [row.is_float32 for *_, row in points]
-            dots.set_facecolor(["none" if x else colors[color] for x in open_])
-        else:
-            lost = [value > _LARGEST for _, value, _ in points]
-            dots.set_color([colors["alarm" if x else color] for x in lost])
-    if cured:
-        axes.plot([], [], "o", color=colors["text"], mfc="none", label="in float32")
-        for i, row in enumerate(rows):
-            if row.is_float32:
-                axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0)
-
-
-def _draw_inside(
-    axes: Any, rows: list["Row"], inside: list[int], colors: dict[str, str]
-) -> None:
-    above = _LIMIT + 1.5
-    style: Any = {"color": colors["alarm"], "zorder": 4}
-    label = "overflows inside the layer"
-    axes.plot(inside, [above] * len(inside), "X", ms=6, label=label, **style)
-    for i in inside:
-        bottom = math.log2(max(rows[i].forward, 2.0**_LOWEST))
-        axes.plot([i, i], [bottom, above], lw=0.8, ls=":", **style)
+    in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
+    for i in in_float32:
+        text = "in float32" if i == in_float32[0] else None
+        axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=text)
