@@ -270,7 +270,7 @@ class Batches:
 
     def __init__(self, iterate_epoch: Callable[[], Iterator[Any]]):
         self._iterate_epoch = iterate_epoch
-        self._epoch: dict[str, Any] = {}
+        self._epoch: list[Any] = []
         self._batch = 0
         self._saved: dict[str, Any] | None = None
 
@@ -306,14 +306,12 @@ class Batches:
         self._saved = position
 
 
-def _generator() -> dict[str, Any]:
-    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 - mlx-lm's
-    return {
-        **state,
-        "state": {**state["state"], "key": mx.array(state["state"]["key"])},
-    }
+def _generator() -> list[Any]:
+    state: Any = np.random.get_state()  # noqa: NPY002 - mlx-lm's
+    name, key, *others = state
+    return [name, mx.array(key), *others]
 
 
-def _set_generator(state: dict[str, Any]) -> None:
-    inner = {**state["state"], "key": np.array(state["state"]["key"])}
-    np.random.set_state({**state, "state": inner})  # noqa: NPY002 - mlx-lm's
+def _set_generator(state: list[Any]) -> None:
+    name, key, *others = state
+    np.random.set_state((name, np.array(key), *others))  # noqa: NPY002 - mlx-lm's
