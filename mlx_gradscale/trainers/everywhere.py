@@ -201,8 +201,9 @@ def everywhere(
     Inside, gradients of half-precision models come from a scaled loss, unscaled and in
     float32, and every optimizer of ``mlx.optimizers`` keeps float32 master weights and
     skips steps that are not finite. This holds in all threads, for optimizers that were
-    made earlier, and in functions that the trainer compiles. Afterwards everything is
-    as before. It warns at the end if nothing was trained.
+    made earlier, and in functions that the trainer compiles, whose first call runs
+    uncompiled. Afterwards everything is as before. It warns at the end if nothing was
+    trained.
 
     It does not reach a trainer that updates weights without an optimizer of
     ``mlx.optimizers``, compiled its step before, or imported ``compile`` or

@@ -149,7 +149,7 @@ class Compiled:
     ):
         self.context: Any = None
         self._function = function
-        self._captured = [inputs or [], outputs or []]
+        self._captured = [[] if x is None else x for x in (inputs, outputs)]
         self._compile: Callable[..., Callable[..., Any]] = lambda inputs, outputs: (
             compile_fn(function, inputs, outputs, shapeless)
         )

@@ -65,6 +65,16 @@ def test_a_step_compiled_over_the_model_alone_as_in_mlx_examples_mnist():
     assert follows_float32(train)[1] == "SGD: 30 steps applied, 0 skipped"
 
 
+def test_a_state_that_is_empty_when_the_step_is_compiled():
+    def train(dtype):
+        model, state = Mlp(dtype=dtype), {}
+        step = compile_over(state, make_step(model, optim.SGD(0.02)))
+        state["model"] = model.state
+        return loop(model, step, dtype)
+
+    assert follows_float32(train)[1] == "SGD: 30 steps applied, 0 skipped"
+
+
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "in a compiled step"])
 def test_a_gradient_that_is_compiled_alone_follows_the_scale(inner):
     def train(dtype):
