@@ -15,6 +15,7 @@ from support.helpers import (
     parameters,
     poison,
     same,
+    uncompiled,
 )
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
@@ -91,18 +92,13 @@ def run_script(run, make, dtype):
     return bare, expected
 
 
+# A kernel takes most of a second to compile, so the compiled half of the matrix is in
+# test_skip_matrix_compiled.py, outside of the quick tests.
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-each_mode = pytest.mark.parametrize(
-    "compiled", [False, True], ids=["eager", "compiled"]
-)
 
 
-@every_optimizer
-@each_mode
-def test_with_a_scaler_a_skip_changes_no_bit_and_other_steps_are_bare_steps(
-    name, compiled
-):
+def check_with_a_scaler(name, compiled):
     make = OPTIMIZERS[name]
     run = Run(make, mx.float32, compiled, wrap=False)
     bare, expected = run_script(run, make, mx.float32)
@@ -111,22 +107,36 @@ def test_with_a_scaler_a_skip_changes_no_bit_and_other_steps_are_bare_steps(
     assert not compiled or run.traced.count == 1
 
 
-@every_optimizer
-@every_dtype
-@each_mode
-def test_in_the_wrapper_a_skip_changes_no_bit_and_masters_are_bare_steps(
-    name, dtype, compiled
-):
+def check_in_the_wrapper(name, dtype, compiled):
     make = OPTIMIZERS[name]
     run = Run(make, dtype, compiled, wrap=True)
     bare, expected = run_script(run, make, dtype)
-    masters = run.optimizer.masters(run.box[0])
-    assert same(masters, expected)
+    assert same(run.optimizer.masters(run.box[0]), expected)
     assert same(run.inner.state, bare.state)
     assert same(run.box[0], tree_map(lambda x: x.astype(dtype), expected))
     assert not compiled or run.traced.count == 1
 
 
+@uncompiled
+@every_optimizer
+def test_with_a_scaler_a_skip_changes_no_bit_and_other_steps_are_bare_steps(name):
+    check_with_a_scaler(name, compiled=False)
+
+
+@uncompiled
+@every_optimizer
+@every_dtype
+def test_in_the_wrapper_a_skip_changes_no_bit_and_masters_are_bare_steps(name, dtype):
+    check_in_the_wrapper(name, dtype, compiled=False)
+
+
+@every_dtype
+@pytest.mark.parametrize("compiled", [False, True], ids=["autocompiled", "compiled"])
+def test_a_compiled_skip_of_adamw_changes_no_bit(dtype, compiled):
+    check_in_the_wrapper("AdamW corrected", dtype, compiled)
+
+
+@uncompiled
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
 @pytest.mark.parametrize(
     "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
@@ -143,15 +153,7 @@ def test_half_parameters_without_masters_step_in_float32_and_keep_their_dtype(
     assert not {mx.float16, mx.bfloat16} & state
 
 
-@pytest.fixture
-def _uncompiled():
-    # Compiling these kernels takes seconds each.
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.mark.usefixtures("_uncompiled")
+@uncompiled
 @every_optimizer
 @pytest.mark.parametrize(
     "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
@@ -170,6 +172,7 @@ def test_with_remainders_a_skip_changes_no_bit_and_other_steps_are_bare_steps(
         assert mx.allclose(masters[path], x, **near), path
 
 
+@uncompiled
 @pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
 @pytest.mark.parametrize("norm", [None, 5.0], ids=["", "clipped"])
 def test_every_leaf_of_a_tree_can_skip_the_step(value, norm):

@@ -4,9 +4,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 INF, NAN = float("inf"), float("nan")
+uncompiled = pytest.mark.usefixtures("without_compile")
+each_mode = pytest.mark.parametrize(
+    "compiled", [False, True], ids=["eager", "compiled"]
+)
 BAD_VALUES = {"nan": NAN, "inf": INF, "-inf": -INF}
 
 
