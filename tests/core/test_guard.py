@@ -63,7 +63,6 @@ def test_a_changed_hyperparameter_counts_from_the_next_eager_step(change):
     assert same(*trees)
 
 
-@pytest.mark.xfail(strict=True, reason="the compiled step is not told of the split")
 def test_changed_filters_of_a_multi_optimizer_count_from_the_next_eager_step():
     chosen = {"names": {"scale"}}
 

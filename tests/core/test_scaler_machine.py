@@ -111,6 +111,7 @@ class Machine(RuleBasedStateMachine):
     def set_scale(self, value, as_array):
         self.scaler.update(mx.array(value) if as_array else value)
         self.reference.set_scale(value)
+        self.reference.skips_since_update = 0
         self.forget()
 
     def forget(self):
