@@ -1,4 +1,4 @@
-"""Small dicts of numbers in files, by suffix; every write is atomic."""
+"""A scaler's state in a file, in the format that the suffix names."""
 
 import gzip
 import io
@@ -6,48 +6,53 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
-from . import torch_checkpoint
+from .files.arrays import dump_arrays, load_arrays
 from .files.atomic import atomic_write
-from .files.locks import open_file
+from .files.paths import open_file
 
-# A scaler's state is some 300 bytes. Whatever unpacks to more is another file.
+# A scaler's state has some 300 bytes. A file that unpacks to more is something else.
 _LARGEST = 2**20
+_SUFFIXES = (".json", ".json.gz", ".safetensors", ".pt", ".pt.gz")
 
 
 def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write ``state`` to one file, in the format that the suffix names.
+    """Write a dict of Python numbers to a file, whole or not at all.
 
     Args:
         path (str): Ends in ``.json``, ``.json.gz``, ``.safetensors``, ``.pt`` or
             ``.pt.gz``.
-        state (dict): Names and Python numbers.
+        state (dict): The numbers by name.
     """
-    encode, _ = _format(path)
-    data = encode(state)
-    if _is_gzip(path):
-        data = gzip.compress(data, mtime=0)
+    suffix, is_gzip = _format(path)
+    buffer = io.BytesIO()
+    if suffix == ".json":
+        buffer.write((json.dumps(state, indent=2) + "\n").encode())
+    elif suffix == ".safetensors":
+        dump_arrays(buffer, {name: mx.array(x) for name, x in state.items()})
+    else:
+        from . import torch_checkpoint
+
+        torch_checkpoint.save(buffer, state)
+    data = buffer.getvalue()
     with atomic_write(path) as file:
-        file.write(data)
+        file.write(gzip.compress(data, mtime=0) if is_gzip else data)
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what :func:`save_state`, or ``torch.save``, wrote.
-
-    Args:
-        path (str): As for :func:`save_state`.
+    """Read what :func:`save_state` or ``torch.save`` wrote.
 
     Raises:
-        ValueError: The file is not what its suffix says.
+        ValueError: The file does not hold the state of a scaler.
     """
-    _, decode = _format(path)
+    suffix, is_gzip = _format(path)
     with open(path, "rb", opener=open_file) as file:
         try:
-            source = gzip.GzipFile(fileobj=file) if _is_gzip(path) else file
-            state = decode(_read(source))
+            source: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
+            state = _decode(source.read(_LARGEST + 1), suffix)
         except (ValueError, RuntimeError, OSError, EOFError, zlib.error) as error:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
     if not isinstance(state, dict):
@@ -57,51 +62,29 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     return state
 
 
-def _read(file: Any) -> bytes:
-    data: bytes = file.read(_LARGEST + 1)
+def _decode(data: bytes, suffix: str) -> Any:
     if len(data) > _LARGEST:
         raise ValueError(
-            "it holds more than the state of a GradScaler. Of a whole checkpoint, load "
-            'the part: load_state_dict(torch_checkpoint.load(path)["scaler"])'
+            "it holds more than the state of a GradScaler. To load it from a whole "
+            'checkpoint, use load_state_dict(torch_checkpoint.load(path)["scaler"]).'
         )
-    return data
+    if suffix == ".json":
+        return json.loads(data)
+    if suffix == ".safetensors":
+        arrays, _ = load_arrays(io.BytesIO(data), len(data))
+        if any(x.size != 1 for x in arrays.values()):
+            raise ValueError("it holds tensors, not the numbers of a GradScaler.")
+        return {name: x.item() for name, x in arrays.items()}
+    from . import torch_checkpoint
+
+    return torch_checkpoint.load(data)
 
 
-def _encode_json(state: dict[str, Any]) -> bytes:
-    return (json.dumps(state, indent=2) + "\n").encode()
-
-
-def _encode_safetensors(state: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    arrays = {name: mx.array(value) for name, value in state.items()}
-    mx.save_safetensors(file, arrays, {"format": "mlx_gradscale"})
-    return file.getvalue()
-
-
-def _decode_safetensors(data: bytes) -> dict[str, Any]:
-    loaded = mx.load(io.BytesIO(data), format="safetensors")
-    arrays = cast(dict[str, mx.array], loaded)
-    if any(array.size != 1 for array in arrays.values()):
-        raise ValueError("it holds tensors, not the numbers of a GradScaler")
-    return {name: array.item() for name, array in arrays.items()}
-
-
-_FORMATS = {
-    ".json": (_encode_json, json.loads),
-    ".safetensors": (_encode_safetensors, _decode_safetensors),
-    ".pt": (torch_checkpoint.save_bytes, torch_checkpoint.load),
-}
-
-
-def _is_gzip(path: str | os.PathLike[str]) -> bool:
-    return Path(path).name.endswith((".json.gz", ".pt.gz"))
-
-
-def _format(path: str | os.PathLike[str]) -> Any:
-    suffix = Path(path).with_suffix("").suffix if _is_gzip(path) else Path(path).suffix
-    if suffix not in _FORMATS:
+def _format(path: str | os.PathLike[str]) -> tuple[str, bool]:
+    name = Path(path).name
+    if not name.endswith(_SUFFIXES):
         raise ValueError(
-            f"Cannot tell the format of {Path(path).name!r}: use .json, .json.gz, "
-            ".safetensors, .pt or .pt.gz."
+            f"The format of {name!r} is unknown. Use one of {', '.join(_SUFFIXES)}."
         )
-    return _FORMATS[suffix]
+    is_gzip = name.endswith(".gz")
+    return Path(name.removesuffix(".gz")).suffix, is_gzip

@@ -1,6 +1,13 @@
-"""Save a run that was born in MLX, and restore it in place."""
+"""Save a training run and restore it in place, bit for bit."""
 
+from .folder import Checkpoint, latest_checkpoint, read_checkpoint
 from .restore import restore_checkpoint
 from .save import save_checkpoint
 
-__all__ = ["restore_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "latest_checkpoint",
+    "read_checkpoint",
+    "restore_checkpoint",
+    "save_checkpoint",
+]

@@ -82,10 +82,11 @@ def all_finite_times(
     the scaled gradient does not. Rounding is monotonic, so the largest magnitude of
     each dtype decides.
     """
-    flags = [
-        is_finite_magnitude(bits.view(dtype).astype(mx.float32) * factor)
-        for dtype, bits in _largest_bits(scaled)
-    ]
+    flags = []
+    for dtype, bits in _largest_bits(scaled):
+        largest = bits.view(dtype).astype(mx.float32)
+        largest = largest if factor is None else largest * factor
+        flags.append(is_finite_magnitude(largest))
     for dtype, bits in _largest_bits(others):
         flags.append(bits < mx.array(_BITS[dtype][3], bits.dtype))
     return reduce(mx.logical_and, flags) if flags else mx.array(True)

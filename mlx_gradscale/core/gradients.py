@@ -9,9 +9,9 @@ object, and is taken as it is.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial, wraps
+from functools import wraps
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,12 +60,12 @@ class Casting(NamedTuple):
             if getattr(module, "computes_in_float32", False)
         )
 
-        def cast(path: str, x: mx.array) -> mx.array:
-            if path.startswith(float32) or (self.keep and self.keep(path, x)):
-                return x
-            return self._cast(x)
+        def cast_parameter(path: str, x: mx.array) -> mx.array:
+            is_kept = self.keep is not None and self.keep(path, x)
+            kept: mx.array = x if is_kept or path.startswith(float32) else self._cast(x)
+            return kept
 
-        return tree_map_with_path(cast, parameters)
+        return tree_map_with_path(cast_parameter, parameters)
 
     def inputs(self, inputs: Any) -> Any:
         """Return the arguments of the loss function as it is to get them."""
@@ -83,8 +83,29 @@ class Source(NamedTuple):
 
     scaled: mx.array
     inverse: mx.array
-    # Removes this entry when the gradient is deleted, so that its id stays unique.
-    reference: "weakref.ref[mx.array] | None" = None
+
+
+class Unscaled(mx.array):
+    """An unscaled gradient that knows its source, until it is changed in place."""
+
+    source: Source | None = None
+
+
+def _forget_source(name: str) -> Callable[..., Any]:
+    change = getattr(mx.array, name)
+
+    def change_in_place(self: Unscaled, *args: Any) -> Any:
+        self.source = None
+        return change(self, *args)
+
+    return change_in_place
+
+
+for _name in dir(mx.array):
+    # __imul__ and its like, which change an array in place, and __setitem__.
+    is_in_place = _name.startswith("__i") and hasattr(mx.array, f"__{_name[3:]}")
+    if is_in_place or _name == "__setitem__":
+        setattr(Unscaled, _name, _forget_source(_name))
 
 
 class Backward:
@@ -96,7 +117,7 @@ class Backward:
 
     def __init__(self, state: dict[str, Any]):
         self._state = state
-        self._sources: dict[int, Source] = {}
+        self._pending: list[weakref.ref[Unscaled]] = []
         self._last_call: _ScaledCall | None = None
         self._warned: set[str] = set()
         #: Whether gradients were computed since the last update.
@@ -115,11 +136,14 @@ class Backward:
     ) -> Callable[..., Any]:
         """Return a function like that of ``nn.value_and_grad``, by a scaled loss."""
         refuse_scaled(loss_fn)
+        is_first = casting.compute_dtype is None
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-            if casting.compute_dtype is None:
+            nonlocal is_first
+            if is_first:
                 self._warn_about_promotion(model, args)
+                is_first = False
             outputs, scaled = differentiate(
                 model, loss_fn, args, kwargs, casting, self._state["scale"]
             )
@@ -131,10 +155,12 @@ class Backward:
         return value_and_grad_fn
 
     def unscale(self, scaled: Any, inverse: mx.array) -> Any:
-        """Return a tree of unscaled gradients, remembering where they came from."""
-        gradients = _unscale(scaled, inverse)
-        for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
-            self._remember(gradient, source, inverse)
+        """Return a tree of unscaled gradients that know where they came from."""
+        gradients = tree_map(Unscaled, _unscale(scaled, inverse))
+        found = leaves(gradients)
+        for gradient, source in zip(found, leaves(scaled), strict=True):
+            gradient.source = Source(source, inverse)
+        self._pending = list(map(weakref.ref, found))
         return gradients
 
     def unscale_in_place(self, gradients: Any, inverse: mx.array) -> Any:
@@ -142,30 +168,14 @@ class Backward:
         places = slots(gradients) if isinstance(gradients, (dict, list)) else []
         if not places or any(isinstance(box, tuple) for _, box, _ in places):
             return self.unscale(gradients, inverse)
-        scaled = [box[key] for _, box, key in places]
-        unscaled = self.unscale(scaled, inverse)
-        for x in scaled:
-            # Should the caller step with these after all, they count as scaled.
-            self._remember(x, x, inverse)
+        unscaled = self.unscale([box[key] for _, box, key in places], inverse)
         commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
         return gradients
 
-    def _remember(
-        self, gradient: mx.array, scaled: mx.array, inverse: mx.array
-    ) -> None:
-        if is_floating(gradient):
-            key = id(gradient)
-            forget = partial(self._sources.pop, key)
-            self._sources[key] = Source(scaled, inverse, weakref.ref(gradient, forget))
-
-    def source_of(self, gradient: mx.array) -> Source | None:
-        """Return the scaled array of a gradient that nobody has changed."""
-        return self._sources.get(id(gradient))
-
-    def pending(self) -> tuple[list[mx.array], mx.array | None]:
-        """Return the scaled gradients that are still alive, and their inverse scale."""
-        sources = list(self._sources.values())
-        return [x.scaled for x in sources], sources[-1].inverse if sources else None
+    def pending(self) -> list[Source]:
+        """Return the sources of the latest gradients, as far as they still exist."""
+        alive = [reference() for reference in self._pending]
+        return [x.source for x in alive if x is not None and x.source is not None]
 
     def end_iteration(self) -> None:
         """Forget which gradients were computed since the last update."""
@@ -261,7 +271,7 @@ def differentiate(
     """
     places = writable_arrays(model)
     parameters = model.trainable_parameters()
-    trained = {id(x) for x in leaves(parameters)}
+    trained = set(map(id, leaves(parameters)))
     # The arrays in the model's place while the loss is computed.
     substitutes: list[mx.array] = []
 
@@ -280,12 +290,14 @@ def differentiate(
     except BaseException:
         commit(places)
         raise
-    own = [place for place in places if id(place[2]) in trained]
-    if casting.compute_dtype is None:
-        # What the forward pass itself wrote to a trainable array stays, as in MLX.
-        substituted = {id(x) for x in substitutes}
-        own = [(box, key, x) for box, key, x in own if id(box[key]) in substituted]
-    commit([*own, *finite_buffers(places, trained)])
+    # What the forward pass itself wrote to a trainable array stays, as in MLX.
+    substituted = set(map(id, substitutes))
+    is_cast = casting.compute_dtype is not None
+    writes = finite_buffers(places, trained)
+    for box, key, x in places:
+        if id(x) in trained and (is_cast or id(box[key]) in substituted):
+            writes.append((box, key, x))
+    commit(writes)
     return outputs, gradients
 
 
@@ -338,8 +350,8 @@ class _ScaledCall:
             on_backward(self)
             return cotangent * primals[1], mx.zeros_like(primals[1])
 
-        result: mx.array = identity(loss.astype(mx.float32), self._scale)
-        return result
+        result: Any = identity(loss.astype(mx.float32), self._scale)
+        return cast(mx.array, result)
 
     def unscaled(self, x: Any) -> Any:
         """Return a floating array; its gradient is unscaled, in float32."""

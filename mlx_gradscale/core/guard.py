@@ -5,8 +5,8 @@ would write, and ``Plan`` writes all of it at once.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -15,16 +15,14 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import is_finite_magnitude
 from .gradients import Source, each_use
-from .masters import HALF, Joined, Masters, joined_master, remainder_of, to_float32
+from .masters import HALF, Joined, Masters, entries, joined_master, to_float32
 from .optimizers import (
     Borrowed,
     autocompiled,
-    check_supported,
-    initialize,
     is_builtin,
-    needs_init,
     parts,
     scheduled_values,
+    split_paths,
 )
 from .ranks import Ranks
 from .trees import Leaf, Slot, Writes, commit, flatten, restore, slots, snapshot
@@ -37,9 +35,9 @@ class Inspected(NamedTuple):
 
     arrays: list[mx.array]
     # Which arrays are scaled, and one over their scale.
-    is_scaled: tuple[bool, ...]
+    is_scaled: list[bool]
     inverse: mx.array | None
-    # By what all of them are multiplied to clip their norm.
+    # What all of them are multiplied by to clip their norm.
     clip: mx.array | None
     norm: mx.array | None
     applied: mx.array
@@ -59,29 +57,35 @@ def inspect(
         ranks (Ranks): Who decides together.
         max_norm (array, optional): The norm to clip to.
     """
-    inverse = next((source.inverse for source in sources if source), None)
-    arrays, flags = [], []
+    arrays, is_scaled = [], []
+    scaled: dict[str, mx.array] = {}
+    others: dict[str, mx.array] = {}
+    inverse = clip = norm = None
+    # A cast inside the update kernel is scalar code on a CPU: 1.55 of the bare
+    # optimizer instead of 1.29. On a GPU the float32 copy would cost 8 bytes.
+    casts_first = mx.default_device() == mx.Device(mx.cpu)
     for leaf, source in zip(leaves, sources, strict=True):
-        is_scaled = source is not None and source.inverse is inverse
-        arrays.append(source.scaled if source and is_scaled else leaf.gradient)
-        flags.append(is_scaled)
-    clip = norm = None
+        array, flag = leaf.gradient, False
+        if source is not None and inverse is None:
+            inverse = source.inverse
+        if source is not None and source.inverse is inverse:
+            scaled[leaf.path] = source.scaled
+            is_cast = casts_first and source.scaled.dtype in HALF
+            if source.scaled is array or not is_cast:
+                array, flag = source.scaled, True
+        else:
+            others[leaf.path] = array
+        arrays.append(array)
+        is_scaled.append(flag)
     if max_norm is None:
-        applied = ranks.all_finite(arrays, flags, inverse)
+        applied = ranks.all_finite(scaled, inverse, others)
     else:
         # One pass gives the norm and shows whether all is finite, and clipping is a
         # factor of the unscaling. As in mlx.optimizers.clip_grad_norm.
-        paths = [leaf.path for leaf in leaves]
-        norm = ranks.norm(paths, arrays, flags, inverse)
+        norm = ranks.norm(scaled, inverse, others)
         clip = mx.minimum(max_norm / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
-    if mx.default_device() == mx.Device(mx.cpu):
-        # A cast inside the update kernel is scalar code on a CPU: 1.55 of the bare
-        # optimizer instead of 1.29. On a GPU the float32 copy would cost 8 bytes.
-        for i, leaf in enumerate(leaves):
-            if flags[i] and arrays[i].dtype in HALF and arrays[i] is not leaf.gradient:
-                arrays[i], flags[i] = leaf.gradient, False
-    return Inspected(arrays, tuple(flags), inverse, clip, norm, applied)
+    return Inspected(arrays, is_scaled, inverse, clip, norm, applied)
 
 
 @dataclass
@@ -97,25 +101,44 @@ class Plan:
 
     gradients: Any
     leaves: list[Leaf]
-    new: dict[str, mx.array]
-    writes: Writes
+    new: dict[str, mx.array] = field(default_factory=dict)
+    writes: Writes = field(default_factory=list)
 
     def commit_to_model(self) -> None:
         """Write everything, the new parameters to where the old ones are."""
-        new = [
-            (leaf.container, leaf.key, self.new[leaf.path])
-            for leaf in self.leaves
-            if leaf.path in self.new
-        ]
-        commit(new + self.writes)
+        for leaf in self.leaves:
+            if leaf.path in self.new:
+                self.writes.append((leaf.container, leaf.key, self.new[leaf.path]))
+        commit(self.writes)
 
     def commit(self) -> Any:
         """Write everything but the parameters; return them in the gradients' tree."""
         commit(self.writes)
-        old = {leaf.path: leaf.parameter for leaf in self.leaves}
-        return tree_map_with_path(
-            lambda path, _: self.new.get(path, old[path]), self.gradients
-        )
+        parameters = {leaf.path: leaf.parameter for leaf in self.leaves} | self.new
+        return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
+
+
+class _Layout(NamedTuple):
+    """The leaves of a step: what a compiled step is specialised to."""
+
+    paths: list[str]
+    is_scaled: list[bool]
+    structure: Any
+    is_builtin: bool
+
+    def tree(self, values: list[Any]) -> Any:
+        by_path = dict(zip(self.paths, values, strict=True))
+        return tree_map(lambda path: by_path[path], self.structure)
+
+
+class _Arrays(NamedTuple):
+    """What a step computes with, one entry per leaf."""
+
+    gradients: list[mx.array]
+    parameters: list[mx.array]
+    stored: list[Stored]
+    inverse: mx.array | None
+    clip: mx.array | None
 
 
 def plan(
@@ -128,7 +151,7 @@ def plan(
     """Plan ``optimizer.apply_gradients`` on float32, selected by ``inspected.applied``.
 
     Where it is false, parameters and optimizer state come out bit-identical. Each new
-    parameter has its old dtype.
+    parameter has its old dtype. The optimizer has to be initialised.
 
     Args:
         optimizer (Optimizer): Any optimizer of ``mlx.optimizers`` or derived from it.
@@ -137,224 +160,173 @@ def plan(
         inspected (Inspected): From :func:`inspect`.
         masters (Masters, optional): Master weights of half-precision parameters.
     """
-    check_supported(optimizer)
-    # An optimizer never steps integer parameters, not even where clipping by hand has
-    # made their gradients floating.
-    dtypes = {leaf.parameter.dtype for leaf in leaves}
-    dtypes |= {leaf.gradient.dtype for leaf in leaves}
-    floating = {dtype for dtype in dtypes if mx.issubdtype(dtype, mx.inexact)}
-    trained = [
-        i
-        for i, leaf in enumerate(leaves)
-        if leaf.parameter.dtype in floating and leaf.gradient.dtype in floating
-    ]
-    result = Plan(gradients, leaves, {}, [])
-    if not trained:
+    paths: list[str] = []
+    is_scaled: list[bool] = []
+    arrays = _Arrays([], [], [], inspected.inverse, inspected.clip)
+    floating: dict[mx.Dtype, bool] = {}
+    for leaf, array, flag in zip(
+        leaves, inspected.arrays, inspected.is_scaled, strict=True
+    ):
+        for x in (leaf.parameter, leaf.gradient):
+            if x.dtype not in floating:
+                floating[x.dtype] = mx.issubdtype(x.dtype, mx.inexact)
+        # An optimizer never steps integer parameters, not even where clipping by hand
+        # has made their gradients floating.
+        if floating[leaf.parameter.dtype] and floating[leaf.gradient.dtype]:
+            paths.append(leaf.path)
+            is_scaled.append(flag)
+            arrays.gradients.append(array)
+            arrays.parameters.append(leaf.parameter)
+    result = Plan(gradients, leaves)
+    if not paths:
         return result
-    make_tree = partial(_tree_of, gradients, leaves, trained)
-    if needs_init(optimizer):
-        initialize(optimizer, make_tree([leaves[i].parameter for i in trained]))
-    step = _Step(
-        [leaves[i].path for i in trained],
-        tuple(inspected.is_scaled[i] for i in trained),
-        make_tree,
-        is_builtin(optimizer),
-    )
-    arrays = (
-        [inspected.arrays[i] for i in trained],
-        [leaves[i].parameter for i in trained],
-        [
-            masters.stored(leaves[i].path, leaves[i].parameter) if masters else {}
-            for i in trained
-        ],
-        inspected.inverse,
-        inspected.clip,
-    )
-    if not step.is_builtin:
+    if masters is None:
+        arrays.stored.extend({} for _ in paths)
+    else:
+        arrays.stored.extend(masters.stored(paths, arrays.parameters))
+    others: list[Any] = []
+    places = slots(optimizer.state, others)
+    builtin = not others and is_builtin(optimizer)
+
+    def make_layout() -> _Layout:
+        structure = _structure(gradients, set(paths))
+        return _Layout(paths, is_scaled, structure, builtin)
+
+    if not builtin:
         try:
             applied = bool(inspected.applied.item())
         except (ValueError, RuntimeError):
             pass  # Inside mx.compile: selected on the device.
         else:
-            new = step.run_on_host(optimizer, *arrays) if applied else []
-            return _with_new(result, step.paths, new, masters)
-    places = slots(optimizer.state)
-    if step.is_builtin:
-        run = autocompiled(step.compilable, optimizer, (step.paths, step.is_scaled))
+            if applied:
+                new = _run_on_host(optimizer, make_layout(), arrays)
+                _add_new(result, paths, new, masters)
+            return result
+        run: Callable[..., Any] = partial(_run, make_layout(), optimizer)
     else:
-        run = partial(step.run, optimizer)
+        layout = (paths, is_scaled, split_paths(optimizer, gradients))
+        run = autocompiled(lambda: partial(_run, make_layout()), optimizer, layout)
     state, new = run(
         [box[key] for _, box, key in places],
         scheduled_values(optimizer),
         inspected.applied,
-        *arrays,
+        arrays,
     )
-    result.writes += [
-        (box, key, x) for (_, box, key), x in zip(places, state, strict=True)
-    ]
-    return _with_new(result, step.paths, new, masters)
+    for (_, box, key), x in zip(places, state, strict=True):
+        result.writes.append((box, key, x))
+    _add_new(result, paths, new, masters)
+    return result
 
 
-def _with_new(
+def _structure(gradients: Any, paths: set[str]) -> Any:
+    # An empty dict is how MLX's own trees mark a leaf that is not trained.
+    return tree_map_with_path(lambda path, _: path if path in paths else {}, gradients)
+
+
+def _add_new(
     result: Plan,
     paths: list[str],
     new: list[tuple[mx.array, Stored]],
     masters: Masters | None,
-) -> Plan:
-    for path, (parameter, stored) in zip(paths, new, strict=False):
+) -> None:
+    for path, (parameter, stored) in zip(paths, new, strict=True):
         result.new[path] = parameter
-        if masters and stored:
-            result.writes += masters.writes(path, stored, parameter)
-    return result
+        for name, x in stored.items() if masters else ():
+            result.writes.append((masters.state[name], path, x))  # type: ignore[union-attr]
 
 
-def _tree_of(
-    gradients: Any, leaves: list[Leaf], trained: list[int], values: list[Any]
-) -> Any:
-    """Return values in the structure of the gradients, {} where nothing is trained."""
-    by_path = {leaves[i].path: x for i, x in zip(trained, values, strict=True)}
-    return tree_map_with_path(lambda path, _: by_path.get(path, {}), gradients)
-
-
-@dataclass
-class _Step:
-    """One step over a fixed set of leaves: what a compiled step is specialised to."""
-
-    paths: list[str]
-    is_scaled: tuple[bool, ...]
-    make_tree: Callable[[list[Any]], Any]
-    is_builtin: bool
-
-    def compilable(self) -> Callable[..., Any]:
-        """Return :meth:`run` of a step that keeps no arrays alive."""
-        structure = self.make_tree(self.paths)
-        return _Step(
-            self.paths, self.is_scaled, partial(_fill, structure, self.paths), True
-        ).run
-
-    def run(
-        self,
-        optimizer: Optimizer,
-        state: list[mx.array],
-        scheduled: list[dict[str, mx.array]],
-        applied: mx.array,
-        gradients: list[mx.array],
-        parameters: list[mx.array],
-        stored: list[Stored],
-        inverse: mx.array | None,
-        clip: mx.array | None,
-    ) -> tuple[list[mx.array], list[tuple[mx.array, Stored]]]:
-        """Step and select on the device; the optimizer itself comes out untouched."""
-        old = list(map(joined_master, parameters, stored))
-        full = self.make_tree([_alias(x.master) for x in old])
-        before = dict(
-            zip(self.paths, zip(parameters, stored, old, strict=True), strict=True)
-        )
-        with Borrowed(optimizer, scheduled):
-            places = slots(optimizer.state)
-            constants = _constants(optimizer.state)
-            given = [_alias(x) for x in state]
-            commit(
-                (box, key, x) for (_, box, key), x in zip(places, given, strict=True)
-            )
-            flags = each_use(applied)
-            results: dict[str, tuple[mx.array, Stored]] = {}
-            steps = [
-                (part, tree, _apply(part, tree, full))
-                for part, tree in self._trees(
-                    optimizer, gradients, inverse, clip, applied
-                )
-            ]
-            _check_same_state(optimizer, places, constants)
-            selected, untouched = _select_state(
-                optimizer, places, state, given, flags, self.is_builtin
-            )
-            for part, tree, new in steps:
-                # SGD has moments even without momentum: no kernel has to read them.
-                moments = _arrays_by_owner(part.state, untouched)
-                after = dict(flatten(new))
-                for path, gradient in flatten(tree):
-                    parameter, kept, joined = before[path]
-                    _check_shape(path, parameter, after[path])
-                    results[path] = _select_parameter(
-                        parameter,
-                        kept,
-                        joined,
-                        after[path],
-                        next(flags),
-                        gradient,
-                        [
-                            x
-                            for x in moments.get(path, [])
-                            if x.shape == parameter.shape
-                        ],
-                    )
-            return selected, [results[path] for path in self.paths]
-
-    def run_on_host(
-        self,
-        optimizer: Optimizer,
-        gradients: list[mx.array],
-        parameters: list[mx.array],
-        stored: list[Stored],
-        inverse: mx.array | None,
-        clip: mx.array | None,
-    ) -> list[tuple[mx.array, Stored]]:
-        """Step for good, whatever the optimizer keeps and does."""
-        full = self.make_tree(
-            [
-                _alias(joined_master(*x).master)
-                for x in zip(parameters, stored, strict=True)
-            ]
-        )
-        saved = snapshot(optimizer.state)
-        new: dict[str, mx.array] = {}
-        try:
-            for part, tree in self._trees(optimizer, gradients, inverse, clip, None):
-                new.update(flatten(_apply(part, tree, full)))
-        except BaseException:
-            restore(saved)
-            raise
-        return [
-            (x.astype(old.dtype), _stored_for(kept, x, old.dtype))
-            for x, old, kept in zip(
-                (new[path] for path in self.paths), parameters, stored, strict=True
-            )
+def _run(
+    layout: _Layout,
+    optimizer: Optimizer,
+    state: list[mx.array],
+    scheduled: list[dict[str, mx.array]],
+    applied: mx.array,
+    arrays: _Arrays,
+) -> tuple[list[mx.array], list[tuple[mx.array, Stored]]]:
+    """Step and select on the device; the optimizer itself comes out untouched."""
+    arrays = _Arrays(*arrays)
+    masters = list(map(joined_master, arrays.parameters, arrays.stored))
+    full = layout.tree([_alias(joined.master) for joined in masters])
+    with Borrowed(optimizer, scheduled):
+        places, constants = slots(optimizer.state), _constants(optimizer.state)
+        given = [_alias(x) for x in state]
+        commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
+        steps = [
+            (part, tree, _apply(part, tree, full))
+            for part, tree in _gradient_trees(optimizer, layout, arrays, applied)
         ]
-
-    def _trees(
-        self,
-        optimizer: Optimizer,
-        gradients: list[mx.array],
-        inverse: mx.array | None,
-        clip: mx.array | None,
-        applied: mx.array | None,
-    ) -> Iterator[tuple[Optimizer, Any]]:
-        """Yield each single optimizer with the tree of its unscaled gradients."""
-        factor = inverse
-        if inverse is not None and clip is not None:
-            factor = inverse * clip
-        is_scaled = dict(zip(self.paths, self.is_scaled, strict=True))
-        # One by one, and joined by path: tree_merge in MultiOptimizer.apply_gradients
-        # fails where a list has a frozen module in a gap.
-        for part, tree in parts(optimizer, self.make_tree(gradients)):
-            scaled, others = _factors(part, factor), _factors(part, clip)
-
-            def unscale(path: str, g: mx.array) -> mx.array:
-                times = next(scaled if is_scaled[path] else others, None)  # noqa: B023
-                g = to_float32(g)
-                g = g if times is None else g * _broadcast(times, g.shape)
-                # An SVD of NaN raises, and so may other code that is not MLX's own.
-                return (
-                    g if applied is None or self.is_builtin else mx.where(applied, g, 0)
-                )
-
-            yield part, tree_map_with_path(unscale, tree)
+        _check_same_state(optimizer, places, constants)
+        flags = each_use(applied)
+        state, untouched = _select_state(
+            optimizer, places, state, given, flags, layout.is_builtin
+        )
+        stepped: dict[str, tuple[mx.array, mx.array, list[mx.array]]] = {}
+        for part, tree, new in steps:
+            # SGD has moments even without momentum: no kernel has to read them.
+            moments = _arrays_by_owner(part.state, untouched)
+            after = dict(flatten(new))
+            for path, gradient in flatten(tree):
+                stepped[path] = after[path], gradient, moments.get(path, [])
+        new = []
+        for path, old, stored, joined in zip(
+            layout.paths, arrays.parameters, arrays.stored, masters, strict=True
+        ):
+            _check_shape(path, old, stepped[path][0])
+            new.append(
+                _select_parameter(old, stored, joined, next(flags), *stepped[path])
+            )
+        return state, new
 
 
-def _fill(structure: Any, paths: list[str], values: list[Any]) -> Any:
-    by_path = dict(zip(paths, values, strict=True))
-    return tree_map(lambda path: by_path[path], structure)
+def _run_on_host(
+    optimizer: Optimizer, layout: _Layout, arrays: _Arrays
+) -> list[tuple[mx.array, Stored]]:
+    """Step for good: exact for every optimizer, whatever it keeps and does."""
+    masters = map(joined_master, arrays.parameters, arrays.stored)
+    full = layout.tree([_alias(joined.master) for joined in masters])
+    saved = snapshot(optimizer.state)
+    new: dict[str, mx.array] = {}
+    try:
+        for part, tree in _gradient_trees(optimizer, layout, arrays, None):
+            new.update(flatten(_apply(part, tree, full)))
+    except BaseException:
+        restore(saved)
+        raise
+    results = []
+    for path, old, stored in zip(
+        layout.paths, arrays.parameters, arrays.stored, strict=True
+    ):
+        _check_shape(path, old, new[path])
+        rounded = new[path].astype(old.dtype)
+        results.append((rounded, entries(new[path], rounded, stored)))
+    return results
+
+
+def _gradient_trees(
+    optimizer: Optimizer, layout: _Layout, arrays: _Arrays, applied: mx.array | None
+) -> Iterator[tuple[Optimizer, Any]]:
+    """Yield each single optimizer with the tree of its unscaled gradients."""
+    is_scaled = dict(zip(layout.paths, layout.is_scaled, strict=True))
+    inverse, clip = arrays.inverse, arrays.clip
+    factor = inverse * clip if inverse is not None and clip is not None else inverse
+    # One by one, and joined by path: tree_merge in MultiOptimizer.apply_gradients fails
+    # where a list has a frozen module in a gap.
+    for part, tree in parts(optimizer, layout.tree(arrays.gradients)):
+        factors = {True: _factors(part, factor), False: _factors(part, clip)}
+
+        def unscale(
+            path: str, g: mx.array, factors: dict[bool, Iterator[mx.array]] = factors
+        ) -> mx.array:
+            g, times = to_float32(g), next(factors[is_scaled[path]], None)
+            if times is not None:
+                times = mx.broadcast_to(times, g.shape)
+                g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)
+            if applied is None or layout.is_builtin:
+                return g
+            # An SVD of NaN raises, and so may other code that is not MLX's own.
+            return mx.where(applied, g, 0)
+
+        yield part, tree_map_with_path(unscale, tree)
 
 
 def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array]:
@@ -371,11 +343,6 @@ def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array
     # or the cast would be computed once, as a whole array.
     for exact in each_use(factor.astype(mx.float64)):
         yield mx.depends(exact, [])
-
-
-def _broadcast(factor: mx.array, shape: tuple[int, ...]) -> mx.array:
-    factor = mx.broadcast_to(factor, shape)
-    return factor.astype(mx.float32) if factor.dtype == mx.float64 else factor
 
 
 def _alias(x: mx.array) -> mx.array:
@@ -406,20 +373,17 @@ def _constants(state: Any) -> list[tuple[str, str]]:
 def _check_same_state(
     optimizer: Optimizer, places: list[Slot], constants: list[tuple[str, str]]
 ) -> None:
-    name = type(optimizer).__name__
-    advice = (
-        "A skipped step cannot undo that inside mx.compile. Leave the step "
-        "uncompiled, or keep arrays under the same keys from init_single() on."
-    )
     before = {path for path, *_ in places}
     after = {path for path, *_ in slots(optimizer.state)}
-    for path in before ^ after:
-        verb = "removes" if path in before else "adds"
-        where = ".".join(map(str, path))
-        raise TypeError(f"A step of {name} {verb} {where!r} in its state. {advice}")
-    if _constants(optimizer.state) != constants:
+    if before != after or _constants(optimizer.state) != constants:
+        changed = [".".join(map(str, path)) for path in before ^ after]
+        what = (
+            f"adds or removes {changed[0]!r}" if changed else "changes a Python value"
+        )
         raise TypeError(
-            f"A step of {name} changes a Python value in its state. {advice}"
+            f"A step of {type(optimizer).__name__} {what} in its state, which a "
+            "skipped step cannot undo inside mx.compile. Leave the step uncompiled, or "
+            "keep arrays under the same keys from init_single() on."
         )
 
 
@@ -451,14 +415,13 @@ def _select_state(
     selected, untouched = [], set()
     for (path, *_), old, alias in zip(places, state, given, strict=True):
         box, key = stepped[path]
-        new = box[key]
-        _check_shape(".".join(map(str, path)), old, new)
+        _check_shape(".".join(map(str, path)), old, box[key])
         # Only MLX's own optimizers are known never to change an array in place.
-        if is_builtin and new is alias:
+        if is_builtin and box[key] is alias:
             box[key] = old
             untouched.add(id(old))
         else:
-            box[key] = mx.where(next(flags), new, old)
+            box[key] = mx.where(next(flags), box[key], old)
         selected.append(box[key])
     return selected, untouched
 
@@ -472,18 +435,12 @@ def _arrays_by_owner(state: Any, without: set[int]) -> dict[str, list[mx.array]]
     return owned
 
 
-def _stored_for(kept: Stored, master: mx.array, dtype: mx.Dtype) -> Stored:
-    if "remainders" in kept:
-        return {"remainders": remainder_of(master, master.astype(dtype))}
-    return {"masters": master} if kept else {}
-
-
 def _select_parameter(
     parameter: mx.array,
     stored: Stored,
     old: Joined,
-    new: mx.array,
     applied: mx.array,
+    new: mx.array,
     gradient: mx.array,
     moments: list[mx.array],
 ) -> tuple[mx.array, Stored]:
@@ -494,29 +451,41 @@ def _select_parameter(
     common root: they become operands of a select that is never taken, or only where the
     step is skipped. One kernel per parameter instead of five.
     """
-    rounded = new.astype(parameter.dtype)
+    moments = [x for x in moments if x.shape == parameter.shape]
+    dtype, rounded = parameter.dtype, new.astype(parameter.dtype)
     if "remainders" in stored:
         # Deeper than 11: what lies far inside gets a short path of its own, walked
         # after the long one.
-        value = to_float32(rounded)
-        remainder = mx.where(applied, remainder_of(new, rounded), stored["remainders"])
+        remainder = entries(new, rounded, stored)["remainders"]
+        remainder = mx.where(applied, remainder, stored["remainders"])
         never = mx.array(False)
-        deep = _never_of([old.master, *old.parts], never)
-        inside = mx.where(never, _never_of([*moments[::-1], gradient], never), deep)
-        inside = mx.where(never, value, inside)
-        taken = mx.where(never, remainder.astype(parameter.dtype), rounded)
-        skipped = mx.where(never, inside.astype(parameter.dtype), parameter)
+        inside = mx.where(
+            never,
+            _never_of([*moments[::-1], gradient], never),
+            _never_of([old.master, *old.parts], never),
+        )
+        inside = mx.where(never, to_float32(rounded), inside)
+        taken = mx.where(never, remainder.astype(dtype), rounded)
+        skipped = mx.where(never, inside.astype(dtype), parameter)
         return mx.where(applied, taken, skipped), {"remainders": remainder}
     if stored:
         # In a skipped step too: a replaced weight is its own master.
         new = mx.where(applied, new, old.master)
-        rounded, stored = new.astype(parameter.dtype), {"masters": new}
+        rounded = new.astype(dtype)
     # In the parameter's own dtype: a cast there and back flushes bfloat16 subnormals on
     # Apple GPUs, and changes the bits of a float16 NaN. The last moment comes
     # outermost: AdaDelta's u is computed from v.
     for moment in moments:
-        parameter = mx.where(applied, moment.astype(parameter.dtype), parameter)
-    return mx.where(applied, rounded, parameter), stored
+        parameter = mx.where(applied, moment.astype(dtype), parameter)
+    weight = mx.where(applied, rounded, parameter)
+    return weight, entries(new, weight, stored)
+
+
+def in_one_kernel(values: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return 0-d values with a common root: one kernel to build instead of seven."""
+    (name, root), *others = values.items()
+    either = reduce(mx.bitwise_or, [x.astype(mx.bool_) for _, x in others])
+    return values | {name: mx.where(either, root, root)}
 
 
 def _never_of(values: list[mx.array], never: mx.array) -> mx.array:

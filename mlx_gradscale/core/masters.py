@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .trees import Writes
-
 HALF = (mx.float16, mx.bfloat16)
 # A different dtype for each, so that bits of one are never taken for the other's.
 _BITS = {mx.float16: mx.int16, mx.bfloat16: mx.uint16}
@@ -121,6 +119,15 @@ def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
     return Joined(mx.where(unchanged, master, value))
 
 
+def entries(
+    master: mx.array, weight: mx.array, like: Mapping[str, mx.array]
+) -> dict[str, mx.array]:
+    """Return what to store for a master and its rounding, as in ``like``."""
+    if "remainders" in like:
+        return {"remainders": remainder_of(master, weight)}
+    return {"masters": master, "written": half_bits(weight)} if like else {}
+
+
 class Masters:
     """The master weights of one optimizer, by the path of their parameter.
 
@@ -154,42 +161,48 @@ class Masters:
 
     def set(self, path: str, master: mx.array, weight: mx.array) -> None:
         """Give a parameter another master, of which ``weight`` is the rounding."""
-        for name, x in self._entries(master, weight).items():
+        for name, x in entries(master, weight, self._names).items():
             self.state[name][path] = x
 
-    def _entries(self, master: mx.array, weight: mx.array) -> dict[str, mx.array]:
-        if self.kind == "remainder":
-            return {"remainders": remainder_of(master, weight)}
-        return {"masters": master, "written": half_bits(weight)}
+    @property
+    def _names(self) -> dict[str, Any]:
+        return dict.fromkeys(
+            ("masters", "written") if self.kind == "float32" else ("remainders",)
+        )
 
-    def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
-        """Return what the state holds for a parameter; raise if it lacks a master."""
-        if weight.dtype not in HALF:
-            return {}
-        stored = {name: box[path] for name, box in self.state.items() if path in box}
-        if not stored:
-            raise ValueError(
-                f"{path!r} became {weight.dtype} after this optimizer was initialised "
-                "and has no master weight. Call init(model.trainable_parameters()) "
-                "again; existing state is kept."
-            )
-        return stored
-
-    def writes(
-        self, path: str, stored: Mapping[str, mx.array], weight: mx.array
-    ) -> Writes:
-        """Return the writes that store a new master beside its new weight."""
-        found: Writes = [(self.state[name], path, x) for name, x in stored.items()]
-        if "masters" in stored:
-            found.append((self.state["written"], path, half_bits(weight)))
+    def stored(
+        self, paths: list[str], weights: list[mx.array]
+    ) -> list[dict[str, mx.array]]:
+        """Return what the state holds for each parameter, {} for one in float32."""
+        found: list[dict[str, mx.array]] = []
+        for path, weight in zip(paths, weights, strict=True):
+            stored: dict[str, mx.array] = {}
+            for name, box in self.state.items() if weight.dtype in HALF else ():
+                if path in box:
+                    stored[name] = box[path]
+            if weight.dtype in HALF and not stored:
+                raise ValueError(
+                    f"{path!r} became {weight.dtype} after this optimizer was "
+                    "initialised and has no master weight. Call "
+                    "init(model.trainable_parameters()) again; existing state is kept."
+                )
+            found.append(stored)
         return found
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:
         """Return the float32 value of a parameter, whether it has a master or not."""
-        has_master = weight.dtype in HALF and path in self.paths
-        return joined_master(
-            weight, self.stored(path, weight) if has_master else {}
-        ).master
+        if path not in self.paths:
+            return to_float32(weight)
+        return joined_master(weight, *self.stored([path], [weight])).master
+
+    def check_kind(self, loaded: Mapping[str, Any]) -> None:
+        """Raise if a saved state has master weights that cannot be converted."""
+        if self.kind == "float32" and any(p.startswith("remainders.") for p in loaded):
+            raise ValueError(
+                'This state was saved with masters="remainder", and this optimizer has '
+                'masters="float32". Use the same kind, or save_checkpoint() and '
+                "restore_checkpoint(), which convert it."
+            )
 
     def convert_loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved optimizer state with master weights of this kind.
@@ -197,20 +210,15 @@ class Masters:
         Args:
             loaded (dict): The leaves of the saved state by their path.
         """
+        self.check_kind(loaded)
         found = dict(loaded)
-        if self.kind == "float32" and any(p.startswith("remainders.") for p in loaded):
-            raise ValueError(
-                'This state was saved with masters="remainder", and this optimizer has '
-                'masters="float32". Use the same kind, or save_checkpoint() and '
-                "restore_checkpoint(), which convert it."
-            )
         for path in self.paths:
             master = found.pop(f"masters.{path}", None)
             written = found.pop(f"written.{path}", None)
             if master is not None:
                 # A file may lack the bits, or hold those of the other half dtype.
                 weight = master.astype(getattr(mx, self._dtypes[path]))
-                for name, x in self._entries(master, weight).items():
+                for name, x in entries(master, weight, self._names).items():
                     is_usable = name == "written" and written is not None
                     is_usable = is_usable and written.dtype == x.dtype
                     found[f"{name}.{path}"] = written if is_usable else x

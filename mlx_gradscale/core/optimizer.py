@@ -11,6 +11,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import is_floating, nonfinite
+from .gradients import Source
 from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
@@ -24,7 +25,7 @@ from .optimizers import (
 from .ranks import Ranks, Sharded
 from .scale import FIELDS, as_array, check, clamp_values, read
 from .scaler import GradScaler, is_wrapper
-from .trees import Leaf, commit, match, slots
+from .trees import CONTAINERS, Leaf, commit, match, restore, slots, snapshot
 
 
 class LossScaleOptimizer(Optimizer):
@@ -101,8 +102,9 @@ class LossScaleOptimizer(Optimizer):
         self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
         self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
+        self._is_loaded = False  # a state that init() has yet to check
         self._detached: _State | None = None
-        self._state = self._new_state(
+        self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
         )
 
@@ -128,23 +130,7 @@ class LossScaleOptimizer(Optimizer):
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: the loss and unscaled float32 gradients.
-
-        See :meth:`GradScaler.value_and_grad`.
-
-        Example:
-            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-            >>> from mlx_gradscale import GradScaler, LossScaleOptimizer
-            >>> model = nn.Linear(2, 1)
-            >>> model.set_dtype(mx.float16)
-            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1024.0))
-            >>> loss_and_grad = optimizer.value_and_grad(
-            ...     model, lambda x: model(x).astype(mx.float32).mean()
-            ... )
-            >>> loss, grads = loss_and_grad(mx.ones((4, 2), mx.float16))
-            >>> grads["bias"], optimizer.scaler.get_scale()
-            (array([1], dtype=float32), 1024.0)
-        """
+        """Like ``nn.value_and_grad``: see :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(
             model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
         )
@@ -179,15 +165,25 @@ class LossScaleOptimizer(Optimizer):
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
         found = [(path, x) for path, x in tree_flatten(parameters) if is_floating(x)]
-        self._check_shapes(found)
+        known = [Leaf(p, None, None, x, x) for p, x in found if p in self._known]
+        self._check_known(known)
         if not self._ranks.is_single:
             self._ranks.compare(parameters, self._settings())
-        initialize(self.optimizer, parameters)
-        for path, x in found:
-            self._known[path] = x.shape
-            if x.dtype in HALF:
-                self._masters.add(path, x)
-        self._initialized = True
+        before, loaded = snapshot(self.state), None
+        try:
+            if self._is_loaded:
+                loaded = self._forget_loaded()
+            initialize(self.optimizer, parameters)
+            for path, x in found:
+                if x.dtype in HALF:
+                    self._masters.add(path, x)
+            if loaded is not None:
+                self._write(loaded)
+        except BaseException:
+            restore(before)
+            raise
+        self._known |= {path: x.shape for path, x in found}
+        self._is_loaded, self._initialized = False, True
         # MLX cannot evaluate lazy arrays of one thread in another. Inside mx.compile
         # there is nothing to evaluate.
         with suppress(ValueError, RuntimeError):
@@ -217,7 +213,7 @@ class LossScaleOptimizer(Optimizer):
         if self._needs_init():
             self.init(model.trainable_parameters())
         self._plan(gradients, model, weight).commit_to_model()
-        self.scaler._end_iteration()
+        self._scaler._end_iteration()
 
     def apply_gradients(
         self,
@@ -233,36 +229,26 @@ class LossScaleOptimizer(Optimizer):
             weight (float or array, optional): As for :meth:`update`.
         """
         new = self._plan(gradients, parameters, weight).commit()
-        self.scaler._end_iteration()
+        self._scaler._end_iteration()
         return new
 
     def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
-        scaler = self.scaler
+        scaler = self._scaler
         is_averaged = self._ranks.average and not self._ranks.is_single
-        if is_averaged and gradients:
-            # Averages are of unscaled gradients, whatever came in.
-            leaves = match(gradients, parameters)
-            sources = scaler._sources(leaves, self, self.optimizer)
-            for leaf, source in zip(leaves, sources, strict=True):
-                if source is not None and source.scaled is leaf.gradient:
-                    gradients = scaler._backward.unscale(gradients, source.inverse)
-                    break
-        like = parameters
-        if isinstance(parameters, nn.Module):
-            like = parameters.trainable_parameters()
-        gradients = self._ranks.averaged(gradients, like, weight)
+        if is_averaged or weight is not None:
+            gradients = self._averaged(gradients, parameters, weight)
         leaves = match(gradients, parameters)
         if self._needs_init():
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         self._check_known(leaves)
         scaler._check_leaves(leaves)
-        sources = [None] * len(leaves)
+        sources: list[Source | None] = [None] * len(leaves)
         if not is_averaged:
             sources = scaler._sources(leaves, self, self.optimizer)
         max_norm = self._state["max_grad_norm"] if self._clips else None
         inspected = inspect(leaves, sources, self._ranks, max_norm)
-        if not scaler.is_enabled():
+        if not scaler._enabled:
             inspected = inspected._replace(applied=mx.array(True))
         planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
         planned.writes += scaler._after_step(inspected.applied)
@@ -270,27 +256,35 @@ class LossScaleOptimizer(Optimizer):
             planned.writes.append((self._state, "grad_norm", inspected.norm))
         return planned
 
+    def _averaged(self, gradients: Any, parameters: Any, weight: Any) -> Any:
+        leaves = match(gradients, parameters)
+        sources = self._scaler._sources(leaves, self, self.optimizer)
+        for leaf, source in zip(leaves, sources, strict=True):
+            if source is not None and source.scaled is leaf.gradient:
+                # From scale(): averages are of unscaled gradients.
+                gradients = self._scaler._backward.unscale(gradients, source.inverse)
+                break
+        is_model = isinstance(parameters, nn.Module)
+        like = parameters.trainable_parameters() if is_model else parameters
+        return self._ranks.averaged(gradients, like, weight)
+
     def _needs_init(self) -> bool:
         return not self._initialized or bool(self._known and needs_init(self.optimizer))
 
     def _check_known(self, leaves: list[Leaf]) -> None:
         for leaf in leaves:
-            if leaf.path not in self._known and is_floating(leaf.parameter):
+            shape = self._known.get(leaf.path)
+            if shape is None and is_floating(leaf.parameter):
                 raise ValueError(
                     f"{leaf.path!r} was missing or frozen when the optimizer was "
                     "initialised. Call init(model.trainable_parameters()) again; "
                     "existing state is kept."
                 )
-        self._check_shapes([(leaf.path, leaf.parameter) for leaf in leaves])
-
-    def _check_shapes(self, found: list[tuple[str, mx.array]]) -> None:
-        for path, x in found:
-            known = self._known.get(path, x.shape)
-            if x.shape != known:
+            if shape is not None and shape != leaf.parameter.shape:
                 raise ValueError(
-                    f"{path!r} has shape {x.shape}, and had {known} when the optimizer "
-                    "was initialised. Create a new LossScaleOptimizer for the changed "
-                    "model."
+                    f"{leaf.path!r} has shape {leaf.parameter.shape}, and had {shape} "
+                    "when the optimizer was initialised. Create a new "
+                    "LossScaleOptimizer for the changed model."
                 )
 
     def _settings(self) -> str:
@@ -336,7 +330,8 @@ class LossScaleOptimizer(Optimizer):
         Reading it reads the device. Whether there is clipping at all is fixed at
         construction: ``float("inf")`` clips nothing.
         """
-        return float(self._state["max_grad_norm"].item()) if self._clips else None
+        value: Any = self._state["max_grad_norm"].item()
+        return float(value) if self._clips else None
 
     @max_grad_norm.setter
     def max_grad_norm(self, max_grad_norm: float) -> None:
@@ -395,10 +390,10 @@ class LossScaleOptimizer(Optimizer):
     def state(self) -> dict[str, Any]:
         """All there is to save: a tree of arrays. Setting it writes in place.
 
-        Set it after :meth:`init`. ``state["step"]``, ``state["learning_rate"]`` and
-        other keys of the inner optimizer are read and written through, and so is the
-        state of a plain optimizer. Setting ``{}`` frees the memory of moments and
-        master weights.
+        A state that is set before :meth:`init` is checked against the parameters there.
+        ``state["step"]``, ``state["learning_rate"]`` and other keys of the inner
+        optimizer are read and written through, and so is the state of a plain
+        optimizer. Setting ``{}`` frees the memory of moments and master weights.
         """
         # Again each time: a MultiOptimizer builds a new dict, and the user may have
         # replaced the inner optimizer's.
@@ -409,10 +404,21 @@ class LossScaleOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         if not state:
             self._detach()
-        elif state is self._detached:
-            self._attach(state)
-        elif "scaler" in state:
-            self._write(dict(tree_flatten(state)))
+        elif self._detached is not None and state is self._detached:
+            self._attach(self._detached)
+        elif any(str(key).partition(".")[0] == "scaler" for key in state):
+            # Clipping is what the program says now.
+            loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
+            _check_loaded(loaded, self.scaler.state)
+            # Now, while the file is there, and not inside a trace.
+            mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
+            if self._initialized:
+                self._write(loaded)
+            else:
+                self._masters.check_kind(loaded)
+                self._adopt(loaded)
+                self._is_loaded = True
+            self.scaler._note_loaded()
         else:
             self._set_inner(state)
 
@@ -442,16 +448,6 @@ class LossScaleOptimizer(Optimizer):
 
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array of the state, or raise and replace none."""
-        if not self._initialized:
-            raise RuntimeError(
-                "Call init(model.trainable_parameters()) before you set the state, "
-                "which is checked against the parameters."
-            )
-        # Clipping is what the program says now.
-        loaded = {k: x for k, x in loaded.items() if k != "max_grad_norm"}
-        _check_loaded(loaded, self.scaler.state)
-        # Now, while the file is there, and not inside a trace.
-        mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
         loaded = self._masters.convert_loaded(loaded)
         places = {
             ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
@@ -468,10 +464,26 @@ class LossScaleOptimizer(Optimizer):
         commit((box, key, loaded[path]) for path, (box, key) in places.items())
         if added:
             # A third-party optimizer may add to its state in a step.
-            prefix = "optimizer."
-            inner = {k[len(prefix) :]: x for k, x in loaded.items() if prefix in k}
-            self._set_inner(tree_unflatten(inner))
-        self.scaler._note_loaded()
+            self._adopt(loaded)
+
+    def _adopt(self, loaded: dict[str, Any]) -> None:
+        """Show a state whose structure is not known yet."""
+        self._set_inner(tree_unflatten(list(loaded.items()))["optimizer"])
+        for name, box in [*self._masters.state.items(), ("scaler", self.scaler.state)]:
+            for path, x in loaded.items():
+                if path.startswith(f"{name}."):
+                    box[path.removeprefix(f"{name}.")] = x
+
+    def _forget_loaded(self) -> dict[str, Any]:
+        # Read from the state, where mx.compile may have put tracers.
+        loaded = dict(tree_flatten(self.state))
+        del loaded["max_grad_norm"]
+        for box in self._masters.state.values():
+            box.clear()
+        for part in single_optimizers(self.optimizer):
+            for key in [k for k, x in part.state.items() if isinstance(x, CONTAINERS)]:
+                del part.state[key]
+        return loaded
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}

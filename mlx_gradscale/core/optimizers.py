@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 
 from .finite import is_floating
 from .masters import HALF, to_float32
-from .trees import Snapshot, leaves, restore, slots, snapshot
+from .trees import Snapshot, flatten, restore, slots, snapshot
 
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
@@ -46,16 +46,16 @@ def check_supported(optimizer: Any) -> None:
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of MLX's own, and keeps only arrays.
+    """Return whether an optimizer is one of MLX's own.
 
-    Such an optimizer reads nothing but its settings and its state, and may be compiled
-    behind the user's back. Any other is served more slowly, and as exactly.
+    Such an optimizer reads nothing but its settings and its state, and if that is all
+    arrays it may be compiled behind the user's back. Any other is served more slowly,
+    and as exactly.
     """
-    return all(
-        type(part).__module__.startswith("mlx.optimizers")
-        and all(isinstance(x, mx.array) for x in leaves(part.state))
-        for part in single_optimizers(optimizer)
-    )
+    for part in single_optimizers(optimizer):
+        if not type(part).__module__.startswith("mlx.optimizers"):
+            return False
+    return True
 
 
 def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -77,16 +77,24 @@ def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
         yield optimizer, tree
 
 
+def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
+    """Return which paths each optimizer of a ``MultiOptimizer`` steps, now."""
+    if not isinstance(optimizer, MultiOptimizer):
+        return []
+    return [[path for path, _ in flatten(part)] for _, part in parts(optimizer, tree)]
+
+
 def needs_init(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has no state, or has lost it.
 
     It loses it where a trace that initialised it raised and was rolled back.
     """
-    singles = list(single_optimizers(optimizer))
-    return not all(part._initialized for part in singles) or all(
-        part.state.keys() <= {"step", "learning_rate", *part._schedulers}
-        for part in singles
-    )
+    is_empty = True
+    for part in single_optimizers(optimizer):
+        if not part._initialized:
+            return True
+        is_empty &= part.state.keys() <= {"step", "learning_rate", *part._schedulers}
+    return is_empty
 
 
 def initialize(optimizer: Optimizer, parameters: Any) -> None:
@@ -123,10 +131,12 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
 
     Computed outside of what is compiled: a schedule is Python and may read anything.
     """
-    return [
-        {name: mx.array(fn(part.step)) for name, fn in part._schedulers.items()}
-        for part in single_optimizers(optimizer)
-    ]
+    values: list[dict[str, mx.array]] = []
+    for part in single_optimizers(optimizer):
+        values.append({})
+        for name, schedule in part._schedulers.items():
+            values[-1][name] = mx.array(schedule(part.step))
+    return values
 
 
 class Borrowed:
@@ -200,7 +210,9 @@ def _fingerprint(optimizer: Optimizer, structure: Any) -> Any:
     """Return what a trace of the optimizer depends on besides arrays, or None."""
     settings: list[Any] = [structure]
     for part in single_optimizers(optimizer):
-        own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
+        own = dict(vars(part))
+        for name in _NOT_SETTINGS:
+            own.pop(name, None)
         if not all(map(_is_plain, own.values())):
             return None
         # By repr, because True, 1 and 1.0 are equal.

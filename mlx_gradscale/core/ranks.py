@@ -6,7 +6,6 @@ steps; if one skips a call, the others block until it makes another call or exit
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +27,6 @@ def is_single(group: Group | None) -> bool:
     return group is None or group.size() == 1
 
 
-@dataclass(frozen=True)
 class Ranks:
     """The distributed setup of an optimizer.
 
@@ -39,9 +37,19 @@ class Ranks:
             path and gradient. Others are equal on all ranks once averaged.
     """
 
-    group: Group | None = None
-    average: bool = False
-    sharded: Sharded | None = None
+    def __init__(
+        self,
+        group: Group | None = None,
+        average: bool = False,
+        sharded: Sharded | None = None,
+    ):
+        self.group = group
+        self.average = average
+        self.sharded = sharded
+        #: Whether this rank trains alone.
+        self.is_single = is_single(group)
+        # Averaged gradients are equal on all ranks, and so is what follows from them.
+        self._decides_alone = self.is_single or (average and not sharded)
 
     def check(self, clips: bool) -> None:
         """Raise if the arguments contradict each other or leave the norm unknown."""
@@ -63,20 +71,10 @@ class Ranks:
                 "yourself, or sharded=True if each rank holds other parameters."
             )
 
-    @property
-    def is_single(self) -> bool:
-        """Whether this rank trains alone."""
-        return is_single(self.group)
-
-    @property
-    def _decides_alone(self) -> bool:
-        # Averaged gradients are equal on all ranks, and so is what follows from them.
-        return self.is_single or (self.average and not self.sharded)
-
     def is_shard(self, path: str, x: mx.array) -> bool:
         """Return whether a gradient, or its parameter, is a shard."""
         if callable(self.sharded):
-            return self.sharded(path, x)
+            return bool(self.sharded(path, x))
         return bool(self.sharded)
 
     def averaged(self, gradients: Any, like: Any, weight: Any) -> Any:
@@ -100,38 +98,38 @@ class Ranks:
         )
 
     def all_finite(
-        self, values: list[mx.array], is_scaled: list[bool], inverse: mx.array | None
+        self,
+        scaled: dict[str, mx.array],
+        inverse: mx.array | None,
+        others: dict[str, mx.array],
     ) -> mx.array:
         """Return whether the gradients of all ranks are finite once unscaled."""
-        finite = all_finite_times(*_split(values, is_scaled, inverse))
-        return (
-            finite if self._decides_alone else finite_on_all_ranks(finite, self.group)
-        )
+        finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
+        if self._decides_alone:
+            return finite
+        return finite_on_all_ranks(finite, self.group)
 
     def norm(
         self,
-        paths: list[str],
-        values: list[mx.array],
-        is_scaled: list[bool],
+        scaled: dict[str, mx.array],
         inverse: mx.array | None,
+        others: dict[str, mx.array],
     ) -> mx.array:
         """Return the norm of the unscaled gradients, over all shards on all ranks.
 
         One all-reduce of four bytes, which carries the finite flag: squares have no
         sign to cancel with, so inf or NaN on one rank is inf or NaN in the sum.
         """
-        if self.group is None or self._decides_alone:
-            return global_norm(*_split(values, is_scaled, inverse))
+        if self._decides_alone or self.group is None:
+            return global_norm(list(scaled.values()), inverse, list(others.values()))
         square = mx.array(0.0)
-        shards = list(map(self.is_shard, paths, values))
-        for kind, share in ((True, 1), (False, self.group.size())):
-            chosen = [i for i, shard in enumerate(shards) if shard is kind]
+        for is_shard, n_copies in ((True, 1), (False, self.group.size())):
             norm = global_norm(
-                *_split(
-                    [values[i] for i in chosen], [is_scaled[i] for i in chosen], inverse
-                )
+                [x for p, x in scaled.items() if self.is_shard(p, x) is is_shard],
+                inverse,
+                [x for p, x in others.items() if self.is_shard(p, x) is is_shard],
             )
-            square += mx.square(norm) / share
+            square += mx.square(norm) / n_copies
         return mx.sqrt(mx.distributed.all_sum(square, group=self.group))
 
     def compare(self, parameters: Any, settings: str) -> None:
@@ -164,14 +162,6 @@ class Ranks:
                     "the same weights on every rank, or copy them with "
                     "mlx_gradscale.distributed.broadcast()."
                 )
-
-
-def _split(
-    values: list[mx.array], is_scaled: list[bool], inverse: mx.array | None
-) -> tuple[list[mx.array], mx.array | None, list[mx.array]]:
-    pairs = list(zip(values, is_scaled, strict=True))
-    scaled = [x for x, flag in pairs if flag]
-    return scaled, inverse, [x for x, flag in pairs if not flag]
 
 
 def _crc(text: str) -> int:
@@ -226,15 +216,6 @@ def average_gradients(
         only (Callable, optional): Called with path and gradient; whether to average
             this one. Default: all that are floating.
 
-    Returns:
-        Any: The sum of weight times gradients, over the sum of weights.
-
-    Example:
-        >>> import mlx.core as mx
-        >>> from mlx_gradscale.distributed import average_gradients
-        >>> group = mx.distributed.init()
-        >>> average_gradients({"w": mx.array([2.0, 4.0])}, group, weight=3)
-        {'w': array([2, 4], dtype=float32)}
     """
     group = mx.distributed.init() if group is None else group
     if is_single(group):

@@ -49,7 +49,6 @@ TORCH_KEYS = {
 _OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
 
 
-@mx.compile
 def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
     """Return the fields that one ``update()`` changes, lazily.
 
@@ -100,7 +99,6 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
     }
 
 
-@mx.compile
 def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
     """Return the counters after one step that was, or was not, applied."""
     skipped = mx.where(applied, 0, 1)

@@ -4,17 +4,19 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_map
+from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import all_finite_times, arrays, is_floating
 from .gradients import Backward, Casting, Source, differentiate
-from .guard import Plan, inspect, plan
+from .guard import Plan, in_one_kernel, inspect, plan
 from .masters import HALF
+from .optimizers import check_supported, initialize, needs_init
 from .ranks import Ranks, finite_on_all_ranks
 from .scale import (
     FIELDS,
@@ -297,10 +299,8 @@ class GradScaler:
             >>> from mlx_gradscale import GradScaler
             >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.1)
             >>> grads = {"w": scaler.scale(mx.array(0.5))}
-            >>> scaler.unscale_(optimizer, grads)
-            {'w': array(0.5, dtype=float32)}
-            >>> grads
-            {'w': array(0.5, dtype=float32)}
+            >>> scaler.unscale_(optimizer, grads) is grads, grads
+            (True, {'w': array(0.5, dtype=float32)})
         """
         if not self._enabled:
             return grads
@@ -311,18 +311,17 @@ class GradScaler:
                 "unscale_() was called after step(). The order is unscale_(), step(), "
                 f"update(). {_START_AFRESH}"
             )
-        if self._mode != _SCALED:
-            finite = all_finite_times([], None, arrays(grads))
-            self._stages[id(optimizer)] = _Stage(optimizer, finite)
-            return grads
-        if stage:
+        if self._mode == _SCALED and stage:
             raise RuntimeError(
                 "unscale_() was called twice for this optimizer since the last "
                 f"update(). {_START_AFRESH}"
             )
-        inverse = 1.0 / self._state["scale"]
+        is_scaled = self._mode == _SCALED
+        inverse = 1.0 / self._state["scale"] if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
+        if inverse is None:
+            return grads
         return self._backward.unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
@@ -368,14 +367,6 @@ class GradScaler:
 
         Returns:
             Any: The new parameters, in the structure of ``grads``.
-
-        Example:
-            >>> import mlx.core as mx, mlx.optimizers as optim
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.5)
-            >>> grads = {"w": scaler.scale(mx.array([1.0]))}
-            >>> scaler.apply_gradients(optimizer, grads, {"w": mx.array([2.0])})
-            {'w': array([1.5], dtype=float32)}
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
@@ -394,7 +385,7 @@ class GradScaler:
             )
         leaves = match(grads, parameters)
         self._check_leaves(leaves)
-        if any(leaf.parameter.dtype in HALF for leaf in leaves):
+        if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
                 "Some parameters are float16 or bfloat16 and have no master weights: "
                 "updates smaller than half a unit in their last place are lost. Keep "
@@ -406,8 +397,12 @@ class GradScaler:
         if stage:
             # A gradient that was non-finite when unscaled may have been clipped since.
             applied = applied & finite_on_all_ranks(stage.finite, self.group)
+        check_supported(optimizer)
+        if needs_init(optimizer):
+            parameters = {leaf.path: leaf.parameter for leaf in leaves}
+            initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
         planned = plan(optimizer, grads, leaves, inspected._replace(applied=applied))
-        planned.writes += self._writes(count_step(self._state, applied))
+        planned.writes += self._writes(_step(self._state, applied))
         planned.writes.append(
             (self._stages, id(optimizer), _Stage(optimizer, applied, stepped=True))
         )
@@ -417,15 +412,11 @@ class GradScaler:
         self, leaves: list[Leaf], *optimizers: Optimizer
     ) -> list[Source | None]:
         """Return the scaled array behind each gradient, None for an unscaled one."""
-        sources = [self._backward.source_of(leaf.gradient) for leaf in leaves]
-        unscaled = any(id(optimizer) in self._stages for optimizer in optimizers)
-        if self._mode == _SCALED and not unscaled:
+        is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
+        if self._mode == _SCALED and is_scaled:
             inverse = 1.0 / self._state["scale"]
-            sources = [
-                source or Source(leaf.gradient, inverse)
-                for leaf, source in zip(leaves, sources, strict=True)
-            ]
-        return sources
+            return [Source(leaf.gradient, inverse) for leaf in leaves]
+        return [getattr(leaf.gradient, "source", None) for leaf in leaves]
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_last_call()
@@ -481,7 +472,7 @@ class GradScaler:
             self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
         else:
             finite = self._finite_since_update()
-            commit(self._writes(next_scale(self._state, finite)))
+            commit(self._writes(_update(self._state, finite)))
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -499,10 +490,12 @@ class GradScaler:
                     "update() found nothing recorded. Call step() or unscale_() first; "
                     "if step() runs inside mx.compile, call update() in there too."
                 )
-            scaled, inverse = self._backward.pending()
-            flags.append(
-                all_finite_times(scaled, inverse, []) if scaled else mx.array(False)
-            )
+            pending = self._backward.pending()
+            dropped_finite = mx.array(False)
+            if pending:
+                scaled = [source.scaled for source in pending]
+                dropped_finite = all_finite_times(scaled, pending[0].inverse, [])
+            flags.append(dropped_finite)
         finite = reduce(mx.logical_and, flags)
         return finite if len(flags) == 1 else finite_on_all_ranks(finite, self.group)
 
@@ -518,18 +511,17 @@ class GradScaler:
 
     def _after_step(self, applied: mx.array) -> Writes:
         """Return what a step and an update together write to the state."""
-        counted = count_step(self._state, applied)
-        moved = next_scale(self._state, applied) if self._enabled else {}
-        return self._writes(counted | moved)
+        rule = _step_and_update if self._enabled else _step
+        return self._writes(rule(self._state, applied))
 
     def _writes(self, changed: dict[str, mx.array]) -> Writes:
-        return [(self._state, name, x) for name, x in changed.items()]
+        return list(zip(repeat(self._state), changed, changed.values(), strict=False))
 
     # Settings
 
     def get_scale(self) -> float:
         """Read the scale from the device; 1.0 when disabled."""
-        return float(self._state["scale"].item()) if self._enabled else 1.0
+        return float(self._get("scale")) if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         """Return whether the scaler does anything."""
@@ -540,15 +532,7 @@ class GradScaler:
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, also for a step that is already compiled.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.set_growth_factor(1.5)
-            >>> scaler.get_growth_factor()
-            1.5
-        """
+        """Set the growth factor, also for a step that is already compiled."""
         self._set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -591,13 +575,7 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """How many of the latest updates in a row skipped a step, lazily.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler().consecutive_skips
-            array(0, dtype=int32)
-        """
+        """How many of the latest updates in a row skipped a step, lazily."""
         return self._state["consecutive_skips"]
 
     @property
@@ -608,13 +586,7 @@ class GradScaler:
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's five keys, and others only where not at their default.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> GradScaler(growth_factor=1.5).state_dict()["growth_factor"]
-            1.5
-        """
+        """Return PyTorch's five keys, and others only where not at their default."""
         return to_state_dict(read(self._state)) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -695,6 +667,23 @@ class GradScaler:
         self._fill(pickled["_state"])
 
 
+@mx.compile
+def _step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
+    return in_one_kernel(count_step(state, applied))
+
+
+@mx.compile
+def _update(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
+    return in_one_kernel(next_scale(state, finite))
+
+
+@mx.compile
+def _step_and_update(
+    state: dict[str, mx.array], applied: mx.array
+) -> dict[str, mx.array]:
+    return in_one_kernel(count_step(state, applied) | next_scale(state, applied))
+
+
 class SkipWatch:
     """Warns about a run that skips every step, without waiting for the device.
 
@@ -712,7 +701,7 @@ class SkipWatch:
             return
         earlier, self._earlier = self._earlier, state["consecutive_skips"]
         try:
-            skips = 0 if earlier is None else int(earlier.item())
+            skips: Any = 0 if earlier is None else earlier.item()
         except (RuntimeError, ValueError):  # left over from inside mx.compile
             return
         if skips >= SKIPS_TO_WARN:

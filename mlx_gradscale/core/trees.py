@@ -34,19 +34,28 @@ def items(tree: Any) -> Any:
 # would keep gradients alive until the garbage collector runs.
 
 
-def slots(tree: Any) -> list[Slot]:
-    """List every array of a tree or model, with where it can be replaced."""
+def slots(tree: Any, others: list[Any] | None = None) -> list[Slot]:
+    """List every array of a tree or model, with where it can be replaced.
+
+    Args:
+        tree (Any): A tree or a model.
+        others (list, optional): Gets the leaves that are no arrays.
+    """
     found: list[Slot] = []
-    _collect_slots(tree, (), found)
+    _collect_slots(tree, (), found, [] if others is None else others)
     return found
 
 
-def _collect_slots(tree: Any, path: tuple[Any, ...], found: list[Slot]) -> None:
+def _collect_slots(
+    tree: Any, path: tuple[Any, ...], found: list[Slot], others: list[Any]
+) -> None:
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if type(value) is mx.array:
+        if isinstance(value, mx.array):
             found.append(((*path, key), tree, key))
         elif isinstance(value, CONTAINERS):
-            _collect_slots(value, (*path, key), found)
+            _collect_slots(value, (*path, key), found, others)
+        else:
+            others.append(value)
 
 
 def flatten(tree: Any) -> list[tuple[str, Any]]:
@@ -95,18 +104,16 @@ def match(gradients: Any, parameters: Any) -> list[Leaf]:
             "The gradients must be a dict, as value_and_grad returns for a model, "
             f"got {type(gradients).__name__}."
         )
-    found: list[Leaf] = []
+    found: dict[str, Leaf] = {}
     _match(gradients, parameters, "", found)
-    if len({leaf.path for leaf in found}) < len(found):
-        raise ValueError(
-            "Two gradients have the same dotted path, as in {'a.b': x, 'a': {'b': "
-            "y}}. Rename one of the parameters."
-        )
-    return found
+    return list(found.values())
 
 
-def _match(gradients: Any, parameters: Any, prefix: str, found: list[Leaf]) -> None:
-    for key, gradient in items(gradients):
+def _match(
+    gradients: Any, parameters: Any, prefix: str, found: dict[str, Leaf]
+) -> None:
+    pairs = gradients.items() if isinstance(gradients, dict) else enumerate(gradients)
+    for key, gradient in pairs:
         is_container = isinstance(gradient, CONTAINERS)
         if is_container and not gradient:
             # Frozen, or no parameter at all: an mlx-lm Llama has strings there.
@@ -136,8 +143,13 @@ def _match(gradients: Any, parameters: Any, prefix: str, found: list[Leaf]) -> N
                 f"The gradient of {path!r} has shape {gradient.shape}, the parameter "
                 f"has shape {parameter.shape}."
             )
+        elif path in found:
+            raise ValueError(
+                f"Two gradients have the dotted path {path!r}, as in {{'a.b': x, 'a': "
+                "{'b': y}}. Rename one of the parameters."
+            )
         else:
-            found.append(Leaf(path, parameters, key, parameter, gradient))
+            found[path] = Leaf(path, parameters, key, parameter, gradient)
 
 
 def commit(writes: Iterable[tuple[Any, Any, Any]]) -> None:

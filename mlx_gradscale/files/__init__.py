@@ -1,1 +1,1 @@
-"""Whole files or none: atomic writing, folders, locks, arrays, plain text."""
+"""Files written whole or not at all, read within bounds, and text for people."""

@@ -1,94 +1,31 @@
-"""Write a file so that it is there whole or not at all."""
+"""Write files and folders whole or not at all, and remove what killed writers left."""
 
-import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
-from typing import Any
+from pathlib import Path
+from typing import BinaryIO
 
-from .background import in_background
-from .locks import is_there, lock, refuse_special
+from .paths import refuse_special
 
-# So much is written before the disk is set to work on it.
-_FLUSH_EVERY = 2**26
-# A name is at most 255 bytes long on most disks, and ours add some 40 to the user's.
-_LONGEST = 96
+try:
+    import fcntl
+except ImportError:  # Windows has no flock; leftovers are then left alone
+    fcntl = None  # type: ignore[assignment]
 
-
-class WholeFile:
-    """A new file that takes all it is given, or raises an error that names its target.
-
-    It has no ``fileno``, and is not an ``io`` class: a writer could bypass ``write``,
-    and a raw file's own may take less than it is given, and say so in a number that
-    is easily overlooked.
-    """
-
-    def __init__(self, descriptor: int, target: str) -> None:
-        self._descriptor = descriptor
-        self._target = target
-        self._unsent = 0
-        self._flush: Future[Any] | None = None
-        self.closed = False
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Write all of ``data``."""
-        view = memoryview(data).cast("B")
-        with naming(self._target):
-            done = 0
-            while done < len(view):
-                done += os.write(self._descriptor, view[done:])
-        self._unsent += done
-        if self._unsent >= _FLUSH_EVERY and (not self._flush or self._flush.done()):
-            self._flush = in_background(os.fsync, self._descriptor)
-            self._unsent = 0
-        return done
-
-    def tell(self) -> int:
-        """Return the position in the file."""
-        return os.lseek(self._descriptor, 0, os.SEEK_CUR)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position in the file, and return it."""
-        return os.lseek(self._descriptor, offset, whence)
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
-
-    def sync(self) -> None:
-        """Return when all that was written is on the disk."""
-        with naming(self._target):
-            if self._flush:
-                self._flush.result()
-            os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        """Close the file, after what is still being brought to the disk."""
-        if not self.closed:
-            self.closed = True
-            if self._flush:
-                wait([self._flush])
-            with naming(self._target):
-                os.close(self._descriptor)
+_BUFFER = 2**20
+WholeFile = BinaryIO  # old name, until nobody uses it
 
 
 @contextmanager
-def naming(target: "str | os.PathLike[str]") -> Iterator[None]:
-    """Make an ``OSError`` on the way name the file that the user asked for.
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make an ``OSError`` that names no file name this one.
 
     Example:
-
         >>> with naming("run.pt"):
         ...     raise OSError(28, "No space left on device")
         Traceback (most recent call last):
@@ -98,21 +35,20 @@ def naming(target: "str | os.PathLike[str]") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None or error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, os.fspath(target)) from error
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 @contextmanager
-def atomic_write(path: "str | os.PathLike[str]") -> Iterator[WholeFile]:
-    """Open a temporary file beside ``path`` that takes its place at the end.
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces ``path`` at the end of the block.
 
-    It replaces ``path`` in one step, after its bytes are on the disk. When anything
-    is raised, the old file stays as it was and the temporary one is removed. What
-    killed processes left of their writes to the same path is removed, too.
+    The bytes are on the disk before the name changes. If anything raises, the old file
+    stays and the temporary one is removed; the temporary files of killed writers are
+    removed by the next write to the same path.
 
     Example:
-
         >>> import os, tempfile
         >>> path = os.path.join(tempfile.mkdtemp(), "scale.bin")
         >>> with atomic_write(path) as file:
@@ -120,97 +56,170 @@ def atomic_write(path: "str | os.PathLike[str]") -> Iterator[WholeFile]:
         >>> os.listdir(os.path.dirname(path))
         ['scale.bin']
     """
-    # A symbolic link keeps pointing: its target is replaced.
-    target = os.path.realpath(path)
-    _check_target(path, target)
-    with naming(path):
-        _remove_left(target)
-        temporary, descriptor = _begin(target)
-    file = WholeFile(descriptor, os.fspath(path))
-    try:
-        try:
-            yield file
-            file.sync()
-            with naming(path):
-                if os.name != "posix":  # an open file has no other name on Windows
-                    file.close()
-                # The lock goes with the file: it is still open, or the next writer
-                # would take it for a dead one's.
-                os.replace(temporary, target)
-        finally:
-            file.close()
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    with naming(path):  # so that the new name survives a power cut
-        sync(os.path.dirname(target))
-
-
-def short_name(name: str) -> str:
-    """Leave room in a name for more: cut a long one, and end it in its hash.
-
-    Example:
-
-        >>> short_name("run.pt"), len(short_name("x" * 240))
-        ('run.pt', 96)
-    """
-    data = os.fsencode(name)
-    if len(data) <= _LONGEST:
-        return name
-    mark = "~" + sha256(data).hexdigest()[:16]
-    return data[: _LONGEST - len(mark)].decode(errors="ignore") + mark
-
-
-def _check_target(path: "str | os.PathLike[str]", target: str) -> None:
+    target = Path(os.path.realpath(path))  # a symbolic link keeps pointing there
+    if target.is_dir():
+        raise IsADirectoryError(f"{os.fspath(path)} is a folder, not a file.")
     with suppress(FileNotFoundError, NotADirectoryError):
-        mode = os.stat(target).st_mode
-        # Nothing would be left of /dev/null.
-        refuse_special(path, mode)
-        if os.path.isdir(target):
-            raise IsADirectoryError(
-                errno.EISDIR, "It is a folder; one file is to be written", str(path)
-            )
+        refuse_special(path, os.stat(target).st_mode)
+    with naming(path):
+        temporary, descriptor = _create(target, _new_file)
+        try:
+            # The lock lasts until the file is closed, which is after the rename.
+            with open(descriptor, "wb", buffering=_BUFFER) as file:
+                yield file
+                file.flush()
+                os.fsync(descriptor)
+                os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync(target.parent)
 
 
-def _begin(target: str) -> tuple[str, int]:
-    folder, name = os.path.split(target)
-    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0)
-    while True:
-        # os.open, not tempfile: the file gets the mode that the umask says, not 0600.
-        mark = secrets.token_hex(8)
-        temporary = os.path.join(folder, f".{short_name(name)}.{mark}.tmp")
-        descriptor = os.open(temporary, flags, 0o666)
-        # Between these two lines another process may have taken it for a dead one's.
-        if not lock(descriptor, wait=True) or is_there(temporary, descriptor):
-            return temporary, descriptor
+@contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Make a hidden folder beside ``target``, and remove it unless it was renamed.
+
+    The temporary folders that killed writers left beside the target are removed first.
+    """
+    temporary, descriptor = _create(target, _new_folder)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
         os.close(descriptor)
 
 
-def _remove_left(target: str) -> None:
-    """Remove the temporary files of the same target that no living process holds."""
-    folder, name = os.path.split(target)
-    ours = re.compile(re.escape(f".{short_name(name)}.") + r"[0-9a-f]{16}\.tmp")
-    try:
-        left = [each for each in os.listdir(folder) if ours.fullmatch(each)]
-    except OSError:  # a folder that can be written to but not listed
-        return
-    for each in left:
-        path = os.path.join(folder, each)
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                if lock(descriptor, wait=False) and is_there(path, descriptor):
-                    os.unlink(path)
-            finally:
-                os.close(descriptor)
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Fill a hidden folder that gets the name ``path`` at the end of the block.
+
+    Raises:
+        FileExistsError: ``path`` is there and is not an empty folder.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "run"
+        >>> with new_folder(path) as folder:
+        ...     _ = (folder / "notes.txt").write_text("step 3")
+        >>> (path / "notes.txt").read_text()
+        'step 3'
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise FileExistsError(f"{os.fspath(path)} already exists: give another path.")
+    with temporary_folder(target) as temporary:
+        yield temporary
+        for file in temporary.rglob("*"):
+            sync(file)
+        sync(temporary)
+        temporary.rename(target)
+        sync(target.parent)
 
 
-def sync(path: "str | os.PathLike[str]") -> None:
-    """Return when a file, or the names in a folder, are on the disk."""
+def discard(folder: Path, target: Path) -> None:
+    """Remove a folder so that no one ever sees a part of it under its name.
+
+    If the process is killed, the next :func:`temporary_folder` of ``target``, which
+    lies beside the folder, removes the rest.
+    """
+    hidden = target.with_name(_hidden_name(target))
+    with suppress(FileNotFoundError):  # another writer was faster
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Return when a file, or the list of names in a folder, is on the disk."""
     if os.name == "posix":  # Windows cannot open a folder
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _hidden_start(target: Path) -> str:
+    # Long names are cut, because most disks allow 255 bytes.
+    return f".{target.name[:40]}-{zlib.crc32(os.fsencode(target.name)):08x}."
+
+
+def _hidden_name(target: Path) -> str:
+    return f"{_hidden_start(target)}{secrets.token_hex(8)}.tmp"
+
+
+def _new_file(path: Path) -> int:
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0)
+    return os.open(path, flags, 0o666)  # the mode that the umask says
+
+
+def _new_folder(path: Path) -> int:
+    while True:
+        path.mkdir()
+        # Another writer may have taken it for a leftover, as below.
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY)
+
+
+def _create(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
+    """Make a hidden file or folder beside the target that is locked while open."""
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {target.parent}: create it first.")
+    _remove_leftovers(target)
+    while True:
+        path = target.with_name(_hidden_name(target))
+        descriptor = make(path)
+        # Until it was locked, another writer may have taken it for a leftover.
+        if lock(descriptor, wait=True) is None or is_there(path, descriptor):
+            return path, descriptor
+        os.close(descriptor)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove hidden files and folders of the target that no living process has open."""
+    if fcntl is None:
+        return
+    start = re.escape(_hidden_start(target))
+    pattern = re.compile(start + r"[0-9a-f]{16}\.tmp")
+    with suppress(OSError):  # a folder that can be written to but not listed
+        for name in filter(pattern.fullmatch, os.listdir(target.parent)):
+            path = target.with_name(name)
+            is_folder = path.is_dir()
+            flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_NONBLOCK
+            with suppress(OSError):
+                descriptor = os.open(path, flags | os.O_NOFOLLOW)
+                try:
+                    if lock(descriptor, wait=False) and is_there(path, descriptor):
+                        shutil.rmtree(path) if is_folder else path.unlink()
+                finally:
+                    os.close(descriptor)
+
+
+def lock(descriptor: int, *, wait: bool) -> bool | None:
+    """Lock an open file or folder until it is closed.
+
+    Returns:
+        bool: False if another process holds it; None where there are no such locks.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryFile() as file:
+        ...     lock(file.fileno(), wait=False)
+        True
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # some network disks
+        return None
+    return True
+
+
+def is_there(path: Path, descriptor: int) -> bool:
+    """Tell whether a path still names the file or folder that is open."""
+    with suppress(OSError):
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    return False

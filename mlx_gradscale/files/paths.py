@@ -1,69 +1,132 @@
-"""What may be written where, and which names a file may give to another."""
+"""Which files may be opened, which names a file may give to another, bounded JSON."""
 
+import json
 import os
+import stat
 from pathlib import Path
+from typing import Any
 
-from .locks import refuse_special
+# The costliest JSON text of this size takes 0.6 GB when parsed (objects of one key).
+_LONGEST_JSON = 2**24
+
+
+def open_file(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, for ``open(..., opener=open_file)``.
+
+    Opening a pipe could block forever, and a device could have side effects.
+
+    Example:
+        >>> open(".", "rb", opener=open_file)
+        Traceback (most recent call last):
+        ...
+        IsADirectoryError: [Errno 21] Is a directory: '.'
+    """
+    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        refuse_special(path, os.fstat(descriptor).st_mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_inside(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file that is not a symbolic link, which could lead anywhere."""
+    if os.path.islink(path):
+        raise OSError(f"{os.fspath(path)} is a symbolic link, which is not followed.")
+    return open_file(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def refuse_special(path: str | os.PathLike[str], mode: int) -> None:
+    """Raise if a mode is that of a pipe, a device or a socket."""
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+        raise OSError(f"{os.fspath(path)} is {kind}, not a file: give another path.")
 
 
 def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-    """Refuse a place where no file can be written; see ``folders.check_folder``."""
+    """Raise if no file can be written at a path, or would be overwritten."""
     path = Path(path)
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; one file is to be written.")
+        raise IsADirectoryError(f"{path} is a folder, not a file.")
     if path.exists():
         refuse_special(path, path.stat().st_mode)
-    if not overwrite and path.exists():
-        raise FileExistsError(already_there(path))
+        if not overwrite:
+            raise FileExistsError(
+                f"{path} already exists: pass --overwrite (overwrite=True)."
+            )
     if not path.resolve().parent.is_dir():
         raise FileNotFoundError(
-            f"There is no folder {path.resolve().parent} to write {path.name} to: "
-            "make it first."
+            f"There is no folder {path.resolve().parent} for {path.name}: create it."
         )
     return path
 
 
 def check_name(name: object, what: str) -> str:
-    """Refuse a name of a file that is more than one plain component of a path.
+    """Return a file name that a file contains, if it is one plain component.
 
     Args:
-        name (object): As a file gave it.
-        what (str): Which file that was, for the error.
+        name (object): The name as found.
+        what (str): The file that contains it, for the error.
 
     Example:
-        >>> check_name("optimizer.bin", "training.json")
-        'optimizer.bin'
-        >>> check_name("../.bashrc", "training.json")
+        >>> check_name("../.bashrc", "index.json")
         Traceback (most recent call last):
         ...
-        ValueError: training.json names the file '../.bashrc', which is no plain name.
+        ValueError: index.json names the file '../.bashrc', which is not a plain name.
     """
-    signs = "/\\:" if os.name == "nt" else "/\\"
+    separators = "/\\:" if os.name == "nt" else "/\\"
     if (
         not isinstance(name, str)
         or name in ("", ".", "..")
         or not name.isprintable()
-        or set(name) & set(signs)
+        or set(name) & set(separators)
     ):
-        raise ValueError(f"{what} names the file {name!r}, which is no plain name.")
+        raise ValueError(f"{what} names the file {name!r}, which is not a plain name.")
     return name
 
 
 def contains(outer: Path, inner: Path) -> bool:
-    """Tell whether a path is another one, or lies in it.
+    """Tell whether one path is another, or lies inside it.
 
     Example:
         >>> contains(Path("run"), Path("run/a.pt")), contains(Path("a"), Path("ab"))
         (True, False)
     """
     outer, inner = outer.resolve(), inner.resolve()
-    around = (inner, *inner.parents)
+    candidates = (inner, *inner.parents)
     if not outer.exists():
-        return outer in around
-    # samefile: on a Mac's disk "Run" is "run".
-    return any(path.exists() and path.samefile(outer) for path in around)
+        return outer in candidates
+    # samefile, because on a Mac's disk "Run" is "run".
+    return any(path.exists() and path.samefile(outer) for path in candidates)
 
 
-def already_there(path: str | os.PathLike[str]) -> str:
-    """Return the error's sentence for a path that exists."""
-    return f"{path} is there already: give --overwrite (overwrite=True)."
+def parse_json(data: bytes) -> Any:
+    """Return the value of a JSON text of unknown origin.
+
+    Raises:
+        ValueError: The text is not JSON, is longer than 16 MB or nested too deeply.
+
+    Example:
+        >>> parse_json(b'{"epoch": [3]}')
+        {'epoch': [3]}
+    """
+    if len(data) > _LONGEST_JSON:
+        raise ValueError(
+            f"its JSON text has {len(data):,} bytes, more than {_LONGEST_JSON:,}."
+        )
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("its JSON text is nested too deeply.") from None
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return the value in a JSON file, under the limits of :func:`parse_json`."""
+    with open(path, "rb", opener=open_file) as file:
+        data = file.read(_LONGEST_JSON + 1)
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} cannot be read: {error}") from error

@@ -22,6 +22,29 @@ def printable(value: object) -> str:
     )
 
 
+def shorten(value: object, width: int = 80) -> str:
+    """Return a value as printable text of at most ``width`` characters.
+
+    Example:
+        >>> shorten("abcdefghij", 8)
+        'abcde...'
+    """
+    text = printable(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def list_some(names: Iterable[str], count: int = 4) -> str:
+    """Return the first names of many, and how many there are besides.
+
+    Example:
+        >>> list_some(["a", "b", "c"], 2)
+        'a, b and 1 more'
+    """
+    names = [*names]
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(map(shorten, names[:count])) + more
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return columns of text, two spaces apart, with unprintable text escaped.
 

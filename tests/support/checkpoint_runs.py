@@ -1,7 +1,7 @@
 """Small runs of every kind, to save, restore and compare bit for bit.
 
-As a program: python checkpoint_runs.py KIND FOLDER STEPS restores a fresh run and
-prints what its next steps give.
+As a program: python checkpoint_runs.py KIND FOLDER FIRST LAST restores a fresh run
+and prints the results of its next steps.
 """
 
 import json
@@ -109,6 +109,9 @@ KINDS = {
     "remainders": lambda: half(optim.AdamW(1e-2), masters="remainder"),
     "compiled AdamW": lambda: Run(optim.AdamW(1e-2), model=Net(norm=False)),
     "compiled LossScaleOptimizer": lambda: half(optim.AdamW(1e-2), norm=False),
+    "compiled remainders": lambda: half(
+        optim.AdamW(1e-2), norm=False, masters="remainder"
+    ),
 }
 
 

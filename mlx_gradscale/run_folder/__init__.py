@@ -1,1 +1,0 @@
-"""The folder of a run: its files, and what of a live run goes into them."""

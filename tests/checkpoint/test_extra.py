@@ -1,0 +1,136 @@
+"""What is saved as extra comes back equal, or is refused before anything is written."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from helpers import bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_gradscale import restore_checkpoint, save_checkpoint
+from mlx_gradscale.checkpoint.extra import decode_extra, encode_extra
+from mlx_gradscale.checkpoint.folder import training_text
+from mlx_gradscale.ema import EMA
+from mlx_gradscale.files.paths import parse_json
+
+
+def parts():
+    return nn.Linear(2, 1), optim.SGD(0.1)
+
+
+def saved_and_restored(path, **extra):
+    save_checkpoint(path, *parts(), **extra)
+    return restore_checkpoint(path, *parts())
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inside: (
+        st.lists(inside, max_size=4)
+        | st.lists(inside, max_size=4).map(tuple)
+        | st.dictionaries(TEXT, inside, max_size=4)
+    ),
+)
+
+
+@given(st.dictionaries(TEXT, VALUES, max_size=4))
+def test_plain_values_come_back_with_their_types(extra):
+    encoded, arrays = encode_extra(extra)
+    text = training_text({"extra": encoded})
+    # repr tells 1 from True, 0.0 from -0.0 and a tuple from a list; NaN is "nan".
+    assert repr(decode_extra(parse_json(text)["extra"], arrays)) == repr(extra)
+
+
+def test_arrays_of_every_dtype_come_back_bit_identical(tmp_path):
+    dtypes = [
+        *(mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32),
+        *(mx.uint64, mx.int64, mx.float16, mx.bfloat16, mx.float32, mx.complex64),
+    ]
+    arrays = {
+        str(dtype): mx.arange(6.0).reshape(2, 3).astype(dtype) for dtype in dtypes
+    }
+    arrays["empty"] = mx.zeros((0, 3))
+    arrays["scalar"] = mx.array(2.5)
+    found = saved_and_restored(tmp_path, deep=({"a.b": [arrays]},))
+    assert bits(found["deep"][0]["a.b"][0]) == bits(arrays)
+
+
+def test_uint64_above_two_to_the_63_comes_back(tmp_path):
+    large = mx.array(np.array([2**63, 2**64 - 1], np.uint64))
+    found = saved_and_restored(tmp_path, ids=large)["ids"]
+    assert found.tolist() == [2**63, 2**64 - 1]
+
+
+def test_nan_and_infinity_come_back(tmp_path):
+    found = saved_and_restored(tmp_path, worst=float("nan"), best=[float("-inf")])
+    assert repr(found) == "{'worst': nan, 'best': [-inf]}"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "sentence"),
+    [
+        ({*range(52_000)}, TypeError, r"extra\['it'\] is a builtins\.set"),
+        ({(i, i): i for i in range(100_000)}, TypeError, "Keys must be strings"),
+        ([*range(6_000_000)], ValueError, "Save long lists as mx.array"),
+        (["x" * 2**20] * 17, ValueError, "could not be read again"),
+        (nested(158), ValueError, "nested more than 100 deep"),
+        (1 << 20_000, ValueError, "more than 10,000 bits"),
+        ("\ud800", ValueError, "half of a character"),
+        ({"\ud800": 1}, ValueError, "half of a character"),
+        (b"bytes", TypeError, r"builtins\.bytes"),
+        ([{"x": parts}], TypeError, r"extra\['it'\]\[0\]\['x'\] is a .*function"),
+    ],
+    ids=[
+        "set",
+        "tuple keys",
+        "6 M ints",
+        "17 MB",
+        "nest",
+        "int",
+        "text",
+        "key",
+        "bytes",
+        "fn",
+    ],
+)
+def test_value_that_could_not_be_read_is_refused_before_writing(
+    value, error, sentence, tmp_path
+):
+    save_checkpoint(tmp_path / "run", *parts(), step=1)
+    with pytest.raises(error, match=sentence):
+        save_checkpoint(tmp_path / "run", *parts(), it=value)
+    with pytest.raises(error, match=sentence):
+        save_checkpoint(tmp_path / "new", *parts(), it=value)
+    assert restore_checkpoint(tmp_path / "run", *parts()) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_list_that_contains_itself_is_refused(tmp_path):
+    loop = []
+    loop.append(loop)
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        save_checkpoint(tmp_path / "run", *parts(), loop=loop)
+
+
+def test_moving_average_resumes_from_extra(tmp_path):
+    model, optimizer = parts()
+    ema = EMA(model, optimizer, decay=0.9)
+    model.weight = model.weight + 1
+    ema.update(model)
+    save_checkpoint(tmp_path, model, optimizer, ema=ema.state)
+    expected = bits(ema.state)
+    state = ema.state
+    ema.update(model)
+    ema.state = restore_checkpoint(tmp_path, model, optimizer)["ema"]
+    assert ema.state is state
+    assert bits(ema.state) == expected

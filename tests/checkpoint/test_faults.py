@@ -1,0 +1,110 @@
+"""After kills, disk errors and two writers the newest checkpoint is whole."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.checkpoint_writers import FaultPoints, small
+
+from mlx_gradscale import restore_checkpoint, save_checkpoint
+
+TESTS = Path(__file__).parents[1]
+WRITERS = TESTS / "support" / "checkpoint_writers.py"
+POINTS = FaultPoints()
+
+
+def start(*arguments):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+    }
+    command = [sys.executable, str(WRITERS), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+
+
+def restored(folder):
+    """Return the step in a checkpoint whose weights and extra are of one step."""
+    model, optimizer = small(-1)
+    step = restore_checkpoint(folder, model, optimizer)["step"]
+    assert model.weight.tolist() == [[step] * 2] * 2
+    return step
+
+
+def kept(run):
+    return [restored(path) for path in sorted(run.iterdir()) if path.name[0] != "."]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed")
+    finish(start("killed", folder))
+    return sorted(folder.iterdir(), key=lambda path: int(path.name))
+
+
+def test_kill_at_every_point_leaves_whole_checkpoints_and_nothing_for_good(killed):
+    assert len(killed) > 20
+    newest = [restored(run) for run in killed]
+    assert newest == sorted(newest)  # the old one up to a point, then the new one
+    assert {*newest} == {2, 3}
+    for run in killed:
+        assert kept(run) in ([0, 1, 2], [0, 1, 2, 3], [1, 2, 3])
+        save_checkpoint(run, *small(9), keep=3, step=9)
+        assert kept(run)[-1] == 9
+        assert len(list(run.iterdir())) == 3
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_disk_error_at_every_point_leaves_the_old_checkpoint_or_the_new_one(
+    code, tmp_path
+):
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    save_checkpoint(tmp_path, *small(0), keep=2, step=0)
+    at, outcomes = 0, set()
+    while True:
+        at += 1
+        before = restored(tmp_path)
+        POINTS.start(at, fail)
+        try:
+            save_checkpoint(tmp_path, *small(at), keep=2, step=at)
+            failed = False
+        except OSError as error:
+            failed = error.errno == code
+        finally:
+            POINTS.stop()
+        after = restored(tmp_path)
+        assert after in ((before, at) if failed else (at,))
+        outcomes.add((failed, after == at))
+        if POINTS.count < at:
+            break
+    assert at > 20
+    assert (True, False) in outcomes
+    save_checkpoint(tmp_path, *small(at), keep=2, step=at)
+    assert kept(tmp_path)[-1] == at
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_two_writers_and_a_reader_never_meet_a_mixture(tmp_path):
+    save_checkpoint(tmp_path, *small(0), step=0)
+    writers = [start("many", tmp_path, 40, first) for first in (100, 200)]
+    n_read = 0
+    while any(process.poll() is None for process in writers):
+        restored(tmp_path)
+        n_read += 1
+    for process in writers:
+        finish(process)
+    assert n_read > 3
+    assert restored(tmp_path) in (139, 239)
+    assert all(step >= 100 for step in kept(tmp_path))
+    save_checkpoint(tmp_path, *small(1), keep=1, step=1)
+    assert kept(tmp_path) == [1]
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,329 @@
+"""The folder of a run: the newest checkpoints stay, damage is found."""
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from helpers import bits
+from support.checkpoint_runs import KINDS
+
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from mlx_gradscale.checkpoint import latest_checkpoint, read_checkpoint
+
+FILES = ["checksums.json", "model.safetensors", "training.json", "training.safetensors"]
+
+
+@pytest.fixture(autouse=True)
+def _not_compiled():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def small(value=0.0):
+    model = nn.Linear(2, 2)
+    model.weight = mx.full((2, 2), float(value))
+    return model, optim.SGD(0.1)
+
+
+def step_in(folder):
+    return restore_checkpoint(folder, *small())["step"]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def save_steps(run, *steps, keep=1):
+    for step in steps:
+        save_checkpoint(run, *small(step), keep=keep, step=step)
+
+
+def test_newest_checkpoints_are_kept(tmp_path):
+    run = tmp_path / "deep" / "run"
+    save_steps(run, 0, 1, 2, 3, 4, keep=3)
+    assert names(run) == ["save-000003", "save-000004", "save-000005"]
+    assert [step_in(run / name) for name in names(run)] == [2, 3, 4]
+    assert step_in(run) == 4
+    assert latest_checkpoint(run) == run / "save-000005"
+    save_steps(run, 5)
+    assert names(run) == ["save-000006"]
+    assert names(run / "save-000006") == FILES
+
+
+def test_numbers_beyond_six_digits_are_ordered_as_numbers(tmp_path):
+    save_steps(tmp_path, 0)
+    (tmp_path / "save-000001").rename(tmp_path / "save-999999")
+    save_steps(tmp_path, 1, 2, keep=2)
+    assert names(tmp_path) == ["save-1000000", "save-1000001"]
+    assert step_in(tmp_path) == 2
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path):
+    theirs = {"template.pt", "model.safetensors", ".save.tmp", "save-2", "save-000002"}
+    for name in theirs:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".save-other.0123456789abcdef.tmp").mkdir()
+    (tmp_path / "save-000004").symlink_to("nowhere")
+    before = {*names(tmp_path)}
+    save_steps(tmp_path, 0, 1, 2)
+    assert {*names(tmp_path)} - before == {"save-000005"}
+    assert step_in(tmp_path) == 2
+    assert all((tmp_path / name).read_text() == "mine" for name in theirs)
+
+
+def test_weights_can_be_loaded_by_mlx(tmp_path):
+    model, optimizer = small(3.0)
+    model.set_dtype(mx.bfloat16)
+    save_checkpoint(tmp_path, model, optimizer)
+    weights = mx.load(str(latest_checkpoint(tmp_path) / "model.safetensors"))
+    assert bits(weights) == bits(model.parameters())
+    other = nn.Linear(2, 2)
+    other.load_weights(str(latest_checkpoint(tmp_path) / "model.safetensors"))
+    assert bits(other.parameters()) == bits(model.parameters())
+
+
+def test_checkpoint_can_be_read_without_a_model(tmp_path):
+    model = nn.Linear(2, 2)
+    model.set_dtype(mx.float16)
+    optimizer = LossScaleOptimizer(optim.AdamW(1e-3), GradScaler(64.0))
+    save_checkpoint(tmp_path, model, optimizer, step=3)
+    found = read_checkpoint(tmp_path)
+    assert bits(found.weights) == bits(model.parameters())
+    assert found.extra == {"step": 3}
+    assert found.scaler["scale"].item() == 64.0
+    assert bits(found.optimizer["masters.bias"]) == bits(model.bias.astype(mx.float32))
+    assert found.description["wrapped"]
+    assert [x["class"] for x in found.description["settings"]] == ["AdamW"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "replaced"])
+def test_damaged_checkpoint_is_an_error_and_never_stops_the_next_save(
+    name, damage, tmp_path
+):
+    save_steps(tmp_path, 0, 1, keep=2)
+    file = latest_checkpoint(tmp_path) / name
+    if damage == "removed":
+        file.unlink()
+    else:
+        data = {"cut": file.read_bytes()[:-9], "emptied": b"", "replaced": b"x" * 999}
+        file.write_bytes(data[damage])
+    model, optimizer = small(7.0)
+    with pytest.raises(ValueError, match=r"damaged|incomplete") as caught:
+        restore_checkpoint(tmp_path, model, optimizer)
+    if damage != "removed":
+        assert "Older checkpoints: save-000001." in str(caught.value)
+    assert model.weight.tolist() == [[7, 7], [7, 7]]
+    assert step_in(tmp_path / "save-000001") == 0
+    save_steps(tmp_path, 2)
+    assert names(tmp_path) == ["save-000003"]
+    assert step_in(tmp_path) == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_an_error_or_harmless(name, tmp_path):
+    save_steps(tmp_path, 1)
+    file = latest_checkpoint(tmp_path) / name
+    data = file.read_bytes()
+    step = max(1, len(data) // 150)
+    for position in range(0, len(data), step):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << position % 8
+        file.write_bytes(flipped)
+        try:
+            assert step_in(tmp_path) == 1
+        except ValueError:
+            continue
+        # Only white space between the checksums, or a name that nobody reads.
+        assert name == "checksums.json"
+    file.write_bytes(data)
+    assert step_in(tmp_path) == 1
+
+
+def test_links_are_not_followed(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    save_steps(run, 0)
+    save_steps(outside, 1)
+    (run / "save-000002").symlink_to(outside / "save-000001")
+    assert step_in(run) == 0
+    for name in FILES:
+        file = run / "save-000001" / name
+        moved = tmp_path / name
+        file.rename(moved)
+        file.symlink_to(moved)
+        with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
+            step_in(run)
+        file.unlink()
+        moved.rename(file)
+    (tmp_path / "alias").symlink_to(run)
+    assert step_in(tmp_path / "alias") == 0  # the user's own link to the run
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pipes_are_not_opened(name, tmp_path):
+    save_steps(tmp_path, 0)
+    file = latest_checkpoint(tmp_path) / name
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(OSError, match="is a pipe, not a file"):
+        step_in(tmp_path)
+    save_steps(tmp_path, 1)
+    assert step_in(tmp_path) == 1
+
+
+def test_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(FileExistsError, match="run"):
+        save_steps(tmp_path / "run", 0)
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint"):
+        step_in(tmp_path / "run")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def lora():
+    lora = pytest.importorskip("mlx_lm.tuner.lora", reason="mlx-lm is not installed")
+    mx.random.seed(4)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm(64), nn.Linear(64, 1))
+    model.set_dtype(mx.float16)
+    nn.quantize(model, class_predicate=lambda path, _: path == "layers.0")
+    model.freeze()
+    model.layers[0] = lora.LoRALinear.from_base(model.layers[0], r=4)
+    model.layers[0].lora_a = model.layers[0].lora_a.astype(mx.float16)
+    model.layers[0].lora_b = model.layers[0].lora_b.astype(mx.float16)
+    return model, LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(init_scale=64.0))
+
+
+def adapt(model, optimizer, steps, width=64):
+    def loss_fn(x):
+        return mx.mean(mx.square(model(x).astype(mx.float32) - 1))
+
+    value_and_grad = optimizer.value_and_grad(model, loss_fn)
+    losses = []
+    for i in steps:
+        x = mx.random.normal((4, width), key=mx.random.key(i)).astype(mx.float16)
+        loss, grads = value_and_grad(x)
+        optimizer.update(model, grads)
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:.*computes in float32")
+def test_lora_checkpoint_holds_adapters_and_needs_the_same_base_model(tmp_path):
+    model, optimizer = lora()
+    adapt(model, optimizer, range(3))
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    adapters = {"layers.0.lora_a", "layers.0.lora_b"}
+    statistics = {"layers.1.running_mean", "layers.1.running_var"}
+    assert read_checkpoint(tmp_path / "run").weights.keys() == adapters | statistics
+    save_checkpoint(tmp_path / "all", model, optimizer, frozen=True)
+    expected = adapt(model, optimizer, range(3, 6))
+    for folder in ("run", "all"):
+        other = lora()
+        restore_checkpoint(tmp_path / folder, *other)
+        assert adapt(*other, range(3, 6)) == expected
+        assert bits(other[0].parameters()) == bits(model.parameters())
+
+    other = lora()
+    other[0].layers[2].weight = other[0].layers[2].weight + 1
+    before = bits([other[0].parameters(), other[1].state])
+    with pytest.raises(ValueError, match=r"layers\.2\.weight is frozen and was not"):
+        restore_checkpoint(tmp_path / "run", *other)
+    assert bits([other[0].parameters(), other[1].state]) == before
+    restore_checkpoint(tmp_path / "all", *other)
+    assert adapt(*other, range(3, 6)) == expected
+
+
+def rewritten(change):
+    """Edit training.json, with a checksum that matches: not damage but malice."""
+
+    def apply(folder):
+        path = folder / "training.json"
+        text = change(json.loads(path.read_text()))
+        data = text if isinstance(text, bytes) else json.dumps(text).encode()
+        path.write_bytes(data)
+        sums = json.loads((folder / "checksums.json").read_text())
+        sums["training.json"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+        (folder / "checksums.json").write_text(json.dumps(sums))
+
+    return apply
+
+
+def set_in(*path, value):
+    def change(text):
+        *way, last = path
+        inner = text
+        for key in way:
+            inner = inner[key]
+        inner[last] = value
+        return text
+
+    return rewritten(change)
+
+
+LONG = "\x1b[2J" + "x" * 10**6
+HOSTILE = {
+    "no settings": rewritten(lambda text: {**text, "settings": None}),
+    "a list": rewritten(lambda text: [1]),
+    "another version": set_in("version", value=2),
+    "a deep nest": rewritten(lambda text: b"[" * 10**5),
+    "a long text": rewritten(lambda text: b" " * 2**24 + b"{}"),
+    "no UTF-8": rewritten(lambda text: b"\xff{}"),
+    "long names": set_in("frozen", LONG, value=["float32", [2], 0]),
+    "long class": set_in("settings", 0, "class", value=LONG),
+    "frozen is no list": set_in("frozen", "layers.0.bias", value=5),
+    "frozen of another shape": set_in(
+        "frozen", "layers.0.bias", value=["float32", [10**12], 0]
+    ),
+    "frozen of no dtype": set_in("frozen", "layers.0.bias", value=[LONG, [2], 0]),
+    "no keys": set_in("random", value=[]),
+    "large keys": set_in("random", value=[[2**40, 1]]),
+    "text as keys": set_in("random", value=[["a", "b"]]),
+    "three keys": set_in("random", value=[[1, 2, 3]]),
+    "extra is a number": set_in("extra", value=7),
+    "extra of no arrays": set_in("extra", "arrays", value=[["step"]]),
+    "extra of a wild path": set_in("extra", "tuples", value=[["a", 1, []]]),
+    "number is text": set_in("numbers", "step", value="text"),
+    "number is a nest": set_in("numbers", "step", value=[[1]]),
+    "order is too short": set_in("orders", "model", "layers.0.weight", value=[0]),
+    "order is double": set_in("orders", "model", "layers.0.weight", value=[0, 0]),
+    "order is negative": set_in("orders", "model", "layers.0.weight", value=[-1, 0]),
+    "order is text": set_in("orders", "model", "layers.0.weight", value="01"),
+    "order of a moment": set_in(
+        "orders", "training", "optimizer.layers.0.weight.m", value=[1, 2**62]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_text_is_a_short_error_and_changes_nothing(kind, tmp_path):
+    run = KINDS["AdamW"]()
+    run.optimizer.init(run.model.trainable_parameters())
+    save_checkpoint(tmp_path, *run.parts, step=1)
+    HOSTILE[kind](latest_checkpoint(tmp_path))
+    before = run.fingerprint()
+    with pytest.raises(ValueError, match=r"damaged|Cannot restore") as caught:
+        restore_checkpoint(tmp_path, *run.parts)
+    assert len(str(caught.value)) < 900
+    assert "\x1b" not in str(caught.value)
+    assert run.fingerprint() == before
+    with contextlib.suppress(ValueError):
+        read_checkpoint(tmp_path)  # which does not look at all of it
+
+
+def test_checkpoint_can_be_copied_and_moved(tmp_path):
+    save_steps(tmp_path / "a", 4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert step_in(tmp_path / "b") == 4
+    assert step_in(tmp_path / "b" / "save-000001") == 4

@@ -1,0 +1,178 @@
+"""Safetensors files: what is written comes back, what is hostile is an error."""
+
+import io
+import json
+import os
+import random
+import struct
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers import bits
+
+from mlx_gradscale.files.arrays import (
+    load_arrays,
+    read_arrays,
+    read_header,
+    write_arrays,
+)
+
+DTYPES = [
+    *(mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32),
+    *(mx.uint64, mx.int64, mx.float16, mx.bfloat16, mx.float32, mx.complex64),
+]
+
+
+def arrays():
+    made = {str(d): mx.arange(6.0).reshape(2, 3).astype(d) for d in DTYPES}
+    made["transposed"] = mx.arange(6).reshape(2, 3).T
+    made["strided"] = mx.arange(12)[::2]
+    made["scalar"] = mx.array(7)
+    return made
+
+
+def test_arrays_come_back_bit_identical(tmp_path):
+    made = arrays() | {"empty": mx.zeros((0, 3), mx.int8)}
+    write_arrays(tmp_path / "a", made, {"format": "mlx"})
+    found, metadata = read_arrays(tmp_path / "a")
+    assert bits(found) == bits(made)
+    assert [*found] == [*made]
+    assert metadata == {"format": "mlx"}
+
+
+def test_float64_comes_back(tmp_path):
+    with mx.stream(mx.cpu):
+        made = mx.array(np.pi, mx.float64) * mx.array([1.0, -0.0], mx.float64)
+        write_arrays(tmp_path / "a", {"x": made})
+        assert bits(read_arrays(tmp_path / "a")[0]) == bits({"x": made})
+
+
+def test_files_go_both_ways_with_mlx(tmp_path):
+    path = str(tmp_path / "a.safetensors")
+    write_arrays(path, arrays(), {"format": "mlx"})
+    loaded, metadata = mx.load(path, return_metadata=True)
+    assert bits(loaded) == bits(arrays())
+    assert metadata == {"format": "mlx"}
+    mx.save_safetensors(path, arrays(), {"by": "mlx"})
+    found, metadata = read_arrays(path)
+    assert bits(found) == bits(arrays())
+    assert metadata == {"by": "mlx"}
+
+
+def test_files_go_both_ways_with_the_safetensors_library(tmp_path):
+    library = pytest.importorskip("safetensors.numpy")
+    path = tmp_path / "a.safetensors"
+    write_arrays(path, {"w": mx.arange(3)})
+    assert library.load_file(path)["w"].tolist() == [0, 1, 2]
+    library.save_file({"v": np.ones((2, 1), np.float16)}, path)
+    assert read_arrays(path)[0]["v"].tolist() == [[1], [1]]
+
+
+def test_header_is_read_without_the_tensors(tmp_path):
+    write_arrays(tmp_path / "a", {"w": mx.zeros((2, 3), mx.float16), "b": mx.array(1)})
+    places = read_header(tmp_path / "a")
+    assert places["w"] == (mx.float16, (2, 3), 0, 12)
+    assert places["b"].shape == ()
+
+
+def test_name_that_the_format_reserves_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="__metadata__"):
+        write_arrays(tmp_path / "a", {"__metadata__": mx.zeros(1)})
+    assert not list(tmp_path.iterdir())
+
+
+def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
+    return {"shape": shape, "dtype": dtype, "data_offsets": offsets}
+
+
+HOSTILE = {
+    "product beyond 2**64": {"a": entry([2**33, 2**33])},
+    "product that wraps to 8": {"a": entry([2**62 + 2])},
+    "dimension beyond 2**31": {"a": entry([2**31, 0], offsets=[0, 0])},
+    "negative dimensions": {"a": entry([-1, -2])},
+    "float dimension": {"a": entry([2.0])},
+    "bool dimension": {"a": entry([True], "F32", [0, 4])},
+    "text as shape": {"a": entry("2")},
+    "many dimensions": {"a": entry([1] * 40, "F64")},
+    "other size": {"a": entry([3])},
+    "before the data": {"a": entry(offsets=[-8, 0])},
+    "beyond the file": {"a": entry([4], offsets=[0, 16])},
+    "end before start": {"a": entry([0], offsets=[8, 0])},
+    "one offset": {"a": entry(offsets=[8])},
+    "offsets are text": {"a": entry(offsets="08")},
+    "the same bytes twice": {"a": entry(), "b": entry()},
+    "overlap": {"a": entry(), "b": entry([1], offsets=[4, 8])},
+    "gap": {"a": entry([1], offsets=[4, 8])},
+    "not to the end": {"a": entry([1], offsets=[0, 4])},
+    "nothing": {},
+    "unknown dtype": {"a": entry(dtype="F8_E4M3")},
+    "dtype is a list": {"a": entry(dtype=["F32"])},
+    "no dtype": {"a": {"shape": [2], "data_offsets": [0, 8]}},
+    "entry is a number": {"a": 1},
+    "a list": [1],
+    "metadata is a list": {"__metadata__": [1], "a": entry()},
+    "metadata of numbers": {"__metadata__": {"x": 1}, "a": entry()},
+}
+
+
+def file_of(header, data=bytes(8)):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_header_is_a_short_error(kind, tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(file_of(HOSTILE[kind]))
+    for read in (read_arrays, read_header):
+        with pytest.raises(ValueError, match="is not a safetensors file") as caught:
+            read(path)
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x01",
+        bytes(8),
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        file_of(b"[" * 10**5),
+        file_of(b" " * (2**24 + 1)),
+        file_of(b'{"a": 1'),
+        file_of(b"\xff\xfe"),
+    ],
+    ids=range(9),
+)
+def test_file_without_a_header_is_an_error(data, tmp_path):
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        read_arrays(tmp_path / "a")
+
+
+def test_mutated_files_load_or_raise_value_error():
+    chosen = random.Random(5)
+    good = file_of({"a": entry(), "b": entry([2, 0], "I8", [8, 8])})
+    header = len(good) - 8
+    n_errors = 0
+    for _ in range(3000):
+        data = bytearray(good)
+        for _ in range(chosen.randint(1, 4)):
+            data[chosen.randrange(header)] = chosen.choice(b'0123456789[]{}-,":.eF\xff')
+        try:
+            found, _ = load_arrays(io.BytesIO(data), len(data))
+        except ValueError:
+            n_errors += 1
+        else:
+            assert sum(x.nbytes for x in found.values()) == 8
+    assert n_errors > 2000
+
+
+def test_pipes_are_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(OSError, match="is a pipe, not a file"):
+        read_arrays(tmp_path / "a")
+    with pytest.raises(OSError, match="is a pipe, not a file"):
+        write_arrays(tmp_path / "a", {"w": mx.zeros(1)})

@@ -1,0 +1,91 @@
+"""``GradScaler.save`` and ``load``: every format gives back the whole state."""
+
+import gzip
+import json
+
+import mlx.core as mx
+import pytest
+from helpers import same
+
+from mlx_gradscale import GradScaler, torch_checkpoint
+
+SUFFIXES = [".json", ".json.gz", ".safetensors", ".pt", ".pt.gz"]
+CHANGED = {"_growth_tracker": 7, "skipped_steps": 3}
+
+
+def changed():
+    """A scaler none of whose values is at its default."""
+    scaler = GradScaler(512.0, growth_factor=1.1, backoff_interval=2, max_scale=2.0**30)
+    scaler.load_state_dict(scaler.state_dict() | CHANGED)
+    return scaler
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_file_gives_back_the_whole_state(tmp_path, suffix):
+    scaler, other = changed(), GradScaler()
+    path = tmp_path / f"scaler{suffix}"
+    scaler.save(path)
+    state = other.state
+    other.load(path)
+    assert other.state is state
+    assert other.state_dict() == scaler.state_dict()
+    assert scaler.state_dict().items() >= CHANGED.items()
+    assert same(other.state, scaler.state)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"[1, 2]", None])
+def test_truncated_or_foreign_file_changes_nothing(tmp_path, suffix, content):
+    path = tmp_path / f"scaler{suffix}"
+    if content is None:
+        changed().save(path)
+        content = path.read_bytes()[:-9]
+    path.write_bytes(content)
+    scaler = GradScaler()
+    with pytest.raises(ValueError, match="scaler"):
+        scaler.load(path)
+    assert scaler.state_dict() == GradScaler().state_dict()
+
+
+def test_file_that_unpacks_to_too_much_is_refused(tmp_path):
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b" " * 2**24))
+    with pytest.raises(ValueError, match="holds more"):
+        GradScaler().load(path)
+
+
+def test_flipped_bit_in_a_gzip_file_is_an_error(tmp_path):
+    path = tmp_path / "scaler.json.gz"
+    changed().save(path)
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="scaler"):
+        GradScaler().load(path)
+
+
+def test_unknown_suffix_lists_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"\.json, \.json\.gz, \.safetensors"):
+        GradScaler().save(tmp_path / "scaler.bin")
+    with pytest.raises(FileNotFoundError):
+        GradScaler().load(tmp_path / "missing.json")
+
+
+def test_failed_save_leaves_the_old_file(tmp_path):
+    path = tmp_path / "scaler.json"
+    GradScaler(init_scale=2.0).save(path)
+    scaler = GradScaler()
+    scaler.state["scale"] = "no number"
+    with pytest.raises(Exception, match=r".") as caught:
+        scaler.save(path)
+    assert isinstance(caught.value, (AttributeError, TypeError, ValueError))
+    assert json.loads(path.read_text())["scale"] == 2.0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_whole_checkpoint_is_refused_with_the_call_that_loads_its_scaler(tmp_path):
+    whole = {"scaler": GradScaler().state_dict(), "model": mx.zeros(2**19)}
+    torch_checkpoint.save(tmp_path / "run.pt", whole)
+    with pytest.raises(ValueError, match=r'torch_checkpoint.load\(path\)\["scaler"\]'):
+        GradScaler().load(tmp_path / "run.pt")
