@@ -1,81 +1,119 @@
-"""Imports go only backwards: each room knows what ARCHITECTURE.md says, and all of it.
-
-The table there is the map; the imports are read from the sources.
-"""
+"""The core imports nothing of the package outside of it, and trains alone."""
 
 import ast
-import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import mlx_gradscale.core
+
 pytestmark = pytest.mark.core
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "mlx_gradscale"
-# Whatever folder they are in, they stand on the top floor.
-COMMANDS = ("command.py", "__main__.py")
-
-
-def table():
-    """room -> the rooms that it imports, in the order of the page."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    section = re.search(r"^## Rooms\n(.*?)^## ", text, re.M | re.S)[1]
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", section, re.M)
-    return {room: re.findall(r"`(\w+)`", imports) for room, imports in rows}
-
-
-MAP = table()
-
-
-def room_of(path):
-    inside = path.relative_to(PACKAGE)
-    if path.name in COMMANDS or inside.parts == ("__init__.py",):
-        return None
-    return inside.parts[0].removesuffix(".py")
+CORE = Path(mlx_gradscale.core.__file__).parent
+ROOT = CORE.parents[1]
 
 
 def imported(path):
-    """The rooms that a file imports, by relative imports, wherever they stand."""
-    package = path.relative_to(PACKAGE).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1]
-            target = [*base, *filter(None, (node.module or "").split("."))]
-            yield from target[:1] or [alias.name for alias in node.names]
+    """The modules of the package that a file imports when it is imported."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base = (*base, *filter(None, (node.module or "").split(".")))
+            if base[:1] == ("mlx_gradscale",):
+                yield from (base, *((*base, alias.name) for alias in node.names))
+        elif isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
 
 
-def imports():
-    found = {room: set() for room in MAP}
-    for path in PACKAGE.rglob("*.py"):
-        room = room_of(path)
-        if room not in (None, "_version"):
-            found.setdefault(room, set()).update(imported(path))
-    return {room: names - {room, "_version"} for room, names in found.items()}
+def closure(*start):
+    found, waiting = set(), list(start)
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in imported(path):
+            place = ROOT.joinpath(*name)
+            files = place.with_suffix(".py"), place / "__init__.py"
+            waiting += [file for file in files if file.exists()]
+    return {path.relative_to(ROOT / "mlx_gradscale").as_posix() for path in found}
 
 
-FOUND = imports()
+def test_scaler_and_optimizer_import_the_core_files_and_nothing_else():
+    found = closure(CORE / "scaler.py", CORE / "optimizer.py")
+    there = {f"core/{path.name}" for path in CORE.glob("*.py")}
+    assert found - {"core/__init__.py"} == there - {"core/__init__.py"}
 
 
-def test_the_map_has_every_room_and_no_other():
-    assert sorted(MAP) == sorted(FOUND)
+def test_the_core_imports_in_one_direction():
+    order = [
+        "notices",
+        "trees",
+        "scale",
+        "finite",
+        "masters",
+        "gradients",
+        "optimizers",
+        "ranks",
+        "guard",
+        "scaler",
+        "optimizer",
+    ]
+    for path in sorted(CORE.glob("*.py")):
+        if path.stem == "__init__":
+            continue
+        below = order[: order.index(path.stem)]
+        own = {name[2] for name in imported(path) if name[:2] == CORE.parts[-2:]}
+        own &= {other.stem for other in CORE.glob("*.py")}
+        assert own <= set(below), path.name
 
 
-@pytest.mark.parametrize("room", MAP)
-def test_a_room_imports_what_the_map_says(room):
-    # A type of scaler.py, which calibration.py makes methods for.
-    only_for_types = {"scaler"} if room == "calibration" else set()
-    assert sorted(FOUND[room] - only_for_types) == sorted(MAP[room])
+TRAIN_ALONE = """
+import sys, types, importlib.abc
+root = sys.argv[1]
+
+class OnlyCore(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("mlx_gradscale.") and not name.startswith(
+            "mlx_gradscale.core"
+        ):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, OnlyCore())
+package = types.ModuleType("mlx_gradscale")
+package.__path__ = [root + "/mlx_gradscale"]
+sys.modules["mlx_gradscale"] = package
+
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+mx.disable_compile()
+from mlx_gradscale.core.optimizer import LossScaleOptimizer
+from mlx_gradscale.core.scaler import GradScaler
+
+model = nn.Linear(4, 1)
+model.set_dtype(mx.float16)
+optimizer = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(2.0**30))
+loss_and_grad = optimizer.value_and_grad(
+    model, lambda x: mx.square(model(x).astype(mx.float32)).mean()
+)
+for _ in range(20):
+    loss, grads = loss_and_grad(mx.ones((8, 4), mx.float16))
+    optimizer.update(model, grads)
+scaler = optimizer.scaler
+assert scaler.skipped_steps.item() > 0 and scaler.last_step_applied.item()
+scaler.load_state_dict(scaler.state_dict())
+print(sorted(name for name in sys.modules if name.startswith("mlx_gradscale.")))
+"""
 
 
-@pytest.mark.parametrize("room", MAP)
-def test_it_imports_only_from_rooms_above(room):
-    above = list(MAP)[: list(MAP).index(room)]
-    assert set(MAP[room]) <= set(above)
-
-
-def test_every_file_that_the_map_names_is_there():
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    for name in re.findall(r"`([\w/]+\.(?:py|toml))`", text):
-        places = (ROOT / name, PACKAGE / name)
-        assert any(place.exists() for place in places), name
+def test_the_core_trains_with_the_rest_of_the_package_removed():
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", TRAIN_ALONE, str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert all(".core" in name for name in ast.literal_eval(ended.stdout))
