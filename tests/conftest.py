@@ -1,9 +1,10 @@
 """What every test starts from."""
 
 import os
-import shutil
+import tempfile
+import zlib
+from pathlib import Path
 
-import kernel_store
 import mlx.core as mx
 import pytest
 from hypothesis import settings
@@ -13,7 +14,7 @@ settings.register_profile("mlx", deadline=None)
 settings.load_profile("mlx")
 
 # Options that choose some tests, or that want to see them in this process.
-HERE = "keyword", "markexpr", "lf", "failedfirst", "usepdb", "trace", "collectonly"
+HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,7 +29,7 @@ def pytest_cmdline_main(config):
         config.pluginmanager.hasplugin("xdist")
         and options.numprocesses is None
         and not hasattr(config, "workerinput")
-        and (whole or len(config.args) > 4)
+        and (whole or options.markexpr or len(config.args) > 4)
         and not any(getattr(options, name, None) for name in HERE)
         and options.capture != "no"
     ):
@@ -47,13 +48,27 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_configure(config):
-    # Tests start hundreds of Pythons: not each is to compile the package again.
+    # Tests start many Pythons: not each is to compile the package again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    folder = kernel_store.use()
-    if folder is not None:
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # MLX's CPU backend keeps compiled kernels in the temporary folder and locks
+    # nothing, so each process gets a folder of its own, which stays for the next run.
+    checkout = zlib.crc32(str(config.rootpath).encode())
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    shared = os.environ.setdefault("TEST_KERNELS", tempfile.gettempdir())
+    folder = Path(shared) / f"mlx_gradscale_kernels_{checkout}" / worker
+    folder.mkdir(parents=True, exist_ok=True)
+    # Python's own temporary folder is the one that it found above.
+    os.environ["TMPDIR"] = str(folder)
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     mx.random.seed(0)
+
+
+@pytest.fixture
+def without_compile():
+    """Run without ``mx.compile``: compiling a kernel takes most of a second."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
