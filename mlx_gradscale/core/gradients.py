@@ -1,23 +1,22 @@
 """Differentiate a scaled loss, and unscale the gradients lazily.
 
-``value_and_grad`` returns unscaled float32 gradients, and remembers which scaled array
-each of them came from. A step that gets such a gradient back untouched reads the scaled
-array instead and unscales inside its update kernel; MLX never computes the float32 copy
-that nobody looked at. A gradient that was clipped, added up or averaged is another
-object, and is taken as it is.
+Each unscaled float32 gradient knows the scaled array it came from. A step that gets it
+back unchanged reads the scaled array and unscales inside its update kernel, so that MLX
+never computes the float32 copy. A gradient that was clipped, added up or averaged is
+another object, and is used as it is.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import repeat
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from .finite import all_finite, is_floating
+from .finite import all_finite, all_finite_times, is_floating
 from .masters import HALF, to_float32
 from .notices import warn_user
 from .trees import Writes, commit, leaves, slots
@@ -60,10 +59,9 @@ class Casting(NamedTuple):
             if getattr(module, "computes_in_float32", False)
         )
 
-        def cast_parameter(path: str, x: mx.array) -> mx.array:
+        def cast_parameter(path: str, x: mx.array) -> Any:
             is_kept = self.keep is not None and self.keep(path, x)
-            kept: mx.array = x if is_kept or path.startswith(float32) else self._cast(x)
-            return kept
+            return x if is_kept or path.startswith(float32) else self._cast(x)
 
         return tree_map_with_path(cast_parameter, parameters)
 
@@ -109,11 +107,7 @@ for _name in dir(mx.array):
 
 
 class Backward:
-    """Scale losses for the backward pass, and unscale what comes out of it.
-
-    Args:
-        state (dict): The state of the scaler: its ``scale`` is read at each call.
-    """
+    """Scale losses for the backward pass, and unscale the gradients."""
 
     def __init__(self, state: dict[str, Any]):
         self._state = state
@@ -129,28 +123,26 @@ class Backward:
             self._warned.add(message)
             warn_user(message)
 
-    # Gradients of a model
-
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
     ) -> Callable[..., Any]:
         """Return a function like that of ``nn.value_and_grad``, by a scaled loss."""
         refuse_scaled(loss_fn)
-        is_first = casting.compute_dtype is None
+        is_checked = casting.compute_dtype is not None
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_first
-            if is_first:
+            nonlocal is_checked
+            if not is_checked:
                 self._warn_about_promotion(model, args)
-                is_first = False
+                is_checked = True
+            scale = self._state["scale"]
             outputs, scaled = differentiate(
-                model, loss_fn, args, kwargs, casting, self._state["scale"]
+                model, loss_fn, args, kwargs, casting, scale
             )
             self.check_loss_dtype(loss_of(outputs))
-            gradients = self.unscale(scaled, 1.0 / self._state["scale"])
             self.has_gradients = True
-            return outputs, gradients
+            return outputs, self.unscale(scaled, 1.0 / scale)
 
         return value_and_grad_fn
 
@@ -172,17 +164,20 @@ class Backward:
         commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
         return gradients
 
-    def pending(self) -> list[Source]:
-        """Return the sources of the latest gradients, as far as they still exist."""
+    def pending_finite(self) -> mx.array:
+        """Return whether the latest gradients are finite; false if none exist."""
         alive = [reference() for reference in self._pending]
-        return [x.source for x in alive if x is not None and x.source is not None]
+        sources = [x.source for x in alive if x is not None and x.source is not None]
+        if not sources:
+            return mx.array(False)
+        return all_finite_times([x.scaled for x in sources], sources[0].inverse, [])
 
     def end_iteration(self) -> None:
         """Forget which gradients were computed since the last update."""
         self.has_gradients = False
         self._last_call = None
 
-    # Losses that somebody else differentiates
+    # Losses that a trainer differentiates
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
@@ -192,12 +187,11 @@ class Backward:
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            call = _ScaledCall(self._state["scale"])
+            call = _ScaledCall(self, self._state["scale"])
             models = [model] if model is not None else models_among((args, kwargs))
             places = [place for each in models for place in writable_arrays(each)]
-            trained = {
-                id(x) for each in models for x in leaves(each.trainable_parameters())
-            }
+            parameters = [each.trainable_parameters() for each in models]
+            trained = set(map(id, leaves(parameters)))
             own = [place for place in places if id(place[2]) in trained]
             if not models and args:
                 args = (tree_map(call.unscaled, args[0], is_leaf=is_opaque), *args[1:])
@@ -209,14 +203,13 @@ class Backward:
                 commit(own)
             commit(finite_buffers(places, trained))
             self.check_loss_dtype(loss_of(outputs))
-            return with_loss(
-                outputs, call.scaled(loss_of(outputs), self._note_backward)
-            )
+            return with_loss(outputs, call.scaled(loss_of(outputs)))
 
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
 
-    def _note_backward(self, call: "_ScaledCall") -> None:
+    def note_backward(self, call: "_ScaledCall") -> None:
+        """Remember the call whose loss is being differentiated."""
         self._last_call = call
         self.has_gradients = True
 
@@ -304,12 +297,12 @@ def differentiate(
 def finite_buffers(places: Writes, trained: set[int]) -> Writes:
     """Return writes that undo, on the device, what made a buffer non-finite.
 
-    BatchNorm's running statistics are the usual case: a forward pass that overflows
-    would leave them inf or NaN for good.
+    BatchNorm's running statistics, for example, would stay inf or NaN after a forward
+    pass that overflows.
 
     Args:
         places (list): The arrays of the model before the forward pass.
-        trained (set): The ids of those that are trained.
+        trained (set): The ids of the trainable ones.
     """
     writes: Writes = []
     for box, key, old in places:
@@ -332,26 +325,24 @@ def writable_arrays(model: nn.Module) -> Writes:
 
 
 class _ScaledCall:
-    """One call of a loss from ``scale_loss``: counts gradients on their way out."""
+    """One call of a loss from ``scale_loss``."""
 
-    def __init__(self, scale: mx.array):
+    def __init__(self, owner: Backward, scale: mx.array):
+        self._owner = owner
         self._scale = scale
         self._inverse = 1.0 / scale
         self.n_unscaled = 0
 
-    def scaled(
-        self, loss: mx.array, on_backward: "Callable[[_ScaledCall], None]"
-    ) -> mx.array:
+    def scaled(self, loss: mx.array) -> Any:
         """Return the loss in float32; its gradient is scaled."""
         identity = mx.custom_function(lambda loss, scale: loss)
 
         @identity.vjp
         def scale_gradient(primals: Any, cotangent: mx.array, _: Any) -> Any:
-            on_backward(self)
+            self._owner.note_backward(self)
             return cotangent * primals[1], mx.zeros_like(primals[1])
 
-        result: Any = identity(loss.astype(mx.float32), self._scale)
-        return cast(mx.array, result)
+        return identity(loss.astype(mx.float32), self._scale)
 
     def unscaled(self, x: Any) -> Any:
         """Return a floating array; its gradient is unscaled, in float32."""
@@ -396,17 +387,13 @@ def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
 
 
 def each_use(array: mx.array) -> Iterator[mx.array]:
-    """Yield an array for one leaf after the other.
+    """Yield an array once per leaf, after 512 leaves as another array.
 
-    The work of ``mx.compile`` grows with the square of how often one array is used, so
-    after 512 uses this continues with another array in the same memory.
+    The work of ``mx.compile`` grows with the square of an array's uses.
     """
     while True:
         yield from repeat(array, 512)
         array = mx.depends(array, array)
-
-
-# What a loss function returns
 
 
 def loss_of(outputs: Any) -> mx.array:
@@ -433,7 +420,7 @@ def with_loss(outputs: Any, loss: mx.array) -> Any:
 
 
 def refuse_scaled(loss_fn: Any) -> None:
-    """Raise if this is no loss function, or one whose gradient is scaled already."""
+    """Raise if this is not a loss function, or is scaled already."""
     if not callable(loss_fn):
         raise TypeError(
             f"Expected the function that computes the loss, got {loss_fn!r}. Only "
@@ -446,27 +433,12 @@ def refuse_scaled(loss_fn: Any) -> None:
         )
 
 
-# The arguments of a call
-
-
 def models_among(arguments: Any) -> list[nn.Module]:
-    """Return the models among a call's arguments, without those inside others."""
-    found = {
-        id(x): x
-        for _, x in tree_flatten(arguments, is_leaf=is_opaque)
-        if isinstance(x, nn.Module)
-    }
-    inside = {id(part) for x in found.values() for part in _parts_of(x)}
-    return [model for key, model in found.items() if key not in inside]
-
-
-def _parts_of(model: nn.Module) -> Iterable[nn.Module]:
-    return (module for module in model.modules() if module is not model)
+    """Return the models among a call's arguments."""
+    found = tree_flatten(arguments, is_leaf=is_opaque)
+    return [x for _, x in found if isinstance(x, nn.Module)]
 
 
 def is_opaque(x: Any) -> bool:
-    """Return whether an argument is not to be looked into.
-
-    A model is a dict to ``tree_map``, which would rebuild it as a plain one.
-    """
+    """Return whether ``tree_map`` must not rebuild this: a model is a dict to it."""
     return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

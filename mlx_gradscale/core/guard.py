@@ -6,7 +6,7 @@ would write, and ``Plan`` writes all of it at once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,8 +17,8 @@ from .finite import is_finite_magnitude, is_floating
 from .gradients import Source, each_use
 from .masters import HALF, Joined, Masters, entries, joined_master, to_float32
 from .optimizers import (
-    Borrowed,
     autocompiled,
+    borrowed,
     is_builtin,
     parts,
     scheduled_values,
@@ -207,7 +207,7 @@ def _run(
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
     """Step and select on the device; the optimizer itself comes out untouched."""
     arrays = _Arrays(*arrays)
-    with Borrowed(optimizer, scheduled):
+    with borrowed(optimizer, scheduled):
         places, signature = slots(optimizer.state), _signature(optimizer.state)
         given = [_alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
@@ -431,13 +431,6 @@ def _select_parameter(
         parameter = mx.where(applied, moment.astype(dtype), parameter)
     weight = mx.where(applied, rounded, parameter)
     return weight, entries(new, weight, stored)
-
-
-def in_one_kernel(values: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return 0-d values with a common root: one kernel to build instead of seven."""
-    (name, root), *others = values.items()
-    either = reduce(mx.bitwise_or, [x.astype(mx.bool_) for _, x in others])
-    return values | {name: mx.where(either, root, root)}
 
 
 def _never_of(values: list[mx.array], never: mx.array) -> mx.array:

@@ -25,7 +25,7 @@ from .optimizers import (
 from .ranks import Ranks, Sharded
 from .scale import FIELDS, as_array, check, clamp_values, read
 from .scaler import GradScaler, is_wrapper
-from .trees import CONTAINERS, Leaf, commit, match, restore, slots, snapshot
+from .trees import CONTAINERS, commit, match, restore, slots, snapshot
 
 
 class LossScaleOptimizer(Optimizer):
@@ -103,7 +103,6 @@ class LossScaleOptimizer(Optimizer):
         self._clips = max_grad_norm is not None
         self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
         self._is_loaded = False  # a state that init() has yet to check
-        self._detached: _State | None = None
         self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
         )
@@ -130,7 +129,7 @@ class LossScaleOptimizer(Optimizer):
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: see :meth:`GradScaler.value_and_grad`."""
+        """Like ``nn.value_and_grad``: :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(
             model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
         )
@@ -138,18 +137,7 @@ class LossScaleOptimizer(Optimizer):
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
     ) -> Callable[..., Any]:
-        """Return ``loss_fn`` for a trainer that differentiates it itself.
-
-        See :meth:`GradScaler.scale_loss`.
-
-        Example:
-            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-            >>> from mlx_gradscale import LossScaleOptimizer
-            >>> model, optimizer = nn.Linear(2, 1), LossScaleOptimizer(optim.SGD(0.1))
-            >>> loss_fn = optimizer.scale_loss(lambda model, x: model(x).mean())
-            >>> nn.value_and_grad(model, loss_fn)(model, mx.ones((4, 2)))[1]["bias"]
-            array([1], dtype=float32)
-        """
+        """Scale a loss that a trainer differentiates: :meth:`GradScaler.scale_loss`."""
         return self.scaler.scale_loss(loss_fn, model)
 
     # The step
@@ -164,9 +152,9 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
-        found = [(path, x) for path, x in tree_flatten(parameters) if is_floating(x)]
-        known = [Leaf(p, None, None, x, x) for p, x in found if p in self._known]
-        self._check_known(known)
+        found = {path: x for path, x in tree_flatten(parameters) if is_floating(x)}
+        for path in found.keys() & self._known.keys():
+            self._check_known(path, found[path])
         if not self._ranks.is_single:
             self._ranks.compare(parameters, self._settings())
         before, loaded = snapshot(self.state), None
@@ -174,7 +162,7 @@ class LossScaleOptimizer(Optimizer):
             if self._is_loaded:
                 loaded = self._forget_loaded()
             initialize(self.optimizer, parameters)
-            for path, x in found:
+            for path, x in found.items():
                 if x.dtype in HALF:
                     self._masters.add(path, x)
             if loaded is not None:
@@ -182,7 +170,7 @@ class LossScaleOptimizer(Optimizer):
         except BaseException:
             restore(before)
             raise
-        self._known |= {path: x.shape for path, x in found}
+        self._known |= {path: x.shape for path, x in found.items()}
         self._is_loaded, self._initialized = False, True
         # MLX cannot evaluate lazy arrays of one thread in another. Inside mx.compile
         # there is nothing to evaluate.
@@ -234,58 +222,53 @@ class LossScaleOptimizer(Optimizer):
 
     def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
         scaler = self._scaler
-        is_averaged = self._ranks.average and not self._ranks.is_single
-        if is_averaged or weight is not None:
-            gradients = self._averaged(gradients, parameters, weight)
+        sources: list[Source | None] | None = None
+        if weight is not None or (self._ranks.average and not self._ranks.is_single):
+            if gradients and scaler._holds_scaled(self, self.optimizer):
+                inverse = 1.0 / scaler.state["scale"]
+                gradients = scaler._backward.unscale(gradients, inverse)
+            is_model = isinstance(parameters, nn.Module)
+            like = parameters.trainable_parameters() if is_model else parameters
+            gradients = self._ranks.averaged(gradients, like, weight)
+            sources = []
         leaves = match(gradients, parameters)
         if self._needs_init():
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
-        self._check_known(leaves)
+        for leaf in leaves:
+            self._check_known(leaf.path, leaf.parameter)
         scaler._check_leaves(leaves)
-        sources: list[Source | None] = [None] * len(leaves)
-        if not is_averaged:
+        if sources is None:
             sources = scaler._sources(leaves, self, self.optimizer)
+        else:
+            sources = [None] * len(leaves)
         max_norm = self._state["max_grad_norm"] if self._clips else None
         inspected = inspect(leaves, sources, self._ranks, max_norm)
         if not scaler._enabled:
             inspected = inspected._replace(applied=mx.array(True))
         planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
-        planned.writes += scaler._after_step(inspected.applied)
+        finite = inspected.applied if scaler._enabled else None
+        planned.writes += scaler._writes(inspected.applied, finite)
         if inspected.norm is not None:
             planned.writes.append((self._state, "grad_norm", inspected.norm))
         return planned
 
-    def _averaged(self, gradients: Any, parameters: Any, weight: Any) -> Any:
-        leaves = match(gradients, parameters)
-        sources = self._scaler._sources(leaves, self, self.optimizer)
-        for leaf, source in zip(leaves, sources, strict=True):
-            if source is not None and source.scaled is leaf.gradient:
-                # From scale(): averages are of unscaled gradients.
-                gradients = self._scaler._backward.unscale(gradients, source.inverse)
-                break
-        is_model = isinstance(parameters, nn.Module)
-        like = parameters.trainable_parameters() if is_model else parameters
-        return self._ranks.averaged(gradients, like, weight)
-
     def _needs_init(self) -> bool:
         return not self._initialized or bool(self._known and needs_init(self.optimizer))
 
-    def _check_known(self, leaves: list[Leaf]) -> None:
-        for leaf in leaves:
-            shape = self._known.get(leaf.path)
-            if shape is None and is_floating(leaf.parameter):
-                raise ValueError(
-                    f"{leaf.path!r} was missing or frozen when the optimizer was "
-                    "initialised. Call init(model.trainable_parameters()) again; "
-                    "existing state is kept."
-                )
-            if shape is not None and shape != leaf.parameter.shape:
-                raise ValueError(
-                    f"{leaf.path!r} has shape {leaf.parameter.shape}, and had {shape} "
-                    "when the optimizer was initialised. Create a new "
-                    "LossScaleOptimizer for the changed model."
-                )
+    def _check_known(self, path: str, parameter: mx.array) -> None:
+        shape = self._known.get(path)
+        if shape is None and is_floating(parameter):
+            raise ValueError(
+                f"{path!r} was missing or frozen when the optimizer was initialised. "
+                "Call init(model.trainable_parameters()) again; existing state is kept."
+            )
+        if shape is not None and shape != parameter.shape:
+            raise ValueError(
+                f"{path!r} has shape {parameter.shape}, and had {shape} when the "
+                "optimizer was initialised. Create a new LossScaleOptimizer for the "
+                "changed model."
+            )
 
     def _settings(self) -> str:
         inner = [
@@ -295,7 +278,7 @@ class LossScaleOptimizer(Optimizer):
         scaler = self.scaler.state_dict()
         return repr((inner, scaler, self._masters.kind, self._clips))
 
-    # What a user reads and sets
+    # Attributes
 
     @property
     def scaler(self) -> GradScaler:
@@ -327,8 +310,7 @@ class LossScaleOptimizer(Optimizer):
     def max_grad_norm(self) -> float | None:
         """The norm to clip to; setting it also affects a compiled step.
 
-        Reading it reads the device. Whether there is clipping at all is fixed at
-        construction: ``float("inf")`` clips nothing.
+        None for an optimizer that was created without clipping, which cannot be set.
         """
         value: Any = self._state["max_grad_norm"].item()
         return float(value) if self._clips else None
@@ -337,38 +319,27 @@ class LossScaleOptimizer(Optimizer):
     def max_grad_norm(self, max_grad_norm: float) -> None:
         if not self._clips:
             raise AttributeError(
-                "This optimizer was created without clipping, and a compiled step "
-                "would not notice. Create it with max_grad_norm=float('inf'), then set "
-                "it."
+                "This optimizer was created without clipping. Create it with "
+                "max_grad_norm=float('inf') to set it later."
             )
         _check_norm(max_grad_norm)
         self._state["max_grad_norm"] = mx.array(float(max_grad_norm))
 
     @property
     def grad_norm(self) -> mx.array | None:
-        """The unscaled norm of the last step's gradients, before clipping, lazily.
+        """The norm of the last step's gradients before clipping, lazily.
 
-        None without ``max_grad_norm``, where it would cost a pass of its own.
+        None without ``max_grad_norm``.
         """
         return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32: the master weights of those that have one.
 
-        A weight that was replaced since the last step is its own master; with
-        ``masters="remainder"`` to within half its ulp.
+        A weight that was replaced since the last step is its own master.
 
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
-
-        Example:
-            >>> import mlx.core as mx, mlx.optimizers as optim
-            >>> from mlx_gradscale import LossScaleOptimizer
-            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1))
-            >>> weights = {"w": mx.ones(2, mx.float16)}
-            >>> optimizer.init(weights)
-            >>> optimizer.masters(weights)
-            {'w': array([1, 1], dtype=float32)}
         """
         return tree_map_with_path(self._masters.master_of, parameters)
 
@@ -376,7 +347,7 @@ class LossScaleOptimizer(Optimizer):
         """Replace the master weights of half-precision parameters.
 
         Args:
-            parameters (Any): A tree of parameters: the masters, rounded.
+            parameters (Any): A tree of parameters: the master weights, rounded.
             masters (Any): The same tree in float32.
         """
         for leaf in match(masters, parameters):
@@ -388,12 +359,12 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[str, Any]:
-        """All there is to save: a tree of arrays. Setting it writes in place.
+        """The tree of arrays to save and to compile over. Setting it writes in place.
 
         A state that is set before :meth:`init` is checked against the parameters there.
         ``state["step"]``, ``state["learning_rate"]`` and other keys of the inner
-        optimizer are read and written through, and so is the state of a plain
-        optimizer. Setting ``{}`` frees the memory of moments and master weights.
+        optimizer reach it, and so does the state of a plain optimizer. Setting ``{}``
+        frees the memory of moments and master weights.
         """
         # Again each time: a MultiOptimizer builds a new dict, and the user may have
         # replaced the inner optimizer's.
@@ -403,9 +374,9 @@ class LossScaleOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if not state:
-            self._detach()
-        elif self._detached is not None and state is self._detached:
-            self._attach(self._detached)
+            self._free()
+        elif isinstance(state, _State) and state.owner is self.optimizer:
+            self._attach(state)
         elif any(str(key).partition(".")[0] == "scaler" for key in state):
             # Clipping is what the program says now.
             loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
@@ -422,23 +393,23 @@ class LossScaleOptimizer(Optimizer):
         else:
             self._set_inner(state)
 
-    def _detach(self) -> None:
-        self._detached = self._state
+    def _free(self) -> None:
+        # In new dicts: the user may still hold the old ones, and set them again.
         self._masters.state = {name: {} for name in self._masters.state}
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
             part.state = {k: part.state[k] for k in kept if k in part.state}
-        self._state = self._new_state(
-            self._state["grad_norm"], self._state["max_grad_norm"]
-        )
+        old = self._state
+        self._state = self._new_state(old["grad_norm"], old["max_grad_norm"])
         self._initialized = False
 
     def _attach(self, state: "_State") -> None:
-        self._state, self._detached = state, None
-        self._masters.state = {name: state[name] for name in self._masters.state}
-        self.optimizer.state = state["optimizer"]
-        mark_initialized(self.optimizer)
-        self._initialized = True
+        if state is not self._state:
+            self._state = state
+            self._masters.state = {name: state[name] for name in self._masters.state}
+            self.optimizer.state = state["optimizer"]
+            mark_initialized(self.optimizer)
+            self._initialized = bool(self._known)
 
     def _set_inner(self, state: dict[str, Any]) -> None:
         # In the dicts that it has: compiled steps have captured them.
@@ -458,8 +429,8 @@ class LossScaleOptimizer(Optimizer):
         added = loaded.keys() - places.keys()
         if is_builtin(self.optimizer) and added:
             raise ValueError(
-                f"The state has {min(added)!r}, which this optimizer does not have: it "
-                "belongs to another model or optimizer."
+                f"The state has {min(added)!r} and this optimizer does not. Load the "
+                "state of the same model and optimizer."
             )
         commit((box, key, loaded[path]) for path, (box, key) in places.items())
         if added:
@@ -487,7 +458,7 @@ class LossScaleOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
-        return self.__dict__ | {"_state": own, "_detached": None}
+        return self.__dict__ | {"_state": own}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         self.__dict__.update(pickled)
@@ -518,14 +489,9 @@ class LossScaleOptimizer(Optimizer):
 class GuardedOptimizer(LossScaleOptimizer):
     """Wrap an optimizer so that a bad step changes nothing, without loss scaling.
 
-    For bfloat16, which has float32's range: float32 master weights, and steps with a
-    non-finite gradient are skipped and counted. The loss function stays as it is. The
-    same as ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False))``.
-
-    Args:
-        optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
-        **arguments (Any): ``max_grad_norm`` and the other keyword arguments of
-            :class:`LossScaleOptimizer`.
+    For bfloat16, which has float32's range. The same as
+    ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``; the
+    loss function stays as it is.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -543,7 +509,7 @@ class GuardedOptimizer(LossScaleOptimizer):
 
 
 class _State(dict[str, Any]):
-    """The state of a wrapper: what it lacks is read and written inside."""
+    """The state of a wrapper; other keys reach the inner optimizer's."""
 
     owner: Optimizer
 
@@ -581,26 +547,21 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
 
 def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
     """Raise for what no optimizer can use; bring scales into our limits, in place."""
+    constants = (bool, int, float, str, type(None))
     for path, x in loaded.items():
-        is_constant = path.startswith("optimizer.") and isinstance(
-            x, (bool, int, float, str, type(None))
-        )
+        is_constant = path.startswith("optimizer.") and isinstance(x, constants)
         if not isinstance(x, mx.array) and not is_constant:
             raise TypeError(f"{path!r} must be an array, got {x!r}.")
-    prefix = "scaler."
-    scaler = {k[len(prefix) :]: x for k, x in loaded.items() if k.startswith(prefix)}
-    for name in FIELDS:
-        _check_same(f"scaler.{name}", scaler_state[name], scaler.get(name))
+    scaler: dict[str, Any] = {name: loaded.get(f"scaler.{name}") for name in FIELDS}
+    for name, x in scaler.items():
+        _check_same(f"scaler.{name}", scaler_state[name], x)
     numbers = read(scaler)
     usable = clamp_values(numbers)
     check(usable)
     changed = {k: x for k, x in usable.items() if x != numbers[k]}
     loaded.update({f"scaler.{k}": as_array(k, x) for k, x in changed.items()})
-    # An overflowing step leaves its norm behind, so that one may be inf.
-    others = {
-        path: x
-        for path, x in loaded.items()
-        if isinstance(x, mx.array) and path != "grad_norm"
-    }
+    # The norm of a skipped step may be inf.
+    others = {k: x for k, x in loaded.items() if isinstance(x, mx.array)}
+    others.pop("grad_norm", None)
     for leaf in nonfinite(others):
         raise ValueError(f"{leaf.path!r} in the state holds NaN or inf.")

@@ -6,6 +6,7 @@ tests/core/test_mlx_internals.py says which.
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlx.utils import tree_map
 
 from .finite import is_floating
 from .masters import HALF, to_float32
-from .trees import Snapshot, flatten, restore, slots, snapshot
+from .trees import flatten, restore, slots, snapshot
 
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
@@ -48,14 +49,10 @@ def check_supported(optimizer: Any) -> None:
 def is_builtin(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is one of MLX's own.
 
-    Such an optimizer reads nothing but its settings and its state, and if that is all
-    arrays it may be compiled behind the user's back. Any other is served more slowly,
-    and as exactly.
+    Those read nothing but their settings and their state, so they can be compiled.
     """
-    for part in single_optimizers(optimizer):
-        if not type(part).__module__.startswith("mlx.optimizers"):
-            return False
-    return True
+    modules = [type(part).__module__ for part in single_optimizers(optimizer)]
+    return all(module.startswith("mlx.optimizers") for module in modules)
 
 
 def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -85,10 +82,7 @@ def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
 
 
 def needs_init(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has no state, or has lost it.
-
-    It loses it where a trace that initialised it raised and was rolled back.
-    """
+    """Return whether an optimizer has no state, or lost it in a trace that raised."""
     is_empty = True
     for part in single_optimizers(optimizer):
         if not part._initialized:
@@ -131,38 +125,29 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
 
     Computed outside of what is compiled: a schedule is Python and may read anything.
     """
-    values: list[dict[str, mx.array]] = []
-    for part in single_optimizers(optimizer):
-        values.append({})
-        for name, schedule in part._schedulers.items():
-            values[-1][name] = mx.array(schedule(part.step))
-    return values
+    return [
+        {k: mx.array(schedule(part.step)) for k, schedule in part._schedulers.items()}
+        for part in single_optimizers(optimizer)
+    ]
 
 
-class Borrowed:
-    """Lets optimizers take a trial step: all of it is rolled back on exit."""
-
-    def __init__(self, optimizer: Optimizer, scheduled: list[dict[str, mx.array]]):
-        self._optimizers = list(single_optimizers(optimizer))
-        self._scheduled = scheduled
-
-    def __enter__(self) -> None:
-        self._saved: Snapshot = snapshot(*(part.state for part in self._optimizers))
-        self._private = [(part._state, part._schedulers) for part in self._optimizers]
-        for part, values in zip(self._optimizers, self._scheduled, strict=True):
-            part._schedulers = {k: partial(_constant, x) for k, x in values.items()}
-
-    def __exit__(self, *_: Any) -> None:
+@contextmanager
+def borrowed(
+    optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
+) -> Iterator[None]:
+    """Let an optimizer take a trial step, and roll all of it back on exit."""
+    singles = list(single_optimizers(optimizer))
+    private = [(part, part._state, part._schedulers) for part in singles]
+    saved = snapshot(*(part.state for part in singles))
+    try:
+        for part, values in zip(singles, scheduled, strict=True):
+            part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
+        yield
+    finally:
         # A step may have replaced the state dict itself, or containers in it.
-        for part, (state, schedulers) in zip(
-            self._optimizers, self._private, strict=True
-        ):
+        for part, state, schedulers in private:
             part._state, part._schedulers = state, schedulers
-        restore(self._saved)
-
-
-def _constant(value: mx.array, step: mx.array) -> mx.array:
-    return value
+        restore(saved)
 
 
 # The compiled step of each optimizer, what it was compiled for, and whether that has
@@ -174,17 +159,15 @@ _compiled_steps: dict[int, tuple[Any, Callable[..., Any] | None, bool, Any]] = {
 def autocompiled(
     make_run: Callable[[], Callable[..., Any]], optimizer: Optimizer, structure: Any
 ) -> Callable[..., Any]:
-    """Return a function for this optimizer, compiled.
+    """Return a function of this optimizer, one of MLX's own, compiled.
 
     Compiled from the first step on: a compiled step may round differently, and a
-    resumed run has to continue bit-identically. Only if settings change from step to
-    step does it stay uncompiled until they settle, because compiling takes longer than
-    a step.
+    resumed run has to continue bit-identically. Only while settings change from step to
+    step does it stay uncompiled, because compiling takes longer than a step.
 
     Args:
-        make_run (Callable): Returns the function. It takes the optimizer and arrays,
-            and depends on nothing else than these, ``structure`` and the settings.
-        optimizer (Optimizer): One of MLX's own.
+        make_run (Callable): Returns the function. It takes the optimizer and arrays.
+        optimizer (Optimizer): Its settings are part of the trace.
         structure (Any): What else the trace depends on.
     """
     fingerprint = _fingerprint(optimizer, structure)

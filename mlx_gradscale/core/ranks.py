@@ -28,14 +28,7 @@ def is_single(group: Group | None) -> bool:
 
 
 class Ranks:
-    """The distributed setup of an optimizer.
-
-    Args:
-        group (Group, optional): The ranks that train together.
-        average (bool): Whether gradients are averaged over the group.
-        sharded (Callable or bool, optional): Whether a gradient is a shard; called with
-            path and gradient. Others are equal on all ranks once averaged.
-    """
+    """The group of ranks, and whether gradients are averaged or sharded over it."""
 
     def __init__(
         self,
@@ -59,12 +52,8 @@ class Ranks:
             raise ValueError(
                 "average= and sharded= need a group. Pass group=mx.distributed.init()."
             )
-        if (
-            self.group is not None
-            and clips
-            and not self.average
-            and self.sharded is None
-        ):
+        is_known = self.average or self.sharded is not None
+        if self.group is not None and clips and not is_known:
             raise ValueError(
                 "With a group, max_grad_norm= has to know what the gradients are. Pass "
                 "average=True to have them averaged, sharded=False if you average them "
@@ -78,17 +67,9 @@ class Ranks:
         return bool(self.sharded)
 
     def averaged(self, gradients: Any, like: Any, weight: Any) -> Any:
-        """Return the unscaled gradients averaged over the group, where asked to.
-
-        Args:
-            gradients (Any): This rank's; empty where it has none.
-            like (Any): The parameters, for a rank without gradients.
-            weight (float or array, optional): How much this rank counts.
-        """
+        """Return the unscaled gradients averaged over the group, except shards."""
         if not self.average:
-            if weight is not None:
-                raise ValueError("weight= has no effect without average=True.")
-            return gradients
+            raise ValueError("weight= has no effect without average=True.")
         return average_gradients(
             gradients,
             self.group,
@@ -105,9 +86,7 @@ class Ranks:
     ) -> mx.array:
         """Return whether the gradients of all ranks are finite once unscaled."""
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
-        if self._decides_alone:
-            return finite
-        return finite_on_all_ranks(finite, self.group)
+        return finite_on_all_ranks(finite, None if self._decides_alone else self.group)
 
     def norm(
         self,
@@ -133,15 +112,8 @@ class Ranks:
         return mx.sqrt(mx.distributed.all_sum(square, group=self.group))
 
     def compare(self, parameters: Any, settings: str) -> None:
-        """Raise, on every rank, if the ranks are about to train different things.
-
-        Args:
-            parameters (Any): What is about to be trained.
-            settings (str): Whatever else has to be equal.
-        """
-        if self.group is None or self.is_single:
-            return
-        found = [(path, x) for path, x in flatten(parameters)]
+        """Raise, on every rank, if parameters or settings differ between ranks."""
+        found = flatten(parameters)
         shapes = sorted(
             f"{p} {x.dtype} {'shard' if self.is_shard(p, x) else x.shape}"
             for p, x in found
@@ -200,22 +172,19 @@ def average_gradients(
 ) -> Any:
     """Return the mean of the gradients over the ranks, in the dtype they have.
 
-    Unlike ``nn.average_gradients`` this does its all-reduces in the same order on all
-    ranks, so that a rank without gradients can take part, and weights the ranks. A
-    gradient that is not finite on one rank is not finite in the mean, which has the
-    same bits on every rank.
+    Unlike with ``nn.average_gradients``, a rank without gradients can take part, and
+    ranks can be weighted. The mean has the same bits on every rank, and is non-finite
+    where a gradient is on any of them.
 
     Args:
         gradients (Any): A tree with the same structure on every rank, or an empty one,
             which stands for zeros.
         group (Group, optional): Default: the global group.
-        weight (float or array, optional): How much this rank counts, for example how
-            many micro-batches its gradients are the mean of. Default: 1, or 0 for an
-            empty tree.
+        weight (float or array, optional): How much this rank counts, for example its
+            number of micro-batches. Default: 1, or 0 for an empty tree.
         like (Any, optional): Parameters, for the shapes of an empty tree.
-        only (Callable, optional): Called with path and gradient; whether to average
-            this one. Default: all that are floating.
-
+        only (Callable, optional): Called with path and gradient: whether to average it.
+            Default: all that are floating.
     """
     group = mx.distributed.init() if group is None else group
     if is_single(group):
@@ -269,13 +238,13 @@ def _sum_over(values: dict[str, mx.array], group: Group) -> dict[str, mx.array]:
 def _buckets(values: dict[str, mx.array]) -> Iterator[list[str]]:
     # Backwards, because the gradients of the last layers are there first, and sorted,
     # so that no rank depends on the order in which its tree was built.
-    filled: dict[mx.Dtype, list[str]] = {}
-    sizes: dict[mx.Dtype, int] = {}
-    for path in sorted(values, reverse=True):
-        x = values[path]
-        filled.setdefault(x.dtype, []).append(path)
-        sizes[x.dtype] = sizes.get(x.dtype, 0) + x.nbytes
-        if sizes[x.dtype] >= _BUCKET_BYTES:
-            yield filled.pop(x.dtype)
-            del sizes[x.dtype]
-    yield from filled.values()
+    bucket: list[str] = []
+    n_bytes = 0
+    for path in sorted(values, key=lambda p: (str(values[p].dtype), p), reverse=True):
+        is_full = n_bytes >= _BUCKET_BYTES
+        if bucket and (is_full or values[path].dtype != values[bucket[0]].dtype):
+            yield bucket
+            bucket, n_bytes = [], 0
+        bucket.append(path)
+        n_bytes += values[path].nbytes
+    yield bucket

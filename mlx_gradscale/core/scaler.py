@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import all_finite_times, arrays, is_floating
 from .gradients import Backward, Casting, Source, differentiate
-from .guard import Plan, in_one_kernel, inspect, plan
+from .guard import Plan, inspect, plan
 from .masters import HALF
 from .optimizers import check_supported, initialize, needs_init
 from .ranks import Ranks, finite_on_all_ranks
@@ -73,19 +72,17 @@ class GradScaler:
         growth_interval (int): Default: ``2000``.
         enabled (bool): If false, every method passes through and nothing is guarded: a
             NaN gradient is applied. Default: ``True``.
-        backoff_interval (int): How many overflows in a row it takes to back off, as in
+        backoff_interval (int): Overflows in a row that it takes to back off, as in
             Paddle. Default: ``1``.
-        hysteresis (int): How many overflows it takes to back off, in a row or not; from
-            then on every overflow does until the scale grows, as in Megatron and
-            DeepSpeed. Default: ``1``.
+        hysteresis (int): Overflows that it takes to back off, in a row or not, since
+            the scale last grew, as in Megatron and DeepSpeed. Default: ``1``.
         dynamic (bool): If false the scale stays; an overflowing step is still skipped.
             Default: ``True``.
-        min_scale (float): The scale never falls below this. Default: ``2**-64``.
-        max_scale (float): The scale never grows above this. Default: ``2**64``.
+        min_scale (float): The smallest scale. Default: ``2**-64``.
+        max_scale (float): The largest scale. Default: ``2**64``.
         group (mx.distributed.Group, optional): An overflow on one rank skips the step
-            on all ranks, by one all-reduce of four bytes per step. Needed where
-            gradients are sharded; averaged ones are equal on all ranks already.
-            Default: ``None``.
+            on all ranks. Needed for sharded gradients; averaged ones are equal on all
+            ranks already. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -118,10 +115,7 @@ class GradScaler:
         group: mx.distributed.Group | None = None,
     ):
         if isinstance(init_scale, str):
-            raise TypeError(
-                f"GradScaler takes no device: leave out {init_scale!r}. MLX arrays "
-                "live in unified memory."
-            )
+            raise TypeError(f"GradScaler takes no device: leave out {init_scale!r}.")
         values = {
             "scale": init_scale,
             "growth_factor": growth_factor,
@@ -142,7 +136,6 @@ class GradScaler:
         self._fill({name: values.get(name, FIELDS[name][1]) for name in FIELDS})
 
     def _begin(self) -> None:
-        # What a copy starts without.
         self._backward = Backward(self._state)
         self._stages: dict[int, _Stage] = {}
         self._skip_watch = SkipWatch()
@@ -192,13 +185,11 @@ class GradScaler:
             compute_dtype (Dtype, optional): Cast floating trainable parameters and
                 floating arguments to this for the forward pass. The model keeps its
                 own parameters. Default: ``None``.
-            keep (Callable, optional): With ``compute_dtype``: called with the path and
-                value of a parameter; returns True to leave it in its own dtype. MLX
-                then promotes what the layer returns, and so everything after it; see
-                ``float32_layers`` for layers that cast back.
-            cast_inputs (bool): With ``compute_dtype``: whether floating arguments of
-                ``loss_fn`` are cast too, targets and masks among them. A target of 1e5
-                is inf in float16. Default: ``True``.
+            keep (Callable, optional): Called with the path and value of a parameter;
+                returns True to leave it in its own dtype. MLX then promotes everything
+                after that layer; ``float32_layers`` casts back. Default: ``None``.
+            cast_inputs (bool): Whether floating arguments of ``loss_fn`` are cast too:
+                a target of 1e5 is inf in float16. Default: ``True``.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn
@@ -230,9 +221,8 @@ class GradScaler:
     ) -> Callable[..., Any]:
         """Return ``loss_fn`` for a trainer that differentiates it itself.
 
-        It has the same value. The loss is scaled in the backward pass, and gradients
-        are unscaled on their way out, in float32: those of the model's parameters or,
-        where there is no model, those of the first argument's arrays.
+        It has the same value. Gradients come out unscaled, in float32: those of the
+        model's parameters or, where there is no model, of the first argument's arrays.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
@@ -306,17 +296,14 @@ class GradScaler:
             return grads
         self._check_optimizer(optimizer)
         stage = self._stages.get(id(optimizer))
-        if stage and stage.stepped:
-            raise RuntimeError(
-                "unscale_() was called after step(). The order is unscale_(), step(), "
-                f"update(). {_START_AFRESH}"
-            )
-        if self._mode == _SCALED and stage:
-            raise RuntimeError(
-                "unscale_() was called twice for this optimizer since the last "
-                f"update(). {_START_AFRESH}"
-            )
         is_scaled = self._mode == _SCALED
+        if stage and (is_scaled or stage.stepped):
+            when = "after step()" if stage.stepped else "twice"
+            raise RuntimeError(
+                f"unscale_() was called {when} for this optimizer since the last "
+                "update(). The order is unscale_(), step(), update(). "
+                f"{_START_AFRESH}"
+            )
         inverse = 1.0 / self._state["scale"] if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
@@ -330,11 +317,11 @@ class GradScaler:
         Args:
             optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
             model (nn.Module): The model to update.
-            grads (Any): The gradients, unscaled; in PyTorch's mode scaled ones, or
-                those that :meth:`unscale_` has unscaled.
+            grads (Any): The gradients. In PyTorch's mode scaled, or unscaled by
+                :meth:`unscale_`.
 
         Returns:
-            array: A lazy 0-d bool array, True where the step was applied.
+            array: A lazy 0-d bool array: whether the step was applied.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -358,15 +345,9 @@ class GradScaler:
         return applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
-        """Return the parameters after a guarded step, as :meth:`step` does it.
+        """Like :meth:`step` for a tree of parameters, at least those with gradients.
 
-        Args:
-            optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
-            grads (Any): As for :meth:`step`.
-            parameters (Any): A tree of parameters, at least those with gradients.
-
-        Returns:
-            Any: The new parameters, in the structure of ``grads``.
+        Returns the new parameters, in the structure of ``grads``.
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
@@ -387,33 +368,35 @@ class GradScaler:
         self._check_leaves(leaves)
         if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
-                "Some parameters are float16 or bfloat16 and have no master weights: "
-                "updates smaller than half a unit in their last place are lost. Keep "
-                "float32 parameters and use value_and_grad(..., compute_dtype), or use "
-                "LossScaleOptimizer."
+                "Half-precision parameters without master weights lose small updates. "
+                "Keep float32 parameters and use value_and_grad(..., compute_dtype), "
+                "or use LossScaleOptimizer."
             )
         inspected = inspect(leaves, self._sources(leaves, optimizer), self._ranks)
         applied = inspected.applied
         if stage:
             # A gradient that was non-finite when unscaled may have been clipped since.
             applied = applied & finite_on_all_ranks(stage.finite, self.group)
-        check_supported(optimizer)
         if needs_init(optimizer):
             parameters = {leaf.path: leaf.parameter for leaf in leaves}
             initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
         planned = plan(optimizer, grads, leaves, inspected._replace(applied=applied))
-        planned.writes += self._writes(_step(self._state, applied))
+        planned.writes += self._writes(applied, None)
         planned.writes.append(
             (self._stages, id(optimizer), _Stage(optimizer, applied, stepped=True))
         )
         return planned, applied
 
+    def _holds_scaled(self, *optimizers: Optimizer) -> bool:
+        """Return whether gradients come from ``scale()`` and are still scaled."""
+        is_unscaled = any(id(optimizer) in self._stages for optimizer in optimizers)
+        return self._mode == _SCALED and not is_unscaled
+
     def _sources(
         self, leaves: list[Leaf], *optimizers: Optimizer
     ) -> list[Source | None]:
         """Return the scaled array behind each gradient, None for an unscaled one."""
-        is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
-        if self._mode == _SCALED and is_scaled:
+        if self._holds_scaled(*optimizers):
             inverse = 1.0 / self._state["scale"]
             return [Source(leaf.gradient, inverse) for leaf in leaves]
         return [getattr(leaf.gradient, "source", None) for leaf in leaves]
@@ -426,23 +409,18 @@ class GradScaler:
             )
         if self._mode is None and self._scales and self._enabled:
             self._backward.warn_once(
-                "These gradients do not come from this scaler, so their loss was not "
-                "scaled and small float16 gradients may be lost. Get them from "
-                "value_and_grad() or scale_loss(), or use GuardedOptimizer to skip bad "
-                "steps without loss scaling."
+                "These gradients do not come from this scaler: small float16 gradients "
+                "may be lost. Get them from value_and_grad() or scale_loss(), or use "
+                "GuardedOptimizer to skip bad steps without loss scaling."
             )
 
     def _check_optimizer(self, optimizer: Any) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                "Expected an optimizer of mlx.optimizers as the first argument, got "
-                f"{type(optimizer).__name__}."
-            )
         if is_wrapper(optimizer):
             raise TypeError(
                 "A LossScaleOptimizer has a scaler of its own. Call its update(), or "
                 "pass the optimizer inside it."
             )
+        check_supported(optimizer)
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
         """Move the scale by what happened since the last update.
@@ -453,16 +431,8 @@ class GradScaler:
 
         Args:
             new_scale (float or array, optional): Set the scale to this instead,
-                clamped to ``min_scale`` and ``max_scale``. An array that is no positive
-                finite number leaves the scale as it is, because looking at it would
-                wait for the device.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.update(1024)
-            >>> scaler.get_scale()
-            1024.0
+                clamped to ``min_scale`` and ``max_scale``. An array that is not a
+                positive finite number leaves the scale as it is.
         """
         if not self._enabled:
             return
@@ -471,8 +441,7 @@ class GradScaler:
             self._state["skips_since_update"] = mx.array(0)
             self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
         else:
-            finite = self._finite_since_update()
-            commit(self._writes(_update(self._state, finite)))
+            commit(self._writes(None, self._finite_since_update()))
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -490,32 +459,20 @@ class GradScaler:
                     "update() found nothing recorded. Call step() or unscale_() first; "
                     "if step() runs inside mx.compile, call update() in there too."
                 )
-            pending = self._backward.pending()
-            dropped_finite = mx.array(False)
-            if pending:
-                scaled = [source.scaled for source in pending]
-                dropped_finite = all_finite_times(scaled, pending[0].inverse, [])
-            flags.append(dropped_finite)
+            flags.append(self._backward.pending_finite())
         finite = reduce(mx.logical_and, flags)
         return finite if len(flags) == 1 else finite_on_all_ranks(finite, self.group)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
-        """Call :meth:`step` and :meth:`update`; return what ``step`` returns.
-
-        For one optimizer. With several, call :meth:`step` for each and :meth:`update`
-        once.
-        """
+        """Call :meth:`step` and :meth:`update`; return what :meth:`step` returns."""
         applied = self.step(optimizer, model, grads)
         self.update()
         return applied
 
-    def _after_step(self, applied: mx.array) -> Writes:
-        """Return what a step and an update together write to the state."""
-        rule = _step_and_update if self._enabled else _step
-        return self._writes(rule(self._state, applied))
-
-    def _writes(self, changed: dict[str, mx.array]) -> Writes:
-        return list(zip(repeat(self._state), changed, changed.values(), strict=False))
+    def _writes(self, applied: mx.array | None, finite: mx.array | None) -> Writes:
+        """Return what a step, an update or both of them write to the state."""
+        changed = _advance(self._state, applied, finite)
+        return [(self._state, name, value) for name, value in changed.items()]
 
     # Settings
 
@@ -592,15 +549,7 @@ class GradScaler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of PyTorch's, all or nothing.
 
-        Trackers and counters that it lacks start at zero; settings of this package that
-        it lacks stay. Other keys are ignored.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.load_state_dict(GradScaler(init_scale=512.0).state_dict())
-            >>> scaler.get_scale()
-            512.0
+        Missing counters start at zero, missing settings stay, other keys are ignored.
         """
         if self._enabled:
             settings = {name: self._get(name) for name in SETTINGS}
@@ -609,19 +558,8 @@ class GradScaler:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to one file, atomically.
 
-        Args:
-            path (str): Ends in ``.pt``, ``.json`` or ``.safetensors``; ``.json.gz`` and
-                ``.pt.gz`` are compressed.
-
-        Example:
-            >>> import os, tempfile
-            >>> from mlx_gradscale import GradScaler
-            >>> path = os.path.join(tempfile.mkdtemp(), "scaler.pt")
-            >>> GradScaler(init_scale=512.0).save(path)
-            >>> scaler = GradScaler()
-            >>> scaler.load(path)
-            >>> scaler.get_scale()
-            512.0
+        Its name ends in ``.pt``, ``.json`` or ``.safetensors``; ``.json.gz`` and
+        ``.pt.gz`` are compressed.
         """
         from ..state_files import save_state
 
@@ -668,20 +606,17 @@ class GradScaler:
 
 
 @mx.compile
-def _step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
-    return in_one_kernel(count_step(state, applied))
-
-
-@mx.compile
-def _update(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
-    return in_one_kernel(next_scale(state, finite))
-
-
-@mx.compile
-def _step_and_update(
-    state: dict[str, mx.array], applied: mx.array
+def _advance(
+    state: dict[str, mx.array], applied: mx.array | None, finite: mx.array | None
 ) -> dict[str, mx.array]:
-    return in_one_kernel(count_step(state, applied) | next_scale(state, applied))
+    """Return the fields that a step, an update or both of them change."""
+    changed = {} if applied is None else count_step(state, applied)
+    if finite is not None:
+        changed |= next_scale(state, finite)
+    # A common root makes it one kernel instead of seven.
+    name, *others = changed
+    either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
+    return changed | {name: mx.where(either, changed[name], changed[name])}
 
 
 class SkipWatch:
@@ -695,7 +630,7 @@ class SkipWatch:
         self._earlier: mx.array | None = None
 
     def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Count one update; every 50 of them, look at what was 50 before."""
+        """Count one update; every 50 of them, look at the counter."""
         self._n_updates += 1
         if self._n_updates % SKIPS_TO_WARN:
             return
