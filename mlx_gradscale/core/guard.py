@@ -14,7 +14,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import is_finite_magnitude, is_floating
-from .gradients import Source, each_use
+from .gradients import each_use
 from .masters import HALF, Joined, Masters, entries, joined_master, to_float32
 from .optimizers import (
     autocompiled,
@@ -46,19 +46,9 @@ class Inspected(NamedTuple):
 
 
 def inspect(
-    leaves: list[Leaf],
-    sources: list[Source | None],
-    ranks: Ranks,
-    max_norm: mx.array | None = None,
+    leaves: list[Leaf], ranks: Ranks, max_norm: mx.array | None = None
 ) -> Inspected:
-    """Find out, lazily, whether all gradients are finite, and how to clip them.
-
-    Args:
-        leaves (list): The gradients, matched to parameters.
-        sources (list): For each, the scaled array behind it, if there is one.
-        ranks (Ranks): Who decides together.
-        max_norm (array, optional): The norm to clip to.
-    """
+    """Find out, lazily, whether all gradients are finite, and how to clip them."""
     gradients: dict[str, mx.array] = {}
     scaled: dict[str, mx.array] = {}
     others: dict[str, mx.array] = {}
@@ -67,16 +57,16 @@ def inspect(
     # optimizer instead of 1.29. On a GPU the float32 copy would cost 8 bytes.
     casts_first = mx.default_device() == mx.Device(mx.cpu)
     is_scaled: set[str] = set()
-    for leaf, source in zip(leaves, sources, strict=True):
+    for leaf in leaves:
         gradients[leaf.path] = leaf.gradient
+        source = getattr(leaf.gradient, "source", None)
         if source is not None and inverse is None:
             inverse = source.inverse
         if source is None or source.inverse is not inverse:
             others[leaf.path] = leaf.gradient
             continue
         scaled[leaf.path] = source.scaled
-        is_cast = casts_first and source.scaled.dtype in HALF
-        if source.scaled is leaf.gradient or not is_cast:
+        if not casts_first or source.scaled.dtype not in HALF:
             gradients[leaf.path] = source.scaled
             is_scaled.add(leaf.path)
     if max_norm is None:

@@ -1,8 +1,8 @@
 """Master weights: float32 values of half-precision parameters.
 
-Two kinds. ``"float32"`` keeps the master as an array, and beside it the bits of the
-parameter as the last step wrote it: a weight whose bits differ was replaced by the
-user, and is its own master. ``"remainder"`` keeps 16 bits of what rounding lost::
+``"float32"`` keeps the master as an array, and beside it the bits of the parameter as
+the last step wrote it: a weight whose bits differ was replaced by the user, and is its
+own master. ``"remainder"`` keeps 16 bits of what rounding lost::
 
     master    = weight + remainder / STEPS * unit(weight)
     remainder = (master - weight) * STEPS / unit(weight), rounded to an integer
@@ -12,11 +12,9 @@ three kernels instead of one. How far a joined master is from the one that was s
 (tests try every weight):
 
 - float16: exact from 2**-16 on, below that at most 2**-40. Half an ulp of a weight x is
-  at most x / 2**11 and float32 resolves x / 2**24, so 15 bits and a sign count in steps
-  below half of what float32 resolves.
+  at most x / 2**11 and float32 resolves x / 2**24, which is 15 bits with a sign.
 - bfloat16: at most one float32 ulp, usually exact. Half an ulp is 2**15 float32 ulps,
-  which the 32,766 steps to either side just miss. Beyond 2**110 products overflow and
-  half an ulp may be lost.
+  which the 32,766 steps to either side just miss. Beyond 2**110 products overflow.
 
 A joined master always rounds to its weight. A remainder with which it would not belongs
 to a weight that was replaced since: then the weight is its own master.
@@ -50,11 +48,7 @@ def to_float32(x: mx.array) -> mx.array:
 
 
 def half_bits(weight: mx.array) -> mx.array:
-    """Return the bits of a half-precision array, in the same memory.
-
-    A separate array all the same: ``weight += 1`` rebinds the weight, not its bits.
-    Writes through NumPy or DLPack change both, and go unnoticed.
-    """
+    """Return the bits of a half-precision array, which ``weight += 1`` leaves alone."""
     return mx.view(weight, _BITS[weight.dtype])
 
 
@@ -161,18 +155,14 @@ class Masters:
             return to_float32(weight)
         return joined_master(weight, self.stored(path, weight)).master
 
-    def check_kind(self, loaded: Mapping[str, Any]) -> None:
-        """Raise if a saved state has master weights that cannot be converted."""
+    def convert_loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the leaves of a saved state with master weights of this kind."""
         if self.kind == "float32" and any(p.startswith("remainders.") for p in loaded):
             raise ValueError(
                 'This state was saved with masters="remainder", and this optimizer has '
                 'masters="float32". Use the same kind, or save_checkpoint() and '
                 "restore_checkpoint(), which convert it."
             )
-
-    def convert_loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the leaves of a saved state with master weights of this kind."""
-        self.check_kind(loaded)
         found = dict(loaded)
         for path in self.state[self._names[0]]:
             master = found.pop(f"masters.{path}", None)

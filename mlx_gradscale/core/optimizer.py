@@ -11,7 +11,6 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import is_floating, nonfinite
-from .gradients import Source
 from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
@@ -178,10 +177,7 @@ class LossScaleOptimizer(Optimizer):
             mx.eval(self.state)
 
     def update(
-        self,
-        model: nn.Module,
-        gradients: Any,
-        weight: float | mx.array | None = None,
+        self, model: nn.Module, gradients: Any, weight: float | mx.array | None = None
     ) -> None:
         """Update the model's parameters in place, or leave them as they are.
 
@@ -204,10 +200,7 @@ class LossScaleOptimizer(Optimizer):
         self._scaler._end_iteration()
 
     def apply_gradients(
-        self,
-        gradients: Any,
-        parameters: Any,
-        weight: float | mx.array | None = None,
+        self, gradients: Any, parameters: Any, weight: float | mx.array | None = None
     ) -> Any:
         """Return the new parameters, in the structure of ``gradients``.
 
@@ -222,15 +215,9 @@ class LossScaleOptimizer(Optimizer):
 
     def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
         scaler = self._scaler
-        sources: list[Source | None] | None = None
-        if weight is not None or (self._ranks.average and not self._ranks.is_single):
-            if gradients and scaler._holds_scaled(self, self.optimizer):
-                inverse = 1.0 / scaler.state["scale"]
-                gradients = scaler._backward.unscale(gradients, inverse)
-            is_model = isinstance(parameters, nn.Module)
-            like = parameters.trainable_parameters() if is_model else parameters
-            gradients = self._ranks.averaged(gradients, like, weight)
-            sources = []
+        gradients = scaler._unscaled(gradients, self, self.optimizer)
+        if self._ranks.average or weight is not None:
+            gradients = self._ranks.averaged(gradients, parameters, weight)
         leaves = match(gradients, parameters)
         if self._needs_init():
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
@@ -238,12 +225,8 @@ class LossScaleOptimizer(Optimizer):
         for leaf in leaves:
             self._check_known(leaf.path, leaf.parameter)
         scaler._check_leaves(leaves)
-        if sources is None:
-            sources = scaler._sources(leaves, self, self.optimizer)
-        else:
-            sources = [None] * len(leaves)
         max_norm = self._state["max_grad_norm"] if self._clips else None
-        inspected = inspect(leaves, sources, self._ranks, max_norm)
+        inspected = inspect(leaves, self._ranks, max_norm)
         if not scaler._enabled:
             inspected = inspected._replace(applied=mx.array(True))
         planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
@@ -386,7 +369,6 @@ class LossScaleOptimizer(Optimizer):
             if self._initialized:
                 self._write(loaded)
             else:
-                self._masters.check_kind(loaded)
                 self._adopt(loaded)
                 self._is_loaded = True
             self.scaler._note_loaded()

@@ -26,21 +26,19 @@ _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
 
 def check_supported(optimizer: Any) -> None:
     """Raise if this is no optimizer, or one with a step that would not be called."""
-    name = type(optimizer).__name__
+    kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"Expected an optimizer of mlx.optimizers, got {optimizer!r}.")
+    if kind.update is not Optimizer.update:
         raise TypeError(
-            f"Expected an optimizer of mlx.optimizers, such as AdamW(1e-4), got {name}."
-        )
-    if type(optimizer).update is not Optimizer.update:
-        raise TypeError(
-            f"{name} overrides update(), which a scaler does not call. Move what it "
-            "does to apply_gradients()."
+            f"{kind.__name__} overrides update(), which a scaler does not call. "
+            "Override apply_gradients() instead."
         )
     if isinstance(optimizer, MultiOptimizer):
-        if type(optimizer).apply_gradients is not MultiOptimizer.apply_gradients:
+        if kind.apply_gradients is not MultiOptimizer.apply_gradients:
             raise TypeError(
-                f"{name} overrides apply_gradients() of MultiOptimizer, whose "
-                "optimizers are stepped one by one. Override it in one of those."
+                f"{kind.__name__} overrides apply_gradients() of MultiOptimizer, which "
+                "is not called. Override it in the single optimizers."
             )
         for part in optimizer.optimizers:
             check_supported(part)
@@ -173,12 +171,10 @@ def autocompiled(
     fingerprint = _fingerprint(optimizer, structure)
     if fingerprint is None:
         return partial(make_run(), optimizer)
-    last, compiled, was_stable, _ = _compiled_steps.get(
-        id(optimizer), (None, None, True, None)
-    )
+    unknown = None, None, True, None
+    last, compiled, was_stable, _ = _compiled_steps.get(id(optimizer), unknown)
     is_stable = fingerprint == last
-    if not is_stable:
-        compiled = None
+    compiled = compiled if is_stable else None
     if compiled is None and (is_stable or was_stable):
         owner, run = weakref.ref(optimizer), make_run()
         compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
@@ -193,9 +189,7 @@ def _fingerprint(optimizer: Optimizer, structure: Any) -> Any:
     """Return what a trace of the optimizer depends on besides arrays, or None."""
     settings: list[Any] = [structure]
     for part in single_optimizers(optimizer):
-        own = dict(vars(part))
-        for name in _NOT_SETTINGS:
-            own.pop(name, None)
+        own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
         if not all(map(_is_plain, own.values())):
             return None
         # By repr, because True, 1 and 1.0 are equal.

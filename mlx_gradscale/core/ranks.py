@@ -1,7 +1,7 @@
 """Distributed training: one decision on all ranks, averaged or sharded gradients.
 
-MLX collectives carry no tags and have no timeout. Every rank has to take the same
-steps; if one skips a call, the others block until it makes another call or exits.
+MLX collectives have no tags and no timeout: if one rank skips a call, the others block
+until it makes another call or exits.
 """
 
 import zlib
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
@@ -17,6 +18,7 @@ from .trees import flatten
 
 Group = mx.distributed.Group
 Sharded = Callable[[str, mx.array], bool] | bool
+ByPath = dict[str, mx.array]
 
 # The bucket size of nn.average_gradients.
 _BUCKET_BYTES = 32 * 2**20
@@ -62,37 +64,29 @@ class Ranks:
 
     def is_shard(self, path: str, x: mx.array) -> bool:
         """Return whether a gradient, or its parameter, is a shard."""
-        if callable(self.sharded):
-            return bool(self.sharded(path, x))
-        return bool(self.sharded)
+        return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
     def averaged(self, gradients: Any, like: Any, weight: Any) -> Any:
         """Return the unscaled gradients averaged over the group, except shards."""
         if not self.average:
             raise ValueError("weight= has no effect without average=True.")
+
+        def is_averaged(path: str, x: mx.array) -> bool:
+            return not self.is_shard(path, x)
+
         return average_gradients(
-            gradients,
-            self.group,
-            weight=weight,
-            like=like,
-            only=lambda path, x: not self.is_shard(path, x),
+            gradients, self.group, weight=weight, like=like, only=is_averaged
         )
 
     def all_finite(
-        self,
-        scaled: dict[str, mx.array],
-        inverse: mx.array | None,
-        others: dict[str, mx.array],
+        self, scaled: ByPath, inverse: mx.array | None, others: ByPath
     ) -> mx.array:
         """Return whether the gradients of all ranks are finite once unscaled."""
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
         return finite_on_all_ranks(finite, None if self._decides_alone else self.group)
 
     def norm(
-        self,
-        scaled: dict[str, mx.array],
-        inverse: mx.array | None,
-        others: dict[str, mx.array],
+        self, scaled: ByPath, inverse: mx.array | None, others: ByPath
     ) -> mx.array:
         """Return the norm of the unscaled gradients, over all shards on all ranks.
 
@@ -121,8 +115,12 @@ class Ranks:
         # Shards differ, and so may everything where nothing is averaged.
         copies = [x for p, x in found if self.average and not self.is_shard(p, x)]
         checksums = {
-            "the names, shapes or dtypes of parameters": _crc("\n".join(shapes)),
-            "settings of the optimizer or the scaler": _crc(settings),
+            "the names, shapes or dtypes of parameters": zlib.crc32(
+                "\n".join(shapes).encode()
+            )
+            >> 1,
+            "settings of the optimizer or the scaler": zlib.crc32(settings.encode())
+            >> 1,
             "the values of parameters": _values_checksum(copies),
         }
         own = mx.array(list(checksums.values()), mx.int32)
@@ -134,10 +132,6 @@ class Ranks:
                     "the same weights on every rank, or copy them with "
                     "mlx_gradscale.distributed.broadcast()."
                 )
-
-
-def _crc(text: str) -> int:
-    return zlib.crc32(text.encode()) >> 1
 
 
 def _values_checksum(values: list[mx.array]) -> int:
@@ -182,7 +176,7 @@ def average_gradients(
         group (Group, optional): Default: the global group.
         weight (float or array, optional): How much this rank counts, for example its
             number of micro-batches. Default: 1, or 0 for an empty tree.
-        like (Any, optional): Parameters, for the shapes of an empty tree.
+        like (Any, optional): A model or parameters, for the shapes of an empty tree.
         only (Callable, optional): Called with path and gradient: whether to average it.
             Default: all that are floating.
     """
@@ -195,13 +189,13 @@ def average_gradients(
                 "This rank has no gradients, and the shapes of the others' are "
                 "unknown. Pass like=model.trainable_parameters()."
             )
+        if isinstance(like, nn.Module):
+            like = like.trainable_parameters()
         gradients = tree_map(mx.zeros_like, like)
         weight = 0.0 if weight is None else weight
-    found = {
-        path: x
-        for path, x in tree_flatten(gradients)
-        if is_floating(x) and (only is None or only(path, x))
-    }
+    found = {path: x for path, x in tree_flatten(gradients) if is_floating(x)}
+    if only is not None:
+        found = {path: x for path, x in found.items() if only(path, x)}
     if weight is not None:
         weight = mx.array(weight, mx.float32)
         found = {path: (x * weight).astype(x.dtype) for path, x in found.items()}

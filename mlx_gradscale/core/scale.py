@@ -6,9 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# Half of float32's exponents. The other half is left for what a scale or its reciprocal
-# is multiplied with: Apple GPUs flush float32 subnormals to zero, a gradient of zero is
-# finite, and the reciprocal of 2**127, where PyTorch stops, is subnormal.
+# Half of float32's exponents; the other half is left for the gradients. The reciprocal
+# of 2**127, where PyTorch stops, is subnormal, and Apple GPUs flush that to zero.
 SMALLEST_SCALE = 2.0**-64
 LARGEST_SCALE = 2.0**64
 
@@ -142,15 +141,9 @@ def check(values: dict[str, Any]) -> None:
     if low > high:
         raise ValueError(f"min_scale {low} is above max_scale {high}.")
     if not low <= values.get("scale", low) <= high:
-        raise ValueError(
-            f"The scale {values['scale']} is not between min_scale {low} and "
-            f"max_scale {high}."
-        )
+        raise ValueError(f"scale {values['scale']} is not between {low} and {high}.")
     if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
-        raise ValueError(
-            "hysteresis= and backoff_interval= are two rules for when to back off. Set "
-            "only one of them."
-        )
+        raise ValueError("Set hysteresis= or backoff_interval=, not both of them.")
 
 
 def _check_field(name: str, value: Any) -> None:
@@ -201,12 +194,9 @@ def clamp_values(values: dict[str, Any]) -> dict[str, Any]:
 
     Values that are not scales at all are left for :func:`check` to refuse.
     """
-    return {
-        name: min(max(value, SMALLEST_SCALE), LARGEST_SCALE)
-        if name in _SCALES and _is_scale(value)
-        else value
-        for name, value in values.items()
-    }
+    scales = {k: x for k, x in values.items() if k in _SCALES and _is_scale(x)}
+    least, most = SMALLEST_SCALE, LARGEST_SCALE
+    return values | {k: min(max(x, least), most) for k, x in scales.items()}
 
 
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
@@ -218,9 +208,7 @@ def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
 def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a state dict of this package or of PyTorch, or raise.
 
-    Args:
-        state_dict (dict): Trackers and counters that it lacks start at zero.
-        settings (dict): Used for the settings that it lacks.
+    Counters that it lacks start at zero; settings that it lacks are the given ones.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
@@ -231,12 +219,10 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
         )
     missing = [key for key in TORCH_KEYS if key not in state_dict]
     if missing:
-        inside = [
-            key
-            for key, value in state_dict.items()
-            if isinstance(value, dict) and TORCH_KEYS.keys() <= value.keys()
-        ]
-        hint = f" It is a whole checkpoint: load its {inside[0]!r}." if inside else ""
+        hint = ""
+        for key, value in state_dict.items():
+            if isinstance(value, dict) and TORCH_KEYS.keys() <= value.keys():
+                hint = f" It is a whole checkpoint: load its {key!r}."
         raise KeyError(f"The state dict has no {', '.join(missing)}.{hint}")
     fresh = {name: default for name, (_, default) in VALUES.items()}
     given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}

@@ -12,7 +12,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import all_finite_times, arrays, is_floating
-from .gradients import Backward, Casting, Source, differentiate
+from .gradients import Backward, Casting, differentiate
 from .guard import Plan, inspect, plan
 from .masters import HALF
 from .optimizers import check_supported, initialize, needs_init
@@ -364,7 +364,7 @@ class GradScaler:
                 "Call update() once per iteration; inside mx.compile, in the same "
                 f"function. {_START_AFRESH}"
             )
-        leaves = match(grads, parameters)
+        leaves = match(self._unscaled(grads, optimizer), parameters)
         self._check_leaves(leaves)
         if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
@@ -372,7 +372,7 @@ class GradScaler:
                 "Keep float32 parameters and use value_and_grad(..., compute_dtype), "
                 "or use LossScaleOptimizer."
             )
-        inspected = inspect(leaves, self._sources(leaves, optimizer), self._ranks)
+        inspected = inspect(leaves, self._ranks)
         applied = inspected.applied
         if stage:
             # A gradient that was non-finite when unscaled may have been clipped since.
@@ -387,19 +387,12 @@ class GradScaler:
         )
         return planned, applied
 
-    def _holds_scaled(self, *optimizers: Optimizer) -> bool:
-        """Return whether gradients come from ``scale()`` and are still scaled."""
+    def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
+        """Return gradients of ``scale()`` unscaled, lazily, and any others as is."""
         is_unscaled = any(id(optimizer) in self._stages for optimizer in optimizers)
-        return self._mode == _SCALED and not is_unscaled
-
-    def _sources(
-        self, leaves: list[Leaf], *optimizers: Optimizer
-    ) -> list[Source | None]:
-        """Return the scaled array behind each gradient, None for an unscaled one."""
-        if self._holds_scaled(*optimizers):
-            inverse = 1.0 / self._state["scale"]
-            return [Source(leaf.gradient, inverse) for leaf in leaves]
-        return [getattr(leaf.gradient, "source", None) for leaf in leaves]
+        if self._mode != _SCALED or is_unscaled or not arrays(grads):
+            return grads
+        return self._backward.unscale(grads, 1.0 / self._state["scale"])
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_last_call()

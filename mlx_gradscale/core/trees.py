@@ -11,7 +11,7 @@ import mlx.core as mx
 CONTAINERS = (dict, list, tuple)
 # Where an array is: its path, its container, and its key in the container.
 Slot = tuple[tuple[Any, ...], Any, Any]
-# (container, key, value) for each array that a step replaces.
+# (container, key, value) for each array that is replaced.
 Writes = list[tuple[Any, Any, Any]]
 
 
