@@ -127,7 +127,6 @@ class Backward:
         self, model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
     ) -> Callable[..., Any]:
         """Return a function like that of ``nn.value_and_grad``, by a scaled loss."""
-        refuse_scaled(loss_fn)
         is_checked = casting.compute_dtype is not None
 
         @wraps(loss_fn)
@@ -183,7 +182,6 @@ class Backward:
         self, loss_fn: Callable[..., Any], model: nn.Module | None
     ) -> Callable[..., Any]:
         """Return ``loss_fn`` with the same value, whose gradients come out unscaled."""
-        refuse_scaled(loss_fn)
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
@@ -218,10 +216,9 @@ class Backward:
         call, self._last_call = self._last_call, None
         if call is not None and not call.n_unscaled:
             raise RuntimeError(
-                "The loss of scale_loss() was differentiated with respect to something "
-                "that it did not unscale. Name the model: scale_loss(loss_fn, model). "
-                "Without a model, gradients of the models among the arguments are "
-                "unscaled, or else those of the first argument."
+                "These gradients came out scaled. scale_loss() unscales those of the "
+                "models among the arguments, or else of the first argument. Name the "
+                "model: scale_loss(loss_fn, model)."
             )
 
     # Warnings
@@ -229,10 +226,9 @@ class Backward:
     def check_loss_dtype(self, loss: mx.array) -> None:
         if loss.dtype == mx.float16:
             self.warn_once(
-                "The loss is float16, so its gradient starts at the scale cast to "
-                "float16, where everything above 65504 is inf: steps are skipped "
-                "until the scale is below that. Reduce the loss in float32, for "
-                "example with logits.astype(mx.float32)."
+                "The loss is float16, where a scale above 65504 is inf: steps are "
+                "skipped until it is smaller. Compute the loss in float32, for example "
+                "from logits.astype(mx.float32)."
             )
 
     def _warn_about_promotion(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -242,10 +238,9 @@ class Backward:
         floating = [x for x in leaves(model.parameters()) if is_floating(x)]
         if floating and all(x.dtype in HALF for x in floating):
             self.warn_once(
-                f"{type(model).__name__} has {floating[0].dtype} parameters and is "
-                "given float32 inputs, so MLX computes in float32. Cast the inputs, or "
-                "pass compute_dtype=. compute_dtypes() of mlx_gradscale.diagnostics "
-                "shows which layers are affected."
+                f"The model has {floating[0].dtype} parameters and float32 inputs, so "
+                "MLX computes in float32. Cast the inputs, or pass compute_dtype=. "
+                "mlx_gradscale.diagnostics.compute_dtypes() shows the layers."
             )
 
 
@@ -401,8 +396,7 @@ def loss_of(outputs: Any) -> mx.array:
     loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     if not isinstance(loss, mx.array):
         raise TypeError(
-            f"The loss must be an array, got {loss!r}. Return the loss, or a tuple "
-            "whose first element is the loss."
+            f"The loss must be an array, or the first element of a tuple, got {loss!r}."
         )
     if loss.ndim:
         raise ValueError(
@@ -429,7 +423,7 @@ def refuse_scaled(loss_fn: Any) -> None:
     if hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "This loss function comes from scale_loss(), and would be scaled twice. "
-            "Pass the original function; value_and_grad() scales it by itself."
+            "Pass the original function."
         )
 
 

@@ -37,22 +37,21 @@ class LossScaleOptimizer(Optimizer):
 
     Args:
         optimizer (Optimizer): Any optimizer of ``mlx.optimizers``, or derived from one.
-            One that is not MLX's own costs one read of the device per eager step.
-        scaler (GradScaler, optional): The scaler to use. Default: a new one.
+            A third-party optimizer costs one read of the device per eager step.
+        scaler (GradScaler, optional): Default: a new one.
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
             to this; ``float("inf")`` only measures it for :attr:`grad_norm`.
             Default: ``None``.
-        masters (str): How master weights are stored. ``"float32"``: as float32 arrays.
-            ``"remainder"``: as 16 bits of what rounding the weight lost, which saves
-            two bytes per half-precision parameter and is slower where casts are, on
-            CPUs. Default: ``"float32"``.
+        masters (str): ``"float32"``, or ``"remainder"`` to store only 16 bits of what
+            rounding the weight lost: two bytes less per half-precision parameter, and
+            slower on CPUs. Default: ``"float32"``.
         group (mx.distributed.Group, optional): The ranks that train together: all of
             them take a step, or none. Default: ``None``.
         average (bool): Average the gradients over the group, in float32.
             Default: ``False``.
         sharded (Callable or bool, optional): Which gradients are shards: called with
-            path and gradient, or the same for all. The others are equal on all ranks
-            and count once in the norm. Default: none are.
+            path and gradient, or the same for all. Others are equal on all ranks and
+            count once in the norm. Default: none are.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -82,10 +81,7 @@ class LossScaleOptimizer(Optimizer):
         sharded: Sharded | None = None,
     ):
         if is_wrapper(optimizer):
-            raise TypeError(
-                "This optimizer is, or holds, a LossScaleOptimizer already. Wrap once, "
-                "outermost."
-            )
+            raise TypeError("Wrap an optimizer only once, outermost.")
         check_supported(optimizer)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
@@ -171,8 +167,7 @@ class LossScaleOptimizer(Optimizer):
             raise
         self._known |= {path: x.shape for path, x in found.items()}
         self._is_loaded, self._initialized = False, True
-        # MLX cannot evaluate lazy arrays of one thread in another. Inside mx.compile
-        # there is nothing to evaluate.
+        # MLX cannot evaluate lazy arrays of one thread in another.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
 
@@ -186,8 +181,8 @@ class LossScaleOptimizer(Optimizer):
             gradients (Any): Unscaled gradients, from wherever they come. With
                 ``average`` a rank that has none passes ``{}``.
             weight (float or array, optional): With ``average``, how much this rank
-                counts, for example how many micro-batches its gradients are the mean
-                of. Default: 1, or 0 without gradients.
+                counts, for example its number of micro-batches. Default: 1, or 0
+                without gradients.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -202,12 +197,9 @@ class LossScaleOptimizer(Optimizer):
     def apply_gradients(
         self, gradients: Any, parameters: Any, weight: float | mx.array | None = None
     ) -> Any:
-        """Return the new parameters, in the structure of ``gradients``.
+        """Like :meth:`update` for a tree of parameters, at least those with gradients.
 
-        Args:
-            gradients (Any): As for :meth:`update`.
-            parameters (Any): A tree of parameters, at least those with gradients.
-            weight (float or array, optional): As for :meth:`update`.
+        Returns the new parameters, in the structure of ``gradients``.
         """
         new = self._plan(gradients, parameters, weight).commit()
         self._scaler._end_iteration()
@@ -291,10 +283,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm to clip to; setting it also affects a compiled step.
-
-        None for an optimizer that was created without clipping, which cannot be set.
-        """
+        """The norm to clip to; setting it also affects a compiled step."""
         value: Any = self._state["max_grad_norm"].item()
         return float(value) if self._clips else None
 
@@ -310,29 +299,18 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> mx.array | None:
-        """The norm of the last step's gradients before clipping, lazily.
-
-        None without ``max_grad_norm``.
-        """
+        """The last norm before clipping, lazily; None without ``max_grad_norm``."""
         return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32: the master weights of those that have one.
 
         A weight that was replaced since the last step is its own master.
-
-        Args:
-            parameters (Any): Usually ``model.trainable_parameters()``.
         """
         return tree_map_with_path(self._masters.master_of, parameters)
 
     def set_masters(self, parameters: Any, masters: Any) -> None:
-        """Replace the master weights of half-precision parameters.
-
-        Args:
-            parameters (Any): A tree of parameters: the master weights, rounded.
-            masters (Any): The same tree in float32.
-        """
+        """Replace the master weights; ``parameters`` are the same tree, rounded."""
         for leaf in match(masters, parameters):
             if leaf.parameter.dtype in HALF:
                 self._masters.add(leaf.path, leaf.parameter)
@@ -402,19 +380,19 @@ class LossScaleOptimizer(Optimizer):
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array of the state, or raise and replace none."""
         loaded = self._masters.convert_loaded(loaded)
-        places = {
+        here = {
             ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
         }
-        del places["max_grad_norm"]
-        for path, (box, key) in places.items():
+        del here["max_grad_norm"]
+        for path, (box, key) in here.items():
             _check_same(path, box[key], loaded.get(path))
-        added = loaded.keys() - places.keys()
+        added = loaded.keys() - here.keys()
         if is_builtin(self.optimizer) and added:
             raise ValueError(
                 f"The state has {min(added)!r} and this optimizer does not. Load the "
                 "state of the same model and optimizer."
             )
-        commit((box, key, loaded[path]) for path, (box, key) in places.items())
+        commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
             # A third-party optimizer may add to its state in a step.
             self._adopt(loaded)
@@ -451,13 +429,7 @@ class LossScaleOptimizer(Optimizer):
         # Only called for what this object does not have.
         if name.startswith("_") or "optimizer" not in vars(self):
             raise AttributeError(name)
-        try:
-            return getattr(self.optimizer, name)
-        except AttributeError:
-            raise AttributeError(
-                f"Neither LossScaleOptimizer nor {type(self.optimizer).__name__} has "
-                f"an attribute {name!r}."
-            ) from None
+        return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = vars(self).get("optimizer")
@@ -509,17 +481,17 @@ class _State(dict[str, Any]):
             part.state[key] = value
 
 
-def _check_norm(max_grad_norm: Any) -> None:
-    is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
-    if not is_number or not max_grad_norm > 0:
-        raise ValueError(
-            f"max_grad_norm must be a positive number, got {max_grad_norm!r}."
-        )
+def _check_norm(value: Any) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not value > 0:
+        raise ValueError(f"max_grad_norm must be a positive number, got {value!r}.")
 
 
 def _check_same(path: str, here: mx.array, there: Any) -> None:
     if there is None:
         raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
+    if not isinstance(there, mx.array):
+        raise TypeError(f"{path!r} must be an array, got {there!r}.")
     if (here.shape, here.dtype) != (there.shape, there.dtype):
         raise ValueError(
             f"{path!r} is {there.dtype} of shape {there.shape} in the state, "

@@ -11,28 +11,13 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
+from . import scale as rule
 from .finite import all_finite_times, arrays, is_floating
-from .gradients import Backward, Casting, differentiate
+from .gradients import Backward, Casting, differentiate, refuse_scaled
 from .guard import Plan, inspect, plan
 from .masters import HALF
 from .optimizers import check_supported, initialize, needs_init
 from .ranks import Ranks, finite_on_all_ranks
-from .scale import (
-    FIELDS,
-    LARGEST_SCALE,
-    SETTINGS,
-    SMALLEST_SCALE,
-    as_array,
-    check,
-    check_scale,
-    clamp,
-    count_step,
-    from_state_dict,
-    next_scale,
-    read,
-    read_field,
-    to_state_dict,
-)
 from .trees import Leaf, Writes, commit, match
 
 _UNSCALED = "value_and_grad() or scale_loss()"
@@ -110,8 +95,8 @@ class GradScaler:
         backoff_interval: int = 1,
         hysteresis: int = 1,
         dynamic: bool = True,
-        min_scale: float = SMALLEST_SCALE,
-        max_scale: float = LARGEST_SCALE,
+        min_scale: float = rule.SMALLEST_SCALE,
+        max_scale: float = rule.LARGEST_SCALE,
         group: mx.distributed.Group | None = None,
     ):
         if isinstance(init_scale, str):
@@ -127,13 +112,14 @@ class GradScaler:
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
-        check(values)
+        rule.check(values)
         self._enabled = bool(enabled)
         self._ranks = Ranks(group)
         self._mode: str | None = None
         self._state: dict[str, mx.array] = {}
         self._begin()
-        self._fill({name: values.get(name, FIELDS[name][1]) for name in FIELDS})
+        defaults = {name: default for name, (_, default) in rule.FIELDS.items()}
+        self._fill(defaults | values)
 
     def _begin(self) -> None:
         self._backward = Backward(self._state)
@@ -142,7 +128,7 @@ class GradScaler:
 
     def _fill(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            self._state[name] = as_array(name, value)
+            self._state[name] = rule.as_array(name, value)
         # Evaluated here: MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
         self._note_loaded()
@@ -210,11 +196,11 @@ class GradScaler:
             )
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
+        refuse_scaled(loss_fn)
         if not self._enabled:
             return _plain_value_and_grad(model, loss_fn, casting)
-        loss_and_grad = self._backward.value_and_grad(model, loss_fn, casting)
         self._set_mode(_UNSCALED)
-        return loss_and_grad
+        return self._backward.value_and_grad(model, loss_fn, casting)
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
@@ -239,15 +225,14 @@ class GradScaler:
         """
         if not self._enabled:
             return loss_fn
-        scaled_loss_fn = self._backward.scale_loss(loss_fn, model)
+        refuse_scaled(loss_fn)
         self._set_mode(_UNSCALED)
-        return scaled_loss_fn
+        return self._backward.scale_loss(loss_fn, model)
 
     def scale(self, outputs: Any) -> Any:
-        """Return an array, or each array of a tree, times the scale in float32.
+        """Return each array of a tree, usually the loss, times the scale in float32.
 
-        PyTorch's mode: gradients of the result are scaled, until :meth:`unscale_` or
-        :meth:`step` unscales them.
+        PyTorch's mode: gradients stay scaled until :meth:`unscale_` or :meth:`step`.
 
         Example:
             >>> import mlx.core as mx
@@ -271,8 +256,8 @@ class GradScaler:
     def _set_mode(self, mode: str) -> None:
         if self._mode not in (None, mode):
             raise RuntimeError(
-                f"This scaler is used with {self._mode} already, and cannot tell those "
-                f"gradients from the ones of {mode}. Use a second GradScaler."
+                f"This scaler is used with {self._mode} already, so {mode} would mix "
+                "scaled and unscaled gradients. Use a second GradScaler."
             )
         self._mode = mode
 
@@ -368,9 +353,9 @@ class GradScaler:
         self._check_leaves(leaves)
         if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
-                "Half-precision parameters without master weights lose small updates. "
-                "Keep float32 parameters and use value_and_grad(..., compute_dtype), "
-                "or use LossScaleOptimizer."
+                "Half-precision parameters have no master weights here, and lose small "
+                "updates. Keep float32 parameters and use value_and_grad(..., "
+                "compute_dtype), or use LossScaleOptimizer."
             )
         inspected = inspect(leaves, self._ranks)
         applied = inspected.applied
@@ -382,9 +367,8 @@ class GradScaler:
             initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
         planned = plan(optimizer, grads, leaves, inspected._replace(applied=applied))
         planned.writes += self._writes(applied, None)
-        planned.writes.append(
-            (self._stages, id(optimizer), _Stage(optimizer, applied, stepped=True))
-        )
+        stepped = _Stage(optimizer, applied, stepped=True)
+        planned.writes.append((self._stages, id(optimizer), stepped))
         return planned, applied
 
     def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
@@ -397,9 +381,7 @@ class GradScaler:
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_last_call()
         if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
-            raise ValueError(
-                "There are no gradients to step with. Is every parameter frozen?"
-            )
+            raise ValueError("There are no gradients to step with. Is all frozen?")
         if self._mode is None and self._scales and self._enabled:
             self._backward.warn_once(
                 "These gradients do not come from this scaler: small float16 gradients "
@@ -430,7 +412,7 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._state["scale"] = clamp(self._state, _as_scale(new_scale))
+            self._state["scale"] = rule.clamp(self._state, _as_scale(new_scale))
             self._state["skips_since_update"] = mx.array(0)
             self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
         else:
@@ -467,10 +449,10 @@ class GradScaler:
         changed = _advance(self._state, applied, finite)
         return [(self._state, name, value) for name, value in changed.items()]
 
-    # Settings
+    # Settings, read from the device; a change reaches a step that is already compiled
 
     def get_scale(self) -> float:
-        """Read the scale from the device; 1.0 when disabled."""
+        """Read the scale; 1.0 when disabled."""
         return float(self._get("scale")) if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
@@ -478,7 +460,7 @@ class GradScaler:
         return self._enabled
 
     def get_growth_factor(self) -> float:
-        """Read the growth factor."""
+        """Read the growth factor from the device."""
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -511,12 +493,11 @@ class GradScaler:
         self._scales |= dynamic
 
     def _get(self, name: str) -> Any:
-        return read_field(name, self._state[name])
+        return rule.read_field(name, self._state[name])
 
     def _set(self, name: str, value: Any) -> None:
-        check({name: value})
-        check({key: self._get(key) for key in SETTINGS if key != name} | {name: value})
-        self._state[name] = as_array(name, value)
+        rule.check({key: self._get(key) for key in rule.SETTINGS} | {name: value})
+        self._state[name] = rule.as_array(name, value)
 
     @property
     def skipped_steps(self) -> mx.array:
@@ -537,7 +518,7 @@ class GradScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return PyTorch's five keys, and others only where not at their default."""
-        return to_state_dict(read(self._state)) if self._enabled else {}
+        return rule.to_state_dict(rule.read(self._state)) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of PyTorch's, all or nothing.
@@ -545,8 +526,8 @@ class GradScaler:
         Missing counters start at zero, missing settings stay, other keys are ignored.
         """
         if self._enabled:
-            settings = {name: self._get(name) for name in SETTINGS}
-            self._fill(from_state_dict(state_dict, settings))
+            settings = {name: self._get(name) for name in rule.SETTINGS}
+            self._fill(rule.from_state_dict(state_dict, settings))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to one file, atomically.
@@ -569,28 +550,27 @@ class GradScaler:
         if not self._enabled:
             return f"{name}(enabled=False)"
         try:
-            values = read(self._state)
+            values = rule.read(self._state)
         except (RuntimeError, ValueError):  # inside mx.compile there are no values
             return f"{name}(being traced)"
-        shown = {"scale": values["scale"]}
-        shown |= {k: values[k] for k in SETTINGS if values[k] != SETTINGS[k][1]}
+        usual = {k: default for k, (_, default) in rule.SETTINGS.items()}
+        changed = {k: values[k] for k in usual if values[k] != usual[k]}
+        shown = {"scale": values["scale"]} | changed
         shown["skipped_steps"] = values["skipped_steps"]
         return f"{name}({', '.join(f'{k}={x}' for k, x in shown.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
             raise TypeError(
-                "A GradScaler with a group cannot be pickled or copied. Save its "
-                "state_dict() and create a new one with the group."
+                "A GradScaler with a group cannot be copied. Use its state_dict()."
             )
         if self._stages:
             raise RuntimeError(
-                "A GradScaler can be pickled or copied only between iterations. Call "
-                "update() first."
+                "A GradScaler is copied between iterations only. Call update() first."
             )
         left_out = ("_backward", "_stages", "_skip_watch")
         kept = {k: x for k, x in vars(self).items() if k not in left_out}
-        return kept | {"_state": read(self._state)}
+        return kept | {"_state": rule.read(self._state)}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         vars(self).update(pickled, _state={})
@@ -603,9 +583,9 @@ def _advance(
     state: dict[str, mx.array], applied: mx.array | None, finite: mx.array | None
 ) -> dict[str, mx.array]:
     """Return the fields that a step, an update or both of them change."""
-    changed = {} if applied is None else count_step(state, applied)
+    changed = {} if applied is None else rule.count_step(state, applied)
     if finite is not None:
-        changed |= next_scale(state, finite)
+        changed |= rule.next_scale(state, finite)
     # A common root makes it one kernel instead of seven.
     name, *others = changed
     either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
@@ -663,5 +643,5 @@ def _as_scale(value: Any) -> mx.array:
         if value.size != 1 or value.dtype == mx.bool_:
             raise ValueError(f"new_scale must be one number, got {value!r}.")
         return value.reshape(()).astype(mx.float32)
-    check_scale("new_scale", value)
+    rule.check_scale("new_scale", value)
     return mx.array(float(value), mx.float32)
