@@ -1,7 +1,7 @@
 """Five small models that overflow float16 in the forward pass, as real ones do.
 
-Each learns to count: the first number says how far, then it starts over. The weights
-are made so that float32 trains and float16 does not, and no loss scale helps:
+Each learns to count up to its first number and start over. The weights are chosen so
+that float32 trains and float16 does not, at any loss scale:
 
     residual   a residual stream above 65504, as in Gemma 3
     mlp        a gated feed-forward layer whose product is above 65504, as in T5
@@ -28,7 +28,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Scaled after the product, where it may be too late."""
+    """Attention that scales its scores after the product, when they are too large."""
 
     def __init__(self, scale=WIDTH**-0.5):
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """The product of two layers, times ``gain`` on its way through the third."""
+    """A gated layer whose hidden values are ``gain`` times as large as they need be."""
 
     def __init__(self, gain=1.0):
         super().__init__()
@@ -59,7 +59,7 @@ class GatedMlp(nn.Module):
 
 
 class Block(nn.Module):
-    """With norms before and after each layer, as Gemma has them."""
+    """A block with norms before and after each layer, as in Gemma."""
 
     def __init__(self, norm):
         super().__init__()
@@ -146,7 +146,7 @@ MODELS = {f.__name__: f for f in (residual, mlp, attention, loss, norm)}
 
 
 def batch(seed, size=16):
-    """Return numbers, and the numbers that come next; one in five is any number."""
+    """Return numbers and the numbers that follow; one in five is random."""
     keys = mx.random.split(mx.random.key(seed), 3)
     most = mx.random.randint(2, NUMBERS, (size, 1), key=keys[0])
     numbers = mx.concatenate([most, mx.arange(LENGTH) % (most + 1)], axis=1)

@@ -1,26 +1,26 @@
-"""What the numbers look like: overflow reports, histograms and histories."""
+"""Look at a run: overflows, gradients, dtypes, and the history of the scale.
 
-from .alarm import SkipAlarm, SkippedStepsError, SkippedStepsWarning, check_skips
+Nothing here costs anything unless you call it.
+"""
+
+from .calibrate import calibrate
 from .callback import LossScaleCallback
-from .compute_dtypes import DtypeReport, compute_dtypes
+from .compute_dtypes import DtypeReport, LayerDtypes, compute_dtypes
 from .explain import OverflowReport, explain_overflow
 from .histogram import GradientHistogram, Shares, gradient_histogram
-from .history import ScaleHistory
+from .history import ScaleHistory, ScaleRecord
 from .overflow import overflow_table
-from .records import ScaleRecord
 
 __all__ = [
     "DtypeReport",
     "GradientHistogram",
+    "LayerDtypes",
     "LossScaleCallback",
     "OverflowReport",
     "ScaleHistory",
     "ScaleRecord",
     "Shares",
-    "SkipAlarm",
-    "SkippedStepsError",
-    "SkippedStepsWarning",
-    "check_skips",
+    "calibrate",
     "compute_dtypes",
     "explain_overflow",
     "gradient_histogram",

@@ -1,45 +1,92 @@
-"""In which dtype each layer computes, as a table."""
+"""Report in which dtype each layer computes."""
 
+import contextlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
-from .. import precision
+from ..core.masters import HALF
 from ..files.text import align, dtype_name
-from ..precision.dtypes import LayerDtypes, sentence, watched_dtypes
-from ..probes import unchanged
+from ..float32_layers.calls import Handler
+from ..float32_layers.layers import half_statistics, is_inside_float32_layer
+from ..float32_layers.probes import handled, is_module
+from ..float32_layers.trial import Batch, Setting, differentiate
+
+
+@dataclass(frozen=True)
+class LayerDtypes:
+    """One call of a layer.
+
+    Attributes:
+        model (str): The class of the model that has the layer, and for a model among
+            the arguments of the loss function also the name of the argument.
+        path (str): The path of the layer; "" is the whole model.
+        parameters (Dtype or None): The half-precision dtype of its own parameters, or
+            None.
+        inputs (tuple): The dtypes of its floating inputs.
+        outputs (tuple): The dtypes of its floating outputs.
+        argument (str or None): The argument of the loss function that it was given, if
+            any.
+    """
+
+    model: str
+    path: str
+    parameters: mx.Dtype | None
+    inputs: tuple[mx.Dtype, ...]
+    outputs: tuple[mx.Dtype, ...]
+    argument: str | None = None
+
+    @property
+    def is_promoted(self) -> bool:
+        """Whether it returned float32 although its parameters are half precision."""
+        return self.parameters is not None and mx.float32 in self.outputs
 
 
 @dataclass(frozen=True)
 class DtypeReport:
-    """What :func:`compute_dtypes` found.
+    """The result of :func:`compute_dtypes`; print it to read it.
 
     Attributes:
-        layers (tuple): Each call of a layer, in order; layers in float32 islands are
-            left out.
-        first (LayerDtypes or None): The first one with half-precision parameters that
-            returned float32.
+        layers (tuple): Each call of a layer, in order, without float32 layers.
+        half_statistics (tuple): The BatchNorm layers whose running statistics are in
+            half precision.
     """
 
     layers: tuple[LayerDtypes, ...]
-    first: LayerDtypes | None
+    half_statistics: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> LayerDtypes | None:
+        """The first layer with half-precision parameters that returned float32."""
+        return next((layer for layer in self.layers if layer.is_promoted), None)
 
     def __str__(self) -> str:
+        models = {layer.model for layer in self.layers}
         rows = [["layer", "parameters", "inputs", "outputs"]]
         for layer in self.layers:
             own = [layer.parameters] if layer.parameters else []
-            cells = (own, layer.inputs, layer.outputs)
-            rows.append([layer.path or "(model)", *map(_names, cells)])
-        found = sentence(self.first) if self.first else "All layers compute in halves."
-        return "\n".join([align(rows, left=4), found])
-
-
-def _names(dtypes: Any) -> str:
-    names = dict.fromkeys(dtype_name(dtype) for dtype in dtypes)
-    return ", ".join(names) or "-"
+            name = layer.path or "(model)"
+            name = f"{layer.model}: {name}" if len(models) > 1 else name
+            rows.append([name, *map(_names, (own, layer.inputs, layer.outputs))])
+        lines = [align(rows, left=4)]
+        if self.first is None:
+            lines.append("All layers compute in half precision.")
+        else:
+            lines.append(_promotion_message(self.first))
+        if self.half_statistics:
+            lines.append(
+                f"The running statistics of {', '.join(self.half_statistics)} are in "
+                "half precision, where small changes are lost and a variance above "
+                "65504 is inf. Before training: mlx_gradscale.float32_layers(model, "
+                "lambda path, layer: isinstance(layer, nn.BatchNorm))."
+            )
+        return "\n".join(lines)
 
 
 def compute_dtypes(
@@ -51,20 +98,21 @@ def compute_dtypes(
     cast_inputs: bool = True,
     **kwargs: Any,
 ) -> DtypeReport:
-    """Run one batch and tell in which dtype each layer computes.
+    """Trace one batch and report in which dtype each layer computes.
 
-    A float32 array that meets float16 makes the result float32, and with it all that
-    follows: a batch, a mask, a positional encoding. Nothing says so, and from there on
-    the model is as slow and as large as in float32.
+    A float32 array that meets float16 makes the result float32, and so everything after
+    it: a batch, a mask, a positional encoding. MLX does this silently, and the model is
+    then as slow and as large as in float32. Nothing is evaluated.
 
     Args:
-        model (nn.Module): The model; it comes out as it was.
+        model (nn.Module): The model; it is unchanged afterwards. Other models among the
+            arguments of ``loss_fn`` are reported, too.
         loss_fn (Callable): As for ``value_and_grad``.
         *args (Any): A batch, as ``loss_fn`` takes it.
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
         keep (Callable, optional): As for ``value_and_grad``.
         cast_inputs (bool): As for ``value_and_grad``.
-        **kwargs (Any): Of ``loss_fn``.
+        **kwargs (Any): Keyword arguments of ``loss_fn``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -80,19 +128,93 @@ def compute_dtypes(
             f"compute_dtypes(model, loss_fn, *batch) takes a model first, got "
             f"{type(model).__name__}."
         )
-    with unchanged(model), watched_dtypes(model) as calls:
-        if not calls.are_seen:
-            raise RuntimeError(
-                "The dtypes of layers are being looked at already, by another thread "
-                "or around this call: call compute_dtypes() by itself."
-            )
+    arguments: dict[int, str] = {}
+    calls: list[LayerDtypes] = []
+    forward: list[LayerDtypes] = []
 
-        def named_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            calls.names(loss_fn, args, kwargs)
-            return loss_fn(*args, **kwargs)
+    def recorded_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        arguments.update((id(x), name) for name, x in _bound(loss_fn, args, kwargs))
+        outputs = loss_fn(*args, **kwargs)
+        # Without the calls of checkpointed layers in the backward pass.
+        forward.extend(calls)
+        return outputs
 
-        function = precision.value_and_grad(
-            model, named_loss_fn, compute_dtype, keep, cast_inputs
+    def make_handler(model: str, path: str, _: nn.Module) -> Handler:
+        def handle(module: Any, function: Any, args: Any, kwargs: Any) -> Any:
+            outputs = function(*args, **kwargs)
+            if not (is_inside_float32_layer() or module.computes_in_float32):
+                given = _floating((args, kwargs))
+                names = [arguments[id(x)] for x in given if id(x) in arguments]
+                own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
+                layer = LayerDtypes(
+                    model,
+                    path,
+                    next((dtype for dtype in own if dtype in HALF), None),
+                    tuple(x.dtype for x in given),
+                    tuple(x.dtype for x in _floating(outputs)),
+                    names[0] if names else None,
+                )
+                calls.append(layer)
+            return outputs
+
+        return handle
+
+    models = {type(model).__name__: model}
+    parts = {id(part) for part in model.modules()}
+    for name, x in _bound(loss_fn, args, kwargs):
+        if isinstance(x, nn.Module) and id(x) not in parts:
+            models[f"{type(x).__name__} ({name})"] = x
+    setting = Setting(model, recorded_loss_fn, compute_dtype, cast_inputs, keep)
+    with contextlib.ExitStack() as stack:
+        for name, each in models.items():
+            stack.enter_context(handled(each, partial(make_handler, name)))
+        differentiate(setting, Batch(args, kwargs))
+    statistics = [
+        path if len(models) == 1 else f"{name}: {path}"
+        for name, each in models.items()
+        for path in half_statistics(each)
+    ]
+    return DtypeReport(tuple(forward), tuple(statistics))
+
+
+def _bound(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    """Return the leaves of a call's arguments with the names of the parameters."""
+    try:
+        bound = dict(inspect.signature(loss_fn).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return []
+    return tree_flatten(bound, is_leaf=is_module)
+
+
+def _floating(tree: Any) -> list[mx.array]:
+    leaves = [x for _, x in tree_flatten(tree, is_leaf=is_module)]
+    arrays = [x for x in leaves if isinstance(x, mx.array)]
+    return [x for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
+
+
+def _names(dtypes: Any) -> str:
+    return ", ".join(dict.fromkeys(map(dtype_name, dtypes))) or "-"
+
+
+def _promotion_message(layer: LayerDtypes) -> str:
+    half = _names([layer.parameters])
+    name = f"{layer.path!r} of {layer.model}" if layer.path else layer.model
+    other = next((x for x in layer.inputs if x != layer.parameters), None)
+    if other is None:
+        why, remedy = "by itself", f"Return {half} from it."
+    elif layer.argument is not None:
+        why = f"because argument {layer.argument!r} of the loss function is "
+        why += dtype_name(other)
+        remedy = f"Cast it: {layer.argument}.astype(mx.{half})."
+    else:
+        why = f"because its input is {dtype_name(other)}"
+        remedy = (
+            f"Cast what comes before it to {half}: masks, positions, frozen layers, "
+            "the output of another model."
         )
-        function(*args, **kwargs)
-    return DtypeReport(tuple(calls.layers), calls.first_wider())
+    return (
+        f"{name} has {half} parameters and computes in float32, {why}. So does "
+        f"everything after it, which costs time and memory. {remedy}"
+    )

@@ -1,4 +1,4 @@
-"""Where gradients lie between underflow and overflow, by powers of two."""
+"""Count gradients by power of two, between underflow and overflow."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,46 +8,45 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..core.finite import arrays, is_floating
+from ..core.scale import LARGEST_SCALE, SMALLEST_SCALE
 from ..files.text import align, percent, power
-from ..finite import arrays, is_floating
-from ..scale import LARGEST_SCALE, SMALLEST_SCALE
 from .reading import scale_of
 
-# float16: the smallest power of two that does not round to zero (2**-24 is the
-# smallest number, and all above half of it round up), the smallest with all 11
-# bits, and the largest.
+# Powers of two in float16: from 2**-25 on values do not round to zero, from 2**-14 on
+# they have all 11 bits, and 2**15 is the largest.
 ROUNDS_UP, NORMAL, LARGEST = -25, -14, 15
-# The powers of float32, subnormals included; one more, which a number just below
-# 2**128 rounds to in 11 bits. Bins: zero, the powers, inf, NaN.
+# The powers of float32 with subnormals, and one more, to which a number just below
+# 2**128 rounds in 11 bits. Bins: zero, the powers, inf, NaN.
 LOWEST, HIGHEST = -149, 128
 _INF = HIGHEST - LOWEST + 2
 _BINS = _INF + 2
-# Those that a scale can have.
+# The powers of two that a scale can be.
 _SMALLEST_POWER = round(math.log2(SMALLEST_SCALE))
 _LARGEST_POWER = round(math.log2(LARGEST_SCALE))
-# The bits of a magnitude: as which integer, how many of mantissa, and the power
-# of the smallest subnormal.
+# Per dtype: the integer for its bits, the bits of the mantissa, and the power of the
+# smallest subnormal.
 _LAYOUTS = {
     mx.float16: (mx.uint16, 10, -24),
     mx.bfloat16: (mx.uint16, 7, -133),
     mx.float32: (mx.uint32, 23, -149),
 }
-# Gradients fill some twenty bins: adding to 64 copies of each keeps a GPU's
-# atomic additions apart, for a sixth more time on a CPU.
+# Gradients fill about twenty bins. Adding to 64 copies of each avoids contention of a
+# GPU's atomic additions, for a sixth more time on a CPU.
 _LANES = 64
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What becomes of gradients in float16 at one loss scale, in shares of all.
+    """The shares of gradients that survive in float16 at one loss scale.
 
     Attributes:
-        zero (float): Those that were zero before.
-        underflow (float): Those that round to zero.
-        subnormal (float): Those that stay, with fewer than float16's 11 bits.
-        normal (float): Those that stay.
-        overflow (float): Those that become infinite.
-        nonfinite (float): Those that were inf or NaN before.
+        zero (float): Zero before the cast.
+        underflow (float): Rounded to zero by the cast.
+        subnormal (float): Representable with fewer than float16's 11 bits.
+        normal (float): Representable with all bits.
+        overflow (float): Infinite after the cast.
+        nonfinite (float): Inf or NaN before the cast.
 
     Example:
         >>> import mlx.core as mx
@@ -67,13 +66,13 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class GradientHistogram:
-    """Counts by power of two: what :func:`gradient_histogram` returns.
+    """Counts by power of two, the result of :func:`gradient_histogram`.
 
     Attributes:
         bins (np.ndarray): Counts of zero, of the powers of two from -149, of inf and of
-            NaN, of the values as they were given.
-        scale (float): What the given values were scaled by.
-        leaves (dict): Path -> the histogram of this leaf alone.
+            NaN among the given values.
+        scale (float): The loss scale of the given values.
+        leaves (dict): The histogram of each leaf, by path.
 
     Example:
         >>> import mlx.core as mx
@@ -102,8 +101,8 @@ class GradientHistogram:
     def by_power(self, scale: float = 1.0) -> dict[int, int]:
         """Return {p: count of magnitudes from 2**p to 2**(p + 1)} at a scale.
 
-        Magnitudes are rounded to float16's 11 bits first, so that whatever
-        overflows is counted from 2**16 on.
+        Magnitudes are rounded to float16's 11 bits first, so that overflows are counted
+        from 2**16 on.
 
         Example:
             >>> import mlx.core as mx
@@ -117,7 +116,7 @@ class GradientHistogram:
         return {int(i) + LOWEST + shift: int(powers[i]) for i in found}
 
     def at(self, scale: float) -> Shares:
-        """Return what becomes of these gradients in float16 at a loss scale.
+        """Return the shares that survive in float16 at a loss scale.
 
         Args:
             scale (float): The loss scale, taken at the nearest power of two.
@@ -134,23 +133,22 @@ class GradientHistogram:
 
     @property
     def unscaled(self) -> Shares:
-        """What would become of them in float16 without loss scaling."""
+        """The shares in float16 without loss scaling."""
         return self.at(1.0)
 
     @property
     def scaled(self) -> Shares:
-        """What becomes of them in float16 at :attr:`scale`."""
+        """The shares in float16 at :attr:`scale`."""
         return self.at(self.scale)
 
     @property
     def best_scale(self) -> float | None:
-        """The power of two that loses least, or None if nothing shows it.
+        """The power of two that loses least, or None if all values are zero.
 
-        That is: nothing overflows, as one overflow costs the whole step; then the
-        fewest underflow; then subnormals lose the fewest bits. Of scales that lose
-        nothing it is the one in the middle. Where values are not finite already,
-        it is smaller than :attr:`scale`. Where no scale is small enough, it is the
-        smallest.
+        Nothing may overflow, since one overflow costs the whole step; then the fewest
+        values underflow; then subnormals lose the fewest bits. Of several such scales
+        it is the one in the middle. If values are not finite already, it is smaller
+        than :attr:`scale`. If no scale is small enough, it is the smallest.
         """
         powers = self.by_power()
         if not powers:
@@ -187,17 +185,16 @@ class GradientHistogram:
 def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
     """Count gradients by power of two, over all leaves and per leaf.
 
-    The counting is one pass over the gradients on the device; only the counts are
-    read from it. Call it now and then, not on every step.
+    The counting is one pass over the gradients on the device, and only the counts are
+    read. Call it now and then, not on every step.
 
-    Gradients that went through float16 have lost already what they lose: what
-    underflowed is counted as zero. To see it all, take the gradients of one batch
-    in float32.
+    A gradient that underflowed in float16 is counted as zero. To see the full range,
+    compute the gradients of one batch in float32.
 
     Args:
         grads (Any): A tree of arrays; leaves that are not floating are left out.
-        scale (float, GradScaler or LossScaleOptimizer): What the gradients are
-            scaled by. Default: ``1.0``, for true gradients.
+        scale (float, GradScaler or LossScaleOptimizer): The loss scale of the
+            gradients. Default: ``1.0``, for unscaled gradients.
 
     Example:
         >>> import mlx.core as mx
@@ -248,16 +245,16 @@ def _count_leaf(x: mx.array) -> mx.array:
 
 
 def _bin(x: mx.array) -> mx.array:
-    # All on integers: no flushing of subnormals on the way can hide them.
+    # On integers throughout, because a GPU may flush float subnormals to zero.
     dtype, mantissa, smallest = _LAYOUTS[x.dtype]
     sign = 8 * x.dtype.size - 1
     bits = x.view(dtype).astype(mx.uint32) & ((1 << sign) - 1)
-    # A number is rounded to float16's 10 bits of mantissa by adding half of the
-    # last of them: 65520 and more become 2**16, which is where float16 overflows.
+    # Adding half of the last bit rounds a number to float16's 10 bits of mantissa:
+    # 65520 and more become 2**16, where float16 overflows.
     half = 1 << (mantissa - 11) if mantissa > 10 else 0
     normal = ((bits + half) >> mantissa) + (smallest + mantissa - LOWEST)
-    # The mantissa of a subnormal is its value in units of the smallest; as a
-    # float32 of its own it is normal and shows its power in the exponent.
+    # The mantissa of a subnormal is its value in units of the smallest; converted to
+    # float32 it is normal, and its exponent shows the power.
     own = (bits.astype(mx.float32).view(mx.uint32) + half) >> 23
     subnormal = own - (127 - (smallest - LOWEST) - 1)
     index = mx.where(bits < (1 << mantissa), subnormal, normal)

@@ -1,33 +1,61 @@
-"""What happened at each step, read from the device once for many of them."""
+"""Record what happened at each step, and append it to a CSV or JSON Lines file."""
 
+import json
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from .alarm import alarm_of
+from ..files.atomic import atomic_write
 from .reading import scaler_of
-from .records import RecordFile, ScaleRecord, read_records, write_records
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRecord:
+    """One step of a run.
+
+    Attributes:
+        step (int): Its number.
+        scale (float): The loss scale after it.
+        applied (bool): False if it was skipped.
+        grad_norm (float or None): The norm of the unscaled gradients, or None.
+        loss (float or None): The loss, or None.
+
+    Example:
+        >>> from mlx_gradscale.diagnostics import ScaleRecord
+        >>> ScaleRecord(step=1, scale=65536.0, applied=True, loss=0.5)
+        ScaleRecord(step=1, scale=65536.0, applied=True, grad_norm=None, loss=0.5)
+    """
+
+    step: int
+    scale: float
+    applied: bool
+    grad_norm: float | None = None
+    loss: float | None = None
+
+
+_HEADER = ",".join(field.name for field in fields(ScaleRecord))
+# What reading a line that is no record may raise.
+_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 class ScaleHistory:
     """The loss scale, skipped steps, gradient norm and loss of a run.
 
-    :meth:`record` only keeps the lazy arrays; every so many steps they are read
-    from the device together, as one array. A loop that evaluates its own arrays
-    (``mx.eval``) as usual never waits for this. At the end of a ``with`` block, or by
-    :meth:`flush`, the last of them are read as well.
+    :meth:`record` only keeps lazy arrays; every ``every`` steps they are read from the
+    device together. A loop that evaluates its arrays as usual never waits for this. At
+    the end of a ``with`` block, or by :meth:`flush`, the remaining ones are read.
 
     Args:
-        path (str, optional): A ``.csv`` or ``.jsonl`` file to add to whenever the
-            records are read from the device. If it is there already, the run goes
-            on in it, with the number after its last step. Give :meth:`record` an
-            earlier ``step`` to go on from there: when the file is loaded, the records
-            from that step on are those of the new run. One process at a time can
-            write to it, and in a process the newest history. Default: ``None``.
+        path (str, optional): A ``.csv`` or ``.jsonl`` file to append to. If it exists,
+            the run continues after its last step. Pass :meth:`record` an earlier
+            ``step`` to continue from there: where a file has steps twice, the later
+            lines count. Only one process may write to it. Default: ``None``.
         every (int): How many steps to read at a time. Default: ``50``.
 
     Example:
@@ -45,14 +73,10 @@ class ScaleHistory:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every must be a positive integer, got {every!r}.")
         self._every = every
+        self._path = None if path is None else Path(path)
         self._records: list[ScaleRecord] = []
         self._pending: list[tuple[int, list[Any]]] = []
-        self._step = 0
-        self._streak = 0
-        self._source: Any = None
-        self._file = None if path is None else RecordFile(Path(path))
-        if self._file is not None:
-            self._step = self._file.last_step()
+        self._step = _continue_file(self._path) if self._path else 0
 
     def record(
         self,
@@ -60,66 +84,48 @@ class ScaleHistory:
         *,
         loss: mx.array | float | None = None,
         grad_norm: mx.array | float | None = None,
-        grads: Any = None,
         step: int | None = None,
     ) -> None:
         """Note one step, after the scaler's ``update()``, without reading anything.
 
         Args:
-            source (GradScaler or LossScaleOptimizer): What has just stepped. The
-                scale noted is that after the step.
-            loss (array, optional): The true loss. Evaluate it with the step, as in
-                ``mx.eval(loss, model.state, ...)``, or what it is computed from stays
-                in memory until it is read here.
-            grad_norm (array, optional): The norm of the true gradients, as
-                ``clip_grad_norm`` returns it. A
-                ``LossScaleOptimizer`` with ``max_grad_norm`` brings it itself.
-            grads (Any, optional): The gradients, scaled or not. They are looked at
-                only if too many steps were skipped, and not kept; no norm is computed
-                from them.
-            step (int, optional): The number of the step. Default: one more than
-                the last, which may be in the file already.
+            source (GradScaler or LossScaleOptimizer): What has just stepped.
+            loss (array, optional): The loss. Evaluate it with the step, as in
+                ``mx.eval(loss, model.state, ...)``, or its graph stays in memory until
+                it is read here.
+            grad_norm (array, optional): The norm of the unscaled gradients, as
+                ``clip_grad_norm`` returns it. A ``LossScaleOptimizer`` with
+                ``max_grad_norm`` provides its own.
+            step (int, optional): The number of the step. Default: one more than the
+                last.
         """
-        scaler = scaler_of(source)
+        state = scaler_of(source).state
         if grad_norm is None:
             grad_norm = getattr(source, "grad_norm", None)
         for x in (grad_norm, loss):
             if isinstance(x, mx.array) and x.size != 1:
                 raise ValueError(f"Expected one number per step, got shape {x.shape}.")
-        self._source = scaler
         self._step = self._step + 1 if step is None else step
-        state = scaler.state
         values = [state["scale"], state["last_step_applied"], grad_norm, loss]
         self._pending.append((self._step, values))
         if len(self._pending) >= self._every:
-            self.flush(grads)
+            self.flush()
 
-    def flush(self, grads: Any = None) -> None:
-        """Read what was noted since the last time, in one transfer.
-
-        This is also where too many skipped steps in a row are seen; see
-        :class:`SkipAlarm`.
-
-        Args:
-            grads (Any, optional): The latest gradients, for the alarm's table.
-        """
+    def flush(self) -> None:
+        """Read the steps noted since the last time, and append them to the file."""
         if not self._pending:
             return
-        new = list(_read(self._pending))
-        if self._file is not None:
-            self._file.append(new)
+        mx.eval([values for _, values in self._pending])
+        new = []
+        for step, values in self._pending:
+            scale, applied, grad_norm, loss = map(_number, values)
+            assert scale is not None
+            new.append(ScaleRecord(step, scale, bool(applied), grad_norm, loss))
+        if self._path is not None:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write("".join(_line(self._path, record) for record in new))
         self._pending.clear()
         self._records += new
-        self._look_at(new, grads)
-
-    def _look_at(self, new: list[ScaleRecord], grads: Any) -> None:
-        longest = 0
-        for record in new:
-            self._streak = 0 if record.applied else self._streak + 1
-            longest = max(longest, self._streak)
-        alarm = alarm_of(self._source)
-        if alarm is not None:
-            alarm.check(longest, new[-1].scale, grads)
 
     def __enter__(self) -> "ScaleHistory":
         return self
@@ -128,36 +134,39 @@ class ScaleHistory:
         try:
             self.flush()
         except Exception:
-            # A run that failed says so itself; its last arrays may be what failed.
+            # A failed run raises its own error; its last arrays may be what failed.
             if kind is None:
                 raise
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all records to one ``.csv`` or ``.jsonl`` file, atomically."""
-        write_records(Path(path), self.records)
+        """Write all records to a new ``.csv`` or ``.jsonl`` file."""
+        path = Path(path)
+        lines = [_line(path, record) for record in self.records]
+        with atomic_write(path) as file:
+            file.write((_header(path) + "".join(lines)).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ScaleHistory":
-        """Read what :meth:`save`, or a history with a ``path``, wrote.
+        """Read the file of a history.
 
         Returns:
             ScaleHistory: With these records, and no file of its own.
         """
         history = cls()
-        history._records = read_records(Path(path))
+        history._records = _read_records(Path(path), Path(path).read_bytes())
         if history._records:
             history._step = history._records[-1].step
         return history
 
     @property
     def records(self) -> list[ScaleRecord]:
-        """All records so far; reads from the device what was not read yet."""
+        """All records of this object; reads what is pending from the device."""
         self.flush()
         return self._records
 
     @property
     def skipped(self) -> list[int]:
-        """The steps that were skipped."""
+        """The numbers of the steps that were skipped."""
         return [record.step for record in self.records if not record.applied]
 
     def __len__(self) -> int:
@@ -170,17 +179,78 @@ class ScaleHistory:
         return self.records[index]
 
 
-def _read(pending: list[tuple[int, list[Any]]]) -> Iterable[ScaleRecord]:
-    lazy = [x for _, values in pending for x in values if isinstance(x, mx.array)]
-    floats = [x.reshape(()).astype(mx.float32) for x in lazy]
-    known = iter(np.array(mx.stack(floats)))
+def _number(x: Any) -> float | None:
+    if isinstance(x, mx.array):
+        # 0.1, not 0.10000000149011612: the shortest text of this float32.
+        return float(str(np.float32(float(x))))
+    return None if x is None else float(x)
 
-    def number(x: Any) -> Any:
-        if isinstance(x, mx.array):
-            # 0.1, not 0.10000000149011612: the shortest that is this float32.
-            return float(str(next(known)))
-        return None if x is None else float(x)
 
-    for step, values in pending:
-        scale, applied, grad_norm, loss = map(number, values)
-        yield ScaleRecord(step, scale, bool(applied), grad_norm, loss)
+def _continue_file(path: Path) -> int:
+    """Create a file, or prepare one for more lines; return its last step."""
+    header = _header(path).encode()
+    data = path.read_bytes() if path.exists() else b""
+    records = _read_records(path, data)
+    end = data.rfind(b"\n") + 1
+    with open(path, "r+b" if data else "wb") as file:
+        # A crash may have cut the last line off.
+        file.truncate(end)
+        file.seek(end)
+        file.write(b"" if end else header)
+    return records[-1].step if records else 0
+
+
+def _read_records(path: Path, data: bytes) -> list[ScaleRecord]:
+    header = _header(path)
+    start = header or '{"step":'
+    if not data.startswith(start.encode()[: len(data)]):
+        raise ValueError(
+            f"{path} is not a history: it does not begin with {start.strip()!r}. Use "
+            "another file name."
+        )
+    lines = data[: data.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines()
+    records: list[ScaleRecord] = []
+    for i, line in enumerate(lines[bool(header) :], start=1 + bool(header)):
+        try:
+            record = _parse(path, line)
+        except _MALFORMED as error:
+            raise ValueError(
+                f"{path}, line {i} is no record: {line[:100]!r}"
+            ) from error
+        while records and records[-1].step >= record.step:
+            records.pop()
+        records.append(record)
+    return records
+
+
+def _header(path: Path) -> str:
+    if path.suffix not in (".csv", ".jsonl"):
+        raise ValueError(f"A history ends in .csv or .jsonl, got {path.name!r}.")
+    return f"{_HEADER}\n" if path.suffix == ".csv" else ""
+
+
+def _line(path: Path, record: ScaleRecord) -> str:
+    row = asdict(record)
+    if path.suffix == ".csv":
+        row["applied"] = int(record.applied)
+        return ",".join("" if x is None else str(x) for x in row.values()) + "\n"
+    for name, x in row.items():
+        # JSON has no inf and no NaN; any reader takes them as strings.
+        if isinstance(x, float) and not math.isfinite(x):
+            row[name] = str(x)
+    return json.dumps(row) + "\n"
+
+
+def _parse(path: Path, line: str) -> ScaleRecord:
+    if path.suffix == ".csv":
+        step, scale, applied, *rest = line.split(",")
+        found = int(step), float(scale), {"0": False, "1": True}[applied]
+        grad_norm, loss = (cell or None for cell in rest)
+    else:
+        row = json.loads(line)
+        found = row["step"], float(row["scale"]), row["applied"]
+        grad_norm, loss = row.get("grad_norm"), row.get("loss")
+    if [type(x) for x in found] != [int, float, bool] or abs(found[0]) >= 2**63:
+        raise ValueError(line)
+    numbers = [None if x is None else float(x) for x in (grad_norm, loss)]
+    return ScaleRecord(*found, *numbers)

@@ -1,26 +1,22 @@
-"""Which parameters overflowed, as a table."""
+"""A table of the parameters that overflowed."""
 
 import math
 from typing import Any
 
+from ..core.finite import NonFinite, nonfinite
 from ..files.text import align, dtype_name
-from ..finite import NonFinite, nonfinite
 
 
 def overflow_table(grads: Any, limit: int | None = 20) -> str:
-    """Say which leaves hold NaN or inf, and how many, as a table.
+    """Return a table of the leaves that hold NaN or inf, and how many.
 
-    This reads from the device, once for the whole tree: call it after a skipped
-    step, not on every step.
+    This reads from the device, once for the whole tree: call it after a skipped step,
+    not in every step.
 
     Args:
         grads (Any): A tree of arrays, scaled or not, or what
             :func:`mlx_gradscale.nonfinite` returned.
-        limit (int, optional): Show this many rows and count the others; None for
-            all. Default: ``20``.
-
-    Returns:
-        str: The table, or a sentence if all is finite.
+        limit (int, optional): Show this many rows; None for all. Default: ``20``.
 
     Example:
         >>> import mlx.core as mx
@@ -36,7 +32,7 @@ def overflow_table(grads: Any, limit: int | None = 20) -> str:
 
 
 def nonfinite_table(leaves: list[NonFinite], what: str, limit: int | None = 20) -> str:
-    """Return the table of :func:`overflow_table` for leaves that are a ``what``."""
+    """Return the table of :func:`overflow_table` with ``what`` as its heading."""
     if not leaves:
         return "Every value is finite."
     rows: list[tuple[Any, ...]] = [(what, "dtype", "nan", "+inf", "-inf", "of")]

@@ -1,4 +1,4 @@
-"""Read scales off whatever the user trains with."""
+"""Read the state of whatever the user trains with."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ def scaler_of(source: Any) -> Any:
 
 
 def scale_of(source: Any) -> float:
-    """Return the loss scale that ``source`` is or has; this reads the device."""
+    """Return a loss scale, or that of a scaler; this reads from the device."""
     if isinstance(source, mx.array):
         source = source.item()
     elif not isinstance(source, (int, float)):

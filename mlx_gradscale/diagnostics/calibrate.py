@@ -1,0 +1,113 @@
+"""Find a loss scale before the first step, on one batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..core.finite import all_finite
+from ..float32_layers.probes import preserved
+from ..float32_layers.trial import Batch, Setting, differentiate
+from .reading import scaler_of
+
+# Powers of two: a float32 loss needs no more than the first, and below the second no
+# scale helps.
+_LARGEST, _SMALLEST = 24, -24
+
+
+def calibrate(
+    source: Any,
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    *batch: Any,
+    compute_dtype: mx.Dtype | None = None,
+    headroom: int = 1,
+    group: mx.distributed.Group | None = None,
+) -> float:
+    """Set the scale to the largest that does not overflow on one batch.
+
+    Without this, a run finds its scale by skipping steps. Model, optimizer and random
+    state are unchanged. It takes about seven forward and backward passes and waits for
+    each of them: call it before training, not in a step.
+
+    Args:
+        source (GradScaler or LossScaleOptimizer): Whose scale to set.
+        model (nn.Module): The model.
+        loss_fn (Callable): As for ``value_and_grad``.
+        *batch (Any): The arguments of ``loss_fn``.
+        compute_dtype (Dtype, optional): As for ``value_and_grad``.
+        headroom (int): How many powers of two to stay below, for batches with larger
+            gradients. Default: ``1``.
+        group (mx.distributed.Group, optional): The ranks that train together. All must
+            call this, each with its own batch. Default: all ranks.
+
+    Returns:
+        float: The scale, the smallest that a rank found.
+
+    Raises:
+        ValueError: The loss itself is not finite, or no scale is small enough.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale import GradScaler
+        >>> from mlx_gradscale.diagnostics import calibrate
+        >>> model, scaler = nn.Linear(4, 1), GradScaler()
+        >>> def loss_fn(x):
+        ...     return model(x).astype(mx.float32).sum()
+        >>> calibrate(scaler, model, loss_fn, mx.full((2, 4), 3.0),
+        ...           compute_dtype=mx.float16)
+        4096.0
+    """
+    scaler = scaler_of(source)
+    if not scaler.is_enabled():
+        return 1.0
+    scale, problem = 0.0, None
+    try:
+        scale = _largest_scale(model, loss_fn, batch, compute_dtype) * 2.0**-headroom
+    except ValueError as error:
+        problem = error
+    group = group or mx.distributed.init()
+    if group.size() > 1:
+        # A rank that raised alone would leave the others waiting.
+        scale = float(mx.distributed.all_min(mx.array(scale), group=group))
+    if problem is not None:
+        raise problem
+    if scale == 0.0:
+        raise ValueError("calibrate() failed on another rank.")
+    scaler.update(scale)
+    return scale
+
+
+def _largest_scale(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: tuple[Any, ...],
+    compute_dtype: mx.Dtype | None,
+) -> float:
+    def fits(power: int) -> bool:
+        with preserved(model):
+            loss, gradients = differentiate(setting, Batch(batch), 2.0**power)
+            if not all_finite([loss]).item():
+                raise ValueError(
+                    f"The loss of this batch is {loss.item()}, which no scale cures. "
+                    "explain_overflow() of mlx_gradscale.diagnostics finds where it "
+                    "begins."
+                )
+            return bool(all_finite(gradients).item())
+
+    setting = Setting(model, loss_fn, compute_dtype)
+    # What overflows at one scale does so at every larger one.
+    low, high = _SMALLEST, _LARGEST
+    if not fits(low):
+        raise ValueError(
+            "The gradients of this batch are not finite at any scale. "
+            "explain_overflow() of mlx_gradscale.diagnostics finds where they begin."
+        )
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return 2.0**low

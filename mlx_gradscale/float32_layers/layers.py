@@ -1,0 +1,258 @@
+"""Let chosen layers of a half-precision model compute in float32."""
+
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..core.finite import is_floating
+from ..core.masters import HALF
+from ..files.text import dtype_name
+from .calls import get_handlers, set_handlers
+from .casting import ArgumentCast, upcast_parameters
+from .where import (
+    Chain,
+    Where,
+    is_inside,
+    ordered_modules,
+    resolve,
+    save_float32_layers,
+)
+
+_STATISTICS = ("running_mean", "running_var")
+# Where a BatchNorm in a float32 layer notes the dtype that its statistics had.
+_OWN_DTYPE = "_statistics_dtype"
+# Few and small: they stay alive even if something replaces them in the model.
+_MAX_NEIGHBOURS = 4
+
+_is_inside: ContextVar[bool] = ContextVar("is inside a float32 layer", default=False)
+
+
+@dataclass(eq=False)
+class Float32Call:
+    """Calls one module in float32: the handler of a float32 layer.
+
+    Attributes:
+        entries (tuple): The entries of ``where`` that name it.
+        casts_back (bool): Whether outputs return to half precision.
+        neighbours (tuple): Modules outside of the float32 layers. Their dtype is the
+            model's where neither arguments nor parameters of this module show it.
+    """
+
+    entries: tuple[str, ...]
+    casts_back: bool
+    neighbours: tuple[nn.Module, ...]
+    computes_in_float32 = True
+
+    def __call__(
+        self,
+        module: nn.Module,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if _is_inside.get():
+            return function(*args, **kwargs)
+        arguments = ArgumentCast(args, kwargs)
+        token = _is_inside.set(True)
+        try:
+            with upcast_parameters(module) as parameter_dtype:
+                outputs = function(*arguments.args, **arguments.kwargs)
+        finally:
+            arguments.restore()
+            _is_inside.reset(token)
+        dtype = arguments.dtype or parameter_dtype or self._model_dtype()
+        if dtype is None:
+            return outputs
+        arguments.downcast_stored(dtype)
+        return arguments.downcast(outputs, dtype) if self.casts_back else outputs
+
+    def _model_dtype(self) -> mx.Dtype | None:
+        arrays = (x for module in self.neighbours for x in _own_arrays(module))
+        return next((x.dtype for x in arrays if x.dtype in HALF), None)
+
+
+class Float32Layers:
+    """The layers that :func:`float32_layers` changed.
+
+    Attributes:
+        where (list): The layers, as :func:`float32_layers` takes them.
+        paths (list): The paths of the modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        where: list[str],
+        paths: list[str],
+        previous: list[str],
+    ):
+        self.where = where
+        self.paths = paths
+        self._model = model
+        self._previous = previous
+
+    def undo(self) -> None:
+        """Return to the float32 layers that the model had before, usually none."""
+        float32_layers(self._model, self._previous)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the layers to a ``.json`` file that :func:`float32_layers` takes."""
+        save_float32_layers(path, self.where)
+
+    def __enter__(self) -> "Float32Layers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
+    """Let some layers of a half-precision model compute in float32.
+
+    For these layers, arguments and parameters are cast to float32 for the duration of
+    each call, and outputs are cast back. Parameters keep their names and dtypes, so
+    saving, loading, freezing, LoRA, quantization, copying, pickling and gradient
+    checkpointing work as before. Only the running statistics of a BatchNorm become
+    float32. In a float32 model nothing changes, except with ``compute_dtype``, where
+    the parameters of these layers are not cast.
+
+    A call replaces the choice of an earlier call: ``float32_layers(model, [])`` returns
+    the model to normal. Compile a step again if the layers change after compilation.
+
+    Where a value too large for float16 passes from layer to layer, as in a residual
+    stream, name the first and the last layer of a chain: ``"layers.3 to norm"`` are
+    these two and every layer that the model defines between them. They pass float32 to
+    each other, and only the last casts back. ``"head to the loss"`` does not cast back
+    at all, so that the loss is computed in float32.
+
+    The layers get a subclass of their class: ``isinstance``, ``type(layer) ==
+    nn.Linear`` and tables keyed by type work, ``type(layer) is nn.Linear`` is False.
+    Only calls are intercepted, and ``as_linear`` of a tied embedding; a method of
+    another name runs in half precision.
+
+    Args:
+        model (nn.Module): The model. It is changed in place.
+        where (str, list, Callable or Path): A path such as ``"layers.3.mlp"``, a glob
+            such as ``"*.mlp"``, a chain as above, or a list of these; a function of
+            path and module that returns True; the result of
+            :func:`find_float32_layers`, or the ``.json`` file it was saved to.
+
+    Returns:
+        Float32Layers: Its ``undo()`` reverts the change, also at the end of a ``with``
+        block.
+
+    Raises:
+        ValueError: An entry names no module. The model is unchanged.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale import float32_layers
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> model.set_dtype(mx.float16)
+        >>> model.layers[0].weight *= 30000
+        >>> model.layers[1].weight *= 0
+        >>> x = mx.full((1, 2), 1000, mx.float16)
+        >>> mx.isfinite(model(x)).all().item()
+        False
+        >>> layers = float32_layers(model, "layers.0 to layers.1")
+        >>> mx.isfinite(model(x)).all().item(), model(x).dtype
+        (True, mlx.core.float16)
+        >>> layers.undo()
+    """
+    chains = resolve(model, where)
+    paths = list(dict.fromkeys(path for chain in chains for path, _ in chain.layers))
+    previous = list_float32_layers(model)
+    calls = _make_calls(chains, _find_neighbours(model, paths))
+    modules = ordered_modules(model)
+    inside = {id(m) for p, m in modules if any(is_inside(p, each) for each in paths)}
+    for _, module in modules:
+        own = [calls[id(module)]] if id(module) in calls else []
+        others = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
+        # The casts come first, innermost, so that probes see half precision outside.
+        set_handlers(module, (*own, *others))
+        _cast_statistics(module, id(module) in inside)
+    return Float32Layers(model, [chain.entry for chain in chains], paths, previous)
+
+
+def list_float32_layers(model: nn.Module) -> list[str]:
+    """Return the float32 layers of a model, as :func:`float32_layers` takes them.
+
+    Example:
+        >>> import mlx.nn as nn
+        >>> from mlx_gradscale.float32_layers import float32_layers
+        >>> from mlx_gradscale.float32_layers import list_float32_layers
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.RMSNorm(2))
+        >>> layers = float32_layers(model, "layers.1")
+        >>> list_float32_layers(model)
+        ['layers.1']
+    """
+    handlers = [h for _, m in ordered_modules(model) for h in get_handlers(m)]
+    calls = [h for h in handlers if isinstance(h, Float32Call)]
+    return list(dict.fromkeys(entry for call in calls for entry in call.entries))
+
+
+def is_inside_float32_layer() -> bool:
+    """Tell whether the code that runs now was called by a float32 layer."""
+    return _is_inside.get()
+
+
+def half_statistics(model: nn.Module) -> list[str]:
+    """Return the paths of BatchNorm layers with half-precision running statistics."""
+    return [
+        path
+        for path, module in ordered_modules(model)
+        if isinstance(module, nn.BatchNorm)
+        and any(module[n].dtype in HALF for n in _STATISTICS if n in module)
+    ]
+
+
+def _make_calls(
+    chains: list[Chain], neighbours: tuple[nn.Module, ...]
+) -> dict[int, Float32Call]:
+    """Return the handler of each layer, by the id of its module."""
+    calls: dict[int, Float32Call] = {}
+    for chain in chains:
+        last = None if chain.reaches_loss else chain.layers[-1][1]
+        for _, module in chain.layers:
+            # In two chains, a layer may be the last of only one of them.
+            call = calls.setdefault(id(module), Float32Call((), True, neighbours))
+            call.entries = (*call.entries, chain.entry)
+            call.casts_back = call.casts_back and module is last
+    return calls
+
+
+def _find_neighbours(model: nn.Module, paths: list[str]) -> tuple[nn.Module, ...]:
+    """Return small modules with parameters, neither inside nor around these paths."""
+    found = [
+        module
+        for path, module in ordered_modules(model)
+        if _own_arrays(module)
+        and not any(is_inside(path, p) or is_inside(p, path) for p in paths)
+    ]
+    found.sort(key=lambda module: sum(x.size for x in _own_arrays(module)))
+    return tuple(found[:_MAX_NEIGHBOURS])
+
+
+def _own_arrays(module: nn.Module) -> list[mx.array]:
+    arrays = [x for x in module.values() if isinstance(x, mx.array)]
+    return [x for x in arrays if is_floating(x)]
+
+
+def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
+    """Keep a BatchNorm's running statistics in float32, or in their own dtype again."""
+    if not isinstance(module, nn.BatchNorm) or "running_mean" not in module:
+        return
+    if to_float32 and module.running_mean.dtype in HALF:
+        object.__setattr__(module, _OWN_DTYPE, dtype_name(module.running_mean))
+        dtype = mx.float32
+    elif not to_float32 and _OWN_DTYPE in vars(module):
+        dtype = getattr(mx, vars(module).pop(_OWN_DTYPE))
+    else:
+        return
+    for name in _STATISTICS:
+        module[name] = module[name].astype(dtype)

@@ -1,0 +1,379 @@
+"""Find the fewest layers that must be float32 for a model to train in float16."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..core.masters import HALF
+from .call_tree import Call, build_call_tree, is_one_of
+from .checks import (
+    NoCureFound,
+    check_batch,
+    check_parameters,
+    check_reference,
+    checked_batches,
+)
+from .finder import Place, first_backward, first_forward
+from .probes import Value
+from .report import LARGEST, Float32Search, Reason, make_report
+from .trial import Batch, Run, Setting, edge_dtypes, run
+from .where import THE_LOSS, TO, is_inside, resolve
+
+# Relative distance from float32. Rounding makes less of a value between two layers, a
+# sum that overflowed more. The second is tried where nothing is as far as the first.
+_FAR, _SUSPICIOUS = 0.25, 0.05
+# Additive masks have such magnitudes.
+_MASK = 1e4
+# Gradients are rounded more often than the loss: in both passes.
+_GRADIENT_TOLERANCE = 10
+_MAX_SCALE, _MIN_SCALE = 2.0**16, 2.0**-40
+
+
+def find_float32_layers(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batches: Iterable[Any],
+    *,
+    compute_dtype: mx.Dtype | None = None,
+    cast_inputs: bool = True,
+    margin: float = 2.0,
+    tolerance: float = 0.02,
+    progress: Callable[[str], Any] | None = None,
+) -> Float32Search:
+    """Find which layers must compute in float32, and check that they suffice.
+
+    Runs every batch in float32 and in half precision, forward and backward. Where a
+    value between layers comes within ``margin`` of 65504, the layers from its source to
+    its last reader become float32; so does a layer whose output is not finite or far
+    from float32's. In the end loss and gradients have to agree with float32.
+
+    The model is unchanged afterwards: pass the result to
+    :func:`mlx_gradscale.float32_layers`, or save it for later.
+
+    Args:
+        model (nn.Module): The model, in half precision or to be run with
+            ``compute_dtype``.
+        loss_fn (Callable): As for ``nn.value_and_grad``, without ``scale_loss``.
+        batches (Iterable): Each is the arguments of ``loss_fn``: a tuple, a dict of
+            keywords, or a single argument. A few typical batches suffice.
+        compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
+        cast_inputs (bool): As for ``GradScaler.value_and_grad``.
+        margin (float): How many times larger values may become in training before
+            they overflow. Default: ``2.0``.
+        tolerance (float): The allowed relative distance of the loss from float32's.
+            All gradients together may be ten times as far. Default: ``0.02``.
+        progress (Callable, optional): Is called with a line about each trial run.
+
+    Returns:
+        Float32Search: The layers, the reason for each, and the largest values of every
+        layer. If no layers help, it says why.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale import find_float32_layers, float32_layers
+        >>> model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        >>> for layer, gain in zip(model.layers, (1.0, 3e4, 1e-4)):
+        ...     layer.weight = mx.eye(8, dtype=mx.float16) * gain
+        >>> def loss_fn(x):
+        ...     return model(x).astype(mx.float32).square().mean()
+        >>> x = mx.full((4, 8), 3, mx.float16)
+        >>> found = find_float32_layers(model, loss_fn, [x])
+        >>> found.where
+        ['layers.1 to layers.2']
+        >>> layers = float32_layers(model, found)
+    """
+    checked = checked_batches(model, loss_fn, batches, compute_dtype, margin, tolerance)
+    setting = Setting(model, loss_fn, compute_dtype, cast_inputs)
+    return search_batches(setting, checked, margin, tolerance, progress)
+
+
+def search_batches(
+    setting: Setting,
+    batches: Sequence[Batch],
+    margin: float,
+    tolerance: float,
+    progress: Callable[[str], Any] | None = None,
+) -> Float32Search:
+    """Search as :func:`find_float32_layers`, with checked arguments."""
+    search = Search(setting, margin, tolerance, progress)
+    try:
+        check_parameters(setting)
+        for i, batch in enumerate(batches):
+            search.add(batch, f"batch {i + 1}")
+        search.finish()
+    except NoCureFound as error:
+        return make_report(setting, search.references, [], search.halves, str(error))
+    return make_report(setting, search.references, search.reasons, search.halves)
+
+
+class Search:
+    """The layers found so far, and the batches that were tried with them."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        margin: float = 2.0,
+        tolerance: float = 0.02,
+        progress: Callable[[str], Any] | None = None,
+    ):
+        self.setting = setting
+        self.reasons: list[Reason] = []
+        self.batches: list[Batch] = []
+        self.references: list[Run] = []
+        self.halves: list[Run] = []
+        self._limit = LARGEST / margin
+        self._tolerance = tolerance
+        self._progress = progress
+        self._name = ""
+        # What the loss function passes in is in half precision already.
+        self._given: list[float] = []
+
+    @property
+    def where(self) -> list[str]:
+        """The layers found so far, without layers inside of others."""
+        return _outermost(self.setting.model, self.reasons)
+
+    def add(self, batch: Batch, name: str) -> None:
+        """Run a batch in float32, and add layers until half precision agrees."""
+        self._name = name
+        check_batch(self.setting, batch, name)
+        reference = self._run(batch, [], in_float32=True)
+        check_reference(reference, name)
+        self.batches.append(batch)
+        self.references.append(reference)
+        calls = build_call_tree(reference.forward)
+        self._given = [v.magnitude for call in calls.children for v in call.inputs]
+        self._cover_large_values(batch, calls)
+        self.halves.append(self._grow(batch, reference))
+
+    def finish(self) -> None:
+        """Try every batch with all layers, and leave out layers that are not needed."""
+        for i, batch in enumerate(self.batches):
+            self.halves[i] = self._grow(batch, self.references[i])
+        # The last one was needed with all the others there.
+        for reason in [each for each in self.reasons[:-1] if not each.by_size]:
+            others = [each for each in self.reasons if each is not reason]
+            where = _outermost(self.setting.model, others)
+            halves = [
+                self._run_scaled(batch, reference, where)
+                for batch, reference in zip(self.batches, self.references, strict=True)
+            ]
+            pairs = zip(halves, self.references, strict=True)
+            if not any(self._is_lossy(half, reference) for half, reference in pairs):
+                self.reasons, self.halves = others, halves
+
+    # Values between layers, whose size is known from float32.
+
+    def _cover_large_values(self, batch: Batch, call: Call) -> None:
+        large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
+        for child in call.children:
+            if child not in large:
+                self._cover_large_values(batch, child)
+        inside = _paths(self.setting.model, self.where) if large else []
+        if all(any(is_inside(c.path or "", p) for p in inside) for c in large):
+            return
+        entry, source = self._chain_for(batch, call, call.children.index(large[0]))
+        edges = [v for child in call.children for v in child.inputs + child.outputs]
+        largest = max(value.magnitude for value in edges)
+        above = "above 65504" if largest > LARGEST else "close to 65504"
+        why = f"values of {largest:.3g}, {above}"
+        self.reasons.append(Reason(entry, source, why, by_size=True))
+
+    def _chain_for(
+        self, batch: Batch, call: Call, first: int
+    ) -> tuple[str, str | None]:
+        """Return the shortest chain for large values of a call, and their source."""
+        children = call.children
+        is_made_between = self._is_large(children[first].inputs)
+        source = call.path if is_made_between else children[first].path
+        if is_made_between and call.path is not None:
+            if self._share(call.path) <= 0.5 or first == 0:
+                return call.path, source
+            first -= 1
+        readers = [i for i, c in enumerate(children) if self._is_large(c.inputs)]
+        makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
+        last = max([*readers, *(i + 1 for i in makers)])
+        plain = edge_dtypes(self.setting, batch, [])
+        for end in range(last, len(children)):
+            entry = self._name_chain(children[first : end + 1])
+            if not self._leaks(batch, entry, plain):
+                return entry, source
+        if call.path:
+            return call.path, source
+        # It passes through the whole model, to the loss function.
+        return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}", source
+
+    def _name_chain(self, calls: list[Call]) -> str:
+        paths = list(dict.fromkeys(call.path or "" for call in calls))
+        short = TO.join([paths[0], paths[-1]]) if len(paths) > 1 else paths[0]
+        is_exact = _paths(self.setting.model, [short]) == paths
+        return short if is_exact else TO.join(paths)
+
+    def _is_large(self, values: list[Value]) -> bool:
+        large = [v.magnitude for v in values if v.magnitude >= self._limit]
+        return any(not is_one_of(x, self._given) for x in large)
+
+    def _leaks(
+        self, batch: Batch, entry: str, plain: list[tuple[str, mx.Dtype]]
+    ) -> bool:
+        """Tell whether float32 gets out of a chain to the layers that follow."""
+        inside = _paths(self.setting.model, [entry])
+        mixed = edge_dtypes(self.setting, batch, [entry])
+        return any(
+            before in HALF and after not in HALF
+            for (path, before), (_, after) in zip(plain, mixed, strict=True)
+            if not any(is_inside(path, each) for each in inside)
+        )
+
+    # Faults inside of layers, seen where half precision departs from float32.
+
+    def _grow(self, batch: Batch, reference: Run) -> Run:
+        while True:
+            half = self._run_scaled(batch, reference, self.where)
+            if not self._is_lossy(half, reference):
+                return half
+            place, why = self._first_fault(half, reference)
+            if place is None or place.layer is None:
+                self._give_the_loss_float32(batch, reference, why)
+                continue
+            path = place.layer
+            inside = _paths(self.setting.model, self.where)
+            while any(is_inside(path, each) for each in inside):
+                if not path:
+                    raise NoCureFound(
+                        f"With the whole model in float32: {why}. Look at the loss "
+                        "function: it, or the model, casts to half precision itself."
+                    )
+                path = _caller_of(reference, path)
+            self.reasons.append(Reason(path, path, why))
+
+    def _first_fault(self, half: Run, reference: Run) -> tuple[Place | None, str]:
+        """Return where half precision departs from float32, None for the loss."""
+        pairs = _pair(half.forward, reference.forward)
+        loss_is_off = self._is_lossy(half, reference, gradients=False)
+        for distance in (_FAR, _SUSPICIOUS) if loss_is_off else (_FAR,):
+            place = first_forward(half, partial(_is_bad, pairs, distance))
+            if place:
+                return place, _how_far(place.value, pairs)
+        if loss_is_off:
+            return None, f"the loss is {half.loss:.4g}, not {reference.loss:.4g}"
+        pairs = _pair(half.backward, reference.backward)
+        pairs |= {id(x): reference.gradients[p] for p, x in half.gradients.items()}
+        place = first_backward(half, partial(_is_bad, pairs, _FAR))
+        if place is None:
+            distance = half.gradient_distance(reference)
+            allowed = _GRADIENT_TOLERANCE * self._tolerance
+            raise NoCureFound(
+                f"Nothing overflows, but rounding moves the gradients {distance:.0%} "
+                f"away from those of float32, and {allowed:.0%} are allowed: pass "
+                f"tolerance={distance / _GRADIENT_TOLERANCE * 1.5:.2g} to accept that."
+            )
+        at_scale = f"in the backward pass at a loss scale of {half.scale:g}"
+        return place, f"{place.text}: {_how_far(place.value, pairs)}, {at_scale}"
+
+    def _give_the_loss_float32(self, batch: Batch, reference: Run, why: str) -> None:
+        """Let one of the last layers pass float32 to the loss function."""
+        paths = [value.path for value in reference.forward if value.side == "output"]
+        # A tied embedding is called twice: its first output would be float32, too.
+        once = [p for p in reversed(paths) if p and paths.count(p) == 1]
+        single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
+        for path in [*single[:8], ""]:
+            entry = f"{path}{TO}{THE_LOSS}"
+            if any(reason.entry == entry for reason in self.reasons):
+                break
+            half = self._run_scaled(batch, reference, [*self.where, entry])
+            if not self._is_lossy(half, reference, gradients=False):
+                self.reasons.append(Reason(entry, path, f"{why} in half precision"))
+                return
+        raise NoCureFound(
+            f"{why}, also if it is computed from float32: look at the loss function, "
+            "which casts to half precision itself or divides by zero."
+        )
+
+    def _is_lossy(self, half: Run, reference: Run, gradients: bool = True) -> bool:
+        off = abs(half.loss - reference.loss)
+        # Not the other way round, for a loss that is NaN.
+        if not off <= self._tolerance * max(abs(reference.loss), 1e-6):
+            return True
+        allowed = _GRADIENT_TOLERANCE * self._tolerance
+        is_close = half.gradient_distance(reference) <= allowed
+        return gradients and not (half.has_finite_gradients and is_close)
+
+    def _run_scaled(self, batch: Batch, reference: Run, where: Sequence[str]) -> Run:
+        """Run in half precision, at the scale that a dynamic scaler would find."""
+        inside = _paths(self.setting.model, where)
+        outside = [
+            value.largest
+            for value in [*reference.backward, *reference.gradients.values()]
+            if not any(is_inside(value.path, each) for each in inside)
+        ]
+        largest = max(outside, default=0.0)
+        power = math.floor(math.log2(self._limit / largest)) if largest > 0 else 16
+        scale = min(max(2.0**power, _MIN_SCALE), _MAX_SCALE)
+        while True:
+            half = self._run(batch, where, scale=scale)
+            overflows = math.isfinite(half.loss) and not half.has_finite_gradients
+            if not overflows or scale <= _MIN_SCALE:
+                return half
+            scale = max(scale * 2.0**-8, _MIN_SCALE)
+
+    def _run(self, batch: Batch, where: Sequence[str], **options: Any) -> Run:
+        if self._progress is not None:
+            kind = "in float32" if options.get("in_float32") else "in half precision"
+            self._progress(f"{self._name} {kind}, {len(where)} float32 layers")
+        return run(self.setting, batch, where, **options)
+
+    def _share(self, path: str) -> float:
+        parameters = tree_flatten(self.setting.model.parameters())
+        total = sum(x.size for _, x in parameters)
+        inside = sum(x.size for p, x in parameters if is_inside(p, path))
+        return float(inside / max(total, 1))
+
+
+def _is_bad(references: dict[int, Value], distance: float, value: Value) -> bool:
+    """Tell whether a value is not finite or far from its reference, and matters."""
+    reference = references.get(id(value))
+    if reference is None or not reference.is_finite:
+        return False
+    is_far = value.distance(reference) >= distance
+    if reference.has_gradient:
+        return not value.is_finite or is_far
+    is_mask = reference.largest > _MASK and reference.maximum < _MASK
+    return bool(value.nan or value.positive_inf) or (is_far and not is_mask)
+
+
+def _pair(values: list[Value], references: list[Value]) -> dict[int, Value]:
+    """Return the reference of each value, by the id of the value."""
+    waiting: dict[tuple[str, str], list[Value]] = {}
+    for value in references:
+        waiting.setdefault((value.path, value.side), []).append(value)
+    pairs = {}
+    for value in values:
+        same = waiting.get((value.path, value.side))
+        if same:
+            pairs[id(value)] = same.pop(0)
+    return pairs
+
+
+def _how_far(value: Value, references: dict[int, Value]) -> str:
+    if not value.is_finite:
+        return str(value)
+    return f"{min(value.distance(references[id(value)]), 9.99):.0%} away from float32"
+
+
+def _caller_of(reference: Run, path: str) -> str:
+    callers = [value.caller for value in reference.forward if value.path == path]
+    return (callers[0] if callers else path.rpartition(".")[0]) or ""
+
+
+def _outermost(model: nn.Module, reasons: Sequence[Reason]) -> list[str]:
+    return [chain.entry for chain in resolve(model, [r.entry for r in reasons])]
+
+
+def _paths(model: nn.Module, where: Sequence[str]) -> list[str]:
+    return [path for chain in resolve(model, where) for path, _ in chain.layers]

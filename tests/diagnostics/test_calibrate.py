@@ -1,0 +1,74 @@
+"""calibrate() finds a scale before the first step."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale.diagnostics import calibrate
+
+from .small import Mlp, batch, bits, mse
+
+
+class Normed(nn.Module):
+    """A forward pass that writes to the model, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(8, 16), nn.BatchNorm(16), nn.Linear(16, 1)]
+        self.dropout = nn.Dropout(0.5)
+        self.set_dtype(mx.float16)
+
+    def __call__(self, x):
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return self.layers[-1](self.dropout(nn.relu(x)))
+
+
+@pytest.mark.parametrize("weight", [1e-3, 1.0, 1e3, 1e6])
+def test_scale_is_the_largest_that_fits_with_headroom(weight):
+    model, data = Mlp(dtype=mx.float16), batch(mx.float16)
+
+    def loss_fn(x, y):
+        return weight * mse(model)(x, y)
+
+    optimizer = LossScaleOptimizer(optim.SGD(0.0), GradScaler(2.0**20))
+    scale = calibrate(optimizer, model, loss_fn, *data)
+    assert optimizer.scaler.get_scale() == scale
+    loss_and_grad = optimizer.value_and_grad(model, loss_fn)
+
+    def applied(scale):
+        optimizer.scaler.update(scale)
+        optimizer.update(model, loss_and_grad(*data)[1])
+        return optimizer.scaler.last_step_applied.item()
+
+    assert applied(scale)
+    assert applied(2 * scale)  # the headroom
+    assert not applied(4 * scale) or scale == 2.0**23
+
+
+def test_model_and_random_state_are_unchanged():
+    model, data = Normed(), batch(mx.float16)
+    before, key = bits(model.parameters()), mx.array(mx.random.state[0])
+    scaler = GradScaler()
+    calibrate(scaler, model, mse(model), *data, headroom=3)
+    assert bits(model.parameters()) == before
+    assert mx.array_equal(mx.random.state[0], key)
+    assert scaler.skipped_steps.item() == 0
+    # Both modes of the scaler are still available.
+    scaler.scale(mx.array(1.0))
+
+
+def test_batch_that_no_scale_cures_raises():
+    model, (x, y) = Mlp(dtype=mx.float16), batch(mx.float16)
+    scaler = GradScaler(8.0)
+    with pytest.raises(ValueError, match="loss of this batch is nan"):
+        calibrate(scaler, model, mse(model), x * float("nan"), y)
+    with pytest.raises(ValueError, match="not finite at any scale"):
+        calibrate(scaler, model, lambda x: mx.sqrt(model(x).sum() * 0), x)
+    assert scaler.get_scale() == 8.0
+
+
+def test_disabled_scaler_stays_at_one():
+    assert calibrate(GradScaler(enabled=False), None, None) == 1.0

@@ -1,0 +1,112 @@
+"""compute_dtypes shows where half precision is lost, and whose layer it is."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_gradscale import float32_layers
+from mlx_gradscale.diagnostics import compute_dtypes
+
+from .small import Mlp, batch, bits, mse
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.out = nn.Linear(8, 7)
+        self.set_dtype(mx.float16)
+
+    def __call__(self, tokens):
+        positions = mx.arange(tokens.shape[1], dtype=mx.float32)[:, None]
+        return self.out(self.embedding(tokens) + positions)
+
+
+def test_first_promoted_layer_is_named_and_the_model_unchanged():
+    model = Masked()
+    before = bits(model.parameters())
+
+    def loss_fn(model, tokens):
+        return model(tokens).astype(mx.float32).mean()
+
+    report = compute_dtypes(model, loss_fn, model, mx.array([[1, 2, 3]]))
+    assert (report.first.model, report.first.path) == ("Masked", "out")
+    assert report.first.inputs == (mx.float32,)
+    text = str(report)
+    assert "embedding" in text
+    assert "'out' of Masked has float16 parameters and computes in float32" in text
+    assert "masks, positions" in text
+    assert type(model.out) is nn.Linear
+    assert bits(model.parameters()) == before
+
+
+def test_argument_that_promotes_is_named():
+    model = Mlp(mx.float16)
+    report = compute_dtypes(model, mse(model), *batch())
+    assert report.first.argument == "x"
+    assert "because argument 'x' of the loss function is float32" in str(report)
+    assert "x.astype(mx.float16)" in str(report)
+
+
+@pytest.mark.parametrize("how", ["half model", "compute_dtype", "float32 layer"])
+def test_nothing_is_promoted(how):
+    model = Mlp(mx.float32 if how == "compute_dtype" else mx.float16)
+    if how == "float32 layer":
+        float32_layers(model, "layers.0")
+    options = {"compute_dtype": mx.float16} if how == "compute_dtype" else {}
+    report = compute_dtypes(model, mse(model), *batch(mx.float16), **options)
+    assert report.first is None
+    assert "All layers compute in half precision." in str(report)
+    paths = [layer.path for layer in report.layers]
+    assert ("layers.0" in paths) == (how != "float32 layer")
+
+
+def test_layer_by_itself_is_named():
+    class Casts(nn.Linear):
+        def __call__(self, x):
+            return super().__call__(x).astype(mx.float32)
+
+    model = nn.Sequential(Casts(8, 8))
+    model.set_dtype(mx.float16)
+    report = compute_dtypes(model, lambda x: model(x).sum(), batch(mx.float16)[0])
+    assert report.first.path == "layers.0"
+    assert "by itself" in str(report)
+
+
+def test_two_models_are_told_apart():
+    class Generator(Mlp):
+        pass
+
+    generator, critic = Generator(), Mlp(mx.float16)
+
+    def loss_fn(critic, generator, noise):
+        return critic(mx.tile(generator(noise), (1, 8))).astype(mx.float32).mean()
+
+    report = compute_dtypes(critic, loss_fn, critic, generator, batch()[0])
+    assert (report.first.model, report.first.path) == ("Mlp", "layers.0")
+    text = str(report)
+    assert "'layers.0' of Mlp has float16 parameters" in text
+    assert "the output of another model" in text
+    assert "Generator (generator): layers.0" in text
+    assert type(generator.layers[0]) is nn.Linear
+
+
+def test_all_batchnorms_with_half_statistics_are_named():
+    model = nn.Sequential(nn.BatchNorm(8), nn.Linear(8, 8), nn.BatchNorm(8))
+    model.set_dtype(mx.float16)
+    x = batch(mx.float16)[0]
+
+    def loss_fn(x):
+        return model(x).astype(mx.float32).mean()
+
+    report = compute_dtypes(model, loss_fn, x)
+    assert report.half_statistics == ("layers.0", "layers.2")
+    assert "running statistics of layers.0, layers.2" in str(report)
+    # The cure that the report prints.
+    float32_layers(model, lambda path, layer: isinstance(layer, nn.BatchNorm))
+    assert compute_dtypes(model, loss_fn, x).half_statistics == ()
+
+
+def test_model_comes_first():
+    with pytest.raises(TypeError, match="takes a model first, got function"):
+        compute_dtypes(mse(None), Mlp())

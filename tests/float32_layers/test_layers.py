@@ -1,0 +1,554 @@
+"""Layers that compute in float32 inside of a float16 model, and all else as before."""
+
+import copy
+import gc
+import pickle
+import weakref
+from abc import ABC
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
+from mlx_gradscale.float32_layers import list_float32_layers
+
+HALF = mx.float16
+TOKENS = mx.arange(8)
+MLPS = "blocks.*.mlp"
+
+
+class Mlp(nn.Module):
+    """Its hidden values are 8e4 and more; its output is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+        self.down = nn.Linear(8, 8, bias=False)
+        self.up.weight = mx.eye(8) * 400
+        self.down.weight = mx.eye(8) / 2e5
+
+    def __call__(self, x):
+        return self.down(mx.square(mx.maximum(self.up(x), 0)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        self.mlp = Mlp()
+
+    def __call__(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = [Block(), Block(), Block()]
+        self.norm = nn.RMSNorm(8)
+        # Not a list, which would be a tree of parameters.
+        self.dtypes = deque(maxlen=3)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+            self.dtypes.append(x.dtype)
+        return self.embed.as_linear(self.norm(x))
+
+
+def make_net(dtype=HALF):
+    mx.random.seed(0)
+    model = Net()
+    model.set_dtype(dtype)
+    return model
+
+
+def loss_of(model):
+    def loss_fn(tokens):
+        logits = model(tokens).astype(mx.float32)
+        return nn.losses.cross_entropy(logits, (tokens + 1) % 16).mean()
+
+    return loss_fn
+
+
+def gradients(model):
+    return nn.value_and_grad(model, loss_of(model))(TOKENS)
+
+
+def is_finite(tree):
+    return all(mx.isfinite(x).all().item() for _, x in tree_flatten(tree))
+
+
+def dtypes(tree):
+    return {x.dtype for _, x in tree_flatten(tree)}
+
+
+def as_float32(model):
+    # A Dtype cannot be copied.
+    if hasattr(model, "dtypes"):
+        model.dtypes.clear()
+    other = copy.deepcopy(model)
+    other.set_dtype(mx.float32)
+    return other
+
+
+def assert_close(a, b, rtol=2e-2):
+    for (path, x), (_, y) in zip(tree_flatten(a), tree_flatten(b), strict=True):
+        x, y = (np.array(z.astype(mx.float32)) for z in (x, y))
+        assert np.abs(x - y).max() <= rtol * (np.abs(y).max() + 1e-12), path
+
+
+def snapshot(model):
+    types = [(p, id(type(m)), dict(vars(m))) for p, m in model.named_modules()]
+    values = [(p, x.dtype, x.tolist()) for p, x in tree_flatten(model.parameters())]
+    return types, values
+
+
+def test_float32_layers_cure_an_overflow_and_return_float16():
+    model = make_net()
+    assert not is_finite(model(TOKENS))
+    expected = as_float32(model)(TOKENS)
+    float32_layers(model, MLPS)
+    logits = model(TOKENS)
+    assert logits.dtype == HALF
+    assert set(model.dtypes) == {HALF}
+    assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("how", ["undo", "with", "empty list"])
+def test_model_returns_to_normal(how):
+    model = make_net()
+    before = snapshot(model)
+    if how == "with":
+        with float32_layers(model, MLPS) as layers:
+            assert is_finite(model(TOKENS))
+    else:
+        layers = float32_layers(model, MLPS)
+        assert is_finite(model(TOKENS))
+        layers.undo() if how == "undo" else float32_layers(model, [])
+    assert layers.paths == [f"blocks.{i}.mlp" for i in range(3)]
+    model.dtypes.clear()
+    assert snapshot(model) == before
+    assert not is_finite(model(TOKENS))
+
+
+def test_second_call_replaces_the_first_and_undo_returns_to_it():
+    model = make_net()
+    float32_layers(model, "blocks.0.mlp")
+    second = float32_layers(model, MLPS)
+    assert list_float32_layers(model) == [f"blocks.{i}.mlp" for i in range(3)]
+    second.undo()
+    assert list_float32_layers(model) == ["blocks.0.mlp"]
+
+
+def test_layer_passes_for_its_class():
+    model = make_net()
+    text = repr(model)
+    float32_layers(model, MLPS)
+    layer = model.blocks[0].mlp
+    assert isinstance(layer, Mlp)
+    assert type(layer) in (nn.Linear, Mlp)
+    assert type(layer) not in (nn.Linear, Block)
+    assert {Mlp: "found"}[type(layer)] == "found"
+    assert type(layer).__call__ is Mlp.__call__
+    assert repr(model) == text
+    assert layer.computes_in_float32
+    assert not getattr(model.blocks[0], "computes_in_float32", False)
+
+
+def test_class_of_other_layers_is_not_patched():
+    call, others = nn.Linear.__call__, nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(8, 8))
+    float32_layers(model, "layers.0")
+    assert nn.Linear.__call__ is call
+    assert type(others) is nn.Linear
+    other = type(model.layers[0])(8, 8)
+    assert not other.computes_in_float32
+    other.set_dtype(HALF)
+    other.weight = mx.ones((8, 8), HALF)
+    assert not is_finite(other(mx.full((2, 8), 6e4, HALF)))
+
+
+def test_parameters_keep_names_dtypes_and_freezing():
+    model = make_net()
+    names = [p for p, _ in tree_flatten(model.parameters())]
+    float32_layers(model, MLPS)
+    model(TOKENS)
+    assert [p for p, _ in tree_flatten(model.parameters())] == names
+    assert dtypes(model.parameters()) == {HALF}
+    model.blocks[0].mlp.freeze()
+    trainable = [p for p, _ in tree_flatten(model.trainable_parameters())]
+    assert trainable == [p for p in names if not p.startswith("blocks.0.mlp")]
+
+
+def test_error_in_a_call_leaves_the_parameters():
+    model = make_net()
+    float32_layers(model, MLPS)
+    before = snapshot(model)
+    with pytest.raises(TypeError):
+        model.blocks[0].mlp("no array")
+    assert snapshot(model) == before
+    assert is_finite(model(TOKENS))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def __call__(self, x):
+        return nn.utils.checkpoint(self.block)(x)
+
+
+@pytest.mark.parametrize(
+    "where", [None, "blocks.*.mlp", "blocks.*.block.mlp", "blocks.*"]
+)
+def test_gradients_agree_with_float32_also_when_checkpointed(where):
+    model = make_net()
+    _, expected = gradients(as_float32(model))
+    if where != MLPS:
+        model.blocks = [Checkpointed(block) for block in model.blocks]
+    float32_layers(model, where or "blocks.*.block")
+    loss, grads = gradients(model)
+    if where != MLPS:
+        grads["blocks"] = [block["block"] for block in grads["blocks"]]
+    assert is_finite(loss)
+    assert dtypes(grads) == {HALF}
+    assert_close(grads, expected, rtol=5e-2)
+    assert dtypes(model.parameters()) == {HALF}
+
+
+@pytest.mark.filterwarnings("ignore:Some parameters are float16")
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_parameters_stay_float16_in_training(wrapped):
+    model = make_net()
+    float32_layers(model, MLPS)
+    optimizer, scaler = optim.SGD(1e-3), GradScaler(1.0)
+    if wrapped:
+        optimizer = LossScaleOptimizer(optimizer, scaler)
+        loss_fn = optimizer.scale_loss(loss_of(model), model)
+        optimizer.update(model, nn.value_and_grad(model, loss_fn)(TOKENS)[1])
+    else:
+        _, grads = scaler.value_and_grad(model, loss_of(model))(TOKENS)
+        scaler.minimize(optimizer, model, grads)
+    assert scaler.last_step_applied.item()
+    assert dtypes(model.parameters()) == {HALF}
+
+
+def test_compiled_step_agrees_with_the_eager_one():
+    model = make_net()
+    float32_layers(model, MLPS)
+    eager = gradients(model)
+    function = nn.value_and_grad(model, loss_of(model))
+    step = mx.compile(function, inputs=model.state, outputs=model.state)
+    for _ in range(2):
+        assert_close(step(TOKENS), eager, rtol=5e-3)
+    model.blocks[0].mlp.down.weight = model.blocks[0].mlp.down.weight * 2
+    assert step(TOKENS)[0].item() != eager[0].item()
+
+
+@pytest.mark.parametrize("where", [MLPS, ["embed", MLPS]])
+@pytest.mark.parametrize("dtype", [HALF, mx.bfloat16])
+def test_compute_dtype_leaves_float32_layers_in_float32(dtype, where):
+    model = make_net(mx.float32)
+    _, expected = gradients(model)
+    scaler = GradScaler(init_scale=1.0, dynamic=False)
+    function = scaler.value_and_grad(model, loss_of(model), dtype)
+    with float32_layers(model, where):
+        loss, grads = function(TOKENS)
+        # Also where the layer sees only integers and float32 parameters, as embed.
+        assert set(model.dtypes) == {dtype}
+    assert is_finite(loss)
+    assert_close(grads, expected, rtol=5e-2 if dtype == HALF else 0.3)
+    if dtype == HALF:
+        assert not is_finite(function(TOKENS))
+
+
+def test_float32_model_is_unaffected():
+    model = make_net(mx.float32)
+    expected = model(TOKENS)
+    float32_layers(model, ["blocks.0 to norm", "embed"])
+    assert mx.array_equal(model(TOKENS), expected)
+    assert model(TOKENS).dtype == mx.float32
+
+
+class Stream(nn.Module):
+    """A residual stream that passes 65504 in the second block."""
+
+    class Add(nn.Module):
+        def __init__(self, gain):
+            super().__init__()
+            self.weight = mx.full((8,), gain)
+
+        def __call__(self, x):
+            return x + self.weight * mx.sign(x)
+
+    class Mean(nn.Module):
+        """Holds no parameter that could show the dtype of the model."""
+
+        def __call__(self, x):
+            return x / mx.abs(x).max()
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [self.Add(1.0), self.Add(6e4), self.Add(6e4), self.Add(6e4)]
+        self.norm = self.Mean()
+        self.head = nn.Linear(8, 4, bias=False)
+        self.dtypes = deque(maxlen=5)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            self.dtypes.append(x.dtype)
+        x = self.norm(x)
+        self.dtypes.append(x.dtype)
+        return self.head(x)
+
+
+def make_stream():
+    mx.random.seed(0)
+    model = Stream()
+    model.set_dtype(HALF)
+    return model, mx.random.normal((2, 8)).astype(HALF)
+
+
+CHAIN = "layers.1 to norm"
+
+
+@pytest.mark.parametrize(
+    "where", [CHAIN, "layers.[123] to norm", "layers.1 to layers.2 to layers.3 to norm"]
+)
+def test_chain_passes_float32_from_layer_to_layer(where):
+    model, x = make_stream()
+    expected = as_float32(model)(x.astype(mx.float32))
+    float32_layers(model, "layers.*")
+    assert not is_finite(model(x))
+    layers = float32_layers(model, where)
+    assert layers.paths == ["layers.1", "layers.2", "layers.3", "norm"]
+    assert layers.where == [where] == list_float32_layers(model)
+    assert_close(model(x), expected)
+    assert list(model.dtypes) == [HALF, mx.float32, mx.float32, mx.float32, HALF]
+    model.set_dtype(mx.float32)
+    assert model(x.astype(mx.float32)).dtype == mx.float32
+
+
+def test_layer_in_two_chains_casts_back_only_if_it_ends_both():
+    model, x = make_stream()
+    where = ["layers.1", "layers.1 to layers.2", "layers.2 to layers.3 to norm"]
+    float32_layers(model, where)
+    assert is_finite(model(x))
+    assert list(model.dtypes) == [HALF, mx.float32, mx.float32, mx.float32, HALF]
+    assert list_float32_layers(model) == where
+
+
+def test_chain_to_the_loss_does_not_cast_back():
+    model, x = make_stream()
+    float32_layers(model, f"{CHAIN} to head to the loss")
+    assert model(x).dtype == mx.float32
+    assert is_finite(model(x))
+
+
+class Pair(NamedTuple):
+    first: mx.array
+    second: mx.array
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: mx.array
+    extra: object = None
+
+
+class OwnDict(dict):
+    pass
+
+
+class Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.weight = mx.ones((4,), HALF)
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(self.weight, *args, **kwargs)
+
+
+RETURNS = {
+    "tuple": lambda w, x: (x * w, [x], None, "a"),
+    "dict": lambda w, x: {"x": x * w, "state": (x, {"n": 3})},
+    "named tuple": lambda w, x: Pair(x * w, x),
+    "dataclass": lambda w, x: Output(x * w, extra=[x]),
+    "subclass of dict": lambda w, x: OwnDict(x=x * w),
+    "integers": lambda w, x: (x * w, mx.arange(3), mx.array([True])),
+}
+
+
+@pytest.mark.parametrize("name", list(RETURNS))
+def test_outputs_of_every_kind_come_back_in_float16(name):
+    model = nn.Sequential(Returns(RETURNS[name]))
+    x = mx.ones((4,), HALF)
+    plain = model(x)
+    float32_layers(model, "layers.0")
+    outputs = model(x)
+    assert type(outputs) is type(plain)
+
+    def kinds(tree):
+        tree = vars(tree) if isinstance(tree, Output) else tree
+        return tree_map(lambda v: v.dtype if isinstance(v, mx.array) else v, [tree])
+
+    assert kinds(outputs) == kinds(plain)
+
+
+def test_arrays_that_a_layer_stores_in_its_arguments_are_float16():
+    class Cache:
+        def __init__(self):
+            self.keys = None
+            self.pair = (mx.zeros((4,), HALF), mx.zeros((4,)))
+            self.inner = [{"seen": mx.zeros((4,), HALF)}]
+
+        def update(self, x):
+            self.keys = x if self.keys is None else mx.concatenate([self.keys, x])
+            self.pair = (x, self.pair[1] + x)
+            self.inner[0]["seen"] = x
+            return self.keys
+
+    seen = []
+
+    def function(weight, x, cache, states, table=None):
+        seen.append((states[0].dtype, table["a"].dtype))
+        states.append(x * weight)
+        states[0] = x
+        table["b"] = x
+        return cache.update(x * weight).sum() + table["a"].sum()
+
+    model = nn.Sequential(Returns(function))
+    float32_layers(model, "layers.0")
+    cache, states = Cache(), [mx.zeros((4,), HALF), mx.ones((4,), HALF)]
+    given, table = states[1], {"a": mx.ones((4,), HALF), "c": mx.ones((4,))}
+    for _ in range(2):
+        out = model.layers[0](mx.full((4,), 3.0, HALF), cache, states, table=table)
+    assert out.dtype == HALF
+    assert seen == [(mx.float32, mx.float32)] * 2
+    assert [x.dtype for x in states] == [HALF] * 4
+    assert states[1] is given
+    assert states[0].tolist() == [3.0] * 4
+    kinds = {"a": HALF, "c": mx.float32, "b": HALF}
+    assert {k: x.dtype for k, x in table.items()} == kinds
+    assert cache.keys.dtype == HALF
+    assert cache.keys.shape == (8,)
+    assert [x.dtype for x in cache.pair] == [HALF, mx.float32]
+    assert cache.inner[0]["seen"].dtype == HALF
+
+
+def test_running_statistics_are_float32_in_a_float32_layer():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm(8)))
+    model.set_dtype(HALF)
+    norm = model.layers[1].layers[0]
+    with float32_layers(model, "layers.1"):
+        # A variance of 250,000 would be inf in float16.
+        for _ in range(80):
+            model.layers[1](mx.array([[500.0], [-500.0]] * 4, HALF) * mx.ones(8, HALF))
+        assert norm.running_var.dtype == norm.running_mean.dtype == mx.float32
+        assert norm.weight.dtype == HALF
+        model.eval()
+        x = mx.random.normal((4, 8)).astype(HALF) * 500
+        found = model.layers[1](x)
+        assert found.dtype == HALF
+        assert mx.allclose(found, x / 500, rtol=0.1).item()
+    assert norm.running_mean.dtype == HALF
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copy_has_float32_layers_of_its_own(how):
+    model = make_net()
+    layers = float32_layers(model, MLPS)
+    other = how(model)
+    layers.undo()
+    assert not is_finite(model(TOKENS))
+    assert is_finite(other(TOKENS))
+    assert other.blocks[0].mlp.computes_in_float32
+    assert list_float32_layers(other) == [f"blocks.{i}.mlp" for i in range(3)]
+    float32_layers(other, [])
+    assert type(other.blocks[0].mlp) is Mlp
+    assert not is_finite(other(TOKENS))
+
+
+def test_weights_are_saved_loaded_and_cast_as_before(tmp_path):
+    model = make_net()
+    path = str(tmp_path / "weights.safetensors")
+    float32_layers(model, MLPS)
+    model.save_weights(path)
+    other = make_net(mx.bfloat16)
+    other.load_weights(path)
+    assert not is_finite(other(TOKENS))
+    model.load_weights(path)
+    assert is_finite(model(TOKENS))
+    model.set_dtype(mx.bfloat16)
+    assert model(TOKENS).dtype == mx.bfloat16
+
+
+def test_quantized_layer_stays_a_float32_layer():
+    mx.random.seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model.set_dtype(HALF)
+    model.layers[0].weight = mx.full((64, 64), 3e3, HALF)
+    model.layers[1].weight = mx.full((64, 64), 1e-5, HALF)
+    x = mx.ones((2, 64), HALF)
+    layers = float32_layers(model, "layers.0 to layers.1")
+    nn.quantize(model)
+    assert isinstance(model.layers[0], nn.QuantizedLinear)
+    assert model.layers[0].computes_in_float32
+    assert model.layers[0].scales.dtype == HALF
+    assert model(x).dtype == HALF
+    assert is_finite(model(x))
+    layers.undo()
+    assert type(model.layers[0]) is nn.QuantizedLinear
+    assert not is_finite(model(x))
+
+
+def test_metaclass_and_inherited_call_work():
+    class Scaled(nn.Linear, ABC):
+        def __call__(self, x):
+            return super().__call__(x) * 1e5 / 1e6
+
+    class Named(Scaled):
+        pass
+
+    model = nn.Sequential(Named(8, 8), Scaled(8, 8))
+    model.set_dtype(HALF)
+    x = mx.ones((2, 8), HALF)
+    expected = as_float32(model)(x.astype(mx.float32))
+    float32_layers(model, "layers.*")
+    assert_close(model(x), expected)
+
+
+def test_model_with_float32_layers_is_freed_without_the_garbage_collector():
+    gc.disable()
+    try:
+        model = make_net()
+        float32_layers(model, [MLPS, "norm"])
+        reference = weakref.ref(model)
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_tied_embedding_is_float32_in_both_uses():
+    model = make_net()
+    float32_layers(model, [MLPS, "embed"])
+    model.embed.weight = model.embed.weight * 1e4
+    assert model.embed(TOKENS).dtype == HALF
+    x = mx.full((1, 8), 1e2, HALF)
+    assert model.embed.as_linear(x).dtype == HALF

@@ -1,0 +1,186 @@
+"""Float32 layers in mlx-lm models: LoRA, checkpointing, quantization and caches."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
+
+mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+from mlx_lm.models import cache as caches  # noqa: E402
+from mlx_lm.models import llama  # noqa: E402
+from mlx_lm.tuner.lora import LoRALinear  # noqa: E402
+from mlx_lm.tuner.trainer import default_loss, grad_checkpoint  # noqa: E402
+from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers  # noqa: E402
+
+HALF = mx.float16
+TOKENS = mx.arange(12)[None] % 32
+LENGTHS = mx.array([[0, 12]])
+
+
+def make_model(dtype=HALF, layers=3):
+    """A Llama whose second block overflows float16 between its projections."""
+    mx.random.seed(0)
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=64,
+            num_hidden_layers=layers,
+            intermediate_size=64,
+            num_attention_heads=2,
+            rms_norm_eps=1e-5,
+            vocab_size=32,
+            tie_word_embeddings=True,
+        )
+    )
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj.weight = mlp.up_proj.weight * 400
+    mlp.gate_proj.weight = mlp.gate_proj.weight * 400
+    mlp.down_proj.weight = mlp.down_proj.weight / 1e3
+    model.set_dtype(HALF)
+    model.set_dtype(dtype)
+    return model
+
+
+MLP = "model.layers.1.mlp"
+
+
+def finite(tree):
+    return all(mx.isfinite(x).all().item() for _, x in tree_flatten(tree))
+
+
+def gradients(model):
+    model.train()
+    (loss, _), grads = nn.value_and_grad(model, default_loss)(model, TOKENS, LENGTHS)
+    return loss.item(), grads
+
+
+def relative(a, b):
+    pairs = list(zip(tree_flatten(a), tree_flatten(b), strict=True))
+    pairs = [[np.array(x.astype(mx.float32)) for _, x in pair] for pair in pairs]
+    off = sum(((x - y) ** 2).sum() for x, y in pairs)
+    return (off / sum((y**2).sum() for _, y in pairs)) ** 0.5
+
+
+@pytest.fixture
+def unpatched():
+    call = llama.TransformerBlock.__call__
+    yield
+    llama.TransformerBlock.__call__ = call
+
+
+@pytest.mark.parametrize("where", [MLP, "model.layers.0 to model.layers.1"])
+def test_grad_checkpoint_reaches_every_layer(where, unpatched):
+    loss, expected = gradients(make_model(mx.float32))
+    model = make_model()
+    assert not finite(gradients(model)[1])
+    float32_layers(model, where)
+    plain = gradients(model)
+    assert plain[0] == pytest.approx(loss, rel=1e-2)
+    assert relative(plain[1], expected) < 0.02
+    # Layer 0 is a float32 layer in one of the cases; all three are checkpointed.
+    grad_checkpoint(model.layers[0])
+    assert llama.TransformerBlock.__call__.__name__ == "checkpointed_fn"
+    again = gradients(model)
+    assert again[0] == plain[0]
+    assert relative(again[1], plain[1]) < 2e-3
+    assert {x.dtype for _, x in tree_flatten(again[1])} == {HALF}
+    assert {x.dtype for _, x in tree_flatten(model.parameters())} == {HALF}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointed_float32_blocks_train_with_masters(compiled, unpatched):
+    model = make_model()
+    float32_layers(model, "model.layers.1 to model.norm")
+    grad_checkpoint(model.layers[0])
+    optimizer = LossScaleOptimizer(optim.SGD(1e-3), GradScaler(16.0))
+    loss_fn = optimizer.scale_loss(default_loss)
+    optimizer.init(model.trainable_parameters())
+
+    def step():
+        (loss, _), grads = nn.value_and_grad(model, loss_fn)(model, TOKENS, LENGTHS)
+        optimizer.update(model, grads)
+        return loss
+
+    if compiled:
+        state = [model.state, optimizer.state]
+        step = mx.compile(step, inputs=state, outputs=state)
+    losses = [step().item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert optimizer.scaler.skipped_steps.item() == 0
+    assert {x.dtype for _, x in tree_flatten(model.parameters())} == {HALF}
+
+
+def test_gptq_finds_the_linear_layers():
+    # As mlx_lm.quant.gptq chooses them.
+    model = make_model()
+    types = (nn.Linear, nn.Embedding)
+    count = sum(type(m) in types for _, m in model.named_modules())
+    float32_layers(model, "*.q_proj")
+    assert sum(type(m) in types for _, m in model.named_modules()) == count
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_can_be_added_to_float32_layers(dora):
+    model = make_model()
+    float32_layers(model, [MLP, "model.layers.2.self_attn.q_proj"])
+    model.freeze()
+    config = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    linear_to_lora_layers(model, 3, config, use_dora=dora)
+    down = model.model.layers[1].mlp.down_proj
+    assert type(down).__name__ == ("DoRALinear" if dora else "LoRALinear")
+    _, grads = gradients(model)
+    assert finite(grads)
+    names = {path.rpartition(".")[2] for path, _ in tree_flatten(grads)}
+    assert names == ({"lora_a", "lora_b", "m"} if dora else {"lora_a", "lora_b"})
+    assert model(TOKENS).dtype == HALF
+    assert isinstance(model.model.layers[2].self_attn.q_proj.linear, nn.Linear)
+    if not dora:
+        assert isinstance(down, LoRALinear)
+        remove_lora_layers(model)
+        assert finite(model(TOKENS))
+
+
+def test_float32_layers_can_be_quantized():
+    model = make_model()
+    layers = float32_layers(
+        model, f"{MLP}.gate_proj to {MLP}.up_proj to {MLP}.down_proj"
+    )
+    assert finite(model(TOKENS))
+    nn.quantize(model)
+    assert isinstance(model.model.layers[1].mlp.up_proj, nn.QuantizedLinear)
+    assert finite(model(TOKENS))
+    assert model(TOKENS).dtype == HALF
+    layers.undo()
+    assert not finite(model(TOKENS))
+
+
+CACHES = {
+    "plain": caches.KVCache,
+    "concatenated": caches.ConcatenateKVCache,
+    "rotating": lambda: caches.RotatingKVCache(max_size=16, keep=2),
+    "quantized": lambda: caches.QuantizedKVCache(group_size=32, bits=8),
+}
+
+
+@pytest.mark.parametrize("name", list(CACHES))
+def test_caches_of_float32_layers_keep_their_dtypes(name):
+    def run(model):
+        cache = [CACHES[name]() for _ in model.layers]
+        out = [model(TOKENS, cache=cache)]
+        for token in range(6):
+            out.append(model(mx.array([[token]]), cache=cache))
+        dtypes = [x.dtype for _, x in tree_flatten([(c.keys, c.values) for c in cache])]
+        return mx.concatenate(out, axis=1), dtypes
+
+    model = make_model()
+    _, dtypes = run(model)
+    expected, _ = run(make_model(mx.float32))
+    float32_layers(model, "model.layers.1 to model.norm")
+    logits, same = run(model)
+    assert same == dtypes
+    assert logits.dtype == HALF
+    assert relative({"logits": logits}, {"logits": expected}) < 0.02

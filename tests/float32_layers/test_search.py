@@ -1,0 +1,455 @@
+"""find_float32_layers: the layers that overflow, found, few, and enough to train."""
+
+import math
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
+from mlx_gradscale.float32_layers import Reason
+from mlx_gradscale.float32_layers.finder import first_backward
+from mlx_gradscale.float32_layers.search import Search
+from mlx_gradscale.float32_layers.trial import Batch, Setting, run
+
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+sys.path.insert(0, EXAMPLES)
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+# By its path: import would find this folder of tests.
+example = SimpleNamespace(**runpy.run_path(f"{EXAMPLES}/float32_layers.py"))
+overflowing = example.overflowing
+
+HALF = mx.float16
+FOUND = {
+    "residual": ["blocks.5 to norm"],
+    "mlp": ["blocks.3.mlp"],
+    "attention": ["blocks.3.attention"],
+    "loss": ["head to the loss"],
+    "norm": ["blocks.5.norms.0", "blocks.5.norms.2", "norm"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The loss is float16")
+@pytest.mark.parametrize("name", list(FOUND))
+def test_overflowing_model_is_cured_and_trains_like_float32(name):
+    def make(dtype):
+        model, loss_fn = overflowing.MODELS[name]()
+        model.set_dtype(dtype)
+        return model, loss_fn
+
+    expected = example.train(*make(mx.float32), 5)
+    assert not math.isfinite(example.train(*make(HALF), 2))
+    model, loss_fn = make(HALF)
+    found = find_float32_layers(model, loss_fn, [overflowing.batch(0)])
+    assert found.where == FOUND[name]
+    assert found.float16_parameters > 0.8
+    before = example.kernels(model, loss_fn)
+    float32_layers(model, found)
+    after = example.kernels(model, loss_fn)
+    # Float32 layers add casts and no other kernel.
+    assert after[0] - before[0] == after[1] - before[1] < 30
+    assert example.train(model, loss_fn, 5) == pytest.approx(expected, rel=0.02)
+
+
+def test_example_prints_its_table_and_draws(tmp_path, capsys):
+    example.main(2, tmp_path, ["norm"])
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("| norm |")
+    assert "| lost |" in row
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"headroom-norm-light.png", "headroom-norm-dark.png"}
+
+
+class Net(nn.Module):
+    """``gain`` is made by the model's own code and taken away by ``last``."""
+
+    def __init__(self, gain=1.0):
+        super().__init__()
+        mx.random.seed(2)
+        self.layers = [nn.Linear(8, 8) for _ in range(4)]
+        self.last = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
+        self.gain = gain
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + nn.relu(layer(x))
+        return self.head(self.last(self.gain * x))
+
+
+def make(gain=1.0, dtype=HALF):
+    model = Net(gain)
+    model.set_dtype(dtype)
+
+    def loss_fn(x):
+        return model(x).astype(mx.float32).square().mean()
+
+    return model, loss_fn
+
+
+X = mx.random.normal((4, 8), key=mx.random.key(0)).astype(HALF)
+
+
+def snapshot(model):
+    types = [(p, type(m), dict(vars(m))) for p, m in model.named_modules()]
+    values = [(p, np.array(x)) for p, x in tree_flatten(model.parameters())]
+    return types, values, mx.random.state[0].tolist()
+
+
+def assert_same(model, before):
+    now = snapshot(model)
+    assert now[0] == before[0]
+    assert now[2] == before[2]
+    for (p, x), (q, y) in zip(now[1], before[1], strict=True):
+        assert p == q
+        assert np.array_equal(x, y, equal_nan=True)
+
+
+def test_sound_model_needs_no_layers():
+    model, loss_fn = make()
+    before = snapshot(model)
+    found = find_float32_layers(model, loss_fn, [X, X * 2])
+    assert_same(model, before)
+    assert (found.where, found.problem, found.helps) == ([], "", True)
+    assert "Every layer can compute in half precision" in str(found)
+    assert {row.layer for row in found.rows} > {"", "layers.0", "last", "head"}
+    assert all(row.headroom > 1 for row in found.rows)
+    assert float32_layers(model, found).paths == []
+
+
+def test_table_shows_size_headroom_and_reason():
+    model, loss_fn = make(gain=6e4)
+    before = snapshot(model)
+    found = find_float32_layers(model, loss_fn, [X])
+    assert_same(model, before)
+    assert found.helps
+    rows = {row.layer: row for row in found.rows}
+    assert rows["last"].is_float32
+    assert not rows["head"].is_float32
+    assert rows[""].forward > 65504
+    assert rows[""].headroom < 0
+    assert "above 65504" in rows[""].why
+    assert rows["head"].backward > 0
+    text = str(found)
+    assert "layer" in text.splitlines()[-len(found.rows) - 1]
+    assert f"{found.float16_parameters:.2%}" in text
+    with float32_layers(model, found):
+        assert mx.isfinite(loss_fn(X)).item()
+    assert not mx.isfinite(loss_fn(X)).item()
+
+
+def test_margin_covers_values_close_to_65504():
+    model, loss_fn = make()
+    largest = max(r.forward for r in find_float32_layers(model, loss_fn, [X]).rows)
+    model, loss_fn = make(gain=40000.0 / largest)
+    assert find_float32_layers(model, loss_fn, [X], margin=1.0).where == []
+    found = find_float32_layers(model, loss_fn, [X], margin=2.0)
+    assert found.where
+    assert "close to 65504" in found.reasons[0].why
+
+
+def test_every_batch_counts_and_shapes_may_differ():
+    model, loss_fn = make(gain=2000.0)
+    assert find_float32_layers(model, loss_fn, [X]).where == []
+    found = find_float32_layers(model, loss_fn, [X, X[:2] * 50, {"x": X[:3]}])
+    assert found.where
+    assert len(found.losses) == 3
+
+
+def test_large_float16_input_needs_no_float32():
+    model, _ = make()
+    model.layers[0].weight = model.layers[0].weight * 1e-4
+    x = X / mx.abs(X).max() * 60000
+
+    def first_only(x):
+        return model.head(model.layers[0](x) * 1e-2).astype(mx.float32).square().mean()
+
+    found = find_float32_layers(model, first_only, [x])
+    assert (found.where, found.problem) == ([], "")
+
+
+def test_layer_that_is_not_needed_is_left_out():
+    model, loss_fn = make(gain=6e4)
+    search = Search(Setting(model, loss_fn))
+    search.reasons.append(Reason("layers.0", "layers.0", "by mistake"))
+    search.add(Batch((X,)), "batch 1")
+    assert "layers.0" in search.where
+    search.finish()
+    assert search.where == find_float32_layers(model, loss_fn, [X]).where
+
+
+def test_model_of_one_layer():
+    model = nn.Linear(8, 8)
+    model.weight = mx.full((8, 8), 3e4)
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        return (model(x).astype(mx.float32) * 1e-6).square().mean()
+
+    found = find_float32_layers(model, loss_fn, [X * 8])
+    assert found.where == [" to the loss"]
+    float32_layers(model, found)
+    assert mx.isfinite(loss_fn(X * 8)).item()
+
+
+def test_compute_dtype_gives_the_same_layers():
+    model, loss_fn = make(gain=6e4, dtype=mx.float32)
+    x = X.astype(mx.float32)
+    found = find_float32_layers(model, loss_fn, [x], compute_dtype=HALF)
+    half, other = make(gain=6e4)
+    assert found.where == find_float32_layers(half, other, [X]).where
+    assert {p.dtype for _, p in tree_flatten(model.parameters())} == {mx.float32}
+
+
+def test_existing_float32_layers_are_replaced():
+    model, loss_fn = make(gain=6e4)
+    layers = float32_layers(model, "head")
+    found = find_float32_layers(model, loss_fn, [X])
+    assert "head" not in found.where
+    assert float32_layers(model, found).where == found.where
+    layers.undo()
+
+
+def test_residual_stream_that_mlx_lm_clips_is_found():
+    gemma = pytest.importorskip("mlx_lm.models.gemma3_text", reason="no mlx-lm")
+    from mlx_lm.tuner.trainer import default_loss
+
+    mx.random.seed(0)
+    model = gemma.Model(
+        gemma.ModelArgs(
+            model_type="gemma3_text",
+            hidden_size=32,
+            num_hidden_layers=3,
+            intermediate_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            vocab_size=32,
+            sliding_window_pattern=3,
+            query_pre_attn_scalar=16,
+        )
+    )
+    model.model.embed_tokens.weight *= 4
+    model.model.layers[2].post_feedforward_layernorm.weight += 6e4
+    model.set_dtype(HALF)
+    tokens, lengths = mx.arange(12)[None], mx.array([[0, 12]])
+    # Finite, because mlx-lm clips at 65504; the gradients are wrong.
+    assert mx.isfinite(default_loss(model, tokens, lengths)[0]).item()
+    setting = Setting(model, default_loss)
+    batch = Batch((model, tokens, lengths))
+    reference = run(setting, batch, in_float32=True)
+    assert run(setting, batch).gradient_distance(reference) > 0.2
+    found = find_float32_layers(model, default_loss, [(model, tokens, lengths)])
+    assert found.where == ["model.layers.2 to model.norm"]
+    half = run(setting, batch, found.where)
+    assert half.gradient_distance(reference) < 0.05
+
+
+def test_saved_file_is_what_float32_layers_takes(tmp_path):
+    model, loss_fn = make(gain=6e4)
+    found = find_float32_layers(model, loss_fn, [X])
+    found.save(tmp_path / "layers.json")
+    layers = float32_layers(model, tmp_path / "layers.json")
+    assert layers.where == found.where
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def broken_weight(model, x):
+    model.layers[1].weight = mx.full((8, 8), NAN, HALF)
+    return x
+
+
+HOPELESS = {
+    "weights": (broken_weight, "Parameters are not finite: layers.1.weight"),
+    "batch": (lambda model, x: x * INF, r"args\[0\] of batch 1 is not finite"),
+}
+
+
+@pytest.mark.parametrize("name", list(HOPELESS))
+def test_reason_is_given_where_no_layers_help(name, tmp_path):
+    spoil, message = HOPELESS[name]
+    model, loss_fn = make()
+    x = spoil(model, X)
+    before = snapshot(model)
+    found = find_float32_layers(model, loss_fn, [x])
+    assert_same(model, before)
+    assert not found.helps
+    with pytest.raises(ValueError, match=message):
+        float32_layers(model, found)
+    with pytest.raises(ValueError, match="nothing to save"):
+        found.save(tmp_path / "layers.json")
+    assert str(found).startswith("No layers in float32 help.")
+
+
+def test_loss_that_is_not_finite_in_float32_is_reported():
+    model, loss_fn = make()
+    found = find_float32_layers(model, lambda x: mx.log(loss_fn(x) * 0), [X])
+    assert "The loss of batch 1 is -inf in float32, too" in found.problem
+
+    def loss_in_float16(x):
+        return (model(x).astype(mx.float32) * 1e6).astype(HALF).sum()
+
+    found = find_float32_layers(model, loss_in_float16, [X])
+    assert "a cast to half precision" in found.problem
+    found = find_float32_layers(model, lambda x: loss_fn(mx.log(x * 0)), [X])
+    assert "not finite in float32 either" in found.problem
+    assert "first in the output of layers.0" in found.problem
+
+    def root(x):
+        return mx.sqrt(model(x).astype(mx.float32) * 0).sum()
+
+    found = find_float32_layers(model, root, [X])
+    assert "not finite in float32 either, first in the gradient" in found.problem
+
+
+def test_layer_that_casts_by_itself_cannot_be_cured():
+    class Casts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def __call__(self, x):
+            return (self.layer(x) * self.gain).astype(HALF) / self.gain
+
+    model = Casts()
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        # So that the run in float32 is well.
+        model.gain = 1e5 if x.dtype == HALF else 1.0
+        return model(x).astype(mx.float32).square().mean()
+
+    found = find_float32_layers(model, loss_fn, [X])
+    assert "With the whole model in float32" in found.problem
+
+
+def test_arguments_too_large_for_float16_are_reported():
+    model, loss_fn = make(dtype=mx.float32)
+    x = X.astype(mx.float32) * 1e6
+    found = find_float32_layers(model, loss_fn, [x], compute_dtype=HALF)
+    assert "args[0] of batch 1 reaches" in found.problem
+    assert "cast_inputs=False" in found.problem
+
+
+def frozen():
+    model, loss_fn = make()
+    model.freeze()
+    return model, loss_fn
+
+
+MISUSE = {
+    "no batches": (make, [], {}, ValueError, "no batches: pass at least one"),
+    "an array": (make, X, {}, TypeError, "batches must be a list"),
+    "a dict": (make, {"x": X}, {}, TypeError, "batches must be a list"),
+    "a number": (make, 3, {}, TypeError, "batches must be a list"),
+    "too many arguments": (make, [(X, X)], {}, TypeError, "positional argument"),
+    "margin": (make, [X], {"margin": 0.5}, ValueError, "margin must be at least 1"),
+    "tolerance": (make, [X], {"tolerance": 0}, ValueError, "between 0 and 1"),
+    "dtype": (make, [X], {"compute_dtype": mx.int8}, ValueError, "must be mx.float16"),
+    "frozen": (frozen, [X], {}, ValueError, "unfreeze some"),
+    "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
+    "model": (lambda: (3, print), [X], {}, TypeError, "must be an mlx.nn.Module"),
+    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "must be the function"),
+    "no loss": (
+        lambda: (make()[0], lambda x: None),
+        [X],
+        {},
+        TypeError,
+        "must be an array",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MISUSE))
+def test_misuse_raises_and_leaves_the_model(name):
+    how, batches, options, error, message = MISUSE[name]
+    model, loss_fn = how()
+    before = snapshot(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=message):
+        find_float32_layers(model, loss_fn, batches, **options)
+    if before:
+        assert_same(model, before)
+
+
+def test_loss_from_scale_loss_is_refused():
+    model, loss_fn = make()
+    with pytest.raises(TypeError, match="without scale_loss"):
+        find_float32_layers(model, GradScaler().scale_loss(loss_fn), [X])
+
+
+def test_progress_is_called_for_each_run():
+    model, loss_fn = make()
+    lines = []
+    find_float32_layers(model, loss_fn, [X], progress=lines.append)
+    assert lines[0] == "batch 1 in float32, 0 float32 layers"
+
+
+def test_cure_by_the_whole_model_says_so_and_what_else_to_do():
+    class Own(nn.Module):
+        """Overflows in its own code, where it also holds most of its parameters."""
+
+        def __init__(self):
+            super().__init__()
+            mx.random.seed(0)
+            self.first = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 4)
+
+        def __call__(self, x):
+            x = mx.square(self.first(x) * 300)
+            return self.head(x / mx.mean(x, axis=-1, keepdims=True))
+
+    model = Own()
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        return model(x).astype(mx.float32).square().mean()
+
+    found = find_float32_layers(model, loss_fn, [X * 4])
+    assert found.is_whole_model
+    text = str(found)
+    assert "only the whole model in float32" in text
+    assert "x.astype(mx.float32)" in text
+    assert "must compute in float32" not in text
+    assert not any(line.strip() == "" for line in text.splitlines())
+    with float32_layers(model, found):
+        assert mx.isfinite(loss_fn(X * 4)).item()
+
+
+def test_row_says_whether_a_layer_overflows_inside():
+    model, loss_fn = overflowing.norm()
+    model.set_dtype(HALF)
+    rows = find_float32_layers(model, loss_fn, [overflowing.batch(0)]).rows
+    inside = [row.layer for row in rows if row.overflows_inside]
+    assert inside == FOUND["norm"]
+    assert all(row.forward < 65504 for row in rows if row.overflows_inside)
+
+
+def test_parameter_in_a_list_belongs_to_the_module_around_it():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gates = [mx.full((8,), 1e-4)]
+
+        def __call__(self, x):
+            return (x * self.gates[0]).sum(axis=0)
+
+    model = nn.Sequential(Gated())
+    model.set_dtype(HALF)
+
+    def loss_fn(x):
+        return model(x).astype(mx.float32).sum() * 64
+
+    # Only the gradient of the gate overflows: it is a sum of values of 6e4.
+    setting = Setting(model, loss_fn)
+    result = run(setting, Batch((mx.full((4, 8), 6e4, HALF),)), scale=1.0)
+    place = first_backward(result, lambda value: not value.is_finite)
+    assert place.layer == "layers.0"
+    assert "parameter layers.0.gates.0" in place.text

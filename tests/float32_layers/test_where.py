@@ -1,0 +1,184 @@
+"""Layers are named by paths, globs, chains, functions and files."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_gradscale import float32_layers
+from mlx_gradscale.float32_layers import (
+    list_float32_layers,
+    load_float32_layers,
+    save_float32_layers,
+)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Linear(4, 4)
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.norm = nn.RMSNorm(4)
+        self.act = nn.gelu
+
+    def __call__(self, x):
+        return x + self.mlp(self.act(self.attn(self.norm(x))))
+
+
+class Shelf(nn.Module):
+    """Holds modules and is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Block(), Block(), Block()]
+        self.by_name = {"a": Block(), "b": Block()}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.shelf = Shelf()
+        self.norm = nn.RMSNorm(4)
+        self.head = nn.Linear(4, 4)
+
+    def __call__(self, x):
+        for block in self.shelf.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def paths(where):
+    return float32_layers(Net(), where).paths
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("norm", ["norm"]),
+        ("shelf.blocks.1.mlp.layers.0", ["shelf.blocks.1.mlp.layers.0"]),
+        ("shelf.by_name.b", ["shelf.by_name.b"]),
+        ("*.mlp", [f"shelf.{b}.mlp" for b in ("blocks.0", "blocks.1", "blocks.2")]
+            + [f"shelf.by_name.{b}.mlp" for b in "ab"]),
+        ("shelf.blocks.[01].attn", ["shelf.blocks.0.attn", "shelf.blocks.1.attn"]),
+        # Layers inside of a float32 layer are float32 already.
+        ("shelf.blocks.0*", ["shelf.blocks.0"]),
+        (["shelf.blocks.0.mlp", "shelf.blocks.0", "norm"], ["shelf.blocks.0", "norm"]),
+        (["norm", "norm"], ["norm"]),
+        ("", [""]),
+        ([], []),
+        ("shelf.by_name.b to head", ["shelf.by_name.b", "norm", "head"]),
+        ("shelf.by_name.[ab] to norm", ["shelf.by_name.a", "shelf.by_name.b", "norm"]),
+        ("shelf.blocks.2.mlp to shelf.by_name.a.attn",
+            ["shelf.blocks.2.mlp", "shelf.blocks.2.norm", "shelf.by_name.a.attn"]),
+        ("head to norm", ["head", "norm"]),
+        ("norm to head to the loss", ["norm", "head"]),
+        (("norm", "head"), ["norm", "head"]),
+        (lambda path, module: isinstance(module, nn.RMSNorm) and "blocks" in path,
+            [f"shelf.blocks.{i}.norm" for i in range(3)]),
+    ],
+)  # fmt: skip
+def test_layers_are_named_by(where, expected):
+    assert paths(where) == expected
+
+
+REFUSED = {
+    "nearest": ("shelf.blocks.1.mpl", ValueError, r"mean shelf\.blocks\.1\.mlp"),
+    "number": ("shelf.blocks.7", ValueError, "names no module"),
+    "glob": ("*.mlb", ValueError, "matches no module"),
+    "far": ("zzzzzzzz", ValueError, r"names no module\.$"),
+    "function": (
+        "shelf.blocks.0.act",
+        ValueError,
+        "is a function: name the module that uses it, shelf.blocks.0",
+    ),
+    "array": ("head.weight", ValueError, "is a parameter.*that uses it, head"),
+    "list": ("shelf.blocks", ValueError, "is a list: name"),
+    "never called": ("shelf", ValueError, r"no __call__ of its own.*shelf\.\*"),
+    "chain": ("norm to haed", ValueError, "mean head"),
+    "only the loss": (" to the loss to norm", ValueError, "'the loss' names no module"),
+    "predicate": (lambda path, module: False, ValueError, "True for no module"),
+    "none": (None, TypeError, "Name the layers by"),
+    "numbers": ([1, 2], TypeError, "Name the layers by"),
+    "nested": ([["norm"]], TypeError, "Name the layers by"),
+    "second": (["norm", "nrom"], ValueError, "mean norm"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_wrong_name_raises_and_leaves_the_model(name):
+    where, error, message = REFUSED[name]
+    model = Net()
+    before = [type(module) for _, module in model.named_modules()]
+    with pytest.raises(error, match=message):
+        float32_layers(model, where)
+    assert [type(module) for _, module in model.named_modules()] == before
+
+
+def test_model_must_be_a_module():
+    with pytest.raises(TypeError, match=r"must be an mlx\.nn\.Module"):
+        float32_layers({"norm": mx.ones(3)}, "norm")
+
+
+def test_shared_module_may_be_named_twice():
+    model = Net()
+    model.head = model.shelf.blocks[0].attn
+    layers = float32_layers(model, ["head", "shelf.blocks.0.attn"])
+    layers.undo()
+    assert type(model.head) is nn.Linear
+    assert list_float32_layers(model) == []
+
+
+@pytest.mark.parametrize("as_string", [False, True])
+def test_layers_round_trip_through_a_file(tmp_path, as_string):
+    path = tmp_path / "float32.json"
+    where = ["shelf.blocks.0.mlp", "norm to head", "embed to the loss"]
+    layers = float32_layers(Net(), where)
+    layers.save(path)
+    assert load_float32_layers(path) == where
+    again = float32_layers(Net(), str(path) if as_string else path)
+    assert again.paths == layers.paths
+    assert float32_layers(Net(), layers).paths == layers.paths
+
+
+GOOD = {"format": "mlx_gradscale.float32_layers", "version": 1, "layers": ["norm"]}
+HOSTILE = {
+    "not JSON": b"\x80\x04K\x01.",
+    "empty": b"",
+    "deep": b"[" * 100_000,
+    "too large": b" " * (2**22 + 1),
+    "another format": json.dumps({**GOOD, "format": "x"}).encode(),
+    "version": json.dumps({**GOOD, "version": 2}).encode(),
+    "a list": b'["norm"]',
+    "no layers": json.dumps({**GOOD, "layers": None}).encode(),
+    "numbers": json.dumps({**GOOD, "layers": [1]}).encode(),
+    "nested": json.dumps({**GOOD, "layers": [["norm"]]}).encode(),
+    "surrogate": b'{"format": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_other_file_is_refused(tmp_path, name):
+    path = tmp_path / "float32.json"
+    path.write_bytes(HOSTILE[name])
+    model = Net()
+    with pytest.raises(ValueError, match="is not a list of float32 layers"):
+        float32_layers(model, path)
+    assert list_float32_layers(model) == []
+
+
+def test_file_with_unknown_layers_is_refused(tmp_path):
+    path = tmp_path / "float32.json"
+    path.write_text(json.dumps({**GOOD, "layers": ["nrom"], "made by": "hand"}))
+    with pytest.raises(ValueError, match="mean norm"):
+        float32_layers(Net(), path)
+    with pytest.raises(FileNotFoundError):
+        float32_layers(Net(), Path(tmp_path / "none.json"))
+
+
+def test_file_must_end_in_json(tmp_path):
+    with pytest.raises(ValueError, match=r"must end in \.json"):
+        save_float32_layers(tmp_path / "layers.txt", ["norm"])
+    assert not list(tmp_path.iterdir())
