@@ -1,6 +1,6 @@
-"""The private names of mlx.optimizers that mlx_optimizers.py knows, one by one.
+"""What optimizers.py knows of MLX's private names, one by one.
 
-If one fails, MLX has renamed something: mend guard/mlx_optimizers.py alone.
+If one fails, MLX has renamed something: change mlx_gradscale/core/optimizers.py alone.
 """
 
 import ast
@@ -10,85 +10,87 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 
-from mlx_gradscale.guard import mlx_optimizers
-from mlx_gradscale.state_tree import at_once
+import mlx_gradscale
+from mlx_gradscale.core import optimizers as internals
 
 pytestmark = pytest.mark.core
 
-PACKAGE = Path(mlx_optimizers.__file__).parent.parent
+PACKAGE = Path(mlx_gradscale.__file__).parent
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
-# A LossScaleOptimizer is an Optimizer itself, and sets what the base class has.
+# A LossScaleOptimizer is an Optimizer itself, and sets attributes of its base class.
 OF_ITS_OWN = {"optimizer.py"}
 
 
-def test_every_optimizer_has_these_attributes_and_nothing_else_private():
+def two(predicate=lambda path, _: path == "a"):
+    return optim.MultiOptimizer([optim.SGD(0.1), optim.Lion(0.1)], [predicate])
+
+
+def test_every_optimizer_has_the_private_attributes_that_are_not_settings():
     optimizer = optim.AdamW(1e-3)
     private = {name for name in vars(optimizer) if name.startswith("_")}
-    assert private == set(mlx_optimizers.NOT_SETTINGS)
+    assert private == set(internals._NOT_SETTINGS)
 
 
-def test_init_sets_initialized_and_setting_the_state_takes_it_back():
+def test_init_initialises_and_setting_an_empty_state_undoes_it():
     optimizer = optim.Adam(1e-3)
-    assert not mlx_optimizers.is_initialized(optimizer)
+    assert internals.needs_init(optimizer)
     optimizer.init({"w": mx.ones(2)})
-    assert mlx_optimizers.is_initialized(optimizer)
+    assert not internals.needs_init(optimizer)
     optimizer.state = {}
-    assert not mlx_optimizers.is_initialized(optimizer)
+    assert internals.needs_init(optimizer)
+    internals.mark_initialized(optimizer)
+    assert optimizer._initialized
 
 
-def test_a_multi_optimizer_is_initialized_when_all_in_it_are():
-    both = optim.MultiOptimizer(
-        [optim.SGD(0.1), optim.Lion(0.1)], [lambda path, _: path == "a"]
-    )
+def test_a_multi_optimizer_needs_init_until_all_of_its_parts_have_state():
+    both = two()
     both.optimizers[0].init({"a": mx.array(1.0)})
-    assert not mlx_optimizers.is_initialized(both)
+    assert internals.needs_init(both)
     both.init({"a": mx.array(1.0), "b": mx.array(2.0)})
-    assert mlx_optimizers.is_initialized(both)
-
-
-def test_a_schedule_is_under_its_name():
-    schedule = optim.linear_schedule(1.0, 0.0, 10)
-    assert mlx_optimizers.schedules(optim.SGD(schedule)) == {"learning_rate": schedule}
-    assert mlx_optimizers.schedules(optim.SGD(0.1)) == {}
+    assert not internals.needs_init(both)
 
 
 def test_a_multi_optimizer_splits_a_tree_by_its_filters():
-    first, second = optim.SGD(0.1), optim.Lion(0.1)
-    both = optim.MultiOptimizer([first, second], [lambda path, _: path == "a"])
+    both = two()
     tree = {"a": mx.array(1.0), "b": mx.array(2.0)}
-    found = list(mlx_optimizers.parts(both, tree))
-    assert [optimizer for optimizer, _ in found] == [first, second]
+    found = list(internals.parts(both, tree))
+    assert [optimizer for optimizer, _ in found] == both.optimizers
     assert [list(part) for _, part in found] == [["a"], ["b"]]
+    assert list(internals.single_optimizers(both)) == both.optimizers
 
 
-def test_values_take_the_place_of_schedules_in_a_step_and_the_state_comes_back():
+def test_a_schedule_is_found_under_the_name_of_its_setting():
+    optimizer = optim.SGD(optim.linear_schedule(1.0, 0.0, 10))
+    [values] = internals.scheduled_values(optimizer)
+    assert (list(values), values["learning_rate"].item()) == (["learning_rate"], 1.0)
+    assert internals.scheduled_values(optim.SGD(0.1)) == [{}]
+
+
+def test_a_trial_step_is_rolled_back_with_its_state_and_schedules():
     optimizer = optim.SGD(optim.linear_schedule(1.0, 0.0, 10))
     optimizer.init({"w": mx.ones(2)})
-    state, schedules = optimizer.state, mlx_optimizers.schedules(optimizer)
-    back = mlx_optimizers.restoring_insides(optimizer)
-    mlx_optimizers.set_scheduled([optimizer], [{"learning_rate": mx.array(0.25)}])
-    new = optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
-    optimizer._state = {}
-    at_once(back)()
+    state, schedules = optimizer.state, optimizer._schedulers
+    with internals.Borrowed(optimizer, [{"learning_rate": mx.array(0.25)}]):
+        new = optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
+        optimizer._state = {}
     assert new["w"].tolist() == [0.75, 0.75]
     assert optimizer.state is state
-    assert mlx_optimizers.schedules(optimizer) is schedules
+    assert optimizer._schedulers is schedules
+    assert optimizer.step.item() == 0
+
+
+def private_names(path):
+    """The private attributes of MLX that a file reads, but for those of ``self``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if not (path.name in OF_ITS_OWN and of_self):
+                yield node.attr
 
 
 @pytest.mark.parametrize(
-    "path",
-    [p for p in PACKAGE.rglob("*.py") if p.name != "mlx_optimizers.py"],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
+    "path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda p: p.name
 )
-def test_no_other_file_knows_them(path):
-    attributes = {
-        node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and not (
-            path.name in OF_ITS_OWN
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        )
-    }
-    assert attributes & PRIVATE == set()
+def test_no_other_file_of_the_core_uses_them(path):
+    found = set(private_names(path)) & PRIVATE
+    assert found == (PRIVATE if path.name == "optimizers.py" else set())

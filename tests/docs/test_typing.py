@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.core
-
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
-def test_a_users_script_checks_strictly(tmp_path):
+def test_a_users_script_passes_a_strict_type_checker(tmp_path):
     pytest.importorskip("mypy", reason="mypy is not installed")
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\n")
@@ -19,7 +17,7 @@ def test_a_users_script_checks_strictly(tmp_path):
     # MLX says of few of its names that others may use them, and types few functions.
     options += ["--implicit-reexport", "--untyped-calls-exclude=mlx"]
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, TESTS / "typed_user.py"],
+        [sys.executable, "-m", "mypy", *options, TESTS / "support" / "typed_user.py"],
         cwd=TESTS.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
