@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.core
 
 pytest.importorskip("tqdm", reason="the examples are not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import quickstart
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import quickstart  # noqa: E402
 
 
 @pytest.fixture(scope="module")
