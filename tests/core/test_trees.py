@@ -21,7 +21,7 @@ from mlx_gradscale.core.trees import (
 pytestmark = pytest.mark.core
 
 trees = st.recursive(
-    st.integers().map(mx.array),
+    st.integers(0, 9).map(mx.array),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
