@@ -1,8 +1,7 @@
 """The documentation site: ``sphinx-build -W --keep-going docs build/site``.
 
-Sphinx, because MLX's own documentation is made with it and because it takes the API
-reference from the docstrings. The pages are Markdown, so that they also read well where
-the repository is shown, and so that one small test can run their code.
+The pages are Markdown, so that they also read well in the repository and so that a test
+can run their code. The API reference comes from the docstrings.
 """
 
 import os
@@ -16,7 +15,7 @@ ROOT = DOCS.parent
 
 project = "mlx_gradscale"
 release = version = mlx_gradscale.__version__
-project_copyright = "the authors of mlx_gradscale"
+project_copyright = "the mlx_gradscale contributors"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -29,16 +28,16 @@ html_title = f"mlx_gradscale {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
-# Those of the pictures, so that a dark one has no edge.
+# The background of the pictures, so that a dark one has no edge.
 html_theme_options = {
     "dark_css_variables": {
         "color-background-primary": "#0d1117",
         "color-background-secondary": "#161b22",
     }
 }
-# Code of both themes with a contrast of 4.5 or more, which most styles do not have.
-pygments_style = "a11y-high-contrast-light"
-pygments_dark_style = "a11y-high-contrast-dark"
+pygments_style = "default"
+pygments_dark_style = "github-dark"
+toc_object_entries_show_parents = "hide"
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -46,86 +45,103 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
-# What a scaler and a wrapper have for each other and for other rooms, not for users.
-OUR_OWN = (
-    *("after_step", "after_update", "belong_to", "check_model", "check_optimizer"),
-    *("gives_true_gradients", "has_no_gradients", "inverse", "is_between_iterations"),
-    *("kept_masters", "owner", "ranks", "refuse_stages", "take_way", "warn_once"),
-)
 autodoc_default_options = {
     "members": True,
-    "exclude-members": ", ".join(OUR_OWN),
-    # What a class takes from ours is shown, what it takes from Python or MLX is not.
+    # Inherited from classes of this package, not from MLX's or Python's.
     "inherited-members": "Optimizer, BaseException, tuple, dict, object",
 }
 maximum_signature_line_length = 70
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True  # attributes as a short list
+napoleon_use_ivar = True
 
-# These pages are files at the top of the repository, where people look for them.
+# Pages that are files at the top of the repository.
 TOP_PAGES = {
     "architecture": ROOT / "ARCHITECTURE.md",
-    "benchmarks": ROOT / "benchmarks" / "README.md",
     "changelog": ROOT / "CHANGELOG.md",
     "contributing": ROOT / "CONTRIBUTING.md",
     "security": ROOT / "SECURITY.md",
+}
+
+# Defaults as a reader would write them.
+DEFAULTS = {
+    "SMALLEST_SCALE": "2**-64",
+    "LARGEST_SCALE": "2**64",
+    "5.421010862427522e-20": "2**-64",
+    "1.8446744073709552e+19": "2**64",
+    "<factory>": "...",
 }
 
 _PICTURE = re.compile(
     r'<picture>\s*<source[^>]*srcset="(?P<dark>[^"]+)"[^>]*>\s*(?P<image><img[^>]*>)'
     r"\s*</picture>"
 )
+# Example -> the anchor of its section on the examples page.
+EXAMPLES = {
+    name: re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+    for title, name in re.findall(
+        r"^## (.*)\n\n\[examples/(\w+\.py)\]",
+        (DOCS / "examples.md").read_text(),
+        re.MULTILINE,
+    )
+}
+_LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)")
 
 
-def _both_pictures(text: str, folder: Path, page: Path) -> str:
-    """Show the one or the other, as the reader's choice of theme on the site is."""
+def _replace_pictures(text: str, folder: Path, page: Path) -> str:
+    """Turn <picture> into two images, of which the theme of the site shows one."""
 
-    def shown(found: re.Match) -> str:
-        alt, light = (
-            re.search(rf'{name}="([^"]*)"', found["image"])[1]
-            for name in ("alt", "src")
-        )
+    def replace(found: re.Match) -> str:
+        attributes = dict(re.findall(r'(\w+)="([^"]*)"', found["image"]))
+        paths = {"light": attributes["src"], "dark": found["dark"]}
         return "\n\n".join(
             f":::{{image}} {os.path.relpath(folder / path, page)}\n"
-            f":class: only-{theme}\n:alt: {alt}\n:::"
-            for theme, path in (("light", light), ("dark", found["dark"]))
+            f":class: only-{theme}\n:alt: {attributes['alt']}\n"
+            f":width: {attributes['width']}px\n:::"
+            for theme, path in paths.items()
         )
 
-    return _PICTURE.sub(shown, text)
+    return _PICTURE.sub(replace, text)
 
 
-def _relink(text: str, folder: Path, page: Path) -> str:
-    """Lead links between files of the repository to the pages of these files."""
+def _replace_links(text: str, folder: Path, page: Path) -> str:
+    """Link to pages of the site where there are any; drop links to other files."""
 
-    def relinked(found: re.Match) -> str:
+    def replace(found: re.Match) -> str:
         name, hash_, anchor = found["target"].partition("#")
         file = (folder / name).resolve()
-        if name and file in TOP_PAGES.values():
-            file = DOCS / next(n for n, f in TOP_PAGES.items() if f == file)
-            file = file.with_suffix(".md")
-        elif not name or not file.exists():
+        if not name or "://" in name or not file.exists():
             return found[0]
+        if file.parent == ROOT / "examples" or file == ROOT / "examples":
+            hash_, anchor = "#" * (file.name in EXAMPLES), EXAMPLES.get(file.name, "")
+            file = DOCS / "examples.md"
+        elif file in TOP_PAGES.values():
+            pages = {path: name for name, path in TOP_PAGES.items()}
+            file = DOCS / f"{pages[file]}.md"
+        elif DOCS not in file.parents:
+            return found["text"]
         return f"[{found['text']}]({os.path.relpath(file, page)}{hash_}{anchor})"
 
-    return re.sub(r"\[(?P<text>[^]]*)\]\((?P<target>[^)\s]+)\)", relinked, text)
+    return _LINK.sub(replace, text)
 
 
 def read_page(app, docname: str, source: list[str]) -> None:
-    """Make of a file of the repository what Sphinx needs."""
+    """Prepare a Markdown file of the repository for Sphinx."""
     text, page = source[0], (DOCS / docname).parent
     folder = page
     if docname in TOP_PAGES:
-        text, folder = TOP_PAGES[docname].read_text(), TOP_PAGES[docname].parent
-    text = _relink(text, folder, page)
-    source[0] = _both_pictures(text, folder, page)
+        text, folder = TOP_PAGES[docname].read_text(), ROOT
+    text = _replace_links(text, folder, page)
+    source[0] = _replace_pictures(text, folder, page)
 
 
-def readable_signature(app, what, name, obj, options, signature, returns):
-    """Write a dataclass's defaults as Python: Sphinx parses no ``<factory>``."""
-    return signature and signature.replace("<factory>", "..."), returns
+def show_defaults(app, what, name, obj, options, signature, returns):
+    """Write the defaults in a signature as a reader would."""
+    for found, shown in DEFAULTS.items():
+        signature = signature and signature.replace(found, shown)
+    return signature, returns
 
 
 def setup(app) -> None:
     app.connect("source-read", read_page)
-    app.connect("autodoc-process-signature", readable_signature)
+    app.connect("autodoc-process-signature", show_defaults)

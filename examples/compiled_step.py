@@ -1,9 +1,10 @@
 """The whole training step as one compiled function.
 
-Use this when you write your own loop and want it fast: forward pass, backward pass,
-overflow check, update and the next loss scale are one compiled function that never
-waits for the device. List ``scaler.state`` beside the model's and the optimizer's;
-a figure is read only where the loop asks for one.
+Forward pass, backward pass, overflow check, update and the next loss scale are one
+compiled function that never waits for the device. List ``scaler.state`` with the state
+of the model and the optimizer, and read values only now and then.
+
+    python examples/compiled_step.py
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ from mlx_gradscale import GradScaler
 
 
 def spirals(size):
-    """Points on three interleaved spirals, and which spiral each is on."""
+    """Return points on three interleaved spirals, and the spiral of each point."""
     arm = mx.random.randint(0, 3, (size,))
     radius = mx.random.uniform(shape=(size,))
     angle = 5 * radius + 2.1 * arm + 0.1 * mx.random.normal((size,))
@@ -38,7 +39,7 @@ def loss_fn(x, y):
     return nn.losses.cross_entropy(logits, y, reduction="mean")
 
 
-# Float32 parameters, float16 arithmetic; the gradients come back scaled.
+# Float32 parameters, float16 arithmetic, unscaled float32 gradients.
 loss_and_grad = scaler.value_and_grad(model, loss_fn, compute_dtype=mx.float16)
 state = [model.state, optimizer.state, scaler.state]
 
@@ -53,7 +54,7 @@ def step(x, y):
 for i in range(1, 401):
     loss = step(*spirals(128))
     mx.async_eval(state, loss)
-    if i % 100 == 0:  # reading waits for the device, so not at every step
+    if i % 100 == 0:  # not every step, because reading waits for the device
         skipped = scaler.skipped_steps.item()
         print(
             f"step {i}: loss {loss.item():.3f}, scale {scaler.get_scale():.0f}, "

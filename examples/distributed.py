@@ -1,13 +1,16 @@
-"""Train in float16 on several Macs, or on several processes of one.
+"""Train in float16 on several machines, or in several processes on one.
 
-Start it with ``mlx.launch -n 2 -- python examples/distributed.py``, or on two
-machines with ``mlx.launch --hosts 10.0.0.1,10.0.0.2 -- python
-examples/distributed.py``. Add ``--checkpoint run.safetensors`` to save every 20
-steps and to go on from there, on as many ranks as you like.
+Start it with MLX's launcher:
 
-Every rank has its own part of the data. The optimizer unscales the gradients,
-averages them over the ranks and steps on all ranks or on none: a rank whose
-float16 gradients overflow makes all of them skip, on the device, without a wait.
+    mlx.launch -n 2 -- python examples/distributed.py
+
+On two machines, use ``--hosts 10.0.0.1,10.0.0.2`` instead of ``-n 2``. With
+``--checkpoint run.safetensors`` it saves every 20 steps and resumes from there, on any
+number of ranks.
+
+Every rank trains on its own part of the data. The optimizer averages the gradients over
+the ranks. If the gradients of one rank overflow, all ranks skip the step, without a
+host sync.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from mlx_gradscale.distributed import assert_in_sync, from_rank_0
 def main() -> None:
     args = parse_arguments()
     group = mx.distributed.init()
-    # The same seed everywhere: data parallel ranks start from equal parameters.
+    # All ranks have to start from the same parameters.
     mx.random.seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
     model.set_dtype(mx.float16)
@@ -35,7 +38,7 @@ def main() -> None:
         GradScaler(growth_interval=100),
         max_grad_norm=1.0,
         group=group,
-        average=args.average,
+        average=True,
     )
     optimizer.init(model.trainable_parameters())
     start = resume(args.checkpoint, model, optimizer, group)
@@ -68,7 +71,7 @@ def main() -> None:
 
 
 def my_batch(step: int, group: mx.distributed.Group) -> tuple[mx.array, mx.array]:
-    """Return this rank's part of 64 samples; at step 30 rank 0's part overflows."""
+    """Return this rank's part of 64 samples. At step 30, rank 0's overflows."""
     x = mx.random.normal((64, 16), key=mx.random.key(step))
     y = mx.sin(x[:, :1] * 2) + x[:, 1:2] * x[:, 2:3]
     if step == 30:
@@ -85,7 +88,7 @@ def save(
     optimizer: LossScaleOptimizer,
     group: mx.distributed.Group,
 ) -> None:
-    """Write the checkpoint on rank 0: a crash leaves the last one whole."""
+    """Write the checkpoint on rank 0, atomically."""
     if path is None or group.rank() != 0:
         return
     tree = {
@@ -104,7 +107,7 @@ def resume(
     optimizer: LossScaleOptimizer,
     group: mx.distributed.Group,
 ) -> int:
-    """Load on rank 0, if there is something, and send it to all; return the step."""
+    """Load a checkpoint on rank 0, if there is one, for all ranks; return its step."""
     if not from_rank_0(lambda: path is not None and path.exists(), group):
         return 0
     loaded = from_rank_0(lambda: mx.load(str(path)), group)
@@ -117,7 +120,6 @@ def resume(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--average", choices=("float32", "scaled"), default="float32")
     parser.add_argument("--checkpoint", type=Path, help="a .safetensors file")
     return parser.parse_args()
 

@@ -1,8 +1,9 @@
-"""A trainer that makes its own optimizer and loss, in float16, without a change to it.
+"""Loss scaling in a trainer that creates its own optimizer and loss.
+
+The trainer is not changed. If it is a script, ``mlx_gradscale run TRAINER.py`` does the
+same from the command line.
 
     python examples/everywhere.py
-
-The same without a line of Python: ``python -m mlx_gradscale run TRAINER.py ARGS``.
 """
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from mlx_gradscale import everywhere
 
 
 def train(model: nn.Module, steps: int = 60) -> float:
-    """Somebody else's: nothing of ours can be handed in."""
+    """Train as a third-party trainer would, which takes no optimizer from outside."""
     optimizer = optim.AdamW(1e-2)
 
     def loss_fn(x: mx.array, y: mx.array) -> mx.array:
@@ -38,11 +39,13 @@ def make_model() -> nn.Module:
 
 
 def main() -> tuple[float, float]:
-    naive = train(make_model())
-    with everywhere():
+    plain = train(make_model())
+    with everywhere() as here:
         scaled = train(make_model())
-    print(f"float16: loss {naive:.4f}; inside of everywhere(): loss {scaled:.4f}")
-    return naive, scaled
+    print(f"float16: loss {plain:.4f}")
+    print(f"float16 inside everywhere(): loss {scaled:.4f}")
+    print(*here.report(), sep="\n")
+    return plain, scaled
 
 
 if __name__ == "__main__":

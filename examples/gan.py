@@ -1,13 +1,14 @@
-"""Two models and two optimizers with one scaler.
+"""A GAN: two models and two optimizers with one scaler.
 
-Use this for a GAN, actor and critic, or any two models that train side by side. Each
-optimizer has its own ``step``, which is skipped alone if its own gradients overflow;
-``update`` comes once, after both, and lowers the scale if either did. If the two
-gradients differ by orders of magnitude, give each optimizer a scaler of its own.
+Each optimizer has its own ``step``, which is skipped if its own gradients overflow.
+Call ``update`` once, after both; it lowers the scale if either was skipped. If the
+gradients differ by orders of magnitude, use one scaler per optimizer.
 
-``compute_dtype`` casts the model that is differentiated, and arguments. Another model
-in the same loss stays float32, and makes all that follows float32: so both are parts
-of one model here, and each optimizer gets the gradients of its part.
+``compute_dtype`` casts the model that is differentiated, and the arguments. Another
+model in the same loss would stay in float32, and so would everything after it. That is
+why both are parts of one model here, and each optimizer gets the gradients of its part.
+
+    python examples/gan.py
 """
 
 from functools import partial
@@ -35,7 +36,7 @@ class GAN(nn.Module):
 
 
 def real(size=64):
-    """Samples to imitate: a tilted Gaussian around (2, -1)."""
+    """Return samples to imitate, from a tilted Gaussian around (2, -1)."""
     return mx.random.normal((size, 2)) @ mx.array([[0.6, 0.4], [0.0, 0.3]]) + CENTER
 
 
@@ -63,7 +64,7 @@ def generator_loss(z):
     return judge(gan.generator(z), True)
 
 
-# Both compute in float16 and scale by the same scale.
+# Both compute in float16 and share one scale.
 critic_grad = scaler.value_and_grad(gan, critic_loss, mx.float16)
 generator_grad = scaler.value_and_grad(gan, generator_loss, mx.float16)
 optimizers = [g_optimizer.state, c_optimizer.state]
@@ -75,7 +76,7 @@ def step():
     z = mx.random.normal((64, 4))
     c_loss, c_grads = critic_grad(real(), z)
     g_loss, g_grads = generator_grad(z)
-    # Gradients of the other part are never computed: MLX is lazy.
+    # MLX is lazy: the gradients of the other part are never computed.
     scaler.step(c_optimizer, gan.critic, c_grads["critic"])
     scaler.step(g_optimizer, gan.generator, g_grads["generator"])
     scaler.update()

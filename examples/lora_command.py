@@ -1,11 +1,12 @@
-"""mlx-lm's fine-tuning command in float16: all weights of a model, and a resume.
+"""Fine-tune all weights of a model in float16 with mlx-lm's command, and resume.
 
-For people who type ``mlx_lm.lora``: write ``mlx_gradscale.lora`` instead. The model
-folder, its tokenizer and the rows of text are made here, so that nothing is
-downloaded; with your own it is, in a shell,
+``mlx_gradscale lora`` takes the flags of ``mlx_lm.lora``. The model, its tokenizer and
+the data are generated here, so that nothing is downloaded. With your own, type
 
-    mlx_gradscale.lora --model MODEL --train --data DATA --fine-tune-type full \\
+    mlx_gradscale lora --model MODEL --train --data DATA --fine-tune-type full \\
         --dtype float16 --max-grad-norm 1.0 --history run.csv
+
+Run this script with
 
     python examples/lora_command.py
 """
@@ -22,7 +23,7 @@ from mlx_lm.models import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_gradscale.lora import main as lora
+from mlx_gradscale.__main__ import main as mlx_gradscale
 
 CONFIG = {
     "model_type": "llama",
@@ -71,18 +72,25 @@ def main(arguments: list[str] | None = None) -> list[str]:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        command = ["--train", "--fine-tune-type", "full", "--optimizer", "adamw"]
+        command = [
+            "lora",
+            "--train",
+            "--fine-tune-type",
+            "full",
+            "--optimizer",
+            "adamw",
+        ]
         command += ["--model", str(make_model(folder / "model"))]
         command += ["--data", str(make_data(folder / "data"))]
         command += ["--adapter-path", str(folder / "adapters")]
         command += ["--num-layers", "2", "--batch-size", "4", "--max-seq-length", "64"]
         command += ["--learning-rate", "3e-3", "--val-batches", "2"]
-        # And ours:
+        # The flags that mlx-lm does not have:
         command += ["--dtype", "float16", "--max-grad-norm", "1.0"]
         command += ["--history", str(folder / "run.csv")]
         half = options.iters // 2
-        lora([*command, "--iters", str(half)])
-        lora([*command, "--iters", str(options.iters), "--resume"])
+        mlx_gradscale([*command, "--iters", str(half)])
+        mlx_gradscale([*command, "--iters", str(options.iters), "--resume"])
         return (folder / "run.csv").read_text().splitlines()
 
 

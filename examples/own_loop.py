@@ -1,9 +1,9 @@
-"""Accumulation, clipping and several losses, with every call spelled out.
+"""Gradient accumulation, clipping and several losses, with every call spelled out.
 
-Use this when your loop does more than one backward pass per step, looks at the
-gradients before the update, or adds up losses. The gradients are true ones, in float32:
-add them up and clip them as you would without a scaler, and call ``update`` once, at
-the end of the step.
+The gradients are unscaled, in float32: add them up and clip them as you would without a
+scaler, and call ``update`` once, at the end of the step.
+
+    python examples/own_loop.py
 """
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ ACCUMULATE = 4
 
 
 class Net(nn.Module):
-    """One trunk, two heads: which class, and the input again."""
+    """A trunk with two heads, for the class and for the input itself."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ for i in range(1, 101):
         other_loss, other_grads = input_grad(x)
         both = tree_map(lambda g, o: (g + 0.5 * o) / ACCUMULATE, grads, other_grads)
         total = both if total is None else tree_map(mx.add, total, both)
-        mx.eval(total)  # this micro-batch is done with: free its memory
+        mx.eval(total)  # frees the memory of this micro-batch
     grads, norm = optim.clip_grad_norm(total, max_norm=1.0)
     applied = scaler.step(optimizer, model, grads)
     scaler.update()

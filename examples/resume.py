@@ -1,9 +1,11 @@
-"""A float16 run is killed and goes on, with losses that are bit for bit the same.
+"""Kill a float16 run and resume it, with bit-identical losses.
 
-Use this for every run that you cannot afford to lose: one call saves weights, masters,
-optimizer, scaler, random state and where the loop stands, one call brings all of it
-back. This script trains once undisturbed, and once more in a process that is killed in
-the middle of a step and started again: run ``python examples/resume.py``.
+One call saves the weights, the optimizer with its master weights, the scaler, the
+random state and the position of the loop, and one call restores all of it. This script
+trains once without interruption, and once more in a process that is killed in the
+middle of a step and started again.
+
+    python examples/resume.py
 """
 
 import os
@@ -33,7 +35,7 @@ def make_run():
         nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)
     )
     model.set_dtype(mx.float16)
-    schedule = optim.cosine_decay(1e-2, STEPS)  # code, so it is made again
+    schedule = optim.cosine_decay(1e-2, STEPS)  # schedules are code, and not saved
     scaler = GradScaler(init_scale=2.0**20, growth_interval=20)
     return model, LossScaleOptimizer(optim.AdamW(schedule), scaler)
 
@@ -44,7 +46,7 @@ def train(folder: Path, killed_at: int | None = None) -> None:
     start = 0
     if folder.exists():
         start = restore_checkpoint(folder, model, optimizer)["step"]
-        print(f"goes on at step {start}")
+        print(f"resumed at step {start}")
 
     def loss_fn(x, y):
         return nn.losses.mse_loss(model(x).astype(mx.float32), y)
@@ -67,26 +69,23 @@ def train(folder: Path, killed_at: int | None = None) -> None:
         with open(f"{folder}.losses", "a") as file:
             print(step, loss.item().hex(), file=file)
         if (step + 1) % SAVE_EVERY == 0:
-            # The file is written while the next steps run.
-            save_checkpoint(
-                folder, model, optimizer, step=step + 1, keep=2, background=True
-            )
+            save_checkpoint(folder, model, optimizer, step=step + 1, keep=2)
 
 
 def losses(folder: Path) -> dict[str, str]:
-    """The loss of each step; steps that were taken twice count as taken last."""
+    """Return the loss of each step, the last one if a step ran twice."""
     lines = Path(f"{folder}.losses").read_text().splitlines()
     return dict(line.split() for line in lines)
 
 
 def main(place: Path) -> None:
-    train(place / "undisturbed")
+    train(place / "uninterrupted")
     command = [sys.executable, __file__, str(place / "killed")]
     first = subprocess.run([*command, str(KILLED_AT)])
     assert first.returncode == -signal.SIGKILL
     print(f"killed in step {KILLED_AT}")
     subprocess.run(command, check=True)
-    expected, found = losses(place / "undisturbed"), losses(place / "killed")
+    expected, found = losses(place / "uninterrupted"), losses(place / "killed")
     same = sum(found.get(step) == loss for step, loss in expected.items())
     print(f"{same} of {len(expected)} losses are bit-identical")
     print(f"the last one is {float.fromhex(found[str(STEPS - 1)]):.4f}")

@@ -1,9 +1,10 @@
-"""A run that starts in PyTorch, goes on in MLX, and goes back.
+"""A run that starts in PyTorch, continues in MLX, and goes back.
 
-PyTorch trains a little net with AdamW and a GradScaler, and saves what everybody
-saves. MLX goes on from the converted file while PyTorch goes on too: the losses and
-scales agree. Needs PyTorch (the conversion itself does not): run
-``python examples/torch_resume.py``.
+PyTorch trains a small net with AdamW and a GradScaler, and saves a checkpoint. MLX
+continues from it while PyTorch continues too, and the losses and scales agree. Then the
+run goes back to PyTorch. Only this script needs PyTorch, the conversion does not.
+
+    python examples/torch_resume.py
 """
 
 import tempfile
@@ -14,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import torch
 
-from mlx_gradscale.convert import load_run, main, save_run
+from mlx_gradscale.convert import load_torch, save_torch
 
 rng = np.random.default_rng(0)
 images = rng.normal(size=(64, 8, 8, 1)).astype(np.float32)  # channels last, for MLX
@@ -34,7 +35,7 @@ def torch_net():
 
 
 def mlx_net():
-    """The same net, each layer at the same number."""
+    """Return the same net, with each layer at the same index."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, bias=False),
         nn.BatchNorm(8),
@@ -67,12 +68,8 @@ def run(folder):
     states = {key: part.state_dict() for key, part in parts.items()}
     torch.save({**states, "epoch": 10}, folder / "run.pt")
 
-    # The command: mlx_gradscale.convert --torch-path run.pt --mlx-path run --model ...
-    paths = ["--torch-path", str(folder / "run.pt"), "--mlx-path", str(folder / "run")]
-    assert main([*paths, "--model", f"{__name__}:mlx_net"]) == 0
-
     model = mlx_net()
-    resumed = load_run(folder / "run", model)
+    resumed = load_torch(folder / "run.pt", model)
     x, y = mx.array(images), mx.array(labels)
     loss_and_grad = resumed.scaler.value_and_grad(
         model, lambda model, x, y: nn.losses.cross_entropy(model(x), y).mean()
@@ -84,16 +81,15 @@ def run(folder):
         print(f"step {step}: loss {loss.item():.6f} (PyTorch {theirs:.6f}), ", end="")
         print(f"scale {scale:.0f} (PyTorch {scaler.get_scale():.0f})")
 
-    # What the epoch counts only this script knows: MLX passes it through.
-    resumed.record.checkpoint["epoch"] = 20
-    save_run(folder / "run", model, resumed.optimizer, resumed.scaler, resumed.record)
-    paths[1] = str(folder / "back.pt")
-    assert main(paths) == 0
+    # MLX does not know what the epoch means, and carries it along.
+    resumed.template["epoch"] = 20
+    parts_in_mlx = (model, resumed.optimizer, resumed.scaler)
+    save_torch(folder / "back.pt", *parts_in_mlx, like=resumed.template)
     back = torch.load(folder / "back.pt", weights_only=True)
     for key, part in parts.items():
         part.load_state_dict(back[key])
     assert back["epoch"] == 20
-    print(f"PyTorch goes on: loss {torch_step(net, optimizer, scaler):.6f}")
+    print(f"PyTorch continues: loss {torch_step(net, optimizer, scaler):.6f}")
 
 
 if __name__ == "__main__":

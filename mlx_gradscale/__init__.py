@@ -1,15 +1,22 @@
 """Safe float16 training for MLX: loss scaling, master weights, PyTorch checkpoints."""
 
-from . import uninterrupted  # noqa: F401 - first: it imports MLX
+try:
+    import mlx.core  # noqa: F401
+except ImportError as error:
+    # On Linux the plain mlx wheel has no backend.
+    raise ImportError(
+        f"MLX cannot be imported ({error}). Install it: pip install mlx on a Mac; on "
+        'Linux with a backend, pip install "mlx[cpu]" (or [cuda12], [cuda13]).'
+    ) from error
+
 from ._version import __version__
 from .checkpoint import restore_checkpoint, save_checkpoint
-from .compiled import compile_step
-from .everywhere import everywhere
+from .compile_step import compile_step
 from .core.finite import NonFinite, all_finite, nonfinite
-from .float16 import find_float32_layers
-from .islands import float32_layers
 from .core.optimizer import GuardedOptimizer, LossScaleOptimizer
 from .core.scaler import GradScaler
+from .float32_layers import find_float32_layers, float32_layers
+from .trainers.everywhere import everywhere
 
 __all__ = [
     "GradScaler",

@@ -1,4 +1,4 @@
-"""``python -m mlx_gradscale <command>``: one line per command in a table."""
+"""``mlx_gradscale NAME``: the commands of the package."""
 
 import importlib
 import sys
@@ -8,14 +8,14 @@ from importlib.metadata import version
 from ._version import __version__
 from .commands import run_command
 
-# command -> (the module whose main runs it, what it does)
+# command: (the module whose main() runs it, what it does)
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
-    "float16": ("float16", "find the layers that must be float32, and draw headroom"),
+    "float16": ("float32_layers.command", "find the layers that must be float32"),
     "inspect": ("inspect", "print what is in a checkpoint"),
-    "lora": ("lora", "fine-tune with mlx-lm, with loss scaling"),
-    "plot": ("plot", "draw the history of a run"),
-    "run": ("everywhere.command", "run a training script with loss scaling"),
+    "lora": ("trainers.lora", "fine-tune with mlx-lm, with loss scaling"),
+    "plot": ("plot.command", "draw the history of a run"),
+    "run": ("trainers.run", "run a training script with loss scaling"),
 }
 
 
@@ -31,24 +31,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else None
     if name not in COMMANDS:
-        return run_command(lambda: _without_command(name))
+        return run_command(lambda: _print_help(name))
     module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
     return int(module.main(arguments[1:]))
 
 
-def _without_command(word: str | None) -> int:
+def _print_help(word: str | None) -> int:
     if word == "--version":
         print(f"mlx_gradscale {__version__}, MLX {version('mlx')}")
         return 0
-    lines = [f"  {each:10}{text}" for each, (_, text) in COMMANDS.items()]
-    usage = "usage: mlx_gradscale COMMAND ...; see COMMAND --help"
-    help_text = "\n".join([usage, *lines])
+    lines = ["usage: mlx_gradscale COMMAND ...; see COMMAND --help"]
+    lines += [f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()]
     if word in ("-h", "--help"):
-        print(help_text)
+        print("\n".join(lines))
         return 0
     if word is not None:
-        help_text = f"There is no command {word!r}.\n{help_text}"
-    print(help_text, file=sys.stderr)
+        lines.insert(0, f"There is no command {word!r}.")
+    print("\n".join(lines), file=sys.stderr)
     return 2
 
 

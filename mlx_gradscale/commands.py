@@ -1,4 +1,4 @@
-"""How every command of the package ends: its exit codes, and a line for an error."""
+"""How every command ends: its exit code, and one line for an error."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from .files.text import printable
 
-# What a shell gives a command that Ctrl-C or a closed pipe ended: 128 and the signal.
-INTERRUPTED, PIPE_CLOSED = 130, 141
+# As a shell reports Ctrl-C and a closed pipe: 128 plus the signal.
+_INTERRUPTED, _PIPE_CLOSED = 130, 141
 
 
 def run_command(
@@ -17,18 +17,17 @@ def run_command(
     prefix: str = "error: ",
     flags: Mapping[str, str] | None = None,
 ) -> int:
-    """Do what a command does, from its arguments on, and return its exit code.
+    """Run what a command does, and return its exit code.
 
     Args:
         work (Callable): Returns a code; None is 0.
-        expected (tuple): Errors that are reported in one line; others are raised.
-        prefix (str): What comes before that line. Default: ``"error: "``.
-        flags (dict, optional): Arguments that functions name in their errors, and the
-            command's flags for them.
+        expected (tuple): Errors that are printed in one line; others are raised.
+        prefix (str): Comes before that line. Default: ``"error: "``.
+        flags (dict, optional): Names of arguments in errors, and the flags for them.
 
     Returns:
-        int: The code of ``work``; 1 after an error that was reported, 130 after Ctrl-C.
-        Where nobody reads the output any more (``| head``), 141, and no word.
+        int: The code of ``work``; 1 after an error that was printed, 130 after Ctrl-C,
+        141 if nobody reads the output any more (``| head``).
 
     Example:
         >>> run_command(lambda: print("done"))
@@ -43,12 +42,12 @@ def run_command(
                 sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _INTERRUPTED
     except BrokenPipeError:
-        # Python would write what is left when it ends, and tell that it could not.
+        # Python would try to flush the rest at exit, and complain.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+        return _PIPE_CLOSED
     except expected as error:
         text = " ".join(str(error).split()) or type(error).__name__
         for argument, flag in (flags or {}).items():

@@ -10,24 +10,23 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from .finite import is_floating
-from .masters import to_float32
-from .optimizer import LossScaleOptimizer
-from .optimizer_state import write_in_place
-from .state_tree import leaves_of, slots, writing
+from .core.finite import is_floating
+from .core.masters import to_float32
+from .core.optimizer import LossScaleOptimizer
+from .core.trees import commit, flatten, leaves, slots
 
 
 class EMA:
-    """Average the trainable weights over the steps, in float32.
+    """Average the trainable weights over the applied steps, in float32.
 
-    Of a model in half precision the float32 masters are averaged: most steps are too
-    small to show in a float16 weight. A step that was skipped does not count.
+    For a model in half precision it averages the float32 master weights: most steps
+    are too small to show in a float16 weight. Skipped steps do not count.
 
     Args:
         model (nn.Module): The average starts at its weights.
-        optimizer (Optimizer, optional): A ``LossScaleOptimizer`` gives the masters and
-            says which steps were applied. Default: ``None``.
-        decay (float): How much of the average stays in each step. Default: ``0.999``.
+        optimizer (Optimizer, optional): A ``LossScaleOptimizer`` supplies the master
+            weights and whether its last step was applied. Default: ``None``.
+        decay (float): How much of the average each step keeps. Default: ``0.999``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -51,10 +50,10 @@ class EMA:
         decay: float = 0.999,
     ):
         if not isinstance(decay, Real) or not 0 <= decay < 1:
-            raise ValueError(f"decay must be from 0 to below 1, got {decay!r}.")
+            raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
         self._optimizer: Optimizer | None = optimizer
-        # One minus the decay, which float32 could not tell from 1 in the end. Arrays
-        # of their own: ``weight += 1`` changes an array in place.
+        # 1 - decay, because float32 cannot tell a decay near 1 from 1. The weights are
+        # copied: ``weight += 1`` changes an array in place.
         self._state: dict[str, Any] = {
             "rate": mx.array(1.0 - decay),
             "weights": {path: mx.array(x) for path, x in self._full(model).items()},
@@ -65,27 +64,28 @@ class EMA:
     def state(self) -> dict[str, Any]:
         """The tree to list in ``mx.compile`` and to save. Setting it writes in place.
 
-        Save it with ``save_checkpoint(..., ema=ema.state)``, and bring it back with
+        Save it with ``save_checkpoint(..., ema=ema.state)`` and restore it with
         ``ema.state = restore_checkpoint(...)["ema"]``.
         """
         return self._state
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        try:
-            write_in_place(self._state, dict(tree_flatten(state)))
-        except (ValueError, AttributeError) as error:
+        if _shapes(state) != _shapes(self._state):
             raise ValueError(
-                f"This is not the state of an average of this model: {error}"
-            ) from None
+                "This is not the state of an average of this model. Load that of an "
+                "EMA with the same trainable parameters."
+            )
+        self._state["rate"] = state["rate"]
+        self._state["weights"].update(state["weights"])
 
     def update(self, model: nn.Module, applied: mx.array | None = None) -> None:
-        """Take the weights after a step into the average.
+        """Move the average towards the weights after a step.
 
         Args:
             model (nn.Module): The model that is averaged.
-            applied (array, optional): Where false, nothing changes: what the ``step``
-                of a ``GradScaler`` returned. Default: whether the
+            applied (array, optional): If false, the average stays as it is. Pass what
+                ``GradScaler.step`` returned. Default: whether the
                 ``LossScaleOptimizer`` applied its last step, else true.
         """
         if applied is None and isinstance(self._optimizer, LossScaleOptimizer):
@@ -94,8 +94,8 @@ class EMA:
         now = self._full(model)
         for path in averages.keys() ^ now.keys():
             raise ValueError(
-                f"{path!r} is trainable now or was when the average began, not both: "
-                "make a new EMA after you freeze, unfreeze or change layers."
+                f"The set of trainable parameters changed ({path!r}). Create a new EMA "
+                "after freezing, unfreezing or adding layers."
             )
         for path, average in averages.items():
             new = average + rate * (now[path] - average)
@@ -111,26 +111,25 @@ class EMA:
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Give the model the average, to evaluate or export, and its own back after."""
-        averages = self.weights(model)
-        trained = {id(x) for x in leaves_of(model.trainable_parameters())}
-        places = [(box, key, box[key]) for _, box, key in slots(model)]
-        # A tuple cannot be written to, nor does update() do so.
-        put_back = writing(
-            [
-                (box, key, x)
-                for box, key, x in places
-                if id(x) in trained and not isinstance(box, tuple)
-            ]
-        )
+        """Give the model the average, to evaluate or export it, then its own weights."""
+        trained = {id(x) for x in leaves(model.trainable_parameters())}
+        own = [
+            (container, key, container[key])
+            for _, container, key in slots(model)
+            if id(container[key]) in trained and not isinstance(container, tuple)
+        ]
         try:
-            model.update(averages)
+            model.update(self.weights(model))
             yield
         finally:
-            put_back()
+            commit(own)
 
     def _full(self, model: nn.Module) -> dict[str, mx.array]:
         tree = model.trainable_parameters()
         if isinstance(self._optimizer, LossScaleOptimizer):
             tree = self._optimizer.masters(tree)
         return {p: to_float32(x) for p, x in tree_flatten(tree) if is_floating(x)}
+
+
+def _shapes(tree: Any) -> dict[str, Any]:
+    return {path: getattr(x, "shape", None) for path, x in flatten(tree)}

@@ -13,6 +13,8 @@ from hypothesis import settings
 settings.register_profile("mlx", deadline=None)
 settings.load_profile("mlx")
 
+TESTS = Path(__file__).parent
+CORE = {TESTS / "core", TESTS.parent / "mlx_gradscale" / "core"}
 # Options that choose some tests, or that want to see them in this process.
 HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
 
@@ -41,23 +43,35 @@ def pytest_cmdline_main(config):
         options.loadscopereorder = False
 
 
-def pytest_ignore_collect(collection_path):
-    """Look for doctests in the package alone: helpers may need PyTorch or mlx-lm."""
+def pytest_ignore_collect(collection_path, config):
+    """Look for doctests in the package alone: helpers may need PyTorch or mlx-lm.
+
+    Tests of what MLX's compiler makes of a step run only where they are named.
+    """
+    whole = config.args_source == config.ArgsSource.TESTPATHS
+    if whole and collection_path == TESTS / "performance":
+        return True
     is_helper = not collection_path.name.startswith("test_")
     return True if collection_path.suffix == ".py" and is_helper else None
 
 
-def pytest_configure(config):
-    # Tests start many Pythons: not each is to compile the package again.
+def pytest_collection_modifyitems(items):
+    """Mark what ``pytest -m core`` runs: the core's tests and its doctests."""
+    for item in items:
+        many = item.get_closest_marker("many_kernels")
+        if CORE & set(item.path.parents) and not many:
+            item.add_marker("core")
+
+
+def pytest_configure():
+    # Tests start hundreds of Pythons, which need not compile the package each.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # MLX's CPU backend keeps compiled kernels in the temporary folder and locks
-    # nothing, so each process gets a folder of its own, which stays for the next run.
-    checkout = zlib.crc32(str(config.rootpath).encode())
+    # MLX does not lock its folder of kernels: each worker keeps one of its own.
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    shared = os.environ.setdefault("TEST_KERNELS", tempfile.gettempdir())
-    folder = Path(shared) / f"mlx_gradscale_kernels_{checkout}" / worker
-    folder.mkdir(parents=True, exist_ok=True)
-    # Python's own temporary folder is the one that it found above.
+    checkout = zlib.crc32(str(TESTS).encode())
+    name = f"mlx_gradscale_tests_{os.getuid()}_{checkout}_{worker}"
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
 
 

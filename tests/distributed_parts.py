@@ -39,16 +39,9 @@ def all_reduces(outputs):
     return sum("AllReduce" in name for name in kernels(outputs))
 
 
-def true_or_scaled(optimizer, model):
-    """Gradients as the optimizer averages them: ``"scaled"`` takes scaled ones."""
-    if optimizer.ranks.average != "scaled":
-        return optimizer.value_and_grad(model, mse(model))
-    return nn.value_and_grad(model, optimizer.scale_loss(mse(model), unscale=False))
-
-
 def compiled_step(model, optimizer):
     """One compiled training step that evaluates; ``.compiled`` does not."""
-    loss_and_grad = true_or_scaled(optimizer, model)
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]
 

@@ -1,39 +1,43 @@
-"""What a file holds besides plain values and tensors: kept as it is, never run.
+"""Values of a checkpoint that neither Python nor MLX has a type for.
 
-A pickle says how an object is made: a name, arguments, a state. Here these are kept
-as data. Nothing is imported, looked up or called, and the writer says the same again,
-so that the program that knows the class finds its own object.
+A pickle describes how to make an object: a name, arguments, a state. A ``Placeholder``
+keeps this description as data. Nothing is imported or called, and the writer repeats
+the description, so the program that knows the class finds its own object.
 """
 
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-# Arguments and states are shown so deep, so many of them, and so long: a file can hold
-# very many objects, and each other's arguments.
-_DEEPEST, _MOST, _LONGEST = 2, 6, 200
-_GETATTR = "builtins.getattr"
+# str() of a placeholder shows arguments this deep, this many, and this long.
+_MAX_DEPTH, _MAX_ITEMS, _MAX_TEXT = 2, 6, 200
 # Functions that make an object of the class that is their first argument.
-_MAKERS = (
+_CONSTRUCTORS = (
     "copyreg._reconstructor",
     "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct",
 )
-# How protocol 2 writes them, for Python 2's sake.
+# Protocol 2 writes the names of Python 2.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class Placeholder:
-    """An object of a class, or a name, that only the file's own program knows.
+    """A class, function or object that only the program behind the file knows.
 
     Attributes:
-        module (str): Where the class or function is.
+        module (str): The module of the class or function.
         name (str): Its name there.
-        args (tuple or None): What it was called with; None if it is only named.
-        kwargs (dict or None): The same by name.
-        how (bytes): The pickle instruction that makes it.
+        args (tuple or None): The arguments of the call; None for a bare name.
+        kwargs (dict or None): The keyword arguments, if any.
         callee (Placeholder or None): What is called.
-        steps (list): What is done with it then: instructions with their values.
+        opcode (bytes): The pickle instruction that makes the call.
+        edits (list): The instructions that follow, each with its values.
 
     Example:
 
@@ -42,75 +46,66 @@ class Placeholder:
         ('paint.Color', (3,), 'paint.Color(3)')
     """
 
-    __slots__ = ("args", "callee", "how", "kwargs", "module", "name", "steps")
+    __slots__ = ("args", "callee", "edits", "kwargs", "module", "name", "opcode")
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
         self.args: tuple[Any, ...] | None = None
         self.kwargs: dict[Any, Any] | None = None
-        self.how = b"c"
         self.callee: Placeholder | None = None
-        self.steps: list[tuple[bytes, list[Any]]] = []
+        self.opcode = b"c"
+        self.edits: list[tuple[bytes, list[Any]]] = []
 
     @classmethod
     def named(cls, module: str, name: str) -> "Placeholder":
-        """Return the placeholder of a class or function by its name."""
+        """Return the placeholder of a class or function."""
         return cls(module, name)
 
     def called(
-        self, how: bytes, args: tuple[Any, ...], kwargs: dict[Any, Any] | None = None
+        self, opcode: bytes, args: tuple[Any, ...], kwargs: dict[Any, Any] | None = None
     ) -> "Placeholder":
-        """Return what a pickle instruction makes of this one and arguments."""
+        """Return the object that a pickle instruction makes by calling this one."""
         known = self
-        if self.path in _MAKERS and args and type(args[0]) is Placeholder:
+        if self.path in _CONSTRUCTORS and args and type(args[0]) is Placeholder:
             known = args[0]
         made = Placeholder(known.module, known.name)
-        if self._is_getattr and [type(arg) for arg in args] == [Placeholder, str]:
-            # How protocol 2 names a class that is inside another.
-            inner = f"{args[0].name}.{args[1][:_LONGEST]}"
-            made.module, made.name = args[0].module, inner[: 5 * _LONGEST]
-        made.callee, made.how, made.args, made.kwargs = self, how, args, kwargs
+        if self.is_getattr and [type(arg) for arg in args] == [Placeholder, str]:
+            # How protocol 2 refers to a class inside another class.
+            made.module = args[0].module
+            made.name = f"{args[0].name}.{args[1]}"[: 5 * _MAX_TEXT]
+        made.callee, made.opcode, made.args, made.kwargs = self, opcode, args, kwargs
         return made
 
     @property
     def path(self) -> str:
-        """Module and name as they are written in code."""
+        """Module and name, as in code."""
         return f"{_RENAMED.get(self.module, self.module)}.{self.name}"
 
     @property
     def state(self) -> Any:
-        """What the object's attributes are set from; None if they are not."""
-        return next((held[0] for step, held in self.steps[::-1] if step == b"b"), None)
+        """The state that sets the object's attributes, usually a dict, or None."""
+        return next((held[0] for code, held in self.edits[::-1] if code == b"b"), None)
 
     @property
     def is_name(self) -> bool:
-        """Whether this stands for a class or function and not for an object."""
-        return self.args is None or (
-            self.callee is not None and self.callee._is_getattr
-        )
+        """Whether this is a class or function, not an object."""
+        return self.args is None or (self.callee is not None and self.callee.is_getattr)
 
     @property
-    def _is_getattr(self) -> bool:
-        return self.args is None and self.path == _GETATTR
+    def is_getattr(self) -> bool:
+        """Whether this is Python's function ``getattr``."""
+        return self.args is None and self.path == "builtins.getattr"
 
     def __str__(self) -> str:
-        text = _show(self, _DEEPEST)
-        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        text = _show(self, _MAX_DEPTH)
+        return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
     def __repr__(self) -> str:
         return f"<Placeholder {self}>"
 
 
-class PlacedTensor(NamedTuple):
-    """A tensor inside a placeholder, with what an array has no place for."""
-
-    array: mx.array
-    requires_grad: bool
-    is_parameter: bool
-
-
 class DefaultDict(dict[Any, Any]):
-    """A ``collections.defaultdict`` whose ``factory`` is kept and not called."""
+    """A ``collections.defaultdict`` whose ``factory`` is kept but never called."""
 
     __slots__ = ("factory",)
 
@@ -120,7 +115,7 @@ class DefaultDict(dict[Any, Any]):
 
 
 class TorchName(str):
-    """A ``torch.dtype`` or ``torch.device`` by its name, as in ``"torch.float16"``."""
+    """A ``torch.dtype`` or ``torch.device`` by name: "torch.float16", "cuda:0"."""
 
     __slots__ = ()
 
@@ -131,25 +126,168 @@ class TorchSize(tuple[Any, ...]):
     __slots__ = ()
 
 
+class TorchTensor(mx.array):
+    """An array that remembers being a ``Parameter`` or having ``requires_grad``.
+
+    Results of arithmetic are plain arrays.
+
+    Args:
+        array (mx.array): The values.
+        requires_grad (bool): PyTorch's attribute of this name.
+        is_parameter (bool): Whether it is a ``torch.nn.Parameter``.
+    """
+
+    def __init__(
+        self, array: mx.array, requires_grad: bool = True, is_parameter: bool = True
+    ) -> None:
+        super().__init__(array)
+        self.requires_grad = requires_grad
+        self.is_parameter = is_parameter
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A tensor without its data, as a leaf of ``shapes`` and of templates.
+
+    Args:
+        shape (tuple): The shape.
+        dtype (str): PyTorch's name of the dtype, as in ``"float16"``.
+        requires_grad (bool): PyTorch's attribute of this name.
+        is_parameter (bool): Whether it is a ``torch.nn.Parameter``.
+
+    Example:
+
+        >>> TensorShape.of(mx.zeros((2, 3))).dtype
+        'float32'
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+    is_parameter: bool = False
+
+    @classmethod
+    def of(cls, array: mx.array) -> "TensorShape":
+        """Return the shape, dtype and flags of an array."""
+        dtype = str(array.dtype).removeprefix("mlx.core.").removesuffix("_")
+        if isinstance(array, TorchTensor):
+            return cls(array.shape, dtype, array.requires_grad, array.is_parameter)
+        return cls(array.shape, dtype)
+
+    def fill(self, array: mx.array) -> mx.array:
+        """Return the array with the flags of this leaf. Shapes are not compared."""
+        if self.requires_grad or self.is_parameter:
+            return TorchTensor(array, self.requires_grad, self.is_parameter)
+        return array
+
+
+def require(condition: object) -> None:
+    """Raise a ``TypeError`` unless the condition holds."""
+    if not condition:
+        raise TypeError
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a non-negative integer that fits in 64 bits."""
+    return type(value) is int and 0 <= value < 2**63
+
+
 def _show(value: Any, depth: int) -> str:
-    if isinstance(value, Placeholder):
-        path = value.path[:_LONGEST]
-        if value.is_name or not depth:
-            return path if value.is_name else f"{path}(...)"
-        is_made = value.callee is not None and value.callee.path in _MAKERS
-        args = () if is_made else value.args or ()
-        said = [_show(item, depth - 1) for item in args[:_MOST]]
-        state = value.state
-        if type(state) is tuple:  # a partial's function, for example
-            said += [_show(item, depth - 1) for item in state[:_MOST]]
-        named = dict(value.kwargs or {}) | (state if type(state) is dict else {})
-        for key, item in list(named.items())[:_MOST]:
-            said.append(f"{_show(key, 0).strip(chr(39))}={_show(item, depth - 1)}")
-        return f"{path}({', '.join(said)})"
-    if isinstance(value, (mx.array, PlacedTensor)):
+    if isinstance(value, (mx.array, TensorShape)):
         return "a tensor"
     if isinstance(value, (str, bytes, bytearray)):
-        return repr(value if len(value) <= 40 else value[:40])
+        return repr(value[:40])
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
-    return repr(value)
+    if not isinstance(value, Placeholder):
+        return repr(value)
+    path = value.path[:_MAX_TEXT]
+    if value.is_name or not depth:
+        return path if value.is_name else f"{path}(...)"
+    is_constructed = value.callee is not None and value.callee.path in _CONSTRUCTORS
+    args = () if is_constructed else value.args or ()
+    attributes = value.state if type(value.state) is dict else {}
+    named = list({**(value.kwargs or {}), **attributes}.items())[:_MAX_ITEMS]
+    shown = [_show(item, depth - 1) for item in args[:_MAX_ITEMS]]
+    shown += [f"{key!s:.40}={_show(item, depth - 1)}" for key, item in named]
+    return f"{path}({', '.join(shown)})"
+
+
+def plain_value(value: Any) -> Any:
+    """Return what a placeholder means, for classes whose meaning is fixed.
+
+    A ``Namespace`` becomes its dict, a numpy scalar a number, a numpy array a numpy
+    array, a path its text. Everything else is returned unchanged.
+
+    Example:
+
+        >>> path = Placeholder.named("pathlib", "PosixPath").called(b"R", ("/", "a"))
+        >>> plain_value(path)
+        '/a'
+    """
+    if not isinstance(value, Placeholder) or value.is_name or value.callee is None:
+        return value
+    try:
+        return _MEANINGS[value.callee.path](value)
+    except (KeyError, TypeError, ValueError):  # not what the class itself writes
+        return value
+
+
+def _namespace(value: Placeholder) -> dict[Any, Any]:
+    require(type(value.state) is dict and not value.args)
+    return value.state  # type: ignore[no-any-return]
+
+
+def _path(value: Placeholder) -> str:
+    args = value.args or ()
+    require(len(args) < 100 and all(type(arg) is str for arg in args))
+    kind = PureWindowsPath if "Windows" in value.name else PurePosixPath
+    return str(kind(*args))
+
+
+def _numpy_array(kind: Any, shape: Any, data: Any, order: Any = "C") -> Any:
+    require(isinstance(kind, Placeholder) and kind.path == "numpy.dtype" and kind.args)
+    code, state = kind.args[0], kind.state
+    # Numbers, truth values, and text or bytes of a fixed length.
+    require(type(code) is str and re.fullmatch(r"[biufcSU][1-9]\d{0,5}", code))
+    endian = state[1] if type(state) is tuple and len(state) > 1 else "="
+    require(endian in ("<", ">", "=", "|"))
+    dtype = np.dtype(endian + code)
+    require(type(shape) is tuple and len(shape) <= 32 and all(map(is_count, shape)))
+    require(isinstance(data, (bytes, bytearray)) and order in ("C", "F"))
+    require(prod(shape) * dtype.itemsize == len(data))
+    return np.frombuffer(bytes(data), dtype).reshape(shape, order=order)
+
+
+def _numpy_scalar(value: Placeholder) -> Any:
+    dtype, data = value.args or ()
+    return _numpy_array(dtype, (), data).item()
+
+
+def _numpy_reconstruct(value: Placeholder) -> Any:
+    _version, shape, dtype, is_fortran, data = value.state
+    return _numpy_array(dtype, shape, data, "F" if is_fortran is True else "C")
+
+
+def _numpy_frombuffer(value: Placeholder) -> Any:
+    data, dtype, shape, order = value.args or ()
+    return _numpy_array(dtype, shape, data, order)
+
+
+_MEANINGS: dict[str, Callable[[Placeholder], Any]] = {
+    "argparse.Namespace": _namespace,
+    "types.SimpleNamespace": _namespace,
+}
+for _core in ("numpy.core", "numpy._core"):
+    _MEANINGS[f"{_core}.multiarray.scalar"] = _numpy_scalar
+    _MEANINGS[f"{_core}.multiarray._reconstruct"] = _numpy_reconstruct
+    _MEANINGS[f"{_core}.numeric._frombuffer"] = _numpy_frombuffer
+for _flavour in (
+    "Path",
+    "PosixPath",
+    "WindowsPath",
+    "PurePosixPath",
+    "PureWindowsPath",
+):
+    _MEANINGS[f"pathlib.{_flavour}"] = _path
+    _MEANINGS[f"pathlib._local.{_flavour}"] = _path

@@ -1,107 +1,299 @@
-"""``load``: a PyTorch checkpoint as plain Python values and MLX arrays."""
+"""``load`` and ``shapes``: read the zip and legacy files of ``torch.save``."""
 
+import io
+import mmap
 import os
-from collections.abc import Callable
-from typing import Any, BinaryIO
+import stat
+import struct
+import zipfile
+from typing import Any
 
 import mlx.core as mx
 
-from .legacy_reader import read_legacy
-from .limits import DEFAULT_LIMITS, Budget, CheckpointError, Limits
-from .source import Source, open_source
-from .storages import Contents, StorageReader
-from .tree import TreeFinisher, written_limit
-from .zip_reader import read_zip
+from .limits import Budget, CheckpointError, Limits, check
+from .tensors import Record, TensorReader, check_sum
+from .unpickler import Unpickler
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_VERSION = 1001
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    NotImplementedError,
+    ArithmeticError,
+    LookupError,
+    OSError,
+    ValueError,
+    struct.error,
+)
+# PyTorch reads nothing from a record that is marked as a folder.
+_IS_FOLDER = 0x10
+# Bytes of the zip directory that count as one operation.
+_DIRECTORY = 5
 
 
 def load(
-    file: "str | os.PathLike[str] | bytes | BinaryIO",
+    file: "str | os.PathLike[str] | bytes",
+    limits: Limits | None = None,
     *,
     float64: mx.Dtype | None = None,
-    limits: Limits = DEFAULT_LIMITS,
 ) -> Any:
-    """Read a ``.pt`` file that ``torch.save`` wrote, without PyTorch.
+    """Read a file that ``torch.save`` wrote, without PyTorch and without running it.
 
-    Nothing in the file is imported or run. Each tensor becomes an ``mx.array``;
-    tensors that share a storage share memory, and the same tensor twice is the same
-    array twice. A ``Parameter`` is its array, a ``torch.Size`` a tuple, a
-    ``torch.dtype`` or ``torch.device`` its name, as in ``"torch.float16"`` or
-    ``"cuda:0"``. ``requires_grad`` and Python attributes of tensors are left behind. A
-    ``state_dict``'s ``_metadata`` stays on its ``OrderedDict``. An object of any other
-    class becomes a ``Placeholder``, which ``save`` writes as it was; ``plain_value``
-    tells what it means where that is known (``argparse.Namespace``, numpy, paths).
+    Each tensor becomes an ``mx.array``. Tensors that share a storage share memory, and
+    the same tensor twice is the same array twice. A ``Parameter``, or a tensor with
+    ``requires_grad``, is a ``TorchTensor``; a ``torch.Size`` is a tuple; a dtype or
+    device is its name. Other attributes of tensors are dropped. Objects of other
+    classes become a ``Placeholder``.
 
     Args:
-        file (str, PathLike, bytes or file): A path, the bytes of a file, or a
-            seekable binary file object, read from where it stands to its end.
-        float64 (Dtype, optional): What double precision becomes. MLX computes it
-            only on the CPU, so by default a float64 tensor is an error that names
-            it; ``mx.float32`` rounds (complex128 to complex64), ``mx.float64`` keeps.
-        limits (Limits, optional): How much a file may ask for.
+        file (str, PathLike or bytes): A path, or the contents of a file. Do not
+            shorten a file while it is read: it is mapped into memory.
+        limits (Limits, optional): How much the file may ask for.
+        float64 (Dtype, optional): What double precision becomes. MLX computes it only
+            on the CPU, so that it is an error by default; ``mx.float32`` rounds it
+            (and complex128), ``mx.float64`` keeps it.
 
     Returns:
         The object in the file.
 
     Raises:
-        CheckpointError: The file is damaged, hostile, or holds tensors that MLX does
-            not have. Nothing is returned in part.
-        OSError: The file cannot be opened or read.
+        CheckpointError: The file is damaged, hostile or unsupported.
+        OSError: The file cannot be opened.
 
     Example:
 
-        >>> import mlx.core as mx
+        >>> import io
         >>> from mlx_gradscale import torch_checkpoint
-        >>> data = torch_checkpoint.save_bytes({"w": mx.ones((2, 2)), "epoch": 3})
-        >>> torch_checkpoint.load(data)["epoch"]
+        >>> file = io.BytesIO()
+        >>> torch_checkpoint.save(file, {"weight": mx.ones((2, 2)), "epoch": 3})
+        >>> torch_checkpoint.load(file.getvalue())["epoch"]
         3
     """
-    check_float64(float64)
-    return load_within(file, Budget(limits), float64)
-
-
-def load_within(
-    file: "str | os.PathLike[str] | bytes | BinaryIO",
-    budget: Budget,
-    float64: mx.Dtype | None,
-) -> Any:
-    """Read a file as :func:`load` does, with what is left of a budget."""
-    limits = budget.limits
-    with open_source(file) as source:
-        read = _format(source)
-        found = read(source, budget)
-        storages = StorageReader(
-            source, found.extents, found.big_endian, float64, limits
+    # A Dtype cannot be compared with None.
+    is_known = isinstance(float64, mx.Dtype) and float64 in (mx.float32, mx.float64)
+    if float64 is not None and not is_known:
+        raise ValueError(
+            f"float64 must be None, mx.float32 or mx.float64, not {float64!r}."
         )
-        walk = limits, found.shared, written_limit(found.pickle_size, limits)
-        # All of the object is checked before any memory is taken for its tensors.
-        TreeFinisher(storages.check, *walk, is_check=True).finish(found.value)
-        storages.read()
-        value = TreeFinisher(storages.tensor, *walk).finish(found.value)
-        storages.evaluate()
+    return _read(_open(file), Budget(limits), float64=float64)
+
+
+def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None) -> Any:
+    """Read a file as ``load`` does, but no tensor: each one is a ``TensorShape``.
+
+    Args:
+        file (str, PathLike or bytes): A path, or the contents of a file.
+        limits (Limits, optional): How much the file may ask for.
+
+    Example:
+
+        >>> import io
+        >>> from mlx_gradscale import torch_checkpoint
+        >>> file = io.BytesIO()
+        >>> torch_checkpoint.save(file, {"weight": mx.ones((2, 2)), "epoch": 3})
+        >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
+        (2, 2)
+    """
+    return _read(_open(file), Budget(limits), only_shapes=True)
+
+
+def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
+    """Return the contents of a regular file, mapped into memory."""
+    if isinstance(file, (bytes, bytearray, memoryview)):
+        return memoryview(file).cast("B")
+    if not isinstance(file, (str, os.PathLike)):
+        raise TypeError(f"file must be a path or bytes, not {type(file).__name__}.")
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(file, flags)
+    try:
+        found = os.fstat(descriptor)
+        check(
+            not os.path.exists(os.path.join(file, ".metadata")),
+            f"{os.fspath(file)} is a folder of torch.distributed.checkpoint. Make a "
+            "file of it with: python -m torch.distributed.checkpoint.format_utils "
+            f"dcp_to_torch {os.fspath(file)} FILE",
+        )
+        is_regular = stat.S_ISREG(found.st_mode)
+        check(is_regular, f"{os.fspath(file)} is not a regular file.")
+        if not found.st_size:
+            return memoryview(b"")
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+    return memoryview(mapped)
+
+
+def _read(
+    data: memoryview,
+    budget: Budget,
+    *,
+    float64: mx.Dtype | None = None,
+    only_shapes: bool = False,
+) -> Any:
+    head = bytes(data[:4])
+    if head == b"PK\x03\x04":
+        return _read_zip(data, budget, float64, only_shapes)
+    if head[:1] == b"\x80":
+        return _read_legacy(data, budget, float64, only_shapes)
+    is_gzip = head[:2] == b"\x1f\x8b"
+    check(not is_gzip, "This file is compressed by gzip. Decompress it first.")
+    raise CheckpointError("This is not a file that torch.save() wrote.")
+
+
+def _unpickle(
+    pickle: bytes, start: int, tensors: TensorReader, budget: Budget
+) -> tuple[Any, int]:
+    """Return the object of a pickle and where the pickle ends."""
+    unpickler = Unpickler(pickle, start, tensors, budget)
+    try:
+        value = unpickler.read()
+        tensors.finish()
+    finally:
+        tensors.close()
+    return value, unpickler.position
+
+
+def _read_zip(
+    data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
+) -> Any:
+    entries = _zip_entries(data, budget)
+    # PyTorch takes the folder of the first record for that of all.
+    folder = next(iter(entries), "").split("/", 1)[0] + "/"
+    check(
+        folder + "constants.pkl" not in entries,
+        "This is a TorchScript archive (torch.jit.save), which holds code. Save the "
+        "state_dict() of the model with torch.save() instead.",
+    )
+
+    def find(name: str) -> Record:
+        check(folder + name in entries, f"The file has no record {name[:80]!a}.")
+        return _record(data, entries[folder + name])
+
+    order = b"little"
+    if folder + "byteorder" in entries:
+        order = bytes(find("byteorder").data[:16])
+        check(order in (b"little", b"big"), f"The byte order {order!r} is unknown.")
+    pickle, checksum = find("data.pkl")
+    check(
+        pickle.nbytes <= budget.limits.pickle_bytes,
+        f"The pickle has {pickle.nbytes} bytes. If you trust the file, raise "
+        "limits.pickle_bytes.",
+    )
+    check_sum(pickle, checksum or 0)
+    tensors = TensorReader(
+        None if only_shapes else lambda key: find(f"data/{key}"),
+        data.nbytes,
+        budget.limits,
+        order == b"big",
+        float64,
+    )
+    value, end = _unpickle(bytes(pickle), 0, tensors, budget)
+    check(end == pickle.nbytes, "There is data after the end of the pickle.")
     return value
 
 
-def check_float64(dtype: mx.Dtype | None) -> None:
-    """Raise unless double precision can become this."""
-    # A Dtype cannot be compared with None: it raises TypeError.
-    known = isinstance(dtype, mx.Dtype) and dtype in (mx.float32, mx.float64)
-    if dtype is not None and not known:
-        raise ValueError(
-            f"float64 must be None, mx.float32 or mx.float64, not {dtype!r}."
-        )
+class _Directory(io.RawIOBase):
+    """What ``zipfile`` reads from; pays for the directory before it is parsed."""
+
+    def __init__(self, data: memoryview, budget: Budget) -> None:
+        self._data, self._budget, self._at = data, budget, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}
+        if base[whence] + offset < 0:
+            raise OSError("seeks before the file")
+        self._at = base[whence] + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = len(self._data) if size < 0 else self._at + size
+        part = self._data[self._at : stop]
+        self._budget.spend(part.nbytes // _DIRECTORY)
+        self._at += part.nbytes
+        return bytes(part)
 
 
-def _format(source: Source) -> Callable[[Source, Budget], Contents]:
-    head = source.read(0, min(source.size, 265), "The file")
-    if head[:4] == b"PK\x03\x04":
-        return read_zip
-    if head[257:262] == b"ustar":
+def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]:
+    try:
+        with zipfile.ZipFile(_Directory(data, budget)) as archive:
+            infos = archive.infolist()
+    except CheckpointError:
+        raise
+    except _ZIP_ERRORS as error:
         raise CheckpointError(
-            "This is a tar file, PyTorch's format before 0.1.10; load it in PyTorch "
-            "and save again."
-        )
-    if head[:1] == b"\x80":
-        return read_legacy
-    if head[:2] == b"\x1f\x8b":
-        raise CheckpointError("This file is compressed by gzip; decompress it first.")
-    raise CheckpointError("This is not a file that torch.save() wrote.")
+            f"The zip directory is damaged or cut off ({error}). Copy the file again."
+        ) from None
+    entries = {info.filename: info for info in infos}
+    is_unique = len(entries) == len(infos)
+    check(is_unique, "The zip file has two records of the same name.")
+    return entries
+
+
+def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
+    """Return the bytes of a record, which PyTorch does not compress."""
+    name = ascii(info.filename[:80])
+    is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
+    is_plain = is_plain and not info.external_attr & _IS_FOLDER
+    check(
+        is_plain and info.compress_size == info.file_size,
+        f"The record {name} is compressed, encrypted or a folder. Load the file in "
+        "PyTorch and save it again.",
+    )
+    header = bytes(data[info.header_offset : info.header_offset + _LOCAL_HEADER.size])
+    is_header = len(header) == _LOCAL_HEADER.size and header[:4] == b"PK\x03\x04"
+    check(is_header, f"The record {name} has a damaged header.")
+    *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+    start = info.header_offset + len(header) + name_size + extra_size
+    found = data[start : start + info.file_size]
+    is_whole = found.nbytes == info.file_size
+    check(is_whole, f"The record {name} is cut off. Copy the file again.")
+    return Record(found, info.CRC)
+
+
+def _read_legacy(
+    data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
+) -> Any:
+    """Read the format of before PyTorch 1.6.
+
+    Five pickles (magic number, version, system, object, keys of the storages) precede
+    the storages: eight bytes for the number of elements, then their bytes.
+    """
+    limits = budget.limits
+    head = bytes(data[: limits.pickle_bytes])
+    tensors = TensorReader(None, data.nbytes, limits)
+    at, starts, values = 0, [], []
+    for expected in (_MAGIC, _VERSION, None, None, None):
+        starts.append(at)
+        value, at = _unpickle(head, at, tensors, budget)
+        is_known = expected is None or value == expected
+        check(is_known, "This pickle is not a PyTorch checkpoint.")
+        values.append(value)
+    *_, value, keys = values
+    is_list = type(keys) is list and all(type(key) is str for key in keys)
+    check(
+        is_list and sorted(keys) == sorted(tensors.storages),
+        "The list of storages is not that of the tensors.",
+    )
+    if only_shapes:
+        return value
+    records = {}
+    for key in keys:
+        storage = tensors.storages[key]
+        count = int.from_bytes(data[at : at + 8], "little", signed=True)
+        records[key] = Record(data[at + 8 : at + 8 + storage.nbytes], None)
+        fits = count == storage.numel and records[key].data.nbytes == storage.nbytes
+        check(fits, "A storage has another size than its tensors say.")
+        at += 8 + storage.nbytes
+    check(at == data.nbytes, "There is data after the last storage.")
+    # Where the storages are is known only now: read the object again, with arrays.
+    del value, values
+    tensors = TensorReader(records.__getitem__, data.nbytes, limits, float64=float64)
+    return _unpickle(head, starts[3], tensors, budget)[0]

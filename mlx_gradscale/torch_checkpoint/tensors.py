@@ -1,157 +1,337 @@
-"""What a file says about a tensor, as plain checked numbers: no data is read here."""
+"""Element types, storages, and the tensors that view them."""
 
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from .dtypes import BY_NAME, FOREIGN, Element
-from .limits import CheckpointError
+import mlx.core as mx
+import numpy as np
 
-# MLX keeps a dimension in an int32; a memoryview has at most 64 of them.
-MAX_DIM = 2**31 - 1
-MAX_NDIM = 64
+from .foreign import Placeholder, TensorShape, TorchTensor, is_count
+from .limits import Limits, check
+
+# MLX keeps a dimension in an int32; numpy 1 has at most 32 dimensions.
+_MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
+_MIXED = (
+    "tensors of different types share a storage. Call .clone() on one of them in "
+    "PyTorch and save again."
+)
+# From this size on, checksums are computed in threads: zlib takes 0.3 s for 1 GB.
+_LARGE = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRef:
-    """A block of elements in the file, and the part of it that is meant.
+class Element(NamedTuple):
+    """An element type. ``storage`` is its class in files."""
 
-    ``element`` is None for an UntypedStorage, whose elements are bytes. The part,
-    ``numel`` from ``start`` on, is all of the ``total`` except for the storage views
-    of old sequential files.
-    """
+    name: str
+    storage: str | None
+    mlx: mx.Dtype | None
+    numpy: np.dtype[Any]
+
+
+# PyTorch writes the bytes of the last three as an UntypedStorage, and the dtype beside.
+_STORAGES = (
+    "float32 Float, float16 Half, bfloat16 BFloat16, float64 Double, bool Bool, "
+    "complex64 ComplexFloat, complex128 ComplexDouble, uint8 Byte, int8 Char, "
+    "int16 Short, int32 Int, int64 Long, uint16, uint32, uint64"
+)
+# Types that MLX lacks. A file may name them; only ``shapes`` reads tensors of them.
+_UNSUPPORTED = (
+    "complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
+    "float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 "
+    "bits16 bits1x8 bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 "
+    "int1 int2 int3 int4 int5 int6 int7"
+)
+BY_NAME = {x: Element(x, None, None, np.dtype("u1")) for x in _UNSUPPORTED.split()}
+for _name, *_storage in map(str.split, _STORAGES.split(", ")):
+    BY_NAME[_name] = Element(
+        _name,
+        f"{_storage[0]}Storage" if _storage else None,
+        getattr(mx, "bool_" if _name == "bool" else _name, None),
+        # numpy has no bfloat16: its bits are read as uint16.
+        np.dtype("uint16" if _name == "bfloat16" else _name).newbyteorder("<"),
+    )
+BY_STORAGE = {e.storage: e for e in BY_NAME.values() if e.storage}
+UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_BY_MLX = {e.mlx: e for e in BY_NAME.values() if e.mlx is not None}
+_ROUNDED = {"float64": "float32", "complex128": "complex64"}
+
+
+def element_of(array: "mx.array | np.ndarray[Any, Any]") -> Element | None:
+    """Return the element type of an array, or None if PyTorch has none like it."""
+    if isinstance(array, mx.array):
+        return _BY_MLX.get(array.dtype)
+    return BY_NAME.get(array.dtype.name) if array.dtype.kind in "biufc" else None
+
+
+class Storage(NamedTuple):
+    """A storage as a pickle describes it; an untyped one is counted in bytes."""
 
     key: str
     element: Element | None
-    total: int
-    start: int
     numel: int
 
     @property
-    def itemsize(self) -> int:
-        """The bytes of one element."""
-        return self.element.size if self.element else 1
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * (self.element.numpy.itemsize if self.element else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """A strided view of a storage, checked to lie inside it."""
+class Record(NamedTuple):
+    """The bytes of a storage, and their checksum if the file has one."""
 
-    storage: StorageRef
-    element: Element
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    conj: bool = False
-    neg: bool = False
-    # For tensors inside placeholders, which come back as they were.
-    requires_grad: bool = False
-    is_parameter: bool = False
+    data: memoryview
+    checksum: int | None
 
-    @property
-    def numel(self) -> int:
-        """How many elements there are."""
-        return prod(self.shape)
 
-    @property
-    def row_contiguous(self) -> bool:
-        """Whether the elements lie in row order, one after the other."""
-        expected = 1
-        for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+class TensorReader:
+    """Make tensors of the storages in a file; or only their shapes.
 
-    @property
-    def identity(self) -> str:
-        """Equal for tensors that are the same view of the same bytes.
+    Args:
+        find (callable or None): Returns the record of a storage by its key. None
+            reads shapes only.
+        file_size (int): Size of the file.
+        limits (Limits): The bound on the size of all tensors.
+        big_endian (bool): Whether the elements are big-endian.
+        float64 (Dtype or None): What double precision becomes.
+    """
 
-        A string, because the hashes of strings are keyed: a file cannot make
-        them collide.
-        """
-        s = self.storage
-        return (
-            f"{s.start}|{self.element.name}|{self.offset}|{self.shape}|"
-            f"{self.strides}|{self.conj}|{self.neg}|{s.key}"
+    def __init__(
+        self,
+        find: Callable[[str], Record] | None,
+        file_size: int,
+        limits: Limits,
+        big_endian: bool = False,
+        float64: mx.Dtype | None = None,
+    ) -> None:
+        self.storages: dict[str, Storage] = {}
+        self._find = find
+        self._unread = file_size
+        self._room = 4 * file_size + limits.tensor_bytes
+        self._big_endian = big_endian
+        self._float64 = float64
+        self._arrays: dict[str, tuple[Element, mx.array]] = {}
+        # Keys are texts, whose hashes a file cannot choose.
+        self._tensors: dict[str, Any] = {}
+        self._flagged: dict[str, tuple[Any, Any]] = {}
+        self._checks: list[Future[None]] = []
+        self._threads: ThreadPoolExecutor | None = None
+
+    def storage(self, pid: Any) -> Storage:
+        """Return the storage that a persistent id describes."""
+        # Types are compared first: an array raises an error if it is compared.
+        kind = pid[0] if type(pid) is tuple and pid and type(pid[0]) is str else ""
+        check(
+            kind != "module",
+            "the file holds a whole model with its source code. Save "
+            "model.state_dict() in PyTorch and load that.",
         )
-
-
-def is_count(value: Any) -> bool:
-    """Tell whether a value is an integer from 0 on that fits in 64 bits."""
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _check_sizes(values: Any, what: str) -> None:
-    # The length first: a long one could be checked again and again.
-    if isinstance(values, tuple) and len(values) > MAX_NDIM:
-        raise CheckpointError(
-            f"A tensor has more than {MAX_NDIM} dimensions, which MLX cannot hold."
+        is_storage = kind == "storage" and len(pid) in (5, 6)
+        check(is_storage, "the file refers to something that is no storage.")
+        _, kind, key, _location, numel, *views = pid
+        path = kind.path if type(kind) is Placeholder and kind.args is None else ""
+        element = BY_STORAGE.get(path.removeprefix("torch."))
+        is_known = element or path in UNTYPED
+        is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
+        check(is_known, "the file describes a storage in an unknown way.")
+        check(
+            not views or views[0] is None,
+            "the file has storage views of before PyTorch 0.4. Load it in PyTorch and "
+            "save it again.",
         )
-    if not isinstance(values, tuple) or not all(is_count(v) for v in values):
-        raise CheckpointError(f"A tensor's {what} is not a tuple of sizes.")
+        storage = Storage(key, element, numel)
+        check(self.storages.setdefault(key, storage) == storage, _MIXED)
+        return storage
 
-
-def view(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    dtype: Any = None,
-    metadata: Any = None,
-    requires_grad: bool = False,
-) -> TensorRef:
-    """Check a rebuilt tensor's numbers and return it as a reference."""
-    if not isinstance(storage, StorageRef):
-        raise CheckpointError("A tensor is rebuilt from something not a storage.")
-    if storage.element is not None and dtype is None:
-        element = storage.element
-    else:
-        element = element_named(dtype)
-    _check_sizes(shape, "shape")
-    _check_sizes(strides, "strides")
-    if not is_count(offset) or len(shape) != len(strides):
-        raise CheckpointError("A tensor's offset, shape and strides do not fit.")
-    if any(size > MAX_DIM for size in shape):
-        raise CheckpointError(
-            f"A tensor has a dimension beyond {MAX_DIM}, which MLX cannot hold."
+    def tensor(
+        self,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        requires_grad: Any = False,
+        dtype: Any = None,
+        metadata: Any = None,
+    ) -> Any:
+        """Return the checked view of a storage as an array, or its shape."""
+        element = _check_view(storage, offset, shape, strides, dtype)
+        check(
+            metadata is None or (type(metadata) is dict and not metadata),
+            "the tensor is lazily conjugated or negated. Call .resolve_conj() and "
+            ".resolve_neg() on it in PyTorch and save again.",
         )
-    if prod(max(size, 1) for size in shape) >= 2**62:
-        raise CheckpointError("A tensor's size overflows 64 bits.")
-    reach = offset + sum(
-        (size - 1) * stride for size, stride in zip(shape, strides, strict=True)
-    )
-    room = storage.numel * storage.itemsize // element.size
-    if 0 not in shape and reach >= room:
-        raise CheckpointError(
-            f"A tensor of shape {shape} with strides {strides} and offset {offset} "
-            f"reaches outside its storage of {room} elements."
+        view = f"{element.name} {offset} {shape} {strides} {storage.key}"
+        if view not in self._tensors:
+            self._room -= prod(shape) * element.numpy.itemsize
+            check(
+                self._room >= 0,
+                "the tensors hold more than four times the size of the file. If you "
+                "trust it, raise limits.tensor_bytes.",
+            )
+            self._tensors[view] = (
+                self._view(storage, element, offset, tuple(shape), strides)
+                if self._find
+                else TensorShape(tuple(shape), element.name)
+            )
+        return self.flag(self._tensors[view], requires_grad is True, False)
+
+    def flag(self, data: Any, requires_grad: bool, is_parameter: bool) -> Any:
+        """Return the tensor as a ``Parameter`` or with ``requires_grad``."""
+        if not requires_grad and not is_parameter:
+            return data
+        key = f"{id(data)} {requires_grad} {is_parameter}"
+        if key not in self._flagged:
+            flags = requires_grad, is_parameter
+            flagged = (
+                TensorShape(data.shape, data.dtype, *flags)
+                if isinstance(data, TensorShape)
+                else TorchTensor(data, *flags)
+            )
+            # With the data, so that no other tensor gets its id.
+            self._flagged[key] = flagged, data
+        return self._flagged[key][0]
+
+    def finish(self) -> None:
+        """Evaluate the tensors and wait for the checksums."""
+        # A lazy array would belong to the thread that made it.
+        mx.eval([x for x in self._tensors.values() if isinstance(x, mx.array)])
+        for pending in self._checks:
+            pending.result()
+
+    def close(self) -> None:
+        """End the threads that compute checksums."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _view(
+        self,
+        storage: Storage,
+        element: Element,
+        start: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+    ) -> mx.array:
+        target = self._target(element)
+        if 0 in shape:
+            return mx.zeros(shape, target.mlx, stream=mx.cpu)
+        stored = storage.nbytes // element.numpy.itemsize
+        is_whole = prod(shape) == stored and _is_contiguous(shape, strides)
+        check(
+            is_whole or stored <= _MAX_DIM,
+            f"the tensor is part of a storage of over {_MAX_DIM} elements. Call "
+            ".clone() on it in PyTorch and save again.",
         )
-    conj, neg = _bits(metadata)
-    if neg and element.name == "torch.bool":
-        raise CheckpointError("A bool tensor is marked as negative.")
-    return TensorRef(
-        storage, element, offset, tuple(shape), strides, conj, neg, requires_grad
-    )
+        if storage.key not in self._arrays:
+            values = self._read(storage, element, target)
+            values = values.reshape(shape if is_whole else stored)
+            if target.mlx == mx.bfloat16:
+                array = mx.array(values).view(mx.bfloat16, stream=mx.cpu)
+            else:
+                array = mx.array(values, target.mlx)
+            self._arrays[storage.key] = element, array
+        used, whole = self._arrays[storage.key]
+        check(used is element, _MIXED)
+        if not is_whole:
+            return mx.as_strided(whole, shape, strides, start, stream=mx.cpu)
+        if whole.shape == shape:
+            return whole
+        return mx.reshape(whole, shape, stream=mx.cpu)
 
-
-def element_named(dtype: Any) -> Element:
-    """Return the element type of a dtype's name, or raise."""
-    element = (
-        BY_NAME.get(dtype) or FOREIGN.get(dtype) if isinstance(dtype, str) else None
-    )
-    if element is not None:
+    def _target(self, element: Element) -> Element:
+        """Return the element type in MLX."""
+        is_double = element.name in _ROUNDED
+        if is_double and self._float64 is not None and self._float64 == mx.float32:
+            return BY_NAME[_ROUNDED[element.name]]
+        advice = "pass float64=mx.float32 to round it, or " if is_double else ""
+        check(
+            element.mlx is not None,
+            f"the tensor has dtype torch.{element.name}, which MLX does not have: "
+            f"{advice}convert it in PyTorch and save again.",
+        )
+        check(
+            not is_double or self._float64 is not None,
+            "the tensor has dtype torch.float64, which MLX computes only on the CPU. "
+            "Pass float64=mx.float32 to round such tensors, or float64=mx.float64 to "
+            "keep them.",
+        )
         return element
-    raise CheckpointError("A tensor is rebuilt without a known dtype.")
+
+    def _read(
+        self, storage: Storage, element: Element, target: Element
+    ) -> np.ndarray[Any, Any]:
+        """Return the elements of a storage, not copied if they need no change."""
+        assert self._find is not None
+        data, checksum = self._find(storage.key)
+        check(
+            data.nbytes == storage.nbytes,
+            f"a storage should have {storage.nbytes} bytes but has {data.nbytes}.",
+        )
+        self._unread -= data.nbytes
+        check(self._unread >= 0, "records of the file overlap.")
+        if checksum is not None and data.nbytes < _LARGE:
+            check_sum(data, checksum)
+        elif checksum is not None:
+            self._check_in_thread(data, checksum)
+        dtype = element.numpy.newbyteorder(">") if self._big_endian else element.numpy
+        values = np.frombuffer(data, dtype)
+        if element.name == "bool":
+            is_bool = values.view(np.uint8).max() <= 1
+            check(is_bool, "a bool tensor has bytes other than 0 and 1.")
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values.astype(target.numpy, copy=False)
+        return values if values.flags.aligned else values.copy()
+
+    def _check_in_thread(self, data: memoryview, checksum: int) -> None:
+        self._threads = self._threads or ThreadPoolExecutor(max_workers=4)
+        try:
+            self._checks.append(self._threads.submit(check_sum, data, checksum))
+        except RuntimeError:  # the interpreter is shutting down
+            check_sum(data, checksum)
 
 
-def _bits(metadata: Any) -> tuple[bool, bool]:
-    """Return PyTorch's lazy conjugate and negative, kept as bits beside the data."""
-    if metadata is None:
-        return False, False
-    # PyTorch writes a bit only where it is set, and takes any value for that.
-    if type(metadata) is not dict or not all(
-        key in ("conj", "neg") and bit is True for key, bit in metadata.items()
-    ):
-        raise CheckpointError("A tensor carries metadata other than conj and neg.")
-    return "conj" in metadata, "neg" in metadata
+def check_sum(data: "memoryview | bytes", checksum: int) -> None:
+    """Raise unless the data has this CRC-32."""
+    check(
+        zlib.crc32(data) == checksum,
+        "the checksum of a record is wrong: the file is damaged. Copy it again.",
+    )
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(shape[::-1], strides[::-1], strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_view(
+    storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any
+) -> Element:
+    """Return the element type of a tensor whose numbers are sound."""
+    is_storage = isinstance(storage, Storage)
+    check(is_storage, "a tensor is rebuilt from something that is no storage.")
+    element: Element | None = storage.element
+    if element is None or dtype is not None:
+        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+        check(name in BY_NAME, "a tensor is rebuilt without a known dtype.")
+        element = BY_NAME[name]
+    for sizes in (shape, strides):
+        fits = isinstance(sizes, tuple) and len(sizes) <= _MAX_NDIM
+        check(fits, f"a tensor has more than {_MAX_NDIM} dimensions.")
+        check(all(map(is_count, sizes)), "the shape or strides of a tensor are wrong.")
+    fits = is_count(offset) and len(shape) == len(strides)
+    check(fits, "the offset, shape and strides of a tensor do not match.")
+    fits = max(shape, default=0) <= _MAX_DIM and prod(n or 1 for n in shape) < 2**62
+    check(fits, f"a tensor of shape {tuple(shape)} is too large for MLX.")
+    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    room = storage.nbytes // element.numpy.itemsize
+    check(
+        0 in shape or last < room,
+        f"a tensor of shape {tuple(shape)} with strides {tuple(strides)} and offset "
+        f"{offset} reaches outside its storage of {room} elements.",
+    )
+    return element

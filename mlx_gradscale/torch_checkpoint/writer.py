@@ -1,131 +1,402 @@
-"""``save``: plain Python values and arrays as a file that ``torch.load`` reads."""
+"""``save``: write an object as a file that ``torch.load`` reads."""
 
 import io
 import os
-from collections.abc import Iterator
-from hashlib import sha256
+import pickle
+import secrets
+import struct
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ..files.atomic import WholeFile, atomic_write
-from .pickle_writer import Array, PickleWriter
-from .source import CHUNK
-from .zip_writer import ALIGNMENT, ZipWriter
+from .builders import TENSOR_SHAPE
+from .foreign import (
+    DefaultDict,
+    Placeholder,
+    TensorShape,
+    TorchName,
+    TorchSize,
+    TorchTensor,
+)
+from .limits import Budget
+from .tensors import Element, element_of
+from .unpickler import check_tree
+
+Array = mx.array | np.ndarray[Any, Any]
+
+# torch.load(mmap=True) needs aligned storages.
+_ALIGNMENT = 64
+_CHUNK = 2**22
+_BATCH = 1000  # items that Python's pickler writes at once
+_MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
 
 def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
-    """Write a ``.pt`` file that ``torch.load(weights_only=True)`` reads.
+    """Write a ``.pt`` file with the layout and pickle of ``torch.save``.
 
-    The layout is ``torch.save``'s own. Arrays become tensors on the CPU; an array
-    that comes twice is stored once and comes back as one tensor. They are written one
-    at a time, without a second copy of them in memory.
+    ``torch.load(weights_only=True)`` reads it if the object is plain. Arrays become
+    tensors on the CPU, and an array that appears twice is stored once. What ``load``
+    returned is written as it was; objects with ``TensorShape`` leaves can be read by
+    this library only.
 
     Args:
         file (str, PathLike or file): A path, which is replaced in one step when
-            everything is written, or anything with a ``write`` method.
-        obj (Any): Dicts, OrderedDicts, Counters, lists, tuples and sets of arrays
-            (``mx.array`` or ``numpy.ndarray``), numbers, text, bytes and None.
+            everything is written, or a writable binary file.
+        obj (Any): Dicts, lists, tuples and sets of arrays (``mx.array`` or
+            ``numpy.ndarray``), numbers, text, bytes and None; or what ``load`` and
+            ``shapes`` return.
 
     Raises:
-        TypeError: ``obj`` holds something else; the error says where. The file is
-            then as it was before.
+        TypeError: ``obj`` holds something else. The message says where.
+        CheckpointError: ``obj`` contains itself or is too deep for ``load``.
 
     Example:
 
-        >>> import mlx.core as mx
-        >>> from mlx_gradscale import torch_checkpoint
         >>> import os, tempfile
+        >>> from mlx_gradscale import torch_checkpoint
         >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
         >>> torch_checkpoint.save(path, {"weight": mx.zeros((2, 3)), "epoch": 3})
         >>> torch_checkpoint.load(path)["weight"].shape
         (2, 3)
     """
-    writer = PickleWriter()
-    pickle = writer.write(obj)
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(obj)
+    check_tree(obj, Budget())
     if isinstance(file, (str, os.PathLike)):
         # PyTorch names the folder in the zip file after the file, if it is ASCII.
         stem = Path(file).stem
-        folder = stem if stem and stem.isascii() else "archive"
-        with atomic_write(file) as raw:
-            _write(raw, folder, pickle, writer.arrays)
+        with _replace(Path(file)) as raw:
+            folder = stem if stem and stem.isascii() else "archive"
+            _write_zip(raw, folder, buffer.getvalue(), pickler.arrays)
     elif hasattr(file, "write"):
-        _write(file, "archive", pickle, writer.arrays)
+        _write_zip(file, "archive", buffer.getvalue(), pickler.arrays)
     else:
         raise TypeError(
-            "save() takes a path or a writable binary file object first and the "
-            f"object second, not a {type(file).__name__} first."
+            "save() takes a path or a writable binary file first and the object "
+            f"second, not a {type(file).__name__} first."
         )
 
 
-def save_bytes(obj: Any) -> bytes:
-    """Return what ``save`` writes, as bytes.
+@contextmanager
+def _replace(path: Path) -> Iterator[BinaryIO]:
+    """Replace a file in one step when all of it is written and on disk."""
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
-    Example:
 
-        >>> from mlx_gradscale import torch_checkpoint
-        >>> torch_checkpoint.load(torch_checkpoint.save_bytes({"epoch": 3}))
-        {'epoch': 3}
-    """
-    buffer = io.BytesIO()
-    save(buffer, obj)
-    return buffer.getvalue()
+def _write_zip(file: BinaryIO, folder: str, data: bytes, arrays: list[Array]) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
 
+        def add(name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
+            info = zipfile.ZipInfo(f"{folder}/{name}")
+            is_wide = size >= 2**30
+            # An extra field fills the gap before the data, as PyTorch does.
+            header = 30 + len(info.filename) + 20 * is_wide + 4
+            gap = -(archive.start_dir + header) % _ALIGNMENT
+            info.extra = b"FB" + struct.pack("<H", gap) + b"Z" * gap
+            with archive.open(info, "w", force_zip64=is_wide) as record:
+                for chunk in chunks:
+                    record.write(chunk)
 
-def _write(
-    file: BinaryIO | WholeFile, folder: str, pickle: bytes, arrays: list[Array]
-) -> None:
-    with ZipWriter(file, folder) as archive:
-
-        def add(name: str, data: bytes) -> None:
-            archive.add(name, len(data), [data])
-
-        add("data.pkl", pickle)
-        add(".format_version", b"1")
-        add(".storage_alignment", str(ALIGNMENT).encode())
-        add("byteorder", b"little")
+        add("data.pkl", len(data), [data])
+        add(".format_version", 1, [b"1"])
+        add(".storage_alignment", 2, [b"%d" % _ALIGNMENT])
+        add("byteorder", 6, [b"little"])
         for number, array in enumerate(arrays):
-            archive.add(f"data/{number}", array.nbytes, _chunks(array))
-        add("version", b"3\n")
-        add(".data/serialization_id", _serialization_id(archive.checksums))
+            add(f"data/{number}", array.nbytes, _chunks(array))
+        add("version", 2, [b"3\n"])
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:
-    """Yield the array's bytes in row order, little-endian, copying a chunk at most."""
-    values = _as_numpy(array)
+    """Yield the bytes of an array in row order, little-endian."""
+    if isinstance(array, mx.array):
+        if array.dtype == mx.bfloat16:  # numpy has none: write its bits
+            array = array.view(mx.uint16, stream=mx.cpu)
+        mx.eval(array)
+        values = np.asarray(memoryview(array))  # type: ignore[arg-type]
+    else:
+        values = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if not values.size:
         return
     if values.flags.c_contiguous:
         data = values.reshape(-1).view(np.uint8).data
-        for start in range(0, len(data), CHUNK):
-            yield data[start : start + CHUNK]
+        for start in range(0, len(data), _CHUNK):
+            yield data[start : start + _CHUNK]
         return
-    # nditer copies a buffer at a time, also where no axis is short.
-    for part in np.nditer(
+    parts = np.nditer(
         values,
         flags=["external_loop", "buffered"],
         order="C",
-        buffersize=CHUNK // values.itemsize,
-    ):
+        buffersize=_CHUNK // values.itemsize,
+    )
+    for part in parts:
         yield np.ascontiguousarray(part).view(np.uint8).data
 
 
-def _as_numpy(array: Array) -> np.ndarray:
-    if isinstance(array, mx.array):
-        if array.dtype == mx.bfloat16:  # numpy has none; its bits are a uint16's
-            array = array.view(mx.uint16, stream=mx.cpu)
-        mx.eval(array)
-        return np.asarray(memoryview(cast(Any, array)))
-    little = array.dtype.newbyteorder("<")
-    return array if array.dtype == little else array.astype(little)
+class _Data(NamedTuple):
+    """The tensor of a ``Parameter``, which is written as an object of its own."""
+
+    array: Array
 
 
-def _serialization_id(checksums: dict[str, int]) -> bytes:
-    """Return forty digits, as PyTorch's: from the records' names and contents."""
-    names = sha256("\n".join(checksums).encode()).digest()
-    contents = sha256(repr(sorted(checksums.items())).encode()).digest()
-    return b"".join(
-        b"%020d" % int.from_bytes(half[:8], "little") for half in (names, contents)
+class _Storage(NamedTuple):
+    number: int
+    element: Element
+    array: Array
+
+
+_PythonPickler: Any = pickle._Pickler
+
+
+class _Pickler(_PythonPickler):  # type: ignore[misc]
+    """Python's pickler, with names in place of PyTorch's functions and classes.
+
+    Protocol 2, as ``torch.save`` uses: equal objects give PyTorch's own bytes.
+    """
+
+    dispatch: ClassVar[dict[type, Callable[..., None]]] = {}
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, 2)
+        self.arrays: list[Array] = []
+        self._names: dict[tuple[str, str], Placeholder] = {}
+        self._path: list[Any] = []
+        self._objects = 0  # open placeholders
+
+    def dump(self, obj: Any) -> None:
+        """Write the pickle of an object."""
+        try:
+            super().dump(obj)
+        except RecursionError:
+            raise TypeError("obj is nested too deep to be saved.") from None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuse all types that have no method here."""
+        if type(obj) not in self.dispatch:
+            raise self._error(_refusal(obj))
+        return NotImplemented
+
+    def _error(self, problem: str) -> TypeError:
+        place = "".join(f"[{key!a:.80}]" for key in self._path[:20])
+        return TypeError(f"obj{place} {problem}")
+
+    def _name(self, module: str, name: str) -> Placeholder:
+        """Return one placeholder for each name, so that it is written once."""
+        key = module, name
+        return self._names.setdefault(key, Placeholder.named(module, name))
+
+    def _reduce(self, module: str, name: str, args: Any, obj: Any) -> None:
+        self.save(self._name(module, name))
+        self.save(args)
+        self.write(b"R")
+        self._remember(obj)
+
+    def _remember(self, obj: Any) -> None:
+        # An object in a ring may have been written among its own arguments.
+        if id(obj) in self.memo:
+            self.write(b"0" + self.get(self.memo[id(obj)][0]))
+        else:
+            self.memoize(obj)
+
+    def _save_call(self, obj: Any) -> None:
+        self._reduce(*_CALLS[type(obj)](obj), obj)
+
+    def _save_bytes(self, obj: bytes) -> None:
+        # Python calls bytes() for empty ones, which weights_only=True does not read.
+        if not obj and self._objects:
+            self._reduce("__builtin__", "bytes", (), obj)
+        else:
+            # Protocol 2 has no bytes: they are text of the same code points.
+            self._reduce("_codecs", "encode", (obj.decode("latin1"), "latin1"), obj)
+
+    def _save_list(self, obj: list[Any]) -> None:
+        self.write(b"]")
+        self.memoize(obj)
+        for start in range(0, len(obj), _BATCH):
+            pairs = enumerate(obj[start : start + _BATCH], start)
+            self._batch(pairs, b"a" if len(obj) == 1 else b"e")
+
+    def _save_dict(self, obj: dict[Any, Any]) -> None:
+        self.write(b"}")
+        self.memoize(obj)
+        rest = iter(obj.items())
+        # A dict whose last batch is full ends with an empty one.
+        for _ in range(len(obj) // _BATCH + 1 if obj else 0):
+            self._batch(islice(rest, _BATCH), b"s" if len(obj) == 1 else b"u")
+
+    def _batch(self, items: Iterable[tuple[Any, Any]], opcode: bytes) -> None:
+        if opcode in _MARKED:
+            self.write(b"(")
+        for key, item in items:
+            self._path.append(key)
+            if opcode in b"su":
+                self.save(key)
+            self.save(item)
+            self._path.pop()
+        self.write(opcode)
+
+    def _save_subclass(self, obj: OrderedDict[Any, Any] | DefaultDict) -> None:
+        self._save_call(obj)
+        # Python batches the items of a subclass of dict in another way.
+        rest = iter(obj.items())
+        while batch := list(islice(rest, _BATCH)):
+            self._batch(batch, b"s" if len(batch) == 1 else b"u")
+        attributes = dict(vars(obj)) if isinstance(obj, OrderedDict) else {}
+        if attributes.keys() - {"_metadata"}:
+            raise self._error("has attributes other than _metadata.")
+        if attributes:
+            self.save(attributes)
+            self.write(b"b")
+
+    def _save_torch_name(self, obj: TorchName) -> None:
+        if obj.startswith("torch."):
+            self.save(self._name("torch", obj.removeprefix("torch.")))
+        else:
+            kind, *index = obj.split(":")
+            self._reduce("torch", "device", (kind, *map(int, index)), obj)
+
+    def _save_placeholder(self, obj: Placeholder) -> None:
+        if obj.callee is None:
+            return self._save_name(obj)
+        self._objects += 1
+        self.save(obj.callee)
+        self.save(obj.args)
+        if obj.kwargs is not None:
+            self.save(obj.kwargs)
+        self.write(obj.opcode)
+        self._remember(obj)
+        for opcode, values in obj.edits:
+            if opcode in _MARKED:
+                self.write(b"(")
+            for value in values:
+                self.save(value)
+            self.write(opcode)
+        self._objects -= 1
+
+    def _save_name(self, obj: Placeholder) -> None:
+        module, name = obj.module, obj.name
+        if obj is not self._name(module, name):
+            self.save(self._name(module, name))
+            return
+        if not f"{module}{name}".isprintable():
+            raise self._error(f"has no printable name: {module!a:.80} {name!a:.80}.")
+        outer, dot, inner = name.rpartition(".")
+        if dot:
+            # Protocol 2 has no dotted names: Python gets the inner from the outer.
+            args = self._name(module, outer), inner
+            return self._reduce("__builtin__", "getattr", args, obj)
+        self.write(f"c{module}\n{name}\n".encode())
+        self.memoize(obj)
+
+    def _save_array(self, obj: Array) -> None:
+        if not isinstance(obj, TorchTensor) or not obj.is_parameter:
+            return self._save_tensor(obj, getattr(obj, "requires_grad", False), obj)
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        args = _Data(obj), obj.requires_grad, hooks
+        self._reduce("torch._utils", "_rebuild_parameter", args, obj)
+
+    def _save_data(self, obj: _Data) -> None:
+        self._save_tensor(obj.array, False, obj)
+
+    def _save_tensor(self, array: Array, requires_grad: bool, obj: Any) -> None:
+        element = element_of(array)
+        if element is None:
+            raise self._error(f"has a dtype that PyTorch lacks: {array.dtype}.")
+        storage = _Storage(len(self.arrays), element, array)
+        self.arrays.append(array)
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        shape = tuple(array.shape)
+        view = storage, 0, shape, _strides(shape), requires_grad, hooks
+        if element.storage:
+            self._reduce("torch._utils", "_rebuild_tensor_v2", view, obj)
+        else:
+            args = *view, TorchName(f"torch.{element.name}")
+            self._reduce("torch._utils", "_rebuild_tensor_v3", args, obj)
+
+    def _save_storage(self, obj: _Storage) -> None:
+        if obj.element.storage:
+            kind, size = self._name("torch", obj.element.storage), obj.array.size
+        else:
+            kind, size = self._name("torch.storage", "UntypedStorage"), obj.array.nbytes
+        self.save(("storage", kind, str(obj.number), "cpu", size))
+        self.write(b"Q")
+
+
+# The calls that make objects of these types: module, name and arguments.
+_CALLS: dict[type, Callable[[Any], tuple[str, str, tuple[Any, ...]]]] = {
+    bytearray: lambda x: ("__builtin__", "bytearray", (bytes(x),) if x else ()),
+    complex: lambda x: ("__builtin__", "complex", (x.real, x.imag)),
+    set: lambda x: ("__builtin__", "set", (list(x),)),
+    frozenset: lambda x: ("__builtin__", "frozenset", (list(x),)),
+    Counter: lambda x: ("collections", "Counter", (dict(x),)),
+    OrderedDict: lambda x: ("collections", "OrderedDict", ()),
+    DefaultDict: lambda x: (
+        "collections",
+        "defaultdict",
+        () if x.factory is None else (x.factory,),
+    ),
+    TorchSize: lambda x: ("torch", "Size", (tuple(x),)),
+    TensorShape: lambda x: (*TENSOR_SHAPE, tuple(vars(x).values())),
+}
+for _kind in (type(None), bool, int, float, str, tuple):
+    _Pickler.dispatch[_kind] = _PythonPickler.dispatch[_kind]
+_Pickler.dispatch |= dict.fromkeys(_CALLS, _Pickler._save_call) | {
+    OrderedDict: _Pickler._save_subclass,
+    DefaultDict: _Pickler._save_subclass,
+    bytes: _Pickler._save_bytes,
+    list: _Pickler._save_list,
+    dict: _Pickler._save_dict,
+    TorchName: _Pickler._save_torch_name,
+    Placeholder: _Pickler._save_placeholder,
+    TorchTensor: _Pickler._save_array,
+    mx.array: _Pickler._save_array,
+    np.ndarray: _Pickler._save_array,
+    np.memmap: _Pickler._save_array,
+    _Data: _Pickler._save_data,
+    _Storage: _Pickler._save_storage,
+}
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides in row order. PyTorch counts an empty dimension as 1."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(strides[::-1]) if shape else ()
+
+
+def _refusal(value: Any) -> str:
+    kind = type(value).__name__
+    if isinstance(value, np.generic):
+        return f"is a numpy {kind}. Save .item() of it."
+    if isinstance(value, tuple):
+        return f"is a {kind}, a named tuple. Save tuple() or ._asdict() of it."
+    if hasattr(value, "parameters"):
+        return f"is a {kind}. Save its parameters as a dict of arrays."
+    return (
+        f"is a {kind}, which cannot be saved. Only arrays, dicts, lists, tuples, sets, "
+        "numbers, text, bytes and None can."
     )

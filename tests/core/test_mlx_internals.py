@@ -1,112 +1,96 @@
-"""What the package rests on in MLX, each said in a test's name.
+"""What optimizers.py knows of MLX's private names, one by one.
 
-But for the first, which is why older versions are not allowed, only the time or memory
-rests on it: the results are the same without, as the tests say.
+If one fails, MLX has renamed something: change mlx_gradscale/core/optimizers.py alone.
 """
 
-import io
+import ast
+from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
+import mlx.optimizers as optim
 import pytest
-from support.graphs import address, kernels
 
-from mlx_gradscale.core.finite import _own_float32
-from mlx_gradscale.core.scale import _in_one_kernel
-from mlx_gradscale.masters import half_bits
+import mlx_gradscale
+from mlx_gradscale.core import optimizers as internals
 
 pytestmark = pytest.mark.core
 
-
-def test_mlx_compiles_a_kernel_for_each_dtype():
-    # Before 0.31.2 the first one is taken for all: 9, 5.5 and 1.0000005.
-    function = mx.compile(lambda x, y: x.astype(mx.float32) * y + 1)
-    for dtype in (mx.float16, mx.bfloat16, mx.int16):
-        found = function(mx.array([4, 4]).astype(dtype), mx.array(2.0))
-        assert found.tolist() == [9.0, 9.0], dtype
+PACKAGE = Path(mlx_gradscale.__file__).parent
+PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
+# A LossScaleOptimizer is an Optimizer itself, and sets attributes of its base class.
+OF_ITS_OWN = {"optimizer.py"}
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_mlx_compiles_a_kernel_for_each_dtype_of_a_users_loss(dtype):
-    # In which no kernel is ours to mend: 16 and 5.0625 before 0.31.2, on the CPU also
-    # if each is in a process of its own, because kernels are kept on disk by name.
-    model = nn.Linear(4, 1)
-    model.update({"weight": mx.ones((1, 4)), "bias": mx.zeros(1)})
-    model.set_dtype(dtype)
-
-    @mx.compile
-    def loss_fn(x, y):
-        return mx.mean(mx.square(model(x).astype(mx.float32) - y))
-
-    assert loss_fn(mx.ones((2, 4), dtype), mx.zeros((2, 1))).item() == 16.0
+def two(predicate=lambda path, _: path == "a"):
+    return optim.MultiOptimizer([optim.SGD(0.1), optim.Lion(0.1)], [predicate])
 
 
-def test_mlx_selects_subnormals_and_nans_bit_for_bit():
-    for dtype, bits in ((mx.float32, mx.uint32), (mx.bfloat16, mx.uint16)):
-        nan = 0x7F800001 if dtype == mx.float32 else 0x7F81
-        x = mx.array([1, nan], bits).view(dtype)
-
-        @mx.compile
-        def kept(x, keep):
-            return mx.where(keep, x, x + 1)
-
-        assert kept(x, mx.array(True)).view(bits).tolist() == [1, nan]
+def test_every_optimizer_has_the_private_attributes_that_are_not_settings():
+    optimizer = optim.AdamW(1e-3)
+    private = {name for name in vars(optimizer) if name.startswith("_")}
+    assert private == set(internals._NOT_SETTINGS)
 
 
-def test_mlx_fuses_two_casts_of_an_array_only_where_one_is_of_a_view():
-    # Two casts are one array, a float32 copy of each gradient; of a view they are not.
-    x = mx.arange(64, dtype=mx.float16)
-    found = []
-    for cast in (lambda x: x.astype(mx.float32), _own_float32):
-
-        def function(x, cast=cast):
-            return x.astype(mx.float32) * 2, mx.sum(mx.square(cast(x)))
-
-        outputs = mx.compile(function)(x)
-        found.append([name.startswith("AsType") for name in kernels(outputs)])
-        assert outputs[0].tolist() == [2.0 * i for i in range(64)]
-        assert outputs[1].item() == sum(i * i for i in range(64))
-    assert list(map(any, found)) == [True, False]
+def test_init_initialises_and_setting_an_empty_state_undoes_it():
+    optimizer = optim.Adam(1e-3)
+    assert internals.needs_init(optimizer)
+    optimizer.init({"w": mx.ones(2)})
+    assert not internals.needs_init(optimizer)
+    optimizer.state = {}
+    assert internals.needs_init(optimizer)
+    internals.mark_initialized(optimizer)
+    assert optimizer._initialized
 
 
-def test_mlx_fuses_what_ends_in_one_node():
-    a, b = mx.array(1.5), mx.array(2)
-    for finish, count in ((dict, 2), (lambda values: _in_one_kernel(values, "a"), 1)):
-
-        def function(a, b, finish=finish):
-            return finish({"a": a * 2, "b": b + 1})
-
-        outputs = mx.compile(function)(a, b)
-        assert len(kernels(outputs)) == count
-        assert {k: x.item() for k, x in outputs.items()} == {"a": 3.0, "b": 3}
+def test_a_multi_optimizer_needs_init_until_all_of_its_parts_have_state():
+    both = two()
+    both.optimizers[0].init({"a": mx.array(1.0)})
+    assert internals.needs_init(both)
+    both.init({"a": mx.array(1.0), "b": mx.array(2.0)})
+    assert not internals.needs_init(both)
 
 
-def test_mlx_views_the_bits_of_a_weight_in_its_own_memory():
-    for dtype in (mx.float16, mx.bfloat16):
-        weight = mx.ones((4, 6), dtype)
-        bits = half_bits(weight)
-        mx.eval(weight, bits)
-        same = address(bits) == address(weight.view(mx.uint16))
-        assert (same, bits.shape) == (True, weight.shape)
+def test_a_multi_optimizer_splits_a_tree_by_its_filters():
+    both = two()
+    tree = {"a": mx.array(1.0), "b": mx.array(2.0)}
+    found = list(internals.parts(both, tree))
+    assert [optimizer for optimizer, _ in found] == both.optimizers
+    assert [list(part) for _, part in found] == [["a"], ["b"]]
+    assert list(internals.single_optimizers(both)) == both.optimizers
 
 
-class Part:
-    """All that ``torch_checkpoint.direct_read`` has of a file object."""
-
-    closed = False
-
-    def __init__(self, data):
-        self._file = io.BytesIO(data)
-        self.tell, self.seek = self._file.tell, self._file.seek
-
-    def readinto(self, buffer):
-        return self._file.readinto(buffer)
+def test_a_schedule_is_found_under_the_name_of_its_setting():
+    optimizer = optim.SGD(optim.linear_schedule(1.0, 0.0, 10))
+    [values] = internals.scheduled_values(optimizer)
+    assert (list(values), values["learning_rate"].item()) == (["learning_rate"], 1.0)
+    assert internals.scheduled_values(optim.SGD(0.1)) == [{}]
 
 
-def test_mlx_loads_a_file_object_that_can_seek_and_read_into():
-    numbers = np.arange(10_000, dtype=np.float32).reshape(100, 100)
-    file = io.BytesIO()
-    np.save(file, numbers)
-    loaded = mx.load(Part(file.getvalue()), format="npy", stream=mx.cpu)
-    assert np.array_equal(np.array(loaded), numbers)
+def test_a_trial_step_is_rolled_back_with_its_state_and_schedules():
+    optimizer = optim.SGD(optim.linear_schedule(1.0, 0.0, 10))
+    optimizer.init({"w": mx.ones(2)})
+    state, schedules = optimizer.state, optimizer._schedulers
+    with internals.Borrowed(optimizer, [{"learning_rate": mx.array(0.25)}]):
+        new = optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
+        optimizer._state = {}
+    assert new["w"].tolist() == [0.75, 0.75]
+    assert optimizer.state is state
+    assert optimizer._schedulers is schedules
+    assert optimizer.step.item() == 0
+
+
+def private_names(path):
+    """The private attributes of MLX that a file reads, but for those of ``self``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if not (path.name in OF_ITS_OWN and of_self):
+                yield node.attr
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda p: p.name
+)
+def test_no_other_file_of_the_core_uses_them(path):
+    found = set(private_names(path)) & PRIVATE
+    assert found == (PRIVATE if path.name == "optimizers.py" else set())

@@ -1,192 +1,38 @@
-"""``LossScaleOptimizer``: every inner optimizer, skipping, clipping."""
+"""``LossScaleOptimizer``: clipping, arguments, attributes, foreign gradients."""
+
+import inspect
+import pickle
+import warnings
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from support.graphs import bytes_moved, kernels
+from mlx.utils import tree_flatten, tree_map
 from support.helpers import (
     BAD_VALUES,
     INF,
-    NAN,
-    NOT_ELEMENTWISE,
-    OPTIMIZERS,
+    Mlp,
     Traced,
+    batch,
     bits,
     gradients_like,
+    mse,
     parameters,
-    poison,
     same,
 )
-from support.optimizer_helpers import HALVES, Training, wrapped
+from support.optimizer_helpers import wrapped
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-from mlx_gradscale.core.finite import global_norm
 
 pytestmark = pytest.mark.core
-
-# Skipping, for every optimizer
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_bad_step_changes_nothing_but_the_scale(name, compiled):
-    optimizer = wrapped(OPTIMIZERS[name](), max_grad_norm=5.0)
-    box = [parameters(mx.float16)]
-    optimizer.init(box[0])
-
-    def step(gradients):
-        box[0] = optimizer.apply_gradients(gradients, box[0])
-
-    traced = Traced(step)
-    state = [box, optimizer.state]
-    run = mx.compile(traced, inputs=state, outputs=state) if compiled else traced
-    good = gradients_like(box[0], 1, dtype=mx.float16)
-    for _ in range(2):
-        run(good)
-    inner = optimizer.state["optimizer"], optimizer.state["masters"]
-    before = bits([box, inner])
-    for value in BAD_VALUES.values():
-        run(poison(good, "layers.1.weight", value))
-        assert bits([box, inner]) == before
-    assert optimizer.scaler.skipped_steps.item() == 3
-    assert optimizer.scaler.get_scale() == 0.125
-    assert optimizer.step.item() == 2
-    run(good)
-    assert bits([box, inner]) != before
-    if compiled:
-        assert traced.count == 1
-
-
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW corrected", "MultiOptimizer"])
-def test_with_float32_parameters_it_is_the_inner_optimizer(name):
-    optimizer, plain = wrapped(OPTIMIZERS[name]()), OPTIMIZERS[name]()
-    trees = [parameters(), parameters()]
-    for seed in range(4):
-        gradients = gradients_like(trees[0], seed)
-        trees[0] = optimizer.apply_gradients(gradients, trees[0])
-        trees[1] = plain.apply_gradients(gradients, trees[1])
-    assert same(*trees)
-
-
-def test_one_trace_whether_or_not_init_was_called_in_time():
-    training = Training()
-    training.run(range(12), bad=(4, 5))
-    assert training.traced.count == 1
-    assert training.optimizer.step.item() == 10
-
-
-def test_one_kernel_and_one_half_read_more_than_adamw_and_a_cast():
-    def count(leaves, guarded):
-        weights = {f"w{i}": mx.ones((8, 8), mx.float16) for i in range(leaves)}
-        masters = tree_map(lambda w: w.astype(mx.float32), weights)
-        inner = optim.AdamW(1e-2)
-        if guarded:
-            optimizer = wrapped(inner)
-            optimizer.init(weights)
-            box = [weights]
-
-            def step(gradients):
-                box[0] = optimizer.apply_gradients(gradients, box[0])
-
-            state = [box, optimizer.state]
-        else:
-            inner.init(masters)
-            box = [masters, weights]
-
-            def step(gradients):
-                gradients = tree_map(lambda g: g.astype(mx.float32), gradients)
-                box[0] = inner.apply_gradients(gradients, box[0])
-                box[1] = tree_map(lambda m: m.astype(mx.float16), box[0])
-
-            state = [box, inner.state]
-        gradients = tree_map(lambda w: w + 1, weights)
-        mx.eval(state, weights, gradients)
-        before = [gradients, tree_map(lambda x: x, state)]
-        mx.compile(step, inputs=state, outputs=state)(gradients)
-        compiled = [k for k in kernels(state) if k.startswith("Compiled")]
-        return np.array([len(compiled), bytes_moved(before, state)])
-
-    bare = count(16, False) - count(8, False)
-    ours = count(16, True) - count(8, True)
-    # Beside one kernel for each of the eight more: one that joins them, checked.
-    assert ours[0] <= bare[0] + 1
-    # The gradient, three float32 arrays in and out, the new weight: and the old one.
-    assert bare[1] == 8 * 64 * (2 + 3 * (4 + 4) + 2)
-    assert ours[1] == bare[1] + 8 * 64 * 2
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - NOT_ELEMENTWISE))
-def test_one_kernel_per_parameter_with_masters(name, dtype):
-    def count(leaves):
-        box = [{f"w{i}": mx.ones((8, 8), dtype) for i in range(leaves)}]
-        optimizer = wrapped(OPTIMIZERS[name]())
-        optimizer.init(box[0])
-
-        def step(gradients):
-            box[0] = optimizer.apply_gradients(gradients, box[0])
-
-        state = [box, optimizer.state]
-        gradients = tree_map(lambda w: w + 1, box[0])
-        mx.eval(state, gradients)
-        mx.compile(step, inputs=state, outputs=state)(gradients)
-        return len(kernels(state))
-
-    # Up to eight leaves of one shape the finite check is as many kernels as for one.
-    assert count(8) - count(4) == 4
-
-
-def test_peak_memory_is_that_of_adamw_on_masters():
-    # The gradients come from the float16 weights by an operation that cannot be
-    # fused, as in a real step: a graph keeps its inputs until the end, so the old
-    # weights and the gradients are there in both.
-    def peak(guarded):
-        weights = {f"w{i}": mx.zeros((2, 2**19), mx.float16) for i in range(8)}
-        inner = optim.AdamW(1e-3)
-        optimizer = wrapped(inner)
-        if guarded:
-            optimizer.init(weights)
-            box = [weights]
-
-            def step():
-                gradients = tree_map(lambda w: mx.cumsum(w, axis=0), box[0])
-                box[0] = optimizer.apply_gradients(gradients, box[0])
-
-            state = [box, optimizer.state]
-        else:
-            box = [weights, tree_map(lambda w: w.astype(mx.float32), weights)]
-            inner.init(box[1])
-
-            def step():
-                gradients = tree_map(
-                    lambda w: mx.cumsum(w, axis=0).astype(mx.float32), box[0]
-                )
-                box[1] = inner.apply_gradients(gradients, box[1])
-                box[0] = tree_map(lambda m: m.astype(mx.float16), box[1])
-
-            state = [box, inner.state]
-        del weights
-        step = mx.compile(step, inputs=state, outputs=state)
-        for _ in range(2):
-            step()
-            mx.eval(state)
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        step()
-        mx.eval(state)
-        return mx.get_peak_memory()
-
-    assert peak(guarded=True) <= 1.02 * peak(guarded=False)
-
 
 # Clipping
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e3])
-def test_clipping_is_that_of_mlx(max_norm):
+def test_clipping_gives_the_result_of_mlx_clip_grad_norm(max_norm):
     optimizer = wrapped(optim.SGD(1.0), scale=2.0**10, max_grad_norm=max_norm)
     weights = parameters()
     gradients = gradients_like(weights, 3)
@@ -197,18 +43,6 @@ def test_clipping_is_that_of_mlx(max_norm):
     assert optimizer.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
     for (_, a), (_, b) in zip(tree_flatten(new), tree_flatten(expected), strict=True):
         assert np.allclose(np.array(a), np.array(b), rtol=1e-6, atol=1e-7)
-
-
-def test_the_norm_takes_fewer_kernels_than_clip_grad_norm():
-    leaves = {f"w{i}": mx.ones((16, 16)) for i in range(16)}
-    one = mx.array(1.0)
-    mx.eval(leaves, one)
-    ours = kernels(mx.compile(global_norm)(leaves, one))
-    clip = kernels(mx.compile(lambda g: optim.clip_grad_norm(g, 1.0))(leaves))
-    # Two joined passes for eight leaves each, one for both and a sum, against a
-    # square, a sum and a product for every leaf.
-    assert len(ours) <= 2 + 1 + 1 + 1
-    assert len(clip) >= 3 * 16
 
 
 @pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
@@ -222,7 +56,7 @@ def test_an_infinite_gradient_skips_and_is_never_clipped_to_zero(value):
     assert not np.isfinite(optimizer.grad_norm.item())
 
 
-def test_infinity_only_measures():
+def test_a_max_grad_norm_of_inf_only_measures():
     optimizer = wrapped(optim.SGD(1.0), max_grad_norm=INF)
     new = optimizer.apply_gradients({"a": mx.array([3.0, 4.0])}, {"a": mx.zeros(2)})
     assert new["a"].tolist() == [-3.0, -4.0]
@@ -230,10 +64,10 @@ def test_infinity_only_measures():
     assert wrapped().grad_norm is None
 
 
-# What reviews found
+# Arguments and attributes
 
 
-def test_masters_are_those_of_replaced_weights_and_keep_the_structure():
+def test_masters_keep_the_structure_and_follow_replaced_weights():
     optimizer = wrapped(optim.SGD(0.1))
     weights = {"a": (mx.ones(2, mx.float16), mx.ones(2)), "0": mx.ones(1, mx.bfloat16)}
     assert optimizer.masters(weights)["0"].dtype == mx.float32
@@ -251,43 +85,7 @@ def test_the_scaler_cannot_be_exchanged():
         wrapped().scaler = GradScaler()
 
 
-def test_unscaling_twice_is_refused():
-    optimizer = wrapped(optim.SGD(1.0), scale=1024.0)
-    optimizer.scaler.scale(mx.array(1.0))
-    gradients = optimizer.scaler.unscale_(optimizer.optimizer, {"w": mx.ones(1)})
-    with pytest.raises(RuntimeError, match="max_grad_norm="):
-        optimizer.apply_gradients(gradients, {"w": mx.ones(1)})
-
-
-def test_a_skip_without_loss_scaling_is_counted():
-    scaler = GradScaler(enabled=False)
-    optimizer = LossScaleOptimizer(optim.SGD(1.0), scaler, max_grad_norm=1.0)
-    new = optimizer.apply_gradients({"w": mx.array([NAN])}, {"w": mx.ones(1)})
-    assert new["w"].item() == 1.0
-    assert not scaler.last_step_applied.item()
-    assert scaler.skipped_steps.item() == 1
-
-
-def test_a_state_that_is_rejected_at_init_leaves_the_scaler_as_it_was():
-    other = wrapped(optim.Adam(0.1), scale=4.0)
-    other.init({"x": mx.ones(3)})
-    optimizer = wrapped(optim.Adam(0.1), scale=1024.0)
-    optimizer.state = other.state
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"another model|has no"):
-            optimizer.init({"w": mx.ones(2)})
-        assert optimizer.scaler.get_scale() == 1024.0
-
-
-def test_a_scaler_state_of_another_shape_is_refused():
-    optimizer = wrapped()
-    state = dict(tree_flatten(optimizer.state))
-    state["scaler.scale"] = state["scaler.scale"].reshape(1)
-    with pytest.raises(ValueError, match=r"scaler\.scale"):
-        optimizer.state = tree_unflatten(list(state.items()))
-
-
-def test_freezing_with_a_tree_of_trainable_parameters():
+def test_after_freezing_the_remaining_parameters_are_stepped():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = wrapped(optim.SGD(0.1))
     optimizer.init(model.trainable_parameters())
@@ -297,7 +95,215 @@ def test_freezing_with_a_tree_of_trainable_parameters():
     assert len(tree_flatten(new)) == 2
 
 
-def test_numbers_of_numpy_and_calls_with_a_loss():
+def test_a_numpy_max_grad_norm_is_accepted_and_a_loss_is_no_function():
     assert wrapped(max_grad_norm=np.float32(2)).max_grad_norm == 2.0
     with pytest.raises(TypeError, match="the function that computes the loss"):
         wrapped().scale_loss(mx.array(1.0))
+
+
+def test_signature_and_repr_show_the_settings():
+    names = list(inspect.signature(GradScaler).parameters)
+    assert names[:2] == ["init_scale", "growth_factor"]
+    assert "hysteresis" in names
+
+    class Named(GradScaler):
+        def __init__(self, name):
+            super().__init__(4.0)
+
+    assert list(inspect.signature(Named).parameters) == ["name"]
+    assert repr(GradScaler(8.0, growth_interval=5)) == (
+        "GradScaler(scale=8.0, growth_interval=5, skipped_steps=0)"
+    )
+    assert repr(GradScaler(enabled=False)) == "GradScaler(enabled=False)"
+
+    @mx.compile
+    def traced(scale):
+        scaler.state["scale"] = scale
+        texts.append(repr(scaler))
+        return scale
+
+    scaler, texts = GradScaler(), []
+    traced(mx.array(2.0))
+    assert texts == ["GradScaler(being traced)"]
+
+
+def test_a_numpy_bool_and_a_one_element_array_are_accepted():
+    assert GradScaler(enabled=np.bool_(True)).is_enabled()
+    scaler = GradScaler(dynamic=np.bool_(False))
+    scaler.update(mx.array([4.0]))
+    assert scaler.get_scale() == 4.0
+    assert not scaler.is_dynamic()
+
+
+@pytest.mark.parametrize("scale", [2**63, 2**64])
+def test_large_integers_are_scales(scale):
+    assert GradScaler(init_scale=scale, max_scale=2**64).get_scale() == float(scale)
+    scaler = GradScaler()
+    scaler.update(scale)
+    assert scaler.get_scale() == float(scale)
+
+
+def test_the_norm_to_clip_to_can_be_changed_in_a_compiled_step():
+    model = Mlp()
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(8.0), max_grad_norm=1e-3)
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state]
+
+    def step(x, y):
+        optimizer.update(model, loss_and_grad(x, y)[1])
+
+    traced = Traced(step)
+    compiled = mx.compile(traced, inputs=state, outputs=state)
+
+    def moved():
+        before = model.layers[0].weight
+        compiled(*batch())
+        return mx.abs(model.layers[0].weight - before).max().item()
+
+    small = moved()
+    optimizer.max_grad_norm = 1e-1
+    assert moved() > 20 * small
+    assert optimizer.max_grad_norm == pytest.approx(0.1)
+    assert traced.count == 1
+    for bad in (0, -1.0, "1", None, True):
+        with pytest.raises(ValueError, match="positive number"):
+            optimizer.max_grad_norm = bad
+    with pytest.raises(AttributeError, match="without clipping"):
+        LossScaleOptimizer(optim.SGD(0.1)).max_grad_norm = 1.0
+
+
+def test_attributes_of_the_optimizer_inside_are_read_and_set_through_the_wrapper():
+    inner = optim.AdamW(1e-3, weight_decay=0.3)
+    optimizer = LossScaleOptimizer(inner)
+    assert optimizer.weight_decay == 0.3
+    optimizer.weight_decay = 0.0
+    optimizer.betas = [0.8, 0.9]
+    assert inner.weight_decay == 0.0
+    assert inner.betas == [0.8, 0.9]
+    optimizer.note = "mine"
+    assert not hasattr(inner, "note")
+    with pytest.raises(AttributeError, match="Neither LossScaleOptimizer nor AdamW"):
+        optimizer.nonsense  # noqa: B018
+    assert pickle.loads(pickle.dumps(optimizer)).weight_decay == 0.0
+
+
+def test_the_warning_about_a_float16_loss_points_to_the_users_line():
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    loss_and_grad = optimizer.value_and_grad(model, lambda x: model(x).mean())
+    with pytest.warns(UserWarning, match="The loss is float16") as caught:
+        loss_and_grad(mx.ones((2, 8), mx.float16))
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_payload_of_nan_weights_survives_a_skipped_step():
+    weights = mx.array([0x7C01, 0x7E01, 0xFE55, 0x3C00], mx.uint16).view(mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1.0, dynamic=False))
+    grads = {"w": mx.array([INF, 0.0, 0.0, 0.0])}
+    new = optimizer.apply_gradients(grads, {"w": weights})
+    assert new["w"].view(mx.uint16).tolist() == [0x7C01, 0x7E01, 0xFE55, 0x3C00]
+
+
+def test_dynamic_can_be_set_also_for_a_compiled_step():
+    scaler = GradScaler(hysteresis=2)
+    scaler.set_dynamic(False)
+    assert not scaler.is_dynamic()
+    with pytest.raises(ValueError, match="only one of them"):
+        GradScaler(hysteresis=2, backoff_interval=2)
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "init_scale", "device"])
+def test_an_argument_that_the_wrapper_lacks_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=name):
+        LossScaleOptimizer(optim.AdamW(1e-3), **{name: 0.1})
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0, mx.array(1.0)])
+def test_a_weight_without_average_is_refused(weight):
+    optimizer, model = wrapped(optim.SGD(1.0)), Mlp()
+    grads = tree_map(mx.ones_like, model.trainable_parameters())
+    optimizer.init(model.trainable_parameters())
+    before = bits(model.parameters())
+    with pytest.raises(ValueError, match="weight= has no effect without average"):
+        optimizer.update(model, grads, weight=weight)
+    with pytest.raises(ValueError, match="weight= has no effect without average"):
+        optimizer.apply_gradients(grads, model.parameters(), weight)
+    assert bits(model.parameters()) == before
+
+
+def test_averaging_and_shards_need_a_group():
+    for arguments in ({"average": True}, {"sharded": True}):
+        with pytest.raises(ValueError, match="need a group"):
+            LossScaleOptimizer(optim.SGD(0.1), **arguments)
+    with pytest.raises(TypeError, match="average must be True or False"):
+        LossScaleOptimizer(optim.SGD(0.1), average="scaled")
+
+
+def test_gradients_may_come_from_anywhere_with_one_warning():
+    mx.random.seed(4)
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    plain = nn.value_and_grad(model, mse(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            before = optimizer.masters(model.trainable_parameters())
+            _, grads = plain(*batch(seed, dtype=mx.float16))
+            optimizer.update(model, grads)
+            after = optimizer.masters(model.trainable_parameters())
+            moved = tree_map(lambda a, b: a - b, before, after)
+            for (path, x), (_, g) in zip(
+                tree_flatten(moved), tree_flatten(grads), strict=True
+            ):
+                assert mx.allclose(x, 0.1 * g, rtol=1e-3, atol=1e-6), path
+    messages = [str(w.message) for w in caught]
+    assert ["do not come from this scaler" in m for m in messages] == [True]
+
+
+def test_a_part_of_the_model_is_stepped_through_the_whole():
+    mx.random.seed(4)
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(256.0))
+    optimizer.init(model.trainable_parameters())
+    head = model.layers[1]
+    loss_and_grad = optimizer.value_and_grad(head, mse(model))
+    before = bits(model.layers[0].parameters()), bits(head.parameters())
+    _, grads = loss_and_grad(*batch(dtype=mx.float16))
+    optimizer.update(model, {"layers": [{}, grads]})
+    assert optimizer.scaler.last_step_applied.item()
+    assert bits(model.layers[0].parameters()) == before[0]
+    assert bits(head.parameters()) != before[1]
+
+
+def test_gradients_of_scale_are_unscaled_by_the_wrapper_and_by_unscale():
+    for unscale in (False, True):
+        optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(1024.0))
+        grads = {"w": optimizer.scaler.scale(mx.array([0.5]))}
+        if unscale:
+            optimizer.scaler.unscale_(optimizer.optimizer, grads)
+        new = optimizer.apply_gradients(grads, {"w": mx.ones(1)})
+        assert new["w"].item() == 0.5
+
+
+def test_the_learning_rate_and_the_step_in_the_state_are_those_inside():
+    inner = optim.SGD(0.5)
+    optimizer, weights = wrapped(inner), {"w": mx.zeros(1)}
+    assert optimizer.state["learning_rate"].item() == 0.5
+    optimizer.state["learning_rate"] = 0.25
+    assert inner.learning_rate.item() == optimizer.learning_rate.item() == 0.25
+    new = optimizer.apply_gradients({"w": mx.ones(1)}, weights)
+    assert new["w"].item() == -0.25
+    assert optimizer.state["step"].item() == 1
+    optimizer.state["step"] = mx.array(7, mx.uint64)
+    assert inner.step.item() == optimizer.step.item() == 7
+    with pytest.raises(KeyError, match="nonsense"):
+        optimizer.state["nonsense"]
+    with pytest.raises(KeyError, match="nonsense"):
+        optimizer.state["nonsense"] = mx.array(1.0)
+
+
+def test_every_public_name_of_the_scaler_is_documented_and_there_are_about_thirty():
+    names = [name for name in dir(GradScaler) if not name.startswith("_")]
+    assert len(names) <= 32
+    assert all(getattr(GradScaler, name).__doc__ for name in names)

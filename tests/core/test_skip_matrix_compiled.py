@@ -1,7 +1,4 @@
-"""The compiled half of the skip matrix, which has 170 kernels to compile at first.
-
-Without the ``core`` marker for that reason alone.
-"""
+"""The compiled half of the skip matrix, which has 170 kernels to compile at first."""
 
 import pytest
 
@@ -12,6 +9,7 @@ from .test_skip_matrix import (
     every_optimizer,
 )
 
+pytestmark = pytest.mark.many_kernels
 each_mode = pytest.mark.parametrize(
     "compiled", [False, True], ids=["autocompiled", "compiled"]
 )

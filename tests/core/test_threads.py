@@ -16,7 +16,7 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 pytestmark = pytest.mark.core
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 LOOPS = ["eager", "compiled"]
 
 
@@ -79,7 +79,7 @@ def expected():
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("initialised", [False, True])
-def test_made_in_one_thread_and_used_in_another(loop, initialised, expected):
+def test_an_optimizer_made_in_one_thread_trains_in_another(loop, initialised, expected):
     model, optimizer = make()
     if initialised:
         optimizer.init(model.trainable_parameters())
@@ -124,20 +124,20 @@ def test_a_plain_scaler_made_in_one_thread_and_used_in_another(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_two_models_in_two_threads(loop, expected):
+def test_two_models_train_in_two_threads_at_once(loop, expected):
     made = [make(seed) for seed in (0, 1)]
     found = in_threads(*(lambda m=m: train(loop, *m) for m in made))
     assert found == [expected[loop, seed] for seed in (0, 1)]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_stream_beside_the_default(loop, expected):
+def test_training_on_another_stream_is_bit_identical(loop, expected):
     with mx.stream(mx.new_stream(mx.cpu)):
         assert train(loop) == expected[loop, 0]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_default_device_changes_between_steps(loop):
+def test_training_continues_when_the_default_device_changes(loop):
     devices = [mx.cpu, mx.gpu] if mx.is_available(mx.gpu) else [mx.cpu]
     before = mx.default_device()
     model, optimizer = make()
@@ -156,17 +156,18 @@ def without_compile():
     return repr([train(loop) for loop in LOOPS])
 
 
-def test_without_compile_it_is_the_same_training():
+def test_eager_and_compiled_training_agree_where_compiling_is_disabled():
     mx.disable_compile()
     try:
         here = without_compile()
         assert train("eager") == train("compiled")
     finally:
         mx.enable_compile()
+    code = "from core import test_threads as t; print(t.without_compile())"
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     there = subprocess.run(
-        [sys.executable, "-c", "import test_threads as t; print(t.without_compile())"],
-        env=os.environ | {"MLX_DISABLE_COMPILE": "1", "PYTHONPATH": f"{TESTS}:."},
-        cwd=TESTS.parent,
+        [sys.executable, "-c", code],
+        env=os.environ | {"MLX_DISABLE_COMPILE": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

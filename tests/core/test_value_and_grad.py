@@ -8,11 +8,11 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import Mlp, Traced, batch, bits, mse
+from support.helpers import NAN, Mlp, Traced, batch, bits, mse, uncompiled
 
 from mlx_gradscale import GradScaler
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, uncompiled]
 
 HALVES = [mx.float16, mx.bfloat16]
 
@@ -66,19 +66,6 @@ def test_small_gradients_survive_only_when_scaled():
     assert kept < lost / 2
 
 
-def test_the_model_is_restored_when_the_loss_raises():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8))
-    before = bits(model.parameters())
-
-    def loss_fn(x):
-        model(x)
-        raise KeyError("no such batch")
-
-    with pytest.raises(KeyError):
-        GradScaler().value_and_grad(model, loss_fn, mx.float16)(mx.ones((4, 8)))
-    assert bits(model.parameters()) == before
-
-
 def test_batch_norm_statistics_stay_float32_and_move():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8))
     scaler, optimizer = GradScaler(init_scale=128.0), optim.SGD(0.1)
@@ -102,6 +89,7 @@ def test_batch_norm_statistics_stay_float32_and_move():
 
 
 def test_dropout_draws_anew_in_a_compiled_step():
+    mx.enable_compile()
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     scaler = GradScaler(init_scale=16.0)
     loss_and_grad = scaler.value_and_grad(
@@ -115,7 +103,7 @@ def test_dropout_draws_anew_in_a_compiled_step():
     assert traced.count == 1
 
 
-def test_aux_keywords_integers_and_a_model_among_the_arguments():
+def test_aux_keywords_integers_and_a_model_argument_pass_through():
     model, seen = Mlp(), {}
 
     def loss_fn(model_argument, x, *, labels, options):
@@ -133,7 +121,6 @@ def test_aux_keywords_integers_and_a_model_among_the_arguments():
     assert (aux, seven) == ({"n": 2}, 7)
 
 
-@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_a_dict_subclass_among_the_arguments_is_left_alone():
     class Batch(dict):
         pass
@@ -148,8 +135,7 @@ def test_a_dict_subclass_among_the_arguments_is_left_alone():
     GradScaler().value_and_grad(model, loss_fn, mx.float16)(given)
 
 
-@pytest.mark.filterwarnings("ignore:.*computes in float32")
-def test_chosen_parameters_stay_in_float32():
+def test_keep_leaves_chosen_parameters_in_their_dtype():
     model, seen = Mlp(), {}
 
     def loss_fn(x, y):
@@ -163,7 +149,7 @@ def test_chosen_parameters_stay_in_float32():
     assert seen["layers.0.weight"] == mx.float16
 
 
-def test_inputs_stay_as_they_are_if_asked_for():
+def test_cast_inputs_false_leaves_the_arguments_alone():
     model = Mlp()
     seen = {}
 
@@ -185,7 +171,6 @@ def test_inputs_stay_as_they_are_if_asked_for():
     assert mx.isinf(loss).item()
 
 
-@pytest.mark.filterwarnings("ignore:.*computes in float32")
 def test_frozen_parameters_are_not_cast():
     model, seen = Mlp(), {}
     model.layers[0].freeze()
@@ -218,40 +203,6 @@ def test_a_compute_dtype_that_is_not_floating_is_refused(dtype):
         GradScaler().value_and_grad(Mlp(), lambda: None, dtype)
 
 
-class Counts(nn.Module):
-    """Writes to arrays in its forward pass that nobody froze."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 1)
-        self.center = mx.zeros(8)
-        self.calls = mx.array(0)
-
-    def __call__(self, x):
-        self.center = mx.stop_gradient(0.9 * self.center + 0.1 * mx.mean(x, axis=0))
-        self.calls = self.calls + 1
-        return self.layer(x)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_what_a_forward_pass_writes_to_a_trainable_array_stays_as_in_mlx(compiled):
-    found = []
-    for ours in (False, True):
-        model = Counts()
-        make = GradScaler(64.0).value_and_grad if ours else nn.value_and_grad
-        function = make(model, mse(model))
-        if compiled:
-            scaled = [model.state]
-            function = mx.compile(function, inputs=scaled, outputs=scaled)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            function(*batch())
-            function(*batch(1))
-        found.append((model.center, model.calls))
-    assert bits(found[0]) == bits(found[1])
-    assert found[1][1].item() == 2
-
-
 @pytest.mark.parametrize("compute_dtype", [None, mx.float16])
 def test_the_model_holds_its_own_arrays_again(compute_dtype):
     model = Mlp()
@@ -259,3 +210,113 @@ def test_the_model_holds_its_own_arrays_again(compute_dtype):
     GradScaler().value_and_grad(model, mse(model), compute_dtype)(*batch())
     after = tree_flatten(model.parameters())
     assert [(path, id(x)) for path, x in after] == [(p, id(x)) for p, x in before]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_model_given_float32_inputs_is_warned_about_promotion_once(dtype):
+    model = Mlp(dtype=dtype)
+    loss_and_grad = GradScaler(64.0).value_and_grad(model, mse(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss_and_grad(*batch())
+        loss_and_grad(*batch(dtype=dtype))
+    messages = [str(w.message) for w in caught]
+    assert ["MLX computes in float32" in m for m in messages] == [True]
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_module_that_computes_in_float32_keeps_its_parameters():
+    class Marked(nn.Module):
+        computes_in_float32 = True
+
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def __call__(self, x):
+            return self.inner(x.astype(mx.float32)).astype(x.dtype)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [Marked(), nn.Linear(8, 1)]
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    model, seen = Net(), {}
+
+    def loss_fn(x, y):
+        seen.update({k: v.dtype for k, v in tree_flatten(model.parameters())})
+        return mse(model)(x, y)
+
+    _, grads = GradScaler(64.0).value_and_grad(model, loss_fn, mx.float16)(*batch())
+    assert seen["layers.0.inner.weight"] == mx.float32
+    assert seen["layers.1.weight"] == mx.float16
+    assert dtypes(grads) == {mx.float32}
+
+
+# Second derivatives
+
+
+def square_norm(tree):
+    return sum(mx.sum(mx.square(x)) for _, x in tree_flatten(tree))
+
+
+def penalized(model, gradients_of):
+    """A loss with the norm of its own gradient, as for WGAN."""
+
+    def loss_fn(x, y):
+        return mse(model)(x, y) + 0.1 * square_norm(gradients_of(x, y))
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("compute_dtype", [None, mx.bfloat16])
+def test_a_gradient_penalty_inside_a_loss_function_is_right(compute_dtype):
+    model, scaler = Mlp(), GradScaler(1024.0)
+    inner = nn.value_and_grad(model, mse(model))
+    loss_fn = penalized(model, lambda x, y: inner(x, y)[1])
+    loss, grads = scaler.value_and_grad(model, loss_fn, compute_dtype)(*batch())
+    expected, plain = nn.value_and_grad(model, loss_fn)(*batch())
+    near = 1e-5 if compute_dtype is None else 0.1
+    assert loss.item() == pytest.approx(expected.item(), rel=near)
+    for (path, a), (_, b) in zip(tree_flatten(grads), tree_flatten(plain), strict=True):
+        assert mx.allclose(a, b, rtol=near, atol=near), path
+
+
+def test_a_penalty_on_the_gradients_of_value_and_grad_is_right():
+    model, scaler = Mlp(), GradScaler(1024.0)
+    ours = scaler.value_and_grad(model, mse(model))
+    plain = nn.value_and_grad(model, mse(model))
+    found = []
+    for gradients_of in (ours, plain):
+
+        def penalty(parameters, gradients_of=gradients_of):
+            model.update(parameters)
+            return square_norm(gradients_of(*batch())[1])
+
+        weights = model.trainable_parameters()
+        found.append(dict(tree_flatten(mx.grad(penalty)(weights))))
+        model.update(weights)
+    for path, x in found[0].items():
+        assert mx.allclose(x, found[1][path], rtol=1e-4, atol=1e-5), path
+
+
+def test_second_derivatives_through_scale_loss_are_refused():
+    scaler = GradScaler(1024.0)
+    loss_fn = scaler.scale_loss(lambda w: mx.sum(w**3))
+    assert mx.grad(loss_fn)(mx.array([2.0])).item() == 12.0
+    with pytest.raises(RuntimeError, match="Second derivatives"):
+        mx.grad(lambda w: mx.sum(mx.grad(loss_fn)(w)))(mx.array([2.0]))
+
+
+def test_a_nan_loss_is_an_overflow_like_any_other():
+    model, scaler, optimizer = Mlp(), GradScaler(1024.0), optim.SGD(0.1)
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    x, y = batch()
+    loss, grads = loss_and_grad(x * NAN, y)
+    assert not scaler.minimize(optimizer, model, grads).item()
+    assert mx.isnan(loss).item()
+    assert scaler.get_scale() == 512.0

@@ -1,4 +1,4 @@
-"""mlx-lm-lora's GRPO, which raises where a gradient is not finite."""
+"""mlx-lm-lora's GRPO, some versions of which abort at the first overflow."""
 
 import sys
 from pathlib import Path
@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("mlx_lm", reason="needs mlx-lm")
 from mlx_lm import load
 
-from mlx_gradscale import GradScaler, everywhere
+from mlx_gradscale import everywhere
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lora_parts import make_model
+from support.lora_parts import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS, LENGTH = 5, 8
@@ -27,6 +27,10 @@ def grpo(monkeypatch):
     monkeypatch.setattr(sys, "path", folders)
     if not hasattr(sys.modules.get("mlx_lm_lora"), "__path__"):
         monkeypatch.delitem(sys.modules, "mlx_lm_lora", raising=False)
+    # It asks for a limit that only Apple's GPUs have.
+    info = {"max_recommended_working_set_size": 0}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: None)
     return pytest.importorskip(
         "mlx_lm_lora.trainer.grpo_trainer", reason="needs the extra interop"
     )
@@ -36,7 +40,7 @@ def long_words(prompts, completions, answer, types=None):
     return [float(sum(c.isalpha() for c in text)) for text in completions]
 
 
-def train(grpo, folder, make_scaler):
+def train(grpo, folder):
     """Its whole loop: rollouts, rewards, its loss, its check, its update."""
     model, tokenizer = load(str(folder / "model"))
     rows = [(tokenizer.encode(text), [3], text, "3") for text in PROMPTS]
@@ -47,41 +51,17 @@ def train(grpo, folder, make_scaler):
         beta=0.0,
         adapter_file=str(folder / "adapters.safetensors"),
     )
-    scaler = make_scaler(model, rows)
-    with everywhere(lambda: scaler):
+    with everywhere() as here:
         grpo.train_grpo(
             *(model, None, tokenizer, optim.AdamW(1e-4), rows),
             reward_funcs=[long_words],
             args=arguments,
         )
-    return scaler
+    return here.report()
 
 
-def test_after_calibrate_no_update_is_lost(grpo, tmp_path):
+def test_it_gets_through_where_the_scale_is_found_before_the_first_step(grpo, tmp_path):
     make_model(tmp_path / "model")
-
-    def calibrated(model, rows):
-        made = mx.random.randint(0, 256, (LENGTH,))
-
-        def loss_fn():
-            # One completion, as its loop differentiates them.
-            return grpo.grpo_loss(
-                model,
-                None,
-                ([rows[0][0]], [rows[0][1]], [rows[0][2]], [rows[0][3]], None),
-                completions=[made],
-                batch_indices=[0],
-                advantages=mx.array([1.7]),
-                beta=0.0,
-                max_tokens=LENGTH,
-            )[0]
-
-        scaler = GradScaler(2.0**24)
-        scaler.calibrate(model, loss_fn, headroom=2)
-        return scaler
-
-    scaler = train(grpo, tmp_path, calibrated)
-    assert scaler.skipped_steps.item() == 0
-    assert 2.0**8 < scaler.get_scale() < 2.0**23
-    with pytest.raises(FloatingPointError, match="Non-finite GRPO"):
-        train(grpo, tmp_path, lambda *_: GradScaler(2.0**24))
+    scale, steps = train(grpo, tmp_path)
+    assert " 0 of " in scale
+    assert steps == f"AdamW: {STEPS} steps applied, 0 skipped"

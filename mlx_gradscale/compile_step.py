@@ -1,0 +1,81 @@
+"""``compile_step``: ``mx.compile`` for a training step that can fail or be skipped."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+
+import mlx.core as mx
+
+from .core.notices import warn_user
+from .core.scaler import SkipWatch
+from .core.trees import CONTAINERS, items, restore, snapshot
+
+
+def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
+    """Compile a training step over the state that it reads and writes.
+
+    It is ``mx.compile(step, inputs=state, outputs=state)`` with two additions. If the
+    step raises while it is traced, model, optimizer, scaler and random state return to
+    what they were; MLX leaves placeholders in them, with which nothing works any more.
+    And it warns about 50 skipped steps in a row, by reading a counter that is at least
+    50 steps old, so that nothing waits for the device.
+
+    Args:
+        step (Callable): The step.
+        state (Any): A list or dict of everything that it changes:
+            ``[model.state, optimizer.state, mx.random.state]``, and ``scaler.state``
+            for a ``GradScaler``.
+
+    Returns:
+        Callable: The compiled step.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale import compile_step
+        >>> state = {"n": mx.array(1)}
+        >>> def step(k):
+        ...     state["n"] = state["n"] + k
+        ...     return state["n"] * 10
+        >>> compile_step(step, state)(mx.array(2))
+        array(30, dtype=int32)
+    """
+    compiled = mx.compile(step, inputs=state, outputs=state)
+    watched = [(each, SkipWatch()) for each in _scaler_states(state)]
+
+    @wraps(step)
+    def compiled_step(*args: Any, **kwargs: Any) -> Any:
+        undo = remember(state)
+        try:
+            result = compiled(*args, **kwargs)
+        except BaseException:
+            undo()
+            raise
+        for scaler_state, watch in watched:
+            watch.look(scaler_state, warn_user)
+        return result
+
+    return compiled_step
+
+
+def remember(*trees: Any) -> Callable[[], None]:
+    """Return a function that restores trees or models, and the random state."""
+    random_state: Any = mx.random.state
+    saved, key = snapshot(*trees), random_state[0]
+
+    def undo() -> None:
+        restore(saved)
+        # Inside another trace the key is a placeholder, which that one restores.
+        with suppress(RuntimeError):
+            first, second = key.tolist()
+            mx.random.seed(first << 32 | second)
+
+    return undo
+
+
+def _scaler_states(tree: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(tree, dict) and "consecutive_skips" in tree:
+        yield tree
+    elif isinstance(tree, CONTAINERS):
+        for _, value in items(tree):
+            yield from _scaler_states(value)

@@ -1,0 +1,179 @@
+"""Helpers for distributed training beyond ``group=``: from rank 0, and in sync.
+
+MLX collectives carry no tags and have no timeout: every rank of the group must make
+these calls, in the same order, or the others block until it makes another call or
+exits.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .core.finite import arrays
+from .core.ranks import Group, average_gradients, is_single
+from .core.trees import flatten
+from .files.text import dtype_name, dtype_named
+
+__all__ = ["assert_in_sync", "average_gradients", "broadcast", "from_rank_0"]
+
+_LISTED = 8
+
+
+def assert_in_sync(tree: Any, group: Group | None = None) -> None:
+    """Raise, on every rank, if a leaf of ``tree`` is not bit-identical on all ranks.
+
+    It reads the whole tree from the device: call it after loading a checkpoint or
+    every thousand steps, not in every step.
+
+    Args:
+        tree (Any): A tree of arrays.
+        group (Group, optional): Default: the global group.
+
+    Raises:
+        RuntimeError: The ranks differ. It says which leaves, and what each rank has.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale.distributed import assert_in_sync
+        >>> assert_in_sync(nn.Linear(2, 2).parameters(), mx.distributed.init())
+    """
+    group = mx.distributed.init() if group is None else group
+    arrays(tree)
+    if is_single(group):
+        return
+    tables = _gather({path: _describe(x) for path, x in flatten(tree)}, group)
+    lines = []
+    for path in dict.fromkeys(path for table in tables for path in table):
+        found = [table.get(path, "nothing") for table in tables]
+        if len(set(found)) > 1:
+            each = (f"rank {rank} has {x}" for rank, x in enumerate(found))
+            lines.append(f"The ranks differ in {path!r}: {', '.join(each)}.")
+    if lines:
+        more = [f"There are {len(lines) - _LISTED} more."] * (len(lines) > _LISTED)
+        advice = "Load the last checkpoint on all ranks, with from_rank_0()."
+        raise RuntimeError("\n".join([*lines[:_LISTED], *more, advice]))
+
+
+def broadcast(tree: Any, group: Group | None = None) -> Any:
+    """Return rank 0's ``tree``, on every rank.
+
+    Args:
+        tree (Any): As for :func:`from_rank_0`; only rank 0's is used.
+        group (Group, optional): Default: the global group.
+
+    Example:
+        >>> import mlx.core as mx, mlx.nn as nn
+        >>> from mlx_gradscale.distributed import broadcast
+        >>> model = nn.Linear(2, 2)
+        >>> model = model.update(broadcast(model.parameters(), mx.distributed.init()))
+    """
+    return from_rank_0(lambda: tree, group)
+
+
+def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
+    """Call ``load`` on rank 0 and return its result on every rank.
+
+    Only rank 0 needs the file. If ``load`` raises there, every rank raises.
+
+    Args:
+        load (Callable): Returns a tree (dict, list, tuple) of arrays, Python numbers,
+            strings and None.
+        group (Group, optional): Default: the global group.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale import GradScaler
+        >>> from mlx_gradscale.distributed import from_rank_0
+        >>> group = mx.distributed.init()
+        >>> scaler, saved = GradScaler(group=group), GradScaler(init_scale=512.0)
+        >>> scaler.load_state_dict(from_rank_0(saved.state_dict, group))
+        >>> scaler.get_scale()
+        512.0
+    """
+    group = mx.distributed.init() if group is None else group
+    if is_single(group):
+        return load()
+    found: list[mx.array] = []
+    error, plan = None, None
+    if group.rank() == 0:
+        try:
+            plan = _encode(load(), found)
+            # Here, because a file that cannot be read fails only when evaluated.
+            mx.eval(found)
+        except Exception as e:
+            error = e
+    failure = error and f"{type(error).__name__}: {error}"
+    plan, failure = _gather([plan, failure], group)[0]
+    if error is not None:
+        raise error
+    if failure is not None:
+        raise RuntimeError(f"Rank 0 could not load: {failure}")
+    return _decode(plan, iter(found), group)
+
+
+def _describe(x: mx.array) -> str:
+    if x.size == 1:
+        return f"{dtype_name(x)} {x.item()}"
+    checksum = zlib.crc32(np.array(_bytes(x)).tobytes()) if x.size else 0
+    return f"{dtype_name(x)}{list(x.shape)} with checksum {checksum:08x}"
+
+
+def _bytes(x: mx.array) -> mx.array:
+    return x.reshape(-1).view(mx.uint8)
+
+
+def _gather(value: Any, group: Group) -> list[Any]:
+    """Return the values of all ranks, whatever JSON can hold."""
+    text = json.dumps(value).encode()
+    size = mx.array([len(text)])
+    sizes = np.array(mx.distributed.all_gather(size, group=group)).tolist()
+    row = np.frombuffer(text.ljust(max(sizes)), np.uint8)[None]
+    rows = np.array(mx.distributed.all_gather(mx.array(row), group=group))
+    return [json.loads(x.tobytes()[:n]) for x, n in zip(rows, sizes, strict=True)]
+
+
+def _encode(tree: Any, found: list[mx.array]) -> Any:
+    """Return a tree as JSON can hold it, with shapes and dtypes in place of arrays."""
+    if isinstance(tree, mx.array):
+        found.append(tree)
+        return {"array": [list(tree.shape), dtype_name(tree)]}
+    if isinstance(tree, dict):
+        for key in tree:
+            if not isinstance(key, str):
+                raise TypeError(f"The keys of a dict must be strings, got {key!r}.")
+        return {"dict": {key: _encode(x, found) for key, x in tree.items()}}
+    if isinstance(tree, (list, tuple)):
+        kind = "list" if isinstance(tree, list) else "tuple"
+        return {kind: [_encode(x, found) for x in tree]}
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return {"value": tree}
+    raise TypeError(f"Expected a tree of arrays, numbers and strings, got {tree!r}.")
+
+
+def _decode(plan: Any, found: Iterator[mx.array], group: Group) -> Any:
+    [(kind, content)] = plan.items()
+    if kind == "array":
+        return _receive(content[0], dtype_named(content[1]), next(found, None), group)
+    if kind == "dict":
+        return {key: _decode(child, found, group) for key, child in content.items()}
+    if kind == "value":
+        return content
+    children = [_decode(child, found, group) for child in content]
+    return children if kind == "list" else tuple(children)
+
+
+def _receive(
+    shape: list[int], dtype: mx.Dtype, mine: mx.array | None, group: Group
+) -> mx.array:
+    size = int(np.prod(shape, dtype=np.int64))
+    if size == 0:
+        return mx.zeros(shape, dtype)
+    # Summed as bytes with zeros elsewhere: exact for every dtype, -0.0 and NaN.
+    sent = mx.zeros(size * dtype.size, mx.uint8) if mine is None else _bytes(mine)
+    total = mx.distributed.all_sum(sent, group=group)
+    mx.eval(total)
+    return total.view(dtype).reshape(shape)

@@ -1,0 +1,262 @@
+"""mlx-lm's training loop with loss scaling, checkpoints and a history.
+
+A loop of our own around mlx-lm's loss, batches, validation and progress bar: mlx-lm's
+cannot start in the middle, and keeps the loss of each step to itself.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.cli_ui import TrainUI, rprint
+from mlx_lm.tuner.trainer import (
+    default_loss,
+    evaluate,
+    grad_checkpoint,
+    iterate_batches,
+)
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from ..checkpoint import restore_checkpoint, save_checkpoint
+from ..compile_step import compile_step
+from ..core.notices import warn_user
+from ..diagnostics import LossScaleCallback, ScaleHistory
+from .first_scale import find_first_scale
+from .lora_batches import Batches
+from .lora_options import wrap_optimizer
+
+FOLDER = "checkpoint"
+# What decides which rows are in which batch.
+_SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
+
+
+class Training:
+    """One run of the command.
+
+    Args:
+        options (SimpleNamespace): Our options.
+        arguments (Any): mlx-lm's.
+    """
+
+    def __init__(self, options: SimpleNamespace, arguments: Any):
+        self._options = options
+        self._arguments = arguments
+        self._folder = Path(arguments.adapter_path) / FOLDER
+        self._iteration = self._trained_tokens = 0
+        #: Whether mlx-lm has called :meth:`train`.
+        self.was_called = False
+
+    def train(
+        self,
+        *,
+        model: nn.Module,
+        args: Any,
+        optimizer: Optimizer,
+        train_dataset: Any,
+        val_dataset: Any = None,
+        training_callback: Any = None,
+    ) -> None:
+        """Take the place of mlx-lm's ``train``."""
+        self.was_called = True
+        self._world = mx.distributed.init()
+        self._model, self._args, self._rows = model, args, len(train_dataset)
+        maybe_set_recommended_wired_limit()
+        if args.grad_checkpoint:
+            grad_checkpoint(model.layers[0])
+        self.choose_float32_layers(model)
+        self.optimizer = wrap_optimizer(optimizer, self._options)
+        self.optimizer.init(model.trainable_parameters())
+        self._callback = LossScaleCallback(self.optimizer, training_callback)
+        self._batches = Batches(
+            lambda: iterate_batches(
+                dataset=train_dataset,
+                batch_size=args.batch_size,
+                max_seq_length=args.max_seq_length,
+                comm_group=self._world,
+            )
+        )
+        model.train()
+        if self._options.resume:
+            self._resume()
+        elif self._options.loss_scale is None:
+            scaler, batch = self.optimizer.scaler, self._batches.first()
+            find_first_scale(scaler, model, default_loss, model, *batch)
+        history: Any = nullcontext()
+        if self._options.history and self._world.rank() == 0:
+            history = ScaleHistory(self._options.history)
+        with history as self._history, TrainUI(args.iters, self._world.rank()) as ui:
+            for _ in range(self._iteration):
+                ui.advance()
+            self._loop(ui, val_dataset)
+        self._save_adapters(Path(args.adapter_file))
+        if self._iteration and not self.optimizer.step.item():
+            warn_user(
+                "Nothing was trained: every step was skipped, because its gradients "
+                "were not finite. mlx_gradscale.diagnostics.explain_overflow says "
+                "where it begins."
+            )
+
+    def choose_float32_layers(self, model: nn.Module) -> None:
+        """Let the layers that ``--float32-layers`` names compute in float32."""
+        if self._options.float32_layers is not None:
+            from .. import float32_layers
+
+            float32_layers(model, self._options.float32_layers)
+
+    def _make_step(self) -> Callable[..., Any]:
+        model, optimizer = self._model, self.optimizer
+        n_micro_batches = self._args.grad_accumulation_steps
+        value_and_grad = optimizer.value_and_grad(model, default_loss)
+
+        def step(batch: Any, previous: Any, is_update: bool) -> tuple[Any, Any, Any]:
+            (loss, tokens), grads = value_and_grad(model, *batch)
+            if previous is not None:
+                grads = tree_map(lambda x, y: x + y, grads, previous)
+            if is_update:
+                if n_micro_batches > 1:
+                    grads = tree_map(lambda x: x / n_micro_batches, grads)
+                optimizer.update(model, grads)
+                grads = None
+            return loss, tokens, grads
+
+        return compile_step(step, [model.state, optimizer.state, mx.random.state])
+
+    def _loop(self, ui: TrainUI, val_dataset: Any) -> None:
+        args, step, batches = self._args, self._make_step(), iter(self._batches)
+        is_due, grads = False, None
+        losses = tokens = mx.array(0.0)
+        n_steps, seconds = 0, 0.0
+        for it in range(self._iteration + 1, args.iters + 1):
+            batch = next(batches)
+            is_last = it == args.iters
+            if val_dataset and (it == 1 or it % args.steps_per_eval == 0 or is_last):
+                self._validate(ui, it, val_dataset)
+            start = time.perf_counter()
+            is_update = it % args.grad_accumulation_steps == 0
+            loss, new_tokens, grads = step(batch, grads, is_update)
+            losses, tokens, n_steps = losses + loss, tokens + new_tokens, n_steps + 1
+            mx.eval(self._model.state, self.optimizer.state, losses, tokens, grads)
+            if mx.get_cache_memory() > args.clear_cache_threshold:
+                mx.clear_cache()
+            seconds += time.perf_counter() - start
+            self._iteration = it
+            ui.advance()
+            if self._history is not None:
+                self._history.record(self.optimizer, loss=loss, step=it)
+            if it % args.steps_per_report == 0 or is_last:
+                self._report(ui, losses / n_steps, tokens, n_steps, seconds)
+                losses = tokens = mx.array(0.0)
+                n_steps, seconds = 0, 0.0
+            if it % args.steps_per_save == 0:
+                file = Path(args.adapter_file)
+                numbered = file.parent / f"{it:07d}_adapters.safetensors"
+                self._save_adapters(file)
+                self._save_adapters(numbered)
+                ui.report_save(numbered)
+            is_due |= it % args.steps_per_save == 0 or is_last
+            # In between, the gradients of micro-batches would have to be saved too.
+            if is_due and is_update:
+                is_due = False
+                self._save_checkpoint()
+
+    def _validate(self, ui: TrainUI, it: int, dataset: Any) -> None:
+        args, start = self._args, time.perf_counter()
+        total = len(dataset) // args.batch_size
+        if args.val_batches != -1:
+            total = min(total, args.val_batches)
+        with ui.val_task(total) as advance:
+            loss = evaluate(
+                model=self._model,
+                dataset=dataset,
+                batch_size=args.batch_size,
+                num_batches=args.val_batches,
+                max_seq_length=args.max_seq_length,
+                progress_callback=advance,
+            )
+        self._model.train()
+        seconds = time.perf_counter() - start
+        ui.report_val(it, loss, seconds)
+        report = {"iteration": it - 1, "val_loss": loss, "val_time": seconds}
+        self._callback.on_val_loss_report(report)
+
+    def _report(
+        self, ui: TrainUI, loss: Any, tokens: Any, n_steps: int, seconds: float
+    ) -> None:
+        loss, tokens = (
+            mx.distributed.all_sum(x, group=self._world, stream=mx.cpu).item()
+            for x in (loss / self._world.size(), tokens)
+        )
+        self._trained_tokens += int(tokens)
+        ui.report_train(self._iteration, loss, tokens / seconds, self._trained_tokens)
+        self._callback.on_train_loss_report(
+            {
+                "iteration": self._iteration,
+                "train_loss": loss,
+                "learning_rate": self.optimizer.learning_rate.item(),
+                "iterations_per_second": n_steps / seconds,
+                "tokens_per_second": tokens / seconds,
+                "trained_tokens": self._trained_tokens,
+                "peak_memory": mx.get_peak_memory() / 1e9,
+            }
+        )
+
+    def _save_adapters(self, path: Path) -> None:
+        if self._world.rank() == 0:
+            weights = dict(tree_flatten(self._model.trainable_parameters()))
+            mx.save_safetensors(str(path), weights)
+
+    def _save_checkpoint(self) -> None:
+        save_checkpoint(
+            self._folder,
+            self._model,
+            self.optimizer,
+            frozen=False,
+            iteration=self._iteration,
+            trained_tokens=self._trained_tokens,
+            position=self._batches.position(),
+            same=self._same(),
+        )
+
+    def _same(self) -> dict[str, Any]:
+        settings = {name: getattr(self._arguments, name) for name in _SAME}
+        scale = self._options.loss_scale
+        scale_or_dynamic = "dynamic" if scale is None else scale
+        return settings | {"rows": self._rows, "loss_scale": scale_or_dynamic}
+
+    def _resume(self) -> None:
+        # Only rank 0 needs the folder.
+        if self._world.size() == 1 and not self._folder.is_dir():
+            raise FileNotFoundError(
+                f"There is nothing to resume in {self._folder}. A run with this "
+                "--adapter-path saves a checkpoint there every --save-every iterations."
+            )
+        saved = restore_checkpoint(self._folder, self._model, self.optimizer)
+        for name, now in self._same().items():
+            was = saved["same"].get(name)
+            if was != now:
+                raise ValueError(
+                    f"{self._folder} was saved with {name} {was}, and this run has "
+                    f"{now}. Resume with {was}, or start a new run from its weights "
+                    "with --resume-adapter-file."
+                )
+        self._iteration = saved["iteration"]
+        self._trained_tokens = saved["trained_tokens"]
+        self._batches.resume(saved["position"])
+        if not self._arguments.lr_schedule:
+            # The command's learning rate counts, not that of the checkpoint.
+            was = self.optimizer.learning_rate.item()
+            self.optimizer.learning_rate = self._arguments.learning_rate
+            now = self.optimizer.learning_rate.item()
+            if was != now:
+                rprint(f"The learning rate was {was:g} and is now {now:g}.")
+        if self._arguments.iters <= self._iteration:
+            rprint(
+                f"All {self._iteration} iterations are done. Raise --iters for more."
+            )

@@ -1,0 +1,101 @@
+"""``mlx_gradscale run``: a training script inside :func:`everywhere`, unchanged."""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import mlx.core as mx
+from mlx.optimizers import SGD
+
+from ..core.optimizer import LossScaleOptimizer
+from ..core.scaler import GradScaler
+from .everywhere import everywhere
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a script or a module with loss scaling and master weights.
+
+    Args:
+        argv (list, optional): Default: the arguments of the process.
+
+    Returns:
+        int: 0. A script that exits does so with its own code, after the summary.
+    """
+    options = _parse(argv)
+    scale, dtype, layers = (
+        options.init_scale,
+        options.compute_dtype,
+        options.float32_layers,
+    )
+    exit_: SystemExit | None = None
+    with everywhere(
+        None if scale is None else lambda: GradScaler(scale),
+        compute_dtype=dtype and getattr(mx, dtype),
+        float32_layers=layers if layers in (None, "auto") else Path(layers),
+        max_grad_norm=options.max_grad_norm,
+    ) as here:
+        try:
+            _run(options)
+        except SystemExit as error:
+            exit_ = error
+        finally:
+            lines = here.report() or ["No half-precision gradient was computed."]
+            print(*lines, sep="\n", file=sys.stderr)
+    if exit_ is not None:
+        raise exit_
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    # As Python does: the script's folder, or for a module the current one.
+    folder = "" if options.module else os.path.dirname(options.script)
+    path = [os.path.abspath(folder), *sys.path]
+    with patch.multiple(sys, argv=[options.script, *options.arguments], path=path):
+        if options.module:
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(options.script, run_name="__main__")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="mlx_gradscale run",
+        description="Run a training script with loss scaling and master weights.",
+        epilog="example: mlx_gradscale run --max-grad-norm 1 train.py --epochs 3",
+    )
+    parser.add_argument(
+        "--init-scale",
+        type=float,
+        metavar="SCALE",
+        help="the first loss scale; default: found on the first batch",
+    )
+    parser.add_argument("--max-grad-norm", type=float, metavar="NORM")
+    parser.add_argument(
+        "--compute-dtype",
+        choices=("float16", "bfloat16"),
+        help="compute in this dtype with models that stay in float32",
+    )
+    parser.add_argument(
+        "--float32-layers",
+        metavar="FILE|auto",
+        help="layers that compute in float32; auto finds them on the first batch",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
+    parser.add_argument("script", help="the script, or with -m the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args(argv)
+    scale, layers = options.init_scale, options.float32_layers
+    try:
+        scaler = GradScaler() if scale is None else GradScaler(scale)
+        LossScaleOptimizer(SGD(0.0), scaler, max_grad_norm=options.max_grad_norm)
+    except ValueError as error:
+        parser.error(str(error))
+    if not options.module and not os.path.isfile(options.script):
+        parser.error(f"there is no script {options.script}")
+    if layers not in (None, "auto") and not os.path.isfile(layers):
+        parser.error(f"--float32-layers: there is no file {layers}")
+    return options

@@ -1,0 +1,36 @@
+"""Ranks that are about to train different things say so, all of them, at ``init()``."""
+
+import pytest
+from support.ring import run_ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What three ranks were told, of which the last one differs."""
+    folder = tmp_path_factory.mktemp("differ") / "reports"
+    codes, found, output = run_ranks(3, folder, "distributed_differ.py")
+    assert codes == [0, 0, 0], output
+    return found
+
+
+DIFFERENCES = {
+    "seed": "the values of parameters",
+    "layer": "the names, shapes or dtypes of parameters",
+    "shape": "the names, shapes or dtypes of parameters",
+    "scale": "settings of the optimizer or the scaler",
+    "interval": "settings of the optimizer or the scaler",
+    "norm": "settings of the optimizer or the scaler",
+    "masters": "settings of the optimizer or the scaler",
+    "optimizer": "settings of the optimizer or the scaler",
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_every_rank_raises_if_one_of_them_differs(found, case):
+    for report in found:
+        assert f"ValueError: The ranks differ in {DIFFERENCES[case]}" in report[case]
+
+
+@pytest.mark.parametrize("case", ["nothing", "broadcast", "shards"])
+def test_ranks_that_may_train_together_do(found, case):
+    assert [report[case] for report in found] == [None] * 3

@@ -1,0 +1,278 @@
+"""The same decision on every rank, in real processes over MLX's ring on loopback."""
+
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from distributed_parts import overflows
+from kernel_arguments import BOUND
+from reference import Reference
+from support.ring import mlx_launch, run_ranks
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale.distributed import average_gradients, broadcast, from_rank_0
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
+
+CHECKS = [
+    "data parallel",
+    "data parallel remainder",
+    "sharded remainder",
+    "own loop",
+    "decide",
+    "tensor parallel",
+    "fully sharded",
+    "uneven",
+    "buckets",
+    "counted",
+    "drift",
+    "calibrated",
+]
+# Fewer steps: ranks that wait are ranks that spin, and there may be two cores.
+CHECKS_OF_FOUR = ["data parallel short", "tensor parallel", "uneven", "drift"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two ranks found, in one launch for all the tests."""
+    folder = tmp_path_factory.mktemp("two") / "reports"
+    codes, found, output = run_ranks(2, folder, "distributed_worker.py", *CHECKS)
+    assert codes == [0, 0], output
+    return found
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """The same of four ranks. Not by mlx.launch, which spins for each of them."""
+    folder = tmp_path_factory.mktemp("four") / "reports"
+    codes, found, output = run_ranks(
+        4, folder, "distributed_worker.py", *CHECKS_OF_FOUR
+    )
+    assert codes == [0] * 4, output
+    return found
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request):
+    found = request.getfixturevalue({2: "two", 4: "four"}[request.param])
+    assert [report["size"] for report in found] == [request.param] * request.param
+    return found
+
+
+def equal(found, check):
+    """The report that all ranks agree on."""
+    first, *others = [report[check] for report in found]
+    for other in others:
+        assert other == first
+    return first
+
+
+def check_data_parallel(report, ranks, steps):
+    finite = ~overflows(steps, ranks).any(axis=1)
+    assert 0 < finite.sum() < steps
+    expected = Reference(scale=2.0**8, growth_interval=10, max_scale=2.0**10)
+    scales = []
+    for ok in finite:
+        expected.update(ok)
+        scales.append(expected.scale)
+    assert report["scales"] == scales
+    assert report["skipped"] == (~finite).sum()
+    assert report["steps"] == finite.sum()
+    assert report["traces"] == 1
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_both(two):
+    check_data_parallel(equal(two, "data parallel"), 2, 200)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_with_remainders_too(two):
+    check_data_parallel(equal(two, "data parallel remainder"), 2, 50)
+    report = equal(two, "sharded remainder")
+    assert report == {"skipped": 1, "same": True, "moved": True}
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all_four(four):
+    check_data_parallel(equal(four, "data parallel short"), 4, 50)
+
+
+def test_a_loop_of_ones_own_with_unscale_average_and_clip(two):
+    report = equal(two, "own loop")
+    skipped = overflows(40, 2).any(axis=1).sum()
+    assert 0 < skipped == report["skipped"]
+    assert report["traces"] == 1
+    # The averaging, and one for the decision of unscale_() and step() together.
+    assert report["all_reduces"] == 2
+
+
+def test_ranks_with_gradients_of_their_own_or_none_decide_together(two):
+    for rank, report in enumerate(report["decide"] for report in two):
+        for case, (scale, all_reduces, moved) in report.items():
+            bad = case.endswith("True")
+            assert scale == (4.0 if bad else 16.0), case
+            # unscale_() decides, and step() once more.
+            assert all_reduces == 1 + case.startswith("unscale_and_step"), case
+            applied = not bad and not case.startswith("unscale_only")
+            n_weights = 1 if case.startswith("wrapper") else rank
+            assert moved == [applied] * n_weights, case
+        assert len(report) == 10
+
+
+@pytest.mark.parametrize(
+    ("check", "tolerance"), [("tensor parallel", 1e-6), ("fully sharded", 1e-3)]
+)
+def test_shards_are_clipped_and_skipped_as_the_whole_model(two, check, tolerance):
+    check_sharded(two, check, tolerance)
+
+
+def test_four_shards_too(four):
+    check_sharded(four, "tensor parallel", 1e-6)
+
+
+def check_sharded(found, check, tolerance):
+    for report in (report[check] for report in found):
+        norms, expected = zip(*report["norms"], strict=True)
+        np.testing.assert_allclose(norms, expected, rtol=tolerance)
+        assert max(norms) == math.inf
+        assert report["norms"] == found[0][check]["norms"]
+        assert report["scaler"] == found[0][check]["scaler"]
+        assert report["skipped"][0] == report["skipped"][1] > 0
+        assert report["error"] < tolerance
+
+
+def test_shards_cost_one_all_reduce_besides_the_layers_own(two):
+    report = two[0]["tensor parallel"]
+    assert report["all_reduces"] == report["all_reduces_without_group"] + 1
+
+
+def test_the_ring_has_no_sum_scatter_yet(two):
+    # When this fails, MLX has learnt it: use nn.fully_shard in the worker.
+    found = {report["fully sharded"]["nn.fully_shard"] for report in two}
+    assert found == {"[ring] sum_scatter not supported."}
+
+
+def test_uneven_micro_batches_and_a_rank_without_any(ranks):
+    assert equal(ranks, "uneven")["error"] < 1e-6
+
+
+def test_many_buckets_of_mixed_dtypes_keep_their_order(two):
+    report = equal(two, "buckets")
+    assert report["same_dtypes"]
+    assert report["error"] == 0
+
+
+def test_communication_does_not_grow_with_the_parameters(two):
+    report = dict(equal(two, "counted"))
+    assert 10 < report.pop("buffers") <= 22 < BOUND
+    # For 4 and for 26 parameters. The weight of a rank rides along in float32.
+    assert report == {
+        "none None": [0, 0],
+        "none 1.0": [0, 0],
+        "average None": [1, 1],
+        "average 1.0": [1, 1],
+        "sharded None": [1, 1],
+        "sharded 1.0": [1, 1],
+    }
+
+
+def test_drift_is_caught_with_rank_and_name(ranks):
+    last = len(ranks) - 1
+    for report in (report["drift"] for report in ranks):
+        assert report["scaler"].startswith(
+            "RuntimeError: The ranks differ in 'scale': rank 0 has float32 65536.0"
+        )
+        assert f"rank {last} has float32 32.0." in report["scaler"]
+        assert "The ranks differ in 'layers.0.weight': rank 0 has bf" in report["seeds"]
+        assert "The ranks differ in 'layers.1.weight': rank 0 has bf" in report["model"]
+        assert "layers.0" not in report["model"]
+        assert "The ranks differ in 'b': rank 0 has nothing" in report["structure"]
+        assert "There are 12 more." in report["many"]
+
+
+def test_rank_0_brings_everybody_back(ranks):
+    for rank, report in enumerate(report["drift"] for report in ranks):
+        assert report["scale"] == 65536.0
+        assert report["tree"]
+        assert report["kinds"]
+        assert "no such file.safetensors" in report["missing"]
+        assert ("Rank 0 could not load" in report["missing"]) == (rank > 0)
+        assert report["after"] == 1
+
+
+def test_calibrate_finds_one_scale_for_all_ranks(two):
+    scale = equal([{"scale": report["calibrated"]["scale"]} for report in two], "scale")
+    for rank, report in enumerate(report["calibrated"] for report in two):
+        assert report["after"] == scale
+        own = "The loss of this batch is nan", "failed on another rank"
+        assert own[rank] in report["bad"]
+
+
+def test_a_rank_dies_and_training_resumes_from_the_checkpoint(tmp_path):
+    worker, checkpoint = "distributed_restart.py", tmp_path / "run.safetensors"
+
+    def train(n, stop, *dies):
+        folder = tmp_path / f"{n} ranks to {stop} {dies}"
+        return run_ranks(n, folder, worker, checkpoint, stop, *dies)
+
+    codes, found, output = train(4, 16, 2, 4)
+    assert codes == [0, 0, 9, 0], output
+    assert found.pop(2) is None
+    for report in found:
+        assert report["error"] == "[ring] connection to a peer was lost"
+        assert report["saved"] == found[0]["saved"]
+
+    start, last = 4, found[0]["saved"]
+    for n, stop in ((2, 8), (4, 12), (1, 16)):
+        codes, found, output = train(n, stop)
+        assert codes == [0] * n, output
+        for report in found:
+            assert report["start"] == start
+            assert report["loaded"] == last
+            assert report["saved"] == found[0]["saved"]
+            assert report["scaler"] == found[0]["scaler"]
+        start, last = stop, found[0]["saved"]
+
+    checkpoint.unlink()
+    codes, [uninterrupted], output = train(1, 16, -1, -1)
+    assert codes == [0], output
+    assert uninterrupted["scaler"] == found[0]["scaler"]
+    assert uninterrupted["scaler"]["skipped_steps"] == 3
+    for path, values in uninterrupted["parameters"].items():
+        np.testing.assert_allclose(
+            values, found[0]["parameters"][path], rtol=0.02, atol=2e-3
+        )
+
+
+def test_the_example_runs_under_mlx_launch(tmp_path):
+    output = mlx_launch(2, tmp_path / "run", EXAMPLE, "--steps", "40")
+    assert "2 ranks, in sync" in output, output
+
+
+def test_a_group_of_one_talks_to_nobody():
+    group = mx.distributed.init()
+    assert group.size() == 1
+    for options in ({}, {"average": True}, {"sharded": True}):
+        scaler = GradScaler(init_scale=8.0, group=group)
+        grads = {"w": scaler.scale(mx.array([2.0]))}
+        optimizer = LossScaleOptimizer(optim.SGD(1.0), scaler, group=group, **options)
+        new = optimizer.apply_gradients(grads, {"w": mx.array([3.0])})
+        assert new["w"].item() == 1.0
+    assert average_gradients({}, group) == {}
+    anything = object()
+    assert broadcast(anything, group) is anything
+    assert from_rank_0(lambda: anything) is anything
+
+
+def test_misuse_says_what_to_do():
+    group = mx.distributed.init()
+    sgd = optim.SGD(0.1)
+    with pytest.raises(ValueError, match=r"group=mx.distributed.init\(\)"):
+        LossScaleOptimizer(sgd, average=True)
+    with pytest.raises(TypeError, match="average must be True or False"):
+        LossScaleOptimizer(sgd, group=group, average="float32")
+    with pytest.raises(ValueError, match="has to know what the gradients are"):
+        LossScaleOptimizer(sgd, group=group, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="another group"):
+        LossScaleOptimizer(sgd, GradScaler(group=mx.distributed.init()), group=group)

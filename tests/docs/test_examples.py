@@ -1,0 +1,100 @@
+"""The examples run as they are, without warnings, and learn."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    pytest.importorskip("matplotlib", reason="the examples are not installed")
+    picture = tmp_path_factory.mktemp("quickstart") / "quickstart.png"
+    output = run("quickstart.py", "--steps", "60", "--picture", str(picture))
+    assert picture.stat().st_size > 10_000
+    row = re.compile(r"^(float\S.*?)  +(\S+) +(\S+) dB +(\S+)%$", re.MULTILINE)
+    return {name: tuple(map(float, rest)) for name, *rest in row.findall(output)}
+
+
+def test_quickstart_plain_float16_is_nan(quickstart):
+    assert str(quickstart["float16"][0]) == "nan"
+
+
+def test_quickstart_master_weights_alone_lose_small_gradients(quickstart):
+    loss, quality, zero = quickstart["float16 + master weights"]
+    assert zero > 95
+    assert loss > 2 * quickstart["float32"][0]
+    assert quality < quickstart["float32"][1] - 1
+
+
+def test_quickstart_loss_scaling_matches_float32(quickstart):
+    loss, quality, zero = quickstart["float16 + master weights + loss scale"]
+    assert zero < 1
+    assert loss == pytest.approx(quickstart["float32"][0], rel=0.1)
+    assert quality == pytest.approx(quickstart["float32"][1], abs=0.2)
+
+
+def test_compiled_step_learns():
+    output = run("compiled_step.py")
+    assert float(re.search(r"accuracy ([\d.]+)%", output)[1]) > 95
+
+
+def test_own_loop_learns_after_skipping_its_first_steps():
+    output = run("own_loop.py")
+    # It starts with a scale of 2**22 on purpose: the first steps overflow.
+    assert "skipped" in output.splitlines()[0]
+    assert "skipped" not in output.splitlines()[-2]
+    assert float(re.search(r"accuracy ([\d.]+)%", output)[1]) > 95
+
+
+def test_gan_learns():
+    output = run("gan.py")
+    # It starts 2.2 away.
+    assert float(re.search(r"mean is ([\d.]+) from", output)[1]) < 0.6
+
+
+def test_everywhere_learns_where_plain_float16_is_nan():
+    output = run("everywhere.py")
+    assert "float16: loss nan" in output
+    assert float(re.search(r"everywhere\(\): loss ([\d.]+)", output)[1]) < 0.1
+
+
+def test_killed_run_resumes_with_bit_identical_losses():
+    output = run("resume.py")
+    assert "killed in step 34\n" in output
+    assert "resumed at step 30\n" in output
+    assert "60 of 60 losses are bit-identical" in output
+
+
+def test_make_pictures_draws_the_pictures_of_the_repository(tmp_path):
+    pytest.importorskip("matplotlib", reason="the examples are not installed")
+    run("make_pictures.py", "--steps", "12", "--output", str(tmp_path))
+    committed = {path.name for path in (EXAMPLES / "pictures").glob("*.png")}
+    assert {path.name for path in tmp_path.iterdir()} == committed - {"quickstart.png"}
+
+
+def test_torch_resume_agrees_with_pytorch():
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    output = run("torch_resume.py")
+    line = r"loss ([\d.]+) \(PyTorch ([\d.]+)\), scale (\d+) .*?(\d+)\)"
+    steps = re.findall(line, output)
+    assert len(steps) == 10
+    for ours, theirs, scale, their_scale in steps:
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
+        assert scale == their_scale
+    assert "PyTorch continues" in output

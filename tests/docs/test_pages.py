@@ -1,0 +1,89 @@
+"""The code blocks of README, guides and CONTRIBUTING run, and their links resolve."""
+
+import re
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+from support import pages
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*DOCS, *sorted(ROOT.glob("*.md"))]
+WITH_CODE = [path for path in PAGES if list(pages.blocks(path.read_text()))]
+
+
+def page_id(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=page_id)
+def test_code_blocks_of_page_run_in_order(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pages.run(path, {"__name__": "page"})
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_links_of_page_resolve(path):
+    assert pages.dead_links(path) == []
+    assert pages.dead_anchors(path) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_dotted_names_on_page_exist(path):
+    for name in pages.names(path):
+        resolve_name(name)
+
+
+def test_readme_has_the_two_commands_that_ci_runs():
+    readme = (ROOT / "README.md").read_text()
+    for command in ("&& pytest", "&& python examples/quickstart.py"):
+        (line,) = re.findall(f"^.*{command}.*$", readme, re.MULTILINE)
+        assert line.startswith("pip install -e ")
+
+
+def test_paths_in_the_architecture_guide_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?|\w+\.py)`", text)
+    folders = [ROOT, ROOT / "mlx_gradscale", ROOT / "mlx_gradscale" / "core"]
+    assert len(paths) > 20
+    missing = [x for x in paths if not any((each / x).exists() for each in folders)]
+    assert missing == []
+
+
+def test_every_example_is_on_the_examples_page():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    helpers = {"overflowing.py", "make_pictures.py"}
+    for path in (ROOT / "examples").glob("*.py"):
+        assert (
+            path.name in helpers
+            or f"{{literalinclude}} ../examples/{path.name}" in page
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\nprint(1)\n```\n```output\n2\n```\n", "1"),
+        ("```sh\npython -m mlx_gradscale plot FILE.csv --blue\n```\n", "--blue"),
+        ("```ruby\n```\n", "ruby"),
+    ],
+)
+def test_wrong_page_fails(tmp_path, text, message):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    with pytest.raises(AssertionError, match=message):
+        pages.run(page, {})
+
+
+def test_dead_links_and_unknown_names_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[gone](gone.md) [there](page.md#here) [far](https://mlx.dev) "
+        "[nowhere](page.md#elsewhere) `mlx_gradscale.nothing`\n"
+    )
+    assert pages.dead_links(page) == ["gone.md"]
+    page.write_text(page.read_text().replace("[gone](gone.md) ", ""))
+    assert pages.dead_anchors(page) == ["page.md#elsewhere"]
+    assert pages.names(page) == {"mlx_gradscale.nothing"}

@@ -1,0 +1,69 @@
+"""What one rank does in test_differ.py: differ, and write what it is told.
+
+python distributed_differ.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from distributed_parts import Deep
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale.distributed import broadcast
+
+
+def message(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def differ(group):
+    """Everything in which the last rank can differ, one after the other."""
+    odd = group.rank() == group.size() - 1
+    found = {}
+
+    def init(case, model=None, inner=None, scaler=None, **options):
+        if model is None:
+            mx.random.seed(0)
+            model = Deep(1)
+        options = {"average": True, **options}
+        inner = inner or optim.AdamW(1e-2)
+        optimizer = LossScaleOptimizer(inner, scaler, group=group, **options)
+        found[case] = message(lambda: optimizer.init(model.trainable_parameters()))
+
+    init("nothing")
+    mx.random.seed(group.rank())
+    model = Deep(1)
+    init("seed", model)
+    model.update(broadcast(model.parameters(), group))
+    init("broadcast", model)
+    mx.random.seed(0)
+    init("layer", Deep(2 if odd else 1))
+    model = Deep(1)
+    if odd:
+        model.out = nn.Linear(9, 1)
+    init("shape", model)
+    init("scale", scaler=GradScaler(2.0**9 if odd else 2.0**8))
+    init("interval", scaler=GradScaler(growth_interval=7 if odd else 8))
+    init("norm", max_grad_norm=1.0 if odd else None)
+    init("masters", masters="remainder" if odd else "float32")
+    init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
+    mx.random.seed(group.rank())
+    init("shards", Deep(1), average=False, sharded=True)
+    # No collective in a constructor: what one rank makes alone must not wait.
+    if odd:
+        GradScaler(group=group)
+    return found
+
+
+if __name__ == "__main__":
+    group = mx.distributed.init(strict=True, backend="ring")
+    found = differ(group)
+    (Path(sys.argv[1]) / f"{group.rank()}.json").write_text(json.dumps(found))

@@ -1,0 +1,508 @@
+"""What one rank does in test_distributed.py: run checks, write a JSON of findings.
+
+python distributed_worker.py FOLDER CHECK...
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from distributed_parts import (
+    Deep,
+    all_reduces,
+    compiled_step,
+    fingerprint,
+    overflows,
+    rank_batch,
+)
+from helpers import (
+    INF,
+    Mlp,
+    Traced,
+    batch,
+    gradients_like,
+    most_buffers,
+    mse,
+    parameters,
+)
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from mlx_gradscale.core import ranks as core_ranks
+from mlx_gradscale.diagnostics import calibrate
+from mlx_gradscale.distributed import (
+    assert_in_sync,
+    average_gradients,
+    broadcast,
+    from_rank_0,
+)
+
+SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
+
+
+def data_parallel(group, steps=200, masters="float32"):
+    """Float16 training where random ranks overflow at random steps."""
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(
+        optim.AdamW(1e-2),
+        GradScaler(**SCALER),
+        max_grad_norm=1.0,
+        group=group,
+        average=True,
+        masters=masters,
+    )
+    step = compiled_step(model, optimizer)
+    scales = []
+    bad = overflows(steps, group.size())
+    for i in range(steps):
+        step(*rank_batch(i, group.rank(), bad[i, group.rank()]))
+        scales.append(optimizer.scaler.get_scale())
+    return {
+        "scales": scales,
+        "skipped": optimizer.scaler.skipped_steps.item(),
+        "steps": optimizer.step.item(),
+        "state": fingerprint([model.parameters(), optimizer.state]),
+        "traces": step.traced.count,
+    }
+
+
+def own_loop(group, steps=40):
+    """GradScaler by hand: unscale, average, clip, step, update, all compiled."""
+    model, scaler = Mlp(), GradScaler(**SCALER, group=group)
+    optimizer = optim.AdamW(1e-2)
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    state = [model.state, optimizer.state, scaler.state]
+    optimizer.init(model.trainable_parameters())
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        grads = average_gradients(grads, group)
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        scaler.minimize(optimizer, model, grads)
+        return loss
+
+    traced = Traced(step)
+    compiled = mx.compile(traced, inputs=state, outputs=state)
+    bad = overflows(steps, group.size())
+    for i in range(steps):
+        loss = compiled(*rank_batch(i, group.rank(), bad[i, group.rank()]))
+        count = all_reduces([loss, state])
+        mx.eval(state)
+    return {
+        "skipped": scaler.skipped_steps.item(),
+        "scale": scaler.get_scale(),
+        "state": fingerprint(state),
+        "traces": traced.count,
+        "all_reduces": count,
+    }
+
+
+def decide(group):
+    """Gradients of its own on every rank, none at all on rank 0, no averaging."""
+    rank, last = group.rank(), group.size() - 1
+    found = {}
+    for bad in (False, True):
+        value = INF if bad and rank == last else 8.0
+        grads = {} if rank == 0 else {"w": mx.full((rank,), value)}
+        weights = tree_map(mx.zeros_like, grads)
+
+        for way in (step, unscale_and_step, unscale_only):
+            one = ready_scaler(group)
+            new = way(one, optim.SGD(1.0), grads, weights)
+            one.update()
+            count = all_reduces([new, one.state])
+            moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
+            found[f"{way.__name__} {bad}"] = [one.get_scale(), count, moved]
+        grads = {"w": mx.full((rank + 1,), value)}
+        weights = tree_map(mx.zeros_like, grads)
+        for max_grad_norm in (None, INF):
+            wrapper = LossScaleOptimizer(
+                optim.SGD(1.0),
+                ready_scaler(group),
+                max_grad_norm=max_grad_norm,
+                group=group,
+                sharded=True,
+            )
+            wrapper.init(weights)
+            new = wrapper.apply_gradients(grads, weights)
+            count = all_reduces([new, wrapper.state])
+            moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
+            scale = wrapper.scaler.get_scale()
+            found[f"wrapper {max_grad_norm} {bad}"] = [scale, count, moved]
+    return found
+
+
+def ready_scaler(group):
+    scaler = GradScaler(init_scale=8.0, growth_interval=1, group=group)
+    scaler.scale(mx.array(1.0))
+    return scaler
+
+
+def step(scaler, optimizer, grads, weights):
+    return scaler.apply_gradients(optimizer, grads, weights)
+
+
+def unscale_and_step(scaler, optimizer, grads, weights):
+    return step(scaler, optimizer, scaler.unscale_(optimizer, grads), weights)
+
+
+def unscale_only(scaler, optimizer, grads, weights):
+    scaler.unscale_(optimizer, grads)
+    return weights
+
+
+def tensor_parallel(group, steps=12):
+    """Linear layers cut over the ranks, against the same model in one piece."""
+    mx.random.seed(3)
+    whole = Mlp(16)
+    cut = Mlp(16)
+    cut.layers = [
+        nn.layers.distributed.shard_linear(layer, sharding, group=group)
+        for layer, sharding in zip(
+            whole.layers, ("all-to-sharded", "sharded-to-all"), strict=True
+        )
+    ]
+
+    def trainer(model, **ranks):
+        scaler = GradScaler(**SCALER)
+        optimizer = LossScaleOptimizer(
+            optim.AdamW(1e-2), scaler, max_grad_norm=0.5, **ranks
+        )
+        loss_and_grad = optimizer.value_and_grad(model, mse(model))
+        optimizer.init(model.trainable_parameters())
+        state = [model.state, optimizer.state]
+
+        def step(x, y, poison):
+            loss, grads = loss_and_grad(x, y)
+            weight = grads["layers"][0]["weight"]
+            grads["layers"][0]["weight"] = weight * poison
+            optimizer.update(model, grads)
+            return loss
+
+        return mx.compile(step, inputs=state, outputs=state), state, optimizer
+
+    def is_shard(path, gradient):
+        return path != "layers.1.bias"
+
+    step, state, optimizer = trainer(cut, group=group, sharded=is_shard)
+    reference, reference_state, expected = trainer(whole)
+    last = group.size() - 1
+    norms = []
+    for i in range(steps):
+        x, y = batch(i)
+        bad = i in (3, 8)
+        loss = step(x, y, mx.array(INF if bad and group.rank() == last else 1.0))
+        counted = all_reduces([loss, state])
+        mx.eval(state)
+        reference(x, y, mx.array(INF if bad else 1.0))
+        mx.eval(reference_state)
+        norms.append([optimizer.grad_norm.item(), expected.grad_norm.item()])
+    mine = dict(tree_flatten(cut.trainable_parameters()))
+    ends = slice(group.rank() * 16 // group.size(), None)
+    theirs = {
+        "layers.0.weight": whole.layers[0].weight[ends][: 16 // group.size()],
+        "layers.0.bias": whole.layers[0].bias[ends][: 16 // group.size()],
+        "layers.1.weight": whole.layers[1].weight[:, ends][:, : 16 // group.size()],
+        "layers.1.bias": whole.layers[1].bias,
+    }
+    # The layers' own all-reduce remains; not evaluated, on no rank.
+    step, state, _ = trainer(cut)
+    loss = step(x, y, mx.array(1.0))
+    return {
+        "norms": norms,
+        "skipped": [optimizer.scaler.skipped_steps.item(), 2],
+        "scaler": fingerprint(optimizer.scaler.state),
+        "error": max(mx.abs(mine[p] - x).max().item() for p, x in theirs.items()),
+        "all_reduces": counted,
+        "all_reduces_without_group": all_reduces([loss, state]),
+    }
+
+
+def fully_sharded(group, steps=10):
+    """Parameters cut over the ranks, gathered in float16, as nn.fully_shard does."""
+    rank, size = group.rank(), group.size()
+
+    @mx.custom_function
+    def gather(shard):
+        return mx.distributed.all_gather(shard.astype(mx.float16), group=group)
+
+    @gather.vjp
+    def gather_vjp(shard, cotangent, _):
+        # Not sum_scatter, which the ring does not have.
+        full = mx.distributed.all_sum(cotangent, group=group) / size
+        return mx.split(full, size)[rank].astype(shard.dtype)
+
+    def loss_fn(parameters, x, y):
+        hidden = mx.maximum(x @ parameters["a"], 0) @ parameters["b"]
+        return mx.mean(mx.square(hidden.astype(mx.float32) - y))
+
+    full = {
+        "a": mx.random.normal((8, 16), key=mx.random.key(1)) * 0.3,
+        "b": mx.random.normal((16, 1), key=mx.random.key(2)) * 0.3,
+    }
+    shards = tree_map(lambda x: mx.split(x, size)[rank], full)
+    ranks = {"max_grad_norm": 0.5}
+    mine = LossScaleOptimizer(
+        optim.AdamW(1e-2), GradScaler(**SCALER), group=group, sharded=True, **ranks
+    )
+    whole = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(**SCALER), **ranks)
+    scaled = mine.scale_loss(
+        lambda shards, x, y: loss_fn(tree_map(gather, shards), x, y)
+    )
+    scaled_whole = whole.scale_loss(
+        lambda p, x, y: loss_fn(tree_map(lambda w: w.astype(mx.float16), p), x, y)
+    )
+    norms = []
+    for i in range(steps):
+        grads = mx.grad(scaled)(shards, *rank_batch(i, rank, False))
+        if i == 4 and rank == 0:
+            grads["b"] = grads["b"] + INF
+        shards = mine.apply_gradients(grads, shards)
+        mx.eval(shards, mine.state)
+        all_grads = [
+            mx.grad(scaled_whole)(full, *rank_batch(i, r, False)) for r in range(size)
+        ]
+        grads = tree_map(lambda *g: sum(g) / size, *all_grads)
+        if i == 4:
+            grads["b"] = grads["b"] + INF
+        full = whole.apply_gradients(grads, full)
+        norms.append([mine.grad_norm.item(), whole.grad_norm.item()])
+    pairs = [(shards[k], mx.split(full[k], size)[rank]) for k in full]
+    try:
+        layer = nn.fully_shard(nn.Linear(8, 8), group=group)
+        grads = nn.value_and_grad(layer, lambda x: layer(x).sum())(mx.ones((1, 8)))
+        mx.eval(grads)
+        ring = "runs"
+    except (AttributeError, RuntimeError) as error:
+        ring = str(error)
+    return {
+        "norms": norms,
+        "skipped": [mine.scaler.skipped_steps.item(), 1],
+        "scaler": fingerprint(mine.scaler.state),
+        "error": max(mx.abs(a - b).max().item() for a, b in pairs),
+        "nn.fully_shard": ring,
+    }
+
+
+def sharded_remainder(group, steps=6):
+    """Float16 shards with remainders, against the same weights in one piece."""
+    rank, size = group.rank(), group.size()
+    whole = {"w": mx.random.normal((8, 4), key=mx.random.key(1)).astype(mx.float16)}
+    mine = tree_map(lambda x: mx.split(x, size)[rank], whole)
+    options = {"masters": "remainder"}
+    sharded = GuardedOptimizer(optim.AdamW(1e-5), group=group, sharded=True, **options)
+    expected = GuardedOptimizer(optim.AdamW(1e-5), **options)
+    for i in range(steps):
+        gradient = mx.random.normal((8, 4), key=mx.random.key(i + 2))
+        if i == 3:  # on the last rank alone
+            gradient[-1] = INF
+        whole = expected.apply_gradients({"w": gradient}, whole)
+        mine = sharded.apply_gradients({"w": mx.split(gradient, size)[rank]}, mine)
+        mx.eval(mine, whole, sharded.state, expected.state)
+    part = mx.split(expected.masters(whole)["w"], size)[rank]
+    return {
+        "skipped": sharded.scaler.skipped_steps.item(),
+        "same": mx.array_equal(sharded.masters(mine)["w"], part).item(),
+        "moved": mx.any(part != part.astype(mx.float16)).item(),
+    }
+
+
+def uneven(group):
+    """Rank r has r + 1 micro-batches, then rank 0 has none; against one process."""
+    rank, size = group.rank(), group.size()
+    mx.random.seed(5)
+    model, whole = Mlp(), Mlp()
+    whole.update(model.parameters())
+    optimizer = LossScaleOptimizer(
+        optim.SGD(0.1), GradScaler(**SCALER), group=group, average=True
+    )
+    optimizer.init(model.trainable_parameters())
+    expected = LossScaleOptimizer(optim.SGD(0.1), GradScaler(**SCALER))
+
+    def mean(model, optimizer, seeds):
+        grads_of = optimizer.value_and_grad(model, mse(model))
+        grads = [grads_of(*batch(seed))[1] for seed in seeds]
+        return tree_map(lambda *g: sum(g) / len(g), *grads) if grads else {}
+
+    for first in (1, 0):
+        seeds = [[10 * r + k for k in range(r + first)] for r in range(size)]
+        grads = mean(model, optimizer, seeds[rank])
+        optimizer.update(model, grads, weight=len(seeds[rank]))
+        mx.eval(model.state, optimizer.state)
+        together = mean(whole, expected, [seed for part in seeds for seed in part])
+        expected.update(whole, together)
+    # And without a weight, a rank without gradients does not count.
+    grads = mean(model, optimizer, [] if rank == 0 else [7])
+    optimizer.update(model, grads)
+    expected.update(whole, mean(whole, expected, [7]))
+    differences = tree_map(lambda a, b: mx.abs(a - b).max(), model, whole)
+    return {
+        "error": max(x.item() for _, x in tree_flatten(differences)),
+        "state": fingerprint([model.parameters(), optimizer.state]),
+    }
+
+
+def buckets(group):
+    """Many buckets of mixed dtypes, on ranks of which one has no gradients."""
+    rank, size = group.rank(), group.size()
+    like = {"half": parameters(mx.float16), "full": parameters()}
+    trees = [gradients_like(like, seed) for seed in range(size)]
+    trees = [tree_map(lambda p, g: g.astype(p.dtype), like, tree) for tree in trees]
+    normal, core_ranks._BUCKET_BYTES = core_ranks._BUCKET_BYTES, 64
+    try:
+        mean = average_gradients({} if rank == 1 else trees[rank], group, like=like)
+        # As bad as it gets: the ranks want their results in opposite order.
+        for _, x in tree_flatten(mean)[:: 1 if rank else -1]:
+            mx.eval(x)
+    finally:
+        core_ranks._BUCKET_BYTES = normal
+    others = [tree for r, tree in enumerate(trees) if r != 1]
+    expected = tree_map(
+        lambda *g: sum(x.astype(mx.float32) for x in g) / len(g), *others
+    )
+    differences = tree_map(
+        lambda a, b: mx.abs(a - b).max() if a.size else mx.array(0.0), mean, expected
+    )
+    return {
+        "error": max(x.item() for _, x in tree_flatten(differences)),
+        "same_dtypes": tree_flatten(tree_map(lambda x: str(x.dtype), mean))
+        == tree_flatten(tree_map(lambda x: str(x.dtype), like)),
+        "mean": fingerprint(mean),
+    }
+
+
+def counted(group):
+    """All-reduces in one compiled step, for few and for many parameters."""
+    found = {}
+    cases = {
+        "none": {},
+        "average": {"group": group, "average": True},
+        "sharded": {"group": group, "sharded": True},
+    }
+    for name, ranks in cases.items():
+        for max_grad_norm in (None, 1.0):
+            found[f"{name} {max_grad_norm}"], buffers = zip(
+                *(count_of(depth, max_grad_norm, ranks) for depth in (1, 12)),
+                strict=True,
+            )
+            found["buffers"] = max(*buffers, found.get("buffers", 0))
+    return found
+
+
+def count_of(depth, max_grad_norm, ranks):
+    model = Deep(depth)
+    optimizer = LossScaleOptimizer(
+        optim.AdamW(1e-2), max_grad_norm=max_grad_norm, **ranks
+    )
+    step = compiled_step(model, optimizer)
+    x, y = rank_batch(0, 0, False)
+    before = tree_map(lambda x: x, [x, y, model.state, optimizer.state])
+    mx.eval(before)
+    loss = step.compiled(x, y)
+    # Not evaluated: every rank throws the same graph away.
+    after = [loss, model.parameters(), optimizer.state]
+    return all_reduces(after), most_buffers(before, after)
+
+
+def drift(group):
+    """Ranks that differ are told apart, and rank 0's state is one call away."""
+    rank, last = group.rank(), group.size() - 1
+    found = {}
+    scaler = GradScaler(group=group)
+    assert_in_sync(scaler.state, group)
+    if rank == last:
+        scaler.update(32.0)
+    found["scaler"] = message(lambda: assert_in_sync(scaler.state, group))
+    scaler.load_state_dict(from_rank_0(scaler.state_dict, group))
+    assert_in_sync(scaler.state, group)
+    found["scale"] = scaler.get_scale()
+
+    mx.random.seed(rank)
+    model = Mlp(dtype=mx.bfloat16)
+    found["seeds"] = message(lambda: assert_in_sync(model.parameters(), group))
+    model.update(broadcast(model.parameters(), group))
+    assert_in_sync(model.parameters(), group)
+    if rank == last:
+        model.layers[1].weight = model.layers[1].weight + 1
+    found["model"] = message(lambda: assert_in_sync(model.parameters(), group))
+    extra = {"a": mx.ones(2)} | ({"b": mx.ones(2)} if rank == last else {})
+    found["structure"] = message(lambda: assert_in_sync(extra, group))
+    many = {f"x{i}": mx.array(rank == last) for i in range(20)}
+    found["many"] = message(lambda: assert_in_sync(many, group))
+
+    nan = np.array([0x7FC12345, 0x80000000], np.uint32)
+    tree = {
+        "bits": mx.array(nan).view(mx.float32),
+        "half": [mx.array(-0.0, mx.bfloat16), {}, (mx.array(True), None)],
+        "wide": mx.array(np.array([2**63 + 1], np.uint64)),
+        "empty": mx.zeros((0, 3), mx.float16),
+        "numbers": {"scale": 1e300, "steps": 2**53 + 1, "name": "x"},
+    }
+    got = from_rank_0(lambda: tree if rank == 0 else 1 / 0, group)
+    found["tree"] = fingerprint(got) == fingerprint(tree)
+    found["kinds"] = got["numbers"] == tree["numbers"] and got["half"][1:] == [
+        {},
+        (tree["half"][2][0], None),
+    ]
+    missing = Path("no such file.safetensors")
+    found["missing"] = message(
+        lambda: from_rank_0(lambda: mx.load(str(missing)), group)
+    )
+    found["after"] = from_rank_0(lambda: 1 + rank, group)
+    return found
+
+
+def message(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def calibrated(group):
+    """Batches of very different size, one scale; and one batch that no scale cures."""
+    model, rank = Mlp(dtype=mx.float16), group.rank()
+    x, y = batch(rank, 4, mx.float16)
+    loss_fn = lambda x, y: 10.0 ** (2 * rank) * mse(model)(x, y)  # noqa: E731
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(), group=group)
+    found = {"scale": calibrate(optimizer, model, loss_fn, x, y, group=group)}
+    bad = x * (float("nan") if rank == 0 else 1)
+    found["bad"] = message(lambda: calibrate(optimizer, model, loss_fn, bad, y))
+    found["after"] = optimizer.scaler.get_scale()
+    return found
+
+
+CHECKS = {
+    "data parallel": data_parallel,
+    "data parallel short": lambda group: data_parallel(group, 50),
+    "data parallel remainder": lambda group: data_parallel(group, 50, "remainder"),
+    "sharded remainder": sharded_remainder,
+    "own loop": own_loop,
+    "decide": decide,
+    "tensor parallel": tensor_parallel,
+    "fully sharded": fully_sharded,
+    "uneven": uneven,
+    "buckets": buckets,
+    "counted": counted,
+    "drift": drift,
+    "calibrated": calibrated,
+}
+
+
+def main(folder, names):
+    group = mx.distributed.init(strict=True, backend="ring")
+    findings = {"size": group.size()}
+    for name in names:
+        mx.random.seed(0)
+        findings[name] = CHECKS[name](group)
+    path = Path(folder) / f"{group.rank()}.json"
+    path.write_text(json.dumps(findings))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,377 @@
+"""Objects of other programs' classes: kept as data, and written back as they were."""
+
+import argparse
+import collections
+import copy
+import dataclasses
+import datetime
+import enum
+import functools
+import io
+import pathlib
+import sys
+import types
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.torch_checkpoint import (
+    CheckpointError,
+    Limits,
+    Placeholder,
+    plain_value,
+)
+from tests.support.torch_files import (
+    GOLDEN,
+    name,
+    pickled,
+    records,
+    save_bytes,
+    tensor,
+    text,
+    torch_bytes,
+)
+
+torch = pytest.importorskip("torch")
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = "blue"
+
+
+class Bits(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+@dataclasses.dataclass
+class Config:
+    width: int = 8
+    name: str = "net"
+
+    @dataclasses.dataclass
+    class Inner:
+        depth: int = 2
+
+
+class Numbers(list):
+    pass
+
+
+class Table(dict):
+    pass
+
+
+class Slots:
+    __slots__ = ("a", "b")
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def __eq__(self, other):
+        return (self.a, self.b) == (other.a, other.b)
+
+
+class Keyword:
+    def __new__(cls, *, size):
+        made = super().__new__(cls)
+        made.size = size
+        return made
+
+    def __getnewargs_ex__(self):
+        return (), {"size": self.size}
+
+    def __eq__(self, other):
+        return self.size == other.size
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def numbers():
+    found = Numbers([1, 2])
+    found.unit = "m"
+    return found
+
+
+OBJECTS = {
+    "Namespace": argparse.Namespace(lr=0.1, out=pathlib.Path("/a/b"), big=2**100),
+    "long Namespace": argparse.Namespace(**{f"k{i}": i for i in range(2500)}),
+    "SimpleNamespace": types.SimpleNamespace(a=(1, 2)),
+    "dataclass": Config(3, "x"),
+    "inner class": Config.Inner(5),
+    "partial": functools.partial(Config, width=3),
+    "path": pathlib.Path("a/b.txt"),
+    "windows": pathlib.PureWindowsPath("C:/a"),
+    "float64": np.float64(0.1),
+    "float16": np.float16(0.5),
+    "int64": np.int64(-3),
+    "bool": np.bool_(True),
+    "complex": np.complex64(1 + 2j),
+    "array": np.arange(6.0).reshape(2, 3),
+    "fortran": np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
+    "big-endian": np.arange(3, dtype=">f4"),
+    "texts": np.array(["a", "bc"]),
+    "empty": np.zeros((0, 2)),
+    "object array": np.array([1, "x", None], dtype=object),
+    "records": np.zeros(2, dtype=[("left", "f4"), ("right", "i8")]),
+    "numpy rng": np.random.default_rng(0).bit_generator.state,
+    "enum": Color.RED,
+    "enums": [Color.BLUE, Color.RED, Color.BLUE],
+    "flags": Bits.A | Bits.B,
+    "date": datetime.date(2024, 2, 29),
+    "time": datetime.time(1, 2, 3, 4),
+    "datetime": datetime.datetime(2024, 2, 29, 1, 2, 3, 4, datetime.timezone.utc),
+    "duration": datetime.timedelta(1, 2, 3),
+    "defaultdict": collections.defaultdict(list, {"a": [1]}),
+    "defaultdict of sets": collections.defaultdict(set),
+    "defaultdict of None": collections.defaultdict(None, {i: i for i in range(1001)}),
+    "deque": collections.deque([1, 2], 3),
+    "list with attributes": numbers(),
+    "dict of its own": Table(a=1, b=[2]),
+    "named tuple": Point(1, 2),
+    "slots": Slots(1, [2]),
+    "keywords": Keyword(size=3),
+    "class": Config.Inner,
+    "function": max,
+    "dtype": [torch.float16, torch.bfloat16, torch.float16],
+    "device": [torch.device("cuda", 1), torch.device("cpu")],
+    "Size": torch.Size([2, 3]),
+    "keys": {Color.RED: 1, np.int64(3): 2, pathlib.Path("a"): 3, (Color.BLUE, 1): 4},
+    "frozenset": argparse.Namespace(kinds=frozenset({1})),
+}
+
+
+def same(actual, expected) -> bool:
+    if isinstance(expected, np.ndarray):
+        return actual.dtype == expected.dtype and np.array_equal(actual, expected)
+    if isinstance(expected, functools.partial):
+        return actual.func is expected.func and actual.keywords == expected.keywords
+    if isinstance(expected, (list, tuple)):
+        return all(map(same, actual, expected)) and len(actual) == len(expected)
+    return actual == expected
+
+
+def read_by_torch(data: bytes):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_pytorch_finds_its_own_objects_again(kind):
+    for protocol in (2, 4, 5):
+        data = torch_bytes({"x": OBJECTS[kind]}, pickle_protocol=protocol)
+        loaded = torch_checkpoint.load(data)
+        back = save_bytes(loaded)
+        found = read_by_torch(back)["x"]
+        assert type(found) is type(OBJECTS[kind])
+        # Not the object itself: numpy turns the bytes of a big-endian array around.
+        assert same(found, read_by_torch(data)["x"])
+        if protocol == 2:  # which is torch.save's own
+            assert records(back)["data.pkl"] == records(data)["data.pkl"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("path", "a/b.txt"),
+        ("windows", "C:\\a"),
+        ("float64", 0.1),
+        ("float16", 0.5),
+        ("int64", -3),
+        ("bool", True),
+        ("complex", 1 + 2j),
+        ("SimpleNamespace", {"a": (1, 2)}),
+        ("defaultdict", {"a": [1]}),
+        ("dtype", ["torch.float16", "torch.bfloat16", "torch.float16"]),
+        ("device", ["cuda:1", "cpu"]),
+        ("Size", (2, 3)),
+    ],
+)
+def test_what_has_a_fixed_meaning_is_plain(kind, value):
+    found = plain_value(torch_checkpoint.load(torch_bytes(OBJECTS[kind])))
+    assert found == value
+    assert isinstance(found, type(value))
+
+
+@pytest.mark.parametrize("kind", ["array", "fortran", "big-endian", "texts"])
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_numpy_arrays_are_plain(kind, protocol):
+    data = torch_bytes(OBJECTS[kind], pickle_protocol=protocol)
+    assert same(plain_value(torch_checkpoint.load(data)), OBJECTS[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("enum", f"{__name__}.Color(1)"),
+        ("dataclass", f"{__name__}.Config(width=3, name='x')"),
+        ("inner class", f"{__name__}.Config.Inner(depth=5)"),
+        ("class", f"{__name__}.Config.Inner"),
+        ("function", "builtins.max"),
+    ],
+)
+def test_what_has_none_is_told_by_its_name(kind, says):
+    found = torch_checkpoint.load(torch_bytes(OBJECTS[kind]))
+    assert str(found) == says
+    assert plain_value(found) is found
+
+
+def test_a_ring_of_objects():
+    args = argparse.Namespace()
+    args.itself, args.many = args, [args, {"x": args}]
+    outer = [args]
+    args.outer = outer
+    data = torch_bytes(outer)
+    loaded = torch_checkpoint.load(data)
+    assert loaded[0].state["many"][0] is loaded[0]
+    assert len(str(loaded[0])) < 300
+    back = save_bytes(loaded)
+    assert records(back)["data.pkl"] == records(data)["data.pkl"]
+    found = read_by_torch(back)
+    assert found[0].many[1]["x"] is found[0]
+    assert found[0].outer is found
+
+
+def test_tensors_inside_come_back_as_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    model[0].bias.requires_grad_(False)
+    args = argparse.Namespace(model=model, plain=torch.arange(3), tied=model[0].weight)
+    data = torch_bytes(args)
+    loaded = torch_checkpoint.load(data)
+    back = save_bytes(loaded)
+    assert records(back)["data.pkl"] == records(data)["data.pkl"]
+    found = read_by_torch(back)
+    assert found.tied is found.model[0].weight
+    grads = [p.requires_grad for p in found.model.parameters()]
+    assert grads == [True, False, True, True]
+    assert type(found.plain) is torch.Tensor
+    for key, value in model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[key], value)
+
+
+def test_a_dict_inside_and_outside_an_object_is_one_dict():
+    state = {"w": torch.ones(2)}
+    loaded = torch_checkpoint.load(torch_bytes([argparse.Namespace(ema=state), state]))
+    assert isinstance(loaded[1]["w"], mx.array)
+    assert loaded[0].state["ema"] is loaded[1]
+
+
+def test_a_golden_file_without_pytorch():
+    found = torch_checkpoint.load(GOLDEN / "foreign.pt")
+    assert found["same"] is found["args"]
+    assert plain_value(found["args"])["lr"] == 0.1
+    assert plain_value(found["best"]) == 0.75
+    assert plain_value(found["rng"][1]).tolist() == [0, 1, 2, 3]
+    assert str(found["status"]) == "http.HTTPStatus(200)"
+    assert found["state"]["w"]["step"].tolist() == [1.0]
+    assert str(found["state"].factory) == "builtins.dict"
+    assert plain_value(torch_checkpoint.load(GOLDEN / "foreign_numpy.pt")["x"]) == 1.0
+    module = torch_checkpoint.load(GOLDEN / "foreign_module.pt")
+    assert module.path == "torch.nn.modules.linear.Linear"
+    again = save_bytes(found)
+    pickle_of = records((GOLDEN / "foreign.pt").read_bytes())["data.pkl"]
+    assert records(again)["data.pkl"] == pickle_of
+
+
+def test_nothing_is_imported():
+    before = set(sys.modules)
+    data = pickled(name("antigravity", "X") + b")R" + text("y") + b"b")
+    found = torch_checkpoint.load(data)
+    str(found), plain_value(found), copy.deepcopy(found)
+    save_bytes(found)
+    assert set(sys.modules) - before <= {"copy"}
+
+
+def test_a_file_names_no_class_that_the_first_did_not():
+    import pickletools
+
+    def named(data: bytes) -> set[str]:
+        found = pickletools.genops(records(data)["data.pkl"])
+        return {arg for op, arg, _ in found if op.name == "GLOBAL"}
+
+    for kind in OBJECTS:
+        data = torch_bytes({"x": OBJECTS[kind]})
+        back = save_bytes(torch_checkpoint.load(data))
+        assert named(back) == named(data), kind
+
+
+def test_the_same_name_is_the_same_key():
+    one, two = name("x", "Y") + b"K\x01", name("x", "Y") + b"K\x02"
+    found = torch_checkpoint.load(pickled(b"}(" + one + two + b"u"))
+    assert list(found.values()) == [2]
+    assert save_bytes(found).count(b"cx\nY\n") == 1
+
+
+# Files that lie.
+
+
+SCALAR = name("numpy._core.multiarray", "scalar")
+DTYPE = name("numpy", "dtype") + text("f8") + b"\x89\x88\x87R"
+ORDER = b"(K\x03" + text("<") + b"tb"
+
+
+@pytest.mark.parametrize(
+    "pickle",
+    [
+        SCALAR + b")R",
+        SCALAR + DTYPE + b"C\x02ab\x86R",
+        SCALAR + DTYPE + ORDER + b"C\x02ab\x86R",
+        SCALAR + name("numpy", "dtype") + text("O8") + b"\x85RC\x08abcdefgh\x86R",
+        SCALAR
+        + name("numpy", "dtype")
+        + text("f99")
+        + b"\x85RC\x63"
+        + bytes(99)
+        + b"\x86R",
+        SCALAR + name("numpy", "dtype") + text("f8,O") + b"\x85RC\x08abcdefgh\x86R",
+        name("numpy._core.multiarray", "_reconstruct") + b")R",
+        name("numpy._core.multiarray", "_reconstruct") + b")RNb",
+        name("numpy._core.multiarray", "_reconstruct")
+        + b")R(K\x01K\x05\x85"
+        + DTYPE
+        + ORDER
+        + b"\x89C\x08abcdefghtb",
+        name("pathlib", "PosixPath") + b"N\x85R",
+        name("argparse", "Namespace") + b")RK\x01b",
+    ],
+)
+def test_what_a_class_itself_would_not_write_has_no_meaning(pickle):
+    found = torch_checkpoint.load(pickled(pickle))
+    assert isinstance(found, Placeholder)
+    assert plain_value(found) is found
+
+
+def test_placeholders_are_bounded_too():
+    def refused(opcodes: bytes, says: str, **limits: int) -> None:
+        with pytest.raises(CheckpointError, match=says):
+            torch_checkpoint.load(pickled(opcodes), limits=Limits(**limits))
+
+    one = name("x", "Y") + b"q\x00)q\x01"
+    many = b"(" + one + b"h\x00h\x01R" * 2000 + b"t"
+    refused(many, "operations", operations=13_000)
+    states = b"(" + name("x", "Y") + b")R" + b"Nb" * 5000 + b"t"
+    refused(states, "operations", operations=14_000)
+    # Each in the state of the one before, and each called with the one before.
+    refused(name("x", "Y") + (name("x", "Y") + b"\x85R") * 200, "more than 128 deep")
+    deep = b"(" + name("x", "Y") + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200
+    refused(deep + b"t", "more than 128 deep")
+    often = text("x" * 1_000_000) + b"q\x00" + b"h\x00" * 3000
+    refused(name("x", "Y") + b"(" + often + b"tR", "counting shared ones")
+
+
+def test_a_tensor_inside_is_checked_as_any():
+    for wrong, says in (
+        (tensor(offset=1), "outside its storage"),
+        (tensor(shape=(2**30, 2**10), strides=(0, 0)), "four times the size"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            torch_checkpoint.load(pickled(name("x", "Y") + wrong + b"\x85R"))
+
+
+def test_names_that_would_be_instructions_are_not_written():
+    for module, attribute in (("os\nsystem\n(", "x"), ("a", "b\nc")):
+        with pytest.raises(TypeError, match="no printable name"):
+            save_bytes(Placeholder.named(module, attribute))

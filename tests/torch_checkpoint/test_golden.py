@@ -1,0 +1,90 @@
+"""Files that PyTorch wrote are read right, also where PyTorch is not installed."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.torch_checkpoint import CheckpointError
+from tests.support.torch_files import CONTENTS, GOLDEN, assert_same_bits
+
+FORMATS = ["zip.pt", "zip_protocol5.pt", "legacy.pt", "legacy_protocol4.pt"]
+
+
+@pytest.fixture(params=FORMATS)
+def everything(request):
+    return torch_checkpoint.load(GOLDEN / request.param)
+
+
+@pytest.mark.parametrize("dtype", CONTENTS["DTYPES"])
+def test_dtypes(everything, dtype):
+    array = everything["dtypes"][dtype]
+    assert array.dtype == getattr(mx, {"bool": "bool_"}.get(dtype, dtype))
+    assert_same_bits(array, CONTENTS["DTYPES"][dtype])
+
+
+@pytest.mark.parametrize("view", CONTENTS["VIEWS"])
+def test_views(everything, view):
+    assert_same_bits(everything["views"][view], np.asarray(CONTENTS["VIEWS"][view]))
+
+
+@pytest.mark.parametrize("kind", CONTENTS["PLAIN"])
+def test_plain_values(everything, kind):
+    actual, expected = everything["plain"][kind], CONTENTS["PLAIN"][kind]
+    assert type(actual) is type(expected)
+    assert actual == expected
+    assert repr(actual) == repr(expected)
+
+
+def test_training_checkpoint():
+    run = torch_checkpoint.load(GOLDEN / "training.pt")
+    assert list(run["model"]) == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    ]
+    assert run["model"]._metadata["1"] == {"version": 2}
+    assert run["model"]["1.num_batches_tracked"].item() == 3
+    assert run["optimizer"]["state"][0]["exp_avg"].shape == (4, 3)
+    assert run["optimizer"]["state"][0]["step"].item() == 3.0
+    assert run["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert run["scaler"]["scale"] == 1024.0
+    assert run["scaler"]["_growth_tracker"] == 3
+    assert run["parameters"][0].requires_grad
+    assert mx.array_equal(run["parameters"][0], run["model"]["0.weight"])
+    assert (run["dtype"], run["device"], run["size"]) == (
+        "torch.float16",
+        "cpu",
+        (2, 3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("refused_torchscript.pt", "TorchScript"),
+        ("refused_sparse.pt", r"_rebuild_sparse_tensor.*to_dense"),
+        ("refused_float8.pt", r"near 'x'.*float8_e4m3fn"),
+        ("refused_cycle.pt", "contains itself"),
+    ],
+)
+def test_refusals_name_what_is_wrong(file, says):
+    with pytest.raises(CheckpointError, match=says):
+        torch_checkpoint.load(GOLDEN / file)
+
+
+def test_float64_is_asked_for():
+    path = GOLDEN / "float64.pt"
+    with pytest.raises(CheckpointError, match=r"near 'x'.*float64=mx\.float32"):
+        torch_checkpoint.load(path)
+    rounded = torch_checkpoint.load(path, float64=mx.float32)["x"]
+    assert_same_bits(rounded, np.ones(2, np.float32))
+    kept = torch_checkpoint.load(path, float64=mx.float64)["x"]
+    assert_same_bits(kept, np.ones(2, np.float64))
+    for wrong in (mx.float16, "float32", 32):
+        with pytest.raises(ValueError, match="must be None"):
+            torch_checkpoint.load(path, float64=wrong)

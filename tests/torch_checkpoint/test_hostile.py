@@ -1,0 +1,509 @@
+"""Every way a file can lie is met with a ``CheckpointError``, soon and in bounds."""
+
+import copy
+import io
+import pickle
+import struct
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.torch_checkpoint import (
+    CheckpointError,
+    Limits,
+    Placeholder,
+    plain_value,
+)
+from tests.support.torch_files import (
+    GOLDEN,
+    integer,
+    name,
+    pack,
+    pickled,
+    records,
+    save_bytes,
+    storage,
+    tensor,
+    text,
+)
+
+ZIP = (GOLDEN / "zip.pt").read_bytes()
+LEGACY = (GOLDEN / "legacy.pt").read_bytes()
+
+
+def refused(data: bytes, says: str, **options) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        torch_checkpoint.load(data, **options)
+
+
+# The pickle.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "os.system",
+        "posix.system",
+        "builtins.eval",
+        "__builtin__.exec",
+        "builtins.getattr",
+        "builtins.__import__",
+        "subprocess.Popen",
+        "torch.load",
+        "torch.hub.load",
+        "torch.nn.modules.linear.Linear",
+        "numpy._core.multiarray._reconstruct",
+        "mlx_gradscale.torch_checkpoint.save",
+        "functools.partial",
+        "torch._utils.__globals__",
+    ],
+)
+def test_names_outside_the_table_are_kept_and_not_used(path):
+    module, _, attribute = path.rpartition(".")
+    shown = path.replace("__builtin__", "builtins")
+    stacked = text(module) + text(attribute) + b"\x93"
+    for named in (name(module, attribute), stacked):
+        assert torch_checkpoint.load(pickled(named)).path == shown
+        called = torch_checkpoint.load(pickled(named + b")R"))
+        assert type(called) is Placeholder
+        assert (called.path, called.args) == (shown, ())
+        refused(pickled(named + b"NR"), "calls a Placeholder with a NoneType")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch._utils._rebuild_qtensor",
+        "torch._utils._rebuild_sparse_tensor",
+        "torch._utils._rebuild_of_tomorrow",
+        "torch.QInt8Storage",
+        "torch.cuda.FloatStorage",
+        "torch._utils._rebuild_tensor_v2.__globals__",
+    ],
+)
+def test_names_that_stand_for_tensors_are_refused_by_name(path):
+    module, _, attribute = path.rpartition(".")
+    refused(pickled(name(module, attribute) + b")R"), path.replace(".", r"\."))
+
+
+@pytest.mark.parametrize("path", [("", "x"), ("x", ""), ("x", "y..z"), ("x", "a\x1bb")])
+def test_names_that_are_none(path):
+    refused(pickled(text(path[0]) + text(path[1]) + b"\x93"), "is not a name")
+    refused(pickled(text("x" * 2000) + text("y") + b"\x93"), "is not a name")
+
+
+class _Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_nothing_is_run(tmp_path, protocol):
+    marker = tmp_path / "executed"
+    evil = pickle.dumps({"x": _Evil(marker)}, protocol=protocol)
+    with suppress(CheckpointError):  # protocols 0 and 1 are not read
+        found = torch_checkpoint.load(pack({"data.pkl": evil}))["x"]
+        assert found.path == "pathlib.Path.touch"
+        assert isinstance(plain_value(found), Placeholder)
+        str(found), repr(found), copy.copy(found)
+        torch_checkpoint.load(save_bytes(found))
+    assert not marker.exists()
+    pickle.loads(evil)  # it would have
+    assert marker.exists()
+
+
+def test_opcodes_outside_the_table_are_refused_by_name():
+    import pickletools
+
+    from mlx_gradscale.torch_checkpoint import unpickler
+
+    read = set(map(chr, {*unpickler._VALUES, *unpickler._ACTIONS}))
+    refused_names = {op.name for op in pickletools.opcodes if op.code not in read}
+    assert refused_names == {
+        *("INT", "LONG", "FLOAT", "STRING", "UNICODE"),
+        *("LIST", "DICT", "DUP", "PUT", "GET"),
+        *("EXT1", "EXT2", "EXT4", "OBJ", "INST"),
+        *("PERSID", "NEXT_BUFFER", "READONLY_BUFFER", "STOP"),
+    }
+    for op in pickletools.opcodes:
+        if op.name in refused_names - {"STOP"}:
+            refused(pickled(op.code.encode("latin1")), rf"opcode {op.name} ")
+    refused(pickled(b"\xff"), "opcode 0xff")
+
+
+WRONG = "arguments that it does not take"
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "says"),
+    [
+        (b"", "stops in the middle"),
+        (b"NN", "stops in the middle"),
+        (b"(N", "stops in the middle"),
+        (b"t", "empty stack"),
+        (b"K\x01\x86", "empty stack"),
+        (b"(\x85", "empty stack"),
+        (b"q\x00", "empty stack"),
+        (b"a", "empty stack"),
+        (b"}NNse", "empty stack"),
+        (b"0", "empty stack"),
+        (b"1", "empty stack"),
+        (b"NNa", "changes a NoneType as if it were a list"),
+        (b"N(NNu", "changes a NoneType as if it were a dict"),
+        (b"N(N\x90", "changes a NoneType as if it were a set"),
+        (b"}(Nu", "without a value"),
+        (name("x", "Y") + b")R(NNNu", "without a value"),
+        (b"}]Ns", "key or set member is a list"),
+        (b"}}" + text("x") + b"NsbN", "changes a dict as if it were a OrderedDict"),
+        (b"h\x05", "object 5 is not in the pickle"),
+        (b"Nq\x05h\x03", "object 3 is not in the pickle"),
+        (b"X\xff\xff\xff\x7f", "cut off"),
+        (b"\x8d" + b"\xff" * 8, "cut off"),
+        (b"J\x01", "cut off"),
+        (b"X\x01\x00\x00\x00\xff", "UTF-8"),
+        (b"\x95" + b"\xff" * 8, "cut off"),
+        (b"\x80\x06", "protocol 6"),
+        (b"\x80\x00", "protocol 0"),
+        (b"cno newline", "does not end"),
+        (b"c" + b"x" * 2000 + b"\n", "does not end"),
+        (b"NQ", "is no storage"),
+        (b"NNR", "calls a NoneType"),
+        (b"N)\x81", "calls a NoneType"),
+        (name("x", "Y") + b"N\x81", "with a NoneType"),
+        (name("x", "Y") + b")N\x92", "without keyword arguments"),
+        (name("collections", "OrderedDict") + b"NR", "with a NoneType"),
+        (name("torch", "Size") + b"K\x01\x85R", WRONG),
+        (name("torch._utils", "_rebuild_tensor_v2") + b")R", WRONG),
+        (name("__builtin__", "complex") + b"(NNtR", WRONG),
+        (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", WRONG),
+        (name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R", WRONG),
+        (name("_codecs", "encode") + text("€") + text("latin1") + b"\x86R", "beyond"),
+        (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", WRONG),
+        (name("collections", "defaultdict") + b"K\x01\x85R", WRONG),
+        (name("collections", "Counter") + b"]\x85R", WRONG),
+        (name("torch", "device") + text("a:b") + b"\x85R", WRONG),
+        (name("mlx_gradscale.torch_checkpoint", "TensorShape") + b"N\x85R", WRONG),
+        (storage(), "a Storage cannot be a value"),
+        (
+            name("collections", "OrderedDict") + b")R}" + text("items") + b"Nsb",
+            "attributes other than _metadata",
+        ),
+    ],
+)
+def test_senseless_pickles_are_refused(opcodes, says):
+    refused(pickled(opcodes), says)
+
+
+def test_containers_that_contain_themselves_are_refused():
+    for opcodes in (
+        b"]q\x00h\x00a",
+        b"}q\x00" + text("x") + b"h\x00s",
+        b"]q\x00h\x00\x85a",
+        name("collections", "OrderedDict")
+        + (b")Rq\x00}" + text("_metadata") + b"h\x00sb"),
+    ):
+        refused(pickled(opcodes), "contains itself")
+
+
+def test_protocols_and_frames_that_python_writes_are_read():
+    for protocol in (2, 3, 4, 5):
+        data = pack({"data.pkl": bytes([0x80, protocol]) + b"N."})
+        assert torch_checkpoint.load(data) is None
+    frame = b"\x80\x04\x95" + (2).to_bytes(8, "little") + b"N."
+    assert torch_checkpoint.load(pack({"data.pkl": frame})) is None
+    assert torch_checkpoint.load(pickled(b"K\x07q\x05h\x05\x86")) == (7, 7)
+    # MEMOIZE counts what was put, not the highest number.
+    assert torch_checkpoint.load(pickled(b"K\x07q\x00K\x08\x94h\x01\x87")) == (7, 8, 8)
+    long = b"\x8b" + (300).to_bytes(4, "little") + b"\x01" * 300
+    assert torch_checkpoint.load(pickled(long)).bit_length() == 2393
+
+
+# Tensors.
+
+
+@pytest.mark.parametrize(
+    ("pickle", "says"),
+    [
+        (tensor(offset=1), "outside its storage of 4"),
+        (tensor(offset=2**62), "outside its storage"),
+        (tensor(offset=-1), "do not match"),
+        (tensor(shape=(5,)), "outside its storage"),
+        (tensor(shape=(-4,)), "are wrong"),
+        (tensor(strides=(-1,)), "are wrong"),
+        (tensor(strides=(2**63,)), "are wrong"),
+        (tensor(shape=(2, 2), strides=(3, 1)), "outside its storage"),
+        (tensor(shape=(2,), strides=(2**62,)), "outside its storage"),
+        (tensor(shape=(2, 2), strides=(1,)), "do not match"),
+        (tensor(shape=(1,) * 33, strides=(1,) * 33), "more than 32 dimensions"),
+        (tensor(shape=(2**31,), strides=(0,)), "too large"),
+        (tensor(shape=(2**31 - 1,) * 3, strides=(0,) * 3), "too large"),
+        (tensor(shape=(0,) + (2**31 - 1,) * 3, strides=(0,) * 4), "too large"),
+        (tensor(shape=(2**30, 2**10), strides=(0, 0)), "four times the size"),
+        (tensor(of=storage(numel=5)), "should have 20 bytes but has 16"),
+        (tensor(of=storage(numel=2**62)), "storage of over 2147483647"),
+        (tensor(of=storage(numel=-4)), "unknown way"),
+        (tensor(of=storage(key="1")), "no record"),
+        (tensor(of=storage(key="../../etc/passwd")), "no record"),
+        (tensor(of=storage(key="0" * 65)), "unknown way"),
+        (tensor(of=storage(kind="Size")), "unknown way"),
+        (tensor(of=b"N"), "no storage"),
+        (tensor(of=b"(" + text("module") + b"tQ"), "whole model"),
+        (tensor(of=storage(kind="UntypedStorage")), "known dtype"),
+        (
+            b"(" + tensor() + tensor(of=storage(kind="IntStorage")) + b"t",
+            "different types share a storage",
+        ),
+    ],
+)
+def test_tensors_that_reach_outside_are_refused(pickle, says):
+    refused(pickled(pickle), says)
+
+
+ONE = tensor()
+SCALAR = name("numpy._core.multiarray", "scalar")
+
+
+@pytest.mark.parametrize(
+    "pickle",
+    [
+        b"(" + ONE + b"NNNNtQ",
+        storage()[:-2] + ONE + b"tQ",
+        tensor(metadata=ONE),
+        b"}" + ONE + b"Ns",
+        ONE + ONE + b"\x93",
+        name("torch", "device") + ONE + b"\x85R",
+        name("torch", "Size") + ONE + b"\x85R",
+        name("_codecs", "encode") + text("a") + ONE + b"\x86R",
+        name("__builtin__", "bytearray") + text("a") + ONE + b"\x86R",
+        name("__builtin__", "set") + ONE + b"\x85R",
+        name("__builtin__", "getattr") + ONE + text("x") + b"\x86R",
+        name("collections", "OrderedDict") + b")R" + ONE + b"b",
+        name("torch._utils", "_rebuild_parameter") + ONE + ONE + b"\x86R",
+        name("torch._utils", "_rebuild_tensor_v2") + b"(" + ONE * 7 + b"tR",
+        name("torch._utils", "_rebuild_tensor_v3") + b"(" + ONE * 8 + b"tR",
+        name("torch._tensor", "_rebuild_from_type_v2") + b"(" + ONE * 4 + b"tR",
+        name("mlx_gradscale.torch_checkpoint", "TensorShape") + ONE + ONE + b"\x86R",
+        name("numpy._core.numeric", "_frombuffer") + b"(" + ONE * 4 + b"tR",
+        name("argparse", "Namespace") + b")R" + ONE + b"b",
+        SCALAR + ONE + ONE + b"\x86R",
+        SCALAR
+        + (name("numpy", "dtype") + text("f8") + b"\x85R(K\x03" + ONE + b"tb")
+        + b"C\x08abcdefgh\x86R",
+    ],
+)
+def test_a_tensor_in_any_place_is_read_or_a_checkpoint_error(pickle):
+    # Comparing an array with text or None is an error in MLX, or gives an array.
+    with suppress(CheckpointError):
+        found = torch_checkpoint.load(pickled(pickle))
+        plain_value(found)
+        save_bytes(found)
+
+
+def test_views_exactly_inside_a_storage_are_read():
+    values = struct.pack("<4f", 0, 1, 2, 3)
+
+    def load(**arguments):
+        data = b"\x80\x02" + tensor(**arguments) + b"."
+        file = pack({"data.pkl": data, "data/0": values})
+        return torch_checkpoint.load(file).tolist()
+
+    assert load(offset=3, shape=(1,), strides=(9,)) == [3]
+    assert load(offset=1, shape=(2,), strides=(2,)) == [1, 3]
+    assert load(shape=(2, 2), strides=(1, 2)) == [[0, 2], [1, 3]]
+    assert load(shape=(2, 2), strides=(2, 1)) == [[0, 1], [2, 3]]
+    assert load(shape=(4, 1), strides=(1, 7)) == [[0], [1], [2], [3]]
+    assert load(shape=(3,), strides=(0,), offset=2) == [2, 2, 2]
+    assert load(shape=(0,), offset=100) == []
+    assert load(shape=(1,), strides=(2**63 - 1,)) == [0]
+
+
+def test_bool_bytes_other_than_0_and_1_are_refused():
+    data = b"\x80\x02" + tensor(of=storage(kind="BoolStorage")) + b"."
+    refused(pack({"data.pkl": data, "data/0": b"\x00\x01\x02\x01"}), "bool")
+
+
+def test_metadata_of_a_tensor_is_refused():
+    metadata = b"}" + text("neg") + b"\x88s"
+    refused(pickled(tensor(metadata=metadata)), r"\.resolve_neg\(\)")
+    refused(pickled(tensor(metadata=b"]")), r"\.resolve_neg\(\)")
+    assert torch_checkpoint.load(pickled(tensor(metadata=b"}"))).size == 4
+
+
+def test_many_views_of_one_storage_are_bounded():
+    # Each view is another one, so none is the same array twice.
+    views = b"".join(
+        tensor(shape=(2**20, 2**6 - i), strides=(0, 0)) for i in range(1, 40)
+    )
+    refused(pickled(b"(" + views + b"t"), "four times the size")
+    view = tensor(shape=(1000,), strides=(0,))
+    data = pickled(b"(" + view + view + b"t")
+    # The same view again is the same array, and counts once.
+    within = 4000 - 4 * len(data)
+    a, b = torch_checkpoint.load(data, Limits(tensor_bytes=within))
+    assert a is b
+    mx.eval(a + 1)
+    refused(data, "four times the size", limits=Limits(tensor_bytes=within - 1))
+
+
+def test_a_tensor_with_attributes_is_made_by_a_plain_function_of_a_known_class():
+    plain = name("torch._utils", "_rebuild_tensor_v2")
+    itself = name("torch._tensor", "_rebuild_from_type_v2")
+    own, theirs = name("torch", "Tensor"), name("x", "TheirTensor")
+    arguments = tensor()[len(plain) : -1]
+
+    def made(function: bytes, kind: bytes) -> bytes:
+        return pickled(itself + b"(" + function + kind + arguments + b"}tR")
+
+    assert torch_checkpoint.load(made(plain, own)).tolist() == [0, 0, 0, 0]
+    for function in (itself, own, theirs, b"N", text("torch._utils.x")):
+        refused(made(function, own), WRONG)
+    for kind in (theirs, b"N", text("torch.Tensor")):
+        refused(made(plain, kind), WRONG)
+    wrapper = name("torch._utils", "_rebuild_wrapper_subclass")
+    refused(made(wrapper, own), r"state_dict\.get_state_dict\(")
+
+
+# The zip file.
+
+
+def test_every_cut_is_an_error():
+    for data in (ZIP, LEGACY):
+        for size in [*range(0, len(data), 97), len(data) - 1]:
+            with pytest.raises(CheckpointError):
+                torch_checkpoint.load(data[:size])
+
+
+def test_compressed_records_are_refused():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02N." + bytes(100))
+    refused(buffer.getvalue(), "compressed")
+
+
+def second_entry(data: bytes) -> int:
+    return data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 1)
+
+
+def test_records_that_overlap_are_refused():
+    # Ten storages whose entries in the directory all lead to the same data.
+    pickle = b"".join(
+        tensor(of=storage(key=str(i), numel=250), shape=(250,)) for i in range(10)
+    )
+    contents = {"data.pkl": b"\x80\x02(" + pickle + b"t."}
+    data = bytearray(pack(contents | {f"data/{i}": bytes(1000) for i in range(10)}))
+    first = at = second_entry(bytes(data))
+    del data[data.index(b"PK\x03\x04", 1) + 1100 : data.index(b"PK\x01\x02")]
+    removed = first - second_entry(bytes(data))
+    (header,) = struct.unpack_from("<L", data, first - removed + 42)
+    at = second_entry(bytes(data))
+    for _ in range(10):
+        struct.pack_into("<L", data, at + 42, header)
+        at = data.find(b"PK\x01\x02", at + 4)
+    end = data.rindex(b"PK\x05\x06")
+    (start,) = struct.unpack_from("<L", data, end + 16)
+    struct.pack_into("<L", data, end + 16, start - removed)
+    with pytest.raises(CheckpointError, match="overlap"):
+        torch_checkpoint.load(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value"),
+    [
+        (16, "<L", 1),  # checksum
+        (20, "<L", 2**31),  # packed size
+        (24, "<L", 2**31),  # size
+        (42, "<L", 2**31),  # place of the header
+        (42, "<L", 1),
+        (8, "<H", 1),  # encrypted
+        (10, "<H", 8),  # compressed
+        (38, "<L", 0x10),  # a folder
+    ],
+)
+def test_directory_entries_that_lie_are_refused(at, form, value):
+    data = bytearray(pack({"data.pkl": b"\x80\x02N."}))
+    struct.pack_into(form, data, data.index(b"PK\x01\x02") + at, value)
+    with pytest.raises(CheckpointError):
+        torch_checkpoint.load(bytes(data))
+
+
+def test_two_records_of_one_name_are_refused():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02N.")
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr("x/data.pkl", b"\x80\x02N.")
+    refused(buffer.getvalue(), "two records of the same name")
+
+
+def test_an_error_has_no_commands_to_a_terminal():
+    key = "\x1b[2J" + "é" * 50
+    pickle = b"\x80\x02" + tensor(of=storage(key=key)) + b"."
+    data = pack({"data.pkl": pickle, f"data/{key}": bytes(16)})
+    assert torch_checkpoint.load(data).size == 4
+    at = second_entry(data) + 10
+    with pytest.raises(CheckpointError, match="compressed") as caught:
+        torch_checkpoint.load(data[:at] + b"\x08" + data[at + 1 :])
+    assert str(caught.value).isascii()
+    assert str(caught.value).isprintable()
+
+
+def test_data_after_the_pickle_and_unknown_byte_orders_are_refused():
+    refused(pack({"data.pkl": b"\x80\x02N.N."}), "after the end")
+    contents = {"data.pkl": b"\x80\x02N.", "byteorder": b"middle"}
+    refused(pack(contents), "byte order b'middle'")
+
+
+# Legacy files.
+
+
+def legacy(key: str, *, numel: int = 4, keys: list[str] | None = None) -> bytes:
+    numbers = (0x1950A86A20F9469CFC6C, 1001, {})
+    head = b"".join(pickle.dumps(number, 2) for number in numbers)
+    body = b"\x80\x02" + tensor(of=storage(key=key)) + b"."
+    listed = pickle.dumps([key] if keys is None else keys, 2)
+    return head + body + listed + struct.pack("<q", numel) + bytes(16)
+
+
+def test_legacy_files_that_lie_are_refused():
+    assert torch_checkpoint.load(legacy("94")).tolist() == [0.0] * 4
+    refused(legacy("9" * 65), "unknown way")
+    refused(legacy("94", numel=5), "another size")
+    refused(legacy("94", keys=["95"]), "not that of the tensors")
+    refused(legacy("94", keys=["94", "94"]), "not that of the tensors")
+    refused(legacy("94")[:-1], "another size")
+    refused(LEGACY + b"x", "after the last storage")
+    refused(
+        LEGACY[:15].replace(b"\x6c\xfc", b"\x6d\xfc") + LEGACY[15:], "not a PyTorch"
+    )
+
+
+# Random bytes, and random bytes in the right places.
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=400))
+def test_random_pickles(opcodes):
+    with suppress(CheckpointError):
+        torch_checkpoint.load(pack({"data.pkl": opcodes, "data/0": bytes(16)}))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04"]), st.binary())
+def test_random_files(start, rest):
+    with pytest.raises(CheckpointError):
+        torch_checkpoint.load(start + rest)
+
+
+def test_the_golden_pickle_itself_is_intact():
+    # The cases above are refused for what they change, not for what they keep.
+    assert "data.pkl" in records(ZIP)
+    assert torch_checkpoint.load(pickled(tensor())).tolist() == [0.0] * 4

@@ -1,0 +1,384 @@
+"""Whatever ``torch.save`` writes of plain training state, ``load`` reads the same."""
+
+import gzip
+import io
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.torch_checkpoint import CheckpointError, TorchTensor
+from tests.support.torch_files import (
+    assert_equals_torch,
+    assert_same_bits,
+    pack,
+    pickled,
+    records,
+    text,
+    torch_bytes,
+)
+
+torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+WRITERS = {
+    **{f"zip, protocol {p}": {"pickle_protocol": p} for p in (2, 3, 4, 5)},
+    **{
+        f"legacy, protocol {p}": {
+            "pickle_protocol": p,
+            "_use_new_zipfile_serialization": False,
+        }
+        for p in (2, 3, 4, 5)
+    },
+}
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+
+
+def random_tensor(numel: int, dtype, seed: int):
+    data = torch.randint(
+        0, 256, (numel * dtype.itemsize,), generator=torch.manual_seed(seed)
+    ).to(torch.uint8)
+    return data % 2 == 1 if dtype == torch.bool else data.view(dtype)
+
+
+@st.composite
+def strided_tensors(draw):
+    """Any view of a storage that PyTorch itself allows."""
+    dtype = draw(st.sampled_from(DTYPES))
+    base = random_tensor(draw(st.integers(1, 200)), dtype, draw(st.integers(0, 99)))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    strides = [draw(st.integers(0, 9)) for _ in shape]
+    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n)
+    offset = draw(st.integers(0, 20))
+    if 0 not in shape and offset + reach >= len(base):
+        offset, strides = 0, [0] * len(shape)
+    return torch.as_strided(base, shape, strides, offset)
+
+
+plain_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.binary().map(bytearray)
+    | st.complex_numbers()
+    | st.sets(st.integers(-(2**63), 2**63))
+    | st.sampled_from([torch.float16, torch.device("cuda", 1), torch.Size([2, 3])])
+    | strided_tensors(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(
+            st.text() | st.integers(-(2**63), 2**63 - 1) | st.none(), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
+@settings(deadline=None, max_examples=40)
+@given(obj=plain_values)
+def test_anything_plain_comes_back_equal(options, obj):
+    assert_equals_torch(torch_checkpoint.load(torch_bytes(obj, **options)), obj)
+
+
+def training_state():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.LSTM(2, 3)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "module parameters": dict(model.named_parameters()),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+    }
+
+
+@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
+def test_training_state(options, tmp_path):
+    state = training_state()
+    path = tmp_path / "run.pt"
+    torch.save(state, path, **options)
+    loaded = torch_checkpoint.load(path)
+    expected = {**state, "module parameters": dict(state["module parameters"])}
+    assert_equals_torch(loaded, expected)
+    parameter = loaded["module parameters"]["0.weight"]
+    assert type(parameter) is TorchTensor
+    assert parameter.requires_grad
+    assert type(loaded["model"]["0.weight"]) is mx.array
+
+
+def test_tensors_with_python_attributes_lose_only_those():
+    plain, parameter = torch.ones(2), torch.nn.Parameter(torch.zeros(2))
+    plain.note, parameter.note = "x", "y"
+    obj = {"plain": plain, "parameter": parameter, "b": torch.nn.Buffer(torch.ones(1))}
+    assert_equals_torch(torch_checkpoint.load(torch_bytes(obj)), obj)
+
+
+def test_lazy_conjugates_are_refused_with_advice():
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    for lazy in (z.conj(), z.conj().imag):
+        with pytest.raises(CheckpointError, match=r"\.resolve_conj\(\)"):
+            torch_checkpoint.load(torch_bytes(lazy))
+    assert_equals_torch(torch_checkpoint.load(torch_bytes(z)), z)
+
+
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_shared_storages_are_in_memory_once(options):
+    base = torch.randn(1_000_000)
+    obj = [base, base.view(1000, 1000).T, base[::2], base[10:].view(-1, 10)] * 3
+    data = torch_bytes(obj, **options)
+    before = mx.get_active_memory()
+    loaded = torch_checkpoint.load(data)
+    assert mx.get_active_memory() - before < 1.05 * 4_000_000
+    assert loaded[0] is loaded[4]
+    assert_equals_torch(loaded, obj)
+
+
+def test_a_view_survives_a_change_of_the_other():
+    base = torch.zeros(4)
+    loaded = torch_checkpoint.load(torch_bytes({"a": base, "b": base[1:]}))
+    loaded["a"][1] = 5.0
+    assert loaded["b"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_old_zip_files_without_the_newer_records():
+    # PyTorch 1.6 to 2.0: no byteorder, no version of the format, keys that are
+    # addresses, data in any order and not aligned.
+    obj = {"a": torch.arange(3.0), "b": torch.arange(3)}
+    new = records(torch_bytes(obj))
+    pickle = (
+        new["data.pkl"].replace(text("0"), text("93826")).replace(text("1"), text("10"))
+    )
+    old = {
+        "data.pkl": pickle,
+        "data/10": new["data/1"],
+        "data/93826": new["data/0"],
+        "version": b"3\n",
+    }
+    data = pack(old, "model_final")
+    assert torch.load(io.BytesIO(data), weights_only=True)["b"].equal(obj["b"])
+    assert_equals_torch(torch_checkpoint.load(data), obj)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.complex128])
+def test_big_endian_files(dtype):
+    value = random_tensor(6, dtype, 1)
+    contents = records(torch_bytes({"x": value}))
+    part = dtype.itemsize // (2 if dtype.is_complex else 1)
+    swapped = np.frombuffer(contents["data/0"], f"u{part}").byteswap().tobytes()
+    data = pack({**contents, "byteorder": b"big", "data/0": swapped})
+    # PyTorch 2.13 itself does not swap these three, whose storage is untyped.
+    if dtype not in (torch.uint16, torch.uint32, torch.uint64):
+        read = torch.load(io.BytesIO(data), weights_only=True)["x"]
+        assert read.view(torch.uint8).equal(value.view(torch.uint8))
+    if dtype == torch.float64:
+        kept = torch_checkpoint.load(data, float64=mx.float64)["x"]
+        assert_same_bits(kept, value.numpy())
+    if dtype in (torch.float64, torch.complex128):
+        value = value.to(torch.float32 if dtype == torch.float64 else torch.complex64)
+        assert_same_bits(
+            torch_checkpoint.load(data, float64=mx.float32)["x"], value.numpy()
+        )
+    else:
+        assert_equals_torch(torch_checkpoint.load(data)["x"], value)
+
+
+def test_double_precision_is_rounded_in_pieces_as_pytorch_rounds():
+    obj = torch.randn(700_000, dtype=torch.float64)
+    obj[:3] = torch.tensor([1e300, float("nan"), 1e-300])
+    data = torch_bytes({"x": obj, "z": torch.complex(obj, obj)})
+    loaded = torch_checkpoint.load(data, float64=mx.float32)
+    assert_equals_torch(
+        loaded, {"x": obj.float(), "z": torch.complex(obj, obj).to(torch.complex64)}
+    )
+
+
+def test_complex128_cannot_be_kept():
+    data = torch_bytes({"z": torch.ones(1, dtype=torch.complex128)})
+    with pytest.raises(CheckpointError, match=r"near 'z'.*complex128.*does not have"):
+        torch_checkpoint.load(data, float64=mx.float64)
+
+
+def test_python_2_texts():
+    data = pickled(b"}(U\x01aK\x01T\x01\x00\x00\x00bK\x02u")
+    assert torch_checkpoint.load(data) == {"a": 1, "b": 2}
+
+
+def test_arrays_loaded_in_another_thread_can_be_used_in_this_one():
+    data = torch_bytes({"x": torch.arange(6.0).view(2, 3).T})
+    with ThreadPoolExecutor(1) as thread:
+        x = thread.submit(torch_checkpoint.load, data).result()["x"]
+    assert (x + 1).tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "not a file"),
+        (b"hello", "not a file"),
+        (gzip.compress(b"x", mtime=0), "gzip"),
+        (b"\x80\x02K\x07.", "not a PyTorch"),
+        (b"\x80\x02K\x07.\x80\x02K\x07.", "not a PyTorch"),
+    ],
+)
+def test_other_files_are_refused_with_a_sentence(data, says):
+    with pytest.raises(CheckpointError, match=says):
+        torch_checkpoint.load(data)
+
+
+def test_a_zip_of_something_else():
+    with pytest.raises(CheckpointError, match=r"no record 'data\.pkl'"):
+        torch_checkpoint.load(pack({"readme.txt": b"x"}))
+
+
+# Large enough for checksums in a thread.
+LARGE = 2**20 + 3
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float16", "bfloat16", "complex64", "bool", "uint8", "int64"]
+)
+def test_large_tensors(tmp_path, dtype):
+    values = torch.arange(LARGE * 2).reshape(2, LARGE).to(getattr(torch, dtype))
+    torch.save(
+        {"a": values, "view": values.T[5:9], "small": values[0, :3]}, tmp_path / "a.pt"
+    )
+    loaded = torch_checkpoint.load(tmp_path / "a.pt")
+    data = (tmp_path / "a.pt").read_bytes()
+    for found in (loaded, torch_checkpoint.load(data)):
+        for key, expected in (("a", values), ("view", values.T[5:9])):
+            as_numpy = expected.float() if dtype == "bfloat16" else expected
+            got = found[key].astype(mx.float32) if dtype == "bfloat16" else found[key]
+            assert np.array_equal(np.array(got), as_numpy.numpy())
+
+
+def test_loading_in_threads(tmp_path):
+    torch.save({"a": torch.arange(LARGE), "b": torch.ones(3)}, tmp_path / "a.pt")
+    with ThreadPoolExecutor(4) as pool:
+        loads = [
+            pool.submit(torch_checkpoint.load, tmp_path / "a.pt") for _ in range(8)
+        ]
+        for load in loads:
+            assert load.result()["a"][-1].item() == LARGE - 1
+
+
+ENDING = """
+import atexit, sys, threading, time
+import mlx.core as mx
+from mlx_gradscale import torch_checkpoint
+
+kept = {"w": mx.arange(2**20)}
+mx.eval(kept)
+
+def work():
+    torch_checkpoint.save(sys.argv[1], kept)
+    print(torch_checkpoint.load(sys.argv[1])["w"][-1].item())
+
+def last():
+    threading.main_thread().join()
+    work()
+
+if sys.argv[2] == "thread":
+    threading.Thread(target=last).start()
+else:
+    atexit.register(work)
+"""
+
+
+@pytest.mark.parametrize("when", ["thread", "atexit"])
+def test_saving_and_loading_while_the_process_ends(tmp_path, when):
+    command = [sys.executable, "-c", ENDING, str(tmp_path / "a.pt"), when]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{2**20 - 1}\n", "")
+
+
+def test_files_beyond_4_gib(tmp_path):
+    # Sparse on disk: PyTorch writes only the sizes of these tensors, and no checksum.
+    sizes = [(12,), (5 * 2**10, 2**20), (16,)]
+    with FakeTensorMode():
+        obj = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    path = tmp_path / "big.pt"
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(obj, path)
+    assert path.stat().st_size > 5 * 2**30
+    found = torch_checkpoint.shapes(path)
+    assert [leaf.shape for leaf in found] == sizes
+
+
+def test_paths_and_bytes_are_read_and_other_things_refused(tmp_path):
+    data = torch_bytes({"x": torch.arange(3)})
+    path = tmp_path / "x.pt"
+    path.write_bytes(data)
+    link = tmp_path / "link.pt"
+    link.symlink_to(path)
+    for source in (path, str(path), data, bytearray(data), link):
+        assert torch_checkpoint.load(source)["x"].tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match="must be a path or bytes"):
+        torch_checkpoint.load(3)
+    with pytest.raises(FileNotFoundError):
+        torch_checkpoint.load(tmp_path / "missing.pt")
+
+
+def test_pipes_devices_and_folders_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    for path in (tmp_path / "pipe.pt", "/dev/zero", tmp_path):
+        for read in (torch_checkpoint.load, torch_checkpoint.shapes):
+            with pytest.raises(CheckpointError, match="is not a regular file"):
+                read(path)
+
+
+def test_a_distributed_folder_is_an_error_that_names_the_command(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "run", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"dcp_to_torch .*run FILE"):
+        torch_checkpoint.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("numel", [100, LARGE])
+def test_every_flipped_bit_in_a_tensor_is_an_error(numel):
+    data = torch_bytes({"a": torch.ones(numel)})
+    start = data.index(torch.ones(numel).numpy().tobytes())
+    for at in (start, start + 2 * numel, start + 4 * numel - 1):
+        flipped = bytearray(data)
+        flipped[at] ^= 4
+        with pytest.raises(CheckpointError, match="checksum"):
+            torch_checkpoint.load(bytes(flipped))
+
+
+def test_a_flipped_bit_in_the_pickle_is_an_error():
+    data = torch_bytes({"weight": 1.5})
+    at = data.index(b"weight")
+    with pytest.raises(CheckpointError, match="checksum"):
+        torch_checkpoint.load(data[:at] + b"v" + data[at + 1 :])

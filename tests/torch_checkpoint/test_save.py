@@ -1,0 +1,369 @@
+"""What ``save`` writes is what ``torch.save`` would, and PyTorch reads it back."""
+
+import io
+import os
+import stat
+import struct
+import zipfile
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.torch_checkpoint import CheckpointError, writer
+from tests.support.torch_files import (
+    CONTENTS,
+    GOLDEN,
+    assert_equals_torch,
+    assert_same_bits,
+    bits,
+    records,
+    save_bytes,
+    torch_bytes,
+)
+
+DTYPES = [
+    mx.float32,
+    mx.float16,
+    mx.bfloat16,
+    mx.float64,
+    mx.complex64,
+    mx.bool_,
+    mx.uint8,
+    mx.int8,
+    mx.int16,
+    mx.int32,
+    mx.int64,
+    mx.uint16,
+    mx.uint32,
+    mx.uint64,
+]
+
+
+def random_array(shape, dtype, seed=0):
+    values = np.random.default_rng(seed).integers(0, 100, shape)
+    with mx.stream(mx.cpu):  # float64 exists only there
+        return mx.array(values).astype(dtype)
+
+
+@st.composite
+def arrays(draw):
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    return random_array(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 9)))
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**300), 2**300)
+    | st.floats()
+    | st.text(st.characters())
+    | st.binary()
+    | st.binary().map(bytearray)
+    | st.complex_numbers()
+    | st.sets(st.text() | st.integers(-(2**63), 2**63))
+    | st.text().map(Counter)
+    | arrays(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-9, 9) | st.none(), inner, max_size=4)
+        | st.dictionaries(st.text(), inner, max_size=3).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(obj=values)
+def test_pytorch_reads_back_what_was_saved(obj):
+    torch = pytest.importorskip("torch")
+    data = save_bytes(obj)
+    assert_equals_torch(obj, torch.load(io.BytesIO(data), weights_only=True))
+
+
+@settings(deadline=None, max_examples=150)
+@given(obj=values)
+def test_there_and_back_gives_the_same_bytes(obj):
+    torch = pytest.importorskip("torch")
+    ours = save_bytes(obj)
+    read = torch.load(io.BytesIO(ours), weights_only=True)
+    theirs = torch_bytes(read)
+    back = torch_checkpoint.load(theirs, float64=mx.float64)
+    assert_equals_torch(back, read)
+    again = records(save_bytes(back))
+    # Equal sets need not list their members in one order, so leave the pickle out.
+    for name, data in records(ours).items():
+        if name != "data.pkl":
+            assert again[name] == data == records(theirs)[name], name
+
+
+def test_golden_files_go_round_without_pytorch():
+    everything = torch_checkpoint.load(GOLDEN / "zip.pt")
+    again = torch_checkpoint.load(save_bytes(everything))
+    for name, expected in CONTENTS["DTYPES"].items():
+        assert_same_bits(again["dtypes"][name], expected)
+    for name, expected in CONTENTS["VIEWS"].items():
+        assert_same_bits(again["views"][name], np.asarray(expected))
+    for name, value in everything["plain"].items():
+        assert again["plain"][name] == value
+
+
+def test_equal_objects_give_equal_files():
+    def make():
+        return {"w": mx.arange(5), "lr": 0.1}
+
+    assert save_bytes(make()) == save_bytes(make())
+
+
+def test_sharing_by_identity_stays():
+    torch = pytest.importorskip("torch")
+    w, group = mx.ones((1000,)), {"lr": 0.1}
+    data = save_bytes({"a": w, "b": w, "c": [w], "g": [group, group]})
+    assert [name for name in records(data) if name.startswith("data/")] == ["data/0"]
+    back = torch.load(io.BytesIO(data), weights_only=True)
+    assert back["a"].data_ptr() == back["b"].data_ptr() == back["c"][0].data_ptr()
+    assert back["g"][0] is back["g"][1]
+    ours = torch_checkpoint.load(data)
+    assert ours["a"] is ours["b"] is ours["c"][0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a: a.T,
+        lambda a: a[::2, 1::3],
+        lambda a: a[::-1],
+        lambda a: mx.broadcast_to(a[:1], a.shape),
+        lambda a: a[5:, 7],
+        lambda a: a + 1,
+    ],
+)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.complex64, mx.uint8])
+def test_views_and_lazy_arrays(make, dtype, monkeypatch):
+    monkeypatch.setattr(writer, "_CHUNK", 256)  # so that there are many chunks
+    array = make(random_array((40, 30), dtype))
+    back = torch_checkpoint.load(save_bytes([array]))[0]
+    assert back.dtype == dtype
+    assert_same_bits(back, bits(mx.contiguous(array)))
+
+
+def test_numpy_arrays():
+    torch = pytest.importorskip("torch")
+    arrays = {
+        "f8": np.linspace(0, 1, 5),
+        "c16": np.array([1 + 2j]),
+        "big-endian": np.arange(5, dtype=">i4"),
+        "strided": np.arange(12).reshape(3, 4)[:, ::2],
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "bool": np.array([True, False]),
+        "0-d": np.array(3, np.uint16),
+    }
+    data = save_bytes(arrays)
+    for name, tensor in torch.load(io.BytesIO(data), weights_only=True).items():
+        assert np.array_equal(tensor.numpy(), arrays[name]), name
+        assert tensor.numpy().dtype == arrays[name].dtype.newbyteorder("="), name
+
+
+def test_the_pickle_is_pytorchs_own_byte_for_byte():
+    torch = pytest.importorskip("torch")
+    counts = (0, 1, 2, 999, 1000, 1001, 2000, 2001)
+    obj = {
+        "model": torch.nn.Sequential(
+            torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)
+        ).state_dict(),
+        "dtypes": [
+            torch.ones(2, 3).to(dtype)
+            for dtype in (torch.bfloat16, torch.uint16, torch.int64, torch.bool)
+        ],
+        "shapes": [torch.zeros(s) for s in ((), (0,), (3, 0, 2), (1, 2, 3, 4, 5))],
+        "numbers": [0, -1, 255, 256, 65535, 65536, 2**31, -(2**39), 2**39, 10**700],
+        "others": [1.5, True, None, "größe", b"\x00\xff", 2j, (1,), (1, 2, 3, 4)],
+        "batches": [
+            *(list(range(n)) for n in counts),
+            *(dict.fromkeys(range(n)) for n in counts),
+            *(OrderedDict.fromkeys(range(n)) for n in counts),
+        ],
+        "bytearray": [bytearray(b"abc"), bytearray()],
+        "counter": Counter(["one", "two", "one"]),
+        "sets": [{7}, frozenset({8})],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "leaf": torch.ones(2, requires_grad=True),
+    }
+    theirs = torch_bytes(obj)
+    ours = save_bytes(torch_checkpoint.load(theirs))
+    assert records(ours)["data.pkl"] == records(theirs)["data.pkl"]
+
+
+def test_records_are_stored_and_aligned_and_pytorch_maps_them(tmp_path):
+    torch = pytest.importorskip("torch")
+    obj = {"a": mx.arange(100_000), "empty": mx.zeros((0,)), "b": mx.ones((3,))}
+    path = tmp_path / "x.pt"
+    torch_checkpoint.save(path, obj)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        for info in archive.infolist():
+            assert info.filename.startswith("x/")
+            assert info.compress_type == zipfile.ZIP_STORED
+            lengths = struct.unpack_from("<2H", data, info.header_offset + 26)
+            assert (info.header_offset + 30 + sum(lengths)) % 64 == 0
+    mapped = torch.load(path, mmap=True, weights_only=True)
+    assert mapped["a"][-1] == 99_999
+    assert mapped["b"].tolist() == [1, 1, 1]
+
+
+def test_a_record_of_two_gib_is_written_and_read(tmp_path):
+    # The header is then 20 bytes longer, which alignment must count.
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "big.pt"
+    big = np.memmap(tmp_path / "zeros", np.uint8, "w+", shape=(2**11, 2**20))
+    torch_checkpoint.save(path, [big, np.arange(3)])
+    first, second = torch.load(path, mmap=True, weights_only=True)
+    assert first.shape == (2**11, 2**20)
+    assert second.tolist() == [0, 1, 2]
+    assert torch_checkpoint.shapes(path)[0].shape == (2**11, 2**20)
+
+
+def test_a_stream_that_cannot_seek_is_written_too():
+    class Stream(io.RawIOBase):
+        data = b""
+
+        def writable(self):
+            return True
+
+        def write(self, data):
+            self.data += bytes(data)
+            return len(data)
+
+    stream = Stream()
+    torch_checkpoint.save(stream, {"x": mx.arange(3)})
+    assert torch_checkpoint.load(stream.data)["x"].tolist() == [0, 1, 2]
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (Point(1, 2), r"is a Point.*named tuple"),
+        (nn.Linear(1, 1), r"is a Linear.*parameters"),
+        (np.float32(1), r"numpy float32.*\.item\(\)"),
+        (defaultdict(list), "defaultdict"),
+        (object(), "is a object"),
+        (mx.float16, "is a Dtype"),
+        (len, "is a builtin_function_or_method"),
+        (np.array(["x"]), "PyTorch lacks: <U1"),
+        (np.array([object()]), "PyTorch lacks: object"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_with_its_place(value, says, tmp_path):
+    with pytest.raises(TypeError, match=r"obj\['state'\]\[1\].*" + says):
+        torch_checkpoint.save(tmp_path / "x.pt", {"state": [0, value]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_load_would_refuse_is_not_saved():
+    cycle = []
+    cycle.append({"again": cycle})
+    with pytest.raises(CheckpointError, match="contains itself"):
+        save_bytes(cycle)
+    deep = []
+    for _ in range(127):
+        deep = [deep]
+    assert torch_checkpoint.load(save_bytes(deep)) == deep
+    with pytest.raises(CheckpointError, match="more than 128 deep"):
+        save_bytes([deep])
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(TypeError, match="too deep"):
+        save_bytes(deep)
+    for key in ((1, (2, 3)), frozenset()):
+        with pytest.raises(CheckpointError, match="dict key"):
+            save_bytes({key: 1})
+
+
+def test_swapped_arguments_are_explained():
+    with pytest.raises(TypeError, match="takes a path"):
+        torch_checkpoint.save({"x": 1}, "x.pt")
+
+
+def test_state_dict_metadata_comes_back():
+    torch = pytest.importorskip("torch")
+    model = torch.nn.BatchNorm1d(2)
+    loaded = torch_checkpoint.load(torch_bytes(model.state_dict()))
+    back = torch.load(io.BytesIO(save_bytes(loaded)), weights_only=True)
+    assert back._metadata == model.state_dict()._metadata
+    model.load_state_dict(back, strict=True)
+    loaded.note = "x"
+    with pytest.raises(TypeError, match="attributes other than _metadata"):
+        save_bytes(loaded)
+
+
+# A failed save leaves the old file, and nothing else, behind.
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_while_writing_leaves_the_old_file(tmp_path, error, monkeypatch):
+    def fail_at_second(array):
+        if array.size == 2:
+            raise error
+        return chunks(array)
+
+    path = tmp_path / "run.pt"
+    path.write_bytes(b"old")
+    chunks = writer._chunks
+    monkeypatch.setattr(writer, "_chunks", fail_at_second)
+    with pytest.raises(error):
+        torch_checkpoint.save(path, [mx.zeros((1,)), mx.zeros((2,))])
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_the_file_is_synced_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+
+        def note(*args, name=name, real=real):
+            calls.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(os, name, note)
+    torch_checkpoint.save(tmp_path / "x.pt", {"x": 1})
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_a_full_disk_is_reported():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError):  # noqa: PT011
+        torch_checkpoint.save(full, {"x": mx.zeros((1000,))})
+
+
+def test_the_mode_is_that_of_any_new_file(tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    torch_checkpoint.save(tmp_path / "x.pt", {})
+    mode = stat.S_IMODE((tmp_path / "x.pt").stat().st_mode)
+    assert mode == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_a_link_keeps_pointing_to_the_file(tmp_path):
+    path, link = tmp_path / "run.pt", tmp_path / "latest.pt"
+    link.symlink_to(path)
+    torch_checkpoint.save(link, {"epoch": 1})
+    assert link.is_symlink()
+    assert torch_checkpoint.load(path) == {"epoch": 1}
+
+
+def test_a_missing_folder_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        torch_checkpoint.save(tmp_path / "no" / "x.pt", {})

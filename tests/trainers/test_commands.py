@@ -1,0 +1,128 @@
+"""Every command: what it prints and how it ends."""
+
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from mlx_gradscale import __main__ as dispatcher
+from mlx_gradscale import __version__
+from mlx_gradscale.commands import run_command
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "tests" / "golden_convert" / "conv_sgd.pt"
+
+
+@contextmanager
+def closed_pipe():
+    """Standard output that nobody reads, as after ``| head`` has seen enough."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as output, redirect_stdout(output):
+        yield
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", str(CHECKPOINT)],
+        ["inspect", "--json", str(CHECKPOINT)],
+        *([name, "--help"] for name in dispatcher.COMMANDS if name != "run"),
+        ["--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_ends_a_command_without_a_word(arguments, capfd):
+    if arguments[0] == "lora":
+        pytest.importorskip("mlx_lm")
+    with closed_pipe():
+        code = dispatcher.main(arguments)
+    assert code == 141  # 128 plus SIGPIPE, as a shell reports it
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_minds_the_pipe():
+    command = [sys.executable, "-m", "mlx_gradscale", "inspect", str(CHECKPOINT)]
+    piped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    piped.stdout.close()  # before it has begun to print
+    assert piped.stderr.read() == b""
+    piped.stderr.close()
+    assert piped.wait() == 141
+
+
+def test_an_expected_error_is_one_line_and_others_are_raised(capsys):
+    def fail():
+        raise ValueError("a value\nis wrong\x1b[2J")
+
+    assert run_command(fail, (ValueError,), flags={"value": "--value"}) == 1
+    assert capsys.readouterr().err == "error: a --value is wrong\\x1b[2J\n"
+    with pytest.raises(ValueError, match="is wrong"):
+        run_command(fail, (KeyError,))
+
+
+def test_ctrl_c_ends_a_command_with_130(capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    assert run_command(interrupt) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_package_imports_no_conversion():
+    code = "import sys, mlx_gradscale; print('mlx_gradscale.convert' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_help_lists_every_command(capsys):
+    assert dispatcher.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in dispatcher.COMMANDS)
+    assert dispatcher.main([]) == 2
+
+
+def test_a_wrong_word_is_named(capsys):
+    assert dispatcher.main(["nonsense\x1b[2J"]) == 2
+    assert r"no command 'nonsense\x1b[2J'" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    assert dispatcher.main(["--version"]) == 0
+    mlx = importlib.metadata.version("mlx")
+    assert capsys.readouterr().out == f"mlx_gradscale {__version__}, MLX {mlx}\n"
+
+
+@pytest.mark.parametrize("name", dispatcher.COMMANDS)
+def test_each_help_has_an_example(name, capsys):
+    if name == "lora":
+        pytest.importorskip("mlx_lm")
+    with pytest.raises(SystemExit) as stopped:
+        dispatcher.main([name, "--help"])
+    assert stopped.value.code == 0
+    assert "example: mlx_gradscale" in " ".join(capsys.readouterr().out.split())
+
+
+def test_arguments_reach_the_command(capsys):
+    assert dispatcher.main(["inspect", str(CHECKPOINT)]) == 0
+    assert "SGD" in capsys.readouterr().out
+    run = [sys.executable, "-m", "mlx_gradscale", "inspect", "no.pt"]
+    assert subprocess.run(run, capture_output=True).returncode == 1
+
+
+def test_every_command_has_a_main():
+    for module, _ in dispatcher.COMMANDS.values():
+        assert callable(importlib.import_module(f"mlx_gradscale.{module}").main)
+
+
+def test_the_scripts_are_the_package_and_lora():
+    tomllib = pytest.importorskip("tomllib")
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts.keys() == {"mlx_gradscale", "mlx_gradscale.lora"}
+    for target in scripts.values():
+        module, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))

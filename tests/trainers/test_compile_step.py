@@ -1,0 +1,62 @@
+"""``compile_step``: restored after a failed trace, and warned of skipped steps."""
+
+import warnings
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from helpers import INF, Mlp, batch, bits, mse
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer, compile_step
+
+
+def make_step(gain=1.0):
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(256.0))
+    optimizer.init(model.trainable_parameters())
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+    state = [model.state, optimizer.state, mx.random.state]
+    failures = []
+
+    def step(x, y):
+        noise = mx.random.normal(y.shape)
+        loss, grads = loss_and_grad(x * gain, y + 0 * noise)
+        optimizer.update(model, grads)
+        for error in failures:
+            raise error
+        return loss
+
+    return compile_step(step, state), failures, [model.state, optimizer.state]
+
+
+@pytest.mark.parametrize("error", [ValueError("a typo"), KeyboardInterrupt()])
+def test_a_trace_that_raises_leaves_everything_as_it_was(error):
+    step, failures, state = make_step()
+    before, key = bits(state), mx.random.state[0].tolist()
+    failures.append(error)
+    with pytest.raises(type(error)):
+        step(*batch(0, 8, mx.float16))
+    assert bits(state) == before
+    assert mx.random.state[0].tolist() == key
+    failures.clear()
+    assert step(*batch(0, 8, mx.float16)).item() > 0
+    assert bits(state) != before
+
+
+def test_a_loop_that_reads_nothing_is_warned_after_skipping_every_step():
+    def run(step):
+        for i in range(100):
+            step(*batch(i, 8, mx.float16))
+
+    with pytest.warns(UserWarning, match="steps in a row were skipped") as found:
+        run(make_step(gain=INF)[0])
+    assert "explain_overflow" in str(found[0].message)
+    assert found[0].filename == __file__
+
+
+def test_a_healthy_loop_is_not_warned():
+    step, *_ = make_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(120):
+            step(*batch(i, 8, mx.float16))

@@ -1,0 +1,198 @@
+"""The average of the weights: of the masters, over the steps that were applied."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from helpers import INF, Mlp, Traced, batch, bits, mse
+from mlx.utils import tree_flatten
+from support.checkpoint_runs import Run, scaler
+
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from mlx_gradscale.ema import EMA
+
+DECAY = 0.97
+
+
+@pytest.fixture
+def _eager():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+eager = pytest.mark.usefixtures("_eager")
+
+
+class Averaged:
+    """A float16 run with an average, in one compiled step."""
+
+    def __init__(self):
+        self.model = Mlp(dtype=mx.float16)
+        self.optimizer = LossScaleOptimizer(optim.SGD(1e-3), scaler())
+        self.ema = EMA(self.model, self.optimizer, DECAY)
+        value_and_grad = self.optimizer.value_and_grad(self.model, mse(self.model))
+        self.optimizer.init(self.model.trainable_parameters())
+        state = [self.model.state, self.optimizer.state, self.ema.state]
+
+        def step(x, y):
+            loss, grads = value_and_grad(x, y)
+            self.optimizer.update(self.model, grads)
+            self.ema.update(self.model)
+            return loss
+
+        self.traced = Traced(step)
+        self.compiled = mx.compile(self.traced, inputs=state, outputs=state)
+        self.state = state
+
+    def train(self, start, stop):
+        for i in range(start, stop):
+            x, y = batch(i, 8, mx.float16)
+            self.compiled(x * (INF if i % 5 == 4 else 1), y)
+            mx.eval(self.state)
+            yield i
+
+    def bits(self):
+        return bits(self.state)
+
+
+def test_masters_are_averaged_over_applied_steps_in_a_compiled_step():
+    run = Averaged()
+    expected = {
+        path: np.array(x, np.float64)
+        for path, x in tree_flatten(run.optimizer.masters(run.model.parameters()))
+    }
+    rounded, before = dict(expected), bits(run.ema.state)
+    for i in run.train(0, 20):
+        applied = run.optimizer.scaler.last_step_applied.item()
+        assert not (applied and i % 5 == 4)
+        if not applied:
+            assert bits(run.ema.state) == before
+            continue
+        before = bits(run.ema.state)
+        weights = dict(tree_flatten(run.model.parameters()))
+        for path, x in run.optimizer.state["masters"].items():
+            for average, value in ((expected, x), (rounded, weights[path])):
+                new = (1 - DECAY) * np.array(value, np.float64)
+                average[path] = DECAY * average[path] + new
+    assert run.traced.count == 1
+    found = run.ema.state["weights"]
+    assert found.keys() == expected.keys()
+    for path, x in found.items():
+        assert x.dtype == mx.float32
+        np.testing.assert_allclose(np.array(x), expected[path], rtol=1e-5, atol=1e-7)
+    # The average of the weights themselves is another: float16 hides small steps.
+    apart = max(np.abs(rounded[path] - expected[path]).max() for path in expected)
+    assert apart > 1e-5
+
+
+def test_a_run_goes_on_with_its_average(tmp_path):
+    run = Averaged()
+    list(run.train(0, 6))
+    save_checkpoint(tmp_path / "run", run.model, run.optimizer, ema=run.ema.state)
+    list(run.train(6, 12))
+    for other in (run, Averaged()):
+        extra = restore_checkpoint(tmp_path / "run", other.model, other.optimizer)
+        other.ema.state = extra["ema"]
+        traces = other.traced.count
+        list(other.train(6, 12))
+        assert other.traced.count == max(traces, 1)
+        if other is run:
+            expected = other.bits()
+    assert other.bits() == expected
+
+
+@eager
+def test_an_average_is_swapped_in_and_out():
+    run = Averaged()
+    list(run.train(0, 3))
+    before = run.bits()
+    average = run.ema.state["weights"]["layers.0.weight"]
+
+    def fails():
+        with run.ema.swapped_into(run.model):
+            weight = run.model.layers[0].weight
+            assert bits(weight) == bits(average.astype(mx.float16))
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        fails()
+    assert run.bits() == before
+    # The masters count as before: nothing was replaced.
+    masters = run.optimizer.masters(run.model.parameters())
+    assert bits(masters["layers"][0]["weight"]) == bits(
+        run.optimizer.state["masters"]["layers.0.weight"]
+    )
+
+
+@eager
+def test_with_a_scaler_of_the_loop():
+    model, optimizer, loop = Mlp(), optim.SGD(0.1), GradScaler(2.0**8)
+    ema = EMA(model, decay=0.5)
+    value_and_grad = loop.value_and_grad(model, mse(model))
+    for scale in (1, INF):
+        x, y = batch(0, 8)
+        start = bits(ema.state)
+        _, grads = value_and_grad(x * scale, y)
+        ema.update(model, loop.minimize(optimizer, model, grads))
+        assert (bits(ema.state) == start) == (scale == INF)
+
+
+def test_a_weight_that_is_changed_in_place_does_not_change_the_average():
+    model = Mlp()
+    ema = EMA(model)
+    before = bits(ema.state)
+    model.layers[0].weight += 1
+    assert bits(ema.state) == before
+
+
+@eager
+def test_misuse_says_what_to_do():
+    model = Mlp()
+    for decay in (1.0, -0.1, "0.9"):
+        with pytest.raises(ValueError, match="at least 0 and below 1"):
+            EMA(model, decay=decay)
+    ema = EMA(model)
+    model.layers[0].freeze()
+    with pytest.raises(ValueError, match="Create a new EMA"):
+        ema.update(model)
+    before = bits(ema.state)
+    for state in (EMA(model).state, EMA(Mlp(width=3)).state, {"rate": 1}):
+        with pytest.raises(ValueError, match="average of this model"):
+            ema.state = state
+    assert bits(ema.state) == before
+
+
+@eager
+def test_frozen_layers_and_statistics_are_left_alone():
+    run = Run(optim.AdamW(1e-2))
+    ema = EMA(run.model)
+    assert not any(path.startswith("layers.1") for path in ema.state["weights"])
+    run.train(0, 1)
+    ema.update(run.model)
+    statistics = run.model.norm.running_mean
+    with ema.swapped_into(run.model):
+        assert run.model.norm.running_mean is statistics
+
+
+def test_a_weight_that_a_tuple_holds_too():
+    model = nn.Linear(2, 1)
+    model.both = (model.weight, model.bias)
+    ema = EMA(model)
+    own = model.weight = model.weight + 1
+    model.both = (own, model.bias)
+    with ema.swapped_into(model):
+        assert not mx.array_equal(model.weight, own)
+    assert model.weight is own
+    # And in the gradients of somebody else's differentiation.
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    loss_fn = optimizer.scale_loss(lambda x: model(x).sum(), model)
+    _, gradients = nn.value_and_grad(model, loss_fn)(mx.ones((1, 2)))
+    assert gradients["weight"].tolist() == [[1.0, 1.0]]
+    assert mx.array_equal(model.weight, own)

@@ -1,0 +1,299 @@
+"""``everywhere()``: trainers that make their own optimizer and loss."""
+
+import copy
+import gc
+import math
+import pickle
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from helpers import Mlp, batch, bits, mse
+from mlx.utils import tree_map
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
+
+NAMES = [
+    (mx, "compile"),
+    (mx, "grad"),
+    (mx, "value_and_grad"),
+    (nn, "value_and_grad"),
+    (nn.utils, "value_and_grad"),
+    (optim.Optimizer, "update"),
+    (optim.Optimizer, "apply_gradients"),
+    (optim.MultiOptimizer, "apply_gradients"),
+    (optim.Optimizer, "__new__"),
+    (optim.Optimizer, "__init__"),
+]
+PLAIN = [getattr(owner, name) for owner, name in NAMES]
+
+
+def is_as_before():
+    return [getattr(owner, name) for owner, name in NAMES] == PLAIN
+
+
+def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps=6):
+    """A trainer as others write them: nothing can be handed in."""
+    mx.random.seed(3)
+    model = Mlp(dtype=dtype)
+    loss_and_grad = nn.value_and_grad(model, lambda x, y: 1e-3 * mse(model)(x, y))
+    optimizer = make()
+    state = [model.state, optimizer.state, mx.random.state]
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        grads, _ = optim.clip_grad_norm(grads, max_norm=1.0)
+        optimizer.update(model, grads)
+        return loss
+
+    if compiled:
+        step = partial(mx.compile, inputs=state, outputs=state)(step)
+    losses = []
+    for i in range(steps):
+        losses.append(step(*batch(i, dtype=dtype)))
+        mx.eval(losses, state)
+    return losses[-1].item(), model, optimizer
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_training_follows_float32_where_plain_float16_is_nan(compiled):
+    wanted, *_ = train(mx.float32, compiled=compiled)
+    assert math.isnan(train(compiled=compiled)[0])
+    with everywhere() as here:
+        found, model, optimizer = train(compiled=compiled)
+    assert found == pytest.approx(wanted, rel=0.02)
+    assert type(optimizer) is optim.AdamW
+    assert optimizer.step.item() == 6
+    assert {x.dtype for x in model.layers[0].values()} == {mx.float16}
+    moments = optimizer.state["layers"][0]["weight"]
+    assert {x.dtype for x in moments.values()} == {mx.float32}
+    assert here.report()[1] == "AdamW: 6 steps applied, 0 skipped"
+    assert is_as_before()
+
+
+def test_compiled_and_eager_training_are_bit_identical():
+    found = []
+    for compiled in (False, True):
+        with everywhere():
+            _, model, optimizer = train(compiled=compiled)
+        found.append(bits([model.parameters(), optimizer.state]))
+    assert found[0] == found[1]
+
+
+def test_each_model_gets_a_scaler_of_the_given_kind():
+    with everywhere(lambda: GradScaler(64.0), max_grad_norm=0.5) as here:
+        train(steps=1)
+        train(steps=1)
+    assert [scaler.get_scale() for scaler in here.scalers] == [64.0, 64.0]
+
+
+def test_a_wrong_argument_raises_before_anything_is_replaced():
+    with pytest.raises(ValueError, match="max_grad_norm must be"):
+        everywhere(max_grad_norm=-1.0).__enter__()
+    assert is_as_before()
+
+
+def decayed_norm(dtype, decay=1e-4, steps=80):
+    """A trainer as unsloth-zoo's: it decays the weights itself, before the step."""
+    mx.random.seed(3)
+    model = Mlp(dtype=dtype)
+    loss_and_grad = nn.value_and_grad(model, mse(model))
+    optimizer = optim.AdamW(1e-4, weight_decay=0.0)
+    before = model.layers[0].weight.astype(mx.float32)
+    for i in range(steps):
+        _, grads = loss_and_grad(*batch(i, dtype=dtype))
+        weights = model.trainable_parameters()
+        full = tree_map(lambda x: x.astype(mx.float32) * (1 - decay), weights)
+        model.update(tree_map(lambda x, y: x.astype(y.dtype), full, weights))
+        optimizer.update(model, grads)
+        mx.eval(model.state, optimizer.state)
+    after = model.layers[0].weight.astype(mx.float32)
+    return mx.linalg.norm(after).item() / mx.linalg.norm(before).item()
+
+
+def test_small_changes_of_a_trainer_to_weights_survive_with_compute_dtype():
+    wanted, without = decayed_norm(mx.float32), decayed_norm(mx.float32, decay=0.0)
+    with everywhere():
+        lost = decayed_norm(mx.float16)
+    with everywhere(compute_dtype=mx.float16):
+        found = decayed_norm(mx.float32)
+    # 80 steps of 1e-4, of which float16 weights keep nothing.
+    assert without - wanted == pytest.approx(80 * 1e-4, rel=0.05)
+    assert lost == pytest.approx(without, abs=4e-4)
+    assert found == pytest.approx(wanted, abs=4e-4)
+
+
+def several():
+    groups = [optim.AdamW(1e-2), optim.SGD(0.1)]
+    return optim.MultiOptimizer(groups, [lambda path, x: "0" in path])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_multi_optimizer_is_guarded_as_one(compiled):
+    wanted, *_ = train(mx.float32, make=several, compiled=compiled)
+    with everywhere() as here:
+        found, _, optimizer = train(make=several, compiled=compiled)
+    assert here.report()[1:] == ["MultiOptimizer: 6 steps applied, 0 skipped"]
+    assert found == pytest.approx(wanted, rel=0.02)
+    kinds = [type(each) for each in optimizer.optimizers]
+    assert kinds == [optim.AdamW, optim.SGD]
+
+
+def test_everything_is_restored_when_nested_and_after_an_exception():
+    def fail():
+        with everywhere(lambda: GradScaler(2.0)) as inner:
+            train(steps=1)
+            assert inner.scalers[0].get_scale() == 2.0
+            raise KeyError("a trainer's own")
+
+    with everywhere() as here:
+        with pytest.raises(KeyError):
+            fail()
+        assert not is_as_before()
+        train(steps=1)
+        assert here.scalers[0].get_scale() > 2.0
+    assert is_as_before()
+
+
+def test_functions_made_inside_are_plain_afterwards():
+    model = Mlp(dtype=mx.float16)
+    with everywhere():
+        loss_and_grad = mx.compile(nn.value_and_grad(model, mse(model)))
+        _, inside = loss_and_grad(*batch(0, dtype=mx.float16))
+        optim.SGD(0.1).update(model, inside)
+    _, outside = loss_and_grad(*batch(0, dtype=mx.float16))
+    assert inside["layers"][0]["weight"].dtype == mx.float32
+    assert outside["layers"][0]["weight"].dtype == mx.float16
+
+
+@pytest.mark.parametrize("make", [lambda: optim.AdamW(1e-2), optim.Adafactor])
+def test_an_optimizer_can_be_pickled_and_copied_inside(make):
+    with everywhere():
+        _, model, optimizer = train(make=make, steps=2, compiled=False)
+        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert type(copied) is type(optimizer)
+            assert vars(copied).keys() == vars(optimizer).keys()
+            assert bits(copied.state) == bits(optimizer.state)
+            copied.update(model, tree_map(mx.zeros_like, model.parameters()))
+            assert copied.step.item() == 3
+
+
+def test_a_dropped_optimizer_and_model_are_freed_inside():
+    with everywhere() as here:
+        _, model, optimizer = train(steps=2)
+        references = [weakref.ref(model), weakref.ref(optimizer)]
+        moments = weakref.ref(optimizer.state["layers"][0]["weight"]["m"])
+        del model, optimizer
+        train(steps=1)
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
+        assert moments() is None
+        assert "AdamW: 2 steps applied, 0 skipped" in here.report()
+
+
+def test_a_loss_that_is_scaled_already_is_left_alone():
+    model = Mlp(dtype=mx.float16)
+    ours = LossScaleOptimizer(optim.SGD(0.1), GradScaler(4.0))
+    with everywhere() as here:
+        loss_fn = ours.scale_loss(mse(model), model)
+        _, grads = nn.value_and_grad(model, loss_fn)(*batch(0, dtype=mx.float16))
+        ours.update(model, grads)
+        _, grads = ours.value_and_grad(model, mse(model))(*batch(1, dtype=mx.float16))
+        ours.update(model, grads)
+    assert not here.scalers
+    assert ours.step.item() == 2
+
+
+def test_a_model_without_half_precision_is_reported_once_and_left_alone():
+    def run():
+        with everywhere() as here:
+            found = [train(mx.float32)[0] for _ in range(2)]
+        assert not here.report()
+        return found
+
+    wanted, *_ = train(mx.float32)
+    with pytest.warns(UserWarning, match="no half-precision parameters") as warned:
+        assert run() == [wanted, wanted]
+    assert len(warned) == 1
+
+
+def test_a_gradient_inside_of_a_loss_is_not_scaled():
+    def penalized(model):
+        def loss_fn(x, y):
+            slope = mx.grad(lambda x: model(x).astype(mx.float32).sum())(x)
+            return mse(model)(x, y) + 0.1 * mx.square(slope).astype(mx.float32).mean()
+
+        return loss_fn
+
+    found = []
+    for dtype in (mx.float32, mx.float16):
+        mx.random.seed(0)
+        model = Mlp(dtype=mx.float32)
+        model.set_dtype(dtype)
+        with everywhere() if dtype == mx.float16 else pytest.MonkeyPatch.context():
+            _, grads = nn.value_and_grad(model, penalized(model))(*batch(0, 8, dtype))
+            optim.SGD(0.0).update(model, grads)
+        found.append(mx.linalg.norm(grads["layers"][0]["weight"]).item())
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+def test_a_training_loop_in_a_worker_thread_is_reached():
+    found = []
+    with everywhere() as here:
+        worker = threading.Thread(target=lambda: found.append(train()[0]))
+        worker.start()
+        worker.join()
+        assert here.report()[1] == "AdamW: 6 steps applied, 0 skipped"
+    assert found[0] == pytest.approx(train(mx.float32)[0], rel=0.02)
+
+
+def test_a_compiled_function_that_fails_leaves_the_model_as_it_was():
+    model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
+    state = [model.state, optimizer.state, mx.random.state]
+    loss_and_grad = nn.value_and_grad(model, mse(model))
+    before = bits(model.parameters())
+
+    def step(x, y):
+        mx.random.normal((2,))
+        _, grads = loss_and_grad(x, y)
+        optimizer.update(model, grads)
+        if is_broken:
+            raise KeyError("in the trace")
+
+    with everywhere() as here:
+        step = mx.compile(step, inputs=state, outputs=state)
+        for is_broken in (True, False):
+            if is_broken:
+                with pytest.raises(KeyError):
+                    step(*batch(0, dtype=mx.float16))
+                assert bits(model.parameters()) == before
+            else:
+                step(*batch(0, dtype=mx.float16))
+        assert "AdamW: 1 steps applied, 0 skipped" in here.report()
+        mx.eval(mx.random.normal((2,)))
+
+
+def test_the_random_stream_of_the_trainer_is_unchanged():
+    def draw():
+        mx.random.seed(5)
+        train(steps=1)
+        return mx.random.normal((3,)).tolist()
+
+    with everywhere():
+        inside = draw()
+    assert inside == draw()
+
+
+def test_the_example_learns(monkeypatch):
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    import everywhere as example
+
+    naive, scaled = example.main()
+    assert math.isnan(naive)
+    assert scaled < 0.5

@@ -1,0 +1,412 @@
+"""``mlx_gradscale lora``: mlx-lm's command on a model folder that is made here."""
+
+import json
+import math
+import re
+import sys
+import types
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+import mlx_lm.lora
+import mlx_lm.tuner.trainer as trainer
+from support.lora_parts import make_data, make_model
+from support.ring import run_ranks
+
+from mlx_gradscale.__main__ import main as package_main
+from mlx_gradscale.diagnostics import ScaleHistory
+from mlx_gradscale.float32_layers import list_float32_layers, save_float32_layers
+from mlx_gradscale.trainers import lora_training
+from mlx_gradscale.trainers.lora import main
+from mlx_gradscale.trainers.lora_options import read_options
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:.*swig.*")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    make_model(folder / "model")
+    make_model(folder / "quantized", quantize=True)
+    make_data(folder / "data")
+    return folder
+
+
+def arguments(place, adapters, *others, model="model"):
+    given = {
+        "--model": place / model,
+        "--data": place / "data",
+        "--adapter-path": adapters,
+        "--iters": 12,
+        "--batch-size": 2,
+        "--num-layers": 2,
+        "--steps-per-report": 3,
+        "--steps-per-eval": 6,
+        "--save-every": 6,
+        "--max-seq-length": 64,
+        "--val-batches": 1,
+        "--learning-rate": 1e-2,
+    }
+    flat = [str(x) for pair in given.items() for x in pair]
+    return ["--train", *flat, *map(str, others)]
+
+
+# LoRA's scale is 20: what suits all weights is too much for adapters.
+SLOWER = ("--learning-rate", "1e-3")
+FULL = ("--fine-tune-type", "full", "--optimizer", "adamw")
+
+
+def losses(path):
+    return [(r.step, r.loss, r.scale, r.applied) for r in ScaleHistory.load(path)]
+
+
+def mlx_lm_losses(monkeypatch, arguments):
+    """Run ``mlx_lm.lora`` itself, and return the losses that it reports."""
+    found = []
+    report = types.SimpleNamespace(
+        on_train_loss_report=lambda info: found.append(info["train_loss"]),
+        on_val_loss_report=lambda info: None,
+    )
+    monkeypatch.setattr(mlx_lm.lora, "get_reporting_callbacks", lambda *a, **k: report)
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.lora", *arguments])
+    mlx_lm.lora.main()
+    return found
+
+
+def test_full_float16_learns_where_mlx_lm_gives_nan(
+    place, tmp_path, monkeypatch, capsys
+):
+    plain = mlx_lm_losses(monkeypatch, arguments(place, tmp_path / "plain", *FULL))
+    assert all(map(math.isnan, plain))
+    history = tmp_path / "run.csv"
+    ours = arguments(place, tmp_path / "ours", *FULL, "--history", history)
+    capsys.readouterr()
+    assert main(ours) == 0
+    out = capsys.readouterr().out
+    found = losses(history)
+    assert [step for step, *_ in found] == list(range(1, 13))
+    assert found[-1][1] < found[0][1] - 0.5
+    assert "Iter 12: loss 4." in out
+    assert ", skipped 0" in out
+    assert history.with_suffix(".png").stat().st_size > 1000
+    # mlx-lm's own files, and beside them the checkpoint.
+    names = {path.name for path in (tmp_path / "plain").iterdir()}
+    assert {p.name for p in (tmp_path / "ours").iterdir()} == names | {"checkpoint"}
+    saved = mx.load(str(tmp_path / "ours/adapters.safetensors"))
+    assert {x.dtype for x in saved.values()} == {mx.float16}
+    # Everything of mlx-lm's is as it was.
+    assert mlx_lm.lora.train is trainer.train
+
+
+def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
+    flags = (*SLOWER, "--batch-size", "4")
+    load = mlx_lm.lora.load
+
+    def load_float32(*args, **kwargs):
+        model, tokenizer = load(*args, **kwargs)
+        model.set_dtype(mx.float32)
+        return model, tokenizer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlx_lm.lora, "load", load_float32)
+        reference = arguments(place, tmp_path / "plain", *flags)
+        wanted = mlx_lm_losses(patch, reference)
+    history = tmp_path / "run.jsonl"
+    given = arguments(place, tmp_path / "ours", *flags, "--history", history)
+    assert main([*given, "--dtype", "float16", "--test"]) == 0
+    found = [loss for _, loss, *_ in losses(history)]
+    for i, loss in enumerate(wanted):
+        assert sum(found[3 * i : 3 * i + 3]) / 3 == pytest.approx(loss, rel=0.02)
+    config = json.loads((tmp_path / "ours/adapter_config.json").read_text())
+    assert config["fine_tune_type"] == "lora"
+
+
+def test_qlora_learns(place, tmp_path):
+    history = tmp_path / "run.csv"
+    # Small: with quantized weights a token takes 5 ms on the CPU.
+    flags = (*SLOWER, "--history", history, "--batch-size", "1")
+    given = arguments(place, tmp_path / "a", *flags, model="quantized")
+    assert main(given) == 0
+    found = losses(history)
+    assert found[-1][1] < found[0][1] - 0.1
+    assert all(applied for *_, applied in found)
+    saved = mx.load(str(tmp_path / "a/adapters.safetensors"))
+    assert all("lora_" in name for name in saved)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (*FULL, "--grad-checkpoint"),
+        ("--save-every", "5", "--grad-accumulation-steps", "2", "-c"),
+    ],
+    ids=["full", "LoRA with dropout, accumulated"],
+)
+def test_a_killed_run_resumes_bit_identically(
+    others, place, tmp_path, monkeypatch, capsys
+):
+    if others[-1] == "-c":
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            "lora_parameters: {rank: 4, dropout: 0.2, scale: 2.0}\nmax_grad_norm: 1.0\n"
+            "lr_schedule: {name: cosine_decay, arguments: [1e-2, 20]}\n"
+        )
+        others = (*others, config)
+    # 9 batches an epoch: from the sixth iteration through the second epoch.
+    others = (*others, "--iters", "20", "--loss-scale", "dynamic")
+
+    def run(name, *more):
+        given = arguments(place, tmp_path / name, *others, *more)
+        main([*given, "--history", str(tmp_path / f"{name}.csv")])
+        return losses(tmp_path / f"{name}.csv")
+
+    monkeypatch.setattr(lora_training, "grad_checkpoint", _checkpoint_once(trainer))
+    whole = run("whole")
+    record = ScaleHistory.record
+
+    def killed(self, source, step, **values):
+        record(self, source, step=step, **values)
+        if step == 8:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScaleHistory, "record", killed)
+        with pytest.raises(Killed):
+            run("killed")
+    assert losses(tmp_path / "killed.csv") == whole[:8]
+    capsys.readouterr()
+    assert run("killed", "--resume") == whole
+    # The progress bar counts on.
+    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "100% ·    20/20" in shown
+    files = [f"{name}/adapters.safetensors" for name in ("whole", "killed")]
+    one, other = (mx.load(str(tmp_path / file)) for file in files)
+    assert all(mx.array_equal(one[name], other[name]) for name in one)
+
+
+def _checkpoint_once(module):
+    # mlx-lm patches the layers' class for good: once is enough for all the tests.
+    checkpoint, done = module.grad_checkpoint, []
+
+    def once(layer):
+        if not done:
+            checkpoint(layer)
+            done.append(layer)
+
+    return once
+
+
+def test_a_run_that_is_done_can_be_given_more_iterations(place, tmp_path, capsys):
+    def run(*more):
+        given = arguments(place, tmp_path / "a", "--iters", *more)
+        return main([*given, "--history", str(tmp_path / "run.csv")])
+
+    assert run("6") == 0
+    assert run("6", "--resume") == 0
+    assert len(losses(tmp_path / "run.csv")) == 6
+    assert run("9", "--resume") == 0
+    assert [step for step, *_ in losses(tmp_path / "run.csv")] == list(range(1, 10))
+    capsys.readouterr()
+    assert run("9", "--resume") == 0
+    assert "All 9 iterations are done." in capsys.readouterr().out
+
+
+def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
+    place, tmp_path, capsys
+):
+    def run(name, *more):
+        given = arguments(place, tmp_path / name, *SLOWER, "--save-every", "2", *more)
+        code = main([*given, "--history", str(tmp_path / f"{name}.csv")])
+        return code, capsys.readouterr()
+
+    for name in ("same", "slower", "refused"):
+        assert run(name, "--iters", "2")[0] == 0
+    _, said = run("same", "--iters", "4", "--resume")
+    assert "The learning rate" not in said.out
+    _, said = run("slower", "--iters", "4", "--resume", "--learning-rate", "1e-5")
+    assert "The learning rate was 0.001 and is now 1e-05." in said.out
+    same, slower = (losses(tmp_path / f"{n}.csv") for n in ("same", "slower"))
+    # The third loss is that of the weights before the first step at the new rate.
+    assert same[:3] == slower[:3]
+    assert slower[3][1] > same[3][1]
+    for flags, sentence in (
+        (("--batch-size", "4"), "was saved with batch_size 2, and this run has 4"),
+        (("--loss-scale", "128"), "with loss_scale dynamic, and this run has 128.0"),
+        (("--loss-scale", "off"), "with loss_scale dynamic, and this run has 1.0"),
+    ):
+        code, said = run("refused", "--iters", "4", "--resume", *flags)
+        assert code == 1
+        assert sentence in said.err
+
+
+def test_two_ranks_train_as_one(place, tmp_path):
+    given = arguments(place, tmp_path / "a", *FULL, "--max-grad-norm", "0.5")
+    given += ["--iters", "4", "--save-every", "2"]
+    codes, two, output = run_ranks(2, tmp_path / "2", "lora_ranks.py", *given)
+    assert codes == [0, 0], output
+    assert two[0] == two[1]
+    assert two[0]["size"] == 2
+    # The same rows in one process: the norm of copies is not that of shards.
+    history = tmp_path / "one.csv"
+    alone = [*given, "--adapter-path", str(tmp_path / "b"), "--history", str(history)]
+    assert main(alone) == 0
+    norm = ScaleHistory.load(history)[-1].grad_norm
+    assert two[0]["norm"] == pytest.approx(norm, rel=0.05)
+    more = [*given, "--iters", "6", "--resume"]
+    codes, found, output = run_ranks(2, tmp_path / "more", "lora_ranks.py", *more)
+    assert codes == [0, 0], output
+    assert found[0]["weights"] == found[1]["weights"] != two[0]["weights"]
+
+
+def test_a_wrong_flag_is_an_error_of_the_parser(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--los-scale", "8"])
+    assert exit_.value.code == 2
+    assert "unrecognized arguments: --los-scale 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert "--loss-scale dynamic|NUMBER|off" in said
+    assert "--resume-adapter-file" in said
+    assert "Tested with mlx-lm 0.32.2" in said
+    assert package_main([]) == 2
+    assert "lora " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--loss-scale", "much"], "loss_scale must be dynamic, off or a positive"),
+        (["--loss-scale", "0"], "loss_scale must be dynamic, off or a positive"),
+        (["--max-grad-norm", "-1"], "max_grad_norm must be a positive number, not -1"),
+        (["--history", "run.txt"], "history must be a .csv or .jsonl file"),
+        (["--float32-layers", "none.json"], "there is no file none.json"),
+        (["--resume"], "There is nothing to resume"),
+    ],
+)
+def test_a_wrong_value_is_an_error_in_one_line(
+    flags, sentence, place, tmp_path, capsys
+):
+    assert main(arguments(place, tmp_path / "a", *flags)) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_error_of_mlx_lm_keeps_its_traceback(place, tmp_path):
+    with pytest.raises(ValueError, match="only has 2 layers"):
+        main(arguments(place, tmp_path / "a", "--num-layers", "9"))
+
+
+def test_a_yaml_file_can_set_our_options():
+    def read(**given):
+        return read_options(types.SimpleNamespace(**given))
+
+    options = read(loss_scale=False, dtype="bfloat16", max_grad_norm="2")
+    assert options.dtype == mx.bfloat16
+    assert (options.loss_scale, options.max_grad_norm) == (1.0, 2.0)
+    assert read(loss_scale=1024).loss_scale == 1024.0
+    assert read(masters="remainder").masters == "remainder"
+    with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16"):
+        read(dtype="float8")
+    with pytest.raises(ValueError, match="masters must be one of float32, remainder"):
+        read(masters="none")
+
+
+@pytest.mark.parametrize("scale", ["off", "128"])
+def test_no_scale_and_a_scale_that_stays(scale, place, tmp_path):
+    history = tmp_path / "run.csv"
+    flags = ("--iters", "2", "--loss-scale", scale, "--history", history)
+    assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
+    wanted = 1.0 if scale == "off" else 128.0
+    assert [(s, ok) for *_, s, ok in losses(history)] == [(wanted, True)] * 2
+
+
+def test_remainders_train_as_masters_do_and_resume(place, tmp_path):
+    found = {}
+    for kind in ("float32", "remainder"):
+        history = tmp_path / f"{kind}.csv"
+        flags = ("--masters", kind, "--history", history, "--save-every", "2")
+        given = arguments(place, tmp_path / kind, *FULL, *flags)
+        assert main([*given, "--iters", "2"]) == 0
+        assert main([*given, "--iters", "4", "--resume"]) == 0
+        found[kind] = [loss for _, loss, *_ in losses(history)]
+    assert found["remainder"] == pytest.approx(found["float32"], rel=1e-5)
+    assert len(set(found["remainder"])) == 4
+
+
+def test_float32_layers_are_those_of_the_model_that_is_trained(
+    place, tmp_path, monkeypatch
+):
+    file, seen = tmp_path / "layers.json", []
+    save_float32_layers(file, ["model.layers.1.mlp"])
+    evaluate = mlx_lm.lora.evaluate
+
+    def look(*args, model, **kwargs):
+        projection = model.layers[0].self_attn.q_proj
+        seen.append((list_float32_layers(model), type(projection).__name__))
+        return evaluate(*args, model=model, **kwargs)
+
+    monkeypatch.setattr(mlx_lm.lora, "evaluate", look)
+    flags = ("--iters", "1", "--float32-layers", file)
+    assert main(arguments(place, tmp_path / "a", *flags, "--test")) == 0
+    only_test = [x for x in arguments(place, tmp_path / "a", *flags) if x != "--train"]
+    assert main([*only_test, "--test"]) == 0
+    assert seen == [(["model.layers.1.mlp"], "LoRALinear")] * 2
+
+
+def test_float32_layers_compute_in_another_precision(place, tmp_path):
+    history, file = tmp_path / "run.csv", tmp_path / "layers.json"
+    save_float32_layers(file, ["model.layers.1.mlp"])
+    flags = ("--iters", "2", "--float32-layers", file, "--history", history)
+    assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
+    assert all(applied for *_, applied in losses(history))
+    plain = tmp_path / "plain.csv"
+    flags = ("--iters", "2", "--history", plain)
+    assert main(arguments(place, tmp_path / "b", *FULL, *flags)) == 0
+    # Near, and not the same.
+    assert losses(history) != losses(plain)
+    assert losses(history)[0][1] == pytest.approx(losses(plain)[0][1], rel=1e-3)
+
+
+def test_another_mlx_lm_is_an_error_that_says_what_to_install(
+    place, tmp_path, monkeypatch, capsys
+):
+    given = arguments(place, tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.delattr(mlx_lm.lora, "build_parser")
+        assert main(given) == 1
+    said = capsys.readouterr().err
+    assert "tested with mlx-lm 0.32.2: pip install mlx-lm==0.32.2" in said
+    assert "'build_parser'" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(mlx_lm.lora, "run", lambda args: None)
+        assert main(given) == 1
+    assert "did not call train()" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mlx_lm.lora", None)
+        assert main(given) == 1
+    assert "mlx-lm is missing or has changed" in capsys.readouterr().err
+
+
+def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch):
+    def lost(model, *batch):
+        loss, tokens = trainer.default_loss(model, *batch)
+        return loss * float("inf"), tokens
+
+    monkeypatch.setattr(lora_training, "default_loss", lost)
+    with pytest.warns(UserWarning, match="Nothing was trained: every step was skipped"):
+        assert main(arguments(place, tmp_path / "a", "--iters", "3")) == 0
+
+
+def test_the_example_resumes(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import lora_command
+
+    rows = lora_command.main(["--iters", "4"])
+    assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4"]

@@ -1,0 +1,149 @@
+"""``mlx_gradscale run``: a script without a change, and the summary at its end."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mlx_gradscale.__main__ import main
+from mlx_gradscale.float32_layers import save_float32_layers
+
+SCRIPT = """
+import sys
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx.nn import Linear, value_and_grad
+
+model = Linear(4, 1)
+model.set_dtype(mx.float16)
+optimizer = optim.SGD(float(sys.argv[1]))
+x = mx.ones((2, 4), mx.float16)
+loss_and_grad = value_and_grad(model, lambda x: model(x).astype(mx.float32).mean())
+for _ in range(3):
+    loss, grads = loss_and_grad(x)
+    optimizer.update(model, grads)
+print(__name__, sys.argv[1:], model.weight.dtype, grads["weight"].dtype)
+"""
+
+
+def run(tmp_path, script, *flags, arguments=()):
+    (tmp_path / "train.py").write_text(script)
+    return main(["run", *flags, str(tmp_path / "train.py"), *arguments])
+
+
+def test_a_script_needs_no_change(tmp_path, capsys):
+    before = sys.argv, sys.path
+    flags = ("--init-scale", "8")
+    assert run(tmp_path, SCRIPT, *flags, arguments=("0.1", "--x")) == 0
+    found = capsys.readouterr()
+    dtypes = "mlx.core.float16 mlx.core.float32"
+    assert found.out == f"__main__ ['0.1', '--x'] {dtypes}\n"
+    assert found.err == (
+        "loss scale 8, 0 of 3 gradients overflowed\nSGD: 3 steps applied, 0 skipped\n"
+    )
+    assert (sys.argv, sys.path) == before
+
+
+def test_the_summary_comes_before_the_scripts_own_exit_code(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        run(tmp_path, SCRIPT + "sys.exit(7)\n", arguments=("0.1",))
+    assert exit_.value.code == 7
+    assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
+
+
+def test_the_summary_comes_after_an_exception_of_the_script(tmp_path, capsys):
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, SCRIPT + "1 / 0\n", arguments=("0.1",))
+    assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
+
+
+def test_a_script_whose_steps_were_all_skipped_is_told_so(tmp_path, capsys):
+    script = SCRIPT.replace(".mean()", ".mean() * mx.inf") + "sys.exit()\n"
+    with (
+        pytest.warns(UserWarning, match="Nothing was trained: all 3 steps of SGD"),
+        pytest.raises(SystemExit),
+    ):
+        run(tmp_path, script, arguments=("0.1",))
+    said = capsys.readouterr().err
+    assert "3 of 3 gradients overflowed" in said
+    assert "SGD: 0 steps applied, 3 skipped" in said
+
+
+def test_an_optimizer_that_never_steps_is_not_in_the_summary(tmp_path, capsys):
+    script = "import mlx.optimizers as optim\noptimizer = optim.SGD(0.1)\n"
+    assert run(tmp_path, script) == 0
+    assert capsys.readouterr().err == "No half-precision gradient was computed.\n"
+
+
+def test_a_script_whose_model_stays_float32_computes_in_float16(tmp_path, capsys):
+    script = SCRIPT.replace("model.set_dtype(mx.float16)", "").replace(
+        "lambda x: model(x)", "lambda x: print(model.weight.dtype) or model(x)"
+    )
+    assert run(tmp_path, script, "--compute-dtype", "float16", arguments=("0.1",)) == 0
+    lines = capsys.readouterr().out.replace("mlx.core.", "").splitlines()
+    assert set(lines[:-1]) == {"float16"}
+    assert lines[-1].endswith("float32 float32")
+
+
+OVERFLOWING = """
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+
+mx.random.seed(0)
+model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+model.set_dtype(mx.float16)
+for layer, gain in zip(model.layers, (1.0, 3e4, 1e-4)):
+    layer.weight = mx.eye(8, dtype=mx.float16) * gain
+optimizer, state = optim.SGD(1e-6), [model.state]
+
+def loss_fn(x):
+    return model(x).astype(mx.float32).mean()
+
+loss_and_grad = nn.value_and_grad(model, loss_fn)
+
+def step(x):
+    loss, grads = loss_and_grad(x)
+    optimizer.update(model, grads)
+    return loss
+
+step = mx.compile(step, inputs=state, outputs=state)
+for _ in range(3):
+    mx.eval(step(mx.full((2, 8), 3.0, mx.float16)), state)
+"""
+
+
+@pytest.mark.parametrize("how", ["FILE", "auto"])
+def test_float32_layers_cure_a_script_that_overflows(how, tmp_path, capsys):
+    flag = how
+    if how == "FILE":
+        flag = str(tmp_path / "layers.json")
+        save_float32_layers(flag, ["layers.1 to layers.2"])
+    assert run(tmp_path, OVERFLOWING, "--float32-layers", flag) == 0
+    assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
+
+
+def test_the_same_script_overflows_without_float32_layers(tmp_path):
+    with pytest.warns(UserWarning, match="Nothing was trained"):
+        run(tmp_path, OVERFLOWING)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nothere.py"], "there is no script nothere.py"),
+        (["--init-scale", "0", "x.py"], "scale must be"),
+        (["--max-grad-norm", "-1", "x.py"], "max_grad_norm must be a positive number"),
+        (["--float32-layers", "none.json", __file__], "there is no file none.json"),
+    ],
+)
+def test_wrong_arguments_are_an_error_before_the_script_runs(
+    arguments, sentence, capsys
+):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", *arguments])
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_module_and_its_exit_code(tmp_path):
+    (tmp_path / "trainer.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    command = [sys.executable, "-m", "mlx_gradscale", "run", "-m", "trainer", "5"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=120).returncode == 5
