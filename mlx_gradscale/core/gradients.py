@@ -76,17 +76,11 @@ class Casting(NamedTuple):
         return x.astype(self.compute_dtype) if floating else x
 
 
-class Source(NamedTuple):
-    """The scaled array behind an unscaled gradient, and one over its scale."""
-
-    scaled: mx.array
-    inverse: mx.array
-
-
 class Unscaled(mx.array):
     """An unscaled gradient that knows its source, until it is changed in place."""
 
-    source: Source | None = None
+    # The scaled array, and one over its scale.
+    source: tuple[mx.array, mx.array] | None = None
 
 
 def _forget_source(name: str) -> Callable[..., Any]:
@@ -150,7 +144,7 @@ class Backward:
         gradients = tree_map(Unscaled, _unscale(scaled, inverse))
         found = leaves(gradients)
         for gradient, source in zip(found, leaves(scaled), strict=True):
-            gradient.source = Source(source, inverse)
+            gradient.source = source, inverse
         self._pending = list(map(weakref.ref, found))
         return gradients
 
@@ -169,7 +163,7 @@ class Backward:
         sources = [x.source for x in alive if x is not None and x.source is not None]
         if not sources:
             return mx.array(False)
-        return all_finite_times([x.scaled for x in sources], sources[0].inverse, [])
+        return all_finite_times([scaled for scaled, _ in sources], sources[0][1], [])
 
     def end_iteration(self) -> None:
         """Forget which gradients were computed since the last update."""
@@ -186,7 +180,9 @@ class Backward:
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
             call = _ScaledCall(self, self._state["scale"])
-            models = [model] if model is not None else models_among((args, kwargs))
+            given = [x for _, x in tree_flatten((args, kwargs), is_leaf=is_opaque)]
+            given = given if model is None else [model]
+            models = [x for x in given if isinstance(x, nn.Module)]
             places = [place for each in models for place in writable_arrays(each)]
             parameters = [each.trainable_parameters() for each in models]
             trained = set(map(id, leaves(parameters)))
@@ -224,6 +220,7 @@ class Backward:
     # Warnings
 
     def check_loss_dtype(self, loss: mx.array) -> None:
+        """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
             self.warn_once(
                 "The loss is float16, where a scale above 65504 is inf: steps are "
@@ -293,11 +290,7 @@ def finite_buffers(places: Writes, trained: set[int]) -> Writes:
     """Return writes that undo, on the device, what made a buffer non-finite.
 
     BatchNorm's running statistics, for example, would stay inf or NaN after a forward
-    pass that overflows.
-
-    Args:
-        places (list): The arrays of the model before the forward pass.
-        trained (set): The ids of the trainable ones.
+    pass that overflows. ``places`` are the model's arrays before the forward pass.
     """
     writes: Writes = []
     for box, key, old in places:
@@ -312,11 +305,8 @@ def finite_buffers(places: Writes, trained: set[int]) -> Writes:
 
 def writable_arrays(model: nn.Module) -> Writes:
     """Return (container, key, array) for every array of a model."""
-    return [
-        (box, key, box[key])
-        for _, box, key in slots(model)
-        if not isinstance(box, tuple)
-    ]
+    found = slots(model)
+    return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
 
 
 class _ScaledCall:
@@ -425,12 +415,6 @@ def refuse_scaled(loss_fn: Any) -> None:
             "This loss function comes from scale_loss(), and would be scaled twice. "
             "Pass the original function."
         )
-
-
-def models_among(arguments: Any) -> list[nn.Module]:
-    """Return the models among a call's arguments."""
-    found = tree_flatten(arguments, is_leaf=is_opaque)
-    return [x for _, x in found if isinstance(x, nn.Module)]
 
 
 def is_opaque(x: Any) -> bool:

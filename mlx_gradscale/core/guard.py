@@ -5,6 +5,7 @@ would write, and ``Plan`` writes all of it at once.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from .optimizers import (
     split_paths,
 )
 from .ranks import Ranks
-from .trees import Leaf, Slot, Writes, commit, flatten, restore, slots, snapshot
+from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot
 
 Stored = dict[str, mx.array]
 # An optimizer, its unscaled gradients, and the new float32 parameters, by path.
@@ -61,13 +62,13 @@ def inspect(
         gradients[leaf.path] = leaf.gradient
         source = getattr(leaf.gradient, "source", None)
         if source is not None and inverse is None:
-            inverse = source.inverse
-        if source is None or source.inverse is not inverse:
+            inverse = source[1]
+        if source is None or source[1] is not inverse:
             others[leaf.path] = leaf.gradient
             continue
-        scaled[leaf.path] = source.scaled
-        if not casts_first or source.scaled.dtype not in HALF:
-            gradients[leaf.path] = source.scaled
+        scaled[leaf.path] = source[0]
+        if not casts_first or source[0].dtype not in HALF:
+            gradients[leaf.path] = source[0]
             is_scaled.add(leaf.path)
     if max_norm is None:
         applied = ranks.all_finite(scaled, inverse, others)
@@ -124,6 +125,7 @@ class _Arrays(NamedTuple):
     stored: dict[str, Stored]
     inverse: mx.array | None
     clip: mx.array | None
+    applied: mx.array
 
 
 def plan(
@@ -139,7 +141,7 @@ def plan(
     parameter has its old dtype. The optimizer has to be initialised.
     """
     result = Plan(gradients, leaves)
-    arrays = _Arrays({}, {}, {}, inspected.inverse, inspected.clip)
+    arrays = _Arrays({}, {}, {}, *inspected[2:4], inspected.applied)
     for path, _, _, parameter, gradient in leaves:
         # An optimizer never steps integer parameters, not even where clipping by hand
         # has made their gradients floating.
@@ -166,16 +168,16 @@ def plan(
         run = autocompiled(lambda: partial(_run, make_layout()), optimizer, traced_for)
     else:
         run = partial(_run, make_layout(), optimizer)
-    is_applied = None if is_own else _read(inspected.applied)
+    is_applied = None
+    if not is_own:
+        # Inside mx.compile there is no value.
+        with suppress(ValueError, RuntimeError):
+            is_applied = bool(inspected.applied.item())
     state: list[mx.array] = []
     new: dict[str, tuple[mx.array, Stored]] = {}
     if is_applied is None:
-        state, new = run(
-            [box[key] for _, box, key in places],
-            scheduled_values(optimizer),
-            inspected.applied,
-            arrays,
-        )
+        old = [box[key] for _, box, key in places]
+        state, new = run(old, scheduled_values(optimizer), arrays)
     elif is_applied:
         new = _run_on_host(make_layout(), optimizer, arrays)
     for (_, box, key), x in zip(places, state, strict=False):
@@ -192,43 +194,46 @@ def _run(
     optimizer: Optimizer,
     state: list[mx.array],
     scheduled: list[dict[str, mx.array]],
-    applied: mx.array,
     arrays: _Arrays,
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
     """Step and select on the device; the optimizer itself comes out untouched."""
     arrays = _Arrays(*arrays)
     with borrowed(optimizer, scheduled):
-        places, signature = slots(optimizer.state), _signature(optimizer.state)
+        places, before = slots(optimizer.state), _signature(optimizer.state)
         given = [_alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
-        masters, steps = _step(layout, optimizer, arrays, applied)
-        _check_stable(optimizer, signature)
-        flags = each_use(applied)
-        state, untouched = _select_state(
-            optimizer, places, state, given, flags, layout.is_builtin
-        )
+        masters, steps = _step(layout, optimizer, arrays, is_selected=True)
+        after = _signature(optimizer.state)
+        if before != after:
+            added = [path for path in after if not after[path] and path not in before]
+            what = f"adds {added[0]!r}" if added else "changes a Python value"
+            raise TypeError(
+                f"A step of {type(optimizer).__name__} {what} in its state, which a "
+                "skipped step cannot undo inside mx.compile. Leave the step "
+                "uncompiled, or keep arrays under the same keys from init_single() on."
+            )
+        flags, untouched = each_use(arrays.applied), set()
+        selected: list[mx.array] = []
+        now = {where: (box, key) for where, box, key in slots(optimizer.state)}
+        for (where, *_), old, alias in zip(places, state, given, strict=True):
+            box, key = now[where]
+            _check_shape(".".join(map(str, where)), old, box[key])
+            # Only MLX's own optimizers are known never to change an array in place.
+            if layout.is_builtin and box[key] is alias:
+                box[key] = old
+                untouched.add(id(old))
+            else:
+                box[key] = mx.where(next(flags), box[key], old)
+            selected.append(box[key])
         new = {}
         for part, gradients, stepped in steps:
             # SGD has moments even without momentum: no kernel has to read them.
             moments = _arrays_by_owner(part.state, untouched)
             for path, gradient in gradients.items():
-                new[path] = _select_parameter(
-                    arrays.parameters[path],
-                    arrays.stored[path],
-                    masters[path],
-                    next(flags),
-                    stepped[path],
-                    gradient,
-                    moments.get(path, []),
-                )
-        return state, new
-
-
-def _read(flag: mx.array) -> bool | None:
-    try:
-        return bool(flag.item())
-    except (ValueError, RuntimeError):  # Inside mx.compile there is no value.
-        return None
+                old_values = arrays.parameters[path], arrays.stored[path], masters[path]
+                new_values = stepped[path], gradient, moments.get(path, [])
+                new[path] = _select_parameter(*old_values, next(flags), *new_values)
+        return selected, new
 
 
 def _run_on_host(
@@ -237,7 +242,7 @@ def _run_on_host(
     """Step for good: exact for every optimizer, whatever it keeps and does."""
     saved = snapshot(optimizer.state)
     try:
-        _, steps = _step(layout, optimizer, arrays, None)
+        _, steps = _step(layout, optimizer, arrays, is_selected=False)
     except BaseException:
         restore(saved)
         raise
@@ -250,7 +255,7 @@ def _run_on_host(
 
 
 def _step(
-    layout: _Layout, optimizer: Optimizer, arrays: _Arrays, applied: mx.array | None
+    layout: _Layout, optimizer: Optimizer, arrays: _Arrays, *, is_selected: bool
 ) -> tuple[dict[str, Joined], list[_Stepped]]:
     """Return the master weights, and what each single optimizer makes of them."""
     masters = {
@@ -273,10 +278,10 @@ def _step(
             if times is not None:
                 times = mx.broadcast_to(times, g.shape)
                 g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)
-            if applied is None or layout.is_builtin:
+            if layout.is_builtin or not is_selected:
                 return g
             # An SVD of NaN raises, and so may other code that is not MLX's own.
-            return mx.where(applied, g, 0)
+            return mx.where(arrays.applied, g, 0)
 
         unscaled = tree_map_with_path(unscale, tree)
         try:
@@ -320,18 +325,6 @@ def _signature(state: Any) -> dict[str, str]:
     return {p: "" if isinstance(x, mx.array) else repr(x) for p, x in flatten(state)}
 
 
-def _check_stable(optimizer: Optimizer, before: dict[str, str]) -> None:
-    after = _signature(optimizer.state)
-    if before != after:
-        added = [path for path in after if not after[path] and path not in before]
-        what = f"adds {added[0]!r}" if added else "changes a Python value"
-        raise TypeError(
-            f"A step of {type(optimizer).__name__} {what} in its state, which a "
-            "skipped step cannot undo inside mx.compile. Leave the step uncompiled, or "
-            "keep arrays under the same keys from init_single() on."
-        )
-
-
 def _check_shape(path: str, old: mx.array, new: mx.array) -> None:
     if new.shape != old.shape:
         raise ValueError(
@@ -339,33 +332,6 @@ def _check_shape(path: str, old: mx.array, new: mx.array) -> None:
             "the optimizer was initialised for another shape. Create a new optimizer "
             "for the changed model."
         )
-
-
-# Selection
-
-
-def _select_state(
-    optimizer: Optimizer,
-    places: list[Slot],
-    state: list[mx.array],
-    given: list[mx.array],
-    flags: Iterator[mx.array],
-    is_builtin: bool,
-) -> tuple[list[mx.array], set[int]]:
-    """Select in place; return the arrays, and the ids of those the step left alone."""
-    stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
-    selected, untouched = [], set()
-    for (path, *_), old, alias in zip(places, state, given, strict=True):
-        box, key = stepped[path]
-        _check_shape(".".join(map(str, path)), old, box[key])
-        # Only MLX's own optimizers are known never to change an array in place.
-        if is_builtin and box[key] is alias:
-            box[key] = old
-            untouched.add(id(old))
-        else:
-            box[key] = mx.where(next(flags), box[key], old)
-        selected.append(box[key])
-    return selected, untouched
 
 
 def _arrays_by_owner(state: Any, without: set[int]) -> dict[str, list[mx.array]]:

@@ -353,9 +353,9 @@ class GradScaler:
         self._check_leaves(leaves)
         if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
-                "Half-precision parameters have no master weights here, and lose small "
-                "updates. Keep float32 parameters and use value_and_grad(..., "
-                "compute_dtype), or use LossScaleOptimizer."
+                "Some parameters are float16 or bfloat16 and have no master weights: "
+                "small updates are lost. Use LossScaleOptimizer, or keep float32 "
+                "parameters and use value_and_grad(..., compute_dtype)."
             )
         inspected = inspect(leaves, self._ranks)
         applied = inspected.applied
