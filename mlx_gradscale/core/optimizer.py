@@ -23,7 +23,7 @@ from .optimizers import (
 )
 from .ranks import Ranks, Sharded
 from .scale import FIELDS, as_array, check, clamp_values, read
-from .scaler import GradScaler, is_wrapper
+from .scaler import GradScaler
 from .trees import CONTAINERS, commit, match, restore, slots, snapshot
 
 
@@ -80,8 +80,6 @@ class LossScaleOptimizer(Optimizer):
         average: bool = False,
         sharded: Sharded | None = None,
     ):
-        if is_wrapper(optimizer):
-            raise TypeError("Wrap an optimizer only once, outermost.")
         check_supported(optimizer)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")

@@ -29,6 +29,11 @@ def check_supported(optimizer: Any) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"Expected an optimizer of mlx.optimizers, got {optimizer!r}.")
+    if hasattr(kind, "scaler"):
+        raise TypeError(
+            "A LossScaleOptimizer has a scaler of its own. Call its update(), and wrap "
+            "an optimizer only once, outermost."
+        )
     if kind.update is not Optimizer.update:
         raise TypeError(
             f"{kind.__name__} overrides update(), which a scaler does not call. "
@@ -49,8 +54,10 @@ def is_builtin(optimizer: Optimizer) -> bool:
 
     Those read nothing but their settings and their state, so they can be compiled.
     """
-    modules = [type(part).__module__ for part in single_optimizers(optimizer)]
-    return all(module.startswith("mlx.optimizers") for module in modules)
+    for part in single_optimizers(optimizer):
+        if not type(part).__module__.startswith("mlx.optimizers"):
+            return False
+    return True
 
 
 def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -279,7 +279,7 @@ class GradScaler:
         """
         if not self._enabled:
             return grads
-        self._check_optimizer(optimizer)
+        check_supported(optimizer)
         stage = self._stages.get(id(optimizer))
         is_scaled = self._mode == _SCALED
         if stage and (is_scaled or stage.stepped):
@@ -341,7 +341,7 @@ class GradScaler:
     def _plan(
         self, optimizer: Optimizer, grads: Any, parameters: Any
     ) -> tuple[Plan, mx.array]:
-        self._check_optimizer(optimizer)
+        check_supported(optimizer)
         stage = self._stages.get(id(optimizer))
         if stage and stage.stepped:
             raise RuntimeError(
@@ -373,8 +373,8 @@ class GradScaler:
 
     def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
         """Return gradients of ``scale()`` unscaled, lazily, and any others as is."""
-        is_unscaled = any(id(optimizer) in self._stages for optimizer in optimizers)
-        if self._mode != _SCALED or is_unscaled or not arrays(grads):
+        is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
+        if self._mode != _SCALED or not is_scaled or not arrays(grads):
             return grads
         return self._backward.unscale(grads, 1.0 / self._state["scale"])
 
@@ -388,14 +388,6 @@ class GradScaler:
                 "may be lost. Get them from value_and_grad() or scale_loss(), or use "
                 "GuardedOptimizer to skip bad steps without loss scaling."
             )
-
-    def _check_optimizer(self, optimizer: Any) -> None:
-        if is_wrapper(optimizer):
-            raise TypeError(
-                "A LossScaleOptimizer has a scaler of its own. Call its update(), or "
-                "pass the optimizer inside it."
-            )
-        check_supported(optimizer)
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
         """Move the scale by what happened since the last update.
@@ -415,28 +407,28 @@ class GradScaler:
             self._state["scale"] = rule.clamp(self._state, _as_scale(new_scale))
             self._state["skips_since_update"] = mx.array(0)
             self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
-        else:
-            commit(self._writes(None, self._finite_since_update()))
-        self._end_iteration()
-
-    def _end_iteration(self) -> None:
-        self._stages.clear()
-        self._backward.end_iteration()
-        self._skip_watch.look(self._state, self._backward.warn_once)
-
-    def _finite_since_update(self) -> mx.array:
+            self._end_iteration()
+            return
         # Steps are counted in the state, so that a compiled step is counted as well.
-        flags = [self._state["skips_since_update"] == 0]
-        flags += [x.finite for x in self._stages.values() if not x.stepped]
+        finite = self._state["skips_since_update"] == 0
+        for stage in self._stages.values():
+            if not stage.stepped:
+                finite = finite_on_all_ranks(finite & stage.finite, self.group)
         if not self._stages:
             if not self._backward.has_gradients:
                 raise RuntimeError(
                     "update() found nothing recorded. Call step() or unscale_() first; "
                     "if step() runs inside mx.compile, call update() in there too."
                 )
-            flags.append(self._backward.pending_finite())
-        finite = reduce(mx.logical_and, flags)
-        return finite if len(flags) == 1 else finite_on_all_ranks(finite, self.group)
+            finite = finite & self._backward.pending_finite()
+            finite = finite_on_all_ranks(finite, self.group)
+        commit(self._writes(None, finite))
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        self._stages.clear()
+        self._backward.end_iteration()
+        self._skip_watch.look(self._state, self._backward.warn_once)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Call :meth:`step` and :meth:`update`; return what :meth:`step` returns."""
@@ -618,13 +610,6 @@ class SkipWatch:
                 "non-finite gradients: this run does not train. Find out why with "
                 "mlx_gradscale.diagnostics.explain_overflow(model, loss_fn, *batch)."
             )
-
-
-def is_wrapper(optimizer: Optimizer) -> bool:
-    """Return whether this is, or holds, a ``LossScaleOptimizer``."""
-    inside = getattr(optimizer, "optimizers", [])
-    scaler = getattr(optimizer, "scaler", None)
-    return isinstance(scaler, GradScaler) or any(map(is_wrapper, inside))
 
 
 def _plain_value_and_grad(

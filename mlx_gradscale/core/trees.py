@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from itertools import starmap
-from operator import setitem
+from operator import itemgetter, setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -75,7 +75,7 @@ def _collect_pairs(tree: Any, prefix: str, found: list[tuple[str, Any]]) -> None
 
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree without their paths."""
-    return [leaf for _, leaf in flatten(tree)]
+    return list(map(itemgetter(1), flatten(tree)))
 
 
 def match(gradients: Any, parameters: Any) -> list[Leaf]:
