@@ -14,32 +14,34 @@ changed, and two writers take different numbers. A single file could be replaced
 step, but mlx-lm could not load the weights from it.
 """
 
+import io
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..files.arrays import dump_arrays, load_arrays
 from ..files.atomic import discard, naming, sync, temporary_folder
-from ..files.paths import open_inside, parse_json
-from ..files.text import list_some
-from .extra import decode_extra
+from ..files.paths import LONGEST_JSON, open_inside, parse_json
+from ..files.text import list_some, shorten
+from .encoding import decode_extra
 
-MODEL, ARRAYS, TRAINING = "model.safetensors", "training.safetensors", "training.json"
+_MODEL, _ARRAYS = "model.safetensors", "training.safetensors"
+_TRAINING = "training.json"
 _CHECKSUMS = "checksums.json"
 _SAVE = re.compile(r"save-([0-9]{6,})")
 _FORMAT = {"format": "mlx_gradscale", "version": 1}
+# What a text that save_checkpoint did not write leads to.
+UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
-@dataclass
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """What a checkpoint holds, without a model to put it into.
 
     Attributes:
@@ -91,114 +93,79 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         FileNotFoundError: There is no checkpoint.
         ValueError: It is damaged.
     """
-    return build_checkpoint(*read_files(path))
-
-
-def build_checkpoint(
-    weights: dict[str, mx.array], arrays: Mapping[str, mx.array], text: str
-) -> Checkpoint:
-    """Return the checkpoint of what :func:`read_files` returned."""
-    found = parse_json(text.encode())
-    if not isinstance(found, dict) or found | _FORMAT != found:
-        raise ValueError("training.json is not of this version of mlx_gradscale.")
-    parts: dict[str, dict[str, Any]] = {"optimizer": {}, "scaler": {}, "extra": {}}
-    try:
-        for name, x in arrays.items():
-            part, _, rest = name.partition(".")
-            parts[part][rest] = x
-        optimizer, scaler = parts["optimizer"] | found.pop("numbers"), parts["scaler"]
-        if found["wrapped"]:
-            split = [(*name.partition("."), x) for name, x in optimizer.items()]
-            scaler = {rest: x for part, _, rest, x in split if part == "scaler"}
-        extra = decode_extra(found.pop("extra"), parts["extra"])
-        kinds = {"class": str, "schedules": list, "values": dict}
-        for row in found["settings"]:
-            if any(type(row[name]) is not kind for name, kind in kinds.items()):
-                raise ValueError("training.json does not describe an optimizer.")
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        kind = type(error).__name__
-        raise ValueError(f"training.json is damaged: {kind}: {error}.") from error
-    return Checkpoint(weights, optimizer, scaler or None, extra, found)
-
-
-def read_files(
-    path: str | os.PathLike[str],
-) -> tuple[dict[str, mx.array], dict[str, mx.array], str]:
-    """Return weights, other arrays and the text of the newest or the given checkpoint.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint.
-        ValueError: It is damaged.
-    """
-    given = Path(path)
-    if (given / _CHECKSUMS).exists():
-        return _read_save(given)
+    run = Path(path)
     while True:
-        newest = latest_checkpoint(given)
+        is_save = (run / _CHECKSUMS).exists()
+        save = run if is_save else latest_checkpoint(run)
         try:
-            return _read_save(newest)
+            return _read_save(save)
         except FileNotFoundError as error:
             # A writer may have removed it just now, after it saved a newer one.
-            if newest == latest_checkpoint(given):
-                raise ValueError(f"{newest} is incomplete: {error}.") from error
-        except ValueError as error:
-            older = [save.name for save in _saves(given) if save != newest]
+            if is_save or save == latest_checkpoint(run):
+                raise ValueError(f"{save} is incomplete: {error}.") from error
+        except (ValueError, *UNEXPECTED) as error:
+            older = [other.name for other in _saves(run) if other != save]
             advice = f" Older checkpoints: {list_some(older)}." if older else ""
-            raise ValueError(f"{error}{advice}") from error
+            text = f"{save} is damaged: {describe_error(error)}{advice}"
+            raise ValueError(text) from error
+
+
+def describe_error(error: Exception) -> str:
+    """Return the text of an error, with its type if a damaged file led to it."""
+    kind = f"{type(error).__name__}: " if isinstance(error, UNEXPECTED) else ""
+    return shorten(f"{kind}{error}", 400)
 
 
 def write_checkpoint(
     run: Path,
     weights: Mapping[str, mx.array],
     arrays: Mapping[str, mx.array],
-    text: bytes,
+    description: Mapping[str, Any],
     keep: int,
 ) -> None:
     """Add a checkpoint to the folder of a run, then remove all but the newest.
 
     Args:
-        run (Path): Made if it is not there.
+        run (Path): Created if necessary.
         weights (dict): The content of ``model.safetensors``.
         arrays (dict): The content of ``training.safetensors``.
-        text (bytes): From :func:`training_text`.
+        description (dict): The content of ``training.json``.
         keep (int): How many to keep.
     """
-    files: dict[str, Callable[[Any], Any]] = {
-        MODEL: lambda file: dump_arrays(file, weights, {"format": "mlx"}),
-        ARRAYS: lambda file: dump_arrays(file, arrays, {"format": "mlx"}),
-        TRAINING: lambda file: file.write(text),
-    }
+    text = training_text(description)
     run.mkdir(parents=True, exist_ok=True)
-    temporary = run / "save"
-    with naming(run), temporary_folder(temporary) as folder:
+    beside = run / "save"
+    with naming(run), temporary_folder(beside) as folder:
         checksums = {}
-        for name, write in files.items():
+        for name, content in ((_MODEL, weights), (_ARRAYS, arrays), (_TRAINING, text)):
             with open(folder / name, "xb", buffering=2**20) as file:
-                summed = _Summed(file)
-                write(summed)
-                file.flush()
-                os.fsync(file.fileno())
+                summed: Any = _Summed(file)
+                if isinstance(content, bytes):
+                    summed.write(content)
+                else:
+                    dump_arrays(summed, content, {"format": "mlx"})
             checksums[name] = summed.checksum
         (folder / _CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
-        sync(folder / _CHECKSUMS)
-        sync(folder)
+        for file_or_folder in (*folder.iterdir(), folder):
+            sync(file_or_folder)
         _rename_to_next(folder, run)
         sync(run)
     for old in _saves(run)[:-keep]:
-        discard(old, temporary)
+        discard(old, beside)
 
 
 def training_text(description: Mapping[str, Any]) -> bytes:
     """Return the content of ``training.json``, or raise if it could not be read."""
-    text = json.dumps(_FORMAT | dict(description), indent=1).encode() + b"\n"
     try:
-        parse_json(text)
+        text = json.dumps(_FORMAT | dict(description), indent=1, ensure_ascii=False)
+        data = text.encode() + b"\n"
+        parse_json(data)
     except ValueError as error:
         raise ValueError(
-            f"The checkpoint could not be read again: {error} Shorten extra, or save "
-            "its long values as mx.array."
+            f"training.json could not be read again: {str(error).rstrip('.')}. Shorten "
+            "extra, or save its long values as mx.array."
         ) from error
-    return text
+    return data
 
 
 def _saves(run: Path) -> list[Path]:
@@ -208,13 +175,15 @@ def _saves(run: Path) -> list[Path]:
             names = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    numbered = [(int(m[1]), m[0]) for m in map(_SAVE.fullmatch, names) if m]
-    return [run / name for _, name in sorted(numbered)]
+    return [run / name for name in sorted(filter(_SAVE.fullmatch, names), key=_number)]
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[2])
 
 
 def _rename_to_next(folder: Path, run: Path) -> None:
-    newest = [int(save.name.partition("-")[2]) for save in _saves(run)[-1:]]
-    number = sum(newest)
+    number = max((_number(save.name) for save in _saves(run)), default=0)
     while True:
         number += 1
         target = run / f"save-{number:06}"
@@ -227,59 +196,67 @@ def _rename_to_next(folder: Path, run: Path) -> None:
         return
 
 
-def _read_save(folder: Path) -> tuple[dict[str, mx.array], dict[str, mx.array], str]:
+def _read_save(folder: Path) -> Checkpoint:
+    found: list[Any] = []
     with ExitStack() as stack:
         # All are opened first: a checkpoint that is removed now can still be read.
         opened = {
             name: stack.enter_context(open(folder / name, "rb", opener=open_inside))
-            for name in (MODEL, ARRAYS, TRAINING, _CHECKSUMS)
+            for name in (_CHECKSUMS, _MODEL, _ARRAYS, _TRAINING)
         }
-        try:
-            checksums = parse_json(opened.pop(_CHECKSUMS).read(4096))
-            found: list[Any] = []
-            for name, file in opened.items():
+        checksums = parse_json(opened.pop(_CHECKSUMS).read(4096))
+        for name, file in opened.items():
+            summed = _Summed(file)
+            if name == _TRAINING:
+                found.append(parse_json(summed.read(LONGEST_JSON + 1)))
+            else:
                 size = os.fstat(file.fileno()).st_size
-                if size != checksums[name]["bytes"]:
-                    raise ValueError(f"{name} does not have its saved size.")
-                summed = _Summed(file)
-                if name == TRAINING:
-                    found.append(summed.read(size).decode())
-                else:
-                    found.append(load_arrays(summed, size)[0])
-                if summed.checksum != checksums[name]:
-                    raise ValueError(f"the checksum of {name} does not match.")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder} is damaged: {error}") from error
-    weights, arrays, text = found
-    return weights, arrays, text
+                found.append(load_arrays(summed, size)[0])
+            if summed.checksum != checksums[name]:
+                raise ValueError(f"the checksum of {name} does not match.")
+    return _build_checkpoint(*found)
 
 
-class _Summed:
+def _build_checkpoint(
+    weights: dict[str, mx.array], arrays: dict[str, mx.array], description: Any
+) -> Checkpoint:
+    if not isinstance(description, dict) or description | _FORMAT != description:
+        raise ValueError("training.json is not of this version of mlx_gradscale.")
+    parts: dict[str, dict[str, Any]] = {"optimizer": {}, "scaler": {}, "extra": {}}
+    for name, x in arrays.items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = x
+    optimizer, scaler = parts["optimizer"] | description.pop("numbers"), parts["scaler"]
+    if description["wrapped"]:
+        scaler = {
+            name.removeprefix("scaler."): x
+            for name, x in optimizer.items()
+            if name.startswith("scaler.")
+        }
+    extra = decode_extra(description.pop("extra"), parts["extra"])
+    kinds = {"class": str, "schedules": list, "values": dict}
+    for row in description["settings"]:
+        if any(type(row[name]) is not kind for name, kind in kinds.items()):
+            raise ValueError("training.json does not describe an optimizer.")
+    return Checkpoint(weights, optimizer, scaler or None, extra, description)
+
+
+class _Summed(io.RawIOBase):
     """A file that is read or written front to back, with its checksum on the way."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: Any):
         self._file = file
-        self._bytes = self._crc32 = 0
-
-    @property
-    def checksum(self) -> dict[str, int]:
-        return {"bytes": self._bytes, "crc32": self._crc32}
+        self.checksum = {"bytes": 0, "crc32": 0}
 
     def write(self, data: Any) -> int:
         self._add(data)
-        return self._file.write(data)
+        return int(self._file.write(data))
 
-    def read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        self._add(data)
-        return data
-
-    def readinto(self, view: memoryview) -> int:
-        reader: Any = self._file
-        count: int = reader.readinto(view)
-        self._add(view[:count])
+    def readinto(self, view: Any) -> int:
+        count = int(self._file.readinto(view))
+        self._add(memoryview(view)[:count])
         return count
 
     def _add(self, data: Any) -> None:
-        self._crc32 = zlib.crc32(data, self._crc32)
-        self._bytes += len(data)
+        crc32 = zlib.crc32(data, self.checksum["crc32"])
+        self.checksum = {"bytes": self.checksum["bytes"] + len(data), "crc32": crc32}

@@ -10,28 +10,28 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..core.masters import join, remainder_of, to_float32
+from ..core.finite import is_floating
+from ..core.masters import HALF, half_bits, join, remainder_of
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
-from ..core.scale import FIELDS, from_state_dict, to_state_dict
+from ..core.scale import FIELDS, TORCH_KEYS
 from ..core.scaler import GradScaler
-from ..core.trees import CONTAINERS, commit, items, restore, snapshot
+from ..core.trees import commit, flatten, restore, snapshot
 from ..distributed import from_rank_0
-from ..files.text import dtype_name, dtype_named, list_some, shorten
+from ..files.text import dtype_name, list_some, shorten
 from . import ranks
-from .folder import Checkpoint, build_checkpoint, read_files
-from .memory_order import arrange
+from .encoding import arrange
+from .folder import UNEXPECTED, Checkpoint, describe_error, read_checkpoint
 from .save import (
-    NUMBERS,
+    STATE,
     batch_statistics,
     check_arguments,
     describe_optimizer,
-    model_weights,
-    sample_checksum,
+    fingerprint,
+    places_in,
 )
 
-# What a text that save_checkpoint did not write leads to.
-_UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_Places = dict[str, tuple[Any, Any]]
 
 
 def restore_checkpoint(
@@ -79,20 +79,19 @@ def restore_checkpoint(
     """
     scaler = check_arguments(model, optimizer, scaler)
     group = ranks.group_of(group, optimizer, scaler)
-    weights, arrays, text = from_rank_0(lambda: read_files(path), group)
+    saved = Checkpoint(*from_rank_0(lambda: read_checkpoint(path), group))
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     owners = [optimizer, *single_optimizers(inner)]
     states = [] if scaler is None else [scaler.state]
     before = snapshot(model, *map(vars, owners), *states)
     try:
-        with _agreed(path, group):
-            saved = build_checkpoint(weights, arrays, text)
+        with _together(path, group):
             seed = ranks.seed_of(saved.description["random"], group)
             _restore_model(saved, model)
             _check_settings(saved.description, optimizer)
             _restore_scaler(saved, scaler)
         # The ranks hold equal weights now, which an optimizer may compare in init().
-        with _agreed(path, group):
+        with _together(path, group):
             _restore_optimizer(saved, model, optimizer)
     except BaseException:
         restore(before)
@@ -102,163 +101,120 @@ def restore_checkpoint(
 
 
 @contextmanager
-def _agreed(
+def _together(
     path: str | os.PathLike[str], group: mx.distributed.Group
 ) -> Iterator[None]:
     """Raise an error of this block on every rank, as one about the checkpoint."""
-    error = None
-    try:
-        yield
-    except Exception as problem:
-        error = _explain(problem, path)
-    ranks.agree(error, group, "restore_checkpoint")
-
-
-def _explain(problem: Exception, path: str | os.PathLike[str]) -> Exception:
-    text = shorten(str(problem), 400)
-    if isinstance(problem, _UNEXPECTED):
-        text = f"it is damaged: {type(problem).__name__}: {text}."
-    elif not isinstance(problem, ValueError):
-        return problem
-    error = ValueError(f"Cannot restore {os.fspath(path)}: {text} Nothing was changed.")
-    error.__cause__ = problem
-    return error
+    with ranks.together(group, "restore_checkpoint"):
+        try:
+            yield
+        except (ValueError, *UNEXPECTED) as error:
+            raise ValueError(
+                f"Cannot restore {os.fspath(path)}: {describe_error(error)} Nothing "
+                "was changed."
+            ) from error
 
 
 def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
     weights, frozen = saved.weights, saved.description["frozen"]
-    own, statistics = model_weights(model), batch_statistics(model)
+    own, statistics = dict(flatten(model.parameters())), batch_statistics(model)
     _check_names("the model", own, [*weights, *frozen])
     for name, x in weights.items():
         # A forward pass leaves statistics in the dtype of its input.
-        _check_kind(name, own[name], x.shape, x.dtype, is_free=name in statistics)
-    for name, (dtype, shape, checksum) in frozen.items():
-        _check_kind(name, own[name], tuple(shape), dtype_named(dtype))
-        if sample_checksum(own[name]) != checksum:
+        _check_kind(name, own[name], x, is_free=name in statistics)
+    for name, expected in frozen.items():
+        if fingerprint(own[name]) != expected:
             raise ValueError(
-                f"{shorten(name)} is frozen and was not saved, and its values differ "
-                "from those of the saved run. Load the same base model first."
+                f"{shorten(name)} is frozen and was not saved, and is not the one of "
+                "the saved run. Load the same base model first."
             )
-    places, orders = _places(model), saved.description["orders"]["model"]
-    new = {name: arrange(x, orders.get(name)) for name, x in weights.items()}
-    mx.eval(new)
-    commit((*places[name], x) for name, x in new.items())
+    new = _arranged(weights, saved.description["orders"]["model"])
+    _write(places_in(model), new)
 
 
 def _restore_scaler(saved: Checkpoint, scaler: GradScaler | None) -> None:
-    if saved.scaler is None and scaler is None:
-        return
     if scaler is None:
-        raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
+        if saved.scaler is not None:
+            raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
+        return
     if saved.scaler is None:
         raise ValueError("it holds no state of a GradScaler. Do not pass a scaler.")
     if scaler.is_enabled() != saved.description["enabled"]:
         was = "enabled" if saved.description["enabled"] else "disabled"
         raise ValueError(f"the saved scaler was {was}. Build this one the same way.")
     _check_names("the scaler", FIELDS, saved.scaler)
-    for name, x in saved.scaler.items():
-        own = scaler.state[name]
-        _check_kind(f"scaler.{name}", own, x.shape, x.dtype)
-    values = {name: x.item() for name, x in saved.scaler.items()}
-    from_state_dict(to_state_dict(values), values)  # raises if a value is not valid
-    scaler.state.update(saved.scaler)
-    # What the scaler derives from its state is brought up to date.
-    scaler.load_state_dict(scaler.state_dict())
+    torch_keys = {key: saved.scaler[name] for key, name in TORCH_KEYS.items()}
+    scaler.load_state_dict(saved.scaler | torch_keys)
 
 
 def _restore_optimizer(
     saved: Checkpoint, model: nn.Module, optimizer: Optimizer
 ) -> None:
-    orders = saved.description["orders"]["training"]
-    state = {
-        path: arrange(x, orders.get(f"optimizer.{path}"))
-        if isinstance(x, mx.array)
-        else x
-        for path, x in saved.optimizer.items()
-    }
-    places = _places(optimizer.state)
+    state = _arranged(saved.optimizer, saved.description["orders"]["optimizer"])
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
+    places = places_in(optimizer.state)
     if state.keys() - places.keys():
         optimizer.init(model.trainable_parameters())  # keeps the state that is there
-        places = _places(optimizer.state)
+        places = places_in(optimizer.state)
+    weights = dict(flatten(model.parameters()))
     if is_wrapper:
-        state = _convert_masters(state, places, model_weights(model))
+        _convert_masters(state, places, weights)
         others = ("scaler.", "max_grad_norm")  # restored already, and a setting
         places = {k: x for k, x in places.items() if not k.startswith(others)}
         state = {k: x for k, x in state.items() if not k.startswith(others)}
-    places |= _late_places(optimizer, state.keys() - places.keys(), places)
+    _add_late_places(places, state, weights)
     _check_names("the optimizer", places, state)
     for path, (container, key) in places.items():
-        value, own = state[path], None
-        if isinstance(container, (list, tuple)) or key in container:
-            own = container[key]
-        if not isinstance(value, (mx.array, *NUMBERS)):
+        value = state[path]
+        own = container.get(key) if isinstance(container, dict) else container[key]
+        if not isinstance(value, STATE):
             raise ValueError(f"{shorten(path)} is not an array or a number.")
         if isinstance(own, mx.array) and isinstance(value, mx.array):
             # MLX's optimizers change the precision of their state in the first steps;
             # a LossScaleOptimizer keeps it in float32.
-            _check_kind(path, own, value.shape, value.dtype, is_free=not is_wrapper)
-        if isinstance(container, tuple) and (isinstance(own, mx.array) or own != value):
-            raise ValueError(f"{shorten(path)} is in a tuple, which cannot be changed.")
-    mx.eval([x for x in state.values() if isinstance(x, mx.array)])
-    commit(
-        (container, key, state[path])
-        for path, (container, key) in places.items()
-        if not isinstance(container, tuple)
-    )
-
-
-def _late_places(
-    optimizer: Optimizer, paths: Iterable[str], places: Mapping[str, tuple[Any, Any]]
-) -> dict[str, tuple[Any, Any]]:
-    """Return places for what an optimizer adds to a parameter's state in its steps."""
-    containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
-    inner = getattr(optimizer, "optimizer", optimizer)
-    others = {id(single.state) for single in single_optimizers(inner)}
-    if inner is not optimizer:  # masters and so on are there from the start
-        others |= {id(value) for value in optimizer.state.values()}
-    found = {}
-    for path in paths:
-        parent, _, key = path.rpartition(".")
-        container = containers.get(parent)
-        if isinstance(container, dict) and id(container) not in others:
-            found[path] = container, key
-    return found
-
-
-def _places(tree: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return container and key of each array and number of a tree, by dotted path."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key, value in items(tree):
-        if isinstance(value, CONTAINERS):
-            found |= _places(value, f"{prefix}{key}.")
-        elif isinstance(value, (mx.array, *NUMBERS)):
-            found[f"{prefix}{key}"] = tree, key
-    return found
+            _check_kind(path, own, value, is_free=not is_wrapper)
+    _write(places, state)
 
 
 def _convert_masters(
-    saved: Mapping[str, Any],
-    live: Mapping[str, tuple[Any, Any]],
-    weights: Mapping[str, mx.array],
-) -> dict[str, Any]:
-    """Return a saved state with the kind of master weights that the optimizer has."""
-    found = dict(saved)
-    for path, (container, key) in live.items():
+    state: dict[str, Any], places: _Places, weights: Mapping[str, mx.array]
+) -> None:
+    """Give a saved state the kind of master weights that the optimizer has."""
+    for path, (container, key) in places.items():
         part, _, name = path.partition(".")
-        if part == "written" and path not in found:
-            # Saved only where it is not the bits of the weight.
-            found[path] = weights[name].view(container[key].dtype)
-        if part == "masters" and f"remainders.{name}" in found:
-            found[path] = join(weights[name], found.pop(f"remainders.{name}")).master
-        if part == "remainders" and f"masters.{name}" in found:
-            master, weight = found.pop(f"masters.{name}"), weights[name]
-            written = found.pop(f"written.{name}", None)
-            if written is not None:
-                is_unchanged = weight.view(written.dtype) == written
-                master = mx.where(is_unchanged, master, to_float32(weight))
-            found[path] = remainder_of(master, weight)
-    return found
+        weight = weights.get(name)
+        if weight is None:
+            continue
+        if part == "written":
+            state[path] = half_bits(weight) if weight.dtype in HALF else container[key]
+        elif part == "masters" and f"remainders.{name}" in state:
+            state[path] = join(weight, state.pop(f"remainders.{name}")).master
+        elif part == "remainders" and f"masters.{name}" in state:
+            state[path] = remainder_of(state.pop(f"masters.{name}"), weight)
+
+
+def _add_late_places(
+    places: _Places, paths: Iterable[str], parameters: Iterable[str]
+) -> None:
+    """Add places for what an optimizer adds to a parameter's state in its steps."""
+    containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
+    endings = tuple(f".{name}" for name in parameters)
+    for path in set(paths) - places.keys():
+        parent, _, key = path.rpartition(".")
+        if f".{parent}".endswith(endings) and parent in containers:
+            places[path] = containers[parent], key
+
+
+def _arranged(values: Mapping[str, Any], orders: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: arrange(x, orders.get(name)) if isinstance(x, mx.array) else x
+        for name, x in values.items()
+    }
+
+
+def _write(places: _Places, values: Mapping[str, Any]) -> None:
+    mx.eval([x for x in values.values() if isinstance(x, mx.array)])
+    commit((*places[name], x) for name, x in values.items())
 
 
 def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
@@ -272,20 +228,13 @@ def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
         )
 
 
-def _check_kind(
-    name: str,
-    own: mx.array,
-    shape: tuple[int, ...],
-    dtype: mx.Dtype,
-    is_free: bool = False,
-) -> None:
+def _check_kind(name: str, own: mx.array, x: mx.array, is_free: bool) -> None:
     """Raise for another shape or dtype; a free one may be another floating dtype."""
-    is_floating = mx.issubdtype(own.dtype, mx.floating)
-    is_free = is_free and is_floating and mx.issubdtype(dtype, mx.floating)
-    if own.shape != shape or not (is_free or own.dtype == dtype):
+    is_free = is_free and is_floating(own) and is_floating(x)
+    if own.shape != x.shape or not (is_free or own.dtype == x.dtype):
         raise ValueError(
-            f"{shorten(name)} is {dtype_name(dtype)} of shape {shape} in the "
-            f"checkpoint, {dtype_name(own)} of shape {own.shape} here."
+            f"{shorten(name)} is {dtype_name(x)} of shape {x.shape} in the checkpoint, "
+            f"{dtype_name(own)} of shape {own.shape} here."
         )
 
 

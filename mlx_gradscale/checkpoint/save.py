@@ -2,7 +2,6 @@
 
 import os
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,15 @@ from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
 from ..core.scale import FIELDS
 from ..core.scaler import GradScaler
-from ..core.trees import flatten
+from ..core.trees import CONTAINERS, flatten, items, slots
 from ..files.arrays import bytes_of
 from ..files.text import dtype_name
 from . import ranks
-from .extra import encode_extra
-from .folder import training_text, write_checkpoint
-from .memory_order import memory_orders
+from .encoding import encode_extra, memory_orders
+from .folder import write_checkpoint
 
-# Python numbers that an optimizer may keep in its state besides arrays.
-NUMBERS = (bool, int, float)
+# What an optimizer may keep in its state.
+STATE = (mx.array, bool, int, float)
 # Of a frozen weight that is not saved, so much is summed: another base model differs
 # in every tensor, and reading 4 GB of weights would take seconds in each save.
 _SAMPLE = 2**16
@@ -90,30 +88,32 @@ def save_checkpoint(
     if isinstance(optimizer, LossScaleOptimizer) and not optimizer._initialized:
         optimizer.init(model.trainable_parameters())
     states = {"optimizer": optimizer.state, "scaler": scaler.state if scaler else {}}
-    error = None
-    try:
-        own = model_weights(model)
-        names = _saved_names(model, own, frozen)
-        _check_finite(model, optimizer)
-        arrays = _training_arrays(own, optimizer, scaler)
+    with ranks.together(group, "save_checkpoint"):
+        weights, others = _split_weights(model, frozen)
+        state, numbers = _optimizer_state(optimizer)
+        orders = {"model": memory_orders(weights), "optimizer": memory_orders(state)}
+        if isinstance(optimizer, LossScaleOptimizer):
+            state |= _current_masters(model, optimizer)
+        _check_finite(model, state)
+        arrays = {f"optimizer.{path}": x for path, x in state.items()}
+        if scaler is not None and not isinstance(optimizer, LossScaleOptimizer):
+            arrays |= {f"scaler.{name}": scaler.state[name] for name in FIELDS}
         encoded, extra_arrays = encode_extra(extra)
         arrays |= {f"extra.{name}": x for name, x in extra_arrays.items()}
-        weights = {name: own[name] for name in own if name in names}
-        mx.eval(own, arrays)
-        description = _describe(own, weights, arrays, optimizer, scaler)
-        description["extra"] = encoded
-    except Exception as problem:
-        error = problem
-    ranks.agree(error, group, "save_checkpoint")
+        mx.eval(arrays)
+        description = {
+            **describe_optimizer(optimizer),
+            "enabled": scaler is not None and scaler.is_enabled(),
+            "numbers": numbers,
+            "frozen": {name: fingerprint(x) for name, x in others.items()},
+            "orders": orders,
+            "extra": encoded,
+        }
     ranks.check_copies({"model": model.trainable_parameters(), **states}, group)
     description["random"] = ranks.random_keys(group)
-    try:
+    with ranks.together(group, "save_checkpoint"):
         if group.rank() == 0:
-            text = training_text(description)
-            write_checkpoint(Path(path), weights, arrays, text, keep)
-    except Exception as problem:
-        error = problem
-    ranks.agree(error, group, "save_checkpoint")
+            write_checkpoint(Path(path), weights, arrays, description, keep)
 
 
 def check_arguments(
@@ -141,15 +141,17 @@ def check_arguments(
     return scaler
 
 
-def model_weights(model: nn.Module) -> dict[str, mx.array]:
-    """Return all parameters of a model, frozen ones and buffers included, by path."""
-    flat = flatten(model.parameters())
-    found = dict(flat)
-    if len(found) < len(flat):
-        raise ValueError(
-            "Two weights of the model have the same dotted path, as in {'a.b': x, 'a': "
-            "{'b': y}}. Rename one of them."
-        )
+def places_in(tree: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return container and key of each array and number of a tree, by dotted path.
+
+    Values in a tuple are left out, because they cannot be replaced.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, value in items(tree):
+        if isinstance(value, CONTAINERS):
+            found |= places_in(value, f"{prefix}{key}.")
+        elif isinstance(value, STATE) and not isinstance(tree, tuple):
+            found[f"{prefix}{key}"] = tree, key
     return found
 
 
@@ -164,17 +166,7 @@ def batch_statistics(model: nn.Module) -> set[str]:
 
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what must be equal in a restored optimizer, beside its state.
-
-    Returns:
-        dict: ``wrapped`` (whether it is a ``LossScaleOptimizer``), ``max_grad_norm``,
-        and ``settings`` with class, schedules and plain attributes of each optimizer.
-
-    Example:
-        >>> import mlx.optimizers as optim
-        >>> describe_optimizer(optim.SGD(0.1))["settings"][0]["values"]["momentum"]
-        0.0
-    """
+    """Return what must be equal in a restored optimizer, beside its state."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     settings = [
         {
@@ -188,15 +180,16 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
         }
         for single in single_optimizers(inner)
     ]
-    norm = getattr(optimizer, "max_grad_norm", None)
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
+    norm = getattr(optimizer, "max_grad_norm", None)
     return {"wrapped": is_wrapper, "max_grad_norm": norm, "settings": settings}
 
 
-def sample_checksum(x: mx.array) -> int:
-    """Return the CRC-32 of the first 64 kB of an array."""
+def fingerprint(x: mx.array) -> list[Any]:
+    """Return dtype, shape and the CRC-32 of the first 64 kB of an array."""
     sample = x.reshape(-1)[: _SAMPLE // x.dtype.size]
-    return zlib.crc32(bytes_of(sample)) if x.size else 0
+    checksum = zlib.crc32(bytes_of(sample)) if x.size else 0
+    return [dtype_name(x), list(x.shape), checksum]
 
 
 def _is_plain(value: Any) -> bool:
@@ -205,75 +198,55 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _saved_names(
-    model: nn.Module, own: Mapping[str, mx.array], frozen: bool | None
-) -> set[str]:
+def _split_weights(
+    model: nn.Module, frozen: bool | None
+) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Return the weights to save, and those of which a fingerprint is enough."""
+    own = dict(flatten(model.parameters()))
     if frozen is None:
         frozen = not any(name.split(".")[-1] == "lora_a" for name in own)
     if frozen:
-        return set(own)
+        return own, {}
     trainable = {name for name, _ in flatten(model.trainable_parameters())}
-    return trainable | batch_statistics(model)
+    names = trainable | batch_statistics(model)
+    rest = {name: x for name, x in own.items() if name not in names}
+    return {name: x for name, x in own.items() if name in names}, rest
 
 
-def _check_finite(model: nn.Module, optimizer: Optimizer) -> None:
-    state = dict(optimizer.state)
-    # A skipped step leaves its infinite norm behind; inf is a valid max_grad_norm.
-    for name in ("grad_norm", "max_grad_norm", "scaler"):
-        state.pop(name, None)
-    arrays = {path: x for path, x in flatten(state) if isinstance(x, mx.array)}
-    values = {"model": model.trainable_parameters(), "optimizer": arrays}
+def _optimizer_state(
+    optimizer: Optimizer,
+) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """Return the arrays and the numbers of an optimizer's state by path."""
+    for path, container, _ in slots(optimizer.state):
+        if isinstance(container, tuple):
+            raise TypeError(
+                f"The optimizer keeps {'.'.join(map(str, path))!r} in a tuple, which "
+                "cannot be restored. Use a list or a dict in its state."
+            )
+    found = {p: box[key] for p, (box, key) in places_in(optimizer.state).items()}
+    if isinstance(optimizer, LossScaleOptimizer):
+        # A setting, and the bits of the weights.
+        others = ("max_grad_norm", "written.")
+        found = {path: x for path, x in found.items() if not path.startswith(others)}
+    arrays = {path: x for path, x in found.items() if isinstance(x, mx.array)}
+    return arrays, {path: x for path, x in found.items() if path not in arrays}
+
+
+def _current_masters(
+    model: nn.Module, optimizer: LossScaleOptimizer
+) -> dict[str, mx.array]:
+    """Return the float32 master weights; a weight replaced by the user is its own."""
+    masters = flatten(optimizer.masters(model.parameters()))
+    known = optimizer.state["masters"]
+    return {f"masters.{name}": x for name, x in masters if name in known}
+
+
+def _check_finite(model: nn.Module, state: dict[str, mx.array]) -> None:
+    # A skipped step leaves its infinite norm behind.
+    state = {path: x for path, x in state.items() if path != "grad_norm"}
+    values = {"model": model.trainable_parameters(), "optimizer": state}
     if not all_finite(values).item():
         raise ValueError(
             f"{nonfinite(values)[0].path} holds NaN or inf, so no run can resume from "
             "it. Nothing was saved, and the last checkpoint is unchanged."
         )
-
-
-def _training_arrays(
-    own: Mapping[str, mx.array], optimizer: Optimizer, scaler: GradScaler | None
-) -> dict[str, mx.array]:
-    arrays = {}
-    is_wrapper = isinstance(optimizer, LossScaleOptimizer)
-    for path, x in flatten(optimizer.state):
-        part, _, rest = path.partition(".")
-        if is_wrapper and (
-            path == "max_grad_norm"
-            or (part == "scaler" and rest not in FIELDS)
-            or (part == "written" and _has_bits(own.get(rest), x))
-        ):
-            continue
-        if isinstance(x, mx.array):
-            arrays[f"optimizer.{path}"] = x
-    if scaler is not None and not is_wrapper:
-        arrays |= {f"scaler.{name}": scaler.state[name] for name in FIELDS}
-    return arrays
-
-
-def _has_bits(weight: mx.array | None, written: mx.array) -> bool:
-    """Tell whether the bits that the last step wrote are still those of the weight."""
-    if weight is None or weight.dtype.size != written.dtype.size:
-        return False
-    return bool(mx.array_equal(weight.view(written.dtype), written).item())
-
-
-def _describe(
-    own: Mapping[str, mx.array],
-    weights: Mapping[str, mx.array],
-    arrays: Mapping[str, mx.array],
-    optimizer: Optimizer,
-    scaler: GradScaler | None,
-) -> dict[str, Any]:
-    return {
-        **describe_optimizer(optimizer),
-        "enabled": scaler is not None and scaler.is_enabled(),
-        "numbers": {
-            path: x for path, x in flatten(optimizer.state) if isinstance(x, NUMBERS)
-        },
-        "frozen": {
-            name: [dtype_name(x), list(x.shape), sample_checksum(x)]
-            for name, x in own.items()
-            if name not in weights
-        },
-        "orders": {"model": memory_orders(weights), "training": memory_orders(arrays)},
-    }

@@ -9,30 +9,35 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from .atomic import atomic_write
-from .paths import open_file, parse_json
-from .text import dtype_name
+from .paths import LONGEST_JSON, open_file, parse_json
 
 _LENGTH = struct.Struct("<Q")
-_NAMES = {
-    **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16"},
-    **{"uint32": "U32", "int32": "I32", "uint64": "U64", "int64": "I64"},
-    **{"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
-    "complex64": "C64",
-}
 _DTYPES = {
-    code: getattr(mx, "bool_" if name == "bool" else name)
-    for name, code in _NAMES.items()
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+    "F64": mx.float64,
+    "C64": mx.complex64,
 }
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-# MLX holds a dimension in 32 bits.
-_LARGEST_DIMENSION = 2**31 - 1
 
 
 class TensorPlace(NamedTuple):
@@ -52,13 +57,8 @@ def read_arrays(
     Raises:
         ValueError: It is not a valid safetensors file.
     """
-    with open(path, "rb", opener=open_file) as file:
-        try:
-            return load_arrays(file, os.fstat(file.fileno()).st_size)
-        except ValueError as error:
-            raise ValueError(
-                f"{os.fspath(path)} is not a safetensors file: {error}"
-            ) from error
+    with _opened(path) as file:
+        return load_arrays(file, os.fstat(file.fileno()).st_size)
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, TensorPlace]:
@@ -67,13 +67,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorPlace]:
     Raises:
         ValueError: It is not a valid safetensors file.
     """
-    with open(path, "rb", opener=open_file) as file:
-        try:
-            return _load_header(file, os.fstat(file.fileno()).st_size)[0]
-        except ValueError as error:
-            raise ValueError(
-                f"{os.fspath(path)} is not a safetensors file: {error}"
-            ) from error
+    with _opened(path) as file:
+        return _load_header(file, os.fstat(file.fileno()).st_size)[0]
 
 
 def write_arrays(
@@ -98,15 +93,20 @@ def load_arrays(file: Any, size: int) -> tuple[dict[str, mx.array], dict[str, st
     """Read a safetensors file of a known size from its start to its end."""
     places, metadata = _load_header(file, size)
     arrays = {}
-    for name, place in sorted(places.items(), key=lambda item: item[1][2:]):
+    for name, place in places.items():
         # Numbers as wide as the array's: MLX cannot hold 2**31 bytes as bytes.
         width = place.dtype.size
-        data = np.empty((place.end - place.start) // width, f"u{width}")
-        _read_into(file, data)
+        data: Any = np.empty((place.end - place.start) // width, f"u{width}")
+        view, done = memoryview(data.view(np.uint8)), 0
+        while done < len(view):
+            count = file.readinto(view[done:])
+            if not count:
+                raise ValueError("the file is cut off.")
+            done += count
         words = mx.array(data)
         arrays[name] = words.view(place.dtype, stream=mx.cpu).reshape(place.shape)
         mx.eval(arrays[name])
-    return {name: arrays[name] for name in places}, metadata
+    return arrays, metadata
 
 
 def dump_arrays(
@@ -115,15 +115,17 @@ def dump_arrays(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a safetensors file to an open file, front to back."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     if "__metadata__" in arrays:
         raise ValueError("No array can be named '__metadata__' in a safetensors file.")
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, x in arrays.items():
         start, end = end, end + x.nbytes
-        code = _NAMES[dtype_name(x)]
-        entry = {"dtype": code, "shape": list(x.shape), "data_offsets": [start, end]}
-        header[name] = entry
+        header[name] = {
+            "dtype": _CODES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(_LENGTH.pack(len(text)) + text)
@@ -135,29 +137,28 @@ def dump_arrays(
 def bytes_of(x: mx.array) -> memoryview:
     """Return the bytes of an array that is not empty, in row order."""
     flat = mx.contiguous(x, stream=mx.cpu).reshape(-1, stream=mx.cpu)
-    words = flat.view(_WORDS[x.dtype.size], stream=mx.cpu)
+    words: Any = flat.view(_WORDS[x.dtype.size], stream=mx.cpu)
     mx.eval(words)
-    view: Any = words
-    return memoryview(view).cast("B")
+    return memoryview(words).cast("B")
 
 
-def _read_into(file: Any, data: Any) -> None:
-    view, done = memoryview(data), 0
-    view = view.cast("B") if view.nbytes else view
-    while done < view.nbytes:
-        count = file.readinto(view[done:])
-        if not count:
-            raise ValueError("the file is cut off.")
-        done += count
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    with open(path, "rb", opener=open_file) as file:
+        try:
+            yield file
+        except ValueError as error:
+            text = f"{os.fspath(path)} is not a safetensors file: {error}"
+            raise ValueError(text) from error
 
 
 def _load_header(file: Any, size: int) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    """Return the places of the tensors, in the order of the file, and the metadata."""
     start = file.read(_LENGTH.size)
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
     if length > size - len(start):
         raise ValueError("its header reaches outside the file.")
-    # One byte above the limit of parse_json is enough for its error.
-    header = parse_json(file.read(min(length, 2**24 + 1)))
+    header = parse_json(file.read(min(length, LONGEST_JSON + 1)))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object.")
     metadata = header.pop("__metadata__", {})
@@ -165,9 +166,10 @@ def _load_header(file: Any, size: int) -> tuple[dict[str, TensorPlace], dict[str
         isinstance(x, str) for x in metadata.values()
     ):
         raise ValueError("its metadata is not a dict of texts.")
-    places = {name: _place(name, entry) for name, entry in header.items()}
+    found = [(name, _place(name, entry)) for name, entry in header.items()]
+    places = dict(sorted(found, key=lambda item: item[1][2:]))
     end = 0
-    for name, place in sorted(places.items(), key=lambda item: item[1][2:]):
+    for name, place in places.items():
         if place.start != end:
             raise ValueError(f"{name!r:.80} overlaps another tensor, or leaves a gap.")
         end = place.end
@@ -179,17 +181,17 @@ def _load_header(file: Any, size: int) -> tuple[dict[str, TensorPlace], dict[str
 def _place(name: str, entry: Any) -> TensorPlace:
     """Return one entry of a header, checked in Python's integers."""
     try:
-        code, shape = entry["dtype"], entry["shape"]
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         start, end = entry["data_offsets"]
-        numbers = [*shape, start, end]
     except (TypeError, KeyError, ValueError):
-        raise ValueError(f"its entry {name!r:.80} is incomplete.") from None
-    if not isinstance(code, str) or code not in _DTYPES:
-        raise ValueError(f"{name!r:.80} has the dtype {code!r:.20}, unknown to MLX.")
-    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(
+            f"its entry {name!r:.80} is incomplete, or has a dtype unknown to MLX."
+        ) from None
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise ValueError(f"{name!r:.80} has a shape or place that is not a number.")
-    if len(shape) > 32 or any(n > _LARGEST_DIMENSION for n in shape):
+    # MLX holds a dimension in 32 bits.
+    if len(shape) > 32 or any(n >= 2**31 for n in shape):
         raise ValueError(f"{name!r:.80} has a shape that MLX cannot hold.")
-    if end - start != math.prod(shape) * _DTYPES[code].size:
+    if end - start != math.prod(shape) * dtype.size:
         raise ValueError(f"{name!r:.80} has another size than its shape.")
-    return TensorPlace(_DTYPES[code], tuple(shape), start, end)
+    return TensorPlace(dtype, shape, start, end)

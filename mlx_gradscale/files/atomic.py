@@ -1,29 +1,27 @@
-"""Write files and folders whole or not at all, and remove what killed writers left."""
+"""Write files and folders whole or not at all, and remove what killed writers left.
 
+A writer fills a hidden folder beside its target and holds a lock on it, which ends with
+the process. The next writer removes hidden folders that nobody has locked.
+"""
+
+import fcntl
 import os
 import re
 import secrets
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .paths import refuse_special
+from .paths import check_file
 
-try:
-    import fcntl
-except ImportError:  # Windows has no flock; leftovers are then left alone
-    fcntl = None  # type: ignore[assignment]
-
-_BUFFER = 2**20
-WholeFile = BinaryIO  # old name, until nobody uses it
+_HIDDEN = re.compile(r"\.mlx_gradscale-[0-9a-f]{16}\.tmp")
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make an ``OSError`` that names no file name this one.
+    """Make an ``OSError`` that names no file, or a hidden one, name ``path``.
 
     Example:
         >>> with naming("run.pt"):
@@ -35,7 +33,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        is_named = error.filename and not _HIDDEN.search(os.fsdecode(error.filename))
+        if error.errno is None or is_named:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
@@ -44,9 +43,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path`` at the end of the block.
 
-    The bytes are on the disk before the name changes. If anything raises, the old file
-    stays and the temporary one is removed; the temporary files of killed writers are
-    removed by the next write to the same path.
+    The bytes are on the disk before the name changes. If the block raises, the old file
+    stays.
 
     Example:
         >>> import os, tempfile
@@ -56,38 +54,15 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         >>> os.listdir(os.path.dirname(path))
         ['scale.bin']
     """
+    check_file(path, overwrite=True)
     target = Path(os.path.realpath(path))  # a symbolic link keeps pointing there
-    if target.is_dir():
-        raise IsADirectoryError(f"{os.fspath(path)} is a folder, not a file.")
-    with suppress(FileNotFoundError, NotADirectoryError):
-        refuse_special(path, os.stat(target).st_mode)
-    with naming(path):
-        temporary, descriptor = _create(target, _new_file)
-        try:
-            # The lock lasts until the file is closed, which is after the rename.
-            with open(descriptor, "wb", buffering=_BUFFER) as file:
-                yield file
-                file.flush()
-                os.fsync(descriptor)
-                os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with naming(path), temporary_folder(target) as folder:
+        with open(folder / "new", "wb", buffering=2**20) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(folder / "new", target)
         sync(target.parent)
-
-
-@contextmanager
-def temporary_folder(target: Path) -> Iterator[Path]:
-    """Make a hidden folder beside ``target``, and remove it unless it was renamed.
-
-    The temporary folders that killed writers left beside the target are removed first.
-    """
-    temporary, descriptor = _create(target, _new_folder)
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(descriptor)
 
 
 @contextmanager
@@ -95,35 +70,35 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Fill a hidden folder that gets the name ``path`` at the end of the block.
 
     Raises:
-        FileExistsError: ``path`` is there and is not an empty folder.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "run"
-        >>> with new_folder(path) as folder:
-        ...     _ = (folder / "notes.txt").write_text("step 3")
-        >>> (path / "notes.txt").read_text()
-        'step 3'
+        FileExistsError: ``path`` exists and is not an empty folder.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"{os.fspath(path)} already exists: give another path.")
-    with temporary_folder(target) as temporary:
-        yield temporary
-        for file in temporary.rglob("*"):
+    with naming(path), temporary_folder(target) as folder:
+        yield folder
+        for file in folder.rglob("*"):
             sync(file)
-        sync(temporary)
-        temporary.rename(target)
+        sync(folder)
+        folder.rename(target)
         sync(target.parent)
 
 
-def discard(folder: Path, target: Path) -> None:
-    """Remove a folder so that no one ever sees a part of it under its name.
+@contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Make a hidden folder beside ``target``, and remove it unless it was renamed."""
+    _remove_leftovers(target.parent)
+    folder, descriptor = _make_locked(target)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
-    If the process is killed, the next :func:`temporary_folder` of ``target``, which
-    lies beside the folder, removes the rest.
-    """
-    hidden = target.with_name(_hidden_name(target))
+
+def discard(folder: Path, target: Path) -> None:
+    """Hide a folder beside ``target``, then remove it: nobody sees a part of it."""
+    hidden = _hidden_path(target)
     with suppress(FileNotFoundError):  # another writer was faster
         folder.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
@@ -131,95 +106,39 @@ def discard(folder: Path, target: Path) -> None:
 
 def sync(path: str | os.PathLike[str]) -> None:
     """Return when a file, or the list of names in a folder, is on the disk."""
-    if os.name == "posix":  # Windows cannot open a folder
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _hidden_start(target: Path) -> str:
-    # Long names are cut, because most disks allow 255 bytes.
-    return f".{target.name[:40]}-{zlib.crc32(os.fsencode(target.name)):08x}."
-
-
-def _hidden_name(target: Path) -> str:
-    return f"{_hidden_start(target)}{secrets.token_hex(8)}.tmp"
-
-
-def _new_file(path: Path) -> int:
-    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0)
-    return os.open(path, flags, 0o666)  # the mode that the umask says
-
-
-def _new_folder(path: Path) -> int:
-    while True:
-        path.mkdir()
-        # Another writer may have taken it for a leftover, as below.
-        with suppress(FileNotFoundError):
-            return os.open(path, os.O_RDONLY)
-
-
-def _create(target: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
-    """Make a hidden file or folder beside the target that is locked while open."""
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {target.parent}: create it first.")
-    _remove_leftovers(target)
-    while True:
-        path = target.with_name(_hidden_name(target))
-        descriptor = make(path)
-        # Until it was locked, another writer may have taken it for a leftover.
-        if lock(descriptor, wait=True) is None or is_there(path, descriptor):
-            return path, descriptor
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
         os.close(descriptor)
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Remove hidden files and folders of the target that no living process has open."""
-    if fcntl is None:
-        return
-    start = re.escape(_hidden_start(target))
-    pattern = re.compile(start + r"[0-9a-f]{16}\.tmp")
+def _hidden_path(target: Path) -> Path:
+    return target.with_name(f".mlx_gradscale-{secrets.token_hex(8)}.tmp")
+
+
+def _make_locked(target: Path) -> tuple[Path, int]:
+    while True:
+        folder = _hidden_path(target)
+        folder.mkdir()
+        # Until it is locked, another writer may take it for a leftover.
+        with suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            with suppress(OSError):  # some network disks have no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, descriptor
+            os.close(descriptor)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY
     with suppress(OSError):  # a folder that can be written to but not listed
-        for name in filter(pattern.fullmatch, os.listdir(target.parent)):
-            path = target.with_name(name)
-            is_folder = path.is_dir()
-            flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_NONBLOCK
+        for name in filter(_HIDDEN.fullmatch, os.listdir(parent)):
             with suppress(OSError):
-                descriptor = os.open(path, flags | os.O_NOFOLLOW)
+                descriptor = os.open(parent / name, flags)
                 try:
-                    if lock(descriptor, wait=False) and is_there(path, descriptor):
-                        shutil.rmtree(path) if is_folder else path.unlink()
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(parent / name)
                 finally:
                     os.close(descriptor)
-
-
-def lock(descriptor: int, *, wait: bool) -> bool | None:
-    """Lock an open file or folder until it is closed.
-
-    Returns:
-        bool: False if another process holds it; None where there are no such locks.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryFile() as file:
-        ...     lock(file.fileno(), wait=False)
-        True
-    """
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:  # some network disks
-        return None
-    return True
-
-
-def is_there(path: Path, descriptor: int) -> bool:
-    """Tell whether a path still names the file or folder that is open."""
-    with suppress(OSError):
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    return False

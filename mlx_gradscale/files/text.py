@@ -1,12 +1,9 @@
-"""Plain text for people: tables, sizes, names of dtypes, an order of paths."""
+"""Plain text for people: tables, sizes, names of dtypes."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
-
-# Every row of a table is as wide as its widest cell.
-_WIDEST = 200
 
 
 def printable(value: object) -> str:
@@ -46,7 +43,7 @@ def list_some(names: Iterable[str], count: int = 4) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return columns of text, two spaces apart, with unprintable text escaped.
+    """Return columns of printable text, of at most 200 characters each.
 
     Example:
         >>> print(table(("name", "size"), [("a.weight", 12), ("b", 3)]))
@@ -54,12 +51,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         a.weight  12
         b         3
     """
-    lines = [[_cell(cell) for cell in line] for line in (header, *rows)]
+    lines = [[shorten(str(cell), 200) for cell in row] for row in (header, *rows)]
     return align(lines, left=len(header))
 
 
 def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """Return ``rows`` as lines, the first ``left`` columns to the left.
+    """Return ``rows`` as lines, with the first ``left`` columns aligned to the left.
 
     Example:
         >>> print(align([("leaf", "nan"), ("a.weight", 12)]))
@@ -78,11 +75,6 @@ def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: object) -> str:
-    text = str(value)
-    return printable(text if len(text) <= _WIDEST else f"{text[:_WIDEST]}...")
-
-
 def size(number: int) -> str:
     """Return a number of bytes for people.
 
@@ -90,22 +82,10 @@ def size(number: int) -> str:
         >>> size(512), size(3_400_000)
         ('512 B', '3.4 MB')
     """
-    value = float(number)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")
-
-
-def shape(array: mx.array) -> str:
-    """Return a shape as "3x4"; "scalar" for a 0-d array.
-
-    Example:
-        >>> shape(mx.zeros((3, 4))), shape(mx.array(1))
-        ('3x4', 'scalar')
-    """
-    return "x".join(map(str, array.shape)) or "scalar"
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number} B"
 
 
 def dtype_name(of: mx.array | mx.Dtype) -> str:
@@ -119,30 +99,11 @@ def dtype_name(of: mx.array | mx.Dtype) -> str:
 
 
 def dtype_named(name: str) -> mx.Dtype:
-    """Return the dtype that :func:`dtype_name` gave this name.
-
-    Raises:
-        ValueError: There is none.
-
-    Example:
-        >>> dtype_named("float16") == mx.float16, dtype_named("bool") == mx.bool_
-        (True, True)
-    """
+    """Return the dtype that :func:`dtype_name` gave this name."""
     dtype = getattr(mx, "bool_" if name == "bool" else name, None)
     if not isinstance(dtype, mx.Dtype):
-        raise ValueError(f"MLX has no dtype {name!r}.")
+        raise ValueError(f"MLX has no dtype {shorten(name)!r}.")
     return dtype
-
-
-def natural_order(path: str) -> list[tuple[bool, int, str]]:
-    """Return a key to sort paths with dots: by name, and numbers as numbers.
-
-    Example:
-        >>> sorted(["layers.10.w", "layers.9.w"], key=natural_order)
-        ['layers.9.w', 'layers.10.w']
-    """
-    words = path.split(".")
-    return [(w.isdigit(), int(w) if w.isdigit() else 0, w) for w in words]
 
 
 def power(value: float) -> str:

@@ -1,57 +1,15 @@
 """One checkpoint for all ranks: they resume bit-identically, or all raise."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack
-from pathlib import Path
-
 import pytest
-
-TESTS = Path(__file__).parents[1]
-WORKER = TESTS / "support" / "checkpoint_ranks.py"
-
-
-def free_ports(n):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+from support.ring import run_ranks
 
 
 def launch(n, folder, task):
     """Run the worker on n ranks of a ring; return their reports."""
-    place = folder / f"{n} {task}"
-    place.mkdir()
-    hosts = place / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        **({"MLX_HOSTFILE": str(hosts)} if n > 1 else {}),
-    }
-    command = [sys.executable, str(WORKER), str(place), str(folder / "run"), task]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**environment, "MLX_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(n)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0] * n, "\n".join(outputs)
-    return [json.loads((place / f"{rank}.json").read_text()) for rank in range(n)]
+    place, run = folder / f"{n} {task}", folder / "run"
+    codes, reports, output = run_ranks(n, place, "checkpoint_ranks.py", run, task)
+    assert codes == [0] * n, output
+    return reports
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 pytestmark = pytest.mark.core
 
 
+@pytest.mark.compiles
 def test_one_trace_serves_a_run_in_which_everything_changes():
     training = Training(
         optim.AdamW(optim.cosine_decay(1e-2, 200)), mx.float16, max_grad_norm=1.0
@@ -42,6 +43,7 @@ def test_one_trace_serves_a_run_in_which_everything_changes():
     assert scaler.last_step_applied.item()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("source", ["scaler", "wrapper"])
 def test_a_gradient_function_compiled_alone_is_right_as_the_scale_moves(source):
     mx.random.seed(3)
@@ -120,6 +122,7 @@ def test_value_and_grad_evaluates_nothing(tmp_path):
         mx.eval(loss, grads)
 
 
+@pytest.mark.compiles
 def test_an_uninitialised_optimizer_is_initialised_inside_the_trace():
     training = Training(optim.SGD(0.1, momentum=0.9), init=False)
     training.run(range(4), bad=(0,))
@@ -128,6 +131,7 @@ def test_an_uninitialised_optimizer_is_initialised_inside_the_trace():
     assert training.traced.count == 2
 
 
+@pytest.mark.compiles
 def test_separately_compiled_steps_of_two_optimizers_share_a_scale():
     scaler = GradScaler(1024.0)
     scaler.scale(mx.array(1.0))

@@ -49,6 +49,7 @@ def changes():
     return [weight_decay, betas, betas_in_place, learning_rate]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("change", changes(), ids=lambda f: f.__name__)
 def test_a_changed_hyperparameter_counts_from_the_next_eager_step(change):
     optimizers = [optim.AdamW(1e-2, betas=[0.9, 0.99]) for _ in range(2)]
@@ -63,6 +64,7 @@ def test_a_changed_hyperparameter_counts_from_the_next_eager_step(change):
     assert same(*trees)
 
 
+@pytest.mark.compiles
 def test_changed_filters_of_a_multi_optimizer_count_from_the_next_eager_step():
     chosen = {"names": {"scale"}}
 
@@ -117,6 +119,7 @@ def trained_pair():
     return weakref.ref(optimizer), weakref.ref(model)
 
 
+@pytest.mark.compiles
 def test_a_schedule_may_read_anything():
     class Settings:
         rate = 1.0
@@ -162,6 +165,7 @@ def test_paths_that_are_the_same_with_dots_are_refused():
         guarded_apply(optim.SGD(1.0), tree, tree)
 
 
+@pytest.mark.compiles
 def test_nothing_outlives_optimizer_and_model():
     optimizer, model = trained_pair()
     gc.collect()

@@ -140,6 +140,7 @@ def test_whatever_is_done_to_float16_gradients_before_the_step_is_right(change, 
         assert np.allclose(x, expected[path], rtol=0.02, atol=5e-3), path
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("change", [leave, clip_norm, change_some])
 def test_whatever_is_done_to_gradients_inside_a_compiled_step_is_right(change):
     expected = train(change, False, "plain", mx.float32)

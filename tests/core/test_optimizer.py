@@ -101,6 +101,7 @@ def test_a_numpy_max_grad_norm_is_accepted_and_a_loss_is_no_function():
         wrapped().scale_loss(mx.array(1.0))
 
 
+@pytest.mark.compiles
 def test_signature_and_repr_show_the_settings():
     names = list(inspect.signature(GradScaler).parameters)
     assert names[:2] == ["init_scale", "growth_factor"]
@@ -143,6 +144,7 @@ def test_large_integers_are_scales(scale):
     assert scaler.get_scale() == float(scale)
 
 
+@pytest.mark.compiles
 def test_the_norm_to_clip_to_can_be_changed_in_a_compiled_step():
     model = Mlp()
     optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(8.0), max_grad_norm=1e-3)

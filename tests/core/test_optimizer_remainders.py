@@ -43,8 +43,6 @@ def test_remainders_train_as_float32_masters_do(dtype, compiled):
         # bit in the last place is after ten steps.
         near = 2.0**-39 if dtype == mx.float16 else 2.0**-20
         assert mx.allclose(found[path], x, rtol=0, atol=near), path
-    if compiled:
-        assert [training.traced.count for training in both] == [1, 1]
 
 
 @each_half
@@ -139,7 +137,6 @@ def test_weights_replaced_beside_remainders_are_kept(dtype, compiled, tmp_path):
         now = training.model.trainable_parameters()
         equal = tree_map(lambda a, b: mx.array_equal(a, b).item(), new, now)
         assert all(leaf for _, leaf in tree_flatten(equal))
-    assert training.traced.count == 1 or not compiled
 
 
 @uncompiled

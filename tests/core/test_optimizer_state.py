@@ -36,6 +36,7 @@ def load(optimizer, path):
     optimizer.state = tree_unflatten(list(mx.load(str(path)).items()))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
 @pytest.mark.parametrize("when", ["into a compiled step", "before compiling"])
 def test_a_saved_state_resumes_bit_identically(tmp_path, masters, when):
@@ -118,6 +119,7 @@ def test_a_saved_state_resumes_in_a_fresh_process(tmp_path):
     assert bits(saved) == bits(dict(tree_flatten(training.model.parameters())))
 
 
+@pytest.mark.compiles
 def test_learning_rate_and_step_are_read_and_set():
     training = Training(optim.SGD(0.5))
     assert training.optimizer.learning_rate.item() == 0.5

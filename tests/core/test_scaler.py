@@ -164,6 +164,7 @@ def test_a_finite_step_is_the_plain_optimizers_on_unscaled_gradients():
     assert same(models[0].parameters(), models[1].parameters())
 
 
+@pytest.mark.compiles
 def test_whole_step_compiled_one_trace_no_sync_and_everything_can_change():
     model, optimizer = Mlp(), optim.AdamW(optim.linear_schedule(1e-2, 1e-3, 50))
     scaler = GradScaler(growth_interval=3)
@@ -303,14 +304,6 @@ def test_unscale_works_in_place_so_that_a_dropped_result_trains_right():
     assert norm.item() == 5.0
     new = scaler.apply_gradients(optimizer, gradients, weights)
     assert new["a"][0].item() == pytest.approx(-0.6, rel=1e-5)
-
-
-def test_scaled_gradients_passed_on_after_unscale_still_count_as_scaled():
-    scaler, optimizer = used(GradScaler(1024.0)), optim.SGD(1.0)
-    scaled = {"w": mx.array([1024.0])}
-    scaler.unscale_(optimizer, dict(scaled))
-    new = scaler.apply_gradients(optimizer, scaled, {"w": mx.zeros(1)})
-    assert new["w"].item() == -1.0
 
 
 def test_unscale_after_value_and_grad_leaves_unscaled_gradients_alone():

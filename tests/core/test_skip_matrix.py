@@ -130,6 +130,7 @@ def test_in_the_wrapper_a_skip_changes_no_bit_and_masters_are_bare_steps(name, d
     check_in_the_wrapper(name, dtype, compiled=False)
 
 
+@pytest.mark.compiles
 @every_dtype
 @pytest.mark.parametrize("compiled", [False, True], ids=["autocompiled", "compiled"])
 def test_a_compiled_skip_of_adamw_changes_no_bit(dtype, compiled):
