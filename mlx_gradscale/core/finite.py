@@ -114,18 +114,14 @@ def global_norm(
     sums = []
     for values, times in ((scaled, factor), (others, None)):
         for group in _groups(values):
-            squares = [mx.square(_scaled_float32(x, times)) for x in group]
-            sums.append(mx.sum(_join(mx.add, squares)))
+            if group[0].dtype in (mx.float16, mx.bfloat16):
+                # Through a view, or mx.compile would merge this cast with that of the
+                # update, and the result would be a float32 copy of every gradient.
+                group = [x.view(mx.uint16).view(x.dtype) for x in group]
+            group = [x.astype(mx.float32) for x in group]
+            group = group if times is None else [x * times for x in group]
+            sums.append(mx.sum(_join(mx.add, list(map(mx.square, group)))))
     return mx.sqrt(_join_all(mx.add, sums)) if sums else mx.array(0.0)
-
-
-def _scaled_float32(x: mx.array, factor: mx.array | None) -> mx.array:
-    # A half goes through a view, so that mx.compile does not merge this cast with that
-    # of the update: the common result would be a float32 copy of every gradient.
-    if x.dtype in (mx.float16, mx.bfloat16):
-        x = x.view(mx.uint16).view(x.dtype)
-    x = x.astype(mx.float32)
-    return x if factor is None else x * factor
 
 
 def _groups(values: list[mx.array]) -> list[list[mx.array]]:

@@ -6,6 +6,7 @@ until it makes another call or exits.
 
 import zlib
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -108,21 +109,23 @@ class Ranks:
     def compare(self, parameters: Any, settings: str) -> None:
         """Raise, on every rank, if parameters or settings differ between ranks."""
         found = flatten(parameters)
-        shapes = sorted(
+        shapes = [
             f"{p} {x.dtype} {'shard' if self.is_shard(p, x) else x.shape}"
-            for p, x in found
-        )
-        # Shards differ, and so may everything where nothing is averaged.
-        copies = [x for p, x in found if self.average and not self.is_shard(p, x)]
-        checksums = {
-            "the names, shapes or dtypes of parameters": zlib.crc32(
-                "\n".join(shapes).encode()
-            )
-            >> 1,
-            "settings of the optimizer or the scaler": zlib.crc32(settings.encode())
-            >> 1,
-            "the values of parameters": _values_checksum(copies),
+            for p, x in sorted(found, key=itemgetter(0))
+        ]
+        sums = []
+        for path, x in found:
+            # Shards differ, and so may everything where nothing is averaged.
+            if x.size and self.average and not self.is_shard(path, x):
+                bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
+                places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
+                sums.append((bits * places).sum().item())
+        parts = {
+            "the names, shapes or dtypes of parameters": shapes,
+            "settings of the optimizer or the scaler": settings,
+            "the values of parameters": sums,
         }
+        checksums = {k: zlib.crc32(str(x).encode()) >> 1 for k, x in parts.items()}
         own = mx.array(list(checksums.values()), mx.int32)
         everyone = np.array(mx.distributed.all_gather(own[None], group=self.group))
         for what, column in zip(checksums, everyone.T, strict=True):
@@ -132,16 +135,6 @@ class Ranks:
                     "the same weights on every rank, or copy them with "
                     "mlx_gradscale.distributed.broadcast()."
                 )
-
-
-def _values_checksum(values: list[mx.array]) -> int:
-    total = 0
-    for x in values:
-        if x.size:
-            bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
-            places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
-            total = zlib.crc32(str((bits * places).sum().item()).encode(), total)
-    return total >> 1
 
 
 def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
