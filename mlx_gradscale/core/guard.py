@@ -141,7 +141,7 @@ def plan(
     parameter has its old dtype. The optimizer has to be initialised.
     """
     result = Plan(gradients, leaves)
-    arrays = _Arrays({}, {}, {}, *inspected[2:4], inspected.applied)
+    arrays = _Arrays({}, {}, {}, inspected.inverse, inspected.clip, inspected.applied)
     for path, _, _, parameter, gradient in leaves:
         # An optimizer never steps integer parameters, not even where clipping by hand
         # has made their gradients floating.
