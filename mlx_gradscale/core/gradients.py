@@ -224,7 +224,7 @@ class Backward:
         if loss.dtype == mx.float16:
             self.warn_once(
                 "The loss is float16, where a scale above 65504 is inf: steps are "
-                "skipped until it is smaller. Compute the loss in float32, for example "
+                "skipped until it is smaller. Reduce the loss in float32, for example "
                 "from logits.astype(mx.float32)."
             )
 

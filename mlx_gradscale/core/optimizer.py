@@ -387,8 +387,8 @@ class LossScaleOptimizer(Optimizer):
         added = loaded.keys() - here.keys()
         if is_builtin(self.optimizer) and added:
             raise ValueError(
-                f"The state has {min(added)!r} and this optimizer does not. Load the "
-                "state of the same model and optimizer."
+                f"The state has {min(added)!r} and this optimizer does not: it belongs "
+                "to another model or optimizer."
             )
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
@@ -427,6 +427,11 @@ class LossScaleOptimizer(Optimizer):
         # Only called for what this object does not have.
         if name.startswith("_") or "optimizer" not in vars(self):
             raise AttributeError(name)
+        if not hasattr(self.optimizer, name):
+            inner = type(self.optimizer).__name__
+            raise AttributeError(
+                f"Neither LossScaleOptimizer nor {inner} has {name!r}."
+            )
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

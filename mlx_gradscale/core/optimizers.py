@@ -31,8 +31,8 @@ def check_supported(optimizer: Any) -> None:
         raise TypeError(f"Expected an optimizer of mlx.optimizers, got {optimizer!r}.")
     if hasattr(kind, "scaler"):
         raise TypeError(
-            "A LossScaleOptimizer has a scaler of its own. Call its update(), and wrap "
-            "an optimizer only once, outermost."
+            "A LossScaleOptimizer has a scaler of its own already. Call its update(). "
+            "Wrap once, outermost."
         )
     if kind.update is not Optimizer.update:
         raise TypeError(

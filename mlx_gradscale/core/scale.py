@@ -143,7 +143,7 @@ def check(values: dict[str, Any]) -> None:
     if not low <= values.get("scale", low) <= high:
         raise ValueError(f"scale {values['scale']} is not between {low} and {high}.")
     if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
-        raise ValueError("Set hysteresis= or backoff_interval=, not both of them.")
+        raise ValueError("Set hysteresis= or backoff_interval=, only one of them.")
 
 
 def _check_field(name: str, value: Any) -> None:

@@ -70,7 +70,7 @@ def test_a_trial_step_is_rolled_back_with_its_state_and_schedules():
     optimizer = optim.SGD(optim.linear_schedule(1.0, 0.0, 10))
     optimizer.init({"w": mx.ones(2)})
     state, schedules = optimizer.state, optimizer._schedulers
-    with internals.Borrowed(optimizer, [{"learning_rate": mx.array(0.25)}]):
+    with internals.borrowed(optimizer, [{"learning_rate": mx.array(0.25)}]):
         new = optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2)})
         optimizer._state = {}
     assert new["w"].tolist() == [0.75, 0.75]
