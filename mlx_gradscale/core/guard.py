@@ -47,9 +47,15 @@ class Inspected(NamedTuple):
 
 
 def inspect(
-    leaves: list[Leaf], ranks: Ranks, max_norm: mx.array | None = None
+    leaves: list[Leaf],
+    ranks: Ranks,
+    max_norm: mx.array | None = None,
+    were_finite: mx.array | None = None,
 ) -> Inspected:
-    """Find out, lazily, whether all gradients are finite, and how to clip them."""
+    """Find out, lazily, whether all gradients are finite, and how to clip them.
+
+    ``were_finite`` is the flag of an earlier ``unscale_()``.
+    """
     gradients: dict[str, mx.array] = {}
     scaled: dict[str, mx.array] = {}
     others: dict[str, mx.array] = {}
@@ -71,7 +77,7 @@ def inspect(
             gradients[leaf.path] = source[0]
             is_scaled.add(leaf.path)
     if max_norm is None:
-        applied = ranks.all_finite(scaled, inverse, others)
+        applied = ranks.all_finite(scaled, inverse, others, were_finite)
     else:
         # One pass gives the norm and shows whether all is finite, and clipping is a
         # factor of the unscaling. As in mlx.optimizers.clip_grad_norm.
@@ -205,8 +211,11 @@ def _run(
         masters, steps = _step(layout, optimizer, arrays, is_selected=True)
         after = _signature(optimizer.state)
         if before != after:
-            added = [path for path in after if not after[path] and path not in before]
-            what = f"adds {added[0]!r}" if added else "changes a Python value"
+            changed = before.keys() ^ after.keys()
+            arrays_changed = [path for path in changed if not (before | after)[path]]
+            what = "changes a Python value"
+            if arrays_changed:
+                what = f"adds or removes {arrays_changed[0]!r}"
             raise TypeError(
                 f"A step of {type(optimizer).__name__} {what} in its state, which a "
                 "skipped step cannot undo inside mx.compile. Leave the step "

@@ -80,10 +80,15 @@ class Ranks:
         )
 
     def all_finite(
-        self, scaled: ByPath, inverse: mx.array | None, others: ByPath
+        self,
+        scaled: ByPath,
+        inverse: mx.array | None,
+        others: ByPath,
+        were_finite: mx.array | None = None,
     ) -> mx.array:
-        """Return whether the gradients of all ranks are finite once unscaled."""
+        """Return whether the gradients of all ranks are, and were, finite."""
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
+        finite = finite if were_finite is None else finite & were_finite
         return finite_on_all_ranks(finite, None if self._decides_alone else self.group)
 
     def norm(
@@ -108,15 +113,15 @@ class Ranks:
 
     def compare(self, parameters: Any, settings: str) -> None:
         """Raise, on every rank, if parameters or settings differ between ranks."""
-        found = flatten(parameters)
+        # Shards differ between ranks, and so may their names.
+        found = [(p, x) for p, x in flatten(parameters) if not self.is_shard(p, x)]
         shapes = [
-            f"{p} {x.dtype} {'shard' if self.is_shard(p, x) else x.shape}"
-            for p, x in sorted(found, key=itemgetter(0))
+            f"{p} {x.dtype} {x.shape}" for p, x in sorted(found, key=itemgetter(0))
         ]
         sums = []
-        for path, x in found:
-            # Shards differ, and so may everything where nothing is averaged.
-            if x.size and self.average and not self.is_shard(path, x):
+        for _, x in found:
+            # Without averaging, ranks may start from different values.
+            if x.size and self.average:
                 bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
                 places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
                 sums.append((bits * places).sum().item())
@@ -184,7 +189,8 @@ def average_gradients(
             )
         if isinstance(like, nn.Module):
             like = like.trainable_parameters()
-        gradients = tree_map(mx.zeros_like, like)
+        # Zeros that wait for the parameters keep successive lazy steps in order.
+        gradients = tree_map(lambda p: mx.depends(mx.zeros_like(p), p), like)
         weight = 0.0 if weight is None else weight
     found = {path: x for path, x in tree_flatten(gradients) if is_floating(x)}
     if only is not None:

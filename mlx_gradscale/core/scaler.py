@@ -357,15 +357,14 @@ class GradScaler:
                 "small updates are lost. Use LossScaleOptimizer, or keep float32 "
                 "parameters and use value_and_grad(..., compute_dtype)."
             )
-        inspected = inspect(leaves, self._ranks)
+        # A gradient that was non-finite when unscaled may have been clipped since.
+        were_finite = stage.finite if stage else None
+        inspected = inspect(leaves, self._ranks, were_finite=were_finite)
         applied = inspected.applied
-        if stage:
-            # A gradient that was non-finite when unscaled may have been clipped since.
-            applied = applied & finite_on_all_ranks(stage.finite, self.group)
         if needs_init(optimizer):
             parameters = {leaf.path: leaf.parameter for leaf in leaves}
             initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
-        planned = plan(optimizer, grads, leaves, inspected._replace(applied=applied))
+        planned = plan(optimizer, grads, leaves, inspected)
         planned.writes += self._writes(applied, None)
         stepped = _Stage(optimizer, applied, stepped=True)
         planned.writes.append((self._stages, id(optimizer), stepped))
