@@ -225,6 +225,25 @@ def test_a_non_finite_gradient_is_nan_and_survives_an_elementwise_clip(where):
     assert not optimizer.scaler.last_step_applied.item()
 
 
+@uncompiled
+@pytest.mark.parametrize("source", ["value_and_grad", "scale_loss"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_infinite_gradient_comes_out_as_nan_that_no_clip_can_hide(source, sign):
+    model = nn.Module()
+    model.w = mx.zeros(2)
+    values = mx.array([1.0, sign * 3e38])
+    scaler, optimizer = GradScaler(SCALE), optim.SGD(1.0)
+    loss_fn = lambda: mx.sum(model.w * values)  # noqa: E731
+    if source == "value_and_grad":
+        _, grads = scaler.value_and_grad(model, loss_fn)()
+    else:
+        _, grads = nn.value_and_grad(model, scaler.scale_loss(loss_fn, model))()
+    grads = tree_map(lambda g: mx.clip(g, -1.0, 1.0), grads)
+    assert mx.isnan(grads["w"]).tolist() == [False, True]
+    assert not scaler.minimize(optimizer, model, grads).item()
+    assert model.w.tolist() == [0.0, 0.0]
+
+
 def test_nothing_keeps_gradients_alive_after_their_step():
     gc.collect()
     gc.disable()
