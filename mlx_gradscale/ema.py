@@ -111,7 +111,7 @@ class EMA:
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Give the model the average, to evaluate or export it, then its own weights."""
+        """Give the model the average, to evaluate or export, then its own weights."""
         trained = {id(x) for x in leaves(model.trainable_parameters())}
         own = [
             (container, key, container[key])

@@ -1,42 +1,136 @@
-"""The command ``mlx_gradscale.convert``: checkpoints between PyTorch and MLX."""
+"""The command ``mlx_gradscale convert``: training runs between PyTorch and MLX."""
 
 import argparse
+import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_unflatten
 
+from .. import torch_checkpoint
+from ..checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from ..commands import run_command
-from ..files.folders import check_folder, refuse_hidden
-from ..files.paths import contains
-from ..files.text import dtype_name, printable, shape, table
-from ..run_folder.contents import write_files
-from .arguments import parser
-from .conversion import from_torch, to_torch
-from .folder import read_run, run_files
-from .import_here import import_here
-from .layouts import Choices
-from .mlx_lm_model import mlx_lm_model
-from .optimizers import number
-from .passthrough import leaves
-from .progress import evaluate
-from .record import Record
-from .resume import current_groups
-from .run import Options, Run
-from .several import from_several, is_several
-from .torch_folder import read_rest, read_torch, torch_files, write_torch_files
-from .trainer_state import move_trainer
+from ..core.masters import join
+from ..core.scale import FIELDS, to_state_dict
+from ..core.scaler import GradScaler
+from ..files.paths import contains, read_json
+from ..files.text import dtype_name, printable, table
+from ..formats import FORMATS
+from .folder import read_torch
+from .optimizer_table import ACCEPTABLE, OPTIMIZERS
+from .options import Options
+from .save import MlxRun, read_template, write_template
+from .template import TEMPLATE, Template, make_template, to_object
+from .tree import ConvertError, list_some
 
-# RuntimeError is what MLX raises where a file cannot be read or written.
-_EXPECTED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
+_EXPECTED = (
+    *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
+    *(ArithmeticError, MemoryError),
+)
+# What functions name in their errors, and the command's flags for it.
 _FLAGS = {
     "float64=mx.float32": "--float64 float32",
     "float64=mx.float64": "--float64 float64",
+    **{
+        f"limits.{name}": f"--limit {name}=..."
+        for name in ("operations", "depth", "pickle_bytes", "tensor_bytes")
+    },
+}
+_SECTIONS = ("model", "optimizer", "scaler")
+_PATTERNS = {
+    "--conv": "convolution weights",
+    "--conv-transpose": "weights of transposed convolutions",
+    "--split-qkv": "fused attention weights to split in three",
+    "--transpose": "weights that are (in, out) in PyTorch, as GPT-2's",
+    "--keep-layout": "tensors of 3 and more dimensions to leave as they are",
+    "--drop": "tensors that the MLX model does not have",
+}
+_PATH = {"type": Path, "metavar": "PATH"}
+_MANY: dict[str, Any] = {"action": "append", "default": []}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--torch-path": {
+        **_PATH,
+        "required": True,
+        "help": "a .pt file, or a folder of Accelerate or Transformers' Trainer",
+    },
+    "--mlx-path": {
+        **_PATH,
+        "required": True,
+        "help": "a folder for save_checkpoint and restore_checkpoint",
+    },
+    "--to": {"choices": ("mlx", "torch"), "help": "needed where both paths exist"},
+    "--overwrite": {"action": "store_true", "help": "replace what is there"},
+    "--dry-run": {"action": "store_true", "help": "print the plan, write nothing"},
+    "--like": {
+        **_PATH,
+        "help": "to PyTorch: a checkpoint of the same model as the template, for a run "
+        "that did not come from PyTorch",
+    },
+    "--model": {
+        "metavar": "MODULE:NAME or PATH",
+        "help": "the MLX model, or a function that makes it, for names, layouts and "
+        "shapes; or an mlx-lm model's folder or config.json. MODULE:NAME runs the "
+        "module's code, which nothing else here does with any file",
+    },
+    "--rename": {
+        **_MANY,
+        "metavar": "OLD=NEW",
+        "help": "a regular expression on PyTorch names, and its replacement after the "
+        "last =",
+    },
+    **{
+        flag: {
+            **_MANY,
+            "metavar": "PATTERN",
+            "help": f"{text}: a shell pattern on PyTorch names",
+        }
+        for flag, text in _PATTERNS.items()
+    },
+    **{
+        f"--{name}-key": {
+            "metavar": "KEY/KEY",
+            "help": f"where the {name} is in the checkpoint; '' leaves it out",
+        }
+        for name in _SECTIONS
+    },
+    "--optimizer": {"choices": tuple(OPTIMIZERS), "help": "default: known by its keys"},
+    "--scaler-format": {"choices": tuple(FORMATS), "help": "default: by its keys"},
+    "--names": {
+        **_PATH,
+        "help": "a file with the optimizer's parameters in order, one PyTorch name a "
+        "line",
+    },
+    "--step": {
+        "type": int,
+        "metavar": "N",
+        "help": "the step count, where the optimizer keeps none; to PyTorch, the "
+        "global_step of a Trainer's folder",
+    },
+    "--accept": {
+        **_MANY,
+        "metavar": "SETTING",
+        "help": "convert in spite of this difference, and drop the setting: a key of "
+        "the optimizer's groups, or one of " + ", ".join(ACCEPTABLE),
+    },
+    "--float64": {
+        "choices": ("float32", "float64"),
+        "help": "what double precision becomes; by default it is an error",
+    },
+    "--limit": {
+        **_MANY,
+        "metavar": "NAME=NUMBER",
+        "help": "raise a limit of the reader that an error names",
+    },
 }
 
 
@@ -44,185 +138,255 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv (list, optional): The arguments. Default: those of the process.
+        argv (list, optional): Default: the arguments of the process.
 
     Returns:
-        int: 0, 1 after an error, 130 after Ctrl-C, both said in one line. Wrong
+        int: 0; 1 after an error and 130 after Ctrl-C, reported in one line. Wrong
         usage exits with 2.
     """
     return run_command(
-        lambda: convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS
+        lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS
     )
 
 
-def convert(arguments: argparse.Namespace) -> None:
-    """Do what the command does, with errors raised."""
-    way = direction(arguments)
-    if contains(arguments.mlx_path, arguments.torch_path) or contains(
-        arguments.torch_path, arguments.mlx_path
-    ):
-        raise ValueError(
-            f"--torch-path {arguments.torch_path} and --mlx-path {arguments.mlx_path} "
-            "are the same, or one lies in the other: give two places apart."
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments.
+
+    Example:
+        >>> parser().parse_args(["--torch-path", "a.pt", "--mlx-path", "a"]).dry_run
+        False
+    """
+    made = argparse.ArgumentParser(
+        prog="mlx_gradscale convert",
+        epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run",
+        description="Convert a training run between PyTorch and MLX: model, optimizer "
+        "and GradScaler state. The path that exists is read, the other is written.",
+    )
+    for flag, options in _ARGUMENTS.items():
+        made.add_argument(flag, **options)
+    return made
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    torch_path, mlx_path = arguments.torch_path, arguments.mlx_path
+    target = _direction(arguments)
+    if contains(mlx_path, torch_path) or contains(torch_path, mlx_path):
+        raise ConvertError(
+            f"--torch-path {torch_path} and --mlx-path {mlx_path} are the same, or one "
+            "is inside the other: give separate paths."
         )
-    if way == "mlx":
-        to_mlx_folder(arguments)
+    if target == "mlx":
+        _to_mlx(arguments)
     else:
-        to_torch_file(arguments)
+        _to_torch(arguments)
 
 
-def direction(arguments: argparse.Namespace) -> str:
-    """Return which way to go, by the path that exists."""
-    paths = {"mlx": arguments.torch_path, "torch": arguments.mlx_path}
-    for path in paths.values():
-        refuse_hidden(path)
-    there = {way: path.exists() for way, path in paths.items()}
+def _direction(arguments: argparse.Namespace) -> str:
+    """Return the side that is written: the one that does not exist, or ``--to``."""
+    sources = {"mlx": arguments.torch_path, "torch": arguments.mlx_path}
+    there = [side for side, source in sources.items() if source.exists()]
     if arguments.to is not None:
-        if not there[arguments.to]:
-            source = "torch" if arguments.to == "mlx" else "mlx"
-            raise FileNotFoundError(
-                f"There is nothing at --{source}-path {paths[arguments.to]} to read."
-            )
+        if arguments.to not in there:
+            raise FileNotFoundError(f"There is no {sources[arguments.to]} to read.")
         return str(arguments.to)
-    if not any(there.values()):
+    if not there:
         raise FileNotFoundError(
-            "Neither path exists: there is nothing to read at --torch-path "
-            f"{arguments.torch_path} or --mlx-path {arguments.mlx_path}."
+            f"Neither {arguments.torch_path} nor {arguments.mlx_path} exists."
         )
-    if all(there.values()):
-        raise ValueError("Both paths exist: say which way with --to mlx or --to torch.")
-    return "mlx" if there["mlx"] else "torch"
+    if len(there) == 2:
+        raise ConvertError("Both paths exist: give --to mlx or --to torch.")
+    return there[0]
 
 
-def to_mlx_folder(arguments: argparse.Namespace) -> None:
-    """Write the folder of a PyTorch checkpoint, or print what would be written."""
-    check_folder(arguments.mlx_path, arguments.overwrite)
-    options, models = _options(arguments), _models(arguments.model)
-    checkpoint, notes = read_torch(arguments.torch_path, _float64(arguments))
-    if is_several(options):
-        run = from_several(checkpoint, models, options)
+def _to_mlx(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint of ours, with ``template.pt`` beside it."""
+    path, options = arguments.mlx_path, _options(arguments)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file: --mlx-path must be a folder.")
+    if path.is_dir() and any(path.iterdir()) and not arguments.overwrite:
+        raise FileExistsError(f"{path} already exists: pass --overwrite.")
+    read = read_torch(arguments.torch_path, options)
+    template, notes = make_template(read, _model(arguments.model), options)
+    others = [*template.age, *template.files]
+    if others:
+        notes.append(f"Kept unchanged in {TEMPLATE}: {list_some(others)}.")
+    _print_notes(notes)
+    if arguments.dry_run:
+        print(_describe(template, arguments.torch_path, path))
+        return
+    model = _Weights(template.weights())
+    optimizer, scaler = Optimizer(), None
+    if template.optimizer is not None:
+        optimizer = template.build_optimizer()
+        optimizer.state = tree_unflatten([*(template.optimizer_state() or {}).items()])
+    state, _ = template.scaler_state()
+    if state is not None:
+        scaler = GradScaler()
+        scaler.load_state_dict(state)
+    # Killed in between, a checkpoint has no template rather than another one's.
+    (path / TEMPLATE).unlink(missing_ok=True)
+    save_checkpoint(path, model, optimizer, scaler)
+    template.drop_tensors()
+    torch_checkpoint.save(path / TEMPLATE, to_object(template))
+    print(f"Wrote {printable(path)}. {_usage(path, template)}")
+
+
+def _usage(path: Path, template: Template) -> str:
+    if template.optimizer is None:
+        return "Its weights are in model.safetensors of the save-* folder."
+    scaler = ", scaler" if template.scaler is not None else ""
+    return (
+        "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
+        f"{str(path)!r}); restore_checkpoint({str(path)!r}, model, optimizer{scaler})."
+    )
+
+
+class _Weights(nn.Module):
+    """A model that has weights by name, and no layers."""
+
+    def __init__(self, weights: dict[str, mx.array]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        tree = tree_unflatten(list(weights.items()))
+        for name, value in tree.items() if isinstance(tree, dict) else ():
+            self[name] = value
+
+
+def _to_torch(arguments: argparse.Namespace) -> None:
+    """Write the PyTorch checkpoint of a run of ours."""
+    options, folder = _options(arguments), arguments.mlx_path
+    run = _read_run(read_checkpoint(folder))
+    like = arguments.like
+    if like is None:
+        places = [folder / TEMPLATE, folder.resolve().parent / TEMPLATE]
+        found = [
+            p
+            for p in places[: 2 if folder.name.startswith("save-") else 1]
+            if p.is_file()
+        ]
+        if not found:
+            raise FileNotFoundError(
+                f"{folder} has no {TEMPLATE}: give a PyTorch checkpoint of the same "
+                "model as the template with --like."
+            )
+        like = found[0]
+    model = _model(arguments.model) if arguments.like is not None else None
+    template = read_template(like, model, options)
+    if not template.is_folder and arguments.torch_path.is_dir():
+        raise IsADirectoryError(f"{arguments.torch_path} is a folder, not a file.")
+    notes, stale = write_template(
+        arguments.torch_path,
+        template,
+        run,
+        options,
+        arguments.step,
+        arguments.overwrite,
+        arguments.dry_run,
+    )
+    _print_notes(notes + stale)
+    if arguments.dry_run:
+        print(_describe(template, folder, arguments.torch_path))
     else:
-        run = from_torch(checkpoint, _one_model(models), options)
-    left = read_rest(arguments.torch_path, checkpoint, run.record)
-    _say(notes + left + run.notes)
-    files = run_files(run)
-    if arguments.dry_run:
-        written = [arguments.mlx_path / name for name in files]
-        print(_plan(run, arguments.torch_path, arguments.mlx_path, written))
-        return
-    write_files(arguments.mlx_path, files, arguments.overwrite, evaluate)
-    print(f"Wrote {printable(arguments.mlx_path)}.")
+        print(f"Wrote {printable(arguments.torch_path)}.")
 
 
-def to_torch_file(arguments: argparse.Namespace) -> None:
-    """Write the PyTorch checkpoint of a folder, or print what would be written."""
-    run = read_run(arguments.mlx_path)
-    if arguments.like is not None and run.runs:
-        raise ValueError(f"--like is for one run: {arguments.mlx_path} holds several.")
-    if arguments.like is not None:
-        like = _record_like(arguments)
-        run.record = replace(like, used=run.record.used, is_pattern=True)
-    moved = move_trainer(run, arguments.step)
-    checkpoint, notes = to_torch(run, arguments.accept)
-    _say(moved + notes)
-    is_folder, overwrite = run.record.is_folder, arguments.overwrite
-    place = (arguments.torch_path, checkpoint, is_folder, overwrite)
-    files = torch_files(*place, run.record)
-    if arguments.dry_run:
-        if run.optimizer is not None and run.record.optimizer:
-            run.record.optimizer.groups = current_groups(run)
-        written = [arguments.torch_path]
-        if is_folder:
-            written = [arguments.torch_path / name for name in files]
-        print(_plan(run, arguments.mlx_path, arguments.torch_path, written))
-        return
-    evaluate(_arrays(checkpoint))
-    write_torch_files(arguments.torch_path, files, is_folder, overwrite)
-    print(f"Wrote {printable(arguments.torch_path)}.")
-
-
-def _record_like(arguments: argparse.Namespace) -> Record:
-    checkpoint, _ = read_torch(arguments.like, _float64(arguments))
-    options = _options(arguments)
-    # The pattern's own momentum is not used, so it may be missing.
-    accept = (*options.accept, "dampening")
-    options = replace(options, accept=accept)
-    record = from_torch(
-        checkpoint, _one_model(_models(arguments.model)), options
-    ).record
-    read_rest(arguments.like, checkpoint, record)
-    return record
+def _read_run(saved: Checkpoint) -> MlxRun:
+    """Return the values of a checkpoint of ours, its master weights for weights."""
+    run = MlxRun(dict(saved.weights))
+    flat = {
+        name: x if isinstance(x, mx.array) else mx.array(x)
+        for name, x in saved.optimizer.items()
+    }
+    if saved.description["wrapped"]:
+        for name, x in flat.items():
+            kind, _, path = name.partition(".")
+            if kind == "masters":
+                run.weights[path] = x
+            elif kind == "remainders":
+                run.weights[path] = join(saved.weights[path], x).master
+        flat = {
+            name.removeprefix("optimizer."): x
+            for name, x in flat.items()
+            if name.startswith("optimizer.")
+        }
+    settings = saved.description["settings"]
+    if [row["class"] for row in settings] != ["Optimizer"]:
+        run.optimizer = flat
+        run.settings = [
+            {"class": row["class"], "has_schedule": "learning_rate" in row["schedules"]}
+            | row["values"]
+            for row in settings
+        ]
+    if saved.scaler is not None:
+        fields = {name: saved.scaler[name].item() for name in FIELDS}
+        run.scaler = to_state_dict(fields)
+    return run
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    renames = [_rename(text) for text in arguments.rename]
-    keys = {
-        section: getattr(arguments, f"{section}_key")
-        for section in ("model", "optimizer", "scaler")
-        if getattr(arguments, f"{section}_key") is not None
-    }
+    patterns = {flag[2:].replace("-", "_") for flag in _PATTERNS}
+    keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
-        Choices(
-            rename=renames or None,
-            conv=tuple(arguments.conv),
-            conv_transpose=tuple(arguments.conv_transpose),
-            split_qkv=tuple(arguments.split_qkv),
-            transpose=tuple(arguments.transpose),
-            keep=tuple(arguments.keep_layout),
-            drop=tuple(arguments.drop),
-        ),
-        keys,
-        arguments.optimizer,
-        tuple(arguments.accept),
-        tuple(names) if names is not None else None,
-        arguments.step,
-        arguments.scaler_format,
+        rename=[_rename(text) for text in arguments.rename] or None,
+        keys={section: key for section, key in keys.items() if key is not None},
+        names=tuple(names) if names is not None else None,
+        optimizer=arguments.optimizer,
+        accept=tuple(arguments.accept),
+        step=arguments.step,
+        scaler_format=arguments.scaler_format,
+        float64=getattr(mx, arguments.float64) if arguments.float64 else None,
+        limits=read_limits(arguments.limit),
+        **{name: tuple(getattr(arguments, name)) for name in patterns},
     )
+
+
+def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
+    """Return the reader's limits with what the user raised by ``NAME=NUMBER``."""
+    try:
+        pairs = [text.split("=") for text in given]
+        raised = {name: int(float(number)) for name, number in pairs}
+        return torch_checkpoint.Limits(**raised) if raised else None
+    except (ValueError, TypeError, OverflowError):
+        raise ConvertError(
+            f"--limit {' '.join(given)}: give NAME=NUMBER, with a name of "
+            f"{', '.join(torch_checkpoint.Limits.__dataclass_fields__)}."
+        ) from None
 
 
 def _rename(text: str) -> tuple[str, str]:
     # The last one: a pattern may hold "=", as in (?=...), and no name does.
     old, equals, new = text.rpartition("=")
     if not equals:
-        raise ValueError(f"--rename {text}: give it as OLD=NEW.")
+        raise ConvertError(f"--rename {text}: give it as OLD=NEW.")
     try:
         re.compile(old).sub(new, "")  # the replacement is checked without a match too
     except (re.error, IndexError) as error:
-        raise ValueError(
-            f"--rename {text}: {error}. OLD is a regular expression, NEW what "
+        raise ConvertError(
+            f"--rename {text}: {error}. OLD is a regular expression, NEW is what "
             "re.sub puts in its place."
         ) from None
     return old, new
 
 
-def _models(places: str | None) -> list[nn.Module]:
-    return [_model(place) for place in places.split(",")] if places else []
-
-
-def _one_model(models: list[nn.Module]) -> nn.Module | None:
-    if len(models) > 1:
-        raise ValueError("--model gives several: name them with --model-key, too.")
-    return models[0] if models else None
-
-
-def _model(place: str) -> nn.Module:
+def _model(place: str | None) -> nn.Module | None:
     """Return the user's MLX model, from MODULE:NAME or mlx-lm's config."""
+    if place is None:
+        return None
     if Path(place).is_dir() or place.endswith(".json"):
-        return mlx_lm_model(Path(place))
+        return _mlx_lm_model(Path(place))
     module, colon, name = place.partition(":")
     if not colon:
-        raise ValueError(
+        raise ConvertError(
             f"--model {place}: give it as MODULE:NAME, or an mlx-lm model's folder."
         )
-    holder = _run_users_code(place, lambda: import_here(module))
+    holder = _run_users_code(place, lambda: import_user_module(module))
     if not hasattr(holder, name):
-        raise ValueError(f"--model {place}: {module} has no {name}.")
+        raise ConvertError(f"--model {place}: {module} has no {name}.")
     made = getattr(holder, name)
     if not isinstance(made, nn.Module):
         made = _run_users_code(place, made)
     if not isinstance(made, nn.Module):
-        raise ValueError(f"--model {place} gives no mlx.nn.Module.")
+        raise ConvertError(f"--model {place} is not an mlx.nn.Module.")
     return made
 
 
@@ -232,50 +396,94 @@ def _run_users_code(place: str, code: Callable[[], Any]) -> Any:
     except (Exception, SystemExit) as error:  # it may raise anything
         kind = type(error).__name__
         said = f"{kind}: {error}" if str(error) else kind
-        raise ValueError(f"--model {place} raised {said}") from error
+        raise ConvertError(f"--model {place} raised {said}") from error
 
 
-def _float64(arguments: argparse.Namespace) -> mx.Dtype | None:
-    return getattr(mx, arguments.float64) if arguments.float64 else None
+def import_user_module(name: str) -> ModuleType:
+    """Import a module, from the current folder if it is there.
+
+    The folder comes last in ``sys.path``, so that nothing in it is taken for a module
+    of the standard library, or an installed one, that this or any other module asks
+    for. Only the module that was asked for by name is looked for there first.
+
+    Example:
+        >>> import_user_module("json").__name__
+        'json'
+    """
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+    top = name.partition(".")[0]
+    if top not in sys.modules and top not in sys.stdlib_module_names:
+        spec = PathFinder.find_spec(top, [here])
+        if spec is not None and spec.loader is not None:
+            module = sys.modules[top] = module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[top]
+                raise
+    return importlib.import_module(name)
 
 
-def _arrays(checkpoint: Any) -> dict[str, mx.array]:
-    found = enumerate(leaves(checkpoint))
-    return {str(i): leaf for i, leaf in found if isinstance(leaf, mx.array)}
+def _mlx_lm_model(path: Path) -> nn.Module:
+    """Return the model of mlx-lm for a ``config.json``, without its weights.
+
+    Nothing in the folder is executed: a ``model_file`` of its own is refused.
+    """
+    config = read_json(path / "config.json" if path.is_dir() else path)
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    plain = str(kind).replace("-", "_").replace(".", "_")
+    is_plain = isinstance(kind, str) and plain.isidentifier() and ".." not in kind
+    if not is_plain or "model_file" in config:
+        raise ConvertError(
+            f"--model {path} needs code of its own, or names no model_type: give the "
+            "model as MODULE:NAME."
+        )
+    try:
+        from mlx_lm.utils import _get_classes
+    except ImportError as error:
+        raise ImportError(
+            "A model by its config needs mlx-lm: pip install mlx-lm."
+        ) from error
+
+    def make() -> Any:
+        model_class, arguments_class = _get_classes(config)
+        return model_class(arguments_class.from_dict(config))
+
+    model: nn.Module = _run_users_code(str(path), make)
+    return model
 
 
-def _say(notes: Sequence[str]) -> None:
-    for note in notes:
-        print(f"[WARNING] {printable(note)}", file=sys.stderr)
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in dict.fromkeys(notes):
+        print(f"note: {printable(note)}", file=sys.stderr)
 
 
-def _plan(run: Run, source: Path, target: Path, written: Sequence[Path]) -> str:
-    lines = [printable(f"{source} -> {target}")]
-    for name, each in run.runs.items():
-        lines += ["", _plan(each, Path(name), target / name, ())]
-    if run.weights is not None and run.record.model:
-        plan = run.record.model.plan
-        rows: list[Any] = []
-        for name, entry in plan.entries.items():
-            array = run.weights[entry.mlx[0]]
-            arrows = ", ".join(entry.mlx)
-            rows.append((name, arrows, shape(array), dtype_name(array), entry.layout))
-        rows += [(a, f"(tied to {n})", "", "", "") for a, n in plan.tied.items()]
-        rows += [(name, "(training.json)", "", "", "") for name in plan.unplaced]
-        header = ("PyTorch", "MLX", "MLX shape", "dtype", "layout")
-        lines += ["", table(header, rows)]
-    if run.optimizer is not None and run.record.optimizer:
-        record = run.record.optimizer
-        rows = []
-        for i, group in enumerate(record.groups):
-            step = run.optimizer[f"{record.prefix(i)}step"].item()
-            count = len(record.names[i])
-            rows.append((i, record.name, count, number(group["lr"]), step))
-        header = ("group", "optimizer", "parameters", "learning rate", "step")
-        one = "one optimizer" if record.joined else "a MultiOptimizer"
-        lines += ["", table(header, rows), f"as {one}"]
-    if run.scaler is not None:
-        lines += ["", table(("scaler", ""), run.scaler.items())]
-    files = [(path, "replaced" if path.exists() else "new") for path in written]
-    lines += ["", table(("file", ""), files)] if files else []
-    return "\n".join(lines)
+def _describe(template: Template, source: Path, target: Path) -> str:
+    """Return what a conversion does, for ``--dry-run``."""
+    tensors = template.tensors()
+    rows = [
+        (
+            entry.torch,
+            ", ".join(entry.mlx),
+            entry.layout,
+            "x".join(map(str, tensors[entry.torch].shape)) or "scalar",
+            dtype_name(tensors[entry.torch].dtype),
+        )
+        for entry in template.plan.entries.values()
+    ]
+    lines = [f"{source} -> {target} (nothing is written)"]
+    if rows:
+        lines += ["", table(("PyTorch", "MLX", "layout", "shape", "dtype"), rows)]
+    for group in template.optimizer.groups if template.optimizer else ():
+        count = len(group.names)
+        lines.append(f"{group.kind}: {count} parameters, at step {group.step}")
+    if template.scaler is not None:
+        lines.append(f"scaler: {template.scaler_format}'s state")
+    return printable_lines("\n".join(lines))
+
+
+def printable_lines(text: str) -> str:
+    """Return text that cannot move a terminal's cursor, in its lines."""
+    return "\n".join(printable(line) for line in text.splitlines())

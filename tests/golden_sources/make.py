@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from golden_sources.data import AFTER, BEFORE, tokens
-from interop_helpers import batch, torch_net, torch_steps
+from support.regression import batch, torch_net, torch_steps
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)

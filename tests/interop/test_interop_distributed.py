@@ -1,12 +1,15 @@
 """Optimizer states by name, as torch.distributed gives them."""
 
-import shlex
 import subprocess
 import sys
 
 import pytest
-from interop_helpers import MODEL, convert, mlx_steps, torch_net, torch_steps
-from sources_page import check_row, seen, steps
+from support.regression import (
+    assert_near,
+    mlx_steps,
+    torch_net,
+    torch_steps,
+)
 
 from mlx_gradscale.convert import main
 
@@ -24,7 +27,7 @@ def decayed(net):
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
-def test_a_state_by_name_goes_on_in_mlx_and_back(is_flat, tmp_path):
+def test_state_by_name_continues_in_mlx_and_back(is_flat, tmp_path):
     distributed = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     options = distributed.StateDictOptions(flatten_optimizer_state_dict=is_flat)
     net = torch_net()
@@ -34,29 +37,15 @@ def test_a_state_by_name_goes_on_in_mlx_and_back(is_flat, tmp_path):
     torch.save({"model": net.state_dict(), "optim": state}, tmp_path / "a.pt")
     want = torch_steps(net, optimizer, range(10, 20))
 
-    convert(tmp_path / "a.pt", tmp_path / "run", *MODEL)
-    losses = mlx_steps(tmp_path / "run", range(10, 15))
-    onward = steps(losses, want[:5])
-
-    convert(tmp_path / "b.pt", tmp_path / "run")
+    losses = mlx_steps(tmp_path / "a.pt", tmp_path / "b.pt", range(10, 15))
+    assert_near(losses, want[:5])
     back = torch.load(tmp_path / "b.pt", weights_only=True)
     assert back["optim"].keys() == state.keys()
     net = torch_net()
     optimizer = decayed(net)
     net.load_state_dict(back["model"])
     distributed.set_optimizer_state_dict(net, optimizer, back["optim"], options=options)
-    losses = torch_steps(net, optimizer, range(15, 20))
-    titles = {
-        False: "`torch.distributed.checkpoint.state_dict`, by name",
-        True: "`torch.distributed.checkpoint.state_dict`, flattened",
-    }
-    check_row(
-        titles[is_flat],
-        inspect=seen(tmp_path / "a.pt"),
-        to_mlx=(),
-        onward=onward,
-        back=f"`set_optimizer_state_dict`, {steps(losses, want[5:])}",
-    )
+    assert_near(torch_steps(net, optimizer, range(15, 20)), want[5:])
 
 
 def shard(rank, folder, count):
@@ -102,24 +91,19 @@ def test_shards_of_two_ranks_are_refused_with_the_call_that_gathers_them(
     said = capsys.readouterr().err
     options = "options=StateDictOptions(full_state_dict=True, cpu_offload=True)"
     assert f"get_state_dict(model, optimizer, {options})" in said
-    check_row(
-        "FSDP2 on two ranks, each with its shards",
-        inspect=seen(sharded / "shards_0.pt"),
-        to_mlx="refused: the error names the call that gathers them",
-        onward="",
-        back="",
-    )
 
 
 @pytest.mark.parametrize("kind", ["whole.pt", "dcp"])
-def test_fsdp2_on_two_ranks_goes_on_in_mlx_and_back(kind, sharded, tmp_path):
-    convert(sharded / kind, tmp_path / "run", *MODEL)
+def test_fsdp2_on_two_ranks_continues_in_mlx_and_back(kind, sharded, tmp_path):
     net = torch_net()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     want = torch_steps(net, optimizer, range(20))
-    losses = mlx_steps(tmp_path / "run", range(10, 15))
-    onward = steps(losses, want[10:15])
-    convert(tmp_path / "back.pt", tmp_path / "run")
+    source = sharded / kind
+    if kind == "dcp":
+        source = tmp_path / "whole.pt"
+        run_format_utils("dcp_to_torch", sharded / kind, source)
+    losses = mlx_steps(source, tmp_path / "back.pt", range(10, 15))
+    assert_near(losses, want[10:15])
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     distributed = torch.distributed.checkpoint.state_dict
     net = torch_net()
@@ -127,21 +111,17 @@ def test_fsdp2_on_two_ranks_goes_on_in_mlx_and_back(kind, sharded, tmp_path):
     options = distributed.StateDictOptions(full_state_dict=True)
     states = {"model_state_dict": back["model"], "optim_state_dict": back["optim"]}
     distributed.set_state_dict(net, optimizer, **states, options=options)
-    titles = {
-        "whole.pt": "FSDP2 on two ranks, gathered by `get_state_dict`",
-        "dcp": "FSDP2 on two ranks, a folder of `torch.distributed.checkpoint`",
-    }
-    check_row(
-        titles[kind],
-        inspect=seen(sharded / kind),
-        to_mlx=(),
-        onward=onward,
-        back=f"`set_state_dict`, "
-        f"{steps(torch_steps(net, optimizer, range(15, 20)), want[15:])}",
-    )
+    assert_near(torch_steps(net, optimizer, range(15, 20)), want[15:])
 
 
-def test_a_folder_of_distcp_files_goes_on_in_mlx_and_back(tmp_path, capsys):
+def run_format_utils(way, source, target):
+    """PyTorch's own command between a folder and a file."""
+    module = "torch.distributed.checkpoint.format_utils"
+    words = [sys.executable, "-m", module, way, str(source), str(target)]
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def test_folder_of_distcp_files_continues_in_mlx_and_back(tmp_path, capsys):
     dcp = pytest.importorskip("torch.distributed.checkpoint")
 
     def made():
@@ -153,26 +133,16 @@ def test_a_folder_of_distcp_files_goes_on_in_mlx_and_back(tmp_path, capsys):
     model, state = dcp.state_dict.get_state_dict(net, optimizer)
     dcp.save({"model": model, "optim": state}, checkpoint_id=tmp_path / "dcp")
     want = torch_steps(net, optimizer, range(10, 20))
-    convert(tmp_path / "dcp", tmp_path / "run", *MODEL)
-    command = capsys.readouterr().err.split("makes a folder: ")[1].splitlines()[0]
-    onward = steps(mlx_steps(tmp_path / "run", range(10, 15)), want[:5])
-
-    convert(tmp_path / "back.pt", tmp_path / "run")
-    words = shlex.split(command.rstrip("."))
-    assert words[-2:] == ["FILE", "FOLDER"]
-    places = [str(tmp_path / "back.pt"), str(tmp_path / "back")]
-    words = [sys.executable, *words[1:-2], *places]
-    subprocess.run(words, check=True, capture_output=True)
+    arguments = ["--torch-path", tmp_path / "dcp", "--mlx-path", tmp_path / "run"]
+    assert main([*map(str, arguments)]) == 1
+    assert "format_utils dcp_to_torch" in capsys.readouterr().err
+    run_format_utils("dcp_to_torch", tmp_path / "dcp", tmp_path / "a.pt")
+    losses = mlx_steps(tmp_path / "a.pt", tmp_path / "back.pt", range(10, 15))
+    assert_near(losses, want[:5])
+    run_format_utils("torch_to_dcp", tmp_path / "back.pt", tmp_path / "back")
     net, optimizer = made()
     model, state = dcp.state_dict.get_state_dict(net, optimizer)
     dcp.load({"model": model, "optim": state}, checkpoint_id=tmp_path / "back")
     states = {"model_state_dict": model, "optim_state_dict": state}
     dcp.state_dict.set_state_dict(net, optimizer, **states)
-    losses = torch_steps(net, optimizer, range(15, 20))
-    check_row(
-        "`torch.distributed.checkpoint`, a folder",
-        inspect=seen(tmp_path / "dcp"),
-        to_mlx=(),
-        onward=onward,
-        back=f"as a file, `torch_to_dcp`, {steps(losses, want[5:])}",
-    )
+    assert_near(torch_steps(net, optimizer, range(15, 20)), want[5:])

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from convert.test_sources import check_source
 from golden_sources.data import BEFORE
-from test_sources import check_source
 
 pytest.importorskip("torch", reason="needs PyTorch")
 # Where timm is, and the torchvision that it imports. That comes for CUDA, and beside a

@@ -109,7 +109,7 @@ def test_each_help_has_an_example(name, capsys):
 
 def test_arguments_reach_the_command(capsys):
     assert dispatcher.main(["inspect", str(CHECKPOINT)]) == 0
-    assert "SGD" in capsys.readouterr().out
+    assert "conv_sgd.pt" in capsys.readouterr().out
     run = [sys.executable, "-m", "mlx_gradscale", "inspect", "no.pt"]
     assert subprocess.run(run, capture_output=True).returncode == 1
 

@@ -1,0 +1,183 @@
+"""``load_torch``: a PyTorch checkpoint into a live MLX run."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+
+from ..core.masters import HALF, to_float32
+from ..core.optimizer import LossScaleOptimizer
+from ..core.scaler import GradScaler
+from .folder import read_torch
+from .names import apply_sanitize
+from .optimizer_state import Rate
+from .options import Options
+from .template import Template, make_template
+from .tree import ConvertError, list_some
+
+
+@dataclass
+class TorchRun:
+    """What :func:`load_torch` returns.
+
+    Attributes:
+        optimizer (Optimizer, optional): Built with PyTorch's settings, with its state.
+            With ``loss_scaling`` it is a ``LossScaleOptimizer`` around that.
+        scaler (GradScaler, optional): With PyTorch's state.
+        template (Template): The checkpoint, without the tensors that MLX holds now; for
+            :func:`~mlx_gradscale.convert.save_torch`.
+        notes (list): Sentences on what is different in MLX, or was left out.
+    """
+
+    optimizer: Optimizer | None
+    scaler: GradScaler | None
+    template: Template
+    notes: list[str] = field(default_factory=list)
+
+
+def load_torch(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    options: Options | None = None,
+    *,
+    learning_rate: Rate | Sequence[Rate] | None = None,
+    loss_scaling: bool = False,
+    max_grad_norm: float | None = None,
+    masters: str = "float32",
+) -> TorchRun:
+    """Put a PyTorch checkpoint into an MLX model, and make its optimizer and scaler.
+
+    Args:
+        path (str): A ``.pt`` file, or a folder of Transformers' Trainer or Accelerate.
+        model (nn.Module): Gets the weights; every name and shape must match.
+        options (Options, optional): What the checkpoint does not tell.
+        learning_rate (float, Callable or list, optional): A number or a schedule, as
+            ``mlx.optimizers`` take it, in the place of the checkpoint's rate. PyTorch's
+            parameter groups share it if they share a rate; otherwise give a list with
+            one for each.
+        loss_scaling (bool): Wrap the optimizer in a ``LossScaleOptimizer``. The weights
+            are cast to the model's own dtypes, and the uncast ones become its master
+            weights: call ``model.set_dtype(mx.float16)`` first. Otherwise the model
+            takes the checkpoint's dtypes.
+        max_grad_norm (float, optional): For the ``LossScaleOptimizer``.
+        masters (str): For the ``LossScaleOptimizer``.
+
+    Returns:
+        TorchRun: Optimizer, scaler and template. The optimizer computes what PyTorch's
+        computed.
+
+    Raises:
+        ConvertError: If anything does not match. The model's weights are unchanged.
+
+    Example:
+        >>> import tempfile
+        >>> from mlx_gradscale import torch_checkpoint
+        >>> tensors = {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}
+        >>> path = tempfile.mkdtemp() + "/run.pt"
+        >>> torch_checkpoint.save(path, {"model": tensors, "epoch": 3})
+        >>> model = nn.Linear(2, 1)
+        >>> load_torch(path, model).template["epoch"]
+        3
+        >>> model.weight
+        array([[1, 1]], dtype=float32)
+    """
+    options = options or Options()
+    template, notes = make_template(read_torch(path, options), model, options)
+    weights = template.weights()
+    if template.plan.sanitized is not None:
+        apply_sanitize(model, template.plan.sanitized)
+    scaler = _make_scaler(template)
+    optimizer: Optimizer | None = None
+    names: list[str] | None = None
+    if template.optimizer is not None:
+        optimizer = template.build_optimizer(learning_rate)
+        names = _load_optimizer(optimizer, template, model, learning_rate is not None)
+    elif loss_scaling or learning_rate is not None:
+        what = "a learning rate" if learning_rate is not None else "loss scaling"
+        raise ConvertError(f"{path} has no optimizer state: {what} has no use.")
+    rounded: list[str] = []
+    if loss_scaling and optimizer is not None:
+        optimizer = LossScaleOptimizer(
+            optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
+        )
+        scaler = optimizer.scaler
+        rounded = _load_rounded(model, weights, optimizer)
+    else:
+        model.load_weights(list(weights.items()), strict=False)
+    # Arrays of a file are read when used: now, before the file can change.
+    mx.eval(model.parameters(), optimizer.state if optimizer else [])
+    entries = template.plan.entries.values()
+    kept = [e.torch for e in entries if set(e.mlx) & set(rounded)]
+    template.drop_tensors(kept, names)
+    return TorchRun(optimizer, scaler, template, notes)
+
+
+def _make_scaler(template: Template) -> GradScaler | None:
+    state, _ = template.scaler_state()
+    if state is None:
+        return None
+    scaler = GradScaler()
+    try:
+        scaler.load_state_dict(state)
+    except (TypeError, KeyError, RuntimeError) as error:
+        raise ConvertError(f"The scaler's state: {error}") from error
+    return scaler
+
+
+def _load_optimizer(
+    optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
+) -> list[str]:
+    """Put the state into a new optimizer; return the parameters that have one."""
+    flat = template.optimizer_state() or {}
+    trainable = model.trainable_parameters()
+    optimizer.init(trainable)
+    names = [name for name, _ in tree_flatten(trainable)]
+    own = dict(tree_flatten(optimizer.state))
+    missing = [key for key in own if key not in flat]
+    if missing:
+        raise ConvertError(
+            f"{list_some(missing)}: the parameter is trained in the MLX model, and "
+            "PyTorch's optimizer does not have it. Freeze it (model.freeze) before "
+            "loading."
+        )
+    kept = ("learning_rate",) if keep_rate else ()
+    state = [(k, x if k.split(".")[-1] in kept else flat[k]) for k, x in own.items()]
+    optimizer.state = tree_unflatten(state)
+    return names
+
+
+def _load_rounded(
+    model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
+) -> list[str]:
+    """Load weights in the model's dtypes; return those rounded without a master."""
+    own = dict(tree_flatten(model.parameters()))
+    cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
+    infinite = [
+        name
+        for name, x in cast.items()
+        if x.dtype in HALF
+        and not mx.all(mx.isfinite(x)).item()
+        and mx.all(mx.isfinite(weights[name])).item()
+    ]
+    if infinite:
+        raise ConvertError(
+            f"{list_some(infinite)} would overflow in the model's dtype: keep these "
+            "layers in float32."
+        )
+    model.load_weights(list(cast.items()), strict=False)
+    trainable = model.trainable_parameters()
+    optimizer.init(trainable)
+    names = {name for name, _ in tree_flatten(trainable)}
+    masters = tree_map_with_path(
+        lambda path, x: to_float32(weights.get(path, x)), trainable
+    )
+    optimizer.set_masters(trainable, masters)
+    return [
+        n
+        for n, x in cast.items()
+        if x.dtype in HALF and weights[n].dtype != x.dtype and n not in names
+    ]

@@ -1,0 +1,231 @@
+"""One optimizer's state dict in a checkpoint: checked, read, and written to.
+
+PyTorch indexes it by numbers or names. torch.distributed may flatten it
+(``state.<name>.<slot>``) or write its numbers as text.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from ..torch_checkpoint import TensorShape
+from .tree import ConvertError, Write, is_tensor, number
+
+Index = int | str
+
+_STATE, _GROUPS = "state.", "param_groups."
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_LARGEST_NUMBER, _MOST_STEPS = 1e18, 2**53
+# Numbers below it hash to themselves, so they cannot be chosen to collide.
+_LARGEST_INDEX = 2**31
+
+
+def is_nested(value: Any) -> bool:
+    """Tell whether a dict is a state dict; an empty ``state`` may be missing."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("param_groups"), list)
+        and isinstance(value.get("state", {}), dict)
+        and all(isinstance(g, dict) and "params" in g for g in value["param_groups"])
+    )
+
+
+def is_flat(value: Any) -> bool:
+    """Tell whether ``flatten_optimizer_state_dict=True`` made this dict.
+
+    Example:
+        >>> is_flat({"state.fc.weight.step": 1, "param_groups.fc.weight.lr": 0.1})
+        True
+    """
+    return (
+        isinstance(value, dict)
+        and any(isinstance(key, str) and key.startswith(_GROUPS) for key in value)
+        and all(
+            isinstance(key, str)
+            and key.startswith((_STATE, _GROUPS))
+            and key.count(".") >= 2
+            for key in value
+        )
+    )
+
+
+class OptimizerSection:
+    """A state dict of ``torch.optim``, in whichever layout.
+
+    Args:
+        held (dict): The dict in the checkpoint; never changed here.
+
+    Attributes:
+        groups (list): The parameter groups, each with its ``params``.
+        states (dict): Index -> slots, as ``exp_avg``.
+
+    Example:
+        >>> held = {"state.w.step": 1, "param_groups.w.lr": 0.1}
+        >>> OptimizerSection(held).groups
+        [{'lr': 0.1, 'params': ['w']}]
+    """
+
+    def __init__(self, held: dict[Any, Any]) -> None:
+        self._held = held
+        self._is_flat = is_flat(held)
+        self._keys: dict[Index, Any] = {}  # index -> its key, where they differ
+        if self._is_flat:
+            self.groups, self.states = _unflatten(held)
+        else:
+            self.groups, self.states = held["param_groups"], held.get("state", {})
+        _check_groups(self.groups)
+        if not self._is_flat:
+            self._read_numbers()
+        _check_states(self.states, self.indices())
+
+    def indices(self) -> list[Index]:
+        """Return the index of every parameter, group by group."""
+        return [index for group in self.groups for index in group["params"]]
+
+    def slots(self, index: Index) -> dict[str, Any]:
+        """Return the state of a parameter; empty if it has none yet."""
+        return self.states.get(index) or {}
+
+    def shape(self, index: Index) -> tuple[int, ...] | None:
+        """Return the shape of a parameter by its moments, if it has any."""
+        for slot, value in self.slots(index).items():
+            if slot != "step" and is_tensor(value):
+                return tuple(value.shape)
+        return None
+
+    def write_state(self, index: Index, slots: Mapping[str, Any]) -> list[Write]:
+        """Return the writes that give a parameter these slots; others stay."""
+        if not slots:
+            return []
+        if self._is_flat:
+            return [
+                Write(self._held, f"{_STATE}{index}.{k}", v) for k, v in slots.items()
+            ]
+        if index in self.states:
+            return [Write(self.states[index], k, v) for k, v in slots.items()]
+        states = self._held.get("state")
+        if states is None:
+            return [Write(self._held, "state", {index: dict(slots)})]
+        return [Write(states, self._keys.get(index, index), dict(slots))]
+
+    def write_setting(self, group: int, key: str, value: Any) -> list[Write]:
+        """Return the writes that set a group's setting."""
+        if not self._is_flat:
+            return [Write(self.groups[group], key, value)]
+        names = self.groups[group]["params"]
+        return [Write(self._held, f"{_GROUPS}{name}.{key}", value) for name in names]
+
+    def drop_tensors(self, index: Index, slots: Iterable[str]) -> None:
+        """Put the shapes of moments in their place."""
+        held = self.slots(index)
+        shapes = {
+            slot: TensorShape.of(held[slot])
+            for slot in slots
+            if isinstance(held.get(slot), mx.array)
+        }
+        for write in self.write_state(index, shapes):
+            write.container[write.key] = write.value
+
+    def _read_numbers(self) -> None:
+        """Index by numbers what torch.distributed.checkpoint keyed by their text."""
+        if not all(type(key) is str and _NUMBER.fullmatch(key) for key in self.states):
+            return
+        known = {index for index in self.indices() if type(index) is int}
+        if self.states and all(int(key) in known for key in self.states):
+            self._keys = {int(key): key for key in self.states}
+            self.states = {int(key): slots for key, slots in self.states.items()}
+
+
+def _unflatten(
+    held: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
+    """Return groups and states; parameters with the same settings are one group."""
+    states: dict[Any, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, item in held.items():
+        into = states if key.startswith(_STATE) else settings
+        name, _, last = key.partition(".")[2].rpartition(".")
+        into.setdefault(name, {})[last] = item
+    groups: dict[str, dict[str, Any]] = {}
+    for name, found in settings.items():
+        key = repr([(k, _brief(v)) for k, v in sorted(found.items()) if k != "params"])
+        group = groups.setdefault(key, {**found, "params": []})
+        group["params"].append(name)
+    return list(groups.values()), states
+
+
+def _brief(value: Any) -> Any:
+    """Return what tells one setting from another, in a few words."""
+    if isinstance(value, (list, tuple)) and len(value) <= 8:
+        return [_brief(item) if is_number(item) else id(item) for item in value]
+    plain = number(value)
+    return plain if isinstance(plain, (bool, int, float, type(None))) else id(value)
+
+
+def _check_groups(groups: list[dict[Any, Any]]) -> None:
+    indices: list[Any] = []
+    for group in groups:
+        need(all(type(key) is str for key in group), "a group's keys", "texts", group)
+        params, names = group["params"], group.get("param_names", [])
+        need(isinstance(params, (list, tuple)), "params", "a list", params)
+        need(all(map(_is_index, params)), "params", "indices or names", params)
+        is_list = isinstance(names, (list, tuple))
+        need(
+            is_list and all(type(n) is str for n in names),
+            "param_names",
+            "a list of names",
+            names,
+        )
+        indices += params
+    need(len(set(indices)) == len(indices), "params", "different indices", indices)
+    need(
+        len(set(map(type, indices))) < 2, "params", "all numbers or all names", indices
+    )
+
+
+def _is_index(value: Any) -> bool:
+    return type(value) is str or (type(value) is int and 0 <= value < _LARGEST_INDEX)
+
+
+def _check_states(states: Mapping[Any, Any], indices: list[Index]) -> None:
+    known = set(indices)
+    for index, slots in states.items():
+        need(
+            _is_index(index) and index in known,
+            "an index of the state",
+            "one of params",
+            index,
+        )
+        fits = isinstance(slots, dict) and all(type(key) is str for key in slots)
+        need(fits, f"the state of {index}", "a dict of slots", slots)
+        if slots.get("step") is not None:
+            step = slots["step"]
+            fits = is_number(step) and 0 <= float(number(step)) < _MOST_STEPS
+            need(fits, f"the step of {index}", "a count", step)
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a real number, however PyTorch writes one.
+
+    Example:
+        >>> is_number(mx.array([1.0])), is_number(10**400), is_number("1")
+        (True, False, False)
+    """
+    if isinstance(value, mx.array):
+        return value.size == 1 and value.dtype != mx.complex64
+    # An int may be of any size, and a float is at most 1.8e308.
+    plain = number(value)
+    return type(plain) in (bool, int, float) and not abs(plain) > _LARGEST_NUMBER
+
+
+def need(is_right: bool, where: str, what: str, value: Any) -> None:
+    """Raise unless a value of an optimizer's state is what it must be."""
+    if not is_right:
+        is_large = isinstance(value, (dict, list, tuple))
+        shown = f"a {type(value).__name__}" if is_large else repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        raise ConvertError(
+            f"The optimizer's state is damaged: {where} must be {what}, not {shown}."
+        )

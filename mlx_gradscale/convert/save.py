@@ -1,0 +1,422 @@
+"""The way back: put the values of an MLX run into a template, and write it."""
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
+
+from .. import formats
+from ..core.optimizer import LossScaleOptimizer
+from ..core.scale import TORCH_KEYS
+from ..core.scaler import GradScaler
+from . import optimizer_state
+from .folder import TRAINER, read_torch, write_torch
+from .layouts import Entry
+from .names import is_adapter
+from .optimizer_table import check_accept
+from .options import Options
+from .sections import entries_beside, fingerprint
+from .template import Template, from_object, is_template, make_template, section_paths
+from .tree import (
+    REMOVED,
+    ConvertError,
+    Path,
+    Write,
+    as_leaf,
+    filled,
+    get,
+    is_tensor,
+    list_some,
+    number,
+    show,
+    walk,
+)
+
+# What a training script was started with goes by these names.
+_SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
+_STATE_FILES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
+_CONSTANT = (str, bool, type(None))
+
+
+def save_torch(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    *,
+    like: Template | str | os.PathLike[str],
+    options: Options | None = None,
+    step: int | None = None,
+    overwrite: bool = True,
+) -> list[str]:
+    """Write an MLX run as a PyTorch checkpoint, in the shape of another one.
+
+    Args:
+        path (str): The file, or the folder if the template is one.
+        model (nn.Module): Its weights; of half-precision ones the master weights.
+        optimizer (Optimizer, optional): Of a ``LossScaleOptimizer`` the inner one's
+            state and the scaler's are written. Without it, the optimizer is left out.
+        scaler (GradScaler, optional): Without it, the template's stays.
+        like (Template or str): The template of :func:`load_torch`, or a PyTorch
+            checkpoint of the same model, or a ``template.pt``. What MLX has no place
+            for is written as it is there: set ``template["epoch"]`` and the like
+            before.
+        options (Options, optional): For ``like`` as a path; otherwise only ``accept``.
+        step (int, optional): The ``global_step`` of a Trainer's folder. By default it
+            moves with the optimizer's count.
+        overwrite (bool): Replace what is there.
+
+    Returns:
+        list: Sentences for the user. Entries that have become stale are also warned
+        of, once for each template.
+
+    Example:
+        >>> import tempfile
+        >>> from mlx_gradscale import torch_checkpoint
+        >>> from mlx_gradscale.convert import load_torch, save_torch
+        >>> folder = tempfile.mkdtemp() + "/"
+        >>> weights = {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}
+        >>> torch_checkpoint.save(folder + "a.pt", {"model": weights, "epoch": 3})
+        >>> model = nn.Linear(2, 1)
+        >>> run = load_torch(folder + "a.pt", model)
+        >>> model.weight *= 2
+        >>> run.template["epoch"] = 4
+        >>> save_torch(folder + "b.pt", model, like=run.template)
+        []
+        >>> torch_checkpoint.load(folder + "b.pt")["model"]["weight"]
+        array([[2, 2]], dtype=float32)
+    """
+    options = options or Options()
+    template = read_template(like, model, options)
+    run = gather(model, optimizer, scaler)
+    notes, stale = write_template(path, template, run, options, step, overwrite)
+    for note in stale:
+        warnings.warn(note, stacklevel=2)
+    return notes + stale
+
+
+def read_template(
+    like: Template | str | os.PathLike[str], model: nn.Module | None, options: Options
+) -> Template:
+    """Return a template, from a PyTorch checkpoint or a ``template.pt`` if need be."""
+    if isinstance(like, Template):
+        return like
+    read = read_torch(like, options)
+    if is_template(read.checkpoint):
+        return from_object(read.checkpoint)
+    return make_template(read, model, options)[0]
+
+
+def write_template(
+    path: str | os.PathLike[str],
+    template: Template,
+    run: "MlxRun",
+    options: Options,
+    step: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> tuple[list[str], list[str]]:
+    """Write a template with a run's values; return notes, and stale entries."""
+    writes, notes, stale = fill_template(template, run, options.accept, step)
+    if not dry_run:
+        with filled(writes):
+            write_torch(
+                path, template.checkpoint, template.files, template.is_folder, overwrite
+            )
+        template.is_reported = True
+    return notes, stale
+
+
+def gather(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+) -> "MlxRun":
+    """Return the values of a live run."""
+    run = MlxRun(dict(tree_flatten(model.parameters())))
+    if isinstance(optimizer, LossScaleOptimizer):
+        masters = optimizer.masters(model.trainable_parameters())
+        run.weights |= dict(tree_flatten(masters))
+        scaler = optimizer.scaler if scaler is None else scaler
+        optimizer = optimizer.optimizer
+    if optimizer is not None:
+        run.optimizer = {
+            # A schedule of Python numbers leaves one in the state.
+            name: x if isinstance(x, mx.array) else mx.array(x)
+            for name, x in tree_flatten(optimizer.state)
+            if isinstance(x, (mx.array, int, float))
+        }
+        run.settings = optimizer_state.mlx_settings(optimizer)
+    if scaler is not None and scaler.is_enabled():
+        run.scaler = scaler.state_dict()
+    return run
+
+
+@dataclass
+class MlxRun:
+    """The values of an MLX run, by name.
+
+    Attributes:
+        weights (dict): In full precision.
+        optimizer (dict, optional): ``tree_flatten(optimizer.state)`` as a dict.
+        settings (list): Of each single optimizer
+            (:func:`~mlx_gradscale.convert.optimizer_state.mlx_settings`).
+        scaler (dict, optional): ``GradScaler.state_dict()``.
+    """
+
+    weights: dict[str, mx.array]
+    optimizer: dict[str, mx.array] | None = None
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    scaler: dict[str, Any] | None = None
+
+
+def fill_template(
+    template: Template,
+    run: MlxRun,
+    accept: Iterable[str] = (),
+    step: int | None = None,
+) -> tuple[list[Write], list[str], list[str]]:
+    """Return the writes that bring a checkpoint to where a run is.
+
+    The second result are notes, the third those on stale entries.
+    """
+    writes = _model_writes(template, run.weights) if template.model is not None else []
+    notes: list[str] = []
+    sections = template.sections()
+    check_accept(accept, [g for s in sections for g in s.groups])
+    if template.optimizer is not None and run.optimizer is not None:
+        more, said = optimizer_state.to_torch(
+            template.optimizer,
+            sections,
+            template.plan.entries,
+            run.optimizer,
+            run.settings,
+            accept,
+        )
+        writes, notes = writes + more, notes + said
+        notes += [
+            f"PyTorch's {entry.torch} gets the optimizer state of "
+            f"{' and '.join(entry.copies[0])}, not of {' and '.join(other)}."
+            for entry in template.plan.entries.values()
+            for other in entry.copies[1:]
+        ]
+    elif template.optimizer is not None:
+        for path in template.optimizers:
+            if not path or isinstance(path[-1], int):
+                raise ConvertError("Give the optimizer: the template holds its state.")
+            writes.append(Write(get(template.checkpoint, path[:-1]), path[-1], REMOVED))
+        notes.append("The run has no optimizer state: it is left out.")
+    elif run.optimizer is not None:
+        notes.append("The template has no place for the optimizer's state.")
+    if template.scaler is not None and run.scaler is not None:
+        more, said = _scaler_writes(template, run.scaler)
+        writes, notes = writes + more, notes + said
+    elif run.scaler is not None:
+        notes.append("The template has no place for the scaler's state.")
+    old, new = _steps(template, run)
+    moved, said = _move_trainer(template.checkpoint, old, new, step)
+    stale = [] if template.is_reported else _stale_notes(template, moved, old, new)
+    return writes + moved, notes + said, stale
+
+
+def _steps(template: Template, run: MlxRun) -> tuple[list[int], list[int]]:
+    """Return the step counts in the template and in the run."""
+    if template.optimizer is None:
+        return [], []
+    found = [
+        x
+        for key, x in (run.optimizer or {}).items()
+        if key == "step"
+        or (key.startswith("states.") and key.endswith(".step") and key.count(".") == 2)
+    ]
+    old = [group.step for group in template.optimizer.groups]
+    return old, [int(number(x)) for x in found]
+
+
+def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[Write]:
+    entries = template.plan.entries
+    held = get(template.checkpoint, template.model or ())
+    placed = [name for entry in entries.values() for name in entry.mlx]
+    missing = [name for name in placed if name not in weights]
+    spare = sorted(weights.keys() - set(placed))
+    if is_adapter([name for name in held if isinstance(name, str)]):
+        spare = []  # the base model is elsewhere
+    if missing or spare:
+        said = f"lack {list_some(missing)}" if missing else f"have {list_some(spare)}"
+        raise ConvertError(
+            f"The MLX weights {said}, unlike the template's model: give a checkpoint "
+            "of the same model as the template."
+        )
+    made: dict[str, Any] = {}
+    for name, entry in entries.items():
+        _check_copies(entry, weights)
+        tensor, leaf = entry.to_torch(weights), held[name]
+        if tuple(tensor.shape) != tuple(leaf.shape):
+            raise ConvertError(
+                f"{entry.mlx[0]} is {tuple(tensor.shape)} in PyTorch's layout, and the "
+                f"template's {name} is {tuple(leaf.shape)}: give a checkpoint of the "
+                "same model as the template."
+            )
+        if isinstance(leaf, mx.array) and _is_rounding(tensor, leaf):
+            made[name] = leaf  # unchanged since, and perhaps in full precision here
+        else:
+            made[name] = as_leaf(tensor, leaf)
+    made |= {alias: made[name] for alias, name in template.plan.tied.items()}
+    return [Write(held, name, x) for name, x in made.items() if held[name] is not x]
+
+
+def _is_rounding(tensor: mx.array, leaf: mx.array) -> bool:
+    rounded = leaf if leaf.dtype == tensor.dtype else leaf.astype(tensor.dtype)
+    return bool(mx.array_equal(rounded, tensor, equal_nan=True).item())
+
+
+def _check_copies(entry: Entry, weights: Mapping[str, mx.array]) -> None:
+    first, *others = entry.copies
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            if not mx.array_equal(weights[a], weights[b], equal_nan=True).item():
+                raise ConvertError(
+                    f"{a} and {b} are one tensor in PyTorch ({entry.torch}) and have "
+                    "different values in MLX: tie them in the MLX model "
+                    "(embedding.as_linear) before training, or give both the same "
+                    "values."
+                )
+
+
+def _scaler_writes(
+    template: Template, state: Mapping[str, Any]
+) -> tuple[list[Write], list[str]]:
+    held = get(template.checkpoint, template.scaler or ())
+    if template.scaler_format == "torch":
+        own = [key for key in state if key not in TORCH_KEYS]
+        notes = [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
+        changed = {
+            k: x
+            for k, x in state.items()
+            if type(held.get(k)) is not type(x) or held[k] != x
+        }
+        return [Write(held, key, x) for key, x in changed.items()], notes
+    inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
+    held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
+    row = formats.FORMATS[template.scaler_format or "torch"]
+    writes = [
+        Write(
+            held,
+            theirs,
+            as_leaf(mx.array(state[ours]), held[theirs])
+            if is_tensor(held[theirs])
+            else state[ours],
+        )
+        for ours, theirs in row.fields.items()
+        if theirs in held and ours in state
+    ]
+    names = list_some([write.key for write in writes])
+    return writes, [
+        f"The scaler's state is {template.scaler_format}'s: {names} are updated, and "
+        "its other entries unchanged."
+    ]
+
+
+def _move_trainer(
+    checkpoint: Any, old: list[int], new: list[int], step: int | None
+) -> tuple[list[Write], list[str]]:
+    """Move a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
+
+    ``Trainer(resume_from_checkpoint=)`` skips as much of its data as these say. Where
+    it had counted as many steps as the optimizer, it has now, too. Otherwise, as after
+    skipped steps or where the user set it, it stays.
+    """
+    state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
+    if not isinstance(state, dict) or type(state.get("global_step")) is not int:
+        if step is not None:
+            raise ConvertError(
+                f"--step {step}: to PyTorch it sets the global_step of {TRAINER}, and "
+                "the template has none."
+            )
+        return [], []
+    was, now = state["global_step"], step
+    if now is None:
+        now = new[0] if len(set(new)) == 1 and set(old) == {was} else was
+    if now < 0:
+        raise ConvertError(f"--step must be 0 or more, not {now}.")
+    if now == was:
+        return [], []
+    writes = [Write(state, "global_step", now)]
+    epoch: Any = state.get("epoch")
+    if type(epoch) in (int, float) and was > 0:
+        writes.append(Write(state, "epoch", epoch * now / was))
+    for name, content in checkpoint.items():
+        is_schedule = "scheduler" in str(name) and isinstance(content, dict)
+        if is_schedule and content.get("last_epoch") == was:
+            writes.append(Write(content, "last_epoch", now))
+            if type(content.get("_step_count")) is int:
+                count = content["_step_count"] + now - was
+                writes.append(Write(content, "_step_count", count))
+    said = [f"{w.key} {w.container[w.key]:g} is now {w.value:g}" for w in writes]
+    return writes, [f"Moved with the optimizer's steps: {', '.join(said)}."]
+
+
+def _stale_notes(
+    template: Template, moved: list[Write], old: list[int], new: list[int]
+) -> list[str]:
+    """Return a note on entries that the MLX steps have made stale.
+
+    Entries that the user has set since, or that were moved, are not among them.
+    """
+    pairs = list(zip(old, new * len(old) if len(new) == 1 else new, strict=False))
+    if all(a == b for a, b in pairs):
+        return []
+    then, now = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+    beside = entries_beside(template.checkpoint, section_paths(template))
+    touched = {id(write.container) for write in moved}
+    found = {
+        show(path): x
+        for path, x in beside.items()
+        if template.age.get(show(path)) == fingerprint(x)
+        and id(x) not in touched
+        and _may_count(path, x)
+    }
+    # Random states and positions in the data.
+    names = [*found, *filter(_STATE_FILES.search, template.files)]
+    if not names:
+        return []
+    note = (
+        f"Not updated since step {then} (the optimizer is at step {now}): "
+        f"{list_some(names)}. Set what counts steps in the template before saving, or "
+        "in PyTorch after loading."
+    )
+    epochs = [
+        f"{n} (last_epoch {x['last_epoch']})"
+        for n, x in found.items()
+        if isinstance(x, dict) and "last_epoch" in x
+    ]
+    if epochs:
+        note += f" PyTorch's schedule resumes from there: {list_some(epochs)}."
+    for path, _ in walk(found.get("loops")):
+        if path[-2:] == ("optimizer", "step"):
+            note += f" Lightning counts its steps in loops/{show(path)}."
+            break
+    return [note]
+
+
+def _may_count(path: Path, value: Any) -> bool:
+    """Tell whether an entry may change by a step; text, flags and settings do not."""
+    if path and _SETTINGS.fullmatch(str(path[-1])[:80]):
+        return False
+    left, seen = [value], set()
+    while left:
+        item = left.pop()
+        if isinstance(item, (dict, list, tuple)):
+            if id(item) not in seen:  # it may be shared many times
+                seen.add(id(item))
+                left += item.values() if isinstance(item, dict) else item
+        elif not isinstance(item, _CONSTANT):
+            return True
+    return False

@@ -1,0 +1,369 @@
+"""A PyTorch checkpoint as a template: what MLX takes from it, and how it goes back.
+
+``make_template`` finds the sections of a checkpoint and plans where everything is in
+MLX. A template can be saved without the tensors that MLX holds.
+"""
+
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .. import formats, torch_checkpoint
+from ..torch_checkpoint import TensorShape
+from . import optimizer_state
+from .folder import TorchFiles
+from .layouts import LAYOUTS, Entry, Plan, make_plan, model_notes
+from .optimizer_section import OptimizerSection
+from .optimizer_state import OptimizerPlan, TorchGroup
+from .optimizer_table import OPTIMIZERS, check_accept
+from .options import Options
+from .order import parameter_names
+from .sections import entries_beside, find_sections, fingerprint
+from .tree import (
+    ConvertError,
+    Path,
+    Unordered,
+    get,
+    is_tensor,
+    list_some,
+    number,
+    show,
+)
+
+_LIGHTNING = "pytorch-lightning_version"  # only Lightning's files have this key
+_VERSION = "mlx_gradscale_template"
+# Its name beside a checkpoint of ours.
+TEMPLATE = "template.pt"
+
+
+@dataclass
+class Template:
+    """A PyTorch checkpoint, and where MLX's arrays are in it.
+
+    ``template["epoch"] = 4`` sets an entry of the checkpoint.
+
+    Attributes:
+        checkpoint (Any): PyTorch's object. Tensors that MLX holds are
+            ``TensorShape``s.
+        is_folder (bool): Whether it is a folder, by file name.
+        files (dict): The bytes of a folder's other files.
+        model (tuple, optional): The path of the model's state dict.
+        plan (Plan): Where its tensors are in MLX.
+        optimizers (list): The paths of its optimizers' state dicts.
+        optimizer (OptimizerPlan, optional): How they became one MLX optimizer.
+        scaler (tuple, optional): The path of the scaler's state.
+        scaler_format (str, optional): A key of ``mlx_gradscale.formats.FORMATS``.
+        age (dict): Fingerprints of the other entries when they were read.
+        is_reported (bool): Whether stale entries have been reported.
+    """
+
+    checkpoint: Any
+    is_folder: bool = False
+    files: dict[str, mx.array] = field(default_factory=dict)
+    model: Path | None = None
+    plan: Plan = field(default_factory=lambda: Plan({}))
+    optimizers: list[Path] = field(default_factory=list)
+    optimizer: OptimizerPlan | None = None
+    scaler: Path | None = None
+    scaler_format: str | None = None
+    age: dict[str, str] = field(default_factory=dict)
+    is_reported: bool = False
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.checkpoint[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.checkpoint[key] = value
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the model's tensors by their PyTorch names."""
+        if self.model is None:
+            return {}
+        held = get(self.checkpoint, self.model)
+        return {name: x for name, x in held.items() if is_tensor(x)}
+
+    def sections(self) -> list[OptimizerSection]:
+        """Return the optimizers' state dicts."""
+        return [OptimizerSection(get(self.checkpoint, p)) for p in self.optimizers]
+
+    def weights(self) -> dict[str, mx.array]:
+        """Return the MLX weights."""
+        return self.plan.to_mlx(self.tensors())
+
+    def optimizer_state(self) -> dict[str, mx.array] | None:
+        """Return the flat MLX optimizer state, if there is an optimizer."""
+        if self.optimizer is None:
+            return None
+        entries = self.plan.entries
+        return optimizer_state.to_mlx(
+            self.optimizer, self.sections(), entries, self.tensors()
+        )
+
+    def scaler_state(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """Return the ``GradScaler.state_dict``, if there is one, and notes."""
+        if self.scaler is None:
+            return None, []
+        held = {k: number(x) for k, x in get(self.checkpoint, self.scaler).items()}
+        return _with_notes(lambda: formats.read_state(held, self.scaler_format))
+
+    def build_optimizer(self, learning_rate: Any = None) -> Any:
+        """Return the MLX optimizer, without its state."""
+        if self.optimizer is None:
+            raise ConvertError("The checkpoint has no optimizer.")
+        return optimizer_state.build(
+            self.optimizer, self.sections(), self.plan.entries, learning_rate
+        )
+
+    def drop_tensors(
+        self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
+    ) -> None:
+        """Put shapes in the place of the tensors that MLX holds.
+
+        Args:
+            keep (Iterable): PyTorch names of weights to keep: MLX has them rounded.
+            optimizer_names (Iterable, optional): MLX names of the parameters whose
+                moments MLX holds. Default: all.
+        """
+        kept = set(keep)
+        shapes: dict[int, TensorShape] = {}
+        held = get(self.checkpoint, self.model) if self.model is not None else {}
+        for name in [*self.plan.entries, *self.plan.tied]:
+            owner = self.plan.tied.get(name, name)
+            if owner not in kept and isinstance(held[name], mx.array):
+                shape = shapes.get(id(held[name])) or TensorShape.of(held[name])
+                shapes[id(held[name])] = shape
+                held[name] = shape
+        if self.optimizer is None:
+            return
+        owned = None if optimizer_names is None else set(optimizer_names)
+        sections = self.sections()
+        for group in self.optimizer.groups:
+            slots = OPTIMIZERS[group.kind].slots
+            for index, name in zip(group.indices, group.names, strict=True):
+                if owned is None or self.plan.entries[name].mlx[0] in owned:
+                    sections[group.section].drop_tensors(index, slots)
+
+
+def make_template(
+    read: TorchFiles, model: nn.Module | None, options: Options
+) -> tuple[Template, list[str]]:
+    """Find the sections of a checkpoint, and where they are in MLX."""
+    if is_template(read.checkpoint):
+        raise ConvertError("This is a template: give the PyTorch checkpoint itself.")
+    found = find_sections(read.checkpoint, options.keys)
+    template = Template(
+        read.checkpoint,
+        read.is_folder,
+        read.files,
+        found.model,
+        optimizers=found.optimizers,
+        scaler=found.scaler,
+    )
+    notes = [*read.notes, *found.notes]
+    if found.model is None and model is not None and options.keys.get("model") != "":
+        raise ConvertError("The checkpoint holds no model's state dict.")
+    if found.model is not None:
+        tensors = template.tensors()
+        empty = [n for n, x in tensors.items() if not isinstance(x, mx.array)]
+        if empty:
+            raise ConvertError(
+                f"{list_some(empty)} has a shape and no values, as in a template: give "
+                "the PyTorch checkpoint."
+            )
+        is_lightning = isinstance(read.checkpoint, dict) and (
+            _LIGHTNING in read.checkpoint
+        )
+        template.plan = make_plan(tensors, model, options, is_lightning)
+        notes += template.plan.notes()
+        notes += model_notes(model) if model is not None else []
+    sections = template.sections()
+    check_accept(options.accept, [g for s in sections for g in s.groups])
+    if sections:
+        if found.model is None:
+            raise ConvertError(
+                "Without the model, its optimizer cannot be converted: leave it out "
+                "too (--optimizer-key '')."
+            )
+        for section in sections:  # an unknown one, before its parameters are looked for
+            optimizer_state.kind_of(section, options)
+        is_ordered = not isinstance(get(read.checkpoint, found.model), Unordered)
+        names, doubts = parameter_names(
+            sections, tensors, template.plan, options, model, is_ordered
+        )
+        template.optimizer, said = optimizer_state.plan_optimizer(
+            sections, names, template.plan.entries, options
+        )
+        notes += said + doubts
+    if found.scaler is not None:
+        template.scaler_format = options.scaler_format or formats.recognise(
+            get(read.checkpoint, found.scaler)
+        )
+        notes += template.scaler_state()[1]
+    if isinstance(read.checkpoint, Unordered):
+        template.checkpoint = dict(read.checkpoint)
+    elif read.is_folder:
+        for name, content in read.checkpoint.items():
+            if isinstance(content, Unordered):
+                read.checkpoint[name] = dict(content)
+    beside = entries_beside(template.checkpoint, section_paths(template))
+    template.age = {show(path): fingerprint(x) for path, x in beside.items()}
+    return template, notes + _beside_notes(template, beside)
+
+
+def section_paths(template: Template) -> list[Path]:
+    """Return the paths of everything that MLX takes from a checkpoint."""
+    paths = [*template.optimizers]
+    if template.model is not None:
+        names = get(template.checkpoint, template.model)
+        # At the top of a checkpoint the model's tensors lie beside other entries.
+        paths += (
+            [template.model]
+            if template.model
+            else [(name,) for name in names if is_tensor(names[name])]
+        )
+    return paths + ([template.scaler] if template.scaler is not None else [])
+
+
+def _beside_notes(template: Template, beside: Mapping[Path, Any]) -> list[str]:
+    steps = [g.step for g in template.optimizer.groups] if template.optimizer else []
+    at = f", the optimizer at step {steps[0]}" if steps else ""
+    notes = []
+    for path, value in beside.items():
+        for state in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(state, dict) and "last_epoch" in state:
+                epoch = str(number(state["last_epoch"]))[:20]
+                notes.append(
+                    f"{show(path)}: a PyTorch schedule (last_epoch {epoch}{at}), which "
+                    "MLX does not run. Give a schedule of the optimizer's step to "
+                    "load_torch(..., learning_rate=lambda step: ...)."
+                )
+    return notes[:8]
+
+
+def _with_notes(convert: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", formats.FormatWarning)
+        made = convert()
+    return made, [str(warning.message) for warning in caught]
+
+
+def to_object(template: Template) -> dict[str, Any]:
+    """Return a template as plain values, for ``torch_checkpoint.save``."""
+    plan, optimizer = template.plan, template.optimizer
+    return {
+        _VERSION: 1,
+        "checkpoint": template.checkpoint,
+        "is_folder": template.is_folder,
+        "files": template.files,
+        "model": template.model,
+        "entries": {e.torch: (e.layout, e.mlx) for e in plan.entries.values()},
+        "tied": plan.tied,
+        "optimizers": template.optimizers,
+        "groups": [
+            (g.section, g.number, g.kind, g.indices, g.names, g.step)
+            for g in (optimizer.groups if optimizer else ())
+        ],
+        "is_single": optimizer is not None and optimizer.is_single,
+        "scaler": template.scaler,
+        "scaler_format": template.scaler_format,
+        "age": template.age,
+    }
+
+
+def is_template(value: Any) -> bool:
+    """Tell whether a file's object is that of :func:`to_object`."""
+    return isinstance(value, dict) and _VERSION in value
+
+
+def from_object(value: Mapping[str, Any]) -> Template:
+    """Return the template of :func:`to_object`, or raise if it is damaged."""
+    try:
+        return _parse(value)
+    except ConvertError:
+        raise
+    except Exception as error:  # any value may stand anywhere
+        raise ConvertError(
+            f"The template is damaged ({type(error).__name__}: {str(error)[:80]}): "
+            "give the PyTorch checkpoint itself with like=... (--like)."
+        ) from error
+
+
+def _parse(value: Mapping[str, Any]) -> Template:
+    entries = {}
+    for name, (layout, mlx_names) in value["entries"].items():
+        _expect(layout in LAYOUTS and len(mlx_names) % LAYOUTS[layout].count == 0)
+        _expect(all(type(n) is str for n in (name, *mlx_names)) and mlx_names)
+        entries[name] = Entry(name, tuple(mlx_names), layout)
+    tied = dict(value["tied"])
+    _expect(all(owner in entries for owner in tied.values()))
+    template = Template(
+        value["checkpoint"],
+        value["is_folder"] is True,
+        dict(value["files"]),
+        value["model"],
+        Plan(entries, tied),
+        list(value["optimizers"]),
+        scaler=value["scaler"],
+        scaler_format=value["scaler_format"],
+        age=dict(value["age"]),
+    )
+    _expect(all(isinstance(x, mx.array) for x in template.files.values()))
+    for path in (template.model, template.scaler):
+        if path is not None:
+            _expect(
+                type(path) is tuple and isinstance(get(template.checkpoint, path), dict)
+            )
+    if template.model is not None:
+        held = get(template.checkpoint, template.model)
+        _expect(all(is_tensor(held[name]) for name in (*entries, *tied)))
+    _expect(template.scaler is None or template.scaler_format in formats.FORMATS)
+    sections, groups = template.sections(), []
+    for section, number_, kind, indices, names, step in value["groups"]:
+        _expect(0 <= number_ < len(sections[section].groups) and kind in OPTIMIZERS)
+        _expect(type(step) is int and 0 <= step < 2**53)
+        _expect(len(indices) == len(names) and all(n in entries for n in names))
+        known = set(sections[section].groups[number_]["params"])
+        _expect(section >= 0 and all(i in known for i in indices))
+        optimizer_state.check_settings(kind, sections[section].groups[number_])
+        groups.append(TorchGroup(section, number_, kind, [*indices], [*names], step))
+    if groups:
+        template.optimizer = OptimizerPlan(groups, value["is_single"] is True)
+    return template
+
+
+def _expect(is_right: Any) -> None:
+    if not is_right:
+        raise ConvertError(
+            "The template is damaged: give the PyTorch checkpoint itself with "
+            "like=... (--like)."
+        )
+
+
+def build_optimizer(
+    like: Template | str | os.PathLike[str], learning_rate: Any = None
+) -> Any:
+    """Return the MLX optimizer that computes what a checkpoint's optimizer computes.
+
+    Args:
+        like (Template or str): A template, or the folder that ``mlx_gradscale convert``
+            wrote, or its ``template.pt``.
+        learning_rate (float, Callable or list, optional): As for
+            :func:`~mlx_gradscale.convert.load_torch`.
+
+    Returns:
+        Optimizer: Without its state, which ``restore_checkpoint`` restores.
+    """
+    if not isinstance(like, Template):
+        path = pathlib.Path(like)
+        path = path / TEMPLATE if path.is_dir() else path
+        found = torch_checkpoint.load(path)
+        if not is_template(found):
+            raise ConvertError(f"{path} is no template of mlx_gradscale convert.")
+        like = from_object(found)
+    return like.build_optimizer(learning_rate)

@@ -1,0 +1,269 @@
+"""Scaler states of other frameworks, as one table of keys.
+
+apex, DeepSpeed, Megatron and NeMo save PyTorch checkpoints with scalers of their own.
+Their states are read into PyTorch's five keys, plus this package's own keys
+(``hysteresis``, ``min_scale`` and so on) where they have them. What a state does not
+hold is named in a :class:`FormatWarning`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .core.scale import (
+    FIELDS,
+    SETTINGS,
+    TORCH_KEYS,
+    from_state_dict,
+    to_state_dict,
+)
+
+__all__ = ["FORMATS", "Format", "FormatWarning", "read_state", "recognise"]
+
+_OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
+_TYPES = {key: type(FIELDS[name][1]) for key, name in TORCH_KEYS.items()} | {
+    name: type(FIELDS[name][1]) for name in _OWN_KEYS
+}
+
+
+class FormatWarning(UserWarning):
+    """Something of a scaler's state that a format does not hold."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One framework's scaler state.
+
+    Attributes:
+        required (frozenset): The keys that tell this format from the others.
+        fields (dict): Our key -> its key.
+        assumed (dict): Our key -> the framework's default, for what its state does not
+            hold.
+        ignored (dict): Its key -> why that key has no counterpart here.
+        compute (Callable, optional): (its state, our values) -> those of our values
+            that are no plain copy.
+    """
+
+    required: frozenset[str]
+    fields: dict[str, str]
+    assumed: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    compute: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
+
+
+def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    # DeepSpeed grows where (cur_iter - last_overflow_iter - 1) is a positive
+    # multiple of the window: window + 1 finite steps after an overflow, then
+    # every window steps. The tracker is what PyTorch's rule needs to grow next at
+    # the same step; right after an overflow that would be -1, so 0.
+    window, last = found["growth_interval"], state.get("last_overflow_iter")
+    overflow = -1 if last is None else _number(last, int, "last_overflow_iter")
+    since = _number(state["cur_iter"], int, "cur_iter") - overflow - 1
+    return {
+        "backoff_factor": 1.0 / found["growth_factor"] if found["growth_factor"] else 0,
+        "_growth_tracker": (since - 1) % window if since > 0 and window > 0 else 0,
+        **_hysteresis("cur_hysteresis", state, found),
+    }
+
+
+def _hysteresis(
+    key: str, state: dict[str, Any], found: dict[str, Any]
+) -> dict[str, Any]:
+    # They count down the budget that is left; here the used part is counted up.
+    if state.get(key) is None:
+        return {"hysteresis": 1}
+    used = found["hysteresis"] - _number(state[key], int, key)
+    return {"backoff_tracker": min(max(used, 0), found["hysteresis"])}
+
+
+_USUAL = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+_NEMO = (
+    "is refilled there by every finite step, and the hysteresis of this package, like "
+    "Megatron's and DeepSpeed's, by growth: set hysteresis= if you want that"
+)
+
+FORMATS: dict[str, Format] = {
+    "torch": Format(
+        frozenset(TORCH_KEYS),
+        {key: key for key in (*TORCH_KEYS, *_OWN_KEYS)},
+        ignored={"_hysteresis_tracker": _NEMO, "_hysterisis_tracker": _NEMO},
+    ),
+    "megatron": Format(
+        frozenset({"scale", "growth_tracker", "hysteresis_tracker"}),
+        {"scale": "scale", "_growth_tracker": "growth_tracker"},
+        assumed=_USUAL | {"growth_interval": 1000, "min_scale": 1.0, "hysteresis": 2},
+        compute=lambda state, found: _hysteresis("hysteresis_tracker", state, found),
+    ),
+    "apex": Format(
+        frozenset({"loss_scale", "unskipped"}),
+        {"scale": "loss_scale", "_growth_tracker": "unskipped"},
+        assumed=_USUAL | {"max_scale": 2.0**24},
+    ),
+    "deepspeed": Format(
+        frozenset({"cur_scale", "cur_iter"}),
+        {
+            "scale": "cur_scale",
+            "growth_factor": "scale_factor",
+            "growth_interval": "scale_window",
+            "dynamic": "dynamic_loss_scale",
+        },
+        assumed={
+            "growth_factor": 2.0,
+            "growth_interval": 1000,
+            "dynamic": True,
+            "min_scale": 1.0,
+            "hysteresis": 2,
+        },
+        ignored={
+            "last_overflow_iter": "makes the first growth after an overflow come one "
+            "step later there than here",
+        },
+        compute=_deepspeed,
+    ),
+}
+
+
+def recognise(state: Mapping[str, Any]) -> str:
+    """Return the format of a scaler state, a key of :data:`FORMATS`, by its keys.
+
+    Example:
+        >>> recognise({"loss_scale": 2.0, "unskipped": 3})
+        'apex'
+    """
+    keys = _flat(state).keys()
+    if not keys:
+        raise ValueError(
+            "The scaler state is empty: it was saved from a disabled scaler. Leave "
+            "the scaler out, or make a new one."
+        )
+    for name, row in FORMATS.items():
+        if row.required <= keys:
+            return name
+    raise ValueError(
+        f"No known scaler state has the keys {sorted(keys)[:20]}. Name the format: one "
+        f"of {', '.join(FORMATS)}."
+    )
+
+
+def is_torch_state(state: Any) -> bool:
+    """Tell whether a dict is a ``torch.amp.GradScaler``'s state: five numbers."""
+    return (
+        isinstance(state, Mapping)
+        and TORCH_KEYS.keys() <= state.keys()
+        and not any(isinstance(x, (Mapping, list, tuple)) for x in state.values())
+    )
+
+
+def recognise_or_none(state: Mapping[Any, Any]) -> str | None:
+    """Return the format of a dict of numbers, or None if it is of no known one."""
+    try:
+        name, flat = recognise(state), _flat(state)
+        return None if any(isinstance(x, Mapping) for x in flat.values()) else name
+    except ValueError:
+        return None
+
+
+def read_state(
+    state: Mapping[str, Any], format: str | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Read another framework's scaler state into PyTorch's five keys.
+
+    Args:
+        state (dict): The state; numbers may be Python's, or one-element arrays.
+        format (str, optional): A key of :data:`FORMATS`; by default recognised by the
+            keys.
+        **settings (Any): Values for what the format does not hold, such as
+            ``growth_interval=500``. The framework's defaults are taken for the rest,
+            with a :class:`FormatWarning`.
+
+    Returns:
+        dict: For ``GradScaler.load_state_dict``; own keys only where they differ
+        from their defaults.
+
+    Example:
+        >>> read_state({"loss_scale": 1024.0, "unskipped": 7}, growth_interval=500,
+        ...            growth_factor=2.0, backoff_factor=0.5, max_scale=2.0**64)
+        ... # doctest: +NORMALIZE_WHITESPACE
+        {'scale': 1024.0, 'growth_factor': 2.0, 'backoff_factor': 0.5,
+         'growth_interval': 500, '_growth_tracker': 7}
+    """
+    values = _flat(state)
+    name = recognise(values) if format is None or not values else format
+    if name not in FORMATS:
+        raise ValueError(
+            f"Unknown scaler format {name!r}: choose one of {', '.join(FORMATS)}."
+        )
+    unknown = settings.keys() - _TYPES.keys()
+    if unknown:
+        raise TypeError(
+            f"Unknown settings {sorted(unknown)}: give some of {', '.join(_TYPES)}."
+        )
+    row = FORMATS[name]
+    held = {
+        ours: _number(values[theirs], _TYPES[ours], theirs)
+        for ours, theirs in row.fields.items()
+        if values.get(theirs) is not None
+    }
+    given = {key: _number(value, _TYPES[key], key) for key, value in settings.items()}
+    found = row.assumed | held
+    if row.compute is not None:
+        try:
+            found |= row.compute(values, found | given)
+        except KeyError as error:
+            raise ValueError(f"This {name} scaler state has no {error}.") from None
+    found |= given
+    for key in TORCH_KEYS:
+        if key not in found:
+            lacking = row.fields.get(key, key)
+            raise ValueError(
+                f"This {name} scaler state has no {lacking!r}: give {key}=..."
+            )
+    guessed = [
+        f"{key}={value!r}"
+        for key, value in row.assumed.items()
+        if key not in held and key not in given and found[key] == value
+    ]
+    if guessed:
+        _warn(
+            f"{name} does not save {', '.join(guessed)}: its defaults are taken. Give "
+            "them if the run had others."
+        )
+    for key, why in row.ignored.items():
+        if values.get(key) is not None:
+            _warn(f"{key}={values[key]!r} of {name} is ignored: it {why}.")
+    defaults = {key: FIELDS[key][1] for key in SETTINGS}
+    return to_state_dict(from_state_dict(found, defaults))
+
+
+def _flat(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the state with text keys; apex nests one dict per loss."""
+    flat = {str(key): value for key, value in state.items()}
+    losses = [key for key in flat if key.startswith("loss_scaler")]
+    if losses and all(isinstance(flat[key], Mapping) for key in losses):
+        if len(losses) > 1:
+            raise ValueError(
+                f"The apex state holds {len(losses)} scalers ({', '.join(losses[:8])})"
+                f": give the one you want, as state[{losses[0]!r}]."
+            )
+        return dict(flat[losses[0]])
+    return flat
+
+
+def _number(value: Any, kind: type, key: str) -> Any:
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        raise ValueError(f"{key} must be one number, not {str(value)[:60]!r}.")
+    number = array.reshape(()).item()
+    if kind is not float and not math.isfinite(number):
+        raise ValueError(f"{key} must be finite, not {number!r}.")
+    if kind is not float and number != kind(number):
+        raise ValueError(f"{key} must be of type {kind.__name__}, not {number!r}.")
+    return kind(number)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FormatWarning, stacklevel=3)

@@ -1,0 +1,208 @@
+"""The command: flags, directions, one-line errors, and nothing half written."""
+
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.convert_runs import (
+    GOLDEN,
+    fails,
+    forward,
+    identical,
+    model_flag,
+    paths,
+    small,
+    usual,
+)
+
+from mlx_gradscale import torch_checkpoint as pt
+from mlx_gradscale.checkpoint import read_checkpoint
+from mlx_gradscale.convert import main
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
+    where = paths(tmp_path, usual())
+    assert main([*where, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "fc.weight" in out
+    assert "SGD: 2 parameters, at step 0" in out
+    assert not (tmp_path / "run").exists()
+    assert main(where) == 0
+    (tmp_path / "a.pt").unlink()
+    assert main([*where, "--dry-run"]) == 0
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_direction_is_that_of_the_path_that_exists(tmp_path, capsys):
+    where = paths(tmp_path)
+    assert "Neither" in fails(capsys, *where)
+    paths(tmp_path, usual())
+    assert "There is no" in fails(capsys, *where, "--to", "torch")
+    assert main(where) == 0
+    assert "--to mlx or --to torch" in fails(capsys, *where)
+    assert "--overwrite" in fails(capsys, *where, "--to", "mlx")
+    assert "--overwrite" in fails(capsys, *where, "--to", "torch")
+    assert main([*where, "--to", "mlx", "--overwrite"]) == 0
+    assert main([*where, "--to", "torch", "--overwrite"]) == 0
+
+
+def test_success_says_how_to_resume(tmp_path, capsys):
+    assert main(paths(tmp_path, usual())) == 0
+    out = capsys.readouterr().out
+    assert f"build_optimizer('{tmp_path / 'run'}')" in out
+    assert "restore_checkpoint(" in out
+
+
+def test_entries_that_mlx_does_not_use_are_named(tmp_path, capsys):
+    assert main(paths(tmp_path, usual() | {"args": {"lr": 1}})) == 0
+    assert "Kept unchanged in template.pt: epoch, args." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--model", "no_such_module:Net"], "ModuleNotFoundError"),
+        (["--model", "support.convert_runs:Nothing"], "has no Nothing"),
+        (["--model", "support.convert_runs"], "MODULE:NAME"),
+        (["--model", "os:getcwd"], "not an mlx.nn.Module"),
+        (["--model", "sys:exit"], "SystemExit"),
+        (["--rename", "nothing"], "OLD=NEW"),
+        (["--rename", "(=x"], "regular expression"),
+        (["--rename", r"fc=\g<x>"], "regular expression"),
+        (["--names", "no_such_file"], "No such file"),
+        (["--accept", "weight_decya"], "no such setting"),
+        (["--step", "-1"], "cannot be negative"),
+        (["--model-key", "net"], "no 'net'"),
+        (["--limit", "operations"], "NAME=NUMBER"),
+        (["--limit", "operations=5"], "--limit operations=..."),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(flags, word, tmp_path, capsys):
+    where = paths(tmp_path, usual())
+    assert word in fails(capsys, *where, *flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_rename_is_split_at_the_last_equals_sign(tmp_path):
+    model = OrderedDict((f"a=b.{k}", v) for k, v in small()[0].items())
+    where = paths(tmp_path, {"model": model})
+    assert main([*where, "--rename", r"^a(?==)=b\.="]) == 0
+    assert "fc.weight" in read_checkpoint(tmp_path / "run").weights
+
+
+def test_weights_can_go_to_safetensors_and_more_cannot(tmp_path, capsys):
+    pt.save(tmp_path / "a.pt", small()[0])
+    forward(tmp_path / "a.pt", tmp_path / "run")
+    forward(tmp_path / "b.safetensors", tmp_path / "run")
+    back = mx.load(str(tmp_path / "b.safetensors"))
+    identical(back["fc.weight"], small()[0]["fc.weight"])
+    where = paths(tmp_path, usual())
+    assert main([*where, "--to", "mlx", "--overwrite"]) == 0
+    target = str(tmp_path / "c.safetensors")
+    said = fails(capsys, "--torch-path", target, "--mlx-path", str(tmp_path / "run"))
+    assert "ends in .pt" in said
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+def test_float64_needs_a_decision(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    model = {"fc.weight": torch.ones(2, 3, dtype=torch.float64)}
+    torch.save({"model": model}, tmp_path / "a.pt")
+    where = paths(tmp_path)
+    assert "--float64 float32" in fails(capsys, *where)
+    assert main([*where, "--float64", "float32"]) == 0
+    weight = read_checkpoint(tmp_path / "run").weights["fc.weight"]
+    assert weight.dtype == mx.float32
+
+
+def test_run_without_a_template_asks_for_one(tmp_path, capsys):
+    where = paths(tmp_path, usual())
+    assert main(where) == 0
+    (tmp_path / "a.pt").rename(tmp_path / "like.pt")
+    (tmp_path / "run/template.pt").unlink()
+    assert "--like" in fails(capsys, *where)
+    assert main([*where, "--like", str(tmp_path / "like.pt")]) == 0
+    identical(pt.load(tmp_path / "a.pt"), pt.load(tmp_path / "like.pt"))
+
+
+def test_one_save_of_a_run_goes_back_by_the_runs_template(tmp_path):
+    assert main(paths(tmp_path, usual())) == 0
+    forward(tmp_path / "b.pt", tmp_path / "run/save-000001")
+    identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
+
+
+def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):
+    pt.save(tmp_path / "a.pt", {"model": small()[0], "epoch": 3})
+    forward(tmp_path / "a.pt", tmp_path / "run")
+    assert "model.safetensors" in capsys.readouterr().out
+    forward(tmp_path / "b.pt", tmp_path / "run")
+    identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize("inside", ["run.pt", "deep/run.pt", "."])
+def test_source_inside_the_target_is_refused(inside, tmp_path, capsys):
+    source = tmp_path / "run" / inside
+    source.parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    if inside != ".":
+        pt.save(source, usual())
+    where = ["--torch-path", str(source), "--mlx-path", str(tmp_path / "run")]
+    assert "separate paths" in fails(capsys, *where, "--to", "mlx", "--overwrite")
+
+
+def test_interrupt_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    where = paths(tmp_path, usual())
+    monkeypatch.setattr("mlx_gradscale.convert.command.save_checkpoint", interrupt)
+    assert main(where) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert not (tmp_path / "run").exists()
+
+
+def test_model_does_not_shadow_the_standard_library(tmp_path):
+    """A folder with its own json.py and numpy.py still converts."""
+    for name in ("json", "numpy", "zipfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    text = "import mlx.nn as nn\nclass Net(nn.Module):\n    def __init__(self):\n"
+    text += "        super().__init__()\n        self.fc = nn.Linear(3, 2)\n"
+    (tmp_path / "my_model.py").write_text(text)
+    pt.save(tmp_path / "a.pt", usual())
+    done = subprocess.run(
+        [sys.executable, "-P", "-c",
+         "from mlx_gradscale.convert import main; import sys; sys.exit(main())",
+         "--torch-path", "a.pt", "--mlx-path", "run", "--model", "my_model:Net"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/template.pt").exists()
+
+
+def test_converting_needs_no_torch(tmp_path):
+    where = ["--torch-path", str(GOLDEN / "conv_sgd.pt"), "--mlx-path"]
+    arguments = [*where, str(tmp_path / "run"), *model_flag("conv_sgd")]
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from mlx_gradscale.convert import main\n"
+        f"sys.exit(main({arguments!r}))"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{os.getcwd()}:{os.getcwd()}/tests"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=False, timeout=120
+    )
+    assert done.returncode == 0
+
+
+def test_names_from_a_file(tmp_path):
+    model, optimizer, _ = small()
+    where = paths(tmp_path, {"model": model, "optimizer": optimizer})
+    (tmp_path / "names.txt").write_text("fc.weight\nfc.bias\n")
+    assert main([*where, "--names", str(tmp_path / "names.txt")]) == 0
+    moments = read_checkpoint(tmp_path / "run").optimizer
+    assert np.array(moments["fc.bias.v"]).tolist() == [3.0, 4.0]

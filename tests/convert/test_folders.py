@@ -1,0 +1,368 @@
+"""Folders of Transformers' Trainer, Accelerate, PEFT and others."""
+
+import json
+import os
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support.convert_runs import Small, fails, forward, identical, small
+
+from mlx_gradscale import torch_checkpoint as pt
+from mlx_gradscale.checkpoint import read_checkpoint
+from mlx_gradscale.convert import ConvertError, Options, load_torch, main, save_torch
+from mlx_gradscale.convert.folder import read_torch
+from mlx_gradscale.torch_checkpoint import Placeholder
+
+NAMES = ("fc.weight", "fc.bias")
+
+
+def adam():
+    weights = {"fc.weight": mx.ones((2, 3)), "fc.bias": mx.zeros(2)}
+    state = {
+        i: {"step": mx.array(3.0), "exp_avg": x + 1, "exp_avg_sq": x + 2}
+        for i, x in enumerate(weights.values())
+    }
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
+             "amsgrad": False, "params": [0, 1]}  # fmt: skip
+    return weights, {"state": state, "param_groups": [group]}
+
+
+def trainer_folder(path, schedule=True):
+    """As Transformers' Trainer writes it, with its own objects."""
+    path.mkdir()
+    weights, optimizer = adam()
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
+    pt.save(path / "optimizer.pt", optimizer)
+    if schedule:
+        state = {"base_lrs": [0.1], "last_epoch": 3, "_step_count": 4}
+        pt.save(path / "scheduler.pt", state)
+    args = Placeholder.named("transformers", "TrainingArguments").called(b"R", ())
+    pt.save(path / "training_args.bin", args)
+    (path / "rng_state.pth").write_bytes(b"random")
+    (path / "config.json").write_text("{}")
+    state = {"global_step": 3, "epoch": 0.5, "log_history": []}
+    (path / "trainer_state.json").write_text(json.dumps(state))
+    return path
+
+
+def step(model, optimizer):
+    _, grads = nn.value_and_grad(model, lambda x: model.fc(x).sum())(mx.ones((1, 3)))
+    optimizer.update(model, grads)
+
+
+def test_trainer_folder_comes_back_with_its_counters_moved(tmp_path, recwarn):
+    source = trainer_folder(tmp_path / "checkpoint-3")
+    model = Small()
+    run = load_torch(source, model, Options(names=NAMES))
+    for _ in range(3):
+        step(model, run.optimizer)
+    notes = save_torch(tmp_path / "back", model, run.optimizer, like=run.template)
+    assert notes[0] == (
+        "Moved with the optimizer's steps: global_step 3 is now 6, epoch 0.5 is now 1, "
+        "last_epoch 3 is now 6, _step_count 4 is now 7."
+    )
+    assert "rng_state.pth" in notes[1]
+    assert "scheduler" not in notes[1]
+    assert {p.name for p in (tmp_path / "back").iterdir()} == {
+        p.name for p in source.iterdir()
+    }
+    state = json.loads((tmp_path / "back/trainer_state.json").read_text())
+    assert (state["global_step"], state["epoch"]) == (6, 1.0)
+    scheduler = pt.load(tmp_path / "back/scheduler.pt")
+    assert (scheduler["last_epoch"], scheduler["_step_count"]) == (6, 7)
+    for name in ("training_args.bin", "rng_state.pth", "config.json"):
+        same = (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+        assert same
+    back = pt.load(tmp_path / "back/optimizer.pt")
+    assert back["state"][0]["step"].item() == 6
+    assert run.template["trainer_state.json"]["global_step"] == 3
+
+
+def test_trainers_count_that_the_user_set_or_that_differs_stays(tmp_path, recwarn):
+    model = Small()
+    run = load_torch(trainer_folder(tmp_path / "in"), model, Options(names=NAMES))
+    step(model, run.optimizer)
+    run.template["trainer_state.json"]["global_step"] = 100
+    run.template["scheduler.pt"]["last_epoch"] = 100
+    notes = save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    assert not any("Moved" in note for note in notes)
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    assert state["global_step"] == 100
+    assert "scheduler" not in notes[0]
+
+
+def test_step_sets_a_trainers_count_and_needs_one(tmp_path):
+    model = Small()
+    run = load_torch(trainer_folder(tmp_path / "in"), model, Options(names=NAMES))
+    save_torch(tmp_path / "out", model, run.optimizer, like=run.template, step=9)
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    assert state["global_step"] == 9
+    pt.save(tmp_path / "a.pt", {"model": adam()[0]})
+    plain = load_torch(tmp_path / "a.pt", model)
+    with pytest.raises(ConvertError, match="the template has none"):
+        save_torch(tmp_path / "b.pt", model, like=plain.template, step=9)
+
+
+def test_command_takes_a_folder_there_and_back(tmp_path, capsys):
+    source = trainer_folder(tmp_path / "in")
+    (tmp_path / "names").write_text("\n".join(NAMES))
+    forward(source, tmp_path / "run", "--names", str(tmp_path / "names"))
+    forward(tmp_path / "out", tmp_path / "run")
+    for name in os.listdir(source):
+        if name.endswith((".pt", ".bin")):
+            identical_or_text(pt.load(source / name), pt.load(tmp_path / "out" / name))
+    a, b = (mx.load(str(tmp_path / d / "model.safetensors")) for d in ("in", "out"))
+    identical(a, {name: b[name] for name in a})
+
+
+def identical_or_text(a, b):
+    if isinstance(a, Placeholder):
+        assert str(a) == str(b)
+    else:
+        identical(a, b)
+
+
+def test_accelerate_folder_of_two_models_converts_one_after_the_other(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for i, end in enumerate(("", "_1")):
+        model, optimizer, _ = small(i)
+        pt.save(source / f"pytorch_model{end}.bin", model)
+        pt.save(source / f"optimizer{end}.bin", optimizer)
+    (source / "random_states_0.pkl").write_bytes(b"not read")
+    with pytest.raises(ConvertError, match=r"2 models.*pytorch_model_1\.bin"):
+        load_torch(source, Small())
+    last = source
+    for end in ("", "_1"):
+        keys = {"model": f"pytorch_model{end}.bin", "optimizer": f"optimizer{end}.bin"}
+        model = Small()
+        run = load_torch(source, model, Options(keys=keys))
+        model.fc.bias = model.fc.bias + 1
+        target = tmp_path / f"out{end}"
+        save_torch(target, model, run.optimizer, like=last, options=Options(keys=keys))
+        last = target
+    back = read_torch(last, Options())
+    for end in ("", "_1"):
+        weights = back.checkpoint[f"pytorch_model{end}.bin"]
+        assert weights["fc.bias"].tolist() == [2.0, 3.0]
+    assert (last / "random_states_0.pkl").read_bytes() == b"not read"
+
+
+@pytest.mark.parametrize("end", ["safetensors", "bin"])
+def test_model_in_several_files_comes_back_as_one(end, tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    weights = dict(small()[0])
+    for i, (name, x) in enumerate(weights.items()):
+        path = source / f"model-0000{i + 1}-of-00002.{end}"
+        if end == "bin":
+            pt.save(path, {name: x})
+        else:
+            mx.save_safetensors(str(path), {name: x}, {"format": "pt"})
+    (source / f"model.{end}.index.json").write_text("{}")
+    model = Small()
+    run = load_torch(source, model)
+    save_torch(tmp_path / "out", model, like=run.template)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [f"model.{end}"]
+    again = Small()
+    load_torch(tmp_path / "out", again)
+    assert mx.array_equal(again.fc.weight, weights["fc.weight"])
+    first = next(source.glob("model-00001*"))
+    with pytest.raises(ConvertError, match="one of several files"):
+        load_torch(first, model)
+    first.unlink()
+    with pytest.raises(ConvertError, match="of which 1 are there"):
+        load_torch(source, model)
+
+
+def test_model_in_a_subfolder_beside_its_optimizer_converts(tmp_path):
+    """As diffusers writes it."""
+    source = tmp_path / "checkpoint-500"
+    (source / "unet").mkdir(parents=True)
+    model, optimizer, _ = small()
+    pt.save(source / "optimizer.bin", optimizer)
+    file = source / "unet/diffusion_pytorch_model.bin"
+    pt.save(file, model)
+    mine = Small()
+    run = load_torch(source, mine)
+    mine.fc.bias = mine.fc.bias + 1
+    save_torch(tmp_path / "out", mine, run.optimizer, like=run.template)
+    back = pt.load(tmp_path / "out/unet/diffusion_pytorch_model.bin")
+    assert back["fc.bias"].tolist() == [2.0, 3.0]
+
+
+def lora_model():
+    """A model of mlx-lm's kind with LoRA layers and a frozen base."""
+    tuner = pytest.importorskip("mlx_lm.tuner.utils")
+    llama = pytest.importorskip("mlx_lm.models.llama")
+    arguments = llama.ModelArgs(
+        model_type="llama", hidden_size=8, num_hidden_layers=2, intermediate_size=16,
+        num_attention_heads=2, rms_norm_eps=1e-5, vocab_size=11,
+    )  # fmt: skip
+    model = llama.Model(arguments)
+    model.freeze()
+    config = {"rank": 4, "scale": 2.0, "dropout": 0.0,
+              "keys": ["self_attn.q_proj", "self_attn.v_proj"]}  # fmt: skip
+    tuner.linear_to_lora_layers(model, 2, config)
+    return model
+
+
+def peft_folder(path):
+    """As the Trainer writes a PEFT model: adapters alone, and their optimizer."""
+    path.mkdir()
+    names, weights = [], {}
+    for layer in range(2):
+        for part in ("q_proj", "v_proj"):
+            for letter, shape in (("A", (4, 8)), ("B", (8, 4))):
+                name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+                names.append(f"{name}.lora_{letter}.default.weight")
+                rng = np.random.default_rng(len(names))
+                value = rng.normal(size=shape).astype(np.float32)
+                weights[f"{name}.lora_{letter}.weight"] = mx.array(value)
+    file = str(path / "adapter_model.safetensors")
+    mx.save_safetensors(file, weights, {"format": "pt"})
+    (path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    state = {
+        i: {"step": mx.array(3.0), "exp_avg": x * 2, "exp_avg_sq": x * x}
+        for i, x in enumerate(weights.values())
+    }
+    group = adam()[1]["param_groups"][0] | {"params": list(range(8))}
+    pt.save(path / "optimizer.pt", {"state": state, "param_groups": [group]})
+    return names, weights
+
+
+def test_peft_lora_of_a_trainer_continues_in_mlx_and_comes_back(tmp_path, recwarn):
+    names, weights = peft_folder(tmp_path / "in")
+    model = lora_model()
+    with pytest.raises(ConvertError, match=r"safetensors.*--names"):
+        load_torch(tmp_path / "in", model)
+    # The names as PyTorch's model.named_parameters() gives them.
+    run = load_torch(tmp_path / "in", model, Options(names=tuple(names)))
+    assert any("lora_alpha / r" in note for note in run.notes)
+    attention = model.layers[1].self_attn
+    key = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    assert mx.array_equal(attention.v_proj.lora_b, weights[key].T)
+    state = run.optimizer.state["model"]["layers"][1]["self_attn"]["v_proj"]
+    assert mx.array_equal(state["lora_b"]["m"], weights[key].T * 2)
+
+    def loss(x):
+        return (model(x) ** 2).mean()
+
+    _, grads = nn.value_and_grad(model, loss)(mx.array([[1, 2, 3]]))
+    run.optimizer.update(model, grads)
+    save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    back = mx.load(str(tmp_path / "out/adapter_model.safetensors"))
+    assert back.keys() == weights.keys()
+    assert mx.array_equal(back[key], attention.v_proj.lora_b.T)
+    moments = pt.load(tmp_path / "out/optimizer.pt")["state"]
+    assert moments[7]["step"].item() == 4
+    assert moments[7]["exp_avg"].shape == (8, 4)
+    assert (tmp_path / "out/adapter_config.json").exists()
+
+
+def test_peft_lora_by_the_command_and_its_errors(tmp_path, capsys):
+    names, weights = peft_folder(tmp_path / "in")
+    (tmp_path / "names").write_text("\n".join(names))
+    paths = ["--torch-path", str(tmp_path / "in"), "--mlx-path", str(tmp_path / "run")]
+    assert main([*paths, "--names", str(tmp_path / "names")]) == 0
+    saved = read_checkpoint(tmp_path / "run").weights
+    lora = [n for n, _ in tree_flatten(lora_model().trainable_parameters())]
+    assert sorted(saved) == sorted(lora)
+    forward(tmp_path / "out", tmp_path / "run")
+    back = mx.load(str(tmp_path / "out/adapter_model.safetensors"))
+    identical({n: back[n] for n in weights}, weights)
+
+    llama = pytest.importorskip("mlx_lm.models.llama")
+    base = llama.Model(lora_model().args)
+    with pytest.raises(ConvertError, match="linear_to_lora_layers"):
+        load_torch(tmp_path / "in", base, Options(names=tuple(names)))
+
+
+@pytest.mark.parametrize(
+    ("files", "word"),
+    [
+        ({"zero_pp_rank_0_mp_rank_00_optim_states.pt": b"x"}, "zero_to_fp32"),
+        ({"epoch_1.pt": b"x", "epoch_2.pt": b"x"}, "give one file"),
+        ({"notes.txt": b"x"}, "no PyTorch files"),
+    ],
+)
+def test_folders_of_other_kinds_are_explained(files, word, tmp_path):
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConvertError, match=word):
+        load_torch(tmp_path, Small())
+
+
+def test_folder_with_foreign_files_is_not_replaced(tmp_path, capsys):
+    source = trainer_folder(tmp_path / "in", schedule=False)
+    model = Small()
+    run = load_torch(source, model, Options(names=NAMES))
+    save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    model.fc.bias = model.fc.bias + 1
+    save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    back = mx.load(str(tmp_path / "out/model.safetensors"))
+    assert back["fc.bias"].tolist() == [1.0, 1.0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        save_torch(tmp_path / "out", model, run.optimizer, like=run.template,
+                   overwrite=False)  # fmt: skip
+    (tmp_path / "out/other.pt").write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match=r"other\.pt"):
+        save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    assert (tmp_path / "out/other.pt").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../victim.pt", "/victim.pt", "a/../victim.pt", "..", "", "x/y/model.bin",
+     "model\n.bin", "victim.py", "train.sh", "a/train.py"],
+)  # fmt: skip
+def test_template_names_no_file_outside_the_folder_or_of_another_kind(name, tmp_path):
+    source = trainer_folder(tmp_path / "in", schedule=False)
+    model = Small()
+    run = load_torch(source, model, Options(names=NAMES))
+    run.template[name] = {"x": 1}
+    with pytest.raises(ValueError, match="The template names"):
+        save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
+    source = trainer_folder(tmp_path / "in")
+    (tmp_path / "secret").write_text("mine")
+    (source / "linked.txt").symlink_to(tmp_path / "secret")
+    os.mkfifo(source / "pipe.txt")
+    model = Small()
+    run = load_torch(source, model, Options(names=NAMES))
+    assert any("linked.txt, pipe.txt" in note for note in run.notes)
+    os.mkfifo(source / "scaler.pt")
+    with pytest.raises((ValueError, OSError), match="pipe"):
+        load_torch(source, model, Options(names=NAMES))
+
+
+def test_link_out_of_the_folder_is_not_followed(tmp_path):
+    source = trainer_folder(tmp_path / "in")
+    (source / "optimizer.pt").rename(tmp_path / "elsewhere.pt")
+    (source / "optimizer.pt").symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.raises(ConvertError, match=r"optimizer\.pt is a link out of its"):
+        load_torch(source, Small(), Options(names=NAMES))
+    (tmp_path / "elsewhere.pt").rename(source / "real.pt")
+    (source / "optimizer.pt").unlink()
+    (source / "optimizer.pt").symlink_to("real.pt")
+    load_torch(source, Small(), Options(names=NAMES))
+
+
+def test_folder_of_distributed_checkpoints_names_pytorchs_command(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"x")
+    with pytest.raises(ValueError, match="dcp_to_torch"):
+        load_torch(tmp_path, Small())
+
+
+def test_trainers_state_that_is_no_json_is_an_error(tmp_path, capsys):
+    source = trainer_folder(tmp_path / "in")
+    (source / "trainer_state.json").write_text("[" * 100_000)
+    paths = ["--torch-path", str(source), "--mlx-path", str(tmp_path / "run")]
+    assert "trainer_state.json" in fails(capsys, *paths)

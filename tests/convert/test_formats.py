@@ -1,0 +1,231 @@
+"""Scaler states of other frameworks: values, warnings, and the same trajectory."""
+
+import warnings
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_gradscale import GradScaler
+from mlx_gradscale.formats import (
+    FORMATS,
+    FormatWarning,
+    read_state,
+    recognise,
+)
+
+TORCH = {
+    "scale": 1024.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 7,
+}
+# One real-shaped state of each framework, and the settings it does not carry.
+STATES = {
+    "torch": (TORCH, {}),
+    "megatron": (
+        {"scale": np.array([1024.0]), "growth_tracker": 7},
+        {
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "min_scale": 2.0**-126,
+        },
+    ),
+    "apex": (
+        {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}},
+        {
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "max_scale": 2.0**127,
+        },
+    ),
+    "deepspeed": (
+        {
+            "dynamic_loss_scale": True,
+            "cur_scale": 1024.0,
+            "cur_iter": 18,
+            "scale_factor": 2.0,
+            "scale_window": 2000,
+            "last_overflow_iter": None,
+        },
+        {"_growth_tracker": 7, "min_scale": 2.0**-126},
+    ),
+}
+
+
+def follow(state, pattern):
+    """PyTorch's rule for the five keys; the scales after each step."""
+    scale, tracker = np.float32(state["scale"]), state["_growth_tracker"]
+    for finite in pattern:
+        if not finite:
+            scale, tracker = np.float32(scale * state["backoff_factor"]), 0
+            scale = max(scale, np.float32(state.get("min_scale", 0)))
+        elif tracker + 1 == state["growth_interval"]:
+            grown = np.float32(scale * state["growth_factor"])
+            scale, tracker = grown if np.isfinite(grown) else scale, 0
+        else:
+            tracker += 1
+        yield float(scale)
+
+
+def test_the_table_is_all_tested():
+    assert set(STATES) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_reads_every_format_without_a_word_when_nothing_is_missing(name):
+    state, rest = STATES[name]
+    got = read_state({k: v for k, v in state.items() if v is not None}, name, **rest)
+    assert got == TORCH
+    assert [type(v) for v in got.values()] == [float, float, float, int, int]
+
+
+@pytest.mark.parametrize("name", [n for n in STATES if n != "megatron"])
+def test_recognises_every_format_by_its_keys(name):
+    assert recognise(STATES[name][0]) == name
+
+
+def test_recognises_megatron_and_says_what_it_lost():
+    state = {"scale": np.array([1024.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
+    assert recognise(state) == "megatron"
+    with pytest.warns(FormatWarning) as said:
+        got = read_state(state)
+    text = " ".join(str(w.message) for w in said)
+    for word in ("growth_factor=2.0", "growth_interval=1000", "hysteresis=2"):
+        assert word in text
+    assert got["growth_interval"] == 1000
+    assert got["min_scale"] == 1.0
+    assert got["hysteresis"] == 2
+    assert "backoff_tracker" not in got
+
+
+class Megatron:
+    """Its rule, from its description: the budget is refilled by growth alone."""
+
+    def __init__(self, scale, interval, hysteresis):
+        self.scale, self.interval, self.hysteresis = scale, interval, hysteresis
+        self.growth, self.left = 0, hysteresis
+
+    def update(self, finite):
+        if not finite:
+            self.growth, self.left = 0, self.left - 1
+            if self.left <= 0:
+                self.scale = max(self.scale * 0.5, 1.0)
+        else:
+            self.growth += 1
+            if self.growth == self.interval:
+                self.growth, self.left = 0, self.hysteresis
+                self.scale *= 2.0
+
+    def state(self):
+        return {
+            "scale": np.array([self.scale]),
+            "growth_tracker": self.growth,
+            "hysteresis_tracker": self.left,
+        }
+
+
+@pytest.mark.filterwarnings("ignore::mlx_gradscale.formats.FormatWarning")
+@given(st.integers(2, 4), st.lists(st.booleans(), max_size=20), st.lists(st.booleans()))
+def test_a_megatron_run_goes_on_with_what_is_left_of_its_hysteresis(h, before, after):
+    theirs = Megatron(2.0**20, 3, h)
+    for finite in before:
+        theirs.update(finite)
+    found = read_state(theirs.state(), hysteresis=h, growth_interval=3)
+    scaler = GradScaler()
+    scaler.load_state_dict(found)
+    for finite in after[:20]:
+        theirs.update(finite)
+        scaler.scale(mx.array(1.0))
+        grads = {"w": mx.array([1.0 if finite else float("inf")])}
+        scaler.apply_gradients(optim.SGD(0.1), grads, {"w": mx.ones(1)})
+        scaler.update()
+        assert scaler.get_scale() == theirs.scale
+
+
+def test_settings_replace_assumed_values_and_silence_their_warning():
+    state = {"loss_scale": 8.0, "unskipped": 3}
+    with pytest.warns(FormatWarning, match="max_scale=16777216.0") as said:
+        got = read_state(
+            state, growth_interval=50, growth_factor=4.0, backoff_factor=0.25
+        )
+    assert "growth" not in str(said[0].message)
+    assert (got["growth_interval"], got["growth_factor"]) == (50, 4.0)
+
+
+def test_nemo_hysteresis_is_named():
+    with pytest.warns(FormatWarning, match="_hysteresis_tracker"):
+        read_state(TORCH | {"_hysteresis_tracker": 1})
+
+
+def test_several_apex_losses_are_an_error_that_says_how():
+    one = {"loss_scale": 1.0, "unskipped": 0}
+    with pytest.raises(ValueError, match=r"state\['loss_scaler0'\]"):
+        read_state({"loss_scaler0": one, "loss_scaler1": one})
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        ({}, "disabled"),
+        ({"foo": 1}, "Name the format"),
+        (TORCH | {"scale": 0.0}, "scale"),
+        (TORCH | {"scale": float("nan")}, "scale"),
+        (TORCH | {"growth_factor": 0.5}, "growth_factor"),
+        (TORCH | {"backoff_factor": 1.5}, "backoff_factor"),
+        (TORCH | {"growth_interval": 0}, "growth_interval"),
+        (TORCH | {"_growth_tracker": -1}, "growth_tracker"),
+        (TORCH | {"_growth_tracker": 1.5}, "_growth_tracker"),
+        (TORCH | {"scale": "big"}, "scale"),
+        (TORCH | {"scale": np.zeros(2)}, "scale"),
+    ],
+)
+def test_bad_states_are_refused_by_name(state, word):
+    with pytest.raises(ValueError, match=word):
+        read_state(state)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="Unknown scaler format"):
+        read_state(TORCH, "caffe")
+    with pytest.raises(TypeError, match="interval"):
+        read_state(TORCH, interval=3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(1, 6),
+    st.lists(st.booleans(), max_size=20),
+    st.lists(st.booleans(), max_size=40),
+)
+def test_deepspeed_grows_at_the_same_steps(window, before, after):
+    """DeepSpeed's own rule against PyTorch's rule from the converted state."""
+    state = {"cur_scale": 2.0**40, "cur_iter": 0, "last_overflow_iter": -1}
+
+    def step(finite):
+        since = state["cur_iter"] - state["last_overflow_iter"] - 1
+        if not finite:
+            state["cur_scale"] = max(state["cur_scale"] / 2, 1.0)
+            state["last_overflow_iter"] = state["cur_iter"]
+        elif since > 0 and since % window == 0:
+            state["cur_scale"] *= 2
+        state["cur_iter"] += 1
+        return state["cur_scale"]
+
+    for finite in [*before, True]:  # one finite step: the exact case
+        step(finite)
+    full = dict(state, scale_factor=2.0, scale_window=window, dynamic_loss_scale=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FormatWarning)
+        got = read_state(full)
+    after = after[: after.index(False)] if False in after else after
+    assert list(follow(got, after)) == [step(finite) for finite in after]
+
+
+PATTERN = [True] * 7 + [False, True, True, False] + [True] * 12

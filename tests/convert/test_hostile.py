@@ -1,0 +1,179 @@
+"""Checkpoints made to do harm: one error, in bounded time and memory."""
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from support.convert_runs import Small, forward, paths, small, usual
+
+from mlx_gradscale import torch_checkpoint as pt
+from mlx_gradscale.convert import ConvertError, Options, load_torch, main
+from mlx_gradscale.convert.folder import TorchFiles
+from mlx_gradscale.convert.save import MlxRun, write_template
+from mlx_gradscale.convert.template import TEMPLATE, make_template
+
+ROOT = Path(__file__).parents[2]
+
+
+def sgd(params, **more):
+    return {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0,
+            "nesterov": False, "params": params, **more}  # fmt: skip
+
+
+def bombs():
+    """Checkpoints that a careless loop would spend hours on."""
+    model = dict(small()[0])
+    many = {f"p{i}": mx.zeros(1) for i in range(20_000)}
+    colliding = [i * (2**61 - 1) for i in range(50_000)]
+    half = len(many) // 2
+    groups = [sgd(list(range(half))), sgd(list(range(half, len(many))), lr=0.5)]
+    tiny = {"state": {}, "param_groups": []}
+    shared = {"x": "text"}
+    for _ in range(100):  # 2**100 paths to one leaf
+        shared = {"a": shared, "b": shared}
+    flat = {f"param_groups.p{i}.odd": list(range(1000)) for i in range(2000)}
+    return {
+        "colliding indices": {
+            "model": model,
+            "optimizer": {"state": {}, "param_groups": [sgd(colliding)]},
+        },
+        "colliding keys of the state": {
+            "model": model,
+            "optimizer": {"state": dict.fromkeys(colliding[:300]),
+                          "param_groups": [sgd([0, 1])]},
+        },
+        "models times optimizers": {
+            "models": [dict(model) for _ in range(5000)],
+            "optimizers": [dict(tiny) for _ in range(5000)],
+        },
+        "every order fits": {
+            "model": many, "optimizer": {"state": {}, "param_groups": groups},
+        },
+        "every subset fits": {
+            "model": many,
+            "optimizer": {"state": {}, "param_groups": [sgd(list(range(half)))]},
+        },
+        "a thousand groups": {
+            "model": many,
+            "optimizer": {"state": {}, "param_groups": [sgd([i]) for i in range(1000)]},
+        },
+        "flat groups of long lists": {"model": many, "optimizer": flat},
+        "long names": {"model": {"ema_" * 100_000: mx.zeros(2), **model},
+                       "ema_" * 100_000: dict(model)},
+        "containers that are shared": {"model": model, "rest": shared},
+        "many moments in no section": {
+            "model": model, "optimizer": small()[1],
+            "loose": [{"exp_avg": i} for i in range(50_000)],
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", bombs())
+def test_bomb_ends_in_seconds(name):
+    checkpoint = bombs()[name]
+    start = time.process_time()
+    said = ""
+    try:
+        template, _ = make_template(TorchFiles(checkpoint), None, Options())
+        template.optimizer_state()
+        write_template(
+            "", template, MlxRun(template.weights()), Options(), dry_run=True
+        )
+    except ConvertError as error:
+        said = str(error)
+    assert len(said) < 2000
+    assert time.process_time() - start < 30
+
+
+def test_command_bounds_the_memory_of_a_bomb(tmp_path):
+    pt.save(tmp_path / "a.pt", bombs()["colliding indices"])
+    code = (
+        "import re, resource, sys\n"
+        "from mlx_gradscale.convert import main\n"
+        f"code = main(['--torch-path', {str(tmp_path / 'a.pt')!r}, '--mlx-path', "
+        f"{str(tmp_path / 'run')!r}])\n"
+        "try:\n"  # ru_maxrss would be the parent's on Linux
+        "    text = open('/proc/self/status').read()\n"
+        "    print(int(re.search(r'VmHWM:\\s*(\\d+)', text)[1]) * 1024)\n"
+        "except OSError:\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        timeout=120, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: The optimizer's state is damaged")
+    assert int(done.stdout) < 1e9
+
+
+def test_mutated_trees_convert_or_are_documented_errors(tmp_path):
+    path = ROOT / "tools" / "fuzz_convert.py"
+    spec = importlib.util.spec_from_file_location("fuzz_convert", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    outcomes = module.fuzz(400, seed=11, folder=tmp_path)
+    assert outcomes["bug"] == outcomes["slow"] == 0
+    assert outcomes["converted"] > 40
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("optimizer", "state", 0), 3),
+        (("optimizer", "state", 9), {}),
+        (("optimizer", "state", 0, "momentum_buffer"), "x"),
+        (("optimizer", "state", 0, "step"), float("nan")),
+        (("optimizer", "state", 0, "step"), 1e300),
+        (("optimizer", "param_groups", 0, "lr"), "fast"),
+        (("optimizer", "param_groups", 0, "lr"), 10**400),
+        (("optimizer", "param_groups", 0, "params"), [0, 0]),
+        (("optimizer", "param_groups", 0, "params"), [0, "a"]),
+        (("optimizer", "param_groups", 0, "params"), [0, -1]),
+        (("optimizer", "param_groups", 0, 7), 7),
+        (("optimizer", "param_groups", 0, "param_names"), 7),
+        (("scaler", "scale"), float("nan")),
+        (("scaler", "growth_interval"), 2**200),
+    ],
+)
+def test_damaged_value_is_an_error_that_names_it(place, value, tmp_path):
+    checkpoint = usual()
+    container = checkpoint
+    for key in place[:-1]:
+        container = container[key]
+    container[place[-1]] = value
+    pt.save(tmp_path / "a.pt", checkpoint)
+    with pytest.raises(ValueError, match=r"damaged|must be|scale|growth"):
+        load_torch(tmp_path / "a.pt", Small())
+
+
+def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
+    forward(*[Path(p) for p in paths(tmp_path, usual())[1::2]])
+    held = pt.load(tmp_path / "run" / TEMPLATE)
+    for key, value in (
+        ("entries", {"fc.weight": ("evil", ("fc.weight",))}),
+        ("entries", {"fc.weight": ("conv", ())}),
+        ("model", ("nothing",)),
+        ("groups", [(0, 7, "SGD", [0], ["fc.weight"], 3)]),
+        ("groups", [(-1, 0, "SGD", [0], ["fc.weight"], 3)]),
+        ("groups", [(0, 0, "SGD", [0], ["fc.weight"], -3)]),
+        ("scaler_format", "evil"),
+        ("checkpoint", None),
+    ):
+        pt.save(tmp_path / "run" / TEMPLATE, held | {key: value})
+        arguments = ["--torch-path", str(tmp_path / "b.pt")]
+        assert main([*arguments, "--mlx-path", str(tmp_path / "run")]) == 1
+        assert "template" in capsys.readouterr().err
+        assert not (tmp_path / "b.pt").exists()
+
+
+def test_template_is_not_taken_for_a_checkpoint(tmp_path, capsys):
+    forward(*[Path(p) for p in paths(tmp_path, usual())[1::2]])
+    file = str(tmp_path / "run" / TEMPLATE)
+    assert main(["--torch-path", file, "--mlx-path", str(tmp_path / "b")]) == 1
+    assert "This is a template" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""What the inspect command says of each kind of file."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from support.convert_runs import GOLDEN, forward, model_flag
+
+from mlx_gradscale import torch_checkpoint as pt
+from mlx_gradscale.inspect import describe, main
+
+
+def said(capsys, *arguments):
+    assert main([str(a) for a in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def by_name(path):
+    return {entry["name"]: entry for entry in describe(path)["entries"]}
+
+
+def test_pytorch_checkpoint_is_listed_with_shapes_and_values(capsys):
+    text = said(capsys, GOLDEN / "conv_adamw.pt")
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0].endswith("conv_adamw.pt: 46 tensors, 6.8 kB")
+    assert "model/features.0.weight float32 4x2x3x3" in lines
+    assert "optimizer/param_groups/0/lr 0.01" in lines
+    assert "optimizer/state/0/step float32 scalar" in lines
+    assert "scaler/scale 512.0" in lines
+    assert "epoch 3" in lines
+
+
+def test_json_says_the_same(capsys):
+    found = json.loads(said(capsys, GOLDEN / "conv_adamw.pt", "--json"))
+    assert found == describe(GOLDEN / "conv_adamw.pt")
+    (tensor,) = [e for e in found["entries"] if e["name"] == "model/features.0.weight"]
+    assert (tensor["shape"], tensor["bytes"]) == ([4, 2, 3, 3], 288)
+
+
+def test_no_tensor_is_read(tmp_path):
+    """A file whose tensors are damaged is listed all the same."""
+    pt.save(tmp_path / "a.pt", {"w": mx.arange(1000)})
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    where = data.index((500).to_bytes(4, "little"))
+    data[where] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(pt.CheckpointError):
+        pt.load(tmp_path / "a.pt")
+    assert by_name(tmp_path / "a.pt")["w"]["shape"] == [1000]
+
+
+def test_converted_run_and_its_template_are_listed(tmp_path):
+    name = "conv_adamw"
+    forward(GOLDEN / f"{name}.pt", tmp_path / "run", *model_flag(name))
+    found = by_name(tmp_path / "run")
+    weight = found["save-000001/model.safetensors/features.layers.0.weight"]
+    assert weight["shape"] == [4, 3, 3, 2]
+    assert found["template.pt/checkpoint/epoch"]["value"] == 3
+    entry = found["template.pt/checkpoint/model/features.0.weight"]
+    assert entry["shape"] == [4, 2, 3, 3]
+
+
+def test_every_value_has_a_line_and_valid_json(tmp_path, capsys):
+    for value, words in (
+        (mx.zeros((2, 3)), "2x3"),
+        ([mx.zeros((4, 5)), 7], "float32 4x5"),
+        ("text", "text"),
+        ({}, "{}"),
+        ({"nan": float("nan"), "raw": b"xyz", "many": list(range(99))}, "list of 99"),
+        ({"z": mx.array(1j)}, "complex64 scalar"),
+    ):
+        pt.save(tmp_path / "a.pt", value)
+        assert words in said(capsys, tmp_path / "a.pt")
+        text = said(capsys, tmp_path / "a.pt", "--json")
+        json.loads(text, parse_constant=pytest.fail)
+
+
+def test_foreign_objects_are_shown_as_their_contents(tmp_path):
+    torch = pytest.importorskip("torch")
+    from argparse import Namespace
+
+    torch.save({"args": Namespace(lr=0.5, name="x")}, tmp_path / "a.pt")
+    assert by_name(tmp_path / "a.pt")["args/lr"]["value"] == 0.5
+
+
+def test_control_characters_are_escaped(tmp_path, capsys):
+    odd = "w\x1b[2J\n\u202e"
+    pt.save(tmp_path / "a.pt", {odd: mx.zeros(2), "note\x07": "a\r\x1b]0;b"})
+    text = said(capsys, tmp_path / "a.pt")
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert r"w\x1b[2J\n\u202e" in text
+    assert r"a\r\x1b]0;b" in text
+
+
+def test_errors_are_one_line_and_limits_can_be_raised(tmp_path, capsys):
+    for name in ("missing.pt", "bad.pt", "bad.safetensors", "bad.json"):
+        if name.startswith("bad"):
+            (tmp_path / name).write_bytes(b"garbage")
+        assert main([str(tmp_path / name)]) == 1
+        text = capsys.readouterr().err
+        assert text.startswith("error: ")
+        assert text.count("\n") == 1
+    pt.save(tmp_path / "a.pt", list(range(1000)))
+    assert main([str(tmp_path / "a.pt"), "--limit", "operations=100"]) == 1
+    assert "--limit operations=..." in capsys.readouterr().err
+    assert main([str(tmp_path / "a.pt"), "--limit", "operations=1e6"]) == 0
+    assert main([str(tmp_path / "a.pt"), "--limit", "patience=3"]) == 1

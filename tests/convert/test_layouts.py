@@ -1,0 +1,396 @@
+"""Names and layouts: the same function after conversion, and no silent guess."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+from mlx_gradscale.convert import ConvertError, Options
+from mlx_gradscale.convert.layouts import LAYOUTS, Entry, make_plan
+
+
+def convert(tensors, model, **options):
+    plan = make_plan(tensors, model, Options(**options))
+    weights = plan.to_mlx(tensors)
+    model.load_weights(list(weights.items()), strict=True)
+    for name, entry in plan.entries.items():
+        assert mx.array_equal(entry.to_torch(weights), tensors[name])
+    return plan
+
+
+def state_dict(module):
+    return {n: mx.array(t.numpy()) for n, t in module.state_dict().items()}
+
+
+def channels_last(x):
+    return np.moveaxis(x, 1, -1)
+
+
+LAYERS = {
+    "Conv1d": ((4, 6, 3), {"stride": 2}, (2, 4, 9)),
+    "Conv2d": ((4, 6, (3, 2)), {"padding": 1}, (2, 4, 7, 8)),
+    "Conv2d groups": ((4, 6, 3), {"groups": 2}, (2, 4, 7, 8)),
+    "Conv3d": ((2, 3, (3, 2, 1)), {}, (2, 2, 4, 5, 6)),
+    "ConvTranspose1d": ((4, 6, 3), {"stride": 2}, (2, 4, 5)),
+    "ConvTranspose2d": ((4, 6, (3, 2)), {"stride": 2, "padding": 1}, (2, 4, 5, 4)),
+    "ConvTranspose3d": ((2, 3, (3, 2, 1)), {}, (2, 2, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_convolutions_compute_the_same(kind):
+    torch = pytest.importorskip("torch")
+    positional, keywords, shape = LAYERS[kind]
+    name = kind.split()[0]
+    theirs = getattr(torch.nn, name)(*positional, **keywords)
+    ours = getattr(nn, name)(*positional, **keywords)
+    convert(state_dict(theirs), ours)
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    want = theirs(torch.tensor(x)).detach().numpy()
+    got = np.array(ours(mx.array(channels_last(x))))
+    # Sums of at most 27 products of order 1 in float32.
+    np.testing.assert_allclose(got, channels_last(want), rtol=1e-5, atol=1e-5)
+
+
+def test_bilinear_computes_the_same():
+    torch = pytest.importorskip("torch")
+    theirs, ours = torch.nn.Bilinear(3, 4, 5), nn.Bilinear(3, 4, 5)
+    convert(state_dict(theirs), ours)
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(2, n)).astype(np.float32) for n in (3, 4))
+    want = theirs(torch.tensor(x), torch.tensor(y)).detach().numpy()
+    np.testing.assert_allclose(
+        np.array(ours(mx.array(x), mx.array(y))), want, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_attention_computes_the_same(bias):
+    torch = pytest.importorskip("torch")
+    theirs = torch.nn.MultiheadAttention(8, 2, bias=bias, batch_first=True)
+    ours = nn.MultiHeadAttention(8, 2, bias=bias)
+    plan = convert(state_dict(theirs), ours)
+    assert plan.entries["in_proj_weight"].layout == "split_qkv"
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+    t, a = torch.tensor(x), mx.array(x)
+    want = theirs(t, t, t, need_weights=False)[0].detach().numpy()
+    np.testing.assert_allclose(np.array(ours(a, a, a)), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_transformer_layer_by_renames_alone():
+    torch = pytest.importorskip("torch")
+    theirs = torch.nn.TransformerEncoderLayer(
+        8, 2, 16, dropout=0.0, batch_first=True, norm_first=True
+    ).eval()
+    ours = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True)
+    rename = [(r"^self_attn\.", "attention."), (r"^norm(\d)", r"ln\1")]
+    ours.attention = nn.MultiHeadAttention(8, 2, bias=True)
+    convert(state_dict(theirs), ours, rename=rename)
+    x = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+    want = theirs(torch.tensor(x)).detach().numpy()
+    got = np.array(ours(mx.array(x), mask=None))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm(4), nn.Sequential(nn.Conv2d(4, 4, 3))
+        )
+        self.blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+
+def test_sequential_and_list_names_and_batchnorm_buffers():
+    torch = pytest.importorskip("torch")
+    features = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3)),
+    )
+    theirs = torch.nn.Module()
+    theirs.features = features
+    theirs.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    plan = convert(state_dict(theirs), Net())
+    names = {name: entry.mlx for name, entry in plan.entries.items()}
+    assert names["features.2.0.weight"] == ("features.layers.2.layers.0.weight",)
+    assert names["features.1.running_var"] == ("features.layers.1.running_var",)
+    assert names["blocks.1.bias"] == ("blocks.1.bias",)
+    assert plan.torch_only == ("features.1.num_batches_tracked",)
+
+
+def net_tensors():
+    net = Net()
+    tensors = {}
+    for name, array in tree_flatten(net.parameters()):
+        conv = array.ndim == 4
+        tensors[name] = mx.moveaxis(array, -1, 1) if conv else array
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {"x.features.layers.0.weight": "features.layers.0.weight"},
+        lambda name: name.removeprefix("x."),
+        [(r"^x\.", "")],
+    ],
+)
+def test_renames_by_mapping_function_and_expression(rename):
+    tensors = net_tensors()
+    if isinstance(rename, dict):
+        rename = {f"x.{name}": name for name in tensors}
+    tensors = {f"x.{name}": array for name, array in tensors.items()}
+    assert convert(tensors, Net(), rename=rename).entries.keys() == tensors.keys()
+
+
+WRAPPED = [
+    "module.{}",
+    "_orig_mod.{}",
+    "module._orig_mod.{}",
+    "_orig_mod.module.{}",
+    "model.{}",
+    "model._orig_mod.{}",
+    "module.model.{}",
+    "_fsdp_wrapped_module.{}",
+]
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("renamed", [False, True])
+def test_wrappers_are_left_out_of_names_and_put_back(wrapped, renamed):
+    start = "x." if renamed else ""
+    tensors = {wrapped.format(start + n): x for n, x in net_tensors().items()}
+    options = Options(rename=[(r"^x\.", "")] if renamed else None)
+    plan = make_plan(tensors, Net(), options)
+    weights = plan.to_mlx(tensors)
+    assert weights.keys() == dict(tree_flatten(Net().parameters())).keys()
+    assert plan.entries.keys() | set(plan.torch_only) == tensors.keys()
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_wrappers_are_known_without_a_model(wrapped):
+    tensors = {wrapped.format(n): mx.zeros(2) for n in ("fc.weight", "fc.bias")}
+    is_lightning = "model" in wrapped
+    plan = make_plan(tensors, is_lightning=is_lightning)
+    assert plan.to_mlx(tensors).keys() == {"fc.weight", "fc.bias"}
+    # A module of that name beside others is the user's own.
+    tensors["head.weight"] = mx.zeros(2)
+    kept = make_plan(tensors, is_lightning=is_lightning).entries
+    if "_" not in wrapped:
+        assert all(entry.mlx == (name,) for name, entry in kept.items())
+
+
+def test_another_prefix_is_recognised_in_the_error():
+    tensors = {f"net.{name}": array for name, array in net_tensors().items()}
+    with pytest.raises(ConvertError, match=r"--rename '\^net\\\.='"):
+        make_plan(tensors, Net())
+
+
+def test_missing_and_extra_names_are_listed():
+    tensors = net_tensors()
+    del tensors["blocks.1.bias"]
+    tensors["head.weight"] = mx.zeros((2, 2))
+    with pytest.raises(ConvertError, match=r"(?s)head\.weight.*lacks.*blocks\.1\.bias"):
+        make_plan(tensors, Net())
+
+
+def test_dropped_tensors_are_kept_apart():
+    tensors = net_tensors() | {"mask": mx.zeros((2, 2))}
+    plan = make_plan(tensors, Net(), Options(drop=("mask",)))
+    assert plan.torch_only == ("mask",)
+
+
+def test_recurrent_layers_are_refused_with_a_reason():
+    tensors = net_tensors() | {"rnn.weight_ih_l0": mx.zeros((2, 2))}
+    with pytest.raises(ConvertError, match="recurrent"):
+        make_plan(tensors, Net())
+
+
+def test_wrong_shapes_are_named():
+    tensors = net_tensors()
+    tensors["blocks.0.weight"] = mx.zeros((5, 4))
+    with pytest.raises(ConvertError, match=r"blocks\.0\.weight has shape \(5, 4\)"):
+        make_plan(tensors, Net())
+    tensors = net_tensors()
+    name = "features.layers.0.weight"
+    tensors[name] = mx.zeros((4, 3, 3, 2))
+    with pytest.raises(ConvertError, match=r"MLX's layout \(conv\)"):
+        make_plan(tensors, Net())
+
+
+def test_two_names_cannot_become_one():
+    tensors = {"a": mx.zeros(2), "b": mx.zeros(2)}
+    with pytest.raises(ConvertError, match="would both become a"):
+        make_plan(tensors, options=Options(rename={"b": "a"}))
+
+
+def test_tied_weights_are_kept_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+
+    weight = mx.ones((5, 3))
+    tensors = {"embed.weight": weight, "head.weight": weight}
+    plan = convert(tensors, Tied())
+    assert plan.tied == {"head.weight": "embed.weight"}
+    assert make_plan(tensors).tied == plan.tied
+    # Equal values in two tensors are not tied.
+    apart = {"embed.weight": weight, "head.weight": mx.ones((5, 3))}
+    with pytest.raises(ConvertError, match=r"no place for head\.weight"):
+        make_plan(apart, Tied())
+
+
+class Untied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+
+
+def test_tied_weights_of_two_mlx_parameters_stay_one_in_pytorch():
+    weight = mx.arange(15, dtype=mx.float32).reshape(5, 3)
+    tensors = {"embed.weight": weight, "head.weight": weight}
+    plan = convert(tensors, Untied())
+    assert plan.tied == {"head.weight": "embed.weight"}
+    names = ("embed.weight", "head.weight")
+    assert plan.entries == {"embed.weight": Entry("embed.weight", names)}
+
+
+def test_a_tied_name_without_a_place_may_come_first_or_be_dropped():
+    weight = mx.ones((5, 3))
+    tensors = {"a": weight, "table": weight}
+    want = {"a": "table"}
+    assert make_plan(tensors, Custom(5, 3)).tied == want
+    # Kept apart, it would come back with its old values, and win in PyTorch.
+    plan = make_plan(tensors, options=Options(drop=("a",)))
+    assert (plan.tied, plan.torch_only) == (want, ())
+
+
+def test_extra_states_have_no_place_even_as_tensors():
+    tensors = net_tensors() | {"blocks.0._extra_state": mx.zeros(3, mx.uint8)}
+    assert make_plan(tensors, Net()).torch_only == ("blocks.0._extra_state",)
+
+
+def test_a_transposed_linear_is_recognised_in_the_error():
+    tensors = net_tensors() | {"blocks.0.weight": mx.zeros((4, 4))}
+    tensors["head"] = mx.zeros((2, 3))
+
+    class Headed(Net):
+        def __init__(self):
+            super().__init__()
+            self.head = mx.zeros((3, 2))
+
+    with pytest.raises(ConvertError, match="--transpose 'head'"):
+        make_plan(tensors, Headed())
+    make_plan(tensors, Headed(), Options(transpose=("head",)))
+
+
+def hint(lost, *rest):
+    tensors = net_tensors() | {name: mx.zeros((2, 2)) for name in (lost, *rest)}
+    with pytest.raises(ConvertError) as raised:
+        make_plan(tensors, Net())
+    return str(raised.value)
+
+
+def test_what_stands_for_a_weight_in_pytorch_is_explained():
+    said = hint("fc.parametrizations.weight.original0")
+    assert "remove_parametrizations" in said
+    assert "--optimizer-key ''" in said
+    assert "remove_weight_norm" in hint("fc.weight_g", "fc.weight_v")
+    assert "--rename" in hint("fc.weight_v")
+    assert "prune.remove" in hint("fc.weight_orig", "fc.weight_mask")
+    # Nothing is missing, so the common first word is no wrapper.
+    assert "wrapper" not in hint("head.weight", "head.bias")
+
+
+def test_parametrizations_of_pytorch_are_explained():
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    with pytest.raises(ConvertError, match="remove_parametrizations"):
+        make_plan(state_dict(layer), nn.Linear(2, 2))
+
+
+class Custom(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.table = mx.zeros(shape)
+
+
+def test_a_layer_of_ones_own_keeps_its_layout_unless_another_fits_too():
+    plan = make_plan({"table": mx.zeros((1, 7, 5))}, Custom(1, 7, 5))
+    assert plan.entries["table"].layout == "same"
+    for shape, mlx in (((4, 4, 4), (4, 4, 4)), ((4, 3, 5), (4, 5, 3))):
+        tensors = {"table": mx.zeros(shape)}
+        with pytest.raises(ConvertError, match="--keep-layout"):
+            make_plan(tensors, Custom(*mlx))
+        kind = "keep_layout" if shape == mlx else "conv"
+        make_plan(tensors, Custom(*mlx), Options(**{kind: ("table",)}))
+
+
+def test_without_a_model_every_deep_tensor_needs_a_decision():
+    tensors = {"a.weight": mx.zeros((2, 3, 4)), "a.bias": mx.zeros(2)}
+    with pytest.raises(ConvertError, match=r"a\.weight has shape \(2, 3, 4\)"):
+        make_plan(tensors)
+    for kind, shape in (
+        ("conv", (2, 4, 3)),
+        ("conv_transpose", (3, 4, 2)),
+        ("keep_layout", (2, 3, 4)),
+    ):
+        plan = make_plan(tensors, options=Options(**{kind: ("a.*",)}))
+        assert plan.to_mlx(tensors)["a.weight"].shape == shape
+        assert plan.to_mlx(tensors)["a.bias"].shape == (2,)
+
+
+def test_without_a_model_fused_attention_needs_a_decision():
+    tensors = {"at.in_proj_weight": mx.zeros((6, 2)), "at.in_proj_bias": mx.zeros(6)}
+    with pytest.raises(ConvertError, match="--split-qkv"):
+        make_plan(tensors)
+    split = make_plan(tensors, options=Options(split_qkv=("at.in_proj*",)))
+    assert sorted(split.to_mlx(tensors)) == sorted(
+        f"at.{part}_proj.{leaf}"
+        for part in ("query", "key", "value")
+        for leaf in ("weight", "bias")
+    )
+    kept = make_plan(tensors, options=Options(keep_layout=("*",)))
+    assert sorted(kept.to_mlx(tensors)) == sorted(tensors)
+    with pytest.raises(ConvertError, match="does not apply"):
+        make_plan({"w": mx.zeros((6, 2))}, options=Options(split_qkv=("w",)))
+
+
+def test_leading_numbers_need_a_name():
+    tensors = {"0.weight": mx.zeros((2, 2))}
+    with pytest.raises(ConvertError, match="starts with a number"):
+        make_plan(tensors)
+    options = Options(rename=[(r"^(\d+)\.", r"layers.\1.")])
+    assert list(make_plan(tensors, options=options).to_mlx(tensors)) == [
+        "layers.0.weight"
+    ]
+
+
+def test_patterns_that_match_nothing_or_too_much_are_errors():
+    tensors = {"a.weight": mx.zeros((2, 3, 4))}
+    with pytest.raises(ConvertError, match="matches no tensor"):
+        make_plan(tensors, options=Options(conv=("b.*",)))
+    with pytest.raises(ConvertError, match="conv and same"):
+        make_plan(tensors, options=Options(conv=("*",), keep_layout=("a.*",)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 3), st.data())
+def test_every_layout_there_and_back(layout, spatial, data):
+    size = st.integers(1, 4)
+    ndim = {"bilinear": 3, "split_qkv": 2}.get(layout, spatial + 2)
+    shape = [data.draw(size) for _ in range(ndim)]
+    if layout == "split_qkv":
+        shape[0] *= 3
+    x = mx.arange(int(np.prod(shape))).reshape(shape)
+    names = tuple("abc"[: LAYOUTS[layout].count])
+    entry = Entry("t", names, layout)
+    parts = entry.to_mlx(x)
+    assert sum(p.size for p in parts.values()) == x.size
+    assert mx.array_equal(entry.to_torch(parts), x)

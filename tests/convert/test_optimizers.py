@@ -1,0 +1,440 @@
+"""Each optimizer's state, both ways, against PyTorch's own next steps."""
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten
+from support.torch_optimizers import (
+    EVERY,
+    Mine,
+    Params,
+    Side,
+    assert_close,
+    assert_same_state,
+    gradients,
+)
+
+from mlx_gradscale.convert import ConvertError, save_torch
+from mlx_gradscale.convert.optimizer_table import (
+    OPTIMIZERS,
+    mlx_differences,
+    recognise,
+    torch_differences,
+)
+
+torch = pytest.importorskip("torch")
+
+
+@EVERY
+@pytest.mark.parametrize("k", [1, 7])
+def test_mlx_continues_where_pytorch_stopped(kind, k, tmp_path):
+    theirs = Side(kind).steps(range(k))
+    mine = Mine(theirs.save(tmp_path / "a.pt")).steps(range(k, k + 20))
+    assert_close(mine, theirs.steps(range(k, k + 20)))
+
+
+@EVERY
+def test_pytorch_continues_where_mlx_stopped(kind, tmp_path):
+    theirs = Side(kind).steps(range(2))
+    mine = Mine(theirs.save(tmp_path / "a.pt")).steps(range(2, 9))
+    again = Side(kind).load(mine.save(tmp_path / "b.pt")).steps(range(9, 29))
+    theirs.steps(range(2, 29))
+    for name, p in theirs.params.items():
+        assert torch.allclose(again.params[name], p, rtol=1e-5, atol=1e-5)
+    if OPTIMIZERS[kind.split()[0]].has_step:
+        assert again.optimizer.state_dict()["state"][0]["step"].item() == 29
+
+
+@EVERY
+@pytest.mark.parametrize("k", [0, 3])
+def test_there_and_back_is_equal_in_every_bit(kind, k, tmp_path):
+    changes = {"dampening": 0} if k == 0 and kind == "SGD dampening" else {}
+    path = Side(kind, **changes).steps(range(k)).save(tmp_path / "a.pt")
+    assert_same_state(path, Mine(path).save(tmp_path / "b.pt"))
+
+
+@EVERY
+def test_loaded_state_is_of_the_kind_that_mlx_makes_itself(kind, tmp_path):
+    path = Side(kind).steps(range(3)).save(tmp_path / "a.pt")
+    loaded = dict(tree_flatten(Mine(path).optimizer.state))
+    own = Mine(path).run.template.build_optimizer()
+    own.init(Params().parameters())
+    for key, x in tree_flatten(own.state):
+        assert (loaded[key].dtype, loaded[key].shape) == (x.dtype, x.shape)
+
+
+def test_momentum_that_mlx_started_stays_dampened_in_pytorch(tmp_path):
+    theirs = Side("SGD dampening")
+    mine = Mine(theirs.save(tmp_path / "a.pt"), accept=("dampening",))
+    theirs.load(mine.save(tmp_path / "b.pt"))
+    assert_close(mine.steps(range(5)), theirs.steps(range(5)))
+
+
+def test_groups_become_a_multi_optimizer(tmp_path):
+    theirs = Side("AdamW")
+    a, bias, b = theirs.params.values()
+    groups = [{"params": [a, b], "lr": 0.05}, {"params": [bias], "weight_decay": 0.0}]
+    theirs.optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.2)
+    theirs.steps(range(3)).save(tmp_path / "a.pt")
+    mine = Mine(tmp_path / "a.pt")
+    assert isinstance(mine.optimizer, optim.MultiOptimizer)
+    mine.steps(range(3, 13)).save(tmp_path / "b.pt")
+    assert_close(mine, theirs.steps(range(3, 13)))
+    back = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]
+    assert [g["lr"] for g in back["param_groups"]] == [0.05, 0.01]
+    assert [g["params"] for g in back["param_groups"]] == [[0, 1], [2]]
+    one = optim.AdamW(0.1, bias_correction=True)
+    one.init(mine.model.parameters())
+    with pytest.raises(ConvertError, match="need a MultiOptimizer of 2"):
+        save_torch(tmp_path / "c.pt", mine.model, one, like=mine.run.template)
+
+
+def test_equal_groups_become_one_optimizer(tmp_path):
+    theirs = Side("SGD")
+    values = list(theirs.params.values())
+    groups = [{"params": values[:1]}, {"params": values[1:]}]
+    theirs.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
+    path = theirs.steps(range(2)).save(tmp_path / "a.pt")
+    mine = Mine(path)
+    assert isinstance(mine.optimizer, optim.SGD)
+    assert_same_state(path, mine.save(tmp_path / "b.pt"))
+
+
+def test_equal_groups_at_different_steps_stay_apart(tmp_path):
+    theirs = Side("Adam")
+    values = list(theirs.params.values())
+    theirs.optimizer = torch.optim.Adam(
+        [{"params": values[:1]}, {"params": values[1:]}]
+    )
+    theirs.steps(range(2))
+    theirs.optimizer.state[values[0]]["step"] += 1
+    mine = Mine(theirs.save(tmp_path / "a.pt"))
+    assert [part.step.item() for part in mine.optimizer.optimizers] == [3, 2]
+
+
+def test_two_optimizers_of_one_model_become_one_and_come_back_as_two(tmp_path):
+    theirs = Side("AdamW")
+    a, bias, b = theirs.params.values()
+    pair = torch.optim.AdamW([a, b], lr=0.02), torch.optim.SGD([bias], 0.1, 0.9)
+
+    def step(seed):
+        for name, g in gradients(seed).items():
+            theirs.params[name].grad = torch.tensor(g)
+        for optimizer in pair:
+            optimizer.step()
+
+    for seed in range(3):
+        step(seed)
+    model = {name: p.detach() for name, p in theirs.params.items()}
+    start = {"net": model, "opt_a": pair[0].state_dict(), "opt_b": pair[1].state_dict()}
+    torch.save(start, tmp_path / "a.pt")
+    mine = Mine(tmp_path / "a.pt")
+    assert [type(part) for part in mine.optimizer.optimizers] == [
+        optim.AdamW,
+        optim.SGD,
+    ]
+    mine.steps(range(3, 9)).save(tmp_path / "b.pt")
+    for seed in range(3, 9):
+        step(seed)
+    assert_close(mine, theirs)
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    for optimizer, key in zip(pair, ("opt_a", "opt_b"), strict=True):
+        want = optimizer.state_dict()
+        optimizer.load_state_dict(back[key])
+        for index, slots in want["state"].items():
+            for slot, value in slots.items():
+                got = back[key]["state"][index][slot]
+                assert torch.allclose(got, value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", [3, 3.0, mx.array([3.0])])
+def test_step_counts_of_older_pytorch_come_back_in_their_type(step, tmp_path):
+    theirs = Side("Adam").steps(range(3))
+    for state in theirs.optimizer.state.values():
+        is_array = isinstance(step, mx.array)
+        state["step"] = torch.tensor([3.0]) if is_array else step
+    path = theirs.save(tmp_path / "a.pt")
+    mine = Mine(path)
+    assert mine.optimizer.step.item() == 3
+    assert_same_state(path, mine.save(tmp_path / "b.pt"))
+
+
+def test_learning_rate_keeps_its_digits_until_mlx_changes_it(tmp_path):
+    mine = Mine(Side("Adam", lr=0.001).steps(range(1)).save(tmp_path / "a.pt"))
+    for rate, want in ((None, 0.001), (0.5, 0.5)):
+        if rate is not None:
+            mine.optimizer.learning_rate = rate
+        back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)
+        assert back["optimizer"]["param_groups"][0]["lr"] == want
+
+
+def test_tensor_settings_come_back_as_tensors(tmp_path):
+    theirs = Side("Adam", lr=torch.tensor(0.25)).steps(range(1))
+    mine = Mine(theirs.save(tmp_path / "a.pt"))
+    assert mine.optimizer.learning_rate.item() == 0.25
+    back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)
+    assert torch.is_tensor(back["optimizer"]["param_groups"][0]["lr"])
+
+
+def test_settings_that_changed_in_mlx_are_written(tmp_path):
+    mine = Mine(Side("AdamW").steps(range(1)).save(tmp_path / "a.pt"))
+    mine.optimizer.betas, mine.optimizer.weight_decay = [0.5, 0.6], 0.7
+    back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)
+    group = back["optimizer"]["param_groups"][0]
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.7)
+    mine.optimizer.bias_correction = False
+    with pytest.raises(ConvertError, match="ran without bias correction"):
+        mine.save(tmp_path / "c.pt")
+    mine.save(tmp_path / "c.pt", accept=("bias_correction",))
+    mine.optimizer.betas = [1.0, 2.0]  # no factor can be computed, and none is shown
+    with pytest.raises(ConvertError, match="an unknown number of times"):
+        mine.save(tmp_path / "c.pt")
+
+
+def test_parameters_without_state_are_named_and_come_back_without(tmp_path):
+    theirs = Side("Adam").steps(range(1), names=("a.weight", "a.bias"))
+    path = theirs.save(tmp_path / "a.pt")
+    mine = Mine(path)
+    assert any("b had no optimizer state" in note for note in mine.run.notes)
+    assert_same_state(path, mine.save(tmp_path / "b.pt"))
+
+
+def test_parameter_that_stayed_at_zero_in_mlx_has_counted_the_steps(tmp_path):
+    mine = Mine(Side("Adam").save(tmp_path / "a.pt"))
+    mine.optimizer.state["step"] = mx.array(5, mx.uint64)
+    back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)["optimizer"]
+    assert [state["step"].item() for state in back["state"].values()] == [5, 5, 5]
+
+
+def test_step_that_is_no_count_is_not_written(tmp_path):
+    mine = Mine(Side("Adam").steps(range(1)).save(tmp_path / "a.pt"))
+    for step in (float("nan"), float("inf"), -1.0):
+        mine.optimizer.state["step"] = mx.array(step)
+        with pytest.raises(ConvertError, match="no count"):
+            mine.save(tmp_path / "b.pt")
+
+
+def test_what_schedules_put_into_the_groups_comes_back(tmp_path):
+    theirs = Side("AdamW")
+    schedule = torch.optim.lr_scheduler
+    schedule.OneCycleLR(theirs.optimizer, 0.1, total_steps=10)
+    schedule.LambdaLR(theirs.optimizer, lambda step: 1.0)
+    torch.optim.swa_utils.SWALR(theirs.optimizer, 0.05)
+    theirs.optimizer.param_groups[0].update(foreach=True, name="all")
+    path = theirs.steps(range(1)).save(tmp_path / "a.pt")
+    mine = Mine(path)
+    assert any("moves the momentum" in note for note in mine.run.notes)
+    assert_same_state(path, mine.save(tmp_path / "b.pt"))
+
+
+def test_decoupled_lion_is_converted_by_name_and_its_decay_comes_back(tmp_path):
+    theirs = Side("Lion", decoupled=True).steps(range(2))
+    path = theirs.save(tmp_path / "a.pt")
+    plain = Mine(path)
+    assert any("--optimizer LionDecoupled" in note for note in plain.run.notes)
+    mine = Mine(path, optimizer="LionDecoupled")
+    assert mine.optimizer.weight_decay == pytest.approx(10.0)
+    mine.steps(range(2, 9)).save(tmp_path / "b.pt")
+    assert_close(mine, theirs.steps(range(2, 9)))
+    again = Side("Lion", decoupled=True).load(tmp_path / "b.pt")
+    assert again.optimizer.param_groups[0]["weight_decay"] == 0.1
+    mine.optimizer.weight_decay = 5.0
+    back = torch.load(mine.save(tmp_path / "c.pt"), weights_only=True)
+    decay = back["optimizer"]["param_groups"][0]["weight_decay"]
+    assert decay == pytest.approx(0.05)
+
+
+def test_muon_agrees_with_pytorch_but_for_its_bfloat16(tmp_path):
+    theirs = Side("SGD")
+    theirs.params = {"a.weight": theirs.params["a.weight"]}
+    theirs.optimizer = torch.optim.Muon([theirs.params["a.weight"]], 0.02,
+                                        weight_decay=0.0)  # fmt: skip
+
+    def step(side, seed):
+        side.params["a.weight"].grad = torch.tensor(gradients(seed)["a.weight"])
+        side.optimizer.step()
+
+    for seed in range(3):
+        step(theirs, seed)
+    theirs.save(tmp_path / "a.pt")
+
+    class One(Params):
+        def __init__(self):
+            super().__init__()
+            self.pop("b")
+            self.a.pop("bias")
+
+    from mlx_gradscale.convert import load_torch
+
+    model = One()
+    run = load_torch(tmp_path / "a.pt", model)
+    assert any("bfloat16" in note for note in run.notes)
+    for seed in range(3, 8):
+        grads = {"a": {"weight": mx.array(gradients(seed)["a.weight"])}}
+        run.optimizer.update(model, grads)
+        step(theirs, seed)
+    want = theirs.params["a.weight"].detach().numpy()
+    # Five updates of 0.02, each rounded to bfloat16's 8 bits.
+    assert abs(want - model.a.weight).max().item() < 5 * 0.02 * 2e-2
+    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    back = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]
+    theirs.optimizer.load_state_dict(back)
+    moment = theirs.optimizer.state[theirs.params["a.weight"]]["momentum_buffer"]
+    state = run.optimizer.state["a"]["weight"]["v"]
+    assert abs(moment.numpy() - state).max().item() < 1e-6
+
+
+@EVERY
+def test_optimizer_is_recognised_by_its_keys(kind):
+    held = Side(kind).steps(range(1)).optimizer.state_dict()
+    slots = {slot for state in held["state"].values() for slot in state}
+    want = kind.split()[0]
+    assert recognise(held["param_groups"], slots) == want
+    with pytest.raises(ConvertError, match="is not that of"):
+        recognise(held["param_groups"], slots, "Lion" if want != "Lion" else "Adam")
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        cls
+        for cls in vars(torch.optim).values()
+        if isinstance(cls, type) and torch.optim.Optimizer in cls.__mro__[1:]
+    ],
+)
+def test_no_optimizer_of_pytorch_is_taken_for_another(cls):
+    p = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = cls([p])
+    before = optimizer.state_dict()
+
+    def closure():
+        p.grad = torch.ones_like(p)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            p.grad = p.grad.to_sparse()
+        return p.detach().sum()
+
+    optimizer.step(closure)
+    for held in (before, optimizer.state_dict()):
+        slots = {slot for state in held["state"].values() for slot in state}
+        if cls.__name__ in OPTIMIZERS:
+            assert recognise(held["param_groups"], slots) == cls.__name__
+        else:
+            with pytest.raises(ConvertError, match=r"known kinds.*--optimizer-key ''"):
+                recognise(held["param_groups"], slots)
+
+
+def test_old_adam_with_decay_needs_its_name():
+    held = Side("AdamW").steps(range(1)).optimizer.state_dict()
+    slots = ["step", "exp_avg", "exp_avg_sq"]
+    for group in held["param_groups"]:
+        del group["decoupled_weight_decay"]
+    with pytest.raises(ConvertError, match="Adam or AdamW"):
+        recognise(held["param_groups"], slots)
+    assert recognise(held["param_groups"], slots, "AdamW") == "AdamW"
+    held["param_groups"][0]["weight_decay"] = 0
+    assert recognise(held["param_groups"], slots) == "Adam"
+
+
+REFUSED = [
+    ("Adam", {"weight_decay": 0.1}, "weight_decay"),
+    ("Adam", {"amsgrad": True}, "amsgrad"),
+    ("AdamW", {"amsgrad": True, "betas": (0.9, 0.5)}, "amsgrad"),
+    ("AdamW", {"maximize": True}, "maximize"),
+    ("RMSprop", {"momentum": 0.9}, "momentum"),
+    ("RMSprop", {"centered": True}, "centered"),
+    ("Adagrad", {"weight_decay": 0.1}, "weight_decay"),
+    ("Adadelta", {"weight_decay": 0.1}, "weight_decay"),
+    ("Adagrad", {"lr_decay": 0.1}, "lr_decay"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "key"), REFUSED)
+def test_what_mlx_computes_differently_is_refused_until_accepted(
+    kind, changes, key, tmp_path
+):
+    theirs = Side(kind, **changes).steps(range(2))
+    path = theirs.save(tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match=f"(?s){key}.*accept"):
+        Mine(path)
+    mine = Mine(path, accept=(key,))
+    assert any(key in note for note in mine.run.notes)
+    other = Side(kind).load(mine.save(tmp_path / "b.pt"))
+    other.steps(range(1))
+    assert not other.optimizer.param_groups[0][key]  # it stays off
+    # No refusal without a reason: the same steps end somewhere else.
+    mine.steps(range(2, 22))
+    with pytest.raises(AssertionError):
+        assert_close(mine, theirs.steps(range(2, 22)))
+
+
+def test_dampening_before_the_first_step_is_refused(tmp_path):
+    with pytest.raises(ConvertError, match="dampening"):
+        Mine(Side("SGD dampening").save(tmp_path / "a.pt"))
+    assert torch_differences("SGD", {"momentum": 0, "dampening": 0.5}, False) == []
+
+
+@pytest.mark.parametrize("step", [0, 9])
+def test_factor_of_a_missing_bias_correction_is_that_of_mlx_itself(step):
+    used = {"class": "AdamW", "bias_correction": False, "betas": [0.8, 0.99]}
+    (found,) = mlx_differences("AdamW", used, step)
+    moved = []
+    for correct in (True, False):
+        optimizer = optim.AdamW(
+            1.0, betas=used["betas"], weight_decay=0.0, bias_correction=correct
+        )
+        optimizer.init({"w": mx.array(0.0)})
+        optimizer.state["step"] = mx.array(step, mx.uint64)
+        optimizer.state["w"].update(m=mx.array(0.2), v=mx.array(0.3))
+        new = optimizer.apply_gradients({"w": mx.array(0.5)}, {"w": mx.array(0.0)})
+        moved.append(new["w"].item())
+    assert f"next update is {moved[0] / moved[1]:.3g} times MLX's" in found.text
+
+
+def test_parameters_of_one_group_at_different_steps_are_an_error(tmp_path):
+    theirs = Side("Adam").steps(range(2))
+    theirs.optimizer.state[theirs.params["b"]]["step"] += 1
+    with pytest.raises(ConvertError, match=r"different steps \(a.weight at 2, b at 3"):
+        Mine(theirs.save(tmp_path / "a.pt"))
+
+
+def test_group_key_that_is_not_the_optimizers_is_refused_until_accepted(tmp_path):
+    theirs = Side("SGD momentum")  # another rule in SGD's clothes
+    theirs.optimizer.param_groups[0]["trust_coefficient"] = 0.001
+    path = theirs.steps(range(2)).save(tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match=r"'trust_coefficient'.*--accept"):
+        Mine(path)
+    mine = Mine(path, accept=("trust_coefficient",))
+    assert_same_state(path, mine.save(tmp_path / "b.pt"))
+
+
+def test_wrong_options_are_named(tmp_path):
+    path = Side("SGD").save(tmp_path / "a.pt")
+    for options, word in (
+        ({"step": -5}, "cannot be negative"),
+        ({"accept": ("amsgard",)}, "--accept amsgard: there is no such setting"),
+        ({"optimizer": "Adam"}, "is not that of Adam"),
+        ({"optimizer": "Sophia"}, "Unknown optimizer 'Sophia'"),
+    ):
+        with pytest.raises(ConvertError, match=word):
+            Mine(path, **options)
+
+
+def test_learning_rates_that_do_not_fit_the_groups_are_refused(tmp_path):
+    from mlx_gradscale.convert import load_torch
+
+    theirs = Side("SGD")
+    values = list(theirs.params.values())
+    groups = [{"params": values[:1], "lr": 0.5}, {"params": values[1:]}]
+    theirs.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    path = theirs.steps(range(1)).save(tmp_path / "a.pt")
+    for rate, error, word in (
+        (0.1, ValueError, "different learning rates"),
+        ([0.1], ValueError, "1 entries and the MLX optimizer 2"),
+        ([0.1, "fast"], TypeError, "must be a number"),
+        ([0.1, lambda step: 0.1], TypeError, "mx.array"),
+    ):
+        with pytest.raises(error, match=word):
+            load_torch(path, Params(), learning_rate=rate)
+    run = load_torch(path, Params(), learning_rate=[0.3, lambda step: mx.array(0.2)])
+    first = run.optimizer.optimizers[0]
+    assert first.learning_rate.item() == pytest.approx(0.3)

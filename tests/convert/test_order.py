@@ -1,0 +1,177 @@
+"""Which of the model's parameters each of the optimizer's is."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from support.convert_runs import Small, small
+
+from mlx_gradscale import torch_checkpoint as pt
+from mlx_gradscale.convert import ConvertError, Options, load_torch
+from mlx_gradscale.convert.layouts import make_plan
+from mlx_gradscale.convert.optimizer_section import OptimizerSection
+from mlx_gradscale.convert.order import parameter_names
+from mlx_gradscale.convert.tree import Unordered
+
+
+def named(**shapes):
+    return {name.replace("__", "."): mx.zeros(shape) for name, shape in shapes.items()}
+
+
+def adam_state(groups, tensors):
+    """A state whose groups hold these names, and what each index means."""
+    names = [name for group in groups for name in group]
+    state = {i: {"exp_avg": tensors[n], "step": 1} for i, n in enumerate(names)}
+    start, packed = 0, []
+    for group in groups:
+        packed.append({"params": list(range(start, start + len(group)))})
+        start += len(group)
+    return {"state": state, "param_groups": packed}, dict(enumerate(names))
+
+
+def find(state, tensors, model=None, **options):
+    plan = make_plan(tensors, model)
+    section = OptimizerSection(state)
+    (found,), notes = parameter_names(
+        [section],
+        tensors,
+        plan,
+        Options(**options),
+        model,
+        is_ordered=not isinstance(tensors, Unordered),
+    )
+    return found, notes
+
+
+LAYERS = named(a__weight=(3, 2), a__bias=(3,), n__weight=(3,), n__bias=(3,),
+               b__weight=(2, 3), b__bias=(2,))  # fmt: skip
+
+
+def test_decay_groups_are_dealt_out_by_shape():
+    decay = [n for n, t in LAYERS.items() if t.ndim == 2]
+    state, want = adam_state([decay, [n for n in LAYERS if n not in decay]], LAYERS)
+    assert find(state, LAYERS)[0] == want
+
+
+def test_names_in_the_models_order_are_dealt_to_a_trainers_groups():
+    tensors = named(a__weight=(3, 2), a__bias=(3,), n__weight=(3,), b__weight=(3, 2))
+    decay = [n for n, t in tensors.items() if t.ndim == 2]
+    rest = [n for n in tensors if n not in decay]
+    state, want = adam_state([decay, rest], tensors)
+    held = Unordered(sorted(tensors.items()))
+    for names in ((*decay, *rest), tuple(tensors)):
+        assert find(state, held, names=names) == (want, [])
+    state, _ = adam_state([["a.weight", "a.bias"], ["b.weight", "n.weight"]], tensors)
+    with pytest.raises(ConvertError, match="More than one order"):
+        find(state, held, names=(*decay, *rest))
+
+
+def test_buffers_are_not_parameters():
+    tensors = named(w=(3, 2), z=(5,), bn__weight=(3,), bn__bias=(3,))
+    for buffer in ("running_mean", "running_var", "num_batches_tracked"):
+        tensors[f"bn.{buffer}"] = mx.zeros(3)
+    state, want = adam_state([["w", "z", "bn.weight", "bn.bias"]], tensors)
+    assert find(state, tensors)[0] == want
+    # A buffer of another name, whose shape no parameter has, is passed over.
+    tensors = named(w=(3, 2), mask=(7,), z=(5,))
+    state, want = adam_state([["w", "z"]], tensors)
+    assert find(state, tensors)[0] == want
+
+
+def test_doubt_is_an_error_that_asks_for_names():
+    tensors = named(a=(3,), b=(3,), c=(3,))
+    state, _ = adam_state([["a", "c"], ["b"]], tensors)
+    with pytest.raises(ConvertError, match=r"More than one order.*--names"):
+        find(state, tensors)
+    want = dict(enumerate("acb"))
+    assert find(state, tensors, names=("a", "c", "b"))[0] == want
+    state["param_groups"][0]["param_names"] = ["a", "c"]
+    state["param_groups"][1]["param_names"] = ["b"]
+    assert find(state, tensors)[0] == want
+    for names, word in (
+        (("a", "b"), "2 names for the optimizer's 3"),
+        (("a", "b", "x"), "'x' is not in the model"),
+        (("a", "b", "b"), "'b' more than once"),
+    ):
+        with pytest.raises(ConvertError, match=word):
+            find(state, tensors, names=names)
+
+
+def test_frozen_subset_of_equal_layers_asks_for_the_trained_names():
+    tensors = named(a=(3,), b=(3,))
+    state, _ = adam_state([["b"]], tensors)
+    with pytest.raises(ConvertError, match=r"if p\.requires_grad"):
+        find(state, tensors)
+
+
+def test_safetensors_file_does_not_tell_the_order():
+    state, _ = adam_state([["a", "b"]], named(a=(3,), b=(3,)))
+    with pytest.raises(ConvertError, match=r"safetensors.*--names"):
+        find(state, Unordered(named(a=(3,), b=(3,))))
+    tensors = Unordered(named(a=(3,), b=(4,)))
+    state, want = adam_state([["b", "a"]], tensors)
+    assert find(state, tensors) == (want, [])
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+
+
+def test_order_of_the_mlx_model_is_taken_for_safetensors_with_a_note():
+    names = ["second.weight", "second.bias", "first.weight", "first.bias"]
+    tensors = {n: mx.zeros((4, 4) if "weight" in n else 4) for n in names}
+    state, want = adam_state([names], tensors)
+    found, notes = find(state, Unordered(sorted(tensors.items())), Pair())
+    assert found == want
+    assert "the order of the MLX model's layers was taken" in notes[0]
+
+
+def test_equal_modules_that_may_be_in_another_order_are_reported(tmp_path):
+    """Nothing in the file tells net[2], net[0] from net[0], net[2]."""
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)
+    )
+    given = [*net[2].parameters(), *net[0].parameters()]
+    optimizer = torch.optim.Adam(given)
+    net(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    torch.save({"m": net.state_dict(), "o": optimizer.state_dict()}, tmp_path / "a.pt")
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    run = load_torch(tmp_path / "a.pt", model)
+    (note,) = [note for note in run.notes if "may" in note or "exchanged" in note]
+    assert "0, 2 have the shapes of others" in note
+    assert "--names" in note
+    names = ("2.weight", "2.bias", "0.weight", "0.bias")
+    run = load_torch(tmp_path / "a.pt", model, Options(names=names))
+    moment = optimizer.state[net[2].bias]["exp_avg"].numpy()
+    assert (moment == run.optimizer.state["layers"][2]["bias"]["m"]).all()
+    assert not any("exchanged" in note for note in run.notes)
+
+
+def test_layers_of_a_transformer_and_states_without_moments_leave_no_doubt():
+    shapes = {"embed.weight": (9, 4), "norm.weight": (4,)}
+    for i in range(3):
+        shapes |= {f"layers.{i}.w": (4, 4), f"layers.{i}.v": (8, 4)}
+    tensors = {name: mx.zeros(shape) for name, shape in shapes.items()}
+    state, want = adam_state([list(shapes)], tensors)
+    assert find(state, tensors) == (want, [])
+    state, _ = adam_state([["a.w", "b.w"]], named(a__w=(3,), b__w=(3,)))
+    state["state"] = {}
+    assert find(state, named(a__w=(3,), b__w=(3,)))[1] == []
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("where", ["model", "optimizer"])
+def test_names_with_and_without_a_wrapper_are_the_same(wrapper, where, tmp_path):
+    model, optimizer, _ = small()
+    in_model = wrapper if where == "model" else ""
+    in_names = wrapper if where == "optimizer" else ""
+    (group,) = optimizer["param_groups"]
+    group["param_names"] = [f"{in_names}fc.weight", f"{in_names}fc.bias"]
+    model = {f"{in_model}{name}": x for name, x in model.items()}
+    pt.save(tmp_path / "a.pt", {"model": model, "optimizer": optimizer})
+    run = load_torch(tmp_path / "a.pt", Small())
+    assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]

@@ -1,0 +1,409 @@
+"""Whole runs between PyTorch and MLX, with the numbers compared."""
+
+import json
+import zipfile
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from golden_convert.data import AFTER, BEFORE
+from mlx.utils import tree_flatten
+from support.convert_runs import (
+    GOLDEN,
+    RUNS,
+    ConvNet,
+    Small,
+    compare,
+    forward,
+    go_on,
+    identical,
+    mlx_model,
+    model_flag,
+)
+
+from mlx_gradscale import GradScaler, restore_checkpoint, save_checkpoint
+from mlx_gradscale import torch_checkpoint as pt
+from mlx_gradscale.checkpoint import read_checkpoint
+from mlx_gradscale.convert import (
+    ConvertError,
+    Options,
+    build_optimizer,
+    load_torch,
+    main,
+    save_torch,
+)
+
+EVERY = pytest.mark.parametrize("name", RUNS)
+
+
+@EVERY
+def test_golden_pytorch_run_continues_in_mlx_as_in_pytorch(name, tmp_path):
+    model = mlx_model(name)
+    run = load_torch(GOLDEN / f"{name}.pt", model)
+    assert run.template["epoch"] == 3
+    scales = go_on(name, model, run, range(BEFORE, BEFORE + AFTER))
+    assert scales == json.loads((GOLDEN / f"{name}.json").read_text())
+    run.template["epoch"] = 4
+    run.template["history"] = [1.0]
+    save_torch(tmp_path / "b.pt", model, run.optimizer, run.scaler, like=run.template)
+    back = pt.load(tmp_path / "b.pt")
+    compare(back["model"], dict(np.load(GOLDEN / f"{name}.npz")))
+    assert back["epoch"] == 4
+
+
+@EVERY
+def test_loading_and_saving_gives_a_byte_identical_pickle(name, tmp_path):
+    model = mlx_model(name)
+    run = load_torch(GOLDEN / f"{name}.pt", model)
+    save_torch(tmp_path / "b.pt", model, run.optimizer, run.scaler, like=run.template)
+    identical(pt.load(tmp_path / "b.pt"), pt.load(GOLDEN / f"{name}.pt"))
+    if name.startswith("conv"):  # a tied tensor is written once, not twice as a view
+        assert pickle_of(tmp_path / "b.pt") == pickle_of(GOLDEN / f"{name}.pt")
+
+
+def pickle_of(path):
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("/data.pkl")]
+        return archive.read(name)
+
+
+@EVERY
+def test_command_there_and_back_is_the_same_checkpoint(name, tmp_path):
+    forward(GOLDEN / f"{name}.pt", tmp_path / "run", *model_flag(name))
+    assert (tmp_path / "run/template.pt").stat().st_size < 20_000
+    forward(tmp_path / "back.pt", tmp_path / "run")
+    back = pt.load(tmp_path / "back.pt")
+    identical(back, pt.load(GOLDEN / f"{name}.pt"))
+    if name.startswith("transformer"):
+        assert back["model"]["head.weight"] is back["model"]["embed.weight"]
+
+
+@pytest.mark.parametrize("name", [*RUNS, "conv_groups", "transformer_groups"])
+def test_live_pytorch_run_continues_in_mlx_and_back(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    from golden_convert.make import Training
+
+    theirs = Training(*name.split("_"))
+    for number in range(BEFORE):
+        theirs.step(number)
+    torch.save(theirs.checkpoint(), tmp_path / "run.pt")
+    forward(tmp_path / "run.pt", tmp_path / "run", *model_flag(name))
+    (tmp_path / "run.pt").unlink()  # the template is enough
+
+    model, scaler = mlx_model(name), GradScaler()
+    optimizer = build_optimizer(tmp_path / "run")
+    restore_checkpoint(tmp_path / "run", model, optimizer, scaler)
+    middle = BEFORE + 10
+    run = SimpleNamespace(optimizer=optimizer, scaler=scaler)
+    scales = go_on(name, model, run, range(BEFORE, middle))
+    save_checkpoint(tmp_path / "run", model, optimizer, scaler)
+    forward(tmp_path / "back.pt", tmp_path / "run")
+
+    again = Training(*name.split("_"))
+    again.load(torch.load(tmp_path / "back.pt", weights_only=True))
+    for number in range(BEFORE, middle):
+        theirs.step(number)
+        assert scales[number - BEFORE] == theirs.scale()
+    for number in range(middle, middle + 20):
+        theirs.step(number)
+        again.step(number)
+        assert again.scale() == theirs.scale()
+    compare(again.weights(), theirs.weights())
+
+
+def test_run_born_in_mlx_takes_any_checkpoint_of_the_model_as_template(
+    tmp_path, capsys
+):
+    torch = pytest.importorskip("torch")
+    from golden_convert.make import Training
+
+    model, name = ConvNet(), "conv_adamw"
+    optimizer = optim.AdamW(
+        0.01, betas=[0.8, 0.95], weight_decay=0.3, bias_correction=True
+    )
+    optimizer.init(model.trainable_parameters())
+    scaler = GradScaler(init_scale=256.0, growth_interval=4)
+    live = SimpleNamespace(optimizer=optimizer, scaler=scaler)
+    go_on(name, model, live, range(5))
+    theirs = Training("conv", "adamw")
+    torch.save(theirs.checkpoint(), tmp_path / "like.pt")
+    save_checkpoint(tmp_path / "run", model, optimizer, scaler)
+
+    paths = [
+        "--torch-path",
+        str(tmp_path / "a.pt"),
+        "--mlx-path",
+        str(tmp_path / "run"),
+    ]
+    assert main(paths) == 1
+    assert "--like" in capsys.readouterr().err
+    like = ["--like", str(tmp_path / "like.pt")]
+    assert main([*paths, *like, *model_flag("conv")]) == 0
+    with pytest.warns(UserWarning, match="Not updated since step 0"):
+        save_torch(
+            tmp_path / "b.pt", model, optimizer, scaler, like=tmp_path / "like.pt"
+        )
+    identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
+
+    theirs.load(torch.load(tmp_path / "b.pt", weights_only=True))
+    group = theirs.optimizer.param_groups[0]
+    assert (group["betas"], group["weight_decay"]) == ((0.8, 0.95), 0.3)
+    scales = go_on(name, model, live, range(5, 25))
+    for number in range(5, 25):
+        theirs.step(number)
+        assert theirs.scale() == scales[number - 5]
+    with pytest.warns(UserWarning, match="epoch"):
+        save_torch(tmp_path / "c.pt", model, optimizer, scaler, like=tmp_path / "b.pt")
+    compare(pt.load(tmp_path / "c.pt")["model"], theirs.weights())
+
+
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+def test_half_model_with_loss_scaling_goes_back_in_full_precision(masters, tmp_path):
+    name = "conv_adamw"
+    start = pt.load(GOLDEN / f"{name}.pt")
+    model = mlx_model(name)
+    model.set_dtype(mx.float16)
+    run = load_torch(GOLDEN / f"{name}.pt", model, loss_scaling=True, masters=masters)
+    assert model.head.weight.dtype == mx.float16
+    assert run.scaler is run.optimizer.scaler
+    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    back = pt.load(tmp_path / "b.pt")
+    if masters == "float32":
+        identical(back, start)
+    else:  # 16 bits of a remainder keep about 26 bits of the weight
+        for key, tensor in start["model"].items():
+            np.testing.assert_allclose(
+                np.array(back["model"][key]), np.array(tensor), rtol=1e-7
+            )
+    # Through a checkpoint of ours, too.
+    save_checkpoint(tmp_path / "run", model, run.optimizer)
+    forward(GOLDEN / f"{name}.pt", tmp_path / "there", *model_flag(name))
+    (tmp_path / "there/template.pt").rename(tmp_path / "run/template.pt")
+    forward(tmp_path / "c.pt", tmp_path / "run")
+    trained = [k for k in start["model"] if "running" not in k and "num" not in k]
+    for key in trained:
+        identical(pt.load(tmp_path / "c.pt")["model"][key], back["model"][key])
+
+
+def test_weight_that_overflows_in_half_precision_is_an_error(tmp_path):
+    weights = {"fc.weight": mx.full((2, 3), 1e6), "fc.bias": mx.zeros(2)}
+    optimizer = {"state": {}, "param_groups": [sgd([0, 1])]}
+    pt.save(tmp_path / "a.pt", {"model": weights, "optimizer": optimizer})
+    model = Small()
+    model.set_dtype(mx.float16)
+    before = mx.array(model.fc.weight)
+    with pytest.raises(ConvertError, match=r"fc\.weight would overflow"):
+        load_torch(tmp_path / "a.pt", model, loss_scaling=True)
+    assert mx.array_equal(model.fc.weight, before)
+
+
+def sgd(params):
+    return {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0,
+            "nesterov": False, "params": params}  # fmt: skip
+
+
+class Apart(nn.Module):
+    """What PyTorch ties is two parameters here."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+
+
+def test_tied_weights_that_mlx_keeps_apart_come_back_tied(tmp_path):
+    weight = mx.arange(15, dtype=mx.float32).reshape(5, 3)
+    state = {0: {"momentum_buffer": weight * 2}}
+    start = {
+        "model": {"emb.weight": weight, "head.weight": weight},
+        "optimizer": {"state": state, "param_groups": [sgd([0])]},
+    }
+    pt.save(tmp_path / "a.pt", start)
+    model = Apart()
+    run = load_torch(tmp_path / "a.pt", model)
+    assert any("different parameters in the MLX model" in note for note in run.notes)
+    for layer in ("emb", "head"):
+        moments = run.optimizer.state[layer]["weight"]["v"]
+        assert mx.array_equal(moments, weight * 2)
+    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    back = pt.load(tmp_path / "b.pt")
+    identical(back, pt.load(tmp_path / "a.pt"))
+    assert back["model"]["head.weight"] is back["model"]["emb.weight"]
+    model.head.weight = model.head.weight + 1
+    with pytest.raises(ConvertError, match="one tensor in PyTorch"):
+        save_torch(tmp_path / "c.pt", model, run.optimizer, like=run.template)
+    assert not (tmp_path / "c.pt").exists()
+
+
+def test_dropped_head_and_its_moments_come_back_unchanged(tmp_path):
+    torch = pytest.importorskip("torch")
+    theirs = torch.nn.ModuleDict(
+        {"fc": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 4)}
+    )
+    groups = [
+        {"params": list(theirs["fc"].parameters())},
+        {"params": list(theirs["head"].parameters()), "lr": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    theirs["head"](theirs["fc"](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    start = {"model": theirs.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(start, tmp_path / "a.pt")
+    model = Small()
+    run = load_torch(tmp_path / "a.pt", model, Options(drop=("head.*",)))
+    _, grads = nn.value_and_grad(model, lambda x: model.fc(x).sum())(mx.ones((1, 3)))
+    run.optimizer.update(model, grads)
+    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    theirs.load_state_dict(back["model"], strict=True)
+    optimizer.load_state_dict(back["optimizer"])
+    steps = [s["step"].item() for s in back["optimizer"]["state"].values()]
+    assert steps == [2, 2, 1, 1]
+
+
+def test_parameter_frozen_in_mlx_keeps_pytorchs_moments(tmp_path):
+    model, optimizer, _ = small_adam()
+    pt.save(tmp_path / "a.pt", {"model": model, "optimizer": optimizer})
+    mine = Small()
+    mine.fc.freeze(keys=["bias"])
+    run = load_torch(tmp_path / "a.pt", mine)
+    _, grads = nn.value_and_grad(mine, lambda x: mine.fc(x).sum())(mx.ones((1, 3)))
+    run.optimizer.update(mine, grads)
+    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=run.template)
+    state = pt.load(tmp_path / "b.pt")["optimizer"]["state"]
+    assert state[0]["step"].item() == 4
+    identical(state[1], pt.load(tmp_path / "a.pt")["optimizer"]["state"][1])
+
+
+def small_adam():
+    weights = {"fc.weight": mx.ones((2, 3)), "fc.bias": mx.zeros(2)}
+    state = {
+        i: {"step": mx.array(3.0), "exp_avg": x + 1, "exp_avg_sq": x + 2}
+        for i, x in enumerate(weights.values())
+    }
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
+             "amsgrad": False, "params": [0, 1]}  # fmt: skip
+    return weights, {"state": state, "param_groups": [group]}, group
+
+
+def test_parameter_that_pytorchs_optimizer_does_not_have_must_be_frozen(tmp_path):
+    weights, optimizer, group = small_adam()
+    group["params"] = [0]
+    del optimizer["state"][1]
+    pt.save(tmp_path / "a.pt", {"model": weights, "optimizer": optimizer})
+    model = Small()
+    before = mx.array(model.fc.weight)
+    with pytest.raises(ConvertError, match=r"fc\.bias.*Freeze"):
+        load_torch(tmp_path / "a.pt", model)
+    assert mx.array_equal(model.fc.weight, before)
+    model.fc.freeze(keys=["bias"])
+    load_torch(tmp_path / "a.pt", model)
+
+
+def test_template_can_be_used_for_every_epoch_and_warns_once(tmp_path):
+    weights, optimizer, _ = small_adam()
+    start = {
+        "model": weights,
+        "optimizer": optimizer,
+        "epoch": 3,
+        "best": 0.5,
+        "scheduler": {"last_epoch": 3},
+        "arch": "net",
+        "args": {"lr": 1},
+    }
+    pt.save(tmp_path / "a.pt", start)  # fmt: skip
+    model = Small()
+    run = load_torch(tmp_path / "a.pt", model)
+    assert any("which MLX does not run" in note for note in run.notes)
+    _, grads = nn.value_and_grad(model, lambda x: model.fc(x).sum())(mx.ones((1, 3)))
+    run.optimizer.update(model, grads)
+    run.template["epoch"] = 4
+    with pytest.warns(UserWarning, match="best, scheduler") as warned:
+        notes = save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    assert "since step 3 (the optimizer is at step 4)" in str(warned[0].message)
+    assert "epoch," not in notes[0]
+    assert "arch" not in notes[0]
+    run.optimizer.update(model, grads)
+    assert save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template) == []
+    back = pt.load(tmp_path / "b.pt")
+    assert (back["epoch"], back["scheduler"]) == (4, {"last_epoch": 3})
+    assert back["optimizer"]["state"][0]["step"].item() == 5
+
+
+def test_lightnings_counters_inside_loops_are_named(tmp_path):
+    weights, optimizer, _ = small_adam()
+    progress = {"optimizer": {"step": {"total": {"ready": 3, "completed": 3}}}}
+    loops = {"fit_loop": {"epoch_loop.automatic_optimization.optim_progress": progress}}
+    start = {"state_dict": weights, "optimizer_states": [optimizer], "global_step": 3,
+             "loops": loops, "pytorch-lightning_version": "2.6"}  # fmt: skip
+    pt.save(tmp_path / "a.ckpt", start)
+    model = Small()
+    run = load_torch(tmp_path / "a.ckpt", model)
+    run.optimizer.state["step"] = mx.array(5, mx.uint64)
+    with pytest.warns(UserWarning, match=r"step, loops\..*loops/fit_loop/epoch_l"):
+        save_torch(tmp_path / "b.ckpt", model, run.optimizer, like=run.template)
+
+
+def test_failed_save_leaves_the_template_and_the_file_as_they_were(tmp_path):
+    weights, optimizer, _ = small_adam()
+    pt.save(tmp_path / "a.pt", {"model": weights, "optimizer": optimizer})
+    model = Small()
+    run = load_torch(tmp_path / "a.pt", model)
+    run.template["odd"] = object()
+    with pytest.raises(TypeError, match="odd"):
+        save_torch(tmp_path / "a.pt", model, run.optimizer, like=run.template)
+    del run.template.checkpoint["odd"]
+    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    assert pickle_of(tmp_path / "a.pt") == pickle_of(tmp_path / "b.pt")
+
+
+def test_without_optimizer_its_section_is_left_out(tmp_path):
+    weights, optimizer, _ = small_adam()
+    start = {"model": weights, "optimizer": optimizer, "epoch": 3}
+    pt.save(tmp_path / "a.pt", start)
+    model = Small()
+    run = load_torch(tmp_path / "a.pt", model)
+    assert save_torch(tmp_path / "b.pt", model, like=run.template) == [
+        "The run has no optimizer state: it is left out."
+    ]
+    assert list(pt.load(tmp_path / "b.pt")) == ["model", "epoch"]
+    assert list(run.template.checkpoint) == ["model", "optimizer", "epoch"]
+
+
+def test_template_of_another_model_is_an_error(tmp_path):
+    pt.save(tmp_path / "a.pt", {"model": small_adam()[0]})
+    run = load_torch(tmp_path / "a.pt", Small())
+    with pytest.raises(ConvertError, match="same model"):
+        save_torch(tmp_path / "b.pt", Small(4), like=run.template)
+    with pytest.raises(ConvertError, match="lack fc"):
+        save_torch(tmp_path / "b.pt", Apart(), like=run.template)
+
+
+def test_schedule_continues_from_the_loaded_step_and_gives_the_next_rate(tmp_path):
+    weights, optimizer, _ = small_adam()
+    pt.save(tmp_path / "a.pt", {"model": weights, "optimizer": optimizer})
+    model = Small()
+    run = load_torch(
+        tmp_path / "a.pt", model, learning_rate=lambda step: 0.5 ** (step + 1)
+    )
+    _, grads = nn.value_and_grad(model, lambda x: model.fc(x).sum())(mx.ones((1, 3)))
+    run.optimizer.update(model, grads)
+    assert run.optimizer.learning_rate.item() == 0.5**4
+    notes = save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    assert "its rate for the next step, 0.03125" in notes[0]
+    assert pt.load(tmp_path / "b.pt")["optimizer"]["param_groups"][0]["lr"] == 0.5**5
+
+
+def test_converted_checkpoint_holds_what_load_torch_loads(tmp_path):
+    name = "transformer_adamw"
+    forward(GOLDEN / f"{name}.pt", tmp_path / "run", *model_flag(name))
+    saved = read_checkpoint(tmp_path / "run")
+    model = mlx_model(name)
+    run = load_torch(GOLDEN / f"{name}.pt", model)
+    live = dict(tree_flatten(model.parameters()))
+    assert saved.weights.keys() == live.keys()
+    for key, x in tree_flatten(run.optimizer.state):
+        assert mx.array_equal(saved.optimizer[key], x), key

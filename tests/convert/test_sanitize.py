@@ -1,0 +1,179 @@
+"""What a model's sanitize does is found by trying it, or refused."""
+
+import json
+import sys
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from support.convert_runs import fails, paths, small
+
+from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.checkpoint import read_checkpoint
+from mlx_gradscale.convert import Options, load_torch, main, save_torch
+from mlx_gradscale.convert.layouts import make_plan
+from mlx_gradscale.convert.names import probe_sanitize
+
+SHAPES = {"h.w": (4, 4), "h.conv": (5, 3, 2, 2), "h.one": (1, 4), "h.b": (4,),
+          "rope": (2,), "scalar": ()}  # fmt: skip
+
+
+class Model(nn.Module):
+    """Square weights are turned: their shapes would not tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.h = nn.Linear(4, 4)
+
+    def sanitize(self, weights):
+        weights.pop("rope", None)  # of its own copy
+        out = {}
+        for name, x in weights.items():
+            if x.ndim == 4:
+                x = x.transpose(0, 2, 3, 1)
+            out[f"model.{name}"] = x.T if name.endswith(".w") else x
+        return out
+
+
+def test_names_and_axes_are_found():
+    before = dict(SHAPES)
+    found = probe_sanitize(Model(), SHAPES)
+    assert before == SHAPES
+    assert found == {
+        "h.w": ("model.h.w", "transpose"),
+        "h.conv": ("model.h.conv", "conv"),
+        "h.one": ("model.h.one", "same"),
+        "h.b": ("model.h.b", "same"),
+        "scalar": ("model.scalar", "same"),
+    }
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda w: {"x": w["h.w"] + 1},
+        lambda w: {"x": w["h.w"] * 2},
+        lambda w: {"x": w["h.w"] / 3},
+        lambda w: {"a": w["h.w"][:2], "b": w["h.w"][2:]},
+        lambda w: {"a": w["h.w"], "b": w["h.w"]},
+        lambda w: {"x": mx.concatenate([w["h.w"], w["h.w"]])},
+        lambda w: {"x": mx.stack([w["h.b"], w["h.b"]])},
+        lambda w: {"x": w["h.conv"].transpose(3, 2, 1, 0)},
+        lambda w: {"x": w["nothing"]},
+        lambda w: {"x": "text"},
+        lambda w: 3,
+    ],
+)
+def test_what_does_more_is_refused(way):
+    model = nn.Module()
+    model.sanitize = way
+    with pytest.raises(ValueError, match=r"sanitize|axes"):
+        probe_sanitize(model, SHAPES)
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def sanitize(self, weights):
+        return {k: v.T if v.ndim == 2 else v for k, v in weights.items() if k != "rope"}
+
+
+def test_moments_are_transposed_with_their_weights(tmp_path):
+    model = {"fc.weight": mx.array([[1.0, 2.0], [3.0, 4.0]]), "fc.bias": mx.zeros(2)}
+    model["rope"] = mx.ones(3)
+    optimizer = small()[1]
+    moment = mx.array([[5.0, 6.0], [7.0, 8.0]])
+    optimizer["state"][0]["momentum_buffer"] = moment
+    checkpoint = {"model": {f"module.{k}": v for k, v in model.items()}}
+    checkpoint["opt"] = optimizer
+    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
+    names = ("module.fc.weight", "module.fc.bias")
+    mine = Turned()
+    run = load_torch(tmp_path / "a.pt", mine, Options(names=names))
+    assert mine.fc.weight.tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    assert run.optimizer.state["fc"]["weight"]["v"].tolist() == [[5.0, 7.0], [6.0, 8.0]]
+    assert any("module.rope" in note for note in run.notes)
+    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=run.template)
+    back = torch_checkpoint.load(tmp_path / "b.pt")
+    assert back["model"].keys() == checkpoint["model"].keys()
+    assert mx.array_equal(back["model"]["module.fc.weight"], model["fc.weight"])
+    assert mx.array_equal(back["opt"]["state"][0]["momentum_buffer"], moment)
+
+
+class TiedByPop(nn.Module):
+    """As Gemma 3 of mlx-lm: sanitize removes a module where the weights have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+        self.lm_head = nn.Linear(2, 2)
+        self.tied = False
+
+    def sanitize(self, weights):
+        if "lm_head.weight" not in weights:
+            self.tied = True
+            self.pop("lm_head")
+        return weights
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sanitize_that_removes_a_module_is_probed_and_applied_once(tmp_path, times):
+    torch_checkpoint.save(tmp_path / "a.pt", {"model": small()[0]})
+    model = TiedByPop()
+    for _ in range(times):  # the second time it has none to remove
+        load_torch(tmp_path / "a.pt", model)
+    assert model.tied
+    assert [name for name, _ in tree_flatten(model.parameters())] == [
+        "fc.weight",
+        "fc.bias",
+    ]
+
+
+def test_probing_sanitize_leaves_the_model_as_it_was():
+    model = TiedByPop()
+    probe_sanitize(model, {"fc.weight": (2, 3)})
+    assert "lm_head" in model
+    assert not model.tied
+
+
+def test_weights_can_be_transposed_by_hand(tmp_path, capsys):
+    where = paths(tmp_path, {"model": small()[0]})
+    assert main([*where, "--transpose", "*.weight"]) == 0
+    assert read_checkpoint(tmp_path / "run").weights["fc.weight"].shape == (3, 2)
+    plan = make_plan(small()[0], None, Options(transpose=("fc.weight",)))
+    assert plan.entries["fc.weight"].layout == "transpose"
+    flags = ["--transpose", "nothing", "--overwrite", "--to", "mlx"]
+    assert "matches no tensor" in fails(capsys, *where, *flags)
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"model_type": "llama", "model_file": "evil.py"}, "code of its own"),
+        ({"model_type": "../../evil"}, "code of its own"),
+        ({"model_type": "a..b"}, "code of its own"),
+        ({"model_type": 3}, "code of its own"),
+        ({}, "code of its own"),
+        ({"model_type": "nothing_like_it"}, "not supported"),
+        ({"model_type": "llama", "hidden_size": "x"}, "raised"),
+        ([], "code of its own"),
+    ],
+)
+def test_a_config_runs_no_code_of_its_folder(config, word, tmp_path, capsys):
+    pytest.importorskip("mlx_lm")
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    where = paths(tmp_path, {"model": small()[0]})
+    assert word in fails(capsys, *where, "--model", str(tmp_path))
+    assert "evil" not in sys.modules
+
+
+def test_a_missing_or_broken_config_is_an_error(tmp_path, capsys):
+    where = paths(tmp_path, {"model": small()[0]})
+    assert "No such file" in fails(capsys, *where, "--model", str(tmp_path))
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "nested too deeply" in fails(capsys, *where, "--model", str(tmp_path))

@@ -1,0 +1,324 @@
+"""Where the model, the optimizer and the scaler are in checkpoints of any shape."""
+
+from collections import OrderedDict
+
+import mlx.core as mx
+import pytest
+from support.convert_runs import (
+    GOLDEN,
+    Small,
+    forward,
+    identical,
+    shapes_of_checkpoints,
+    small,
+)
+
+from mlx_gradscale import torch_checkpoint as pt
+from mlx_gradscale.checkpoint import read_checkpoint
+from mlx_gradscale.convert import ConvertError, Options, load_torch, main, save_torch
+from mlx_gradscale.convert.sections import find_sections
+from mlx_gradscale.torch_checkpoint import Placeholder
+
+
+def there_and_back(tmp_path, checkpoint, **options):
+    """Load into a live model and save again; returns the run."""
+    pt.save(tmp_path / "a.pt", checkpoint)
+    model = Small()
+    run = load_torch(tmp_path / "a.pt", model, Options(**options))
+    save_torch(tmp_path / "b.pt", model, run.optimizer, run.scaler, like=run.template)
+    identical(pt.load(tmp_path / "b.pt"), checkpoint)
+    assert model.fc.bias.tolist() == [1.0, 2.0]
+    return run
+
+
+@pytest.mark.parametrize("kind", shapes_of_checkpoints())
+def test_sections_are_found_wherever_they_are_and_come_back(kind, tmp_path):
+    run = there_and_back(tmp_path, shapes_of_checkpoints()[kind])
+    assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
+    assert run.scaler.get_scale() == 512.0
+
+
+def test_bare_state_dict_and_bare_scaler_convert(tmp_path):
+    model, _, scaler = small()
+    there_and_back(tmp_path, model)
+    pt.save(tmp_path / "s.pt", scaler)
+    forward(tmp_path / "s.pt", tmp_path / "s")
+    assert read_checkpoint(tmp_path / "s").scaler["scale"].item() == 512.0
+    forward(tmp_path / "s2.pt", tmp_path / "s")
+    identical(pt.load(tmp_path / "s2.pt"), scaler)
+
+
+def test_several_models_need_a_name_and_averages_do_not():
+    model, other, optimizer = small()[0], small(7)[0], small()[1]
+    averaged = find_sections({"model": model, "ema": other})
+    assert (averaged.model, averaged.others) == (("model",), [("ema",)])
+    assert "ema" in averaged.notes[0]
+    with pytest.raises(ConvertError, match=r"2 models, a, b: .*--model-key.*--like"):
+        find_sections({"a": model, "b": other})
+    assert find_sections({"a": model, "b": other}, {"model": "b"}).model == ("b",)
+    several = {"a": model, "b": other, "optimizers": [optimizer, small(7)[1]]}
+    with pytest.raises(ConvertError, match=r"optimizers/0, optimizers/1.*several"):
+        find_sections(several, {"model": "a"})
+    found = find_sections(several, {"model": "a", "optimizer": "optimizers/1"})
+    assert found.optimizers == [("optimizers", 1)]
+    assert find_sections(several, {"model": "a", "optimizer": ""}).optimizers == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        ({"model": "c"}, "no 'c' in it, which has a, opt, epoch"),
+        ({"model": "epoch"}, "no state dict of a model"),
+        ({"optimizer": "a"}, "no state dict of a optimizer"),
+        ({"scaler": "epoch"}, "no state dict of a scaler"),
+        ({"optimizer": "opt/7"}, "no '7' in opt"),
+    ],
+)
+def test_named_place_without_such_a_section_is_an_error(keys, word):
+    model, optimizer, _ = small()
+    with pytest.raises(ConvertError, match=word):
+        find_sections({"a": model, "opt": optimizer, "epoch": 3}, keys)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"loss_scale": 128.0, "counter": 7},
+        {"cur_scale": 128.0, "cur_iter": 7},
+        {"scale": 128.0, "fin_steps": 7},
+        {"loss_scale": 128.0, "unskipped": 7},
+    ],
+)
+def test_common_words_at_the_top_are_not_taken_for_a_scaler(extra, tmp_path):
+    model, optimizer, _ = small()
+    run = there_and_back(tmp_path, {"model": model, "optimizer": optimizer, **extra})
+    assert run.scaler is None
+    assert run.optimizer is not None
+
+
+@pytest.mark.parametrize("key", ["scaler", "amp_scaler", "amp", "loss_scaler"])
+def test_scaler_of_another_framework_is_found_by_its_name_and_updated(key, tmp_path):
+    state = {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 5}}
+    checkpoint = {"model": small()[0], key: state}
+    pt.save(tmp_path / "a.pt", checkpoint)
+    model = Small()
+    run = load_torch(tmp_path / "a.pt", model)
+    assert any("apex does not save" in note for note in run.notes)
+    assert run.scaler.get_scale() == 64.0
+    run.scaler.update(32.0)
+    notes = save_torch(tmp_path / "b.pt", model, scaler=run.scaler, like=run.template)
+    assert "apex's: loss_scale, unskipped are updated" in notes[0]
+    back = pt.load(tmp_path / "b.pt")[key]["loss_scaler0"]
+    assert back == {"loss_scale": 32.0, "unskipped": 5}
+
+
+def test_values_in_a_state_dict_that_are_no_tensors_come_back(tmp_path):
+    model, optimizer, _ = small()
+    model = OrderedDict({"fc._extra_state": {"calls": 3}, **model})
+    mixed = OrderedDict({**model, "temperature": 0.5})
+    there_and_back(tmp_path, {"net": model, "opt": optimizer})
+    there_and_back(tmp_path, {"model": mixed, "optimizer": optimizer})
+    there_and_back(tmp_path, {"n": mixed, "o": optimizer}, keys={"model": "n"})
+
+
+def test_tensors_at_the_top_beside_an_optimizer_are_the_model(tmp_path):
+    """As torchtitan writes them."""
+    model, optimizer, _ = small()
+    run = there_and_back(tmp_path, {**model, "optimizer": optimizer, "train": {"n": 1}})
+    assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
+
+
+def test_foreign_objects_and_odd_values_come_back_unchanged(tmp_path):
+    args = Placeholder.named("argparse", "Namespace").called(b"R", ())
+    odd = (1, {2: b"x", "y": {3.5}}, None, float("inf"), 1 + 2j, frozenset({1, 2}))
+    checkpoint = {"model": small()[0], "args": args, "odd": odd,
+                  "rng": mx.arange(100, dtype=mx.uint8)}  # fmt: skip
+    pt.save(tmp_path / "a.pt", checkpoint)
+    forward(tmp_path / "a.pt", tmp_path / "run")
+    forward(tmp_path / "b.pt", tmp_path / "run")
+    back = pt.load(tmp_path / "b.pt")
+    assert back["odd"] == odd
+    assert type(back["odd"][-1]) is frozenset
+    assert str(back["args"]) == str(args)
+    identical(back["rng"], checkpoint["rng"])
+
+
+def test_numpy_numbers_count_as_numbers(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 2)})
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=numpy.float64(0.25))
+    torch.save(
+        {"model": layer.state_dict(), "opt": optimizer.state_dict()}, tmp_path / "a.pt"
+    )
+    run = load_torch(tmp_path / "a.pt", Small())
+    assert run.optimizer.learning_rate.item() == 0.25
+
+
+@pytest.mark.parametrize("keys", [{}, {"model": "model"}])
+def test_whole_module_is_refused_with_a_sentence_on_state_dict(keys, tmp_path):
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1).state_dict()
+    torch.save({"model": layer, "optimizer": optimizer}, tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match=r"whole module.*state_dict\(\)"):
+        load_torch(tmp_path / "a.pt", Small(), Options(keys=keys))
+
+
+def test_checkpoint_without_a_model_is_an_error_that_leads_somewhere(capsys, tmp_path):
+    pt.save(tmp_path / "a.pt", {"optimizer": small()[1], "epoch": 3})
+    with pytest.raises(ConvertError, match=r"optimizer but no model.*--model-key"):
+        load_torch(tmp_path / "a.pt", Small())
+    pt.save(tmp_path / "a.pt", {"epoch": 3})
+    with pytest.raises(ConvertError, match=r"no model"):
+        load_torch(tmp_path / "a.pt", Small())
+    paths = ["--torch-path", str(tmp_path / "a.pt"), "--mlx-path", str(tmp_path / "b")]
+    assert main(paths) == 1
+    assert not (tmp_path / "b").exists()
+
+
+def test_loose_moments_are_not_left_out_in_silence(tmp_path):
+    model, optimizer, _ = small()
+    moments = {"fc.weight": {"exp_avg": mx.zeros((2, 3))}}
+    pt.save(tmp_path / "a.pt", {"model": model, "opt": moments})
+    with pytest.raises(ConvertError, match=r"opt/fc\.weight looks like an optimizer"):
+        load_torch(tmp_path / "a.pt", Small())
+    keys = {"optimizer": ""}
+    run = there_and_back(tmp_path, {"model": model, "opt": moments}, keys=keys)
+    assert any("not converted" in note for note in run.notes)
+    both = {"model": model, "optimizer": optimizer, "other": moments}
+    assert any("other" in note for note in there_and_back(tmp_path, both).notes)
+
+
+def deepspeed(flat, masters):
+    """The keys of DeepSpeed's FP16_Optimizer."""
+    optimizer = small()[1]
+    if flat:
+        optimizer["state"] = {0: {"momentum_buffer": mx.zeros(8)}}
+        optimizer["param_groups"][0]["params"] = [0]
+    return {
+        "dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 3,
+        "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000,
+        "optimizer_state_dict": optimizer, "fp32_groups": masters, "clip_grad": 0.0,
+    }  # fmt: skip
+
+
+def test_deepspeeds_half_precision_optimizer_is_not_taken_for_a_scaler(tmp_path):
+    weights = {name: x.astype(mx.float16) for name, x in small()[0].items()}
+    masters = [[x.astype(mx.float32) for x in weights.values()]]
+    checkpoint = {"module": weights, "optimizer": deepspeed(False, masters)}
+    run = there_and_back(tmp_path, checkpoint)
+    assert run.scaler is None
+    assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
+    assert any(
+        "optimizer/fp32_groups holds float32 tensors" in note for note in run.notes
+    )
+
+
+def test_flat_optimizer_state_is_refused_with_a_way_out(tmp_path):
+    checkpoint = {"module": small()[0], "optimizer": deepspeed(True, [mx.zeros(8)])}
+    pt.save(tmp_path / "a.pt", checkpoint)
+    with pytest.raises(ConvertError, match=r"1 flat tensors.*--optimizer-key ''"):
+        load_torch(tmp_path / "a.pt", Small())
+    there_and_back(tmp_path, checkpoint, keys={"optimizer": ""})
+
+
+def test_masters_beside_half_weights_are_reported(tmp_path):
+    """As Megatron keeps them; loaded in PyTorch they would undo the steps of MLX."""
+    weights = {name: x.astype(mx.float16) for name, x in small()[0].items()}
+    masters = {"fp32_from_fp16_params": [[*small()[0].values()]]}
+    run = there_and_back(
+        tmp_path, {"model": weights, "optimizer": masters | small()[1]}
+    )
+    (note,) = [note for note in run.notes if "half precision" in note]
+    assert "optimizer/fp32_from_fp16_params" in note
+    full = {"model": small()[0], "optimizer": masters | small()[1]}
+    assert not any("half" in note for note in there_and_back(tmp_path, full).notes)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_flattened_and_named_states_of_torch_distributed_convert(nested, tmp_path):
+    model, optimizer, _ = small()
+    (group,) = optimizer["param_groups"]
+    names = list(model)
+    settings = {key: x for key, x in group.items() if key != "params"}
+    if nested:
+        held = {
+            "state": dict(zip(names, optimizer["state"].values(), strict=True)),
+            "param_groups": [settings | {"params": names[::-1]}],
+        }
+    else:
+        held = {f"state.{n}.momentum_buffer": optimizer["state"][i]["momentum_buffer"]
+                for i, n in enumerate(names)}  # fmt: skip
+        held |= {f"param_groups.{n}.{k}": x for n in names for k, x in settings.items()}
+    run = there_and_back(tmp_path, {"model": model, "optim": held})
+    assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
+    run.optimizer.learning_rate = 0.5
+    save_torch(tmp_path / "c.pt", Small(), run.optimizer, like=run.template)
+    back = pt.load(tmp_path / "c.pt")["optim"]
+    if nested:
+        assert back["param_groups"][0]["lr"] == 0.5
+    else:
+        assert [back[f"param_groups.{n}.lr"] for n in names] == [0.5, 0.5]
+
+
+def test_numbers_that_became_texts_are_numbers(tmp_path):
+    """As a folder of torch.distributed.checkpoint has them."""
+    model, optimizer, _ = small()
+    optimizer["state"] = {str(i): slots for i, slots in optimizer["state"].items()}
+    run = there_and_back(tmp_path, {"model": model, "optimizer": optimizer})
+    assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
+
+
+def test_optimizer_whose_empty_state_is_missing_converts(tmp_path):
+    model, optimizer, _ = small()
+    del optimizer["state"]
+    pt.save(tmp_path / "a.pt", {"model": model, "optimizer": optimizer})
+    mine = Small()
+    run = load_torch(tmp_path / "a.pt", mine)
+    run.optimizer.state["fc"]["bias"]["v"] = mx.ones(2)
+    save_torch(tmp_path / "b.pt", mine, run.optimizer, like=run.template)
+    back = pt.load(tmp_path / "b.pt")["optimizer"]["state"]
+    assert back[1]["momentum_buffer"].tolist() == [1.0, 1.0]
+
+
+def test_two_models_of_one_checkpoint_convert_one_after_the_other(tmp_path):
+    checkpoint = {
+        "generator": small()[0], "opt_g": small()[1],
+        "discriminator": small(7)[0], "opt_d": small(7)[1], "epoch": 3,
+    }  # fmt: skip
+    pt.save(tmp_path / "a.pt", checkpoint)
+    runs, models = {}, {"generator": Small(), "discriminator": Small()}
+    for name, model in models.items():
+        keys = {"model": name, "optimizer": f"opt_{name[0]}"}
+        runs[name] = load_torch(tmp_path / "a.pt", model, Options(keys=keys))
+        model.fc.bias = model.fc.bias * 2
+    run = runs["generator"]
+    save_torch(tmp_path / "b.pt", models["generator"], run.optimizer, like=run.template)
+    keys = {"model": "discriminator", "optimizer": "opt_d"}
+    save_torch(
+        tmp_path / "c.pt",
+        models["discriminator"],
+        runs["discriminator"].optimizer,
+        like=tmp_path / "b.pt",
+        options=Options(keys=keys),
+    )
+    back = pt.load(tmp_path / "c.pt")
+    assert back["generator"]["fc.bias"].tolist() == [2.0, 4.0]
+    assert back["discriminator"]["fc.bias"].tolist() == [2.0, 4.0]
+    identical(back["opt_g"], checkpoint["opt_g"])
+    identical(back["opt_d"], checkpoint["opt_d"])
+
+
+def test_shared_state_dict_is_one_model(tmp_path):
+    model = dict(small()[0])
+    pt.save(tmp_path / "a.pt", {"state_dict": model, "model": model})
+    mine = Small()
+    run = load_torch(tmp_path / "a.pt", mine)
+    save_torch(tmp_path / "b.pt", mine, like=run.template)
+    back = pt.load(tmp_path / "b.pt")
+    assert back["model"] is back["state_dict"]
+
+
+def test_golden_file_takes_no_flags():
+    assert find_sections(pt.load(GOLDEN / "conv_adam.pt")).scaler is not None

@@ -1,0 +1,185 @@
+"""Checkpoints of other programs: steps in MLX, and steps in PyTorch again."""
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from golden_sources import gpt
+from golden_sources.data import BEFORE, tokens
+from support.regression import Net, assert_near, batch, convert, torch_net
+
+from mlx_gradscale.checkpoint import read_checkpoint
+from mlx_gradscale.convert import Options, load_torch, save_torch
+from mlx_gradscale.convert.tree import get
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+GOLDEN = Path(__file__).parents[1] / "golden_sources"
+LOSSES = json.loads((GOLDEN / "losses.json").read_text())
+
+
+def one_group(parameters):
+    return [[*parameters.values()]]
+
+
+def vectors_first(parameters):
+    vectors = [x for x in parameters.values() if x.ndim == 1]
+    return [vectors, [x for x in parameters.values() if x.ndim > 1]]
+
+
+class Source(NamedTuple):
+    """A golden file: what it is, where its parts are, how its optimizer has them."""
+
+    file: str
+    model: tuple
+    optimizer: tuple
+    prefix: str = ""
+    rename: tuple | None = None
+    groups: object = one_group
+    kind: type = torch.optim.AdamW
+
+
+SOURCES = {
+    "timm": Source(
+        "timm.pth.tar",
+        ("state_dict",),
+        ("optimizer",),
+        groups=vectors_first,
+    ),
+    "torchvision": Source(
+        "torchvision.pth",
+        ("model",),
+        ("optimizer",),
+        kind=torch.optim.SGD,
+    ),
+    "nanogpt": Source(
+        "nanogpt.pt",
+        ("model",),
+        ("optimizer",),
+        prefix="_orig_mod.",
+        groups=lambda parameters: vectors_first(parameters)[::-1],
+    ),
+    "mmengine": Source(
+        "mmengine.pth",
+        ("state_dict",),
+        ("optimizer",),
+        prefix="net.",
+        rename=(r"^net\.", ""),
+    ),
+    "lightning": Source(
+        "lightning_ema.ckpt",
+        ("current_model_state",),
+        ("optimizer_states", 0),
+        prefix="model.",
+    ),
+}
+
+
+def mlx_losses(name, path, back, numbers):
+    """Steps in MLX from a file, which is written again."""
+    is_gpt = name == "nanogpt"
+    net = gpt.GPT() if is_gpt else Net()
+
+    def loss_fn(x, y):
+        if is_gpt:
+            return nn.losses.cross_entropy(net(x), y, reduction="mean")
+        return ((net(x) - y) ** 2).mean()
+
+    options = Options(rename=[SOURCES[name].rename] if SOURCES[name].rename else None)
+    run, losses = load_torch(path, net, options), []
+    for number in numbers:
+        data = tokens(number) if is_gpt else batch(number)
+        loss, grads = nn.value_and_grad(net, loss_fn)(*map(mx.array, data))
+        run.optimizer.update(net, grads)
+        losses.append(loss.item())
+    with pytest.warns(UserWarning, match="Not updated since step"):
+        save_torch(back, net, run.optimizer, run.scaler, like=run.template)
+    return losses
+
+
+def torch_losses(name, checkpoint, numbers):
+    """Steps in PyTorch with what came back."""
+    source = SOURCES[name]
+    weights = get(checkpoint, source.model)
+    weights = {k.removeprefix(source.prefix): v for k, v in weights.items()}
+    net = torch_net()
+    if name == "nanogpt":
+        head = weights.pop("lm_head.weight")
+        assert head.data_ptr() == weights["transformer.wte.weight"].data_ptr()
+        parameters = {k: torch.nn.Parameter(v) for k, v in weights.items()}
+    else:
+        net.load_state_dict(weights)
+        parameters = dict(net.named_parameters())
+    groups = [{"params": group} for group in source.groups(parameters)]
+    optimizer = source.kind(groups, lr=1.0)
+    optimizer.load_state_dict(get(checkpoint, source.optimizer))
+    losses = []
+    for number in numbers:
+        if name == "nanogpt":
+            loss = gpt.torch_loss(parameters, *map(torch.tensor, tokens(number)))
+        else:
+            x, y = map(torch.tensor, batch(number))
+            loss = (net(x) - y).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture
+def _mmengine(monkeypatch):
+    """The one class of mmengine's that its file names, for PyTorch to find."""
+    names = "mmengine", "mmengine.logging", "mmengine.logging.history_buffer"
+    made = {name: types.ModuleType(name) for name in names}
+    made[names[-1]].HistoryBuffer = type(
+        "HistoryBuffer",
+        (),
+        {"__module__": names[-1], **dict.fromkeys(("min", "max", "mean", "current"))},
+    )
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("_mmengine")
+@pytest.mark.parametrize("name", SOURCES)
+def test_file_of_another_program_continues_in_mlx_and_back(name, tmp_path):
+    path = GOLDEN / SOURCES[name].file
+    assert path.stat().st_size < 30_000
+    check_source(name, path, LOSSES[name], tmp_path)
+
+
+def check_source(name, path, want, tmp_path):
+    """Continue in MLX from a file, and back, with the losses that PyTorch has."""
+    back = tmp_path / SOURCES[name].file
+    onward = mlx_losses(name, path, back, range(BEFORE, BEFORE + 5))
+    assert_near(onward, want[:5])
+    found = torch.load(back, weights_only=False)
+    assert_near(torch_losses(name, found, range(BEFORE + 5, BEFORE + 10)), want[5:])
+    # And all that is no section came back: the same keys, the same classes.
+    before = torch.load(path, weights_only=False)
+    assert shape_of(found) == shape_of(before)
+
+
+def shape_of(value):
+    """The keys and types of all that a checkpoint holds."""
+    if isinstance(value, dict):
+        return type(value), {key: shape_of(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [shape_of(x) for x in value]
+    if hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor)):
+        return type(value), shape_of(vars(value))
+    return type(value)
+
+
+@pytest.mark.parametrize("name", ["timm", "torchvision", "mmengine"])
+def test_scaler_of_another_program_is_found(name, tmp_path):
+    flags = ("--rename", r"^net\.=") if name == "mmengine" else ()
+    convert(GOLDEN / SOURCES[name].file, tmp_path / "run", *flags)
+    scaler = read_checkpoint(tmp_path / "run").scaler
+    assert scaler["scale"].item() == 65536.0
+    assert scaler["growth_tracker"].item() == BEFORE

@@ -1,0 +1,105 @@
+"""One small regression in PyTorch and in MLX, on the same numbers."""
+
+import warnings
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+
+from mlx_gradscale.convert import Options, load_torch, main, save_torch
+
+
+def batch(number, rows=8):
+    """The data of a step: the same for both."""
+    rng = np.random.default_rng(number)
+    x = rng.standard_normal((rows, 3)).astype(np.float32)
+    return x, (x.sum(1) + 0.1 * x[:, 0] ** 2).astype(np.float32)
+
+
+class Net(nn.Module):
+    """As :func:`torch_net`; two layers have the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 1)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nn.relu(layer(x))
+        return self.head(self.norm(x))[:, 0]
+
+
+def torch_net():
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = ((3, 8), (8, 8), (8, 8))
+            layers = [torch.nn.Linear(a, b) for a, b in sizes]
+            self.layers = torch.nn.ModuleList(layers)
+            self.norm = torch.nn.LayerNorm(8)
+            self.head = torch.nn.Linear(8, 1)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return self.head(self.norm(x))[:, 0]
+
+    torch.manual_seed(0)
+    return Net()
+
+
+def torch_steps(net, optimizer, numbers, backward=None, after=None):
+    """Steps in PyTorch; their losses."""
+    import torch
+
+    losses = []
+    for number in numbers:
+        x, y = map(torch.tensor, batch(number))
+        loss = (net(x) - y).pow(2).mean()
+        optimizer.zero_grad()
+        (backward or torch.Tensor.backward)(loss)
+        optimizer.step()
+        if after is not None:
+            after()
+        losses.append(loss.item())
+    return losses
+
+
+def mlx_steps(
+    path, back, numbers, net=None, data=batch, max_norm=None, options=None, **settings
+):
+    """Load a checkpoint, take steps in MLX and save it again; return the losses."""
+    net = net or Net()
+    run = load_torch(path, net, Options(**(options or {})), **settings)
+    value_and_grad = nn.value_and_grad(net, lambda x, y: ((net(x) - y) ** 2).mean())
+    losses = []
+    for number in numbers:
+        loss, grads = value_and_grad(*map(mx.array, data(number)))
+        if max_norm is not None:
+            grads, _ = optim.clip_grad_norm(grads, max_norm)
+        run.optimizer.update(net, grads)
+        losses.append(loss.item())
+    with warnings.catch_warnings():  # of entries that are stale now
+        warnings.simplefilter("ignore", UserWarning)
+        save_torch(back, net, run.optimizer, run.scaler, like=run.template)
+    return losses
+
+
+def convert(torch_path, mlx_path, *flags):
+    arguments = ["--torch-path", str(torch_path), "--mlx-path", str(mlx_path)]
+    assert main([*arguments, *map(str, flags)]) == 0
+
+
+# As in support/convert_runs.py: sums in another order, over some steps.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+MODEL = ("--model", "support.regression:Net")
+
+
+def assert_near(losses, want):
+    """Losses are PyTorch's own."""
+    np.testing.assert_allclose(losses, want, **TOLERANCE)

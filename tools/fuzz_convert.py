@@ -1,0 +1,214 @@
+"""Feed mutated checkpoint trees through convert, and count what is no documented error.
+
+    python tools/fuzz_convert.py --rounds 2000 --seed 1
+
+A good checkpoint is taken apart and put together wrongly: values are replaced, keys
+renamed, removed, moved and repeated, numbers made huge or odd. Every tree goes through
+both directions, or through a damaged template. Anything but a ValueError or an
+OSError is printed with its traceback, and so is anything slower than 30 seconds.
+"""
+
+import argparse
+import copy
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_gradscale.convert.folder import TorchFiles
+from mlx_gradscale.convert.options import Options
+from mlx_gradscale.convert.save import gather, write_template
+from mlx_gradscale.convert.template import from_object, make_template, to_object
+from mlx_gradscale.torch_checkpoint import Placeholder, TensorShape
+
+EXPECTED = (ValueError, OSError)
+SLOWEST = 30.0
+
+
+class Net(nn.Module):
+    """Two equal layers and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.c = nn.Conv2d(2, 4, 3)
+
+
+def good_checkpoint() -> dict[str, Any]:
+    """Return a checkpoint that converts."""
+    shapes = {"a.weight": (3, 3), "a.bias": (3,), "b.weight": (3, 3), "b.bias": (3,)}
+    shapes |= {"c.weight": (4, 2, 3, 3), "c.bias": (4,)}
+    model = {name: mx.ones(shape) for name, shape in shapes.items()}
+    state = {
+        i: {"step": mx.array(3.0), "exp_avg": x * 1, "exp_avg_sq": x * 1}
+        for i, x in enumerate(model.values())
+    }
+    settings = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1,
+                "amsgrad": False, "decoupled_weight_decay": True}  # fmt: skip
+    groups = [settings | {"params": [0, 2, 4]}, settings | {"params": [1, 3, 5]}]
+    groups[1]["weight_decay"] = 0.0
+    scaler = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+              "growth_interval": 3, "_growth_tracker": 1}  # fmt: skip
+    return {
+        "model": model,
+        "optimizer": {"state": state, "param_groups": groups},
+        "scaler": scaler,
+        "scheduler": {"last_epoch": 3},
+        "epoch": 3,
+    }
+
+
+def odd_values(rng: random.Random) -> Any:
+    """Return a value that may stand where it does not belong."""
+    return rng.choice([
+        None, True, 0, -1, 1, 2**31, 2**61 - 1, 2**200, 10**400, 1e308, -0.0,
+        float("nan"), float("inf"), "", "x", "step", "module." * 50, "a.b.c", b"x",
+        [], {}, (), [[]], {"": 1}, {0: 0}, (1, 2), [0.9], {"params": []}, {"step": 3},
+        mx.array(1.0), mx.array([1.0]), mx.zeros((0, 3)), mx.zeros((3, 3)),
+        mx.array(1j), mx.zeros(3, mx.float16), mx.array(True),
+        TensorShape((3,), "float32"),
+        TensorShape((2**40, 2**40), "float8"), frozenset({1}), 1j,
+        Placeholder.named("numpy", "float64"),
+        Placeholder.named("os", "system").called(b"R", ("true",)),
+    ])  # fmt: skip
+
+
+def containers(tree: Any) -> list[Any]:
+    """Return every dict and list of a tree."""
+    found, left = [], [tree]
+    while left:
+        item = left.pop()
+        if isinstance(item, (dict, list)):
+            found.append(item)
+            left += item.values() if isinstance(item, dict) else item
+        elif isinstance(item, tuple):
+            left += item
+    return found
+
+
+def mutate(tree: Any, rng: random.Random) -> Any:
+    """Return a tree with a few things wrong."""
+    tree = copy.copy({"root": copy_tree(tree)})
+    for _ in range(rng.choice([1, 1, 1, 2, 3, 6])):
+        places = [c for c in containers(tree) if c]
+        if not places:
+            break
+        place = rng.choice(places)
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = rng.choice(keys)
+        action = rng.randrange(7)
+        if action == 0:
+            del place[key]
+        elif action == 1 and isinstance(place, dict):
+            place[rng.choice(["x", 0, 7, "state", "a.weight", key])] = place.pop(key)
+        elif action == 2:
+            place[key] = place[rng.choice(keys)]  # shared
+        elif action == 3:
+            place[key] = copy_tree(rng.choice(places))
+        elif action == 4 and isinstance(place, list):
+            place += place
+        elif action == 5 and isinstance(place, dict):
+            place[rng.choice(["extra", "y", 99])] = odd_values(rng)
+        else:
+            place[key] = odd_values(rng)
+    return tree.get("root")
+
+
+def copy_tree(value: Any, depth: int = 0) -> Any:
+    """Return a copy of the containers."""
+    if depth > 20:
+        return value
+    if isinstance(value, dict):
+        return {key: copy_tree(x, depth + 1) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copy_tree(x, depth + 1) for x in value)
+    return value
+
+
+def convert_tree(tree: Any, folder: Path, model: nn.Module | None) -> None:
+    """Take a tree through both directions, without a file in the first."""
+    options = Options(keep_layout=("*",)) if model is None else Options()
+    template, _ = make_template(TorchFiles(tree), model, options)
+    weights, flat = template.weights(), template.optimizer_state()
+    mx.eval(weights, flat or {})
+    template.scaler_state()
+    if model is not None:
+        model.load_weights(list(weights.items()), strict=False)
+        run = gather(model)
+        if template.optimizer is not None:
+            run.optimizer = flat
+            run.settings = _settings(template)
+        write_template(folder / "out.pt", template, run, options, overwrite=True)
+    template.drop_tensors()
+    from_object(to_object(template))
+
+
+def _settings(template: Any) -> list[dict[str, Any]]:
+    from mlx_gradscale.convert.optimizer_state import mlx_settings
+
+    return mlx_settings(template.build_optimizer())
+
+
+def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
+    """Damage a template, and try to fill it."""
+    model = Net()
+    template, _ = make_template(TorchFiles(tree), model, Options())
+    run = gather(model)
+    run.optimizer, run.settings = template.optimizer_state(), _settings(template)
+    template.drop_tensors()
+    damaged = from_object(mutate(to_object(template), rng) or {})
+    write_template(folder / "out.pt", damaged, run, Options(), overwrite=True)
+
+
+def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
+    """Return how often each outcome came."""
+    rng, outcomes = random.Random(seed), Counter[str]()
+    warnings.simplefilter("ignore")
+    for number in range(rounds):
+        start = time.perf_counter()
+        try:
+            if number % 4 == 3:
+                fill_damaged_template(good_checkpoint(), folder, rng)
+            elif number % 4 == 2:
+                convert_tree(mutate(good_checkpoint(), rng), folder, None)
+            else:
+                convert_tree(mutate(good_checkpoint(), rng), folder, Net())
+            outcome = "converted"
+        except EXPECTED as error:
+            outcome = type(error).__name__
+        except TypeError as error:  # save names the place of what it cannot write
+            outcome = "TypeError of save" if "cannot be saved" in str(error) else "bug"
+            if outcome == "bug":
+                traceback.print_exc()
+        except Exception:
+            outcome = "bug"
+            traceback.print_exc()
+        if time.perf_counter() - start > SLOWEST:
+            outcome = "slow"
+            print(f"round {number} of seed {seed} took too long", file=sys.stderr)
+        outcomes[outcome] += 1
+    return outcomes
+
+
+def main() -> int:
+    """Run the fuzzer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = fuzz(arguments.rounds, arguments.seed, Path(folder))
+    print(", ".join(f"{name}: {count}" for name, count in sorted(outcomes.items())))
+    return 1 if outcomes["bug"] or outcomes["slow"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
