@@ -86,26 +86,6 @@ def test_changed_filters_of_a_multi_optimizer_count_from_the_next_eager_step():
     assert same(*trees)
 
 
-def test_a_changed_schedule_counts_from_the_next_eager_step():
-    class Schedule:
-        factor = 1.0
-
-        def __init__(self):
-            self.factor = 0.1
-
-        def __call__(self, step):
-            return mx.array(self.factor)
-
-    schedule = Schedule()
-    optimizer = optim.SGD(schedule)
-    weights = {"w": mx.zeros(2)}
-    for i in range(6):
-        schedule.factor = 0.1 if i < 3 else 1.0
-        before = weights["w"]
-        weights = guarded_apply(optimizer, {"w": mx.ones(2)}, weights)
-        assert (before - weights["w"])[0].item() == pytest.approx(schedule.factor)
-
-
 def trained_pair():
     model = nn.Linear(4, 4)
     optimizer = optim.MultiOptimizer(

@@ -1,6 +1,8 @@
 """Unscaled gradients are made only where somebody looks, and are right everywhere."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import mlx.core as mx
@@ -223,6 +225,25 @@ def test_a_non_finite_gradient_is_nan_and_survives_an_elementwise_clip(where):
     assert not optimizer.scaler.last_step_applied.item()
 
 
+@uncompiled
+@pytest.mark.parametrize("source", ["value_and_grad", "scale_loss"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_infinite_gradient_comes_out_as_nan_that_no_clip_can_hide(source, sign):
+    model = nn.Module()
+    model.w = mx.zeros(2)
+    values = mx.array([1.0, sign * 3e38])
+    scaler, optimizer = GradScaler(SCALE), optim.SGD(1.0)
+    loss_fn = lambda: mx.sum(model.w * values)  # noqa: E731
+    if source == "value_and_grad":
+        _, grads = scaler.value_and_grad(model, loss_fn)()
+    else:
+        _, grads = nn.value_and_grad(model, scaler.scale_loss(loss_fn, model))()
+    grads = tree_map(lambda g: mx.clip(g, -1.0, 1.0), grads)
+    assert mx.isnan(grads["w"]).tolist() == [False, True]
+    assert not scaler.minimize(optimizer, model, grads).item()
+    assert model.w.tolist() == [0.0, 0.0]
+
+
 def test_nothing_keeps_gradients_alive_after_their_step():
     gc.collect()
     gc.disable()
@@ -241,3 +262,123 @@ def test_nothing_keeps_gradients_alive_after_their_step():
             assert not any(reference() for reference in kept)
     finally:
         gc.enable()
+
+
+# In place
+
+NOT_OPERATORS = {
+    "__init__",
+    "__init_subclass__",
+    "__int__",
+    "__index__",
+    "__iter__",
+    "__invert__",
+}
+IN_PLACE = sorted(
+    name
+    for name in dir(mx.array)
+    if name.startswith("__i") and name not in NOT_OPERATORS
+)
+
+
+def weights_after(change, compiled=False, source="scaler"):
+    """Step from zero with SGD(1.0) and a gradient of 1 to 4 that was changed."""
+    model = nn.Module()
+    model.w = mx.zeros((2, 2))
+    values = mx.array([[1.0, 2.0], [3.0, 4.0]])
+    scaler, inner = GradScaler(SCALE), optim.SGD(1.0)
+    optimizer = LossScaleOptimizer(inner, scaler) if source == "wrapper" else inner
+    loss_and_grad = scaler.value_and_grad(model, lambda: mx.sum(model.w * values))
+    optimizer.init(model.trainable_parameters())
+
+    def step():
+        _, grads = loss_and_grad()
+        grads["w"] = change(grads["w"])
+        if source == "wrapper":
+            optimizer.update(model, grads)
+        else:
+            scaler.minimize(inner, model, grads)
+
+    state = [model.state, optimizer.state, scaler.state]
+    if compiled:
+        step = mx.compile(step, inputs=state, outputs=state)
+    step()
+    return -model.w, values
+
+
+@uncompiled
+@pytest.mark.parametrize("source", ["scaler", "wrapper"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_every_in_place_operator_on_a_gradient_takes_effect(name, source):
+    operand = mx.array([[2.0, 0.5], [1.0, 3.0]])
+
+    def change(g):
+        return getattr(g, name)(operand)
+
+    try:
+        expected = change(mx.array([[1.0, 2.0], [3.0, 4.0]]))
+        mx.eval(expected)
+    except (TypeError, ValueError):
+        with pytest.raises((TypeError, ValueError)):
+            weights_after(change, source=source)
+        return
+    found, _ = weights_after(change, source=source)
+    assert mx.allclose(found, expected, rtol=1e-6), (found, expected)
+
+
+def set_item(g):
+    g[0] = 7.0
+    return g
+
+
+def set_all(g):
+    g[:] = 7.0
+    return g
+
+
+def change_another_reference(g):
+    same = g
+    same += 1
+    return g
+
+
+def multiply_in_place(g):
+    g *= 0.25
+    return g
+
+
+CHANGED = {
+    set_item: [[7.0, 7.0], [3.0, 4.0]],
+    set_all: [[7.0, 7.0], [7.0, 7.0]],
+    change_another_reference: [[2.0, 3.0], [4.0, 5.0]],
+    multiply_in_place: [[0.25, 0.5], [0.75, 1.0]],
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("source", ["scaler", "wrapper"])
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_gradient_that_was_changed_in_place_is_stepped_as_it_is(
+    change, source, compiled
+):
+    found, _ = weights_after(change, compiled, source)
+    assert found.tolist() == CHANGED[change]
+
+
+@uncompiled
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g)), mx.array],
+    ids=["copy", "deepcopy", "pickle", "array"],
+)
+def test_a_copied_gradient_is_stepped_as_it_is(copied, changed):
+    def change(g):
+        g = copied(g)
+        if changed:
+            g *= 2
+        return g
+
+    found, values = weights_after(change)
+    assert mx.array_equal(found, values * (2 if changed else 1))

@@ -14,10 +14,13 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer
 pytestmark = pytest.mark.core
 
 
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_model_is_the_rounding_of_its_masters_after_every_step(dtype, compiled):
-    training = Training(dtype=dtype, compiled=compiled)
+def test_the_model_is_the_rounding_of_its_masters_after_every_step(
+    dtype, compiled, kind
+):
+    training = Training(dtype=dtype, compiled=compiled, masters=kind)
     for seed in range(6):
         training.run([seed], bad=(3,))
         model = training.model.trainable_parameters()
@@ -57,10 +60,11 @@ def test_updates_below_half_an_ulp_add_up_only_with_masters():
     assert kept["w"][0].item() == pytest.approx(0.99, abs=5e-4)
 
 
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_weights_that_the_user_replaces_are_kept(dtype, compiled):
-    training = Training(optim.SGD(0.0, momentum=0.9), dtype, compiled)
+def test_weights_that_the_user_replaces_are_kept(dtype, compiled, kind):
+    training = Training(optim.SGD(0.0, momentum=0.9), dtype, compiled, masters=kind)
     training.run(range(3))
     for i in range(3):
         new = tree_map(
@@ -138,10 +142,11 @@ def test_an_edited_master_takes_effect():
     assert optimizer.apply_gradients({"w": mx.zeros(1)}, skipped)["w"].item() == 3.0
 
 
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
 @uncompiled
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_a_model_cast_after_init_continues_from_its_weights(dtype):
-    training = Training(optim.SGD(0.0), mx.float16, compiled=False)
+def test_a_model_cast_after_init_continues_from_its_weights(dtype, kind):
+    training = Training(optim.SGD(0.0), compiled=False, masters=kind)
     training.run(range(2))
     for changed in (dtype, mx.float16):
         training.model.set_dtype(changed)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from support.helpers import bits, gradients_like, same, uncompiled
-from support.optimizer_helpers import HALVES, Training, rounded, wrapped
+from support.optimizer_helpers import HALVES, Training, wrapped
 
 from mlx_gradscale import GuardedOptimizer, LossScaleOptimizer
 
@@ -74,17 +74,6 @@ def test_small_steps_add_up_as_with_float32_masters(dtype):
 
 @each_half
 @either_way
-def test_the_model_is_the_rounding_of_its_joined_masters(dtype, compiled):
-    training = Training(dtype=dtype, compiled=compiled, **REMAINDER)
-    for seed in range(5):
-        training.run([seed], bad=(3,))
-        model = training.model.trainable_parameters()
-        assert {x.dtype for _, x in tree_flatten(masters(training))} == {mx.float32}
-        assert same(rounded(training.optimizer, model), model)
-
-
-@each_half
-@either_way
 def test_a_skip_keeps_nan_payloads_infinities_and_remainders(dtype, compiled):
     training = Training(dtype=dtype, compiled=compiled, **REMAINDER)
     training.run(range(3))
@@ -115,28 +104,6 @@ def test_a_third_party_optimizer_steps_joined_masters():
 
 
 # Weights of the user
-
-
-@each_half
-@either_way
-def test_weights_replaced_beside_remainders_are_kept(dtype, compiled, tmp_path):
-    training = Training(optim.SGD(0.0, momentum=0.9), dtype, compiled, **REMAINDER)
-    training.run(range(3))
-    for i in range(3):
-        new = tree_map(
-            lambda p, i=i: (mx.random.normal(p.shape) * 10.0 ** (-3 * i)).astype(dtype),
-            training.model.trainable_parameters(),
-        )
-        if i == 2:
-            file = str(tmp_path / "weights.safetensors")
-            mx.save_safetensors(file, dict(tree_flatten(new)))
-            training.model.load_weights(file)
-        else:
-            training.model.update(new)
-        training.run([7], bad=(7,) if i == 1 else ())
-        now = training.model.trainable_parameters()
-        equal = tree_map(lambda a, b: mx.array_equal(a, b).item(), new, now)
-        assert all(leaf for _, leaf in tree_flatten(equal))
 
 
 @uncompiled
@@ -173,18 +140,6 @@ def test_a_replaced_weight_has_a_master_within_half_its_ulp():
     full, weight = masters(training)["layers"][0]["weight"], layer.weight
     assert mx.array_equal(full.astype(mx.float16), weight)
     assert mx.all(mx.abs(full - weight) <= mx.abs(weight).astype(mx.float32) * 2**-11)
-
-
-@uncompiled
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_a_model_cast_beside_remainders_continues_from_its_weights(dtype):
-    training = Training(optim.SGD(0.0), compiled=False, **REMAINDER)
-    training.run(range(2))
-    for changed in (dtype, mx.float16):
-        training.model.set_dtype(changed)
-        before = tree_map(lambda x: x * 1, training.model.trainable_parameters())
-        training.run([3])
-        assert same(training.model.trainable_parameters(), before)
 
 
 def test_a_parameter_that_became_half_is_refused():

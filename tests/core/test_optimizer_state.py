@@ -355,6 +355,15 @@ def test_an_emptied_state_can_be_set_back_and_continues(empty, masters):
 
 
 @uncompiled
+def test_a_flat_state_is_set_like_the_tree():
+    training, other = Training(compiled=False), Training(compiled=False)
+    training.run(range(3))
+    other.model.update(training.model.parameters())
+    other.optimizer.state = dict(tree_flatten(training.optimizer.state))
+    assert bits(other.optimizer.state) == bits(training.optimizer.state)
+
+
+@uncompiled
 def test_after_an_emptied_state_training_starts_with_fresh_moments():
     training = Training(compiled=False)
     training.run(range(3))

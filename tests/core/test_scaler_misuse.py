@@ -180,43 +180,22 @@ def test_keep_needs_a_compute_dtype():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"growth_factor": 1.0}, ValueError),
         ({"growth_factor": 1.0 + 1e-9}, ValueError),
-        ({"growth_factor": INF}, ValueError),
-        ({"growth_factor": NAN}, ValueError),
-        ({"growth_factor": True}, TypeError),
-        ({"growth_factor": "2"}, TypeError),
-        ({"backoff_factor": 0.0}, ValueError),
-        ({"backoff_factor": 1.0}, ValueError),
-        ({"backoff_factor": -0.5}, ValueError),
         ({"backoff_factor": None}, TypeError),
-        ({"growth_interval": 0}, ValueError),
         ({"growth_interval": 2.0}, TypeError),
-        ({"growth_interval": True}, TypeError),
-        ({"growth_interval": 2**31}, ValueError),
         ({"backoff_interval": 0}, ValueError),
-        ({"backoff_interval": 1.5}, TypeError),
-        ({"init_scale": 0.0}, ValueError),
-        ({"init_scale": -1.0}, ValueError),
-        ({"init_scale": INF}, ValueError),
         ({"init_scale": NAN}, ValueError),
         ({"init_scale": True}, TypeError),
-        ({"init_scale": 2.0**-65}, ValueError),
-        ({"init_scale": 2.0**65}, ValueError),
-        ({"init_scale": 2**65}, ValueError),
         ({"init_scale": 10**400}, ValueError),
-        ({"init_scale": 1e39}, ValueError),
-        ({"min_scale": 0.0}, ValueError),
         ({"min_scale": 4.0, "max_scale": 2.0}, ValueError),
         ({"init_scale": 1.0, "min_scale": 2.0}, ValueError),
         ({"init_scale": 4.0, "max_scale": 2.0}, ValueError),
         ({"dynamic": 1}, TypeError),
         ({"init_scale": "cuda"}, TypeError),
-        ({"init_scale": "mps"}, TypeError),
     ],
     ids=str,
 )
-def test_bad_settings_are_refused(arguments, error):
+def test_bad_settings_are_refused_by_the_constructor(arguments, error):
     with pytest.raises(error, match=r"must be|above|not between|leave out"):
         GradScaler(**arguments)
 

@@ -470,20 +470,6 @@ def test_an_optimizer_that_defines_equality_can_be_stepped_and_wrapped():
 
 
 @pytest.mark.parametrize("make", [NumberInState, KeyFromGradients, KeyFromParameters])
-def test_an_optimizer_that_has_stepped_bare_continues_behind_a_scaler(make):
-    optimizer, bare = make(), make()
-    weights = expected = {"w": mx.ones(2)}
-    for i in range(5):
-        gradients = {"w": mx.array([1.0 + i, -1.0])}
-        expected = bare.apply_gradients(gradients, expected)
-        step = optimizer.apply_gradients
-        if i >= 2:
-            step = lambda g, w: guarded_apply(optimizer, g, w)  # noqa: E731
-        weights = step(gradients, weights)
-    assert same(weights, expected)
-
-
-@pytest.mark.parametrize("make", [NumberInState, KeyFromGradients, KeyFromParameters])
 def test_copies_of_a_wrapped_third_party_optimizer_continue_as_the_original(make):
     one, weights = GuardedOptimizer(make()), {"w": mx.ones(2)}
     weights = one.apply_gradients({"w": mx.array([0.5, -1.0])}, weights)

@@ -1,4 +1,4 @@
-"""A user's script, which a strict type checker reads; see test_typing.py."""
+"""A user's script, which a strict type checker reads; see docs/test_typing.py."""
 
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,8 @@ def drop_in(model: nn.Module, folder: Path) -> None:
     @everywhere()
     def script() -> None: ...
 
-    with everywhere(max_grad_norm=1.0) as here:
-        assert_type(here.optimizers, list[LossScaleOptimizer])
+    with everywhere(max_grad_norm=1.0):
+        guarded.update(model, model.parameters())
     step = compile_step(lambda x: x, [model.state, optimizer.state])
     assert_type(step(mx.array(1.0)), Any)
 
@@ -70,7 +70,7 @@ def layers(model: nn.Module, x: mx.array) -> None:
     with float32_layers(model, found) as changed:
         again = float32_layers(model, changed)
     again.undo()
-    float32_layers(model, ["layers.0", ["layers.1", "norm"]])
+    float32_layers(model, ["layers.0", "norm"])
     float32_layers(model, lambda path, module: path == "norm")
     float32_layers(model, Path("layers.json"))
 
