@@ -3,13 +3,10 @@
 from . import uninterrupted  # noqa: F401 - first: it imports MLX
 from ._version import __version__
 from .checkpoint import restore_checkpoint, save_checkpoint
-from .compiled import compile_step
-from .everywhere import everywhere
 from .core.finite import NonFinite, all_finite, nonfinite
-from .float16 import find_float32_layers
-from .islands import float32_layers
 from .core.optimizer import GuardedOptimizer, LossScaleOptimizer
 from .core.scaler import GradScaler
+from .float32_layers import find_float32_layers, float32_layers
 
 __all__ = [
     "GradScaler",
@@ -18,8 +15,6 @@ __all__ = [
     "NonFinite",
     "__version__",
     "all_finite",
-    "compile_step",
-    "everywhere",
     "find_float32_layers",
     "float32_layers",
     "nonfinite",
