@@ -1,4 +1,4 @@
-"""Stop a release whose tag, version, changelog and address do not agree.
+"""Stop a release whose tag, version, changelog and repository do not agree.
 
 python .github/check_release.py v0.1.0 https://github.com/OWNER/NAME
 """
@@ -11,25 +11,19 @@ import tomllib
 
 
 def problems(root: Path, tag: str, address: str) -> list[str]:
-    """Return a sentence for each thing that has to be mended before the release."""
+    """Return a sentence for each thing to fix before the release."""
     found = []
     text = (root / "mlx_gradscale" / "_version.py").read_text()
     version = re.search(r'__version__ = "([^"]+)"', text)[1]
     if tag != f"v{version}":
         found.append(f"The tag is {tag}, and _version.py has {version}.")
-    headings = re.findall(
-        r"^## (\S+)", (root / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    if version not in headings:
-        found.append(f"CHANGELOG.md has no section for {version}.")
+    dated = rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$"
+    if not re.search(dated, (root / "CHANGELOG.md").read_text(), re.MULTILINE):
+        found.append(f"CHANGELOG.md has no '## {version} (YYYY-MM-DD)'.")
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     urls = [url.rstrip("/") for url in project.get("urls", {}).values()]
     if address.rstrip("/") not in urls:
         found.append(f"[project.urls] in pyproject.toml does not have {address}.")
-    if not (root / "tests" / "golden_saved" / version).is_dir():
-        found.append(
-            f"tests/golden_saved has no files of {version}: run make_saved.py."
-        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Make the README's relative links whole, which PyPI would lead nowhere.
+"""Make the README's relative links absolute, because on PyPI they lead nowhere.
 
 python .github/pypi_readme.py https://github.com/OWNER/NAME v0.1.0
 """

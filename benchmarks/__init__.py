@@ -1,1 +1,1 @@
-"""What the scaler costs, measured on this machine: ``python -m benchmarks``."""
+"""What loss scaling costs: ``python -m benchmarks``."""

@@ -1,61 +1,88 @@
-"""``python -m benchmarks``: measure, print, and fail if a count is wrong."""
+"""``python -m benchmarks``: answer all questions, or the ones that are named."""
 
 import argparse
+import importlib
+import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from . import machine, report
-from .comparison import say
-from .results import Results
-from .sections import FULL, QUICK
+from . import chart
+from .harness import Rows, describe_machine, keep_freed_memory
 
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command's parser."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="What the scaler costs here."
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="Counts and a few small rows."
-    )
-    parser.add_argument("--only", nargs="+", choices=FULL, help="Sections to run.")
-    parser.add_argument("--rounds", type=int, help="Rounds of each comparison.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all numbers.")
-    parser.add_argument(
-        "--pictures", type=Path, metavar="FOLDER", help="Draw them, light and dark."
-    )
-    return parser
+QUESTIONS = (
+    "optimizer_phase",
+    "bytes_and_kernels",
+    "peak_memory",
+    "first_step",
+    "eager_step",
+    "pytorch",
+    "checkpoints",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 if a count is wrong, never because of seconds."""
-    parser = build_parser()
+    """Measure, print a table per question, and write what was asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="What loss scaling costs here."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(QUESTIONS)}"
+    )
+    parser.add_argument("--quick", action="store_true", help="small, in two minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all tables")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="write the chart")
     options = parser.parse_args(arguments)
-    known = QUICK if options.quick else FULL
-    names = options.only or known
-    if missing := [name for name in names if name not in known]:
-        parser.error(f"--quick has no {missing}: leave out --quick.")
-    rounds = options.rounds or (3 if options.quick else 15)
-    results = Results(machine.describe(), {})
-    print("\n".join(f"{k}: {v}" for k, v in results.machine.items()), flush=True)
+    for name in options.names:
+        if name not in QUESTIONS:
+            parser.error(f"There is no {name!r}. Use: {', '.join(QUESTIONS)}.")
+    names = options.names or QUESTIONS
+    if options.chart and "optimizer_phase" not in names:
+        parser.error("--chart draws optimizer_phase: name it, too.")
+    machine = describe_machine()
+    print("\n".join(f"{key}: {value}" for key, value in machine.items()))
+    results: dict[str, Any] = {"machine": machine, "quick": options.quick, "tables": {}}
+    # The models here are not meant to learn, so advice about them is noise.
+    warnings.simplefilter("ignore")
     for name in names:
-        say(f"== {name}")
-        results.sections[name] = known[name](rounds)
-        # At once: somebody may stop the run.
-        print(f"\n{report.section(name, results.sections[name])}", flush=True)
-        if options.json:
-            results.save(options.json)
-    if options.pictures:
-        from .drawing import draw_all
+        module = importlib.import_module(f".{name}", __package__)
+        question = (module.__doc__ or "").partition("\n")[0]
+        print(f"\n{name}: {question}", flush=True)
+        rows = module.measure(options.quick)
+        results["tables"][name] = rows
+        print(table(rows), flush=True)
+        if options.json:  # after each: a long run may be stopped
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.chart:
+        rows = results["tables"]["optimizer_phase"]
+        note = f"{machine['device']}, MLX {machine['mlx']}"
+        chart.draw(rows, options.chart, note)
+    return 0
 
-        draw_all(results, options.pictures)
-    say("done")
-    for figure in results.wrong_counts():
-        print(f"Wrong: {figure.name} is {figure.value:g}, at most {figure.bar:g}.")
-    return 1 if results.wrong_counts() else 0
+
+def table(rows: Rows) -> str:
+    """Return rows as aligned text; numbers to the right.
+
+    Example:
+        >>> print(table([{"case": "AdamW", "ratio": 1.2}]))
+        case   ratio
+        AdamW    1.2
+    """
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(len(str(line[i])) for line in lines) for i in range(len(lines[0]))]
+    numeric = [isinstance(value, int | float) for value in rows[0].values()]
+    text = [
+        "  ".join(
+            str(cell).rjust(width) if is_number else str(cell).ljust(width)
+            for cell, width, is_number in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join(text)
 
 
 if __name__ == "__main__":
-    machine.keep_freed_memory()
+    keep_freed_memory()
     sys.exit(main())

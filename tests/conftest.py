@@ -1,9 +1,9 @@
 """What every test starts from."""
 
 import os
-import shutil
+import tempfile
+from pathlib import Path
 
-import kernel_store
 import mlx.core as mx
 import pytest
 from hypothesis import settings
@@ -12,8 +12,10 @@ from hypothesis import settings
 settings.register_profile("mlx", deadline=None)
 settings.load_profile("mlx")
 
+TESTS = Path(__file__).parent
+CORE = {TESTS / "core", TESTS.parent / "mlx_gradscale" / "core"}
 # Options that choose some tests, or that want to see them in this process.
-HERE = "keyword", "markexpr", "lf", "failedfirst", "usepdb", "trace", "collectonly"
+HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -40,18 +42,33 @@ def pytest_cmdline_main(config):
         options.loadscopereorder = False
 
 
-def pytest_ignore_collect(collection_path):
-    """Look for doctests in the package alone: helpers may need PyTorch or mlx-lm."""
+def pytest_ignore_collect(collection_path, config):
+    """Look for doctests in the package alone: helpers may need PyTorch or mlx-lm.
+
+    Tests of what MLX's compiler makes of a step run only where they are named.
+    """
+    whole = config.args_source == config.ArgsSource.TESTPATHS
+    if whole and collection_path == TESTS / "performance":
+        return True
     is_helper = not collection_path.name.startswith("test_")
     return True if collection_path.suffix == ".py" and is_helper else None
 
 
-def pytest_configure(config):
-    # Tests start hundreds of Pythons: not each is to compile the package again.
+def pytest_collection_modifyitems(items):
+    """Mark what ``pytest -m core`` runs: the core's tests and its doctests."""
+    for item in items:
+        if CORE & set(item.path.parents):
+            item.add_marker("core")
+
+
+def pytest_configure():
+    # Tests start hundreds of Pythons, which need not compile the package each.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    folder = kernel_store.use()
-    if folder is not None:
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # MLX does not lock its folder of kernels: each worker keeps one of its own.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    folder = Path(tempfile.gettempdir()) / f"mlx_gradscale_tests_{os.getuid()}_{worker}"
+    folder.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Pictures of a run and of its gradients; they need the extra ``plot``."""
+"""Pictures of runs, gradients and headroom. They need the extra ``plot``."""
 
 from .command import main
 from .gradients import plot_gradients

@@ -4,37 +4,40 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..files.text import power
-from ..float16.report import LARGEST, Float32Search, Row
-from .theme import canvas, saved
+from .style import new_figure, power_of_two, save_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Float16's smallest number, and room above its largest.
-_LOWEST, _ROOM = 2.0**-24, 2.0**3
+    from ..float32_layers import Float32Search, Row
+
+_LARGEST = 65504.0
+# As a power of two, where the axis is linear; and float16's smallest number.
+_LIMIT, _LOWEST = math.log2(_LARGEST), -24.0
 _MOST_NAMES = 40
 
 
 def plot_headroom(
-    search: Float32Search,
+    search: "Float32Search",
     path: str | os.PathLike[str] | None = None,
     *,
     dark: bool = False,
     title: str | None = None,
 ) -> "Figure":
-    """Draw the largest value of each layer against 65504, before and after.
+    """Draw the largest value of each layer against float16's largest, 65504.
+
+    A second panel shows the model with the float32 layers that the search found. A
+    layer whose output fits but which overflows in an intermediate result, such as the
+    mean of squares in a norm, is marked by a cross above the limit.
 
     Args:
-        search (Float32Search): What ``find_float32_layers`` returned.
-        path (str, optional): Write the picture to this file, ``.png``, ``.svg`` or
-            ``.pdf``.
-        dark (bool): For a dark page. Default: ``False``.
-        title (str, optional): Above the picture. Default: what is drawn.
+        search (Float32Search): The result of ``find_float32_layers``.
+        path (str, optional): Write the picture to this ``.png``, ``.svg`` or ``.pdf``.
+        dark (bool): Use colours for a dark page. Default: ``False``.
+        title (str, optional): Default: how many layers overflow.
 
     Returns:
-        Figure: A matplotlib figure, to change or to save.
+        Figure: The matplotlib figure.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -52,105 +55,91 @@ def plot_headroom(
     rows = [row for row in search.rows if row.layer] or list(search.rows)
     if not rows:
         raise ValueError(f"There is nothing to draw. {search.problem}".strip())
-    panels = 2 if search.where else 1
-    names = _names(rows)
-    longest = max(len(name) for name in names.values())
-    size = (9.0, 0.9 + 2.4 * panels + 0.055 * longest)
-    with canvas(panels, 1, dark, size) as (figure, all_axes, colors):
-        all_axes = list(all_axes.flat)
-        faults = sum(row.forward > LARGEST or bool(row.why) for row in rows)
-        before = f"all in float16: {faults} of {len(rows)} layers overflow"
-        _draw(all_axes[0], rows, False, colors, search.scale)
-        all_axes[0].set_title(title or before, loc="left", fontweight="bold")
-        if search.where:
-            _draw(all_axes[1], rows, True, colors, search.scale)
-            kept = f"{search.float16_parameters:.1%} of the parameters stay float16"
-            text = f"with float32 layers: {kept}"
-            all_axes[1].set_title(text, loc="left", fontweight="bold")
-        last = all_axes[-1]
-        last.set_xticks(list(names), list(names.values()), rotation=90, fontsize=7)
-        all_axes[0].legend(loc="lower left", frameon=False, ncols=3, fontsize=8)
+    lost = [i for i, row in enumerate(rows) if row.forward > _LARGEST]
+    inside = [i for i, row in enumerate(rows) if row.overflows_inside]
+    inside = [i for i in inside if i not in lost]
+    text = f"all in float16: {len(lost + inside)} of {len(rows)} layers overflow"
+    if inside:
+        text += f", {len(inside)} of them inside" if lost else " inside"
+    titles = [title or text]
+    if search.where:
+        share = f"{search.float16_parameters:.1%}"
+        titles += [f"with float32 layers: {share} of the parameters stay float16"]
+    shown = _labelled(len(rows), lost + inside)
+    names = [rows[i].layer for i in shown]
+    size = (9.0, 0.9 + 2.4 * len(titles) + 0.055 * max(map(len, names)))
+    with new_figure(len(titles), 1, size, dark) as (figure, panels, colors):
+        for axes, text in zip(panels, titles, strict=True):
+            cured = axes is not panels[0]
+            _draw_limit(axes, rows, colors)
+            _draw_values(axes, rows, search.scale, cured, colors)
+            if inside and not cured:
+                _draw_inside(axes, rows, inside, colors)
+            axes.legend(loc="lower left", ncols=3)
+            axes.set_title(text)
+        panels[-1].set_xticks(shown, names, rotation=90, fontsize=7)
         figure.supylabel("largest magnitude", fontsize=9)
-    return saved(figure, path)
+    return save_figure(figure, path)
 
 
-def _draw(
-    axes: "Axes", rows: list[Row], cured: bool, colors: dict[str, Any], scale: float
-) -> None:
-    at = range(len(rows))
-    axes.set_yscale("log", base=2)
+def _labelled(count: int, at_fault: list[int]) -> list[int]:
+    """Return whose names to write: the layers at fault, and of the others what fits."""
+    apart = math.ceil(count / _MOST_NAMES)
+    others = range(0, count, apart)
+    return at_fault + [i for i in others if all(abs(i - j) >= apart for j in at_fault)]
+
+
+def _draw_limit(axes: Any, rows: list["Row"], colors: dict[str, str]) -> None:
     values = [x for row in rows for x in (row.forward, row.backward) if x > 0]
-    top = max(LARGEST * _ROOM, 4 * max(values, default=1.0))
-    low = max(min(values, default=1.0) / 4, _LOWEST)
-    axes.set_ylim(low, top)
+    powers = [_LIMIT, *(math.log2(x) for x in values if math.isfinite(x))]
+    top = max(powers) + 3
+    axes.set_ylim(max(min(powers) - 2, _LOWEST), top)
     axes.set_xlim(-0.8, len(rows) - 0.2)
-    axes.axhspan(LARGEST, top, color=colors["lost"], lw=0, zorder=0)
-    axes.axhline(LARGEST, color=colors["alarm"], lw=1.0, zorder=1)
-    axes.annotate(
-        "65504",
-        (1.0, LARGEST),
-        xycoords=("axes fraction", "data"),
-        xytext=(3, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-        color=colors["alarm"],
-        annotation_clip=False,
-    )
-    if cured:
-        for first, last in _stretches([row.is_float32 for row in rows]):
-            axes.axvspan(first - 0.5, last + 0.5, color=colors["normal"], lw=0)
-    series = (
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_formatter(power_of_two)
+    axes.grid(False, axis="x")
+    axes.axhspan(_LIMIT, top, color=colors["lost"], lw=0, zorder=0)
+    axes.axhline(_LIMIT, color=colors["alarm"], lw=1.0, zorder=1)
+    place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
+    axes.text(1.005, _LIMIT, "65504", color=colors["alarm"], **place)
+
+
+def _draw_values(
+    axes: Any, rows: list["Row"], scale: float, cured: bool, colors: dict[str, str]
+) -> None:
+    backward = f"backward, loss scale {power_of_two(math.log2(scale))}"
+    for name, label, color, marker in (
         ("forward", "forward", "line", "o"),
-        ("backward", f"backward, loss scale {power(scale)}", "second", "^"),
-    )
-    for name, label, color, marker in series:
-        found = [max(getattr(row, name), 0.0) or math.nan for row in rows]
-        half = [
-            y if not (cured and r.is_float32) else math.nan
-            for y, r in _zip(found, rows)
+        ("backward", backward, "second", "^"),
+    ):
+        points = [(i, getattr(row, name), row) for i, row in enumerate(rows)]
+        points = [point for point in points if 0 < point[1] < math.inf]
+        edges = [
+            colors["alarm" if value > _LARGEST and not cured else color]
+            for _, value, _ in points
         ]
-        axes.plot(at, half, marker, ms=3.5, color=colors[color], label=label, zorder=3)
-        if cured:
-            other = [y if r.is_float32 else math.nan for y, r in _zip(found, rows)]
-            axes.plot(
-                at, other, marker, ms=3.5, color=colors[color], mfc="none", zorder=3
-            )
-        else:
-            # What overflows inside a layer does not show in its largest value.
-            inside = [bool(row.why) and name == "forward" for row in rows]
-            lost = [
-                y if y > LARGEST or fault else math.nan
-                for y, fault in zip(found, inside, strict=True)
-            ]
-            axes.plot(at, lost, marker, ms=5, color=colors["alarm"], zorder=4)
+        faces = [
+            "none" if cured and row.is_float32 else edge
+            for (_, _, row), edge in zip(points, edges, strict=True)
+        ]
+        at = [i for i, _, _ in points], [math.log2(value) for _, value, _ in points]
+        look: Any = {"marker": marker, "zorder": 3}
+        axes.scatter(*at, s=14, facecolors=faces, edgecolors=edges, **look)
+        axes.plot([], [], color=colors[color], ls="", ms=4, label=label, **look)
     if cured:
         axes.plot([], [], "o", color=colors["text"], mfc="none", label="in float32")
-        axes.legend(loc="lower left", frameon=False, ncols=3, fontsize=8)
-    axes.minorticks_off()
-    axes.grid(False, axis="x")
-
-
-def _zip(values: list[float], rows: list[Row]) -> Any:
-    return zip(values, rows, strict=True)
-
-
-def _stretches(flags: list[bool]) -> list[tuple[int, int]]:
-    """Return first and last index of every run of True."""
-    starts = [i for i, x in enumerate(flags) if x and not (i and flags[i - 1])]
-    ends = [i for i, x in enumerate(flags) if x and not (flags[i + 1 :] or [False])[0]]
-    return list(zip(starts, ends, strict=True))
-
-
-def _names(rows: list[Row]) -> dict[int, str]:
-    """Return what to write below: every name, or those of the outer layers."""
-    every = math.ceil(len(rows) / _MOST_NAMES)
-    names: dict[int, str] = {}
-    for depth in sorted({row.layer.count(".") for row in rows}):
-        if len(names) > _MOST_NAMES / 3:
-            break
         for i, row in enumerate(rows):
-            is_free = all(abs(i - other) >= every for other in names)
-            if row.layer.count(".") == depth and is_free:
-                names[i] = row.layer
-    return names
+            if row.is_float32:
+                axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0)
+
+
+def _draw_inside(
+    axes: Any, rows: list["Row"], inside: list[int], colors: dict[str, str]
+) -> None:
+    above = _LIMIT + 1.5
+    style: Any = {"color": colors["alarm"], "zorder": 4}
+    label = "overflows inside the layer"
+    axes.plot(inside, [above] * len(inside), "X", ms=6, label=label, **style)
+    for i in inside:
+        bottom = math.log2(max(rows[i].forward, 2.0**_LOWEST))
+        axes.plot([i, i], [bottom, above], lw=0.8, ls=":", **style)

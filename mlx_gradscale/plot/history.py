@@ -2,16 +2,15 @@
 
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import ScaleHistory, ScaleRecord
-from .theme import canvas, saved
+from .style import new_figure, power_of_two, save_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LABELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
+_PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
 # More lines than this would be a wall of red; the marks on the scale remain.
 _MOST_LINES = 100
 
@@ -23,18 +22,16 @@ def plot_history(
     dark: bool = False,
     title: str | None = None,
 ) -> "Figure":
-    """Draw loss, loss scale and gradient norm, with a mark on every skipped step.
+    """Draw loss, loss scale and gradient norm, and mark every skipped step.
 
     Args:
-        history (ScaleHistory or str): The run, or the file it was saved in.
-        path (str, optional): Write the picture to this file, ``.png``, ``.svg`` or
-            ``.pdf``.
-        dark (bool): For a dark page. Default: ``False``.
-        title (str, optional): Above the picture. Default: how many steps there
-            were, and how many were skipped.
+        history (ScaleHistory or str): The history, or its ``.csv`` or ``.jsonl`` file.
+        path (str, optional): Write the picture to this ``.png``, ``.svg`` or ``.pdf``.
+        dark (bool): Use colours for a dark page. Default: ``False``.
+        title (str, optional): Default: the number of steps and of skipped steps.
 
     Returns:
-        Figure: A matplotlib figure, to change or to save.
+        Figure: The matplotlib figure.
 
     Example:
         >>> from mlx_gradscale import GradScaler
@@ -49,72 +46,58 @@ def plot_history(
         history = ScaleHistory.load(history)
     records = history.records
     if not records:
-        raise ValueError("The history is empty: record some steps first.")
+        raise ValueError("The history is empty. Record some steps first.")
     skipped = [record for record in records if not record.applied]
-    names = [n for n in _LABELS if any(getattr(r, n) is not None for r in records)]
+    names = [n for n in _PANELS if any(getattr(r, n) is not None for r in records)]
     size = (8.0, 0.7 + 1.55 * len(names))
-    with canvas(len(names), 1, dark, size) as (figure, all_axes, colors):
-        for name, axes in zip(names, all_axes.flat, strict=True):
+    with new_figure(len(names), 1, size, dark) as (figure, panels, colors):
+        for name, axes in zip(names, panels, strict=True):
+            axes.set_ylabel(_PANELS[name])
             if name == "scale":
                 _draw_scale(axes, records, skipped, colors)
             else:
-                _draw_line(axes, records, name, colors)
+                _draw_values(axes, records, name, colors)
                 for record in skipped if len(skipped) <= _MOST_LINES else []:
                     axes.axvline(record.step, color=colors["alarm"], lw=0.6, alpha=0.5)
-            axes.set_ylabel(_LABELS[name])
-        all_axes.flat[-1].set_xlabel("step")
-        all_axes.flat[-1].xaxis.get_major_locator().set_params(integer=True)
-        title = title or f"{len(records)} steps, {len(skipped)} skipped"
-        all_axes.flat[0].set_title(title, loc="left", fontweight="bold")
+        panels[0].set_title(title or f"{len(records)} steps, {len(skipped)} skipped")
+        panels[-1].set_xlabel("step")
+        panels[-1].xaxis.get_major_locator().set_params(integer=True)
         figure.align_ylabels()
-    return saved(figure, path)
+    return save_figure(figure, path)
 
 
 def _draw_scale(
-    axes: "Axes",
+    axes: Any,
     records: list[ScaleRecord],
     skipped: list[ScaleRecord],
     colors: dict[str, str],
 ) -> None:
-    steps, scales = [r.step for r in records], [r.scale for r in records]
-    axes.step(steps, scales, where="post", color=colors["line"], lw=1.6)
+    # Powers on a linear axis: matplotlib's logarithmic one leaves a scale that moves
+    # between two powers with one label.
+    powers = [math.log2(r.scale) for r in records]
+    steps = [r.step for r in records]
+    axes.step(steps, powers, where="post", color=colors["line"], lw=1.6)
     if skipped:
-        axes.plot(
-            [record.step for record in skipped],
-            [record.scale for record in skipped],
-            linestyle="",
-            marker="v",
-            markersize=6,
-            color=colors["alarm"],
-            label="skipped step",
-            zorder=3,
-        )
-        axes.legend(loc="best", frameon=False)
-    axes.set_yscale("log", base=2)
-    # One power and a half of room, so that no mark is cut and a constant scale
-    # has an axis too.
-    axes.set_ylim(min(scales) / 2.8, max(scales) * 2.8)
-    axes.minorticks_off()
+        at = [r.step for r in skipped], [math.log2(r.scale) for r in skipped]
+        axes.plot(*at, "v", color=colors["alarm"], label="skipped step", zorder=3)
+        axes.legend(loc="best")
+    axes.set_ylim(min(powers) - 1.5, max(powers) + 1.5)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_formatter(power_of_two)
 
 
-def _draw_line(
-    axes: "Axes", records: list[ScaleRecord], name: str, colors: dict[str, str]
+def _draw_values(
+    axes: Any, records: list[ScaleRecord], name: str, colors: dict[str, str]
 ) -> None:
     values = [getattr(record, name) for record in records]
-    # matplotlib leaves a gap for NaN and gives up on inf.
+    # matplotlib leaves a gap at NaN, but cannot place inf.
     values = [math.nan if x is None or not math.isfinite(x) else x for x in values]
     axes.plot([r.step for r in records], values, color=colors["line"], lw=1.2)
-    found = [x for x in values if math.isfinite(x)]
-    if not found:
+    finite = [x for x in values if math.isfinite(x)]
+    if not finite:
         axes.set_yticks([])
-        axes.text(
-            0.5,
-            0.5,
-            "inf or NaN in every step",
-            color=colors["alarm"],
-            ha="center",
-            va="center",
-            transform=axes.transAxes,
-        )
-    if found and min(found) > 0 and max(found) > 50 * min(found):
+        message = "inf or NaN in every step"
+        place = {"ha": "center", "transform": axes.transAxes}
+        axes.text(0.5, 0.5, message, color=colors["alarm"], **place)
+    elif min(finite) > 0 and max(finite) > 50 * min(finite):
         axes.set_yscale("log")

@@ -1,0 +1,116 @@
+"""Take turns, compare, describe the machine: what every question needs."""
+
+import ctypes
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import mlx.core as mx
+
+# A result is a table: one dict per row, the same keys in each.
+Rows = list[dict[str, Any]]
+NO_TORCH: Rows = [
+    {"left out": "PyTorch is missing: pip install 'mlx_gradscale[torch]'"}
+]
+_KEPT_BYTES = 2**31 - 1
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 3,
+    before: Callable[[str], object] = lambda name: None,
+) -> dict[str, float]:
+    """Run every variant once per round; return the lower quartile of its seconds.
+
+    A slow moment of the machine then hits all variants alike, and the lower quartile
+    leaves most of them out.
+
+    Args:
+        runs (dict): The variants, functions that return when their work is done.
+        rounds (int): How often each is timed.
+        warm_up (int): Untimed calls first: they compile and fill caches.
+        before (Callable): Called with the name before each call, untimed.
+    """
+    for name, run in runs.items():
+        for _ in range(warm_up):
+            before(name)
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, run in runs.items():
+                before(name)
+                start = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return {name: lower_quartile(values) for name, values in seconds.items()}
+
+
+def lower_quartile(values: list[float]) -> float:
+    """Return the lower quartile, or the only value."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=4, method="inclusive")[0]
+
+
+def keep_freed_memory() -> None:
+    """Let MLX's and PyTorch's allocators keep what is freed, as Metal's does.
+
+    On a CPU MLX keeps 32 MB and malloc returns large arrays to the system. A step of
+    8 M parameters then faults in 7,600 pages, in some runs and not in others: 25 ms or
+    43 ms for the same work.
+    """
+    mx.set_cache_limit(2 * _KEPT_BYTES)
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(trim_threshold, _KEPT_BYTES)
+        mallopt(mmap_threshold, 2**24)
+
+
+def release_memory() -> None:
+    """Return what the last case held, so that the next one starts alike."""
+    gc.collect()
+    mx.clear_cache()
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the processor, the device, the system and the versions in use."""
+    metal = mx.metal.is_available()
+    device = mx.device_info()["device_name"] if metal else _processor()
+    found = {
+        "device": f"{device}, {'Metal' if metal else 'CPU'}",
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+    for package in ("mlx", "torch", "mlx_gradscale"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

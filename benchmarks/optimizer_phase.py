@@ -1,0 +1,40 @@
+"""How much slower is the optimizer phase with loss scaling?
+
+Gradients in, new parameters and optimizer state out, in one compiled step, against
+MLX's optimizer by itself. A scaler has to read each gradient once more before anything
+is written, so that the least possible for AdamW in float32 is 8/7 = 1.14.
+"""
+
+from . import steps
+from .harness import Rows, release_memory, take_turns
+from .steps import CASES
+
+SIZES = (8, 64, 256)
+
+
+def measure(quick: bool = False) -> Rows:
+    """Time every case at 8 M parameters, and in full at 64 M and 256 M too."""
+    return [
+        _compare(name, millions, quick)
+        for millions in (SIZES[:1] if quick else SIZES)
+        for name in CASES
+    ]
+
+
+def _compare(name: str, millions: int, quick: bool) -> dict[str, object]:
+    release_memory()
+    case = CASES[name]
+    gradients = case.gradients(steps.shapes_of(millions))
+    runs = {
+        "bare": steps.bare_step(case, gradients).run,
+        "scaled": steps.scaled_step(case, gradients).run,
+    }
+    rounds = 5 if quick else 12 if millions == 8 else 6
+    seconds = take_turns(runs, rounds, warm_up=2)
+    return {
+        "case": name,
+        "parameters": f"{millions} M",
+        "bare ms": round(1e3 * seconds["bare"], 1),
+        "scaled ms": round(1e3 * seconds["scaled"], 1),
+        "ratio": round(seconds["scaled"] / seconds["bare"], 2),
+    }

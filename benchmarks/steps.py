@@ -1,0 +1,200 @@
+"""Optimizer steps to compare, each written as a user writes it.
+
+The optimizer phase is measured by the default way, ``value_and_grad`` and ``update`` in
+one compiled step, of a model whose backward pass costs nothing: its gradients are
+arrays that are in memory already, as a real backward pass leaves them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+
+Shapes = list[tuple[int, ...]]
+SCALE = 1024.0
+MAX_GRAD_NORM = 1.0
+
+
+def shapes_of(millions: int) -> Shapes:
+    """Return the shapes of a model of 8, 16, ... million parameters: 32 leaves."""
+    return [(500, 500 * millions // 8)] * 32
+
+
+class Leaves(nn.Module):
+    """A model of bare parameters."""
+
+    def __init__(self, shapes: Shapes, dtype: mx.Dtype = mx.float32):
+        super().__init__()
+        self.layers = [nn.Module() for _ in shapes]
+        for layer, weight in zip(self.layers, random_arrays(shapes), strict=True):
+            layer.weight = weight.astype(dtype)
+        mx.eval(self.parameters())
+
+    def loss(self, gradients: list[mx.array]) -> mx.array:
+        """Return a loss whose gradients are the given arrays."""
+        loss = mx.custom_function(lambda *weights: mx.zeros(()))
+        loss.vjp(lambda primals, cotangent, output: tuple(gradients))
+        return loss(*(layer.weight for layer in self.layers))
+
+
+def random_arrays(shapes: Shapes, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
+    """Return normal values. A million of them repeat: 256 M take half a minute."""
+    drawn = mx.random.normal((10**6,)) * 0.01
+    arrays = []
+    for shape in shapes:
+        size = math.prod(shape)
+        values = mx.tile(drawn, -(-size // drawn.size))[:size]
+        arrays.append(values.reshape(shape).astype(dtype))
+        mx.eval(arrays[-1])
+    return arrays
+
+
+@dataclass
+class Step:
+    """A step over gradients that are in memory; ``state`` is what it updates."""
+
+    function: Callable[[Any], object]
+    state: list[Any]
+    gradients: Any
+    compiled: bool = True
+    _call: Callable[[Any], object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._call = self.function
+        if self.compiled:
+            self._call = mx.compile(
+                self.function, inputs=self.state, outputs=self.state
+            )
+        mx.eval(self.state, self.gradients)
+
+    def start(self) -> Any:
+        """Build one step and return its outputs, not evaluated."""
+        self._call(self.gradients)
+        return self.state
+
+    def run(self) -> None:
+        """Do one step."""
+        mx.eval(self.start())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train, and the bare optimizer that it is compared with."""
+
+    optimizer: Callable[[], optim.Optimizer] = lambda: optim.AdamW(1e-4)
+    dtype: mx.Dtype = mx.float32
+    compute_dtype: mx.Dtype | None = None
+    clip: bool = False
+    masters: str = "float32"
+
+    def gradients(self, shapes: Shapes) -> list[mx.array]:
+        """Return gradients as the backward pass of this case leaves them."""
+        return random_arrays(shapes, self.compute_dtype or self.dtype)
+
+
+CASES = {
+    "AdamW, float32": Case(),
+    "AdamW, float32, max_grad_norm": Case(clip=True),
+    "AdamW, float16, float32 master weights": Case(dtype=mx.float16),
+    "AdamW, float16, remainders": Case(dtype=mx.float16, masters="remainder"),
+    "AdamW, float32 computed in float16": Case(compute_dtype=mx.float16),
+    "SGD with momentum, float32": Case(lambda: optim.SGD(1e-3, momentum=0.9)),
+    "Lion, float32": Case(lambda: optim.Lion(1e-5)),
+}
+
+
+def bare_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> Step:
+    """Return MLX's optimizer by itself, in float32.
+
+    For a float16 model it works on float32 copies, which are cast afterwards. Where a
+    float32 model is computed in float16, gradients come in float32, without scaling.
+    """
+    model = Leaves([g.shape for g in gradients], case.dtype)
+    weights = model.trainable_parameters()
+    half = case.dtype != mx.float32
+    if half:
+        weights = tree_map(lambda x: x.astype(mx.float32), weights)
+    elif case.compute_dtype is not None:
+        gradients = [g.astype(mx.float32) for g in gradients]
+    optimizer = case.optimizer()
+    optimizer.init(weights)
+    loss_and_grad = nn.value_and_grad(model, model.loss)
+
+    def step(gradients: list[mx.array]) -> None:
+        _, grads = loss_and_grad(gradients)
+        if half:
+            grads = tree_map(lambda g: g.astype(mx.float32), grads)
+        if case.clip:
+            grads, _ = optim.clip_grad_norm(grads, MAX_GRAD_NORM)
+        if not half:
+            optimizer.update(model, grads)
+            return
+        weights.update(optimizer.apply_gradients(grads, weights))
+        model.update(tree_map(lambda x: x.astype(case.dtype), weights))
+
+    state = [model.state, optimizer.state, *([weights] if half else [])]
+    return Step(step, state, gradients, compiled)
+
+
+def scaled_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> Step:
+    """Return the default way: ``LossScaleOptimizer.value_and_grad`` and ``update``."""
+    model = Leaves([g.shape for g in gradients], case.dtype)
+    clipping = {"max_grad_norm": MAX_GRAD_NORM} if case.clip else {}
+    optimizer = LossScaleOptimizer(
+        case.optimizer(), GradScaler(SCALE), masters=case.masters, **clipping
+    )
+    optimizer.init(model.trainable_parameters())
+    loss_and_grad = optimizer.value_and_grad(model, model.loss, case.compute_dtype)
+
+    def step(gradients: list[mx.array]) -> None:
+        _, grads = loss_and_grad(gradients)
+        optimizer.update(model, grads)
+
+    return Step(step, [model.state, optimizer.state], gradients, compiled)
+
+
+def bare_tree_step(gradients: Any, compiled: bool = True) -> Step:
+    """Return AdamW on a plain tree of parameters, without a model."""
+    parameters, optimizer = _zeros_like(gradients), optim.AdamW(1e-4)
+    optimizer.init(parameters)
+
+    def step(gradients: Any) -> None:
+        parameters.update(optimizer.apply_gradients(gradients, parameters))
+
+    return Step(step, [parameters, optimizer.state], gradients, compiled)
+
+
+def scaled_tree_step(gradients: Any, compiled: bool = True) -> Step:
+    """Return ``GradScaler.apply_gradients`` on scaled gradients, PyTorch's way."""
+    parameters, optimizer = _zeros_like(gradients), optim.AdamW(1e-4)
+    optimizer.init(parameters)
+    scaler = GradScaler(SCALE)
+    scaler.scale(mx.array(1.0))
+
+    def step(gradients: Any) -> None:
+        parameters.update(scaler.apply_gradients(optimizer, gradients, parameters))
+        scaler.update()
+
+    state = [parameters, optimizer.state, scaler.state]
+    return Step(step, state, gradients, compiled)
+
+
+def _zeros_like(tree: Any) -> Any:
+    return tree_map(mx.zeros_like, tree)
+
+
+def parameter_count(shapes: Shapes) -> int:
+    """Return the number of parameters."""
+    return sum(map(math.prod, shapes))
+
+
+def arrays_of(state: Any) -> list[mx.array]:
+    """Return all arrays of a tree."""
+    return [x for _, x in tree_flatten(state) if isinstance(x, mx.array)]

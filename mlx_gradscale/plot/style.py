@@ -1,0 +1,97 @@
+"""The style of every picture: colours, fonts, powers of two, and how it is saved."""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..files.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# By role, on a light and on a dark page: GitHub's own colours, so that a picture in a
+# README blends in. The last two of eight digits are the opacity.
+_COLORS = {
+    "page": ("#ffffff", "#0d1117"),
+    "text": ("#24292f", "#e6edf3"),
+    "grid": ("#d0d7de", "#30363d"),
+    "line": ("#0969da", "#58a6ff"),
+    "second": ("#8250df", "#bc8cff"),
+    "alarm": ("#cf222e", "#ff7b72"),
+    "bar": ("#57606a", "#c9d1d9"),
+    "lost": ("#e3631b59", "#e3631b73"),
+    "subnormal": ("#f2c94c59", "#c9a2275c"),
+    "normal": ("#8c959f26", "#8b949e33"),
+    "few": ("#b6d7ff", "#1f4b7a"),
+    "many": ("#0a3069", "#ddf4ff"),
+}
+_COLORED = {
+    "page": ("axes.facecolor", "figure.facecolor", "savefig.facecolor"),
+    "text": ("axes.labelcolor", "text.color", "xtick.color", "ytick.color"),
+    "grid": ("axes.edgecolor", "grid.color"),
+}
+_SETTINGS = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "font.size": 9,
+    "grid.linewidth": 0.5,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+}
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@contextlib.contextmanager
+def new_figure(
+    rows: int, columns: int, size: tuple[float, float], dark: bool
+) -> Iterator[tuple["Figure", list[Any], dict[str, str]]]:
+    """Yield a figure, its axes and its colours by role; draw inside the block."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Pictures need matplotlib. Run: pip install 'mlx_gradscale[plot]'."
+        ) from error
+    colors = {role: pair[dark] for role, pair in _COLORS.items()}
+    colored = {key: colors[role] for role, keys in _COLORED.items() for key in keys}
+    # A figure made without pyplot opens no window and leaves nothing global behind.
+    with matplotlib.rc_context(_SETTINGS | colored):
+        figure = Figure(figsize=size, dpi=130, layout="constrained")
+        share: Any = {"sharex": columns == 1, "sharey": columns > 1}
+        panels = figure.subplots(rows, columns, squeeze=False, **share)
+        yield figure, list(panels.flat), colors
+
+
+def save_figure(figure: "Figure", path: str | os.PathLike[str] | None) -> "Figure":
+    """Write the figure to a file, if there is a path, and return it."""
+    if path is not None:
+        path = Path(path)
+        formats = figure.canvas.get_supported_filetypes()
+        if path.suffix[1:] not in formats:
+            raise ValueError(
+                f"Cannot draw to {path.name!r}. Use one of .{', .'.join(formats)}."
+            )
+        # In memory first: matplotlib's errors would hide that the disk is full.
+        data = io.BytesIO()
+        figure.savefig(data, format=path.suffix[1:])
+        with atomic_write(path) as file:
+            file.write(data.getbuffer())
+    return figure
+
+
+def power_of_two(exponent: float, _position: object = None) -> str:
+    """Write a power of two, in text and as a tick formatter.
+
+    Example:
+        >>> power_of_two(16), power_of_two(-24)
+        ('2¹⁶', '2⁻²⁴')
+    """
+    return "2" + f"{exponent:.0f}".translate(_SUPERSCRIPT)

@@ -1,0 +1,86 @@
+"""The benchmarks measure what they say, and the command prints and writes it."""
+
+import json
+
+import mlx.core as mx
+import pytest
+
+from benchmarks import __main__, chart, harness, steps
+from benchmarks.__main__ import main, table
+from benchmarks.steps import CASES
+
+
+def test_variants_take_turns_and_the_lower_quartile_counts():
+    calls = []
+    runs = {name: lambda name=name: calls.append(name) for name in "ab"}
+    seconds = harness.take_turns(runs, rounds=3, warm_up=1)
+    assert "".join(calls) == "ab" * 4
+    assert all(value > 0 for value in seconds.values())
+    assert harness.lower_quartile([4.0, 1.0, 2.0, 3.0, 5.0]) == 2.0
+    assert harness.lower_quartile([4.0]) == 4.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scaled_step_moves_parameters_as_the_bare_optimizer_does(name):
+    case, results = CASES[name], []
+    gradients = case.gradients([(8, 8)] * 3)
+    true = [(g / steps.SCALE).astype(g.dtype) for g in gradients]
+    for make, given in ((steps.bare_step, true), (steps.scaled_step, gradients)):
+        mx.random.seed(0)
+        step = make(case, given)
+        before = step.state[0]["layers"][0]["weight"]
+        step.run()
+        after = step.state[0]["layers"][0]["weight"]
+        assert not mx.array_equal(before, after)
+        results.append(after.astype(mx.float32))
+    tolerance = 1e-6 if case.dtype == mx.float32 else 1e-4
+    if case.compute_dtype is not None:
+        tolerance = 2e-4  # the bare gradients were rounded after unscaling
+    assert mx.allclose(*results, rtol=1e-3, atol=tolerance)
+
+
+def test_large_arrays_repeat_a_million_values():
+    (x,) = steps.random_arrays([(3, 500_000)])
+    flat = x.reshape(-1)
+    assert mx.array_equal(flat[:500_000], flat[10**6 :])
+
+
+def test_table_aligns_numbers_to_the_right():
+    rows = [{"case": "a", "ratio": 1.25}, {"case": "long", "ratio": 12.5}]
+    assert table(rows).splitlines() == ["case  ratio", "a      1.25", "long   12.5"]
+
+
+def test_command_prints_and_writes_the_tables_that_are_asked_for(
+    tmp_path, capsys, monkeypatch
+):
+    rows = [{"case": "AdamW", "parameters": "8 M", "ratio": 1.2}]
+    from benchmarks import optimizer_phase
+
+    monkeypatch.setattr(optimizer_phase, "measure", lambda quick: rows)
+    file = tmp_path / "results.json"
+    assert main(["--quick", "optimizer_phase", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["tables"] == {"optimizer_phase": rows}
+    assert "AdamW  8 M           1.2" in capsys.readouterr().out
+
+
+def test_command_refuses_a_question_that_does_not_exist(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["speed"])
+    assert "There is no 'speed'" in capsys.readouterr().err
+
+
+def test_every_question_has_a_module_with_a_question():
+    for name in __main__.QUESTIONS:
+        module = __import__(f"benchmarks.{name}", fromlist=["measure"])
+        assert module.__doc__.partition("\n")[0].endswith("?")
+
+
+def test_chart_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"case": case, "parameters": size, "ratio": 1.2}
+        for case in ("a", "b")
+        for size in ("8 M", "256 M")
+    ]
+    chart.draw(rows, tmp_path / "chart.svg", "a machine")
+    assert (tmp_path / "chart.svg").stat().st_size > 1000

@@ -1,0 +1,103 @@
+"""How often an eager step calls Python functions for each leaf of the model."""
+
+import gc
+import os
+import sys
+import weakref
+from inspect import CO_GENERATOR
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import mlx.utils
+import pytest
+
+import mlx_gradscale
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+
+# Calls for each leaf of one gradient and of one step.
+GRADIENT, STEP = 6, 6
+COUNTED = (str(Path(mlx_gradscale.__file__).parent) + os.sep, mlx.utils.__file__)
+
+
+class Leaves(nn.Module):
+    """A model of nothing but parameters, two in each layer."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = [nn.Linear(1, 1) for _ in range(count // 2)]
+
+    def __call__(self, x):
+        return x * self.layers[0].weight
+
+
+def calls(function):
+    """Count the calls of functions of the package and of MLX's trees."""
+    count = 0
+
+    def see(frame, event, _):
+        nonlocal count
+        code = frame.f_code
+        # A generator would count each time that it resumes.
+        if event == "call" and not code.co_flags & CO_GENERATOR:
+            count += code.co_filename.startswith(COUNTED)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def with_optimizer(model, loss_fn):
+    optimizer = LossScaleOptimizer(optim.AdamW(1e-3))
+    loss_and_grad = optimizer.value_and_grad(model, loss_fn)
+    return loss_and_grad, lambda grads: optimizer.update(model, grads)
+
+
+def with_scaler(model, loss_fn):
+    scaler, optimizer = GradScaler(), optim.AdamW(1e-3)
+    loss_and_grad = scaler.value_and_grad(model, loss_fn)
+    return loss_and_grad, lambda grads: scaler.minimize(optimizer, model, grads)
+
+
+def calls_of(make, count):
+    """Return the calls of one gradient and of one step with so many leaves."""
+    model, x = Leaves(count), mx.ones((1, 1))
+    loss_and_grad, step = make(model, lambda x: model(x).sum())
+    # State, traces and warnings of the first steps do not count.
+    for _ in range(2):
+        step(loss_and_grad(x)[1])
+    _, grads = loss_and_grad(x)
+    return calls(lambda: loss_and_grad(x)), calls(lambda: step(grads))
+
+
+@pytest.mark.parametrize("make", [with_optimizer, with_scaler])
+def test_eager_step_calls_few_functions_for_each_leaf(make):
+    few, many = calls_of(make, 100), calls_of(make, 200)
+    per_leaf = [(b - a) / 100 for a, b in zip(few, many, strict=True)]
+    assert per_leaf[0] <= GRADIENT, per_leaf
+    assert per_leaf[1] <= STEP, per_leaf
+
+
+def test_nothing_of_an_eager_step_waits_for_the_garbage_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        for make in (with_optimizer, with_scaler):
+            model, x = Leaves(2), mx.ones((1, 1))
+            loss_and_grad, step = make(model, lambda x, model=model: model(x).sum())
+            for _ in range(2):
+                step(loss_and_grad(x)[1])
+            _, grads = loss_and_grad(x)
+            kept = [weakref.ref(g) for g in grads["layers"][0].values()]
+            step(grads)
+            del grads
+            # The next pass replaces whatever the last one remembered.
+            loss_and_grad(x)
+            assert not any(ref() for ref in kept), make
+    finally:
+        gc.enable()

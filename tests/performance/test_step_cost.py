@@ -1,0 +1,138 @@
+"""What a compiled step costs, counted: kernels, bytes, buffers, traces, memory.
+
+These numbers rest on how MLX's compiler fuses, so a new MLX may move them although
+nothing that a user sees has changed.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+
+from benchmarks import first_step, peak_memory, steps
+from benchmarks.bytes_and_kernels import count, read_graph
+from benchmarks.steps import CASES, Case, arrays_of
+
+ROOT = Path(__file__).parents[2]
+
+# MLX's optimizers whose update is elementwise, so that it can be one kernel.
+ELEMENTWISE = {
+    "SGD": lambda: optim.SGD(0.1),
+    "SGD momentum": lambda: optim.SGD(0.1, momentum=0.9),
+    "RMSprop": lambda: optim.RMSprop(1e-2),
+    "Adagrad": lambda: optim.Adagrad(1e-2),
+    "AdaDelta": lambda: optim.AdaDelta(1.0),
+    "Adam": lambda: optim.Adam(1e-2),
+    "AdamW": lambda: optim.AdamW(1e-2, bias_correction=True),
+    "Adamax": lambda: optim.Adamax(1e-2),
+    "Lion": lambda: optim.Lion(1e-3),
+}
+
+
+def step_of(case, leaves=4, shape=(8, 8)):
+    return steps.scaled_step(case, case.gradients([shape] * leaves))
+
+
+def kernels_per_leaf(case):
+    few, many = (count(step_of(case, leaves))[1] for leaves in (32, 64))
+    return (many - few) / 32
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_each_leaf_costs_one_kernel_and_a_quarter_for_the_check(name):
+    assert kernels_per_leaf(Case(ELEMENTWISE[name])) <= 1.25
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_leaf_costs_at_most_two_kernels_in_every_mode(name):
+    assert kernels_per_leaf(CASES[name]) <= 2.25
+
+
+# Bytes per parameter that a step reads and writes; MLX's AdamW alone moves 28.
+MOVED = {
+    "AdamW, float32": 33.0,
+    "AdamW, float32, max_grad_norm": 33.0,
+    "AdamW, float16, float32 master weights": 34.5,
+    "AdamW, float16, remainders": 36.5,
+    "AdamW, float32 computed in float16": 28.5,
+    "SGD with momentum, float32": 25.0,
+    "Lion, float32": 25.0,
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_step_moves_no_more_bytes_than_counted_before(name):
+    moved, _ = count(step_of(CASES[name], leaves=16, shape=(256, 256)))
+    assert moved / (16 * 256 * 256) <= MOVED[name] + 0.1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_fused_kernel_takes_more_buffers_than_metal_allows(name):
+    # Metal has 31 per kernel, and MLX needs three for shape, strides and their number.
+    step = step_of(CASES[name])
+    known = arrays_of([step.state, step.gradients])
+    primitives = read_graph(arrays_of(step.start()), known)
+    made = {output for primitive in primitives for output in primitive.outputs}
+    for primitive in primitives:
+        if primitive.name.startswith("Compiled"):
+            # Constants are printed into the kernel: no name, and nothing makes them.
+            given = {x for x in primitive.inputs if x in made or x.startswith("array")}
+            assert len(given) + len(primitive.outputs) <= 28, primitive
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_applied_and_skipped_steps_share_one_trace(name):
+    traces = 0
+    step = step_of(CASES[name])
+
+    def counted(gradients):
+        nonlocal traces
+        traces += 1
+        step.function(gradients)
+
+    compiled = mx.compile(counted, inputs=step.state, outputs=step.state)
+    bad = [mx.full(g.shape, float("inf"), g.dtype) for g in step.gradients]
+    scaler = step.state[1]["scaler"]
+    for gradients in (step.gradients, bad, bad, step.gradients):
+        compiled(gradients)
+        mx.eval(step.state)
+    assert traces == 1
+    assert scaler["skipped_steps"].item() == 2
+
+
+KEPT = {
+    "float32, MLX's AdamW": 12,
+    "float32": 12,
+    "float32, max_grad_norm": 12,
+    "float32 computed in float16": 12,
+    "float16, float32 master weights": 14,
+    "float16, remainders": 12,
+}
+
+
+@pytest.mark.parametrize("name", peak_memory.RUNS)
+def test_a_run_keeps_no_more_bytes_per_parameter_than_promised(name):
+    kept, peak = peak_memory.bytes_per_parameter(name, width=128)
+    assert kept == pytest.approx(KEPT[name], abs=0.1)
+    assert peak > kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX keeps kernels elsewhere.")
+def test_first_step_builds_at_most_four_kernels_more_than_bare(tmp_path):
+    built = {}
+    for variant in first_step.VARIANTS:
+        folder = tmp_path / variant
+        folder.mkdir()
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.first_step", variant, "16"],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": str(folder)},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        built[variant] = len(list(folder.rglob("*.so")))
+    assert built["scaled"] <= built["bare"] + 4, built

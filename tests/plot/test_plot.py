@@ -1,0 +1,181 @@
+"""Pictures show the data they were given, and the command draws a file."""
+
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+
+from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
+from mlx_gradscale.float32_layers import Float32Search, Row
+from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
+
+matplotlib = pytest.importorskip("matplotlib")
+
+CSV = """step,scale,applied,grad_norm,loss
+1,65536.0,1,1.0,4.0
+2,32768.0,0,nan,inf
+3,16384.0,0,,2.0
+4,16384.0,1,0.5,1.0
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text(CSV)
+    return path
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
+
+
+def test_history_has_one_panel_per_column_and_a_mark_on_every_skipped_step(run):
+    figure = plot_history(run)
+    loss, scale, norm = figure.axes
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    assert labels == ["loss", "loss scale", "gradient norm"]
+    line, marks = scale.get_lines()
+    assert list(line.get_ydata()) == [16, 15, 14, 14]
+    assert list(marks.get_xdata()) == [2, 3]
+    values = loss.get_lines()[0].get_ydata()
+    assert [x for x in values if x == x] == [4.0, 2.0, 1.0]
+    assert [line.get_xdata()[0] for line in norm.get_lines()[1:]] == [2, 3]
+    assert "4 steps, 2 skipped" in texts(figure)
+
+
+def test_history_leaves_out_panels_without_data_and_reports_a_run_of_nan(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,scale,applied,grad_norm,loss\n1,2.0,1,,\n")
+    assert len(plot_history(path).axes) == 1
+    path.write_text("step,scale,applied,grad_norm,loss\n1,2.0,1,,nan\n2,2.0,1,,nan\n")
+    assert "inf or NaN in every step" in texts(plot_history(path))
+
+
+def gradients(rows=3):
+    return {f"l{i}": mx.full((4,), 2.0 ** (-30 + 3 * i % 40)) for i in range(rows)}
+
+
+def test_gradient_bars_are_the_shares_without_and_with_the_scale():
+    figure = plot_gradients(gradients(), scale=2.0**16)
+    for axes, shift in zip(figure.axes, (0, 16), strict=True):
+        middles = [bar.get_x() + bar.get_width() / 2 for bar in axes.patches[:3]]
+        expected = [-29.5 + shift, -26.5 + shift, -23.5 + shift]
+        assert middles == pytest.approx(expected)
+    assert {"underflow\n66.67%", "normal\n100.00%"} <= set(texts(figure))
+    assert "with loss scale 2¹⁶" in texts(figure)
+
+
+def test_gradient_map_has_a_row_per_leaf_and_as_many_names_as_fit():
+    figure = plot_gradients(gradient_histogram(gradients(200)), layers=True)
+    image = figure.axes[0].get_images()[0].get_array()
+    assert image.shape[0] == 200
+    assert image.filled(0).sum() == pytest.approx(200 * 100)
+    assert 50 <= len(figure.axes[0].get_yticks()) <= 72
+
+
+def search(layers=5, forward=1e5, inside=False, where=("layers.1 to layers.2",)):
+    rows = [Row("", 1.0, 0.0, False)]
+    rows += [Row(f"layers.{i}", 2.0, 30.0, False) for i in range(layers)]
+    rows[2] = Row("layers.1", forward, 30.0, bool(where), "too large", inside)
+    return Float32Search(list(where), [], rows, scale=1024.0)
+
+
+def test_headroom_draws_the_model_before_and_after_with_the_limit():
+    figure = plot_headroom(search())
+    found = texts(figure)
+    assert "all in float16: 1 of 5 layers overflow" in found
+    assert {"layers.1", "65504", "backward, loss scale 2¹⁰"} <= set(found)
+    for axes in figure.axes:
+        forward = axes.collections[0].get_offsets()
+        assert [x for x, _ in forward] == [0, 1, 2, 3, 4]
+        assert [2**y for _, y in forward] == pytest.approx([2, 1e5, 2, 2, 2])
+
+
+def test_headroom_marks_a_layer_that_overflows_inside_above_the_limit():
+    figure = plot_headroom(search(forward=3.0, inside=True))
+    assert "all in float16: 1 of 5 layers overflow inside" in texts(figure)
+    (mark,) = [
+        line
+        for line in figure.axes[0].lines
+        if line.get_label() == "overflows inside the layer"
+    ]
+    assert list(mark.get_xdata()) == [1]
+    assert mark.get_ydata()[0] > 16
+
+
+def test_headroom_does_not_call_a_layer_near_the_limit_an_overflow():
+    figure = plot_headroom(search(forward=4e4))
+    assert "all in float16: 0 of 5 layers overflow" in texts(figure)
+
+
+def test_headroom_without_float32_layers_has_one_panel_and_few_names():
+    figure = plot_headroom(search(300, 2.0, where=()), title="mine")
+    assert len(figure.axes) == 1
+    assert "mine" in texts(figure)
+    assert len({text for text in texts(figure) if text.startswith("layers.")}) <= 40
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_pictures_are_written_and_matplotlib_stays_as_it_was(
+    run, tmp_path, dark, suffix
+):
+    before = dict(matplotlib.rcParams)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    plot_history(run, folder / f"history{suffix}", dark=dark)
+    plot_gradients(gradients(), folder / f"gradients{suffix}", dark=dark)
+    plot_headroom(search(), folder / f"headroom{suffix}", dark=dark)
+    assert sorted(p.stem for p in folder.iterdir()) == [
+        "gradients",
+        "headroom",
+        "history",
+    ]
+    assert all(path.stat().st_size > 1000 for path in folder.iterdir())
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_nothing_to_draw_is_an_error_and_writes_no_file(run, tmp_path):
+    with pytest.raises(ValueError, match="empty"):
+        plot_history(ScaleHistory())
+    with pytest.raises(ValueError, match="zero"):
+        plot_gradients({"w": mx.zeros(3)})
+    with pytest.raises(ValueError, match=r"nothing to draw. Weights are NaN"):
+        plot_headroom(Float32Search([], problem="Weights are NaN."))
+    with pytest.raises(ValueError, match=r"Use one of .*\.png"):
+        plot_history(run, tmp_path / "run.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.csv"]
+
+
+def test_command_writes_beside_the_history_or_to_the_output(run, tmp_path, capsys):
+    output = str(tmp_path / "a.png")
+    assert main([str(run), "-o", output, "--dark"]) == 0
+    assert main([str(run)]) == 0
+    printed = capsys.readouterr().out.split()
+    assert printed == [output, str(tmp_path / "run.png")]
+    assert all((tmp_path / name).exists() for name in ("a.png", "run.png"))
+
+
+def test_command_reports_a_missing_and_a_foreign_file_in_one_line(tmp_path, capsys):
+    (tmp_path / "other.csv").write_text("a,b\n")
+    for name in ("none.csv", "other.csv"):
+        assert main([str(tmp_path / name)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("mlx_gradscale plot: ")
+        assert name in error
+        assert error.count("\n") == 1
+
+
+def test_without_matplotlib_the_error_names_the_extra(run):
+    # A fresh interpreter: the package itself must not need matplotlib either.
+    program = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from mlx_gradscale.plot import plot_history\n"
+        "try: plot_history(sys.argv[1])\n"
+        "except ImportError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", program, str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "mlx_gradscale[plot]" in done.stdout, done.stderr
