@@ -1,7 +1,7 @@
 """Measure the values at the edges of every layer, forward and backward."""
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -10,10 +10,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from ..core.trees import restore, snapshot
+from ..core.gradients import is_opaque
 from ..files.text import dtype_name
-from .calls import Handler, get_handlers, set_handlers
-from .where import ordered_modules
+from .calls import Handler, handled, ordered_modules, owner_of
 
 # Sums with random signs: from 64 of them the distance of two arrays is known to some
 # 20 percent, without the arrays.
@@ -28,7 +27,6 @@ class Value:
         path (str): The path of the layer; "" is the whole model.
         caller (str or None): The layer that called it; None for the loss function.
         side (str): "input" or "output".
-        call (int): The number of the call; ``within`` is that of the call around it.
         dtype (Dtype): Of the array.
         count (int): The number of elements.
         measured (array): What :func:`measure` returned, lazy until :meth:`read`.
@@ -44,8 +42,6 @@ class Value:
     path: str
     caller: str | None
     side: str
-    call: int
-    within: int | None
     dtype: mx.Dtype
     count: int
     measured: mx.array
@@ -76,14 +72,19 @@ class Value:
 
     def distance(self, other: "Value") -> float:
         """Return the relative distance to ``other``, estimated from the sums."""
-        norm = float(np.linalg.norm(other.sums))
-        off = float(np.linalg.norm(self.sums - other.sums))
-        return off / norm if norm else float(off > 0)
+        return relative_distance([(self, other)])
 
     def __str__(self) -> str:
         counts = {"NaN": self.nan, "+inf": self.positive_inf, "-inf": self.negative_inf}
         found = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
         return f"{found} of {self.count}, {dtype_name(self.dtype)}"
+
+
+def relative_distance(pairs: list[tuple[Value, Value]]) -> float:
+    """Return how far the first values of pairs are from the second, all together."""
+    norm = sum(float(np.square(b.sums).sum()) for _, b in pairs)
+    off = sum(float(np.square(a.sums - b.sums).sum()) for a, b in pairs)
+    return (off / norm) ** 0.5 if norm else float(off > 0)
 
 
 def measure(x: mx.array) -> mx.array:
@@ -106,16 +107,56 @@ def _signs(count: int) -> mx.array:
     return 1.0 - 2.0 * ((bits >> 16) & 1).astype(mx.float32)
 
 
+@dataclass(eq=False)
+class Call:
+    """One call of a layer, or of the loss function, whose path is None."""
+
+    path: str | None
+    inputs: list[Value] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    children: list["Call"] = field(default_factory=list)
+
+    def largest_made(self) -> float:
+        """Return the largest magnitude that this call computed itself.
+
+        Its arguments, and what it passes from one call to the next, are not its own.
+        """
+        own = [value.magnitude for value in self.outputs]
+        known = [value.magnitude for value in self.inputs]
+        for child in self.children:
+            inputs = [value.magnitude for value in child.inputs]
+            own += [x for x in inputs if not is_one_of(x, known)]
+            known += [value.magnitude for value in child.outputs]
+        return max(own, default=0.0)
+
+    def descendants(self) -> "Iterator[Call]":
+        """Yield all calls within this one."""
+        for child in self.children:
+            yield child
+            yield from child.descendants()
+
+
+def is_one_of(x: float, others: list[float]) -> bool:
+    """Tell whether a magnitude is that of another array, passed on."""
+    return any(abs(x - other) <= 1e-3 * abs(other) for other in others)
+
+
 class Probes:
-    """The values of one forward and backward pass, in the order they were computed."""
+    """The values of one pass, in the order in which they were computed.
+
+    Attributes:
+        forward (list): The values at the edges of layers.
+        backward (list): Their gradients.
+        loss_call (Call): The call of the loss function, with all others in it.
+    """
 
     def __init__(self, paths: list[str]):
         self.forward: list[Value] = []
         self.backward: list[Value] = []
+        self.loss_call = Call(None)
         self._paths = paths
+        self._running = [self.loss_call]
         self._is_forward_done = False
-        self._n_calls = 0
-        self._running: list[tuple[str, int]] = []
 
     def mark_end_of_forward(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the loss function: the forward pass ends where it returns."""
@@ -131,42 +172,34 @@ class Probes:
         """Return the handler that measures what goes in and out of one layer."""
 
         def handle(_: Any, function: Any, args: Any, kwargs: Any) -> Any:
-            within = self._running[-1][1] if self._running else None
-            here = (path, self._caller(path), self._n_calls, within)
-            self._n_calls += 1
-            args, kwargs = self._tap((args, kwargs), here, "input")
-            self._running.append((path, here[2]))
+            call, caller = Call(path), self._running[-1].path
+            if not self._is_forward_done:
+                self._running[-1].children.append(call)
+            elif caller is None and path:
+                # A checkpointed layer runs again in the backward pass, where its caller
+                # is unknown: take the module around it.
+                caller = owner_of([p for p in self._paths if p != path], path)
+            args, kwargs = self._tap((args, kwargs), call, caller, "input")
+            self._running.append(call)
             try:
                 outputs = function(*args, **kwargs)
             finally:
                 self._running.pop()
-            return self._tap(outputs, here, "output")
+            return self._tap(outputs, call, caller, "output")
 
         return handle
 
-    def _caller(self, path: str) -> str | None:
-        if self._running:
-            return self._running[-1][0]
-        if self._is_forward_done and path:
-            # A checkpointed layer runs again in the backward pass, where its caller is
-            # unknown: take the module around it.
-            around = [p for p in self._paths if not p or path.startswith(f"{p}.")]
-            return max(around, key=len)
-        return None
-
-    def _tap(self, tree: Any, here: tuple[Any, ...], side: str) -> Any:
-        path, caller, call, within = here
-
+    def _tap(self, tree: Any, call: Call, caller: str | None, side: str) -> Any:
         def tap(x: Any) -> Any:
             if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating):
                 return x
-            where = (path, caller, side, call, within)
-            value = Value(*where, x.dtype, x.size, measure(x))
+            value = Value(call.path or "", caller, side, x.dtype, x.size, measure(x))
+            (call.inputs if side == "input" else call.outputs).append(value)
             if not self._is_forward_done:
                 self.forward.append(value)
             return self._tap_gradient(x, value)
 
-        return tree_map(tap, tree, is_leaf=is_module)
+        return tree_map(tap, tree, is_leaf=is_opaque)
 
     def _tap_gradient(self, x: mx.array, value: Value) -> mx.array:
         @mx.custom_function
@@ -184,75 +217,9 @@ class Probes:
         return cast(mx.array, identity(x))
 
 
-def is_module(x: Any) -> bool:
-    """Tell whether a tree of arguments ends here, although a module is a dict."""
-    return isinstance(x, nn.Module)
-
-
-@contextlib.contextmanager
+@contextmanager
 def probed(model: nn.Module) -> Iterator[Probes]:
     """Measure the layers of a model, which is unchanged afterwards."""
     probes = Probes([path for path, _ in ordered_modules(model)])
     with handled(model, lambda path, _: probes.make_handler(path)):
         yield probes
-
-
-@contextlib.contextmanager
-def handled(
-    model: nn.Module, make_handler: Callable[[str, nn.Module], Handler]
-) -> Iterator[None]:
-    """Let every layer of a model go through a handler within a ``with`` block.
-
-    The model, its modules' classes and the random state are restored afterwards.
-
-    Args:
-        model (nn.Module): The model.
-        make_handler (Callable): Is given path and module; a shared module has the first
-            of its paths.
-    """
-    modules: dict[int, tuple[str, nn.Module]] = {}
-    for path, module in ordered_modules(model):
-        modules.setdefault(id(module), (path, module))
-    with preserved(model):
-        for path, module in modules.values():
-            handler = make_handler(path, module)
-            set_handlers(module, (*get_handlers(module), handler))
-        yield
-
-
-@contextlib.contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore a model and the random state afterwards; run without ``mx.compile``."""
-    saved = snapshot(model)
-    attributes = [(m, type(m), dict(vars(m))) for _, m in ordered_modules(model)]
-    random_state: Any = mx.random.state
-    high, low = random_state[0].tolist()
-    compiles = _is_compile_enabled()
-    try:
-        # Inside of a compiled function a layer's values cannot be seen.
-        mx.disable_compile()
-        yield
-    finally:
-        if compiles:
-            mx.enable_compile()
-        # A key is its seed in two halves.
-        mx.random.seed(high << 32 | low)
-        restore(saved)
-        for module, cls, own in attributes:
-            object.__setattr__(module, "__class__", cls)
-            vars(module).clear()
-            vars(module).update(own)
-
-
-def _is_compile_enabled() -> bool:
-    """Tell whether ``mx.compile`` compiles; MLX has no function for that."""
-    calls = []
-
-    def count(x: mx.array) -> mx.array:
-        calls.append(1)
-        return x + 1
-
-    compiled = mx.compile(count)
-    for _ in range(2):
-        compiled(mx.array(0))
-    return len(calls) == 1

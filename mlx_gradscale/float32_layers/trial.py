@@ -1,8 +1,8 @@
 """Run one batch forward and backward, with every layer measured."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +12,13 @@ import numpy as np
 from mlx.utils import tree_map
 
 from ..core.finite import is_floating
+from ..core.gradients import is_opaque, loss_of
 from ..core.masters import to_float32
 from ..core.scaler import GradScaler
 from ..core.trees import commit, flatten, slots
+from .calls import ordered_modules, owner_of
 from .layers import float32_layers
-from .probes import Probes, Value, is_module, measure, probed
-from .where import module_path, ordered_modules
+from .probes import Call, Probes, Value, measure, probed, relative_distance
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Run:
         backward (list): Their gradients, in the order of the backward pass.
         gradients (dict): The gradients of parameters by path; their ``caller`` is the
             module of the parameter.
+        loss_call (Call): The call of the loss function, with all others in it.
     """
 
     loss: float
@@ -57,20 +59,23 @@ class Run:
     forward: list[Value]
     backward: list[Value]
     gradients: dict[str, Value]
+    loss_call: Call
 
     @property
     def has_finite_gradients(self) -> bool:
         """Whether the gradients of all parameters are finite."""
         return all(value.is_finite for value in self.gradients.values())
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return bool(np.isfinite(self.loss)) and self.has_finite_gradients
+
     def gradient_distance(self, other: "Run") -> float:
         """Return the relative distance of all gradients together to another run's."""
-        pairs = [
-            (x.sums, other.gradients[path].sums) for path, x in self.gradients.items()
-        ]
-        norm = sum(float(np.square(b).sum()) for _, b in pairs)
-        off = sum(float(np.square(a - b).sum()) for a, b in pairs)
-        return (off / norm) ** 0.5 if norm else float(off > 0)
+        return relative_distance(
+            [(value, other.gradients[path]) for path, value in self.gradients.items()]
+        )
 
 
 def run(
@@ -90,75 +95,47 @@ def run(
         scale (float): The loss scale. Default: ``1.0``.
         in_float32 (bool): Run the whole model in float32. Default: ``False``.
     """
-    if in_float32:
-        setting = Setting(setting.model, setting.loss_fn)
-        arguments = (batch.args, batch.kwargs)
-        batch = Batch(*tree_map(_to_float32, arguments, is_leaf=is_module))
-    with _prepared(setting, where, in_float32) as probes:
-        loss_fn = probes.mark_end_of_forward(setting.loss_fn)
-        loss, grads = differentiate(replace(setting, loss_fn=loss_fn), batch, scale)
-        modules = dict(ordered_modules(setting.model))
-        gradients = {
-            path: Value(
-                path,
-                module_path(modules, path),
-                "gradient",
-                0,
-                None,
-                x.dtype,
-                x.size,
-                measure(x),
-                has_gradient=True,
-            )
-            for path, x in flatten(grads)
-            if is_floating(x)
-        }
-        # Without the gradients, so that they are not kept until the end.
-        del grads
-        scaled = len(probes.forward), len(probes.forward) + len(probes.backward)
-        values = [*probes.forward, *probes.backward, *gradients.values()]
+    if not flatten(setting.model.trainable_parameters()):
+        raise ValueError("The model has no trainable parameters: unfreeze some.")
+    with _traced(setting, batch, where, scale, in_float32) as (probes, loss, grads):
+        paths = [path for path, _ in ordered_modules(setting.model)]
+        gradients = {}
+        for path, x in flatten(grads):
+            if is_floating(x):
+                owner = owner_of(paths, path)
+                value = Value(path, owner, "gradient", x.dtype, x.size, measure(x))
+                gradients[path] = replace(value, has_gradient=True)
+        # So that they are not kept until the end.
+        grads.clear()
+        values = [*probes.forward, *gradients.values(), *probes.backward]
         rows = np.array(mx.stack([value.measured for value in values]))
         for i, (value, row) in enumerate(zip(values, rows, strict=True)):
             # The gradients of parameters are unscaled already.
-            value.read(row, scale if scaled[0] <= i < scaled[1] else 1.0)
-        return Run(float(loss), scale, probes.forward, probes.backward, gradients)
+            is_scaled = i >= len(values) - len(probes.backward)
+            value.read(row, scale if is_scaled else 1.0)
+        return Run(
+            float(loss),
+            scale,
+            probes.forward,
+            probes.backward,
+            gradients,
+            probes.loss_call,
+        )
 
 
-def edge_dtypes(
-    setting: Setting, batch: Batch, where: Sequence[str]
-) -> list[tuple[str, mx.Dtype]]:
-    """Return path and dtype of all values at the edges of layers; computes nothing."""
-    with _prepared(setting, where, False) as probes:
-        loss_fn = probes.mark_end_of_forward(setting.loss_fn)
-        differentiate(replace(setting, loss_fn=loss_fn), batch)
-    return [(value.path, value.dtype) for value in probes.forward]
-
-
-def differentiate(
-    setting: Setting, batch: Batch, scale: float = 1.0
-) -> tuple[mx.array, Any]:
-    """Return the loss and its unscaled gradients, lazily and without warnings."""
-    casting: dict[str, Any] = {}
-    if setting.compute_dtype is not None:
-        casting = {"keep": setting.keep, "cast_inputs": setting.cast_inputs}
-    scaler = GradScaler(init_scale=scale, dynamic=False)
-    loss_and_grad = scaler.value_and_grad(
-        setting.model, setting.loss_fn, setting.compute_dtype, **casting
-    )
-    with warnings.catch_warnings():
-        # The reports say what is wrong; warnings of trial runs would repeat it.
-        warnings.simplefilter("ignore")
-        outputs, grads = loss_and_grad(*batch.args, **batch.kwargs)
-    return outputs[0] if isinstance(outputs, tuple) else outputs, grads
-
-
-@contextlib.contextmanager
-def _prepared(
-    setting: Setting, where: Sequence[str] | None, in_float32: bool
-) -> Iterator[Probes]:
+@contextmanager
+def _traced(
+    setting: Setting,
+    batch: Batch,
+    where: Sequence[str] | None,
+    scale: float = 1.0,
+    in_float32: bool = False,
+) -> Iterator[tuple[Probes, mx.array, Any]]:
     with probed(setting.model) as probes:
         if in_float32:
-            where = []
+            setting, where = Setting(setting.model, setting.loss_fn), []
+            arguments = (batch.args, batch.kwargs)
+            batch = Batch(*tree_map(_to_float32, arguments, is_leaf=is_opaque))
             commit(
                 (container, key, to_float32(container[key]))
                 for _, container, key in slots(setting.model)
@@ -166,7 +143,27 @@ def _prepared(
             )
         if where is not None:
             float32_layers(setting.model, where)
-        yield probes
+        loss_fn = probes.mark_end_of_forward(setting.loss_fn)
+        loss, grads = differentiate(replace(setting, loss_fn=loss_fn), batch, scale)
+        yield probes, loss, grads
+
+
+def differentiate(
+    setting: Setting, batch: Batch, scale: float = 1.0
+) -> tuple[mx.array, Any]:
+    """Return the loss and its unscaled gradients, lazily and without warnings."""
+    loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
+        setting.model,
+        setting.loss_fn,
+        setting.compute_dtype,
+        keep=setting.keep,
+        cast_inputs=setting.cast_inputs,
+    )
+    with warnings.catch_warnings():
+        # The reports say what is wrong; warnings of trial runs would repeat it.
+        warnings.simplefilter("ignore")
+        outputs, grads = loss_and_grad(*batch.args, **batch.kwargs)
+    return loss_of(outputs), grads
 
 
 def _to_float32(x: Any) -> Any:
