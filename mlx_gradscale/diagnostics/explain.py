@@ -30,8 +30,8 @@ _ADVICE = {
     "loss scale helps: normalise them; or leave arguments alone with "
     "value_and_grad(..., cast_inputs=False), and cast in the loss function what the "
     "model needs.",
-    "parameters": "Parameters are not finite. No loss scale helps: return to an earlier "
-    "checkpoint.",
+    "parameters": "Parameters are not finite. No loss scale helps: return to an "
+    "earlier checkpoint.",
     "forward": "The forward pass overflows. Loss scaling works on gradients and cannot "
     "help: let the layers that make and read this value compute in float32, make their "
     "inputs smaller, or compute in bfloat16.",
@@ -176,9 +176,8 @@ def explain_overflow(
             loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
         )
         # A model that skips steps may have odd weights: allow a large distance.
-        found = search_batches(
-            replace(setting, loss_fn=original), [arguments], 1.0, 0.1
-        )
+        setting = replace(setting, loss_fn=original)
+        found = search_batches(setting, [arguments], margin=1.0, tolerance=0.1)
         if found.where:
             cure, line = found.where, _line_to_paste(found)
     return OverflowReport(

@@ -59,7 +59,7 @@ def owner_of(paths: Iterable[str], parameter: str) -> str:
     return max((path for path in paths if is_inside(parameter, path)), key=len)
 
 
-def has_call(cls: type, method: str = "__call__") -> bool:
+def has_method(cls: type, method: str) -> bool:
     """Tell whether a class of modules, or one of its bases, defines a method."""
     # Not hasattr: every class has a __call__, that of its metaclass.
     return any(method in vars(each) for each in cls.__mro__)
@@ -192,8 +192,8 @@ def _intercepted(cls: type) -> type:
         args = tuple(cls if arg is subclass else arg for arg in args)
         return (_rebuild, (make, args), *rest)
 
-    body: dict[str, Any] = {m: intercept(m) for m in _METHODS if has_call(cls, m)}
-    body |= {m: convert(m) for m in _CONVERSIONS if has_call(cls, m)}
+    body: dict[str, Any] = {m: intercept(m) for m in _METHODS if has_method(cls, m)}
+    body |= {m: convert(m) for m in _CONVERSIONS if has_method(cls, m)}
     body |= {"__reduce_ex__": reduce, "__doc__": cls.__doc__}
     body["computes_in_float32"] = property(_computes_in_float32)
     body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__")}

@@ -15,8 +15,7 @@ from ..core.finite import NonFinite, nonfinite
 from ..core.gradients import is_opaque
 from ..files.text import dtype_name
 from .calls import ordered_modules, owner_of
-from .probes import Value
-from .trial import Batch, Run, Setting
+from .trial import Batch, Run, Setting, Value
 
 
 @dataclass(frozen=True)

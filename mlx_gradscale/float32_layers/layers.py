@@ -49,6 +49,7 @@ class Float32Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Call the function in float32, unless a float32 layer around it does."""
         if is_inside_layer.get():
             return function(*args, **kwargs)
         arguments = ArgumentCast(args, kwargs)
@@ -120,7 +121,8 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     The layers get a subclass of their class: ``isinstance``, ``type(layer) ==
     nn.Linear`` and tables keyed by type work, ``type(layer) is nn.Linear`` is False.
     Only calls are intercepted, and ``as_linear`` of a tied embedding; a method of
-    another name runs in half precision.
+    another name runs in half precision. Arrays that a float32 layer stores in a cache
+    or a list stay float32.
 
     Args:
         model (nn.Module): The model. It is changed in place.

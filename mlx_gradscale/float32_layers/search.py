@@ -20,9 +20,8 @@ from .faults import (
     first_forward,
     too_large_arguments,
 )
-from .probes import Call, Value, is_one_of
 from .report import LARGEST, Float32Search, Reason, make_report
-from .trial import Batch, Run, Setting, run
+from .trial import Batch, Call, Run, Setting, Value, is_one_of, run
 from .where import THE_LOSS, TO, resolve, resolve_paths
 
 # Relative distance from float32. Rounding makes less of a value between two layers, a
@@ -128,14 +127,15 @@ def search_batches(
 ) -> Float32Search:
     """Search as :func:`find_float32_layers`, with checked arguments."""
     search = Search(setting, margin, tolerance)
-    reasons, problem = search.reasons, ""
+    problem = ""
     try:
         for i, batch in enumerate(batches):
             search.add(batch, f"batch {i + 1}")
-        reasons = search.finish()
+        search.finish()
     except NoCureFound as error:
-        reasons, problem = [], str(error)
-    return make_report(setting, search.references, search.halves, reasons, problem)
+        search.reasons, problem = [], str(error)
+    runs = search.references, search.halves
+    return make_report(setting, *runs, search.reasons, problem)
 
 
 class Search:
@@ -168,8 +168,8 @@ class Search:
         self._given = [v.magnitude for call in calls.children for v in call.inputs]
         self._cover_large_values(calls)
 
-    def finish(self) -> list[Reason]:
-        """Add layers until all batches agree with float32; return those needed."""
+    def finish(self) -> None:
+        """Add layers until all batches agree with float32; leave out needless ones."""
         tried = None
         while tried != self.where:
             tried = self.where
@@ -185,7 +185,6 @@ class Search:
                     break
             else:
                 self.reasons, self.halves = others, halves
-        return self.reasons
 
     def _check(self, batch: Batch, reference: Run, name: str) -> None:
         """Raise if no layers can help, before anything is blamed on float16."""
@@ -199,20 +198,16 @@ class Search:
                 )
             return
         leaves = ", ".join(leaf.path for leaf in fault.leaves[:5])
-        if fault.cause == "batch":
-            raise NoCureFound(
-                f"{leaves} of {name} is not finite: leave such samples out, or repair "
-                "them."
-            )
-        if fault.cause == "parameters":
-            raise NoCureFound(
-                f"Parameters are not finite: {leaves}. No dtype helps: return to "
-                "weights from before that."
-            )
+        why = {
+            "batch": f"Repair the samples with NaN or inf, or drop them: {leaves}.",
+            "parameters": f"Return to weights before these became so: {leaves}.",
+        }
+        other = (
+            f"{fault.text} The loss is {reference.loss}. Look for a logarithm, a "
+            "division or a root of zero, and for a cast to half precision."
+        )
         raise NoCureFound(
-            f"{name} is not finite in float32 either. {fault.text} The loss is "
-            f"{reference.loss}. Look for a logarithm, a division or a root of zero, "
-            "and for a cast to half precision."
+            f"{name} is not finite in float32 either. {why.get(fault.cause, other)}"
         )
 
     # Values between layers, whose size is known from float32.

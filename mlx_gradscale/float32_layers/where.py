@@ -11,7 +11,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..files.atomic import atomic_write
-from .calls import has_call, is_inside, ordered_modules
+from .calls import has_method, is_inside, ordered_modules
 
 # "layers.3 to norm": no path has a space in it.
 TO = " to "
@@ -52,7 +52,7 @@ def resolve(model: nn.Module, where: Any) -> list[Chain]:
             chains.setdefault(chain.entry, chain)
     every = [path for chain in chains.values() for path, _ in chain.layers]
     for path in every:
-        if not has_call(type(modules[path])):
+        if not has_method(type(modules[path]), "__call__"):
             raise ValueError(
                 f"{path or 'The model'!r} has no __call__ of its own: name the modules "
                 f"inside of it, for example '{path}{'.' if path else ''}*'."
@@ -119,7 +119,8 @@ def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
     found: list[str] = []
     for path in paths[paths.index(first) + 1 : paths.index(last)]:
         is_part = any(is_inside(path, outer) for outer in (first, *found))
-        if not is_part and not is_inside(last, path) and has_call(type(modules[path])):
+        is_called = has_method(type(modules[path]), "__call__")
+        if is_called and not is_part and not is_inside(last, path):
             found.append(path)
     return found
 

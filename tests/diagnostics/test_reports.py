@@ -13,7 +13,7 @@ BAD = {"a": mx.ones(2), "layers": [{"weight": mx.array([INF, NAN, -INF, 0.0])}]}
 
 def test_table_names_leaves_that_overflow():
     header, row = overflow_table(BAD).splitlines()
-    assert header.split() == ["parameter", "dtype", "nan", "+inf", "-inf", "of"]
+    assert header.split() == ["name", "dtype", "nan", "+inf", "-inf", "of"]
     assert row.split() == ["layers.0.weight", "float32", "1", "1", "1", "4"]
     assert overflow_table(nonfinite(BAD)) == overflow_table(BAD)
     assert overflow_table({"a": mx.ones(2)}) == "Every value is finite."
