@@ -92,6 +92,8 @@ def find_float32_layers(
         ['layers.1 to layers.2']
         >>> layers = float32_layers(model, found)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
     refuse_scaled(loss_fn)
     if not 1.0 <= margin < math.inf:
         raise ValueError(f"margin must be at least 1, for example 2.0, got {margin!r}.")

@@ -363,8 +363,10 @@ def test_misuse_raises_and_leaves_the_model(name):
     assert_same(model, before)
 
 
-def test_loss_from_scale_loss_is_refused():
+def test_wrong_model_and_loss_are_refused():
     model, loss_fn = make()
+    with pytest.raises(TypeError, match=r"must be an mlx\.nn\.Module"):
+        find_float32_layers(loss_fn, model, [X])
     with pytest.raises(TypeError, match="comes from scale_loss"):
         find_float32_layers(model, GradScaler().scale_loss(loss_fn), [X])
 
