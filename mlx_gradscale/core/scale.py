@@ -141,7 +141,8 @@ def check(values: dict[str, Any]) -> None:
     if low > high:
         raise ValueError(f"min_scale {low} is above max_scale {high}.")
     if not low <= values.get("scale", low) <= high:
-        raise ValueError(f"scale {values['scale']} is not between {low} and {high}.")
+        limits = f"min_scale {low} and max_scale {high}"
+        raise ValueError(f"The scale {values['scale']} is not between {limits}.")
     if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
         raise ValueError("Set hysteresis= or backoff_interval=, only one of them.")
 

@@ -410,9 +410,10 @@ class GradScaler:
             return
         # Steps are counted in the state, so that a compiled step is counted as well.
         finite = self._state["skips_since_update"] == 0
-        for stage in self._stages.values():
-            if not stage.stepped:
-                finite = finite_on_all_ranks(finite & stage.finite, self.group)
+        unscaled = [x.finite for x in self._stages.values() if not x.stepped]
+        if unscaled:
+            finite = reduce(mx.logical_and, unscaled, finite)
+            finite = finite_on_all_ranks(finite, self.group)
         if not self._stages:
             if not self._backward.has_gradients:
                 raise RuntimeError(
