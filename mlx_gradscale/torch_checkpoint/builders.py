@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .foreign import DefaultDict, Placeholder, TensorShape, TorchName, TorchSize
+from .foreign import DefaultDict, Placeholder, TensorShape, TorchName, TorchSize, flag
 from .limits import check, is_count, require
 from .tensors import BY_NAME, BY_STORAGE, UNTYPED, TensorReader
 
@@ -65,10 +65,10 @@ def _tensor_v3(t: TensorReader, *args: Any) -> Any:
 
 
 def _parameter(
-    t: TensorReader, data: Any, grad: Any = True, _hooks: Any = None, _state: Any = None
+    _: TensorReader, data: Any, grad: Any = True, _hooks: Any = None, _state: Any = None
 ) -> Any:
     require(isinstance(data, (mx.array, TensorShape)))
-    return t.flag(data, grad is True, True)
+    return flag(data, grad is True, True)
 
 
 def _from_type(t: TensorReader, function: Any, kind: Any, args: Any, state: Any) -> Any:

@@ -17,8 +17,8 @@ import numpy as np
 
 from .limits import is_count, require
 
-# str() of a placeholder shows arguments this deep, this many, and this long.
-_MAX_DEPTH, _MAX_ITEMS, _MAX_TEXT = 2, 6, 200
+# str() of a placeholder shows this many arguments, and is this long.
+_MAX_ITEMS, _MAX_TEXT = 6, 200
 # Functions that make an object of the class that is their first argument.
 _CONSTRUCTORS = (
     "copyreg._reconstructor",
@@ -95,7 +95,17 @@ class Placeholder:
         return self.args is None and self.path == "builtins.getattr"
 
     def __str__(self) -> str:
-        text = _show(self, _MAX_DEPTH)
+        path = self.path[:_MAX_TEXT]
+        if self.is_name:
+            return path
+        is_constructed = self.callee is not None and self.callee.path in _CONSTRUCTORS
+        args = () if is_constructed else self.args or ()
+        state = self.state if type(self.state) is dict else {}
+        shown = [_show(item) for item in args[:_MAX_ITEMS]]
+        for key, item in islice(state.items(), _MAX_ITEMS):
+            name = key[:40] if type(key) is str else _show(key)
+            shown.append(f"{name}={_show(item)}")
+        text = f"{path}({', '.join(shown)})"
         return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
     def __repr__(self) -> str:
@@ -175,32 +185,29 @@ class TensorShape:
 
     def fill(self, array: mx.array) -> mx.array:
         """Return the array with the flags of this leaf. Shapes are not compared."""
-        if self.requires_grad or self.is_parameter:
-            return TorchTensor(array, self.requires_grad, self.is_parameter)
-        return array
+        filled: mx.array = flag(array, self.requires_grad, self.is_parameter)
+        return filled
 
 
-def _show(value: Any, depth: int) -> str:
+def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
+    """Return an array or a leaf as a ``Parameter`` or with ``requires_grad``."""
+    if not requires_grad and not is_parameter:
+        return tensor
+    if isinstance(tensor, TensorShape):
+        return TensorShape(tensor.shape, tensor.dtype, requires_grad, is_parameter)
+    return TorchTensor(tensor, requires_grad, is_parameter)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Placeholder):
+        return value.path[:_MAX_TEXT] + ("" if value.is_name else "(...)")
     if isinstance(value, (mx.array, TensorShape)):
         return "a tensor"
-    if isinstance(value, (str, bytes, bytearray)):
-        return repr(value[:40])
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
-    if not isinstance(value, Placeholder):
-        return repr(value)
-    path = value.path[:_MAX_TEXT]
-    if value.is_name or not depth:
-        return path if value.is_name else f"{path}(...)"
-    is_constructed = value.callee is not None and value.callee.path in _CONSTRUCTORS
-    args = () if is_constructed else value.args or ()
-    state = value.state if type(value.state) is dict else {}
-    shown = [_show(item, depth - 1) for item in args[:_MAX_ITEMS]]
-    shown += [
-        f"{key!s:.40}={_show(item, depth - 1)}"
-        for key, item in islice(state.items(), _MAX_ITEMS)
-    ]
-    return f"{path}({', '.join(shown)})"
+    if type(value) is int and value.bit_length() > 256:
+        return "a long int"  # Python refuses to print more than 4300 digits
+    return repr(value[:40] if isinstance(value, (str, bytes, bytearray)) else value)
 
 
 def plain_value(value: Any) -> Any:

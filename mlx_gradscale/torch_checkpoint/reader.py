@@ -67,7 +67,7 @@ def load(
         raise ValueError(
             f"float64 must be None, mx.float32 or mx.float64, not {float64!r}."
         )
-    return _read(_open(file), Budget(limits), float64=float64)
+    return _read(_open(file), Budget(limits), float64, only_shapes=False)
 
 
 def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None) -> Any:
@@ -86,7 +86,7 @@ def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None)
         >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
         (2, 2)
     """
-    return _read(_open(file), Budget(limits), only_shapes=True)
+    return _read(_open(file), Budget(limits), None, only_shapes=True)
 
 
 def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
@@ -117,20 +117,15 @@ def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
 
 
 def _read(
-    data: memoryview,
-    budget: Budget,
-    *,
-    float64: mx.Dtype | None = None,
-    only_shapes: bool = False,
+    data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
 ) -> Any:
     head = bytes(data[:4])
     if head == b"PK\x03\x04":
         return _read_zip(data, budget, float64, only_shapes)
-    if head[:1] == b"\x80":
-        return _read_legacy(data, budget, float64, only_shapes)
     is_gzip = head[:2] == b"\x1f\x8b"
     check(not is_gzip, "This file is compressed by gzip. Decompress it first.")
-    raise CheckpointError("This is not a file that torch.save() wrote.")
+    check(head[:1] == b"\x80", "This is not a file that torch.save() wrote.")
+    return _read_legacy(data, budget, float64, only_shapes)
 
 
 def _unpickle(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .foreign import Placeholder, TensorShape, TorchTensor
+from .foreign import Placeholder, TensorShape, flag
 from .limits import Limits, check, is_count
 
 # MLX keeps a dimension in an int32; numpy 1 has at most 32 dimensions.
@@ -106,7 +106,6 @@ class TensorReader:
         self._arrays: dict[str, tuple[Element, mx.array]] = {}
         # Keys are texts, whose hashes a file cannot choose.
         self._tensors: dict[str, Any] = {}
-        self._flagged: dict[str, tuple[Any, Any]] = {}
         self._checks: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(max_workers=4)
 
@@ -168,29 +167,12 @@ class TensorReader:
                 if self._find
                 else TensorShape(tuple(shape), element.name)
             )
-        return self.flag(self._tensors[view], requires_grad is True, False)
-
-    def flag(self, data: Any, requires_grad: bool, is_parameter: bool) -> Any:
-        """Return the tensor as a ``Parameter`` or with ``requires_grad``."""
-        if not requires_grad and not is_parameter:
-            return data
-        key = f"{id(data)} {requires_grad} {is_parameter}"
-        if key not in self._flagged:
-            flags = requires_grad, is_parameter
-            flagged = (
-                TensorShape(data.shape, data.dtype, *flags)
-                if isinstance(data, TensorShape)
-                else TorchTensor(data, *flags)
-            )
-            # With the data, so that no other tensor gets its id.
-            self._flagged[key] = flagged, data
-        return self._flagged[key][0]
+        return flag(self._tensors[view], requires_grad is True, False)
 
     def finish(self) -> None:
         """Evaluate the tensors and wait for the checksums."""
         # A lazy array would belong to the thread that made it.
-        made = [*self._tensors.values(), *(x for x, _ in self._flagged.values())]
-        mx.eval([x for x in made if isinstance(x, mx.array)])
+        mx.eval([x for x in self._tensors.values() if isinstance(x, mx.array)])
         for pending in self._checks:
             pending.result()
 
