@@ -226,7 +226,8 @@ def random_pickle(data: bytes, rng: random.Random) -> bytes:
     else:
         pickle = b"".join(instruction(rng) for _ in range(rng.randrange(1, 30)))
     storages = {f"x/data/{i}": bytes([i % 2]) * 8 * (i + 1) for i in range(3)}
-    return pack({"x/data.pkl": b"\x80\x02" + pickle + b".", **storages})
+    pickle = b"\x80\x02" + pickle + b"."
+    return pack({"x/data.pkl": pickle, "x/version": b"3\n", **storages})
 
 
 def colliding(rng: random.Random, count: int) -> list[bytes]:
@@ -266,7 +267,8 @@ def bomb(data: bytes, rng: random.Random) -> bytes:
     args = b"h\x01" + rng.choice([b"\x85", b"", b"X\x06\0\0\0latin1\x86"]) + b"q\x02"
     often = [b"h\x00h\x02R", b"h\x01", b"h\x00h\x02Rq\x01", b"]q\x03h\x03", b"}h\x01Ns"]
     again = rng.choice(often) * 2 ** rng.randrange(15)
-    return pack({"x/data.pkl": b"\x80\x02(" + called + made + args + again + b"t."})
+    pickle = b"\x80\x02(" + called + made + args + again + b"t."
+    return pack({"x/data.pkl": pickle, "x/version": b"3\n"})
 
 
 Mutation = Callable[[bytes, random.Random], bytes]

@@ -231,19 +231,18 @@ class Unpickler:
         A file can choose numbers and tuples that occupy each other's slots: n of them
         take n * n steps. The hashes of texts are secret; only long ones cost more.
         """
-        if type(key) in (str, bytes, TorchName):
-            self._budget.spend(len(key) // 1024)
+        if type(key) is str and len(key) < 1024:
             return
         parts = _check_key(key)
+        texts = [len(part) // 1024 for part in parts if type(part) in _TEXTS]
+        if len(texts) == len(parts):
+            self._budget.spend(sum(texts))
         # The keys 0, 1, 2, ... of an optimizer are never in each other's way.
-        if type(key) is int and 0 <= key <= len(target):
-            return
-        cost = 1
-        if type(key) is not int or key.bit_length() > 60:
-            # Equal hashes are possible, whose keys are compared in every slot.
-            texts = (part for part in parts if type(part) in _TEXTS)
-            cost = 8 * len(parts) + sum(len(part) // 1024 for part in texts)
-        self._budget.spend(cost * len(target) // _SLOTS + 1)
+        elif type(key) is not int or not 0 <= key <= len(target):
+            # Others may have equal hashes, and are then compared in every slot.
+            is_short = type(key) is float or (type(key) is int and abs(key) < 2**60)
+            cost = 1 if is_short else 8 * len(parts) + sum(texts)
+            self._budget.spend(cost * len(target) // _SLOTS + 1)
 
     def _name(self, module: Any, name: Any) -> Any:
         check(type(module) is type(name) is str, "a name in the pickle is not text.")

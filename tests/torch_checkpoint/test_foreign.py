@@ -12,7 +12,6 @@ import pathlib
 import sys
 import types
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -78,7 +77,6 @@ OBJECTS = {
     "path": pathlib.Path("a/b.txt"),
     "windows": pathlib.PureWindowsPath("C:/a"),
     "float64": np.float64(0.1),
-    "float16": np.float16(0.5),
     "int64": np.int64(-3),
     "bool": np.bool_(True),
     "complex": np.complex64(1 + 2j),
@@ -92,12 +90,8 @@ OBJECTS = {
     "numpy rng": np.random.default_rng(0).bit_generator.state,
     "enum": Color.RED,
     "enums": [Color.BLUE, Color.RED, Color.BLUE],
-    "date": datetime.date(2024, 2, 29),
-    "time": datetime.time(1, 2, 3, 4),
     "datetime": datetime.datetime(2024, 2, 29, 1, 2, 3, 4, datetime.timezone.utc),
-    "duration": datetime.timedelta(1, 2, 3),
     "defaultdict": collections.defaultdict(list, {"a": [1]}),
-    "defaultdict of sets": collections.defaultdict(set),
     "defaultdict of None": collections.defaultdict(None, {i: i for i in range(1001)}),
     "deque": collections.deque([1, 2], 3),
     "list with attributes": numbers(),
@@ -147,7 +141,6 @@ def test_pytorch_finds_its_own_objects_again(kind):
         ("path", "a/b.txt"),
         ("windows", "C:\\a"),
         ("float64", 0.1),
-        ("float16", 0.5),
         ("int64", -3),
         ("bool", True),
         ("complex", 1 + 2j),
@@ -218,13 +211,6 @@ def test_tensors_inside_come_back_as_parameters():
     assert type(found.plain) is torch.Tensor
     for key, value in model.state_dict().items():
         assert torch.equal(found.model.state_dict()[key], value)
-
-
-def test_a_dict_inside_and_outside_an_object_is_one_dict():
-    state = {"w": torch.ones(2)}
-    loaded = torch_checkpoint.load(torch_bytes([argparse.Namespace(ema=state), state]))
-    assert isinstance(loaded[1]["w"], mx.array)
-    assert loaded[0].state["ema"] is loaded[1]
 
 
 def test_a_golden_file_without_pytorch():

