@@ -17,9 +17,10 @@ import numpy as np
 
 from .builders import BUILDERS, look_up
 from .foreign import DefaultDict, Placeholder, TensorShape, TorchName, TorchSize
-from .limits import Budget, CheckpointError, Limits, check
+from .limits import Budget, CheckpointError, Limits, check, require
 from .tensors import TensorReader
 
+_SETS = ("builtins.set", "builtins.frozenset")
 _DICTS = frozenset({dict, OrderedDict, Counter, DefaultDict})
 _ITEMS = _DICTS | {list, tuple, TorchSize, set, frozenset}
 _TEXTS = frozenset({str, bytes, bytearray, TorchName})
@@ -214,9 +215,8 @@ class Unpickler:
         if target is not None:
             self._set_of(items, target)
 
-    def _set_of(
-        self, members: Iterable[Any], target: set[Any] | None = None
-    ) -> set[Any]:
+    def _set_of(self, members: list[Any], target: set[Any] | None = None) -> set[Any]:
+        require(type(members) is list)
         target = set() if target is None else target
         self._budget.spend(_OBJECT)
         for member in members:
@@ -281,22 +281,22 @@ class Unpickler:
     def _reduce(self) -> Any:
         args, callee = self._stack.pop(), self._stack.pop()
         path = callee.path if type(callee) is Placeholder and not callee.callee else ""
-        kinds = [type(arg) for arg in args] if type(args) is tuple else None
-        if path in ("builtins.set", "builtins.frozenset") and kinds in ([list], []):
-            members = self._set_of(*args or [()])
-            return members if path == "builtins.set" else frozenset(members)
-        if path not in BUILDERS or kinds is None:
+        if type(args) is not tuple or (path not in BUILDERS and path not in _SETS):
             return self._call(b"R", callee, args)
-        # An argument may come from the memo and be copied any number of times.
         self._budget.spend(_OBJECT)
-        for arg in args:
-            if type(arg) in _TEXTS:
-                self._budget.spend(len(arg) // _TEXT)
-            elif type(arg) is dict:
-                self._set_of(arg)
-            elif type(arg) in _ITEMS:
-                self._budget.spend(len(arg))
         try:
+            if path in _SETS:
+                require(len(args) < 2)
+                members = self._set_of(*args or ([],))
+                return members if path == "builtins.set" else frozenset(members)
+            # An argument may come from the memo and be copied any number of times.
+            for arg in args:
+                if type(arg) in _TEXTS:
+                    self._budget.spend(len(arg) // _TEXT)
+                elif type(arg) is dict:
+                    self._set_of(list(arg))
+                elif type(arg) in _ITEMS:
+                    self._budget.spend(len(arg))
             return BUILDERS[path](self._tensors, *args)
         except TypeError:
             problem = f"{path} is called with arguments that it does not take."
@@ -365,7 +365,7 @@ _VALUES: dict[int, Callable[[Unpickler], Any]] = {
     ord("t"): lambda u: tuple(u._pop_mark()),
     ord("]"): lambda u: [],
     ord("}"): lambda u: {},
-    0x8F: lambda u: u._set_of(()),
+    0x8F: lambda u: u._set_of([]),
     0x91: lambda u: frozenset(u._set_of(u._pop_mark())),
     # Names and objects.
     ord("c"): Unpickler._global,

@@ -174,6 +174,8 @@ WRONG = "arguments that it does not take"
         (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", WRONG),
         (name("collections", "defaultdict") + b"K\x01\x85R", WRONG),
         (name("collections", "Counter") + b"]\x85R", WRONG),
+        (name("__builtin__", "set") + text("ab") + b"\x85R", WRONG),
+        (name("__builtin__", "set") + b"]]\x86R", WRONG),
         (name("torch", "device") + text("a:b") + b"\x85R", WRONG),
         (name("mlx_gradscale.torch_checkpoint", "TensorShape") + b"N\x85R", WRONG),
         (storage(), "a Storage cannot be a value"),
