@@ -14,7 +14,7 @@ COMMANDS = {
     "float16": ("float32_layers.command", "find the layers that must be float32"),
     "inspect": ("inspect", "print what is in a checkpoint"),
     "lora": ("trainers.lora", "fine-tune with mlx-lm, with loss scaling"),
-    "plot": ("plot.command", "draw the history of a run"),
+    "plot": ("plot", "draw the history of a run"),
     "run": ("trainers.run", "run a training script with loss scaling"),
 }
 

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from .core.finite import is_floating
 from .core.masters import to_float32
 from .core.optimizer import LossScaleOptimizer
-from .core.trees import commit, flatten, leaves, slots
+from .core.trees import flatten
 
 
 class EMA:
@@ -112,17 +112,12 @@ class EMA:
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """Give the model the average, to evaluate or export, then its own weights."""
-        trained = {id(x) for x in leaves(model.trainable_parameters())}
-        own = [
-            (container, key, container[key])
-            for _, container, key in slots(model)
-            if id(container[key]) in trained and not isinstance(container, tuple)
-        ]
+        own = model.trainable_parameters()
         try:
             model.update(self.weights(model))
             yield
         finally:
-            commit(own)
+            model.update(own)
 
     def _full(self, model: nn.Module) -> dict[str, mx.array]:
         tree = model.trainable_parameters()

@@ -62,6 +62,15 @@ def compiled_step(model, optimizer):
     return run
 
 
+def message(function):
+    """What a function raises, or None."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 class Deep(nn.Module):
     """As many parameters as one likes."""
 

@@ -1,8 +1,7 @@
 """Pictures of runs, gradients and headroom. They need the extra ``plot``."""
 
-from .command import main
 from .gradients import plot_gradients
 from .headroom import plot_headroom
-from .history import plot_history
+from .history import main, plot_history
 
 __all__ = ["main", "plot_gradients", "plot_headroom", "plot_history"]

@@ -4,7 +4,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from .style import new_figure, power_of_two, save_figure
+from .style import new_figure, power_of_two, save_figure, show_powers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +22,6 @@ def plot_headroom(
     path: str | os.PathLike[str] | None = None,
     *,
     dark: bool = False,
-    title: str | None = None,
 ) -> "Figure":
     """Draw the largest value of each layer against float16's largest, 65504.
 
@@ -34,7 +33,6 @@ def plot_headroom(
         search (Float32Search): The result of ``find_float32_layers``.
         path (str, optional): Write the picture to this ``.png``, ``.svg`` or ``.pdf``.
         dark (bool): Use colours for a dark page. Default: ``False``.
-        title (str, optional): Default: how many layers overflow.
 
     Returns:
         Figure: The matplotlib figure.
@@ -61,7 +59,7 @@ def plot_headroom(
     text = f"all in float16: {len(lost + inside)} of {len(rows)} layers overflow"
     if inside:
         text += f", {len(inside)} of them inside" if lost else " inside"
-    titles = [title or text]
+    titles = [text]
     if search.where:
         share = f"{search.float16_parameters:.1%}"
         titles += [f"with float32 layers: {share} of the parameters stay float16"]
@@ -74,7 +72,9 @@ def plot_headroom(
             _draw_limit(axes, rows, colors)
             _draw_values(axes, rows, search.scale, cured, colors)
             if inside and not cured:
-                _draw_inside(axes, rows, inside, colors)
+                style: Any = {"color": colors["alarm"], "ms": 6, "zorder": 4}
+                above = [_LIMIT + 1.5] * len(inside)
+                axes.plot(inside, above, "X", label="overflows inside", **style)
             axes.legend(loc="lower left", ncols=3)
             axes.set_title(text)
         panels[-1].set_xticks(shown, names, rotation=90, fontsize=7)
@@ -95,8 +95,7 @@ def _draw_limit(axes: Any, rows: list["Row"], colors: dict[str, str]) -> None:
     top = max(powers) + 3
     axes.set_ylim(max(min(powers) - 2, _LOWEST), top)
     axes.set_xlim(-0.8, len(rows) - 0.2)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.set_major_formatter(power_of_two)
+    show_powers(axes.yaxis)
     axes.grid(False, axis="x")
     axes.axhspan(_LIMIT, top, color=colors["lost"], lw=0, zorder=0)
     axes.axhline(_LIMIT, color=colors["alarm"], lw=1.0, zorder=1)
@@ -112,34 +111,14 @@ def _draw_values(
         ("forward", "forward", "line", "o"),
         ("backward", backward, "second", "^"),
     ):
-        points = [(i, getattr(row, name), row) for i, row in enumerate(rows)]
-        points = [point for point in points if 0 < point[1] < math.inf]
-        edges = [
-            colors["alarm" if value > _LARGEST and not cured else color]
-            for _, value, _ in points
-        ]
-        faces = [
-            "none" if cured and row.is_float32 else edge
-            for (_, _, row), edge in zip(points, edges, strict=True)
-        ]
-        at = [i for i, _, _ in points], [math.log2(value) for _, value, _ in points]
+        values = {i: getattr(row, name) for i, row in enumerate(rows)}
+        powers = {i: math.log2(x) for i, x in values.items() if 0 < x < math.inf}
+        lost = [values[i] > _LARGEST and not cured for i in powers]
+        shown = [colors["alarm" if x else color] for x in lost]
         look: Any = {"marker": marker, "zorder": 3}
-        axes.scatter(*at, s=14, facecolors=faces, edgecolors=edges, **look)
+        axes.scatter(list(powers), list(powers.values()), s=14, c=shown, **look)
         axes.plot([], [], color=colors[color], ls="", ms=4, label=label, **look)
-    if cured:
-        axes.plot([], [], "o", color=colors["text"], mfc="none", label="in float32")
-        for i, row in enumerate(rows):
-            if row.is_float32:
-                axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0)
-
-
-def _draw_inside(
-    axes: Any, rows: list["Row"], inside: list[int], colors: dict[str, str]
-) -> None:
-    above = _LIMIT + 1.5
-    style: Any = {"color": colors["alarm"], "zorder": 4}
-    label = "overflows inside the layer"
-    axes.plot(inside, [above] * len(inside), "X", ms=6, label=label, **style)
-    for i in inside:
-        bottom = math.log2(max(rows[i].forward, 2.0**_LOWEST))
-        axes.plot([i, i], [bottom, above], lw=0.8, ls=":", **style)
+    in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
+    for i in in_float32:
+        text = "in float32" if i == in_float32[0] else None
+        axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=text)

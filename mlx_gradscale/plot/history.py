@@ -1,11 +1,15 @@
-"""The picture of a run: loss, loss scale and gradient norm over its steps."""
+"""The picture of a run over its steps, and the command ``mlx_gradscale plot``."""
 
+import argparse
 import math
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..commands import run_command
 from ..diagnostics import ScaleHistory, ScaleRecord
-from .style import new_figure, power_of_two, save_figure
+from .style import new_figure, save_figure, show_powers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,12 +19,42 @@ _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
 _MOST_LINES = 100
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw the history in a file: ``mlx_gradscale plot run.csv -o run.png``.
+
+    Args:
+        arguments (list, optional): Default: the arguments of the process.
+
+    Returns:
+        int: 0, or 1 after an error, which is printed.
+    """
+    expected = (OSError, ValueError, ImportError)
+    return run_command(lambda: _plot(arguments), expected, "mlx_gradscale plot: ")
+
+
+def _plot(arguments: Sequence[str] | None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="mlx_gradscale plot",
+        description="Draw the history of a run: loss, loss scale with a mark on every "
+        "skipped step, and gradient norm.",
+        epilog="example: mlx_gradscale plot run.csv -o run.svg --dark",
+    )
+    parser.add_argument("history", help="a .csv or .jsonl file of a ScaleHistory")
+    parser.add_argument(
+        "-o", "--output", help="picture to write (default: HISTORY with .png)"
+    )
+    parser.add_argument("--dark", action="store_true", help="for a dark page")
+    options = parser.parse_args(arguments)
+    output = options.output or Path(options.history).with_suffix(".png")
+    plot_history(options.history, output, dark=options.dark)
+    print(output)
+
+
 def plot_history(
     history: ScaleHistory | str | os.PathLike[str],
     path: str | os.PathLike[str] | None = None,
     *,
     dark: bool = False,
-    title: str | None = None,
 ) -> "Figure":
     """Draw loss, loss scale and gradient norm, and mark every skipped step.
 
@@ -28,7 +62,6 @@ def plot_history(
         history (ScaleHistory or str): The history, or its ``.csv`` or ``.jsonl`` file.
         path (str, optional): Write the picture to this ``.png``, ``.svg`` or ``.pdf``.
         dark (bool): Use colours for a dark page. Default: ``False``.
-        title (str, optional): Default: the number of steps and of skipped steps.
 
     Returns:
         Figure: The matplotlib figure.
@@ -59,7 +92,7 @@ def plot_history(
                 _draw_values(axes, records, name, colors)
                 for record in skipped if len(skipped) <= _MOST_LINES else []:
                     axes.axvline(record.step, color=colors["alarm"], lw=0.6, alpha=0.5)
-        panels[0].set_title(title or f"{len(records)} steps, {len(skipped)} skipped")
+        panels[0].set_title(f"{len(records)} steps, {len(skipped)} skipped")
         panels[-1].set_xlabel("step")
         panels[-1].xaxis.get_major_locator().set_params(integer=True)
         figure.align_ylabels()
@@ -67,23 +100,18 @@ def plot_history(
 
 
 def _draw_scale(
-    axes: Any,
-    records: list[ScaleRecord],
-    skipped: list[ScaleRecord],
-    colors: dict[str, str],
+    axes: Any, records: list[ScaleRecord], skipped: Any, colors: dict[str, str]
 ) -> None:
     # Powers on a linear axis: matplotlib's logarithmic one leaves a scale that moves
     # between two powers with one label.
-    powers = [math.log2(r.scale) for r in records]
-    steps = [r.step for r in records]
+    steps, powers = zip(*((r.step, math.log2(r.scale)) for r in records), strict=True)
     axes.step(steps, powers, where="post", color=colors["line"], lw=1.6)
     if skipped:
         at = [r.step for r in skipped], [math.log2(r.scale) for r in skipped]
         axes.plot(*at, "v", color=colors["alarm"], label="skipped step", zorder=3)
         axes.legend(loc="best")
     axes.set_ylim(min(powers) - 1.5, max(powers) + 1.5)
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.set_major_formatter(power_of_two)
+    show_powers(axes.yaxis)
 
 
 def _draw_values(

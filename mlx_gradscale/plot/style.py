@@ -87,6 +87,12 @@ def save_figure(figure: "Figure", path: str | os.PathLike[str] | None) -> "Figur
     return figure
 
 
+def show_powers(axis: Any) -> None:
+    """Label an axis of exponents with whole powers of two."""
+    axis.get_major_locator().set_params(integer=True)
+    axis.set_major_formatter(power_of_two)
+
+
 def power_of_two(exponent: float, _position: object = None) -> str:
     """Write a power of two, in text and as a tick formatter.
 

@@ -14,7 +14,8 @@ Inside, three things of MLX are replaced, in all threads:
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
@@ -28,32 +29,24 @@ from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, leaves
-from .host_compile import HostCompiled, busy, leave_trace_unless, thread
-from .host_state import Gradients, Steps
+from . import host
 
 _Function = Callable[..., Any]
 
 
+@dataclass(eq=False)
 class Everywhere:
     """What happens inside one ``with everywhere()``."""
 
-    def __init__(
-        self,
-        make_scaler: Callable[[], GradScaler] | None,
-        compute_dtype: mx.Dtype | None,
-        float32_layers: Any,
-        arguments: dict[str, Any],
-    ):
-        self.compute_dtype = compute_dtype
-        self.state: list[Any] = []
-        self._make_scaler = make_scaler
-        self._float32_layers = float32_layers
-        self._arguments = arguments
-        self._has_warned = False
-        self._gradients: list[Gradients] = []
-        self._steps: list[Steps] = []
-        # Raises here if an argument is wrong, not in the trainer's first step.
-        GuardedOptimizer(SGD(0.0), **arguments)
+    make_scaler: Callable[[], GradScaler] | None
+    compute_dtype: mx.Dtype | None
+    float32_layers: Any
+    arguments: dict[str, Any]
+    #: What compiled functions have to list.
+    state: list[Any] = field(default_factory=list)
+    _has_warned: bool = False
+    _gradients: list[host.Gradients] = field(default_factory=list)
+    _steps: list[host.Steps] = field(default_factory=list)
 
     @property
     def scalers(self) -> list[GradScaler]:
@@ -66,28 +59,24 @@ class Everywhere:
         lines = [f"{name}: {n} steps applied, {bad} skipped" for name, n, bad in counts]
         return [each.report() for each in self._gradients] + lines
 
-    def problems(self) -> list[str]:
-        """Return a sentence for whatever was not trained, or not guarded."""
-        counts = ((each.name, *each.n_steps()) for each in self._steps)
-        found = [
-            f"Nothing was trained: all {skipped} steps of {name} were skipped, because "
-            "their gradients were not finite. "
-            "mlx_gradscale.diagnostics.explain_overflow says where it begins."
-            for name, applied, skipped in counts
-            if not applied
-        ]
+    def warn_at_end(self) -> None:
+        """Warn about whatever was not trained, or not guarded."""
+        for each in self._steps:
+            warn_if_untrained(each.name, *each.n_steps())
         if self._gradients and not self._steps:
-            found.append(
+            warn_user(
                 "Gradients were computed, but no optimizer of mlx.optimizers took a "
                 "step: whatever updates the weights is not guarded."
             )
-        return found
 
-    def has_work(self, model: Any) -> bool:
-        """Return whether a model computes in half precision, and warn once if not."""
-        if self.compute_dtype is not None or _has_half(model):
+    def has_work(self, tree: Any, is_model: bool = True) -> bool:
+        """Return whether this computes in half precision; warn once of a model."""
+        has_half = any(
+            isinstance(x, mx.array) and x.dtype in HALF for x in leaves(tree)
+        )
+        if has_half or (is_model and self.compute_dtype is not None):
             return True
-        if not self._has_warned:
+        if is_model and not self._has_warned:
             self._has_warned = True
             warn_user(
                 "This model has no half-precision parameters, so there is nothing to "
@@ -96,60 +85,59 @@ class Everywhere:
         return False
 
     def differentiate(
-        self, model: Any, fn: _Function, compute: _Function, args: Any, kwargs: Any
+        self, model: Any, fn: _Function, scaled: _Function, args: Any, kwargs: Any
     ) -> Any:
-        """Return ``compute(scaler, *args)``, and move the scale by its gradients."""
+        """Return the loss and unscaled gradients, and move the scale by them.
+
+        ``scaled`` returns the ``value_and_grad`` of ``fn`` for a scaler and a dtype.
+        Without a model, ``fn`` is differentiated by its first argument.
+        """
         owner = self if model is None else model
         found = next((x for x in self._gradients if x.owner() is owner), None)
-        leave_trace_unless(found is not None, self)
-        with busy():
+        host.leave_trace_unless(found is not None, self)
+        with host.busy():
             if found is None:
-                found = Gradients(owner, self._new_scaler(model, fn, args, kwargs))
+                scaler = self._new_scaler(model, partial(fn, **kwargs), args)
+                found = host.Gradients(owner, scaler)
                 self._gradients.append(found)
                 self._list_state()
-            value, gradients = compute(found.scaler, *args, **kwargs)
-            if not thread.is_rehearsing:
-                found.count(gradients)
-                self.after_call(found.state)
+            compute = scaled(found.scaler, self.compute_dtype)
+            value, gradients = compute(*args, **kwargs)
+            found.count(gradients)
+            self.after_call(found.state)
         return value, gradients
 
-    def _new_scaler(
-        self, model: Any, fn: _Function, args: Any, kwargs: Any
-    ) -> GradScaler:
+    def _new_scaler(self, model: Any, fn: _Function, batch: Any) -> GradScaler:
         from .. import find_float32_layers, float32_layers
-        from .first_scale import find_first_scale
 
-        fn, dtype = partial(fn, **kwargs), self.compute_dtype
-        where = self._float32_layers if model is not None else None
-        if where == "auto":
-            where = find_float32_layers(model, fn, [args], compute_dtype=dtype)
-        if where is not None:
+        dtype, where = self.compute_dtype, self.float32_layers
+        if where is not None and model is not None:
+            if where == "auto":
+                where = find_float32_layers(model, fn, [batch], compute_dtype=dtype)
             float32_layers(model, where)
-        if self._make_scaler is not None:
-            return self._make_scaler()
+        if self.make_scaler is not None:
+            return self.make_scaler()
         scaler = GradScaler(2.0**10)
         if model is not None:
-            find_first_scale(scaler, model, fn, *args, compute_dtype=dtype)
+            find_first_scale(scaler, model, fn, *batch, compute_dtype=dtype)
         return scaler
 
     def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
-        """Return the new parameters, or the old ones; in a rehearsal, the old ones."""
+        """Return the new parameters, or the old ones."""
         trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
         steps = next((x for x in self._steps if x.owner() is optimizer), None)
         is_ready = steps is not None and steps.is_ready(trained)
-        leave_trace_unless(is_ready, self)
-        with busy():
+        host.leave_trace_unless(is_ready, self)
+        with host.busy():
             if steps is None:
-                steps = Steps(optimizer, self._arguments)
+                steps = host.Steps(optimizer, self.arguments)
                 self._steps.append(steps)
             if not is_ready:
                 steps.prepare(trained)
                 self._list_state()
-            if thread.is_rehearsing:
-                return trained
             result = steps.take(gradients, parameters)
-            if not thread.traces:
-                mx.async_eval(steps.counters)
+            if not host.thread.traces:
+                mx.async_eval(steps.state)
         return result
 
     def _list_state(self) -> None:
@@ -158,19 +146,45 @@ class Everywhere:
 
     def after_call(self, state: Any) -> None:
         """Outside of a trace, evaluate our state; warn about a run that is stuck."""
-        if not thread.traces:
+        if not host.thread.traces:
             # The trainer does not, and unread counters would become a long graph.
             mx.async_eval(state)
             for each in self._gradients:
                 each.watch.look(each.scaler.state, warn_user)
 
 
-def _has_half(tree: Any) -> bool:
-    return any(isinstance(x, mx.array) and x.dtype in HALF for x in leaves(tree))
+def find_first_scale(
+    scaler: GradScaler,
+    model: nn.Module,
+    loss_fn: _Function,
+    *batch: Any,
+    compute_dtype: mx.Dtype | None = None,
+) -> None:
+    """Find the scale on the first batch, so that a short run loses no steps to it.
+
+    From 65536, at one halving per step, a run of 42 steps lost 13 of them. If the loss
+    is not finite at any scale, the scale stays; skipped steps are reported later.
+    """
+    from ..diagnostics import calibrate
+
+    with suppress(ValueError):
+        # Headroom of two powers: later gradients may be four times as large.
+        options: Any = {"compute_dtype": compute_dtype, "headroom": 2}
+        scale = calibrate(scaler, model, loss_fn, *batch, **options)
+        scaler.update(min(scale, 2.0**16))
+
+
+def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
+    """Warn if every step of an optimizer was skipped."""
+    if skipped and not applied:
+        warn_user(
+            f"Nothing was trained: all {skipped} steps of {name} were skipped, because "
+            "their gradients were not finite. "
+            "mlx_gradscale.diagnostics.explain_overflow says where it begins."
+        )
 
 
 _lock = threading.Lock()
-_open: list[Everywhere] = []
 _originals: list[tuple[Any, str, Any]] = []
 
 
@@ -222,28 +236,28 @@ def everywhere(
         >>> here.report()[-1]
         'AdamW: 1 steps applied, 0 skipped'
     """
+    # Raises here if an argument is wrong, not in the trainer's first step.
+    GuardedOptimizer(SGD(0.0), **arguments)
     here = Everywhere(make_scaler, compute_dtype, float32_layers, arguments)
     with _lock:
-        if not _open:
+        if not host.entered:
             _replace_functions()
-        _open.append(here)
+        host.entered.append(here)
     try:
         yield here
     finally:
         with _lock:
-            _open.remove(here)
-            while _originals and not _open:
+            host.entered.remove(here)
+            while _originals and not host.entered:
                 setattr(*_originals.pop())
-    for sentence in here.problems():
-        warn_user(sentence)
+    here.warn_at_end()
 
 
 def _replace_functions() -> None:
-    tree_gradient = partial(_tree_gradient, mx.value_and_grad)
     for owner, name, make_replacement in (
         (mx, "compile", _compile),
-        (mx, "grad", partial(tree_gradient, False)),
-        (mx, "value_and_grad", partial(tree_gradient, True)),
+        (mx, "grad", _grad),
+        (mx, "value_and_grad", _tree_gradient),
         (nn, "value_and_grad", _model_gradient),
         (nn.utils, "value_and_grad", _model_gradient),
         (Optimizer, "update", _update),
@@ -255,77 +269,76 @@ def _replace_functions() -> None:
         setattr(owner, name, wraps(original)(make_replacement(original)))
 
 
-def _current() -> Everywhere | None:
-    return _open[-1] if _open and not thread.is_busy else None
+def _is_core(namespace: dict[str, Any]) -> bool:
+    """Return whether these are the globals of our own scalers and optimizers."""
+    return str(namespace.get("__name__")).startswith("mlx_gradscale.core")
 
 
 def _compile(original: _Function) -> _Function:
     def compile_fn(fun: _Function, *args: Any, **kwargs: Any) -> Any:
-        if _current() is None:
+        if host.current() is None:
             return original(fun, *args, **kwargs)
-        return HostCompiled(original, _current, fun, *args, **kwargs)
+        return host.Compiled(original, fun, *args, **kwargs)
 
     return compile_fn
 
 
-def _is_scaled(fn: Any) -> bool:
-    """Return whether this comes from ``scale_loss()`` or ``value_and_grad()``."""
-    module = getattr(fn, "__globals__", {}).get("__name__", "")
-    return str(module).startswith("mlx_gradscale.core")
-
-
 def _model_gradient(original: _Function) -> _Function:
-    def value_and_grad(model: nn.Module, fn: _Function) -> _Function:
-        plain = original(model, fn)
+    def value_and_grad(model: nn.Module, fn: _Function) -> Any:
+        def scaled(scaler: GradScaler, dtype: mx.Dtype | None) -> Any:
+            return scaler.value_and_grad(model, fn, dtype)
 
-        def compute(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-            dtype = _open[-1].compute_dtype
-            return scaler.value_and_grad(model, fn, dtype)(*args, **kwargs)
-
-        @wraps(fn)
-        def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-            here = _current()
-            if here is None or _is_scaled(fn) or not here.has_work(model):
-                with busy():
-                    return plain(*args, **kwargs)
-            return here.differentiate(model, fn, compute, args, kwargs)
-
-        return value_and_grad_fn
+        return _gradient(original(model, fn), model, fn, scaled)
 
     return value_and_grad
 
 
-def _tree_gradient(
-    value_and_grad: _Function, has_value: bool, original: _Function
-) -> _Function:
-    def transform(fun: _Function, *options: Any, **named_options: Any) -> _Function:
+def _tree_gradient(original: _Function) -> _Function:
+    def value_and_grad(fun: _Function, *options: Any, **named_options: Any) -> Any:
+        def scaled(scaler: GradScaler, _: Any) -> Any:
+            return original(scaler.scale_loss(fun))
+
         plain = original(fun, *options, **named_options)
-        is_plain = bool(options or named_options) or _is_scaled(fun)
+        has_options = options or named_options
+        return plain if has_options else _gradient(plain, None, fun, scaled)
 
-        def compute(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-            return value_and_grad(scaler.scale_loss(fun))(*args, **kwargs)
+    return value_and_grad
 
-        @wraps(fun)
-        def gradient_fn(*args: Any, **kwargs: Any) -> Any:
-            here = _current()
+
+def _grad(original: _Function) -> _Function:
+    def grad(fun: _Function, *options: Any, **named_options: Any) -> Any:
+        if options or named_options:
+            return original(fun, *options, **named_options)
+        value_and_grad = mx.value_and_grad(fun)
+        return wraps(fun)(lambda *args, **kwargs: value_and_grad(*args, **kwargs)[1])
+
+    return grad
+
+
+def _gradient(plain: _Function, model: Any, fn: _Function, scaled: _Function) -> Any:
+    # What scale_loss() or value_and_grad() of a scaler returned is scaled already.
+    is_scaled = _is_core(getattr(fn, "__globals__", {}))
+
+    @wraps(fn)
+    def gradient_fn(*args: Any, **kwargs: Any) -> Any:
+        here, tree = host.current(), model
+        if model is None:
             tree = args[0] if args and isinstance(args[0], CONTAINERS) else ()
-            if here is None or is_plain or not _has_half(tree):
+        if here is None or is_scaled or not here.has_work(tree, model is not None):
+            with host.busy():
                 return plain(*args, **kwargs)
-            value, gradients = here.differentiate(None, fun, compute, args, kwargs)
-            return (value, gradients) if has_value else gradients
+        return here.differentiate(model, fn, scaled, args, kwargs)
 
-        return gradient_fn
-
-    return transform
+    return gradient_fn
 
 
 def _apply_gradients(original: _Function) -> _Function:
     def apply_gradients(self: Optimizer, gradients: Any, parameters: Any) -> Any:
-        here, caller = _current(), str(sys._getframe(1).f_globals.get("__name__"))
+        here = host.current()
         # A LossScaleOptimizer that the trainer uses steps its inner optimizer.
-        is_guarded = caller.startswith("mlx_gradscale.core")
+        is_guarded = _is_core(sys._getframe(1).f_globals)
         if here is None or is_guarded or not here.has_work(parameters):
-            with busy():
+            with host.busy():
                 return original(self, gradients, parameters)
         return here.step(self, gradients, parameters)
 

@@ -6,21 +6,59 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.optimizers import SGD, Optimizer
 from mlx.utils import tree_map_with_path
 
 from ..commands import run_command
+from ..core.optimizer import LossScaleOptimizer
+from ..core.scaler import GradScaler
 from ..files.text import printable
-from .lora_options import add_options, read_options
 
 _TESTED = "0.32.2"
 _INSTALL = (
     f"This command was tested with mlx-lm {_TESTED}: pip install mlx-lm=={_TESTED}"
 )
+_DTYPES = ("float16", "bfloat16", "float32")
+# No defaults, so that a YAML file can set them.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "dtype": {"choices": _DTYPES, "help": "Train in this dtype."},
+    "loss-scale": {
+        "metavar": "dynamic|NUMBER|off",
+        "help": "How to scale the loss; off only skips bad steps. Default: dynamic, "
+        "from a scale that is found on the first batch.",
+    },
+    "max-grad-norm": {
+        "metavar": "NORM",
+        "type": float,
+        "help": "Clip the global norm of the gradients to this.",
+    },
+    "masters": {
+        "choices": ("float32", "remainder"),
+        "help": "How master weights are stored: in float32, or as the 16 bits that "
+        "rounding lost, which takes less memory. Default: float32.",
+    },
+    "float32-layers": {
+        "metavar": "FILE",
+        "help": "The .json file of the layers that compute in float32.",
+    },
+    "history": {
+        "metavar": "FILE",
+        "help": "Write loss, scale and skipped steps to this .csv or .jsonl file, and "
+        "a picture beside it.",
+    },
+    "resume": {
+        "action": "store_true",
+        "default": None,
+        "help": "Continue from the last checkpoint in the adapter path, "
+        "bit-identically.",
+    },
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +80,7 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
         host = _import_host()
         build_parser, run = host.build_parser, host.run
         ours: dict[str, Any] = {
-            "build_parser": lambda: _with_ours(build_parser()),
+            "build_parser": lambda: _add_flags(build_parser()),
             "run": lambda args, *rest: _run(host, run, args, *rest),
         }
         with (
@@ -74,8 +112,10 @@ def _import_host() -> Any:
     return host
 
 
-def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    add_options(parser)
+def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("loss scaling (mlx_gradscale)")
+    for name, options in _FLAGS.items():
+        group.add_argument(f"--{name}", **options)
     parser.description = f"{parser.description or ''} With loss scaling.".strip()
     parser.epilog = (
         "example: mlx_gradscale lora --model my-model --data my-data --train --dtype "
@@ -83,6 +123,65 @@ def _with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         f"{metadata.version('mlx-lm')}."
     )
     return parser
+
+
+def read_options(arguments: Any) -> SimpleNamespace:
+    """Return our options, checked. Some may come from a YAML file.
+
+    Returns:
+        SimpleNamespace: The flags by name. ``loss_scale`` is ``"dynamic"`` or a number,
+        1.0 if it is off.
+    """
+    names = [name.replace("-", "_") for name in _FLAGS]
+    options = SimpleNamespace(**{x: getattr(arguments, x, None) for x in names})
+    if options.dtype not in (None, *_DTYPES):
+        choices = ", ".join(_DTYPES)
+        raise ValueError(f"dtype must be one of {choices}, not {options.dtype}.")
+    options.dtype = options.dtype and getattr(mx, options.dtype)
+    options.masters = options.masters or "float32"
+    for name in ("history", "float32_layers"):
+        path = getattr(options, name)
+        setattr(options, name, path and Path(path))
+    history, layers = options.history, options.float32_layers
+    if history and history.suffix not in (".csv", ".jsonl"):
+        raise ValueError(f"history must be a .csv or .jsonl file, not {history}.")
+    if layers and not layers.is_file():
+        raise ValueError(f"float32_layers: there is no file {layers}.")
+    options.loss_scale = _loss_scale(options.loss_scale)
+    wrap_optimizer(SGD(0.0), options)  # raises if another value is wrong
+    return options
+
+
+def _loss_scale(given: Any) -> str | float:
+    # In YAML, off is False and on is True.
+    if given is None or given is True or given == "dynamic":
+        return "dynamic"
+    if given is False or given == "off":
+        return 1.0
+    try:
+        scale = float(given)
+        GradScaler(scale, dynamic=False)
+    except ValueError:
+        raise ValueError(
+            f"loss_scale must be dynamic, off or a positive number, not {given}."
+        ) from None
+    return scale
+
+
+def wrap_optimizer(
+    optimizer: Optimizer, options: SimpleNamespace
+) -> LossScaleOptimizer:
+    """Return mlx-lm's optimizer with loss scaling and master weights."""
+    scale, world = options.loss_scale, mx.distributed.init()
+    is_dynamic, is_group = scale == "dynamic", world.size() > 1
+    return LossScaleOptimizer(
+        optimizer,
+        GradScaler() if is_dynamic else GradScaler(scale, dynamic=False),
+        max_grad_norm=options.max_grad_norm,
+        masters=options.masters,
+        group=world if is_group else None,
+        average=is_group,
+    )
 
 
 def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:

@@ -5,7 +5,7 @@ cannot start in the middle, and keeps the loss of each step to itself.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.cli_ui import TrainUI, rprint
@@ -26,11 +27,9 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..checkpoint import restore_checkpoint, save_checkpoint
 from ..compile_step import compile_step
-from ..core.notices import warn_user
 from ..diagnostics import LossScaleCallback, ScaleHistory
-from .first_scale import find_first_scale
-from .lora_batches import Batches
-from .lora_options import wrap_optimizer
+from .everywhere import find_first_scale, warn_if_untrained
+from .lora import wrap_optimizer
 
 FOLDER = "checkpoint"
 # What decides which rows are in which batch.
@@ -85,7 +84,7 @@ class Training:
         model.train()
         if self._options.resume:
             self._resume()
-        elif self._options.loss_scale is None:
+        elif self._options.loss_scale == "dynamic":
             scaler, batch = self.optimizer.scaler, self._batches.first()
             find_first_scale(scaler, model, default_loss, model, *batch)
         history: Any = nullcontext()
@@ -96,12 +95,9 @@ class Training:
                 ui.advance()
             self._loop(ui, val_dataset)
         self._save_adapters(Path(args.adapter_file))
-        if self._iteration and not self.optimizer.step.item():
-            warn_user(
-                "Nothing was trained: every step was skipped, because its gradients "
-                "were not finite. mlx_gradscale.diagnostics.explain_overflow says "
-                "where it begins."
-            )
+        applied: Any = self.optimizer.step.item()
+        skipped: Any = self.optimizer.scaler.skipped_steps.item()
+        warn_if_untrained(type(optimizer).__name__, applied, skipped)
 
     def choose_float32_layers(self, model: nn.Module) -> None:
         """Let the layers that ``--float32-layers`` names compute in float32."""
@@ -226,9 +222,8 @@ class Training:
 
     def _same(self) -> dict[str, Any]:
         settings = {name: getattr(self._arguments, name) for name in _SAME}
-        scale = self._options.loss_scale
-        scale_or_dynamic = "dynamic" if scale is None else scale
-        return settings | {"rows": self._rows, "loss_scale": scale_or_dynamic}
+        ours = {"rows": self._rows, "loss_scale": self._options.loss_scale}
+        return settings | ours
 
     def _resume(self) -> None:
         # Only rank 0 needs the folder.
@@ -260,3 +255,63 @@ class Training:
             rprint(
                 f"All {self._iteration} iterations are done. Raise --iters for more."
             )
+
+
+class Batches:
+    """mlx-lm's training batches, from a position that can be saved.
+
+    mlx-lm draws the order of an epoch from NumPy's global generator, and validation
+    draws from it as well. So a position is the generator when the epoch began, the
+    number of batches since, and the generator now.
+
+    Args:
+        iterate_epoch (Callable): Returns the batches of one epoch.
+    """
+
+    def __init__(self, iterate_epoch: Callable[[], Iterator[Any]]):
+        self._iterate_epoch = iterate_epoch
+        self._epoch: list[Any] = []
+        self._batch = 0
+        self._saved: dict[str, Any] | None = None
+
+    def first(self) -> Any:
+        """Return a batch without moving the position."""
+        now = _generator()
+        batch = next(self._iterate_epoch())
+        _set_generator(now)
+        return batch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches without end."""
+        while True:
+            saved, self._saved = self._saved, None
+            if saved is not None:
+                _set_generator(saved["epoch"])
+            self._epoch, batches = _generator(), self._iterate_epoch()
+            self._batch = 0 if saved is None else saved["batch"]
+            for _ in range(self._batch):
+                next(batches)
+            if saved is not None:
+                _set_generator(saved["now"])
+            for batch in batches:
+                self._batch += 1
+                yield batch
+
+    def position(self) -> dict[str, Any]:
+        """Return the position after the last batch."""
+        return {"epoch": self._epoch, "batch": self._batch, "now": _generator()}
+
+    def resume(self, position: dict[str, Any]) -> None:
+        """Continue after a position that :meth:`position` returned."""
+        self._saved = position
+
+
+def _generator() -> list[Any]:
+    state: Any = np.random.get_state()  # noqa: NPY002 - mlx-lm's
+    name, key, *others = state
+    return [name, mx.array(key), *others]
+
+
+def _set_generator(state: list[Any]) -> None:
+    name, key, *others = state
+    np.random.set_state((name, np.array(key), *others))  # noqa: NPY002 - mlx-lm's

@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,14 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         int: 0. A script that exits does so with its own code, after the summary.
     """
     options = _parse(argv)
-    scale, dtype, layers = (
-        options.init_scale,
-        options.compute_dtype,
-        options.float32_layers,
-    )
+    dtype, layers = options.compute_dtype, options.float32_layers
     exit_: SystemExit | None = None
     with everywhere(
-        None if scale is None else lambda: GradScaler(scale),
+        options.init_scale and partial(GradScaler, options.init_scale),
         compute_dtype=dtype and getattr(mx, dtype),
         float32_layers=layers if layers in (None, "auto") else Path(layers),
         max_grad_norm=options.max_grad_norm,
@@ -90,7 +87,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     scale, layers = options.init_scale, options.float32_layers
     try:
-        scaler = GradScaler() if scale is None else GradScaler(scale)
+        scaler = None if scale is None else GradScaler(scale)
         LossScaleOptimizer(SGD(0.0), scaler, max_grad_norm=options.max_grad_norm)
     except ValueError as error:
         parser.error(str(error))

@@ -24,7 +24,6 @@ CHECKS = [
     "own loop",
     "decide",
     "tensor parallel",
-    "fully sharded",
     "uneven",
     "buckets",
     "counted",
@@ -119,37 +118,21 @@ def test_ranks_with_gradients_of_their_own_or_none_decide_together(two):
         assert len(report) == 10
 
 
-@pytest.mark.parametrize(
-    ("check", "tolerance"), [("tensor parallel", 1e-6), ("fully sharded", 1e-3)]
-)
-def test_shards_are_clipped_and_skipped_as_the_whole_model(two, check, tolerance):
-    check_sharded(two, check, tolerance)
-
-
-def test_four_shards_too(four):
-    check_sharded(four, "tensor parallel", 1e-6)
-
-
-def check_sharded(found, check, tolerance):
-    for report in (report[check] for report in found):
+def test_shards_are_clipped_and_skipped_as_the_whole_model(ranks):
+    reports = [report["tensor parallel"] for report in ranks]
+    for report in reports:
         norms, expected = zip(*report["norms"], strict=True)
-        np.testing.assert_allclose(norms, expected, rtol=tolerance)
+        np.testing.assert_allclose(norms, expected, rtol=1e-6)
         assert max(norms) == math.inf
-        assert report["norms"] == found[0][check]["norms"]
-        assert report["scaler"] == found[0][check]["scaler"]
-        assert report["skipped"][0] == report["skipped"][1] > 0
-        assert report["error"] < tolerance
+        assert report["norms"] == reports[0]["norms"]
+        assert report["scaler"] == reports[0]["scaler"]
+        assert report["skipped"] == 2
+        assert report["error"] < 1e-6
 
 
 def test_shards_cost_one_all_reduce_besides_the_layers_own(two):
     report = two[0]["tensor parallel"]
     assert report["all_reduces"] == report["all_reduces_without_group"] + 1
-
-
-def test_the_ring_has_no_sum_scatter_yet(two):
-    # When this fails, MLX has learnt it: use nn.fully_shard in the worker.
-    found = {report["fully sharded"]["nn.fully_shard"] for report in two}
-    assert found == {"[ring] sum_scatter not supported."}
 
 
 def test_uneven_micro_batches_and_a_rank_without_any(ranks):

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -10,11 +9,9 @@ import pytest
 pytest.importorskip("mlx_lm", reason="needs mlx-lm")
 from mlx_lm.models import llama
 from mlx_lm.tuner.trainer import default_loss
+from support.lora_parts import CONFIG, make_data, make_model, make_rows
 
 from mlx_gradscale.__main__ import main
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.lora_parts import CONFIG, make_data, make_model, make_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FLAGS = "--train --train-mode sft --train-type full --optimizer adamw --iters 12 "
@@ -23,11 +20,6 @@ FLAGS += "--batch-size 4 --learning-rate 3e-3 --max-seq-length 64 --val-batches 
 
 @pytest.fixture(autouse=True)
 def _host(monkeypatch):
-    # An example of ours has the same name, and may be imported in its place.
-    folders = [path for path in sys.path if Path(path).name != "examples"]
-    monkeypatch.setattr(sys, "path", folders)
-    if not hasattr(sys.modules.get("mlx_lm_lora"), "__path__"):
-        monkeypatch.delitem(sys.modules, "mlx_lm_lora", raising=False)
     pytest.importorskip("mlx_lm_lora.train", reason="needs the extra interop")
     # It asks for a limit that only Apple's GPUs have.
     info = {"max_recommended_working_set_size": 0}

@@ -1,19 +1,14 @@
 """mlx-lm-lora's GRPO, some versions of which abort at the first overflow."""
 
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 
 pytest.importorskip("mlx_lm", reason="needs mlx-lm")
 from mlx_lm import load
+from support.lora_parts import make_model
 
 from mlx_gradscale import everywhere
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.lora_parts import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS, LENGTH = 5, 8
@@ -22,11 +17,6 @@ PROMPTS = ["One and one is", "The first letter is", "Two and two is"]
 
 @pytest.fixture
 def grpo(monkeypatch):
-    # An example of ours has the same name, and may be imported in its place.
-    folders = [path for path in sys.path if Path(path).name != "examples"]
-    monkeypatch.setattr(sys, "path", folders)
-    if not hasattr(sys.modules.get("mlx_lm_lora"), "__path__"):
-        monkeypatch.delitem(sys.modules, "mlx_lm_lora", raising=False)
     # It asks for a limit that only Apple's GPUs have.
     info = {"max_recommended_working_set_size": 0}
     monkeypatch.setattr(mx, "device_info", lambda: info)

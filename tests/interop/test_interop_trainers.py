@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -19,12 +18,10 @@ import pytest
 pytest.importorskip("mlx_lm", reason="needs mlx-lm")
 from mlx_lm.models import llama
 from mlx_lm.tuner.trainer import default_loss
-
-from mlx_gradscale import everywhere
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.lora_parts import CONFIG, make_rows, make_texts
 from support.lora_parts import make_model as make_folder
+
+from mlx_gradscale import everywhere
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS, RATE = 12, 3e-3
@@ -60,11 +57,6 @@ def mlx_vlm(model, rows, folder, monkeypatch):
 
 
 def mlx_lm_lora(model, rows, folder, monkeypatch):
-    # An example of ours has the same name, and may be imported in its place.
-    folders = [path for path in sys.path if Path(path).name != "examples"]
-    monkeypatch.setattr(sys, "path", folders)
-    if not hasattr(sys.modules.get("mlx_lm_lora"), "__path__"):
-        monkeypatch.delitem(sys.modules, "mlx_lm_lora", raising=False)
     trainer = host("mlx_lm_lora.trainer.sft_trainer")
     # It asks for a limit that only Apple's GPUs have.
     info = {"max_recommended_working_set_size": 0}

@@ -16,6 +16,7 @@ from distributed_parts import (
     all_reduces,
     compiled_step,
     fingerprint,
+    message,
     overflows,
     rank_batch,
 )
@@ -214,77 +215,11 @@ def tensor_parallel(group, steps=12):
     loss = step(x, y, mx.array(1.0))
     return {
         "norms": norms,
-        "skipped": [optimizer.scaler.skipped_steps.item(), 2],
+        "skipped": optimizer.scaler.skipped_steps.item(),
         "scaler": fingerprint(optimizer.scaler.state),
         "error": max(mx.abs(mine[p] - x).max().item() for p, x in theirs.items()),
         "all_reduces": counted,
         "all_reduces_without_group": all_reduces([loss, state]),
-    }
-
-
-def fully_sharded(group, steps=10):
-    """Parameters cut over the ranks, gathered in float16, as nn.fully_shard does."""
-    rank, size = group.rank(), group.size()
-
-    @mx.custom_function
-    def gather(shard):
-        return mx.distributed.all_gather(shard.astype(mx.float16), group=group)
-
-    @gather.vjp
-    def gather_vjp(shard, cotangent, _):
-        # Not sum_scatter, which the ring does not have.
-        full = mx.distributed.all_sum(cotangent, group=group) / size
-        return mx.split(full, size)[rank].astype(shard.dtype)
-
-    def loss_fn(parameters, x, y):
-        hidden = mx.maximum(x @ parameters["a"], 0) @ parameters["b"]
-        return mx.mean(mx.square(hidden.astype(mx.float32) - y))
-
-    full = {
-        "a": mx.random.normal((8, 16), key=mx.random.key(1)) * 0.3,
-        "b": mx.random.normal((16, 1), key=mx.random.key(2)) * 0.3,
-    }
-    shards = tree_map(lambda x: mx.split(x, size)[rank], full)
-    ranks = {"max_grad_norm": 0.5}
-    mine = LossScaleOptimizer(
-        optim.AdamW(1e-2), GradScaler(**SCALER), group=group, sharded=True, **ranks
-    )
-    whole = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(**SCALER), **ranks)
-    scaled = mine.scale_loss(
-        lambda shards, x, y: loss_fn(tree_map(gather, shards), x, y)
-    )
-    scaled_whole = whole.scale_loss(
-        lambda p, x, y: loss_fn(tree_map(lambda w: w.astype(mx.float16), p), x, y)
-    )
-    norms = []
-    for i in range(steps):
-        grads = mx.grad(scaled)(shards, *rank_batch(i, rank, False))
-        if i == 4 and rank == 0:
-            grads["b"] = grads["b"] + INF
-        shards = mine.apply_gradients(grads, shards)
-        mx.eval(shards, mine.state)
-        all_grads = [
-            mx.grad(scaled_whole)(full, *rank_batch(i, r, False)) for r in range(size)
-        ]
-        grads = tree_map(lambda *g: sum(g) / size, *all_grads)
-        if i == 4:
-            grads["b"] = grads["b"] + INF
-        full = whole.apply_gradients(grads, full)
-        norms.append([mine.grad_norm.item(), whole.grad_norm.item()])
-    pairs = [(shards[k], mx.split(full[k], size)[rank]) for k in full]
-    try:
-        layer = nn.fully_shard(nn.Linear(8, 8), group=group)
-        grads = nn.value_and_grad(layer, lambda x: layer(x).sum())(mx.ones((1, 8)))
-        mx.eval(grads)
-        ring = "runs"
-    except (AttributeError, RuntimeError) as error:
-        ring = str(error)
-    return {
-        "norms": norms,
-        "skipped": [mine.scaler.skipped_steps.item(), 1],
-        "scaler": fingerprint(mine.scaler.state),
-        "error": max(mx.abs(a - b).max().item() for a, b in pairs),
-        "nn.fully_shard": ring,
     }
 
 
@@ -455,14 +390,6 @@ def drift(group):
     return found
 
 
-def message(function):
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def calibrated(group):
     """Batches of very different size, one scale; and one batch that no scale cures."""
     model, rank = Mlp(dtype=mx.float16), group.rank()
@@ -484,7 +411,6 @@ CHECKS = {
     "own loop": own_loop,
     "decide": decide,
     "tensor parallel": tensor_parallel,
-    "fully sharded": fully_sharded,
     "uneven": uneven,
     "buckets": buckets,
     "counted": counted,

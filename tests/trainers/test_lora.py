@@ -16,12 +16,10 @@ import mlx_lm.tuner.trainer as trainer
 from support.lora_parts import make_data, make_model
 from support.ring import run_ranks
 
-from mlx_gradscale.__main__ import main as package_main
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.float32_layers import list_float32_layers, save_float32_layers
 from mlx_gradscale.trainers import lora_training
-from mlx_gradscale.trainers.lora import main
-from mlx_gradscale.trainers.lora_options import read_options
+from mlx_gradscale.trainers.lora import main, read_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:.*swig.*")
 
@@ -276,8 +274,6 @@ def test_a_wrong_flag_is_an_error_of_the_parser(capsys):
     assert "--loss-scale dynamic|NUMBER|off" in said
     assert "--resume-adapter-file" in said
     assert "Tested with mlx-lm 0.32.2" in said
-    assert package_main([]) == 2
-    assert "lora " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -285,7 +281,7 @@ def test_a_wrong_flag_is_an_error_of_the_parser(capsys):
     [
         (["--loss-scale", "much"], "loss_scale must be dynamic, off or a positive"),
         (["--loss-scale", "0"], "loss_scale must be dynamic, off or a positive"),
-        (["--max-grad-norm", "-1"], "max_grad_norm must be a positive number, not -1"),
+        (["--max-grad-norm", "-1"], "max_grad_norm must be a positive number, got -1"),
         (["--history", "run.txt"], "history must be a .csv or .jsonl file"),
         (["--float32-layers", "none.json"], "there is no file none.json"),
         (["--resume"], "There is nothing to resume"),
@@ -307,14 +303,15 @@ def test_a_yaml_file_can_set_our_options():
     def read(**given):
         return read_options(types.SimpleNamespace(**given))
 
-    options = read(loss_scale=False, dtype="bfloat16", max_grad_norm="2")
+    options = read(loss_scale=False, dtype="bfloat16", max_grad_norm=2)
     assert options.dtype == mx.bfloat16
     assert (options.loss_scale, options.max_grad_norm) == (1.0, 2.0)
     assert read(loss_scale=1024).loss_scale == 1024.0
+    assert read(loss_scale=True).loss_scale == "dynamic"
     assert read(masters="remainder").masters == "remainder"
     with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16"):
         read(dtype="float8")
-    with pytest.raises(ValueError, match="masters must be one of float32, remainder"):
+    with pytest.raises(ValueError, match='masters must be "float32" or "remainder"'):
         read(masters="none")
 
 
@@ -360,20 +357,6 @@ def test_float32_layers_are_those_of_the_model_that_is_trained(
     assert seen == [(["model.layers.1.mlp"], "LoRALinear")] * 2
 
 
-def test_float32_layers_compute_in_another_precision(place, tmp_path):
-    history, file = tmp_path / "run.csv", tmp_path / "layers.json"
-    save_float32_layers(file, ["model.layers.1.mlp"])
-    flags = ("--iters", "2", "--float32-layers", file, "--history", history)
-    assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
-    assert all(applied for *_, applied in losses(history))
-    plain = tmp_path / "plain.csv"
-    flags = ("--iters", "2", "--history", plain)
-    assert main(arguments(place, tmp_path / "b", *FULL, *flags)) == 0
-    # Near, and not the same.
-    assert losses(history) != losses(plain)
-    assert losses(history)[0][1] == pytest.approx(losses(plain)[0][1], rel=1e-3)
-
-
 def test_another_mlx_lm_is_an_error_that_says_what_to_install(
     place, tmp_path, monkeypatch, capsys
 ):
@@ -400,7 +383,7 @@ def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch
         return loss * float("inf"), tokens
 
     monkeypatch.setattr(lora_training, "default_loss", lost)
-    with pytest.warns(UserWarning, match="Nothing was trained: every step was skipped"):
+    with pytest.warns(UserWarning, match="Nothing was trained: all 3 steps of Adam"):
         assert main(arguments(place, tmp_path / "a", "--iters", "3")) == 0
 
 
