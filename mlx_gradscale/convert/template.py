@@ -50,7 +50,7 @@ class Template:
 
     Attributes:
         checkpoint (Any): PyTorch's object. Tensors that MLX holds are
-            ``TensorShape``s.
+            ``TensorShape`` leaves.
         is_folder (bool): Whether it is a folder, by file name.
         files (dict): The bytes of a folder's other files.
         model (tuple, optional): The path of the model's state dict.
