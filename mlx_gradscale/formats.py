@@ -43,7 +43,6 @@ class Format:
         fields (dict): Our key -> its key.
         assumed (dict): Our key -> the framework's default, for what its state does not
             hold.
-        ignored (dict): Its key -> why that key has no counterpart here.
         compute (Callable, optional): (its state, our values) -> those of our values
             that are no plain copy.
     """
@@ -51,7 +50,6 @@ class Format:
     required: frozenset[str]
     fields: dict[str, str]
     assumed: dict[str, Any] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
     compute: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
 
 
@@ -81,16 +79,11 @@ def _hysteresis(
 
 
 _USUAL = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-_NEMO = (
-    "is refilled there by every finite step, and the hysteresis of this package, like "
-    "Megatron's and DeepSpeed's, by growth: set hysteresis= if you want that"
-)
 
 FORMATS: dict[str, Format] = {
     "torch": Format(
         frozenset(TORCH_KEYS),
         {key: key for key in (*TORCH_KEYS, *_OWN_KEYS)},
-        ignored={"_hysteresis_tracker": _NEMO, "_hysterisis_tracker": _NEMO},
     ),
     "megatron": Format(
         frozenset({"scale", "growth_tracker", "hysteresis_tracker"}),
@@ -117,10 +110,6 @@ FORMATS: dict[str, Format] = {
             "dynamic": True,
             "min_scale": 1.0,
             "hysteresis": 2,
-        },
-        ignored={
-            "last_overflow_iter": "makes the first growth after an overflow come one "
-            "step later there than here",
         },
         compute=_deepspeed,
     ),
@@ -149,22 +138,22 @@ def recognise(state: Mapping[str, Any]) -> str:
     )
 
 
-def is_torch_state(state: Any) -> bool:
-    """Tell whether a dict is a ``torch.amp.GradScaler``'s state: five numbers."""
-    return (
-        isinstance(state, Mapping)
-        and TORCH_KEYS.keys() <= state.keys()
-        and not any(isinstance(x, (Mapping, list, tuple)) for x in state.values())
-    )
+def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
+    """Tell whether a dict is a scaler's state: numbers, with the keys of a format.
 
-
-def recognise_or_none(state: Mapping[Any, Any]) -> str | None:
-    """Return the format of a dict of numbers, or None if it is of no known one."""
+    Without the name of a scaler only PyTorch's is, as the keys of the other formats are
+    common words.
+    """
     try:
-        name, flat = recognise(state), _flat(state)
-        return None if any(isinstance(x, Mapping) for x in flat.values()) else name
+        values = _flat(state) if is_named else state
+        is_known = (
+            bool(recognise(state)) if is_named else TORCH_KEYS.keys() <= state.keys()
+        )
     except ValueError:
-        return None
+        return False
+    return is_known and not any(
+        isinstance(x, (Mapping, list, tuple)) for x in values.values()
+    )
 
 
 def read_state(
@@ -228,13 +217,12 @@ def read_state(
         if key not in held and key not in given and found[key] == value
     ]
     if guessed:
-        _warn(
+        warnings.warn(
             f"{name} does not save {', '.join(guessed)}: its defaults are taken. Give "
-            "them if the run had others."
+            "them if the run had others.",
+            FormatWarning,
+            stacklevel=2,
         )
-    for key, why in row.ignored.items():
-        if values.get(key) is not None:
-            _warn(f"{key}={values[key]!r} of {name} is ignored: it {why}.")
     defaults = {key: FIELDS[key][1] for key in SETTINGS}
     return to_state_dict(from_state_dict(found, defaults))
 
@@ -263,7 +251,3 @@ def _number(value: Any, kind: type, key: str) -> Any:
     if kind is not float and number != kind(number):
         raise ValueError(f"{key} must be of type {kind.__name__}, not {number!r}.")
     return kind(number)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, FormatWarning, stacklevel=3)

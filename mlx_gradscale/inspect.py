@@ -15,7 +15,7 @@ from typing import Any
 from . import torch_checkpoint
 from .checkpoint import latest_checkpoint
 from .commands import run_command
-from .convert.command import read_limits
+from .convert.command import LIMIT_FLAGS, read_limits
 from .files.arrays import read_header
 from .files.paths import read_json
 from .files.text import dtype_name, printable, shorten, size, table
@@ -24,7 +24,6 @@ from .torch_checkpoint import Limits, Placeholder, TensorShape, plain_value
 __all__ = ["describe", "main", "render"]
 
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, RuntimeError, MemoryError)
-_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in vars(Limits())}
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _SHORT_LIST, _MOST_ROWS, _DEEPEST = 8, 20_000, 12
 
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         int: 0, or 1 after an error, which is printed in one line.
     """
-    return run_command(lambda: _inspect(argv), _EXPECTED, flags=_FLAGS)
+    return run_command(lambda: _inspect(argv), _EXPECTED, flags=LIMIT_FLAGS)
 
 
 def _inspect(argv: Sequence[str] | None) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import zlib
 from pathlib import Path
 
 import mlx.core as mx
@@ -30,7 +31,7 @@ def pytest_cmdline_main(config):
         config.pluginmanager.hasplugin("xdist")
         and options.numprocesses is None
         and not hasattr(config, "workerinput")
-        and (whole or len(config.args) > 4)
+        and (whole or options.markexpr or len(config.args) > 4)
         and not any(getattr(options, name, None) for name in HERE)
         and options.capture != "no"
     ):
@@ -57,7 +58,8 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items):
     """Mark what ``pytest -m core`` runs: the core's tests and its doctests."""
     for item in items:
-        if CORE & set(item.path.parents):
+        many = item.get_closest_marker("many_kernels")
+        if CORE & set(item.path.parents) and not many:
             item.add_marker("core")
 
 
@@ -66,7 +68,9 @@ def pytest_configure():
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # MLX does not lock its folder of kernels: each worker keeps one of its own.
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    folder = Path(tempfile.gettempdir()) / f"mlx_gradscale_tests_{os.getuid()}_{worker}"
+    checkout = zlib.crc32(str(TESTS).encode())
+    name = f"mlx_gradscale_tests_{os.getuid()}_{checkout}_{worker}"
+    folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
 
@@ -74,3 +78,11 @@ def pytest_configure():
 @pytest.fixture(autouse=True)
 def _seeded():
     mx.random.seed(0)
+
+
+@pytest.fixture
+def without_compile():
+    """Run without ``mx.compile``: compiling a kernel takes most of a second."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()

@@ -7,8 +7,8 @@ done for is told by their size, not by the state.
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from support.checkpoint_runs import Run, scaler
 from mlx.utils import tree_flatten, tree_unflatten
+from support.checkpoint_runs import Run, scaler
 
 from mlx_gradscale import LossScaleOptimizer, restore_checkpoint, save_checkpoint
 

@@ -123,15 +123,7 @@ def write_checkpoint(
     description: Mapping[str, Any],
     keep: int,
 ) -> None:
-    """Add a checkpoint to the folder of a run, then remove all but the newest.
-
-    Args:
-        run (Path): Created if necessary.
-        weights (dict): The content of ``model.safetensors``.
-        arrays (dict): The content of ``training.safetensors``.
-        description (dict): The content of ``training.json``.
-        keep (int): How many to keep.
-    """
+    """Add a checkpoint to the folder of a run, then remove all but the newest."""
     text = training_text(description)
     run.mkdir(parents=True, exist_ok=True)
     beside = run / "save"
@@ -146,8 +138,8 @@ def write_checkpoint(
                     dump_arrays(summed, content, {"format": "mlx"})
             checksums[name] = summed.checksum
         (folder / _CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
-        for file_or_folder in (*folder.iterdir(), folder):
-            sync(file_or_folder)
+        for path in (*folder.iterdir(), folder):
+            sync(path)
         _rename_to_next(folder, run)
         sync(run)
     for old in _saves(run)[:-keep]:

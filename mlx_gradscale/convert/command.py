@@ -6,10 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -22,11 +19,11 @@ from ..checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from ..commands import run_command
 from ..core.masters import join
 from ..core.scale import FIELDS, to_state_dict
-from ..core.scaler import GradScaler
 from ..files.paths import contains, read_json
 from ..files.text import dtype_name, printable, table
 from ..formats import FORMATS
 from .folder import read_torch
+from .load import make_scaler
 from .optimizer_table import ACCEPTABLE, OPTIMIZERS
 from .options import Options
 from .save import MlxRun, read_template, write_template
@@ -37,14 +34,11 @@ _EXPECTED = (
     *(ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError),
     *(ArithmeticError, MemoryError),
 )
+_LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
 # What functions name in their errors, and the command's flags for it.
-_FLAGS = {
-    "float64=mx.float32": "--float64 float32",
-    "float64=mx.float64": "--float64 float64",
-    **{
-        f"limits.{name}": f"--limit {name}=..."
-        for name in ("operations", "depth", "pickle_bytes", "tensor_bytes")
-    },
+LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
+_FLAGS = LIMIT_FLAGS | {
+    f"float64=mx.{name}": f"--float64 {name}" for name in ("float32", "float64")
 }
 _SECTIONS = ("model", "optimizer", "scaler")
 _PATTERNS = {
@@ -168,34 +162,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
+    """Write the side that does not exist, or the one that ``--to`` names."""
     torch_path, mlx_path = arguments.torch_path, arguments.mlx_path
-    target = _direction(arguments)
+    sources = {"mlx": torch_path, "torch": mlx_path}
+    there = [side for side, source in sources.items() if source.exists()]
+    if not there:
+        raise FileNotFoundError(f"Neither {torch_path} nor {mlx_path} exists.")
+    if len(there) == 2 and arguments.to is None:
+        raise ConvertError("Both paths exist: give --to mlx or --to torch.")
+    target = arguments.to or there[0]
+    if target not in there:
+        raise FileNotFoundError(f"There is no {sources[target]} to read.")
     if contains(mlx_path, torch_path) or contains(torch_path, mlx_path):
         raise ConvertError(
             f"--torch-path {torch_path} and --mlx-path {mlx_path} are the same, or one "
             "is inside the other: give separate paths."
         )
-    if target == "mlx":
-        _to_mlx(arguments)
-    else:
-        _to_torch(arguments)
-
-
-def _direction(arguments: argparse.Namespace) -> str:
-    """Return the side that is written: the one that does not exist, or ``--to``."""
-    sources = {"mlx": arguments.torch_path, "torch": arguments.mlx_path}
-    there = [side for side, source in sources.items() if source.exists()]
-    if arguments.to is not None:
-        if arguments.to not in there:
-            raise FileNotFoundError(f"There is no {sources[arguments.to]} to read.")
-        return str(arguments.to)
-    if not there:
-        raise FileNotFoundError(
-            f"Neither {arguments.torch_path} nor {arguments.mlx_path} exists."
-        )
-    if len(there) == 2:
-        raise ConvertError("Both paths exist: give --to mlx or --to torch.")
-    return there[0]
+    (_to_mlx if target == "mlx" else _to_torch)(arguments)
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
@@ -215,30 +198,23 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         print(_describe(template, arguments.torch_path, path))
         return
     model = _Weights(template.weights())
-    optimizer, scaler = Optimizer(), None
+    optimizer, scaler = Optimizer(), make_scaler(template)
     if template.optimizer is not None:
         optimizer = template.build_optimizer()
         optimizer.state = tree_unflatten([*(template.optimizer_state() or {}).items()])
-    state, _ = template.scaler_state()
-    if state is not None:
-        scaler = GradScaler()
-        scaler.load_state_dict(state)
     # Killed in between, a checkpoint has no template rather than another one's.
     (path / TEMPLATE).unlink(missing_ok=True)
     save_checkpoint(path, model, optimizer, scaler)
     template.drop_tensors()
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
-    print(f"Wrote {printable(path)}. {_usage(path, template)}")
-
-
-def _usage(path: Path, template: Template) -> str:
-    if template.optimizer is None:
-        return "Its weights are in model.safetensors of the save-* folder."
-    scaler = ", scaler" if template.scaler is not None else ""
-    return (
-        "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
-        f"{str(path)!r}); restore_checkpoint({str(path)!r}, model, optimizer{scaler})."
-    )
+    how = "Its weights are in model.safetensors of the save-* folder."
+    if template.optimizer is not None:
+        how = (
+            "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
+            f"{str(path)!r}); restore_checkpoint({str(path)!r}, model, optimizer"
+            f"{'' if scaler is None else ', scaler'})."
+        )
+    print(printable(f"Wrote {path}. {how}"))
 
 
 class _Weights(nn.Module):
@@ -255,24 +231,15 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     """Write the PyTorch checkpoint of a run of ours."""
     options, folder = _options(arguments), arguments.mlx_path
     run = _read_run(read_checkpoint(folder))
-    like = arguments.like
-    if like is None:
-        places = [folder / TEMPLATE, folder.resolve().parent / TEMPLATE]
-        found = [
-            p
-            for p in places[: 2 if folder.name.startswith("save-") else 1]
-            if p.is_file()
-        ]
-        if not found:
-            raise FileNotFoundError(
-                f"{folder} has no {TEMPLATE}: give a PyTorch checkpoint of the same "
-                "model as the template with --like."
-            )
-        like = found[0]
-    model = _model(arguments.model) if arguments.like is not None else None
+    model = _model(arguments.model) if arguments.like else None
+    is_save = folder.name.startswith("save-")  # one of a run's checkpoints
+    like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
+    if not like.exists():
+        raise FileNotFoundError(
+            f"There is no {like}: give a PyTorch checkpoint of the same model as the "
+            "template with --like."
+        )
     template = read_template(like, model, options)
-    if not template.is_folder and arguments.torch_path.is_dir():
-        raise IsADirectoryError(f"{arguments.torch_path} is a folder, not a file.")
     notes, stale = write_template(
         arguments.torch_path,
         template,
@@ -349,7 +316,7 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
     except (ValueError, TypeError, OverflowError):
         raise ConvertError(
             f"--limit {' '.join(given)}: give NAME=NUMBER, with a name of "
-            f"{', '.join(torch_checkpoint.Limits.__dataclass_fields__)}."
+            f"{', '.join(_LIMITS)}."
         ) from None
 
 
@@ -379,9 +346,15 @@ def _model(place: str | None) -> nn.Module | None:
         raise ConvertError(
             f"--model {place}: give it as MODULE:NAME, or an mlx-lm model's folder."
         )
-    holder = _run_users_code(place, lambda: import_user_module(module))
+    # Last in the path, so that no file there is taken for an installed module.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    holder = _run_users_code(place, lambda: importlib.import_module(module))
     if not hasattr(holder, name):
-        raise ConvertError(f"--model {place}: {module} has no {name}.")
+        raise ConvertError(
+            f"--model {place}: {module} ({getattr(holder, '__file__', None)}) has no "
+            f"{name}."
+        )
     made = getattr(holder, name)
     if not isinstance(made, nn.Module):
         made = _run_users_code(place, made)
@@ -394,36 +367,9 @@ def _run_users_code(place: str, code: Callable[[], Any]) -> Any:
     try:
         return code()
     except (Exception, SystemExit) as error:  # it may raise anything
-        kind = type(error).__name__
-        said = f"{kind}: {error}" if str(error) else kind
-        raise ConvertError(f"--model {place} raised {said}") from error
-
-
-def import_user_module(name: str) -> ModuleType:
-    """Import a module, from the current folder if it is there.
-
-    The folder comes last in ``sys.path``, so that nothing in it is taken for a module
-    of the standard library, or an installed one, that this or any other module asks
-    for. Only the module that was asked for by name is looked for there first.
-
-    Example:
-        >>> import_user_module("json").__name__
-        'json'
-    """
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
-    top = name.partition(".")[0]
-    if top not in sys.modules and top not in sys.stdlib_module_names:
-        spec = PathFinder.find_spec(top, [here])
-        if spec is not None and spec.loader is not None:
-            module = sys.modules[top] = module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[top]
-                raise
-    return importlib.import_module(name)
+        raise ConvertError(
+            f"--model {place} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _mlx_lm_model(path: Path) -> nn.Module:
@@ -481,9 +427,4 @@ def _describe(template: Template, source: Path, target: Path) -> str:
         lines.append(f"{group.kind}: {count} parameters, at step {group.step}")
     if template.scaler is not None:
         lines.append(f"scaler: {template.scaler_format}'s state")
-    return printable_lines("\n".join(lines))
-
-
-def printable_lines(text: str) -> str:
-    """Return text that cannot move a terminal's cursor, in its lines."""
-    return "\n".join(printable(line) for line in text.splitlines())
+    return "\n".join(printable(line) for line in "\n".join(lines).splitlines())

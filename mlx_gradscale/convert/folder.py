@@ -15,7 +15,7 @@ from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_write, discard, new_folder
 from ..files.paths import check_file, check_name, open_inside, read_json
 from .options import Options
-from .tree import ConvertError, Unordered, is_tensor, list_some
+from .tree import ConvertError, is_tensor, list_some
 
 # Transformers' counts of steps and epochs: the only JSON that changes in training.
 TRAINER = "trainer_state.json"
@@ -34,11 +34,8 @@ _LARGEST_FILE, _MOST_BYTES, _MOST_FILES = 2**26, 2**28, 1000
 class TorchFiles:
     """A PyTorch checkpoint as it was read.
 
-    Attributes:
-        checkpoint (Any): The object in a file; of a folder, a dict by file name.
-        is_folder (bool): Whether it goes back as a folder.
-        files (dict): The bytes of a folder's other files.
-        notes (list): Sentences for the user.
+    ``checkpoint`` is the object in a file; of a folder, a dict by file name. ``files``
+    are the bytes of a folder's other files.
     """
 
     checkpoint: Any
@@ -69,28 +66,23 @@ def read_torch(path: str | os.PathLike[str], options: Options) -> TorchFiles:
 def _read_folder(path: Path, options: Options) -> TorchFiles:
     names = sorted(entry.name for entry in path.iterdir())
     shards = _shard_sets(names)
-    parts = {part for files in shards.values() for part in files}
-    found = TorchFiles({}, is_folder=True)
-    for whole, files in shards.items():
-        found.checkpoint[whole] = _merge(
-            {n: _read_part(path / n, options) for n in files}
-        )
+    content = {
+        whole: _merge({n: _read_part(path / n, options) for n in files})
+        for whole, files in shards.items()
+    }
     for name in names:
         if _MODEL.fullmatch(name) or _OTHERS.fullmatch(name):
-            found.checkpoint.setdefault(name, _read_part(path / name, options))
-    if not any(map(_MODEL.fullmatch, found.checkpoint)):
-        for file in sorted(path.glob("*/*")):  # diffusers': unet/...
-            if _MODEL.fullmatch(file.name) and file.is_file():
-                key = f"{file.parent.name}/{file.name}"
-                found.checkpoint[key] = _read_part(file, options)
-    if not found.checkpoint:
+            content.setdefault(name, _read_part(path / name, options))
+    if not content:
         raise ConvertError(_nothing_in(path, names))
     if TRAINER in names:
-        found.checkpoint[TRAINER] = read_json(path / TRAINER)
-    found.checkpoint = dict(sorted(found.checkpoint.items()))
+        content[TRAINER] = read_json(path / TRAINER)
+    found = TorchFiles(dict(sorted(content.items())), is_folder=True)
+    parts = {part for files in shards.values() for part in files}
     indices = {f"{whole}.index.json" for whole in shards}
-    rest = [n for n in names if n not in {*found.checkpoint, *parts, *indices}]
-    left = _carry(path, rest, found)
+    left = _carry(
+        path, [n for n in names if n not in {*content, *parts, *indices}], found
+    )
     if left:
         found.notes.append(
             f"Left out, as too large or no plain files: {list_some(left)}."
@@ -120,10 +112,8 @@ def _carry(path: Path, names: list[str], found: TorchFiles) -> list[str]:
     for name in names:
         file = path / name
         is_plain = file.is_file() and not file.is_symlink() and name.isprintable()
-        size = file.stat().st_size if is_plain else 0
-        is_begun = name.startswith(".")
-        is_small = size <= min(_LARGEST_FILE, room) and len(found.files) < _MOST_FILES
-        if not is_plain or not is_small or is_begun:
+        is_small = is_plain and file.stat().st_size <= min(_LARGEST_FILE, room)
+        if name.startswith(".") or not is_small or len(found.files) == _MOST_FILES:
             left.append(name)
             continue
         with open(file, "rb", opener=open_inside) as source:
@@ -163,8 +153,7 @@ def _merge(shards: dict[str, Any]) -> dict[str, Any]:
     tensors = {key: x for each in shards.values() for key, x in each.items()}
     if len(tensors) != sum(map(len, shards.values())):
         raise ConvertError(f"{list_some(shards)} hold a tensor more than once.")
-    is_ordered = not any(isinstance(each, Unordered) for each in shards.values())
-    return tensors if is_ordered else Unordered(sorted(tensors.items()))
+    return tensors
 
 
 def _read_part(path: Path, options: Options) -> Any:
@@ -180,7 +169,7 @@ def _read_part(path: Path, options: Options) -> Any:
 
 def _read_file(path: Path, options: Options) -> Any:
     if path.suffix == ".safetensors":
-        return Unordered(sorted(read_arrays(path)[0].items()))
+        return dict(sorted(read_arrays(path)[0].items()))
     try:
         return torch_checkpoint.load(path, options.limits, float64=options.float64)
     except torch_checkpoint.CheckpointError as error:
@@ -201,14 +190,14 @@ def write_torch(
         check_file(path, overwrite)
         _write_file(path, checkpoint)
         return
-    check_folder(path, checkpoint, overwrite)
-    is_there = path.is_dir() and any(path.iterdir())
+    files = files or {}
+    _check_names(checkpoint)
+    is_there = _check_target(path, {*checkpoint, *files}, overwrite)
     new = path.with_name(f"{path.name}.new") if is_there else path
     with new_folder(new) as folder:
         for name, content in checkpoint.items():
-            (folder / name).parent.mkdir(exist_ok=True)
             _write_file(folder / name, content)
-        for name, data in (files or {}).items():
+        for name, data in files.items():
             with atomic_write(folder / check_name(name, "The template")) as file:
                 file.write(np.array(data).tobytes())
     if is_there:
@@ -219,47 +208,34 @@ def write_torch(
         discard(old, path)
 
 
-def check_folder(path: Path, checkpoint: Any, overwrite: bool) -> None:
-    """Raise where a folder cannot be written, or must not be replaced."""
+def _check_names(checkpoint: Any) -> None:
     if not isinstance(checkpoint, dict):
         raise ConvertError("A folder is to be written, and its files have no names.")
     for name in checkpoint:
-        folder, slash, file = str(name).rpartition("/")
-        check_name(file, "The template")
-        if slash:
-            check_name(folder, "The template")
-        known = file == TRAINER or _MODEL.fullmatch(file) or _OTHERS.fullmatch(file)
+        check_name(name, "The template")
+        known = name == TRAINER or _MODEL.fullmatch(name) or _OTHERS.fullmatch(name)
         if not known:  # a hostile template would write a train.py
             raise ConvertError(
                 f"The template names {name!r}, which is no PyTorch file."
             )
+
+
+def _check_target(path: Path, names: set[str], overwrite: bool) -> bool:
+    """Tell whether a folder is replaced; raise if it must not be."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file, and a folder is to be written.")
-    if path.is_dir() and any(path.iterdir()):
-        if not overwrite:
-            raise FileExistsError(
-                f"{path} already exists: pass --overwrite (overwrite=True)."
-            )
-        spare = [p.name for p in path.iterdir() if not _may_replace(p, checkpoint)]
-        if spare:
-            raise FileExistsError(
-                f"{path} holds {list_some(spare)}, which is not of this checkpoint: "
-                "give another folder."
-            )
-
-
-def _may_replace(path: Path, checkpoint: dict[str, Any]) -> bool:
-    """Tell whether a file in a folder that is replaced is a checkpoint's."""
-    if path.is_dir():
-        return any(str(name).startswith(f"{path.name}/") for name in checkpoint)
-    is_torch = re.search(_SUFFIXES + "$", path.name) is not None
-    return path.name in checkpoint or not is_torch or _is_side_file(path.name)
-
-
-def _is_side_file(name: str) -> bool:
-    """Tell whether Trainer or Accelerate write such a file beside the sections."""
-    pattern = r"rng_state(_\d+)?\.pth|training_args\.bin|(sampler|dl_state_dict).*\.bin"
-    return re.fullmatch(pattern, name) is not None
+    there = [file.name for file in path.iterdir()] if path.is_dir() else []
+    if there and not overwrite:
+        raise FileExistsError(
+            f"{path} already exists: pass --overwrite (overwrite=True)."
+        )
+    spare = [name for name in there if name not in names and name[0] != "."]
+    if spare:
+        raise FileExistsError(
+            f"{path} holds {list_some(spare)}, which is not of this checkpoint: give "
+            "another folder."
+        )
+    return bool(there)
 
 
 def _write_file(path: Path, content: Any) -> None:

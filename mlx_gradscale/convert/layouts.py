@@ -5,7 +5,7 @@ directions.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -39,17 +39,13 @@ LAYOUTS: dict[str, Layout] = {
     "transpose": Layout(
         lambda x: [mx.swapaxes(x, 0, 1)], lambda xs: mx.swapaxes(xs[0], 0, 1)
     ),
-    # (out, in, *kernel) <-> (out, *kernel, in)
+    # (out, in, *kernel) <-> (out, *kernel, in); nn.Bilinear: (out, in1, in2)
     "conv": Layout(
         lambda x: [mx.moveaxis(x, 1, -1)], lambda xs: mx.moveaxis(xs[0], -1, 1)
     ),
     # (in, out, *kernel) <-> (out, *kernel, in)
     "conv_transpose": Layout(
         lambda x: [mx.moveaxis(x, 0, -1)], lambda xs: mx.moveaxis(xs[0], -1, 0)
-    ),
-    # nn.Bilinear: (out, in1, in2) <-> (out, in2, in1)
-    "bilinear": Layout(
-        lambda x: [mx.swapaxes(x, 1, 2)], lambda xs: mx.swapaxes(xs[0], 1, 2)
     ),
     # nn.MultiheadAttention's in_proj: query, key and value in one tensor
     "split_qkv": Layout(lambda x: list(mx.split(x, 3)), mx.concatenate, count=3),
@@ -93,14 +89,11 @@ class Entry:
 
 @dataclass
 class Plan:
-    """All tensors of a PyTorch state dict.
+    """All tensors of a PyTorch state dict, by their PyTorch names.
 
-    Attributes:
-        entries (dict): By PyTorch name, in the state dict's order.
-        tied (dict): Alias -> the name that it shares its tensor with.
-        torch_only (tuple): Names that MLX has no place for.
-        sanitized (dict, optional): The names and shapes that the model's ``sanitize``
-            is to be called with.
+    ``tied`` maps aliases to the name whose tensor they share, ``torch_only`` are names
+    that MLX has no place for, ``sanitized`` are the names and shapes that the model's
+    ``sanitize`` is to be called with.
     """
 
     entries: dict[str, Entry]
@@ -172,7 +165,13 @@ def make_plan(
     """
     options = options or Options()
     options.check_patterns(tensors)
-    torch_only = [n for n in tensors if _has_no_place(n, options)]
+    # BatchNorm's step count, and what torch.nn.Module.get_extra_state returned.
+    without_place = ("num_batches_tracked", "_extra_state")
+    torch_only = [
+        name
+        for name in tensors
+        if name.endswith(without_place) or matches(name, options.drop)
+    ]
     excluded = set(torch_only)
     shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in excluded}
     known = known_names(model) if model is not None else None
@@ -208,12 +207,6 @@ def make_plan(
     return plan
 
 
-def _has_no_place(name: str, options: Options) -> bool:
-    # BatchNorm's step count, and what torch.nn.Module.get_extra_state returned.
-    own = name.rpartition(".")[2] in ("num_batches_tracked", "_extra_state")
-    return own or matches(name, options.drop)
-
-
 def _with_copy(entry: Entry, alias: Entry) -> Entry:
     """Return the entry of a tied tensor that is a parameter of its own in MLX."""
     if alias.mlx in entry.copies:
@@ -244,8 +237,6 @@ def _entry(
     if target is None:
         return None
     layout = chosen or target.layout or _layout_of_unknown(name, tensor, target)
-    if LAYOUTS[layout].count != len(target.mlx):
-        raise ConvertError(f"{name} cannot be {layout}: in MLX it is {target.mlx}.")
     shapes = _mlx_shapes(name, tensor, layout)
     if shapes != target.shapes:
         hint = ""
@@ -253,8 +244,8 @@ def _entry(
             hint = f" If it is (in, out) in PyTorch, give --transpose {name!r}."
         raise ConvertError(
             f"{name} has shape {tuple(tensor.shape)}, which is {shapes[0]} in MLX's "
-            f"layout ({layout}); the model's {target.mlx[0]} has {target.shapes[0]}."
-            f"{hint}"
+            f"layout ({layout}); the model's {' and '.join(target.mlx)} has "
+            f"{target.shapes[0]}.{hint}"
         )
     return Entry(name, target.mlx, layout)
 
@@ -262,10 +253,6 @@ def _entry(
 def _mlx_shapes(
     name: str, tensor: mx.array, layout: str
 ) -> tuple[tuple[int, ...], ...]:
-    if layout == "split_qkv" and (not tensor.ndim or tensor.shape[0] % 3):
-        raise ConvertError(
-            f"{name} has shape {tuple(tensor.shape)}: it is not a fused attention."
-        )
     try:
         return tuple(x.shape for x in LAYOUTS[layout].to_mlx(tensor))
     except (IndexError, ValueError) as error:
@@ -305,15 +292,13 @@ def _entry_by_patterns(
 
 def _layout_of_unknown(name: str, tensor: mx.array, target: Target) -> str:
     """Keep the layout of a layer of the user's own, unless another one fits as well."""
-    others = (
-        [mx.moveaxis(tensor, i, -1).shape for i in (0, 1)] if tensor.ndim > 1 else []
-    )
-    if target.shapes[0] in others:
-        fits = "more than one layout" if tensor.shape in others else "another layout"
+    others = [mx.moveaxis(tensor, i, -1).shape for i in (0, 1) if i < tensor.ndim]
+    if tensor.ndim > 1 and target.shapes[0] in others:
         raise ConvertError(
             f"{name} has shape {tuple(tensor.shape)} and belongs to a layer that is "
-            f"not MLX's own; {fits} fits the model's {target.shapes[0]}: say which "
-            "with --conv, --conv-transpose or --keep-layout."
+            f"not MLX's own; more than its own layout fits the model's "
+            f"{target.shapes[0]}: say which with --conv, --conv-transpose or "
+            "--keep-layout."
         )
     return "same"
 
@@ -402,43 +387,29 @@ def model_notes(model: nn.Module) -> list[str]:
         >>> model_notes(nn.Sequential(nn.GroupNorm(2, 8)))[0][:30]
         'layers.0: a GroupNorm without '
     """
-    found = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    leaves = [(name, module) for name, module in found if isinstance(module, nn.Module)]
-    return [*_group_norm_notes(leaves), *_flatten_notes(leaves)]
-
-
-def _group_norm_notes(leaves: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    # With one group, or one channel in each, the groups are the same.
-    found = [
-        name
-        for name, module in leaves
-        if isinstance(module, nn.GroupNorm)
-        and not module.pytorch_compatible
-        and 1 < module.num_groups < module.dims
-    ]
-    if not found:
-        return []
-    return [
-        f"{list_some(found)}: a GroupNorm without pytorch_compatible=True groups "
-        "other channels than PyTorch's. Build it with pytorch_compatible=True."
-    ]
-
-
-def _flatten_notes(leaves: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """Return a note on each Linear that may take a convolution's flattened output."""
-    notes, before = [], None
-    for name, module in leaves:
-        if isinstance(module, _CONVOLUTIONS):
-            before = (name, module.weight.shape[0])
+    notes, channels = [], 0
+    for name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        # With one group, or one channel in each, the groups are the same.
+        if (
+            isinstance(module, nn.GroupNorm)
+            and not module.pytorch_compatible
+            and 1 < module.num_groups < module.dims
+        ):
+            notes.append(
+                f"{name}: a GroupNorm without pytorch_compatible=True groups other "
+                "channels than PyTorch's. Build it with pytorch_compatible=True."
+            )
+        elif isinstance(module, _CONVOLUTIONS):
+            channels = module.weight.shape[0]
         elif isinstance(module, nn.Linear):
             inputs = module.weight.shape[1]
-            if before and inputs > before[1] and inputs % before[1] == 0:
+            if channels and inputs > channels and inputs % channels == 0:
                 notes.append(
-                    f"{name} has {inputs} inputs, and {before[0]} before it "
-                    f"{before[1]} channels: if its input is flattened in between, "
+                    f"{name} has {inputs} inputs, and the convolution before it "
+                    f"{channels} channels: if its input is flattened in between, "
                     "PyTorch flattens with the channels first and MLX with the "
                     "channels last. In the MLX model move them first: "
                     "mx.moveaxis(x, -1, 1).flatten(1)."
                 )
-            before = None
+            channels = 0
     return notes

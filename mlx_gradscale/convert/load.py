@@ -90,7 +90,7 @@ def load_torch(
     weights = template.weights()
     if template.plan.sanitized is not None:
         apply_sanitize(model, template.plan.sanitized)
-    scaler = _make_scaler(template)
+    scaler = make_scaler(template)
     optimizer: Optimizer | None = None
     names: list[str] | None = None
     if template.optimizer is not None:
@@ -116,7 +116,8 @@ def load_torch(
     return TorchRun(optimizer, scaler, template, notes)
 
 
-def _make_scaler(template: Template) -> GradScaler | None:
+def make_scaler(template: Template) -> GradScaler | None:
+    """Return a scaler with the template's state, if it has one."""
     state, _ = template.scaler_state()
     if state is None:
         return None

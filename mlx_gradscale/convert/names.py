@@ -31,9 +31,8 @@ _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight")
 DROPPED = "dropped"  # in the place of a layout: the model's sanitize drops the tensor
 
 _LAYER_LAYOUTS: dict[tuple[type[nn.Module], ...], str] = {
-    (nn.Conv1d, nn.Conv2d, nn.Conv3d): "conv",
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear): "conv",
     (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d): "conv_transpose",
-    (nn.Bilinear,): "bilinear",
 }
 
 

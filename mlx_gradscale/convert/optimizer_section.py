@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..files.text import shorten
 from ..torch_checkpoint import TensorShape
 from .tree import ConvertError, Write, is_tensor, number
 
@@ -75,14 +76,9 @@ class OptimizerSection:
             self.groups, self.states = _unflatten(held)
         else:
             self.groups, self.states = held["param_groups"], held.get("state", {})
-        _check_groups(self.groups)
-        if not self._is_flat:
+            _check(self.groups, {})
             self._read_numbers()
-        _check_states(self.states, self.indices())
-
-    def indices(self) -> list[Index]:
-        """Return the index of every parameter, group by group."""
-        return [index for group in self.groups for index in group["params"]]
+        _check(self.groups, self.states)
 
     def slots(self, index: Index) -> dict[str, Any]:
         """Return the state of a parameter; empty if it has none yet."""
@@ -130,10 +126,11 @@ class OptimizerSection:
 
     def _read_numbers(self) -> None:
         """Index by numbers what torch.distributed.checkpoint keyed by their text."""
-        if not all(type(key) is str and _NUMBER.fullmatch(key) for key in self.states):
-            return
-        known = {index for index in self.indices() if type(index) is int}
-        if self.states and all(int(key) in known for key in self.states):
+        known = {index for group in self.groups for index in group["params"]}
+        if all(
+            type(key) is str and _NUMBER.fullmatch(key) and int(key) in known
+            for key in self.states
+        ):
             self._keys = {int(key): key for key in self.states}
             self.states = {int(key): slots for key, slots in self.states.items()}
 
@@ -159,60 +156,47 @@ def _unflatten(
 def _brief(value: Any) -> Any:
     """Return what tells one setting from another, in a few words."""
     if isinstance(value, (list, tuple)) and len(value) <= 8:
-        return [_brief(item) if is_number(item) else id(item) for item in value]
-    plain = number(value)
-    return plain if isinstance(plain, (bool, int, float, type(None))) else id(value)
+        return [number(item) if is_number(item) else id(item) for item in value]
+    return number(value) if value is None or is_number(value) else id(value)
 
 
-def _check_groups(groups: list[dict[Any, Any]]) -> None:
+def _check(groups: list[dict[Any, Any]], states: Mapping[Any, Any]) -> None:
+    """Raise on groups and states that PyTorch would not have written."""
     indices: list[Any] = []
     for group in groups:
-        need(all(type(key) is str for key in group), "a group's keys", "texts", group)
+        need(_is_texts(list(group)), "a group's keys", "texts", group)
         params, names = group["params"], group.get("param_names", [])
-        need(isinstance(params, (list, tuple)), "params", "a list", params)
-        need(all(map(_is_index, params)), "params", "indices or names", params)
-        is_list = isinstance(names, (list, tuple))
-        need(
-            is_list and all(type(n) is str for n in names),
-            "param_names",
-            "a list of names",
-            names,
-        )
+        is_list = isinstance(params, (list, tuple))
+        fits = is_list and all(map(_is_index, params))
+        need(fits, "params", "a list of indices or names", params)
+        need(_is_texts(names), "param_names", "a list of names", names)
         indices += params
-    need(len(set(indices)) == len(indices), "params", "different indices", indices)
-    need(
-        len(set(map(type, indices))) < 2, "params", "all numbers or all names", indices
-    )
+    known = set(indices)
+    need(len(known) == len(indices), "params", "different indices", indices)
+    kinds = set(map(type, indices))
+    need(len(kinds) < 2, "params", "all numbers or all names", indices)
+    for index, slots in states.items():
+        is_known = _is_index(index) and index in known
+        need(is_known, "an index of the state", "one of params", index)
+        fits = isinstance(slots, dict) and _is_texts(list(slots))
+        need(fits, f"the state of {index}", "a dict of slots", slots)
+        step = slots.get("step")
+        fits = step is None or (
+            is_number(step) and 0 <= float(number(step)) < _MOST_STEPS
+        )
+        need(fits, f"the step of {index}", "a count", step)
 
 
 def _is_index(value: Any) -> bool:
     return type(value) is str or (type(value) is int and 0 <= value < _LARGEST_INDEX)
 
 
-def _check_states(states: Mapping[Any, Any], indices: list[Index]) -> None:
-    known = set(indices)
-    for index, slots in states.items():
-        need(
-            _is_index(index) and index in known,
-            "an index of the state",
-            "one of params",
-            index,
-        )
-        fits = isinstance(slots, dict) and all(type(key) is str for key in slots)
-        need(fits, f"the state of {index}", "a dict of slots", slots)
-        if slots.get("step") is not None:
-            step = slots["step"]
-            fits = is_number(step) and 0 <= float(number(step)) < _MOST_STEPS
-            need(fits, f"the step of {index}", "a count", step)
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(x) is str for x in value)
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a real number, however PyTorch writes one.
-
-    Example:
-        >>> is_number(mx.array([1.0])), is_number(10**400), is_number("1")
-        (True, False, False)
-    """
+    """Tell whether a value is a real number, however PyTorch writes one."""
     if isinstance(value, mx.array):
         return value.size == 1 and value.dtype != mx.complex64
     # An int may be of any size, and a float is at most 1.8e308.
@@ -224,8 +208,7 @@ def need(is_right: bool, where: str, what: str, value: Any) -> None:
     """Raise unless a value of an optimizer's state is what it must be."""
     if not is_right:
         is_large = isinstance(value, (dict, list, tuple))
-        shown = f"a {type(value).__name__}" if is_large else repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        shown = f"a {type(value).__name__}" if is_large else shorten(value, 60)
         raise ConvertError(
             f"The optimizer's state is damaged: {where} must be {what}, not {shown}."
         )

@@ -7,7 +7,6 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ from .optimizer_table import (
     OPTIMIZERS,
     SCHEDULED,
     Difference,
+    OptimizerSpec,
     check_differences,
     mlx_differences,
     plain_setting,
@@ -34,41 +34,62 @@ Rate = float | mx.array | Callable[[mx.array], mx.array]
 
 @dataclass
 class TorchGroup:
-    """One of PyTorch's parameter groups, and its parameters that MLX has.
+    """One of an optimizer's parameter groups, and its parameters that MLX has.
 
     Attributes:
-        section (int): Which of the checkpoint's optimizers it belongs to.
-        number (int): Which of that optimizer's groups it is.
+        section (OptimizerSection): The optimizer's state dict.
+        number (int): Which of its groups it is.
         kind (str): A key of :data:`OPTIMIZERS`.
-        indices (list): Of its parameters in the optimizer's state.
-        names (list): PyTorch's names of the same.
-        step (int): Its step count when it was converted.
+        names (dict): Index in the optimizer's state -> PyTorch's parameter name.
+        step (int): The step count when it was converted.
     """
 
-    section: int
+    section: OptimizerSection
     number: int
     kind: str
-    indices: list[Index]
-    names: list[str]
-    step: int
+    names: dict[Index, str]
+    step: int = 0
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The optimizer's row of the table."""
+        return OPTIMIZERS[self.kind]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """PyTorch's group itself."""
+        return self.section.groups[self.number]
+
+    def lacks_state(self, index: Index) -> bool:
+        """Tell whether PyTorch has not begun the state of a parameter."""
+        slots = self.section.slots(index)
+        return any(slots.get(slot) is None for slot in self.spec.slots)
+
+    def check(self) -> None:
+        """Raise on settings that are not numbers."""
+        for key in (*self.spec.settings, *SCHEDULED):
+            value = self.settings.get(key)
+            if key == "betas":
+                pair = value if isinstance(value, (list, tuple)) else ()
+                is_right = len(pair) == 2 and all(map(is_number, pair))
+                need(is_right, key, "two numbers", value)
+            elif value is not None or key in self.spec.settings:
+                need(is_number(value), key, "a number", value)
 
 
 @dataclass
 class OptimizerPlan:
-    """How PyTorch's groups became one MLX optimizer.
+    """PyTorch's groups, as one MLX optimizer or as the parts of a MultiOptimizer."""
 
-    Attributes:
-        groups (list): In the order of the optimizers and their groups.
-        is_single (bool): Whether all groups became one optimizer; otherwise they are
-            the parts of a ``MultiOptimizer``.
-    """
-
+    sections: list[OptimizerSection]
     groups: list[TorchGroup]
     is_single: bool
 
-    def prefix(self, group: int) -> str:
-        """Return how the MLX state of a group begins."""
-        return "" if self.is_single else f"states.{group}."
+    def prefixes(self) -> list[str]:
+        """Return how the MLX state of each group begins."""
+        return [
+            "" if self.is_single else f"states.{i}." for i in range(len(self.groups))
+        ]
 
 
 def plan_optimizer(
@@ -85,29 +106,29 @@ def plan_optimizer(
         raise ConvertError(f"--step {options.step}: a count cannot be negative.")
     groups: list[TorchGroup] = []
     found: list[Difference] = []
-    notes: list[str] = []
     torch_only: list[str] = []
-    for i, section in enumerate(sections):
+    for section, own in zip(sections, names, strict=True):
         kind = kind_of(section, options)
-        notes += OPTIMIZERS[kind].notes
-        for j, settings in enumerate(section.groups):
-            check_settings(kind, settings)
-            own = [names[i][index] for index in settings["params"]]
-            members = [n for n in settings["params"] if names[i][n] in entries]
-            torch_only += [name for name in own if name not in entries]
-            group = TorchGroup(i, j, kind, members, [names[i][n] for n in members], 0)
-            is_complete = not any(_lacks(kind, section.slots(n)) for n in members)
+        for i, settings in enumerate(section.groups):
+            members = {n: own[n] for n in settings["params"] if own[n] in entries}
+            torch_only += [own[n] for n in settings["params"] if n not in members]
+            group = TorchGroup(section, i, kind, members)
+            group.check()
+            is_complete = not any(map(group.lacks_state, members))
             found += torch_differences(kind, settings, is_complete)
-            doubt = OPTIMIZERS[kind].doubt(settings)
-            notes += [doubt] if doubt and doubt not in notes else []
             groups.append(group)
-    _set_steps(groups, sections, options.step or 0)
+    _set_steps(groups, options.step or 0)
+    # Groups that compute the same, and are scheduled the same, are one optimizer.
     signatures = {
-        _signature(g.kind, sections[g.section].groups[g.number]) for g in groups
+        repr((g.kind, constructor_args(g.kind, g.settings)))
+        + repr([number(g.settings.get(key)) for key in sorted(SCHEDULED)])
+        for g in groups
     }
-    plan = OptimizerPlan(groups, len(signatures) == len({g.step for g in groups}) == 1)
+    is_single = len(signatures) == len({g.step for g in groups}) == 1
+    plan = OptimizerPlan([*sections], groups, is_single)
+    notes = [g.spec.note for g in groups if g.spec.note]
     notes += check_differences(found, options.accept)
-    return plan, notes + _plan_notes(plan, sections, torch_only, options)
+    return plan, notes + _plan_notes(plan, torch_only, options)
 
 
 def kind_of(section: OptimizerSection, options: Options) -> str:
@@ -116,36 +137,13 @@ def kind_of(section: OptimizerSection, options: Options) -> str:
     return recognise(section.groups, slots, options.optimizer)
 
 
-def _lacks(kind: str, slots: Mapping[str, Any]) -> bool:
-    return any(slots.get(slot) is None for slot in OPTIMIZERS[kind].slots)
-
-
-def check_settings(kind: str, group: Mapping[str, Any]) -> None:
-    """Raise on settings of a group that are not numbers."""
-    spec = OPTIMIZERS[kind]
-    for key in (*spec.settings, *SCHEDULED):
-        value = group.get(key)
-        if key == "betas":
-            pair = value if isinstance(value, (list, tuple)) else ()
-            is_right = len(pair) == 2 and all(map(is_number, pair))
-            need(is_right, key, "two numbers", value)
-        elif value is not None or key in spec.settings:
-            need(is_number(value), key, "a number", value)
-    if spec.decay_is_per_rate:
-        need(bool(_first_rate(group)), "the first learning rate", "above 0", 0)
-
-
-def _set_steps(
-    groups: Sequence[TorchGroup],
-    sections: Sequence[OptimizerSection],
-    default: int,
-) -> None:
+def _set_steps(groups: Sequence[TorchGroup], default: int) -> None:
     """Read the step count of each group; MLX keeps one for all its parameters."""
     known: list[int | None] = []
     for group in groups:
         counts: dict[int, str] = {}
-        for index, name in zip(group.indices, group.names, strict=True):
-            step = sections[group.section].slots(index).get("step")
+        for index, name in group.names.items():
+            step = group.section.slots(index).get("step")
             if step is not None:
                 counts.setdefault(int(number(step)), name)
         if len(counts) > 1:
@@ -163,10 +161,7 @@ def _set_steps(
 
 
 def _plan_notes(
-    plan: OptimizerPlan,
-    sections: Sequence[OptimizerSection],
-    torch_only: list[str],
-    options: Options,
+    plan: OptimizerPlan, torch_only: list[str], options: Options
 ) -> list[str]:
     notes = []
     if torch_only:
@@ -176,11 +171,9 @@ def _plan_notes(
         )
     fresh = [
         name
-        for g in plan.groups
-        for index, name in zip(g.indices, g.names, strict=True)
-        if OPTIMIZERS[g.kind].has_step
-        and g.step
-        and _lacks(g.kind, sections[g.section].slots(index))
+        for group in plan.groups
+        for index, name in group.names.items()
+        if group.spec.has_step and group.step and group.lacks_state(index)
     ]
     if fresh:
         notes.append(
@@ -189,11 +182,11 @@ def _plan_notes(
             "they are trained, they start with zero moments, and with the step count "
             "of the rest."
         )
-    kinds = {g.kind for g in plan.groups if not OPTIMIZERS[g.kind].has_step}
+    kinds = {group.kind for group in plan.groups if not group.spec.has_step}
     if kinds and options.step is None:
         said = " and ".join(sorted(kinds))
         notes.append(f"{said} keeps no step count: MLX's starts at 0 (--step).")
-    if any("max_momentum" in s for section in sections for s in section.groups):
+    if any("max_momentum" in group.settings for group in plan.groups):
         notes.append(  # OneCycleLR's and CyclicLR's
             "PyTorch's schedule moves the momentum (or betas[0]) as well: in MLX it "
             "stays as it is now, unless you set it before each step."
@@ -202,34 +195,26 @@ def _plan_notes(
 
 
 def to_mlx(
-    plan: OptimizerPlan,
-    sections: Sequence[OptimizerSection],
-    entries: Mapping[str, Entry],
-    tensors: Mapping[str, mx.array],
+    plan: OptimizerPlan, entries: Mapping[str, Entry], tensors: Mapping[str, mx.array]
 ) -> dict[str, mx.array]:
     """Return the flat MLX state; parameters without one get zeros."""
     flat: dict[str, mx.array] = {}
-    for i, group in enumerate(plan.groups):
-        section, prefix = sections[group.section], plan.prefix(i)
-        settings = section.groups[group.number]
+    for group, prefix in zip(plan.groups, plan.prefixes(), strict=True):
+        rate = number(group.settings["lr"])
         flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
-        flat[f"{prefix}learning_rate"] = mx.array(number(settings["lr"]), mx.float32)
-        for index, name in zip(group.indices, group.names, strict=True):
-            slots, like = section.slots(index), tensors[name]
-            for theirs, ours in OPTIMIZERS[group.kind].slots.items():
-                moment = slots.get(theirs)
+        flat[f"{prefix}learning_rate"] = mx.array(rate, mx.float32)
+        for index, name in group.names.items():
+            like = tensors[name]
+            for theirs, ours in group.spec.slots.items():
+                moment = group.section.slots(index).get(theirs)
                 moment = mx.zeros_like(like) if moment is None else moment
-                need(
-                    isinstance(moment, mx.array),
-                    f"{theirs} of {name}",
-                    "a tensor",
-                    moment,
-                )
+                what = f"{theirs} of {name}"
+                need(isinstance(moment, mx.array), what, "a tensor", moment)
                 if moment.shape != like.shape:
                     raise ConvertError(
-                        f"{theirs} of {name} has shape {moment.shape}, the parameter "
-                        f"{like.shape}: the names are in another order. Give them with "
-                        "names=... (--names)."
+                        f"{what} has shape {moment.shape}, the parameter {like.shape}: "
+                        "the names are in another order. Give them with names=... "
+                        "(--names)."
                     )
                 for mlx_name, array in entries[name].to_mlx(moment).items():
                     flat[f"{prefix}{mlx_name}.{ours}"] = array
@@ -238,7 +223,6 @@ def to_mlx(
 
 def to_torch(
     plan: OptimizerPlan,
-    sections: Sequence[OptimizerSection],
     entries: Mapping[str, Entry],
     flat: Mapping[str, mx.array],
     settings: Sequence[Mapping[str, Any]],
@@ -249,37 +233,6 @@ def to_torch(
     ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, ``settings`` are those of
     each MLX optimizer (:func:`mlx_settings`).
     """
-    _check_parts(plan, settings)
-    writes: list[Write] = []
-    found: list[Difference] = []
-    rates: list[str] = []
-    for i, group in enumerate(plan.groups):
-        section, prefix = sections[group.section], plan.prefix(i)
-        used = settings[0 if plan.is_single else i]
-        step = _step_count(flat, f"{prefix}step")
-        found += mlx_differences(group.kind, used, step)
-        changed = _changed_settings(group, section, flat, prefix, used)
-        for key, value in changed.items():
-            writes += section.write_setting(group.number, key, value)
-        if used.get("has_schedule"):
-            now = section.groups[group.number] | changed
-            rates.append(f"{number(now['lr']):.6g}")
-        for index, name in zip(group.indices, group.names, strict=True):
-            slots = _torch_slots(group, section, index, entries[name], flat, prefix)
-            if slots and OPTIMIZERS[group.kind].has_step:
-                like = _step_example(section, index)
-                slots = {"step": _step_like(like, step), **slots}
-            writes += section.write_state(index, slots) if slots else []
-    notes = check_differences(found, accept)
-    if rates:
-        notes.append(
-            "MLX's learning rate schedule is not converted: PyTorch gets its rate for "
-            f"the next step, {', '.join(dict.fromkeys(rates))}."
-        )
-    return writes, notes
-
-
-def _check_parts(plan: OptimizerPlan, settings: Sequence[Any]) -> None:
     wanted = 1 if plan.is_single else len(plan.groups)
     if len(settings) != wanted:
         raise ConvertError(
@@ -287,13 +240,36 @@ def _check_parts(plan: OptimizerPlan, settings: Sequence[Any]) -> None:
             f"{len(plan.groups)} parameter groups need "
             f"{'one optimizer' if wanted == 1 else f'a MultiOptimizer of {wanted}'}."
         )
-
-
-def _step_count(flat: Mapping[str, Any], key: str) -> int:
-    step = float(number(_required(flat, key)))
-    if not 0 <= step < 2**53:
-        raise ConvertError(f"The MLX optimizer's {key} is {step}, which is no count.")
-    return int(step)
+    writes: list[Write] = []
+    found: list[Difference] = []
+    rates: list[str] = []
+    for i, (group, prefix) in enumerate(zip(plan.groups, plan.prefixes(), strict=True)):
+        used = settings[0 if plan.is_single else i]
+        step = float(number(_required(flat, f"{prefix}step")))
+        if not 0 <= step < 2**53:
+            raise ConvertError(
+                f"The MLX optimizer's {prefix}step is {step}, which is no count."
+            )
+        found += mlx_differences(group.kind, used, int(step))
+        rate = number(_required(flat, f"{prefix}learning_rate"))
+        changed = _changed_settings(group, used, used.get("next_rate", rate))
+        for key, value in changed.items():
+            writes += group.section.write_setting(group.number, key, value)
+        if used.get("has_schedule"):
+            rates.append(f"{number((group.settings | changed)['lr']):.6g}")
+        for index, name in group.names.items():
+            slots = _torch_slots(group, index, entries[name], flat, prefix, int(step))
+            if slots and group.spec.has_step:
+                count = _torch_step(group.section, index, int(step))
+                slots = {"step": count} | slots
+            writes += group.section.write_state(index, slots)
+    notes = check_differences(found, accept)
+    if rates:
+        notes.append(
+            "MLX's learning rate schedule is not converted: PyTorch gets its rate for "
+            f"the next step, {', '.join(dict.fromkeys(rates))}."
+        )
+    return writes, notes
 
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:
@@ -307,94 +283,71 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 
 def _torch_slots(
     group: TorchGroup,
-    section: OptimizerSection,
     index: Index,
     entry: Entry,
     flat: Mapping[str, mx.array],
     prefix: str,
+    step: int,
 ) -> dict[str, Any]:
     """Return the slots to write; none where PyTorch's are right as they are."""
-    spec, old = OPTIMIZERS[group.kind], section.slots(index)
-    held = {
-        theirs: {
-            n: flat[f"{prefix}{n}.{ours}"]
-            for n in entry.mlx
-            if f"{prefix}{n}.{ours}" in flat
-        }
-        for theirs, ours in spec.slots.items()
-    }
-    if not any(held.values()):  # frozen in MLX
-        if any(
-            old.get(s) is not None and not isinstance(old[s], mx.array)
-            for s in spec.slots
-        ):
+    old, slots = group.section.slots(index), group.spec.slots
+    keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
+    if not any(key in flat for key in keys):  # frozen in MLX
+        if any(old.get(s) is not None and not _is_array(old[s]) for s in slots):
             raise ConvertError(
                 f"{entry.mlx[0]} has no state in the MLX optimizer, and had one when "
                 "it was loaded: give the optimizer that was trained."
             )
         return {}
-    for slot, arrays in held.items():
-        missing = [n for n in entry.mlx if n not in arrays]
-        if missing:
-            _required(flat, f"{prefix}{missing[0]}.{spec.slots[slot]}")
-    slots = {slot: entry.to_torch(arrays) for slot, arrays in held.items()}
-    if _lacks(group.kind, old):
+    new = {
+        theirs: entry.to_torch(
+            {n: _required(flat, f"{prefix}{n}.{ours}") for n in entry.mlx}
+        )
+        for theirs, ours in slots.items()
+    }
+    if group.lacks_state(index):
         # PyTorch starts a missing momentum buffer with the undampened gradient, MLX
         # with the dampened one: written as zeros, they agree.
-        settings = section.groups[group.number]
-        is_dampened = number(settings.get("dampening", 0))
-        moved = spec.has_step and _step_count(flat, f"{prefix}step") != group.step
-        is_zero = not any(mx.any(x).item() for x in slots.values())
-        if is_zero and not moved and not is_dampened:
+        is_dampened = number(group.settings.get("dampening", 0))
+        has_moved = group.spec.has_step and step != group.step
+        is_zero = not any(mx.any(x).item() for x in new.values())
+        if is_zero and not has_moved and not is_dampened:
             return {}
-    return {slot: as_leaf(x, old.get(slot)) for slot, x in slots.items()}
+    return {slot: as_leaf(x, old.get(slot)) for slot, x in new.items()}
 
 
-def _step_example(section: OptimizerSection, index: Index) -> Any:
-    own = section.slots(index).get("step")
-    if own is not None:
-        return own
-    others = (slots.get("step") for slots in section.states.values())
-    return next((step for step in others if step is not None), mx.array(0.0))
-
-
-def _step_like(like: Any, step: int) -> Any:
+def _torch_step(section: OptimizerSection, index: Index, step: int) -> Any:
     """Return a step count as PyTorch wrote them: a number, or an array of one."""
+    known = [section.slots(index), *section.states.values()]
+    steps = (slots.get("step") for slots in known)
+    like = next((each for each in steps if each is not None), mx.array(0.0))
     if isinstance(like, mx.array):
         return mx.full(like.shape, step, like.dtype)
     return float(step) if type(like) is float else step
 
 
 def _changed_settings(
-    group: TorchGroup,
-    section: OptimizerSection,
-    flat: Mapping[str, mx.array],
-    prefix: str,
-    used: Mapping[str, Any],
+    group: TorchGroup, used: Mapping[str, Any], rate: float
 ) -> dict[str, Any]:
     """Return the settings that are no longer PyTorch's, in PyTorch's types."""
-    spec, settings = OPTIMIZERS[group.kind], section.groups[group.number]
+    settings, changed = group.settings, {}
     expected = constructor_args(group.kind, settings)
-    changed = {}
-    for theirs, ours in spec.settings.items():
-        if theirs == "lr" or ours not in used or used[ours] == expected[ours]:
-            continue
-        value, old = used[ours], settings[theirs]
-        if theirs == "weight_decay" and spec.decay_is_per_rate:
-            value *= _first_rate(settings)
-        if isinstance(old, (list, tuple)):
-            value = tuple(value) if isinstance(old, tuple) else list(value)
-        changed[theirs] = mx.array(value, old.dtype) if _is_array(old) else value
-    held = number(_required(flat, f"{prefix}learning_rate"))
-    rate = _torch_rate(settings, used, held)
-    if rate is not None:
-        is_array = _is_array(settings["lr"])
-        changed["lr"] = mx.array(rate, settings["lr"].dtype) if is_array else rate
-    for key, (off, _) in spec.refused.items():  # what was accepted stays off
+    for theirs, ours in group.spec.settings.items():
+        if theirs != "lr" and ours in used and used[ours] != expected[ours]:
+            is_tuple = isinstance(settings[theirs], tuple)
+            changed[theirs] = tuple(used[ours]) if is_tuple else used[ours]
+    # Not every bit: a schedule may have run on another device, or compiled. MLX's rate
+    # is a float32 one.
+    if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
+        changed["lr"] = rate
+    for key, value in changed.items():
+        if _is_array(settings[key]):
+            changed[key] = mx.array(value, settings[key].dtype)
+    for key, (off, _) in group.spec.refused.items():  # what was accepted stays off
         value = plain_setting(settings.get(key))
-        if key not in spec.settings and value not in (*off, None):
-            is_number = isinstance(value, (bool, int, float))
-            changed[key] = type(value)(off[0]) if is_number else off[0]
+        if key not in group.spec.settings and value not in (*off, None):
+            is_plain = isinstance(value, (bool, int, float))
+            changed[key] = type(value)(off[0]) if is_plain else off[0]
     return changed
 
 
@@ -406,28 +359,18 @@ def constructor_args(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return MLX constructor arguments that compute what a PyTorch group computes.
 
     Example:
-        >>> constructor_args("Adam", {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8})
-        {'learning_rate': 0.1, 'betas': [0.9, 0.99], 'eps': 1e-08, \
-'bias_correction': True}
+        >>> constructor_args("Lion", {"lr": 0.1, "betas": (0.9, 0.99),
+        ...                           "weight_decay": 0})
+        {'learning_rate': 0.1, 'betas': [0.9, 0.99], 'weight_decay': 0}
     """
     spec = OPTIMIZERS[kind]
-    out: dict[str, Any] = {}
-    for theirs, ours in spec.settings.items():
-        value = group[theirs]
-        is_pair = isinstance(value, (tuple, list))
-        out[ours] = [number(v) for v in value] if is_pair else number(value)
-    if spec.decay_is_per_rate:
-        out["weight_decay"] /= _first_rate(group)
+    out = {ours: plain_setting(group[theirs]) for theirs, ours in spec.settings.items()}
+    out = {key: [*x] if isinstance(x, tuple) else x for key, x in out.items()}
     return out | spec.forced
-
-
-def _first_rate(group: Mapping[str, Any]) -> float:
-    return float(number(group.get("initial_lr") or group["lr"]))
 
 
 def build(
     plan: OptimizerPlan,
-    sections: Sequence[OptimizerSection],
     entries: Mapping[str, Entry],
     learning_rate: Rate | Sequence[Rate] | None = None,
 ) -> optim.Optimizer:
@@ -436,22 +379,21 @@ def build(
     Where the groups differ, it is a ``MultiOptimizer``.
     """
     groups = plan.groups[:1] if plan.is_single else plan.groups
-    held = [sections[g.section].groups[g.number] for g in groups]
-    parts = []
-    for group, own, rate in zip(groups, held, _rates(held, learning_rate), strict=True):
-        arguments = constructor_args(group.kind, own)
-        arguments["learning_rate"] = rate
-        parts.append(OPTIMIZERS[group.kind].mlx(**arguments))
+    rates = _rates([group.settings for group in groups], learning_rate)
+    parts = [
+        group.spec.mlx(
+            **constructor_args(group.kind, group.settings) | {"learning_rate": rate}
+        )
+        for group, rate in zip(groups, rates, strict=True)
+    ]
     if len(parts) == 1:
         return parts[0]
-    members = [frozenset(n for t in g.names for n in entries[t].mlx) for g in groups]
+    members = [{n for t in g.names.values() for n in entries[t].mlx} for g in groups]
     filters = [lambda path, _, own=own: path in own for own in members[:-1]]
     return optim.MultiOptimizer(parts, filters)
 
 
-def _rates(
-    groups: Sequence[Mapping[str, Any]], given: Rate | Sequence[Rate] | None
-) -> list[Rate]:
+def _rates(groups: Sequence[Mapping[str, Any]], given: Any) -> list[Rate]:
     own: list[Rate] = [number(group["lr"]) for group in groups]
     if given is None:
         return own
@@ -462,44 +404,16 @@ def _rates(
                 f"{len(groups)} parts: give one for each parameter group; groups with "
                 "equal settings are one part."
             )
-        return [_checked_rate(rate) for rate in given]
+        return [*given]
     # In a warmup's first step all rates are 0, and only these tell the groups apart.
-    first: list[Rate] = [_first_rate(group) for group in groups]
+    first = [number(group.get("initial_lr") or group["lr"]) for group in groups]
     for rates in (own, first):
         if len(set(rates)) > 1:
             raise ValueError(
                 f"The parameter groups have different learning rates ({rates}): give "
                 "learning_rate as a list, a number or schedule for each in this order."
             )
-    return [_checked_rate(given)] * len(groups)
-
-
-def _checked_rate(rate: Any) -> Any:
-    first = rate(mx.array(0, mx.uint64)) if callable(rate) else rate
-    is_right = (
-        isinstance(first, mx.array)
-        if callable(rate)
-        else (isinstance(rate, (Real, mx.array)) and not isinstance(rate, bool))
-    )
-    if not is_right:
-        raise TypeError(
-            "learning_rate must be a number, or a function from the step count to an "
-            f"mx.array; got {first!r}."
-        )
-    return rate
-
-
-def _torch_rate(
-    group: Mapping[str, Any], used: Mapping[str, Any], held: float
-) -> float | None:
-    """Return PyTorch's new rate; None while MLX's float32 one is its rounding.
-
-    With a schedule, MLX's state holds the rate of the last step, PyTorch's groups that
-    of the next one.
-    """
-    held = used.get("next_rate", held)
-    # Not every bit: a schedule may have run on another device, or compiled.
-    return None if math.isclose(number(group["lr"]), held, rel_tol=1e-6) else held
+    return [given] * len(groups)
 
 
 def mlx_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
@@ -519,10 +433,6 @@ def mlx_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
     }
     row |= {"class": type(optimizer).__name__, "has_schedule": schedule is not None}
     if schedule is not None and "step" in optimizer.state:
+        # The state holds the rate of the last step, PyTorch's groups that of the next.
         row["next_rate"] = number(mx.array(schedule(optimizer.step)))
     return [row]
-
-
-def _signature(kind: str, group: Mapping[str, Any]) -> str:
-    rest = [number(group.get(key)) for key in sorted(SCHEDULED)]
-    return repr((kind, constructor_args(kind, group), rest))

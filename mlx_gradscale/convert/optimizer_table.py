@@ -6,9 +6,9 @@ does the same when built in a certain way (``forced``), or the setting is refuse
 (``refused``) until the user accepts it by name.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.optimizers as optim
 
@@ -26,31 +26,24 @@ class OptimizerSpec:
         slots (dict): PyTorch's state name -> MLX's.
         settings (dict): PyTorch's group key -> MLX's constructor argument.
         required (frozenset): Group keys that it always has.
-        forbidden (frozenset): Group keys that it never has.
         refused (dict): Group key -> (values that turn it off, what differs).
+        forbidden (frozenset): Group keys that it never has.
         forced (dict): Constructor arguments with which MLX computes the same.
         has_step (bool): Whether PyTorch keeps a step count.
-        decay_is_per_rate (bool): Whether the weight decay is divided by the first
-            learning rate.
-        by_name_only (bool): Whether nothing but the user tells it from another one.
-        notes (tuple): Sentences for the user in any case.
+        note (str): A sentence for the user in any case.
         ignored (frozenset): Further group keys that change nothing in MLX.
-        doubt (Callable): (group) -> a sentence on what its keys do not tell, or None.
     """
 
     mlx: type[optim.Optimizer]
     slots: dict[str, str]
     settings: dict[str, str]
     required: frozenset[str]
-    forbidden: frozenset[str]
     refused: dict[str, tuple[Any, str]]
+    forbidden: frozenset[str] = frozenset()
     forced: dict[str, Any] = field(default_factory=dict)
     has_step: bool = True
-    decay_is_per_rate: bool = False
-    by_name_only: bool = False
-    notes: tuple[str, ...] = ()
+    note: str = ""
     ignored: frozenset[str] = frozenset()
-    doubt: Callable[[Group], str | None] = lambda group: None
 
 
 # Written into the groups by the schedules of torch.optim.lr_scheduler.
@@ -75,15 +68,8 @@ def _l2(name: str) -> dict[str, tuple[Any, str]]:
     return {"weight_decay": ((0,), text)} | _MAXIMIZE
 
 
-def _lion_doubt(group: Group) -> str | None:
-    # lion_pytorch keeps the switch in the object; timm's groups have more keys.
-    if not number(group["weight_decay"]) or "maximize" in group:
-        return None
-    return (
-        "Lion: its state does not tell whether it was lion_pytorch's with "
-        "decoupled_weight_decay=True. If so, convert with optimizer='LionDecoupled' "
-        "(--optimizer LionDecoupled)."
-    )
+def _settings(*names: str) -> dict[str, str]:
+    return {"lr": "learning_rate"} | {name: name for name in names}
 
 
 _ADAM_REFUSED = {
@@ -100,63 +86,33 @@ _ADAM: dict[str, Any] = {
     "forced": {"bias_correction": True},
     "ignored": frozenset({"decoupled_weight_decay"}),
 }
-_ADAM_SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps"}
-# The layout that google/automl, lion-pytorch and timm share: one exp_avg.
-_LION: dict[str, Any] = {
-    "slots": {"exp_avg": "m"},
-    "settings": {
-        "lr": "learning_rate",
-        "betas": "betas",
-        "weight_decay": "weight_decay",
-    },
-    "required": frozenset({"betas", "weight_decay"}),
-    "forbidden": frozenset({"eps"}),
-    "refused": {
-        "caution": ((False,), "MLX's Lion has no cautious masking"),
-        "cautious_factor": ((1,), "MLX's Lion has no cautious masking"),
-        "corrected_weight_decay": (
-            (False,),
-            "MLX's Lion decays by lr * weight_decay",
-        ),
-    }
-    | _MAXIMIZE,
-    "has_step": False,
-}
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "Adam": OptimizerSpec(
         optim.Adam,
-        settings=_ADAM_SETTINGS,
+        settings=_settings("betas", "eps"),
         refused=_ADAM_REFUSED | _l2("Adam"),
         **_ADAM,
     ),
     "AdamW": OptimizerSpec(
         optim.AdamW,
-        settings=_ADAM_SETTINGS | {"weight_decay": "weight_decay"},
+        settings=_settings("betas", "eps", "weight_decay"),
         refused=_ADAM_REFUSED,
         **_ADAM,
     ),
     "SGD": OptimizerSpec(
         optim.SGD,
         slots={"momentum_buffer": "v"},
-        settings={
-            "lr": "learning_rate",
-            "momentum": "momentum",
-            "weight_decay": "weight_decay",
-            "dampening": "dampening",
-            "nesterov": "nesterov",
-        },
+        settings=_settings("momentum", "weight_decay", "dampening", "nesterov"),
         required=frozenset({"momentum", "dampening", "nesterov"}),
-        forbidden=frozenset(),
         refused=_MAXIMIZE,
         has_step=False,
     ),
     "RMSprop": OptimizerSpec(
         optim.RMSprop,
         slots={"square_avg": "v"},
-        settings={"lr": "learning_rate", "alpha": "alpha", "eps": "eps"},
+        settings=_settings("alpha", "eps"),
         required=frozenset({"alpha", "centered", "momentum"}),
-        forbidden=frozenset(),
         refused={
             "momentum": ((0,), "MLX's RMSprop has no momentum"),
             "centered": (
@@ -170,9 +126,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "Adagrad": OptimizerSpec(
         optim.Adagrad,
         slots={"sum": "v"},
-        settings={"lr": "learning_rate", "eps": "eps"},
+        settings=_settings("eps"),
         required=frozenset({"lr_decay", "eps", "initial_accumulator_value"}),
-        forbidden=frozenset(),
         refused=_l2("Adagrad")
         | {"lr_decay": ((0,), "MLX's Adagrad takes a schedule in its place")},
         ignored=frozenset({"initial_accumulator_value"}),
@@ -180,24 +135,35 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "Adadelta": OptimizerSpec(
         optim.AdaDelta,
         slots={"square_avg": "v", "acc_delta": "u"},
-        settings={"lr": "learning_rate", "rho": "rho", "eps": "eps"},
+        settings=_settings("rho", "eps"),
         required=frozenset({"rho", "eps"}),
-        forbidden=frozenset(),
         refused=_l2("AdaDelta"),
     ),
-    "Lion": OptimizerSpec(optim.Lion, doubt=_lion_doubt, **_LION),
-    "LionDecoupled": OptimizerSpec(
-        optim.Lion, decay_is_per_rate=True, by_name_only=True, **_LION
+    # The layout that google/automl, lion-pytorch and timm share: one exp_avg.
+    "Lion": OptimizerSpec(
+        optim.Lion,
+        slots={"exp_avg": "m"},
+        settings=_settings("betas", "weight_decay"),
+        required=frozenset({"betas", "weight_decay"}),
+        forbidden=frozenset({"eps"}),
+        refused={
+            "caution": ((False,), "MLX's Lion has no cautious masking"),
+            "cautious_factor": ((1,), "MLX's Lion has no cautious masking"),
+            "corrected_weight_decay": (
+                (False,),
+                "MLX's Lion decays by lr * weight_decay",
+            ),
+        }
+        | _MAXIMIZE,
+        has_step=False,
+        note="Lion: its state does not tell whether it was lion_pytorch's with "
+        "decoupled_weight_decay=True. If so, do not continue it in MLX, whose Lion "
+        "decays by lr * weight_decay.",
     ),
     "Muon": OptimizerSpec(
         optim.Muon,
         slots={"momentum_buffer": "v"},
-        settings={
-            "lr": "learning_rate",
-            "momentum": "momentum",
-            "nesterov": "nesterov",
-            "ns_steps": "ns_steps",
-        },
+        settings=_settings("momentum", "nesterov", "ns_steps"),
         required=frozenset({"momentum", "ns_steps", "ns_coefficients"}),
         forbidden=frozenset({"dampening"}),
         refused={
@@ -214,10 +180,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         },
         forced={"weight_decay": 0.0},
         has_step=False,
-        notes=(
-            "Muon: PyTorch orthogonalizes in bfloat16 and MLX in the gradient's own "
-            "precision, so updates differ by about 1e-2.",
-        ),
+        note="Muon: PyTorch orthogonalizes in bfloat16 and MLX in the gradient's own "
+        "precision, so updates differ by about 1e-2.",
         ignored=frozenset({"eps"}),
     ),
 }
@@ -230,14 +194,8 @@ ACCEPTABLE = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One thing that the other side computes differently.
-
-    Attributes:
-        key (str): The word to accept it by.
-        text (str): The sentence that says what differs.
-    """
+class Difference(NamedTuple):
+    """Something that the other side computes differently; ``key`` accepts it."""
 
     key: str
     text: str
@@ -263,29 +221,20 @@ def recognise(
     keys += list_some(sorted(held), 20) or "nothing"
     fits = [n for n, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
     if name is not None:
-        if name not in OPTIMIZERS:
-            raise ConvertError(
-                f"Unknown optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}."
-            )
         if name not in fits:
-            raise ConvertError(f"The optimizer state is not that of {name}: {keys}.")
+            raise ConvertError(
+                f"The optimizer state is not that of {name}: {keys}. Known are "
+                f"{', '.join(OPTIMIZERS)}."
+            )
         return name
-    fits = [name for name in fits if not OPTIMIZERS[name].by_name_only]
     if set(fits) == {"Adam", "AdamW"}:
         return _adam_or_adamw(groups)
     if len(fits) == 1:
         return fits[0]
-    what = "is of none of the known kinds"
-    advice = (
-        "leave it out with keys={'optimizer': ''} (--optimizer-key '', or the key "
-        "of another one). It then goes back unchanged"
-    )
-    if fits:
-        what = f"could be that of {' or '.join(fits)}"
-        advice = "name one with optimizer=... (--optimizer)"
     raise ConvertError(
-        f"The optimizer state {what}: {keys}. Known are {', '.join(OPTIMIZERS)}; "
-        f"{advice}."
+        f"The optimizer state is of none of the known kinds: {keys}. Known are "
+        f"{', '.join(OPTIMIZERS)}; leave it out with keys={{'optimizer': ''}} "
+        "(--optimizer-key '', or the key of another one). It then goes back unchanged."
     )
 
 
@@ -323,10 +272,6 @@ def torch_differences(
     """Return what MLX would compute differently from a PyTorch group.
 
     The group is complete if every parameter has its state already.
-
-    Example:
-        >>> torch_differences("RMSprop", {"centered": True})[0].key
-        'centered'
     """
     spec = OPTIMIZERS[name]
     found = [
@@ -367,13 +312,7 @@ def plain_setting(value: Any) -> Any:
 def mlx_differences(
     name: str, settings: Mapping[str, Any], step: int
 ) -> list[Difference]:
-    """Return what PyTorch would compute differently from an MLX optimizer.
-
-    Example:
-        >>> settings = {"class": "Adam", "bias_correction": False}
-        >>> mlx_differences("Adam", settings, 3)[0].key
-        'bias_correction'
-    """
+    """Return what PyTorch would compute differently from an MLX optimizer."""
     spec = OPTIMIZERS[name]
     mine = spec.mlx.__name__
     if settings["class"] != mine:

@@ -33,8 +33,8 @@ def parameter_names(
 ) -> tuple[list[dict[Index, str]], list[str]]:
     """Find the PyTorch name behind each index of one or several optimizers.
 
-    A safetensors file does not keep PyTorch's order of tensors: then that of the MLX
-    model is tried. The second result are notes where shapes could not check the order.
+    Where the tensors are not in PyTorch's order, that of the MLX model is tried. The
+    second result are notes where shapes could not check the order.
     """
     order = _Order(sections, tensors, plan)
     found, notes = _find(order, options, model, is_ordered)
@@ -94,7 +94,7 @@ def _find(
         return _match_names(order, saved, options.renamed), []
     if is_ordered:
         found = _deal(order, order.candidates())
-        return found, _ambiguity_notes(order, found)
+        return found, _exchange_notes(order, [*found.values()])
     by_shape = _match_shapes(order)
     if by_shape is not None:
         return by_shape, []
@@ -169,14 +169,13 @@ def _fits(order: _Order, found: Mapping[Key, str]) -> bool:
 
 def _match_shapes(order: _Order) -> dict[Key, str] | None:
     """Match names by shape alone, where each shape comes once."""
-    names: dict[Any, list[str]] = {}
-    for name in order.candidates():
-        names.setdefault(order.tensors[name].shape, []).append(name)
-    shapes = list(order.shapes.values())
-    is_clear = all(len(names.get(shape, ())) == 1 for shape in shapes)
-    if not is_clear or len(set(shapes)) != len(shapes):
+    names = order.candidates()
+    by_shape: dict[Any, str] = {order.tensors[name].shape: name for name in names}
+    shapes = [*order.shapes.values()]
+    count: Counter[Any] = Counter(order.tensors[name].shape for name in names)
+    if len(set(shapes)) < len(shapes) or any(count[shape] != 1 for shape in shapes):
         return None
-    return {key: names[shape][0] for key, shape in order.shapes.items()}
+    return {key: by_shape[shape] for key, shape in order.shapes.items()}
 
 
 def _mlx_order(order: _Order, model: nn.Module | None) -> list[str] | None:
@@ -257,7 +256,7 @@ def _add(into: dict[Any, Any], key: tuple[int, ...], ways: int, path: Any) -> No
 def _misfit(order: _Order, names: list[str], ways: int, may_skip: bool) -> str:
     known = {tuple(order.tensors[name].shape) for name in names}
     flat = [s for s in order.shapes.values() if s and len(s) == 1 and s not in known]
-    if flat and len(order.keys) < len(names):
+    if flat and may_skip:
         return (
             f"The optimizer keeps {len(order.keys)} flat tensors for the model's "
             f"{len(names)}, as DeepSpeed, ZeRO and fairseq do in half precision. Such "
@@ -271,16 +270,17 @@ def _misfit(order: _Order, names: list[str], ways: int, may_skip: bool) -> str:
     )
 
 
-def _ambiguity_notes(order: _Order, found: Mapping[Key, str]) -> list[str]:
-    """Return a note where another likely assignment fits the shapes as well."""
-    has_moments = any(shape is not None for shape in order.shapes.values())
-    if not has_moments and len(order.groups) == 1:
+def _exchange_notes(order: _Order, names: list[str]) -> list[str]:
+    """Return a note if top-level modules of the same shapes may have changed places."""
+    if len(order.groups) == 1 and not any(order.shapes.values()):
         return []  # nothing to exchange
-    names = order.candidates()
-    alike = _interchangeable(order, list(found.values()))
-    if not alike and (len(names) > len(found) or _fits_another_order(order, found)):
-        shapes = Counter(order.tensors[name].shape for name in names)
-        alike = [n for n in found.values() if shapes[order.tensors[n].shape] > 1]
+    children: dict[str, list[Any]] = {}
+    for name in names:
+        head, dot, _ = name.partition(".")
+        if dot:
+            children.setdefault(head, []).append(tuple(order.tensors[name].shape))
+    count = Counter(map(tuple, children.values()))
+    alike = [head for head, shapes in children.items() if count[tuple(shapes)] > 1]
     if not alike:
         return []
     return [
@@ -289,34 +289,3 @@ def _ambiguity_notes(order: _Order, found: Mapping[Key, str]) -> list[str]:
         "others, so if the optimizer was given another order, their moments are now "
         f"exchanged. To be sure: {_advice()}"
     ]
-
-
-def _interchangeable(order: _Order, names: list[str]) -> list[str]:
-    """Return top-level modules with the same shapes, which may have changed places."""
-    children: dict[str, list[Any]] = {}
-    for name in names:
-        head, _, rest = name.partition(".")
-        if rest:
-            children.setdefault(head, []).append((rest, order.tensors[name].shape))
-    if len(children) == 1:  # a wrapper, or an nn.Sequential by its attribute
-        return []
-    by_shape: dict[Any, list[str]] = {}
-    for head, found in children.items():
-        by_shape.setdefault(tuple(shape for _, shape in found), []).append(head)
-    return [head for heads in by_shape.values() if len(heads) > 1 for head in heads]
-
-
-def _fits_another_order(order: _Order, found: Mapping[Key, str]) -> bool:
-    """Tell whether the shapes fit in the reverse or alphabetical order as well."""
-    groups = [[found[key] for key in group] for group in order.groups]
-    for other in ([g[::-1] for g in groups], [sorted(g) for g in groups]):
-        pairs = [
-            (a, b)
-            for group, turned in zip(groups, other, strict=True)
-            for a, b in zip(group, turned, strict=True)
-        ]
-        if any(a != b for a, b in pairs) and all(
-            order.tensors[a].shape == order.tensors[b].shape for a, b in pairs
-        ):
-            return True
-    return False

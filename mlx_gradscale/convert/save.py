@@ -22,8 +22,8 @@ from .layouts import Entry
 from .names import is_adapter
 from .optimizer_table import check_accept
 from .options import Options
-from .sections import entries_beside, fingerprint
-from .template import Template, from_object, is_template, make_template, section_paths
+from .sections import fingerprint
+from .template import Template, from_object, is_template, make_template
 from .tree import (
     REMOVED,
     ConvertError,
@@ -42,7 +42,6 @@ from .tree import (
 # What a training script was started with goes by these names.
 _SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
 _STATE_FILES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
-_CONSTANT = (str, bool, type(None))
 
 
 def save_torch(
@@ -124,7 +123,7 @@ def write_template(
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Write a template with a run's values; return notes, and stale entries."""
-    writes, notes, stale = fill_template(template, run, options.accept, step)
+    writes, notes, stale = _fill(template, run, options.accept, step)
     if not dry_run:
         with filled(writes):
             write_torch(
@@ -177,67 +176,64 @@ class MlxRun:
     scaler: dict[str, Any] | None = None
 
 
-def fill_template(
-    template: Template,
-    run: MlxRun,
-    accept: Iterable[str] = (),
-    step: int | None = None,
+def _fill(
+    template: Template, run: MlxRun, accept: Iterable[str], step: int | None
 ) -> tuple[list[Write], list[str], list[str]]:
     """Return the writes that bring a checkpoint to where a run is.
 
     The second result are notes, the third those on stale entries.
     """
     writes = _model_writes(template, run.weights) if template.model is not None else []
-    notes: list[str] = []
-    sections = template.sections()
-    check_accept(accept, [g for s in sections for g in s.groups])
-    if template.optimizer is not None and run.optimizer is not None:
-        more, said = optimizer_state.to_torch(
-            template.optimizer,
-            sections,
-            template.plan.entries,
-            run.optimizer,
-            run.settings,
-            accept,
-        )
-        writes, notes = writes + more, notes + said
-        notes += [
-            f"PyTorch's {entry.torch} gets the optimizer state of "
-            f"{' and '.join(entry.copies[0])}, not of {' and '.join(other)}."
-            for entry in template.plan.entries.values()
-            for other in entry.copies[1:]
-        ]
-    elif template.optimizer is not None:
-        for path in template.optimizers:
-            if not path or isinstance(path[-1], int):
-                raise ConvertError("Give the optimizer: the template holds its state.")
-            writes.append(Write(get(template.checkpoint, path[:-1]), path[-1], REMOVED))
-        notes.append("The run has no optimizer state: it is left out.")
-    elif run.optimizer is not None:
-        notes.append("The template has no place for the optimizer's state.")
+    more, notes = _optimizer_writes(template, run, accept)
+    writes += more
     if template.scaler is not None and run.scaler is not None:
         more, said = _scaler_writes(template, run.scaler)
         writes, notes = writes + more, notes + said
     elif run.scaler is not None:
         notes.append("The template has no place for the scaler's state.")
-    old, new = _steps(template, run)
+    old = (
+        [group.step for group in template.optimizer.groups]
+        if template.optimizer
+        else []
+    )
+    new = [
+        int(number(x))
+        for key, x in (run.optimizer or {}).items()
+        if re.fullmatch(r"(states\.\d+\.)?step", key)
+    ]
     moved, said = _move_trainer(template.checkpoint, old, new, step)
     stale = [] if template.is_reported else _stale_notes(template, moved, old, new)
     return writes + moved, notes + said, stale
 
 
-def _steps(template: Template, run: MlxRun) -> tuple[list[int], list[int]]:
-    """Return the step counts in the template and in the run."""
-    if template.optimizer is None:
-        return [], []
-    found = [
-        x
-        for key, x in (run.optimizer or {}).items()
-        if key == "step"
-        or (key.startswith("states.") and key.endswith(".step") and key.count(".") == 2)
+def _optimizer_writes(
+    template: Template, run: MlxRun, accept: Iterable[str]
+) -> tuple[list[Write], list[str]]:
+    plan, entries = template.optimizer, template.plan.entries
+    check_accept(accept, [group.settings for group in plan.groups] if plan else [])
+    if plan is None:
+        has_none = run.optimizer is None
+        said = (
+            [] if has_none else ["The template has no place for the optimizer's state."]
+        )
+        return [], said
+    if run.optimizer is not None:
+        writes, notes = optimizer_state.to_torch(
+            plan, entries, run.optimizer, run.settings, accept
+        )
+        return writes, notes + [
+            f"PyTorch's {entry.torch} gets the optimizer state of "
+            f"{' and '.join(entry.copies[0])}, not of {' and '.join(other)}."
+            for entry in entries.values()
+            for other in entry.copies[1:]
+        ]
+    if any(not path or isinstance(path[-1], int) for path in template.optimizers):
+        raise ConvertError("Give the optimizer: the template holds its state.")
+    writes = [
+        Write(get(template.checkpoint, path[:-1]), path[-1], REMOVED)
+        for path in template.optimizers
     ]
-    old = [group.step for group in template.optimizer.groups]
-    return old, [int(number(x)) for x in found]
+    return writes, ["The run has no optimizer state: it is left out."]
 
 
 def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[Write]:
@@ -374,11 +370,10 @@ def _stale_notes(
     if all(a == b for a, b in pairs):
         return []
     then, now = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
-    beside = entries_beside(template.checkpoint, section_paths(template))
     touched = {id(write.container) for write in moved}
     found = {
         show(path): x
-        for path, x in beside.items()
+        for path, x in template.entries_beside().items()
         if template.age.get(show(path)) == fingerprint(x)
         and id(x) not in touched
         and _may_count(path, x)
@@ -392,13 +387,6 @@ def _stale_notes(
         f"{list_some(names)}. Set what counts steps in the template before saving, or "
         "in PyTorch after loading."
     )
-    epochs = [
-        f"{n} (last_epoch {x['last_epoch']})"
-        for n, x in found.items()
-        if isinstance(x, dict) and "last_epoch" in x
-    ]
-    if epochs:
-        note += f" PyTorch's schedule resumes from there: {list_some(epochs)}."
     for path, _ in walk(found.get("loops")):
         if path[-2:] == ("optimizer", "step"):
             note += f" Lightning counts its steps in loops/{show(path)}."
@@ -408,15 +396,7 @@ def _stale_notes(
 
 def _may_count(path: Path, value: Any) -> bool:
     """Tell whether an entry may change by a step; text, flags and settings do not."""
-    if path and _SETTINGS.fullmatch(str(path[-1])[:80]):
-        return False
-    left, seen = [value], set()
-    while left:
-        item = left.pop()
-        if isinstance(item, (dict, list, tuple)):
-            if id(item) not in seen:  # it may be shared many times
-                seen.add(id(item))
-                left += item.values() if isinstance(item, dict) else item
-        elif not isinstance(item, _CONSTANT):
-            return True
-    return False
+    return not _SETTINGS.fullmatch(str(path[-1])[:80]) and not all(
+        isinstance(x, (str, bool, type(None), dict, list, tuple))
+        for _, x in walk(value, 100, leaves=True)
+    )

@@ -3,13 +3,14 @@
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from .. import formats
+from ..files.text import dtype_name
 from ..torch_checkpoint import Placeholder
 from .optimizer_section import is_flat, is_nested
 from .tree import ConvertError, Path, find_key, get, is_tensor, list_some, show, walk
@@ -19,8 +20,7 @@ _DEEPEST, _MOST_SECTIONS = 4, 200
 # model.
 _MODEL_NAMES = (
     *("model", "state_dict", "model_state_dict", "model_state", "module", "net"),
-    *("network", "weights", "model.safetensors", "pytorch_model.bin", "model.pt"),
-    *("model.ckpt", "adapter_model.safetensors", "adapter_model.bin"),
+    *("network", "weights"),
 )
 _AVERAGE = re.compile(
     r"(^|[_./-])(ema|swa|avg|averaged?|teacher|shadow)([_./-]|$)", re.IGNORECASE
@@ -38,15 +38,7 @@ _MASTERS = re.compile(r"fp32|float32|master", re.IGNORECASE)
 
 @dataclass
 class Sections:
-    """Where the parts of a checkpoint are.
-
-    Attributes:
-        model (Path, optional): The state dict of the trained model.
-        optimizers (list): Its optimizers.
-        scaler (Path, optional): The scaler's state.
-        others (list): Further state dicts of models.
-        notes (list): Sentences for the user.
-    """
+    """The paths of a model's state dict, its optimizers and scaler; other models'."""
 
     model: Path | None = None
     optimizers: list[Path] = field(default_factory=list)
@@ -55,7 +47,85 @@ class Sections:
     notes: list[str] = field(default_factory=list)
 
 
-def is_model(value: Any) -> bool:
+def find_sections(
+    checkpoint: Any, keys: Mapping[str, str | None] | None = None
+) -> Sections:
+    """Find the sections of a checkpoint by their contents, or by the user's keys.
+
+    Example:
+        >>> find_sections({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3}).model
+        ('net',)
+    """
+    there = _candidates(checkpoint)
+    given: dict[str, list[Path]] = {}
+    for name, text in (keys or {}).items():
+        if text is not None:
+            parts = text.split(",") if name == "optimizer" else [text]
+            given[name] = [_named(checkpoint, name, key) for key in parts if key]
+    models, optimizers = there["model"], there["optimizer"]
+    chosen = given.get("model")
+    if chosen is None:
+        chosen = _choose_model(models, there["mixed"])
+    scalers = given.get("scaler", there["scaler"])
+    found = Sections(chosen[0] if chosen else None)
+    found.optimizers = given.get("optimizer", optimizers)
+    found.others = [path for path in models if path != found.model]
+    is_clear = "optimizer" in given or len(optimizers) < 2
+    if not is_clear and len(_trained(models)) > 1:
+        raise ConvertError(
+            f"The checkpoint holds {len(optimizers)} optimizers, "
+            f"{list_some(map(show, optimizers))}, and several models: say which "
+            "belongs to the model with --optimizer-key."
+        )
+    if len(scalers) > 1:
+        raise ConvertError(
+            f"The checkpoint holds {len(scalers)} scalers, "
+            f"{list_some(map(show, scalers))}: choose one with --scaler-key."
+        )
+    found.scaler = scalers[0] if scalers else None
+    if found.model is None and "model" not in given:
+        _refuse_without_model(checkpoint, found)
+    loose = _loose_moments(checkpoint, found)
+    if loose and not found.optimizers and "optimizer" not in given:
+        raise ConvertError(
+            f"{loose[0]} looks like an optimizer's state, but not like a state_dict() "
+            "(state and param_groups). Save optimizer.state_dict(), or leave it out "
+            "with --optimizer-key ''; it then goes back unchanged."
+        )
+    found.notes = _notes(checkpoint, found, loose)
+    return found
+
+
+def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {
+        name: [] for name in ("model", "optimizer", "scaler", "mixed")
+    }
+    inside: set[Path] = set()  # contents of a section are no sections themselves
+    for path, value in walk(checkpoint, _DEEPEST):
+        if _is_within(path, inside):
+            continue
+        if sum(map(len, found.values())) > _MOST_SECTIONS:
+            raise ConvertError(
+                f"The checkpoint holds more than {_MOST_SECTIONS} models, optimizers "
+                "and scalers: save the ones to convert in a file of their own."
+            )
+        if is_nested(value):
+            found["optimizer"].append(path)
+            # Beside these there may be a scaler (mmengine's).
+            inside |= {(*path, "state"), (*path, "param_groups")}
+            continue
+        for name, is_kind in _KINDS.items():
+            if is_kind(path, value):
+                found[name].append(path)
+                inside |= {path} if name != "mixed" else set()
+                break
+    # An optimizer's own dict holds no model (DeepSpeed's float32 groups).
+    optimizers = set(found["optimizer"])
+    found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
+    return found
+
+
+def _is_model(path: Path, value: Any) -> bool:
     """Tell whether it is a dict of named tensors, at least one of them floating.
 
     Besides tensors it may hold what ``torch.nn.Module.get_extra_state`` gave.
@@ -88,12 +158,7 @@ def _is_mixed_model(path: Path, value: Any) -> bool:
     return any("." in key or key in ("weight", "bias") for key in value)
 
 
-def is_optimizer(value: Any) -> bool:
-    """Tell whether this is the state dict of a ``torch.optim`` optimizer."""
-    return is_nested(value) or is_flat(value)
-
-
-def is_scaler(path: Path, value: Any) -> bool:
+def _is_scaler(path: Path, value: Any) -> bool:
     """Tell whether a dict is a scaler's state.
 
     PyTorch's five keys are enough. Other frameworks' keys are common words, so their
@@ -101,105 +166,29 @@ def is_scaler(path: Path, value: Any) -> bool:
     """
     if not isinstance(value, dict) or not value:
         return False
-    if formats.is_torch_state(value):
-        return True
     is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
-    return is_named and formats.recognise_or_none(value) is not None
+    return formats.is_state(value, is_named)
 
 
-def find_sections(
-    checkpoint: Any, keys: Mapping[str, str | None] | None = None
-) -> Sections:
-    """Find the sections of a checkpoint by their contents, or by the user's keys.
-
-    Example:
-        >>> find_sections({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3}).model
-        ('net',)
-    """
-    given = {name: key for name, key in (keys or {}).items() if key is not None}
-    models, optimizers, scalers, mixed = _candidates(checkpoint)
-    found = Sections()
-    found.model = _choose_model(checkpoint, models, mixed, given.get("model"))
-    found.others = [path for path in models if path != found.model]
-    if "optimizer" in given:
-        names = filter(None, given["optimizer"].split(","))
-        found.optimizers = [_named(checkpoint, "optimizer", name) for name in names]
-    else:
-        found.optimizers = optimizers
-        if len(optimizers) > 1 and len(_trained(models)) > 1:
-            raise ConvertError(
-                f"The checkpoint holds {len(optimizers)} optimizers, "
-                f"{list_some(map(show, optimizers))}, and several models: say which "
-                "belongs to the model with --optimizer-key."
-            )
-    if "scaler" in given:
-        if given["scaler"]:
-            found.scaler = _named(checkpoint, "scaler", given["scaler"])
-    elif scalers:
-        found.scaler = scalers[0]
-        if len(scalers) > 1:
-            raise ConvertError(
-                f"The checkpoint holds {len(scalers)} scalers, "
-                f"{list_some(map(show, scalers))}: choose one with --scaler-key."
-            )
-    _refuse_lost(checkpoint, found, given)
-    found.notes = _notes(checkpoint, found)
-    return found
+_KINDS: dict[str, Callable[[Path, Any], bool]] = {
+    "optimizer": lambda path, value: is_flat(value),
+    "scaler": _is_scaler,
+    "model": _is_model,
+    "mixed": _is_mixed_model,
+}
 
 
-def _candidates(
-    checkpoint: Any,
-) -> tuple[list[Path], list[Path], list[Path], list[Path]]:
-    models: list[Path] = []
-    optimizers: list[Path] = []
-    scalers: list[Path] = []
-    mixed: list[Path] = []
-    inside: set[Path] = set()  # contents of a section are no sections themselves
-    for path, value in walk(checkpoint, _DEEPEST):
-        if _is_within(path, inside):
-            continue
-        if len(models) + len(optimizers) + len(scalers) + len(mixed) > _MOST_SECTIONS:
-            raise ConvertError(
-                f"The checkpoint holds more than {_MOST_SECTIONS} models, optimizers "
-                "and scalers: save the ones to convert in a file of their own."
-            )
-        if is_optimizer(value):
-            optimizers.append(path)
-            # Beside these there may be a scaler (mmengine's).
-            flat = is_flat(value)
-            inside |= {path} if flat else {(*path, "state"), (*path, "param_groups")}
-        elif is_scaler(path, value):
-            scalers.append(path)
-            inside.add(path)
-        elif is_model(value):
-            models.append(path)
-            inside.add(path)
-        elif _is_mixed_model(path, value):
-            mixed.append(path)
-    # An optimizer's own dict holds no model (DeepSpeed's float32 groups).
-    models = [m for m in models if not any(m[: len(o)] == o for o in optimizers)]
-    return models, optimizers, scalers, mixed
-
-
-def _trained(models: Iterable[Path]) -> list[Path]:
-    models = list(models)
+def _trained(models: list[Path]) -> list[Path]:
     fits = [p for p in models if p and p[-1] == _TRAINED]
     return fits or [p for p in models if not _AVERAGE.search(show(p)[-200:])] or models
 
 
-def _choose_model(
-    checkpoint: Any, models: list[Path], mixed: list[Path], key: str | None
-) -> Path | None:
-    if key is not None:
-        return _named(checkpoint, "model", key) if key else None
+def _choose_model(models: list[Path], mixed: list[Path]) -> list[Path]:
     if not models:
-        return mixed[0] if mixed else None
+        return mixed
     fits = _trained(models)
     preferred = [p for p in fits if p and p[-1] in _MODEL_NAMES]
-    # Files of their own are models of their own.
-    are_files = any(len(p) == 1 and "." in str(p[0]) for p in fits)
-    if len(preferred) == 1 and not are_files:
-        fits = preferred
+    fits = preferred if len(preferred) == 1 else fits
     if len(fits) != 1:
         raise ConvertError(
             f"The checkpoint holds {len(models)} models, {list_some(map(show, models))}"
@@ -207,7 +196,7 @@ def _choose_model(
             "Convert the others in calls of their own; on the way back, the second "
             "call takes the first one's output as its template (--like)."
         )
-    return fits[0]
+    return fits
 
 
 def _named(checkpoint: Any, section: str, key: str) -> Path:
@@ -215,15 +204,12 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
     value = get(checkpoint, path)
     fits = {
         "model": _has_weights(value),
-        "optimizer": is_optimizer(value),
+        "optimizer": is_nested(value) or is_flat(value),
         "scaler": isinstance(value, dict) and bool(value),
     }
     if not fits[section]:
-        what = _whole_module(value)
-        raise ConvertError(
-            f"--{section}-key {key}: {what or f'there is no state dict of a {section}'}"
-            "."
-        )
+        what = _whole_module(value) or f"there is no state dict of a {section}"
+        raise ConvertError(f"--{section}-key {key}: {what}.")
     return path
 
 
@@ -237,32 +223,20 @@ def _whole_module(value: Any) -> str | None:
     return None
 
 
-def _refuse_lost(
-    checkpoint: Any, found: Sections, given: Mapping[str, str | None]
-) -> None:
-    """Raise where a user would lose the model or the optimizer without noticing."""
-    if found.model is None and given.get("model") != "":
-        for path, value in walk(checkpoint, 2):
-            what = _whole_module(value)
-            if what:
-                raise ConvertError(f"{show(path) or 'The file'}: {what}.")
-        if found.scaler is None or found.optimizers:
-            has = "an optimizer but no model" if found.optimizers else "no model"
-            raise ConvertError(
-                f"The checkpoint holds {has} that could be recognised; at its top it "
-                f"has {list_some(checkpoint) if isinstance(checkpoint, dict) else 'no'}"
-                " keys. Name the model with --model-key. If it is in another file, "
-                "copy that into one folder with the optimizer's, as model.safetensors "
-                "and optimizer.pt, and give the folder."
-            )
-    if not found.optimizers and "optimizer" not in given:
-        places = _loose_moments(checkpoint, found)
-        if places:
-            raise ConvertError(
-                f"{places[0]} looks like an optimizer's state, but not like a "
-                "state_dict() (state and param_groups). Save optimizer.state_dict(), "
-                "or leave it out with --optimizer-key ''; it then goes back unchanged."
-            )
+def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
+    for path, value in walk(checkpoint, 2):
+        what = _whole_module(value)
+        if what:
+            raise ConvertError(f"{show(path) or 'The file'}: {what}.")
+    if found.scaler is None or found.optimizers:
+        has = "an optimizer but no model" if found.optimizers else "no model"
+        raise ConvertError(
+            f"The checkpoint holds {has} that could be recognised; at its top it has "
+            f"{list_some(checkpoint) if isinstance(checkpoint, dict) else 'no'} keys. "
+            "Name the model with --model-key. If it is in another file, copy that into "
+            "one folder with the optimizer's, as model.safetensors and optimizer.pt, "
+            "and give the folder."
+        )
 
 
 def _loose_moments(checkpoint: Any, found: Sections) -> list[str]:
@@ -273,17 +247,17 @@ def _loose_moments(checkpoint: Any, found: Sections) -> list[str]:
         if not isinstance(value, dict) or _is_within(path, sections):
             continue
         words = {str(key)[-80:].rpartition(".")[2] for key in value}
-        if is_optimizer(value) or words & _MOMENTS:
+        if is_nested(value) or is_flat(value) or words & _MOMENTS:
             places.append(show(path))
             sections.add(path)
     return places
 
 
-def _is_within(path: Path, sections: set[Path]) -> bool:
+def _is_within(path: Path, sections: Iterable[Path]) -> bool:
     return any(path[:i] in sections for i in range(len(path) + 1))
 
 
-def _notes(checkpoint: Any, found: Sections) -> list[str]:
+def _notes(checkpoint: Any, found: Sections, loose: list[str]) -> list[str]:
     notes = []
     if found.others and found.model is not None:
         notes.append(
@@ -291,45 +265,41 @@ def _notes(checkpoint: Any, found: Sections) -> list[str]:
             f"left unchanged: {list_some(map(show, found.others))} (--model-key "
             "chooses another)."
         )
-    loose = _loose_moments(checkpoint, found)
     if loose:
         notes.append(
             f"{list_some(loose)}: an optimizer's state that is not converted. It goes "
             "back unchanged beside newer weights, so make a new optimizer in PyTorch."
         )
-    return notes + _master_notes(checkpoint, found)
+    masters = _masters(checkpoint, found)
+    if masters:
+        notes.append(
+            f"The model's weights are in half precision, and {list_some(masters)} "
+            "holds float32 tensors of their size, which look like master weights. They "
+            "are not read, and go back unchanged: a program that loads them over the "
+            "weights would undo the steps made in MLX. Save the model in float32 to "
+            "convert it."
+        )
+    return notes
 
 
-def _master_notes(checkpoint: Any, found: Sections) -> list[str]:
-    """Return a note on float32 copies of a model that is in half precision."""
-    if found.model is None:
-        return []
-    weights = [x for x in get(checkpoint, found.model).values() if is_tensor(x)]
+def _masters(checkpoint: Any, found: Sections) -> list[str]:
+    """Return the places of float32 copies of a model that is in half precision."""
+    held = {} if found.model is None else get(checkpoint, found.model)
     half = sum(
-        math.prod(x.shape) for x in weights if _dtype(x) in ("float16", "bfloat16")
+        math.prod(x.shape)
+        for x in held.values()
+        if is_tensor(x) and dtype_name(x) in ("float16", "bfloat16")
     )
     used = {(*path, "state") for path in found.optimizers} | set(found.others)
     sizes: dict[Path, int] = {}
     for path, value in walk(checkpoint) if half else ():
         if not is_tensor(value) or path[:-1] == found.model or _is_within(path, used):
             continue
-        if _dtype(value) == "float32":
+        if dtype_name(value) == "float32":
             named = [i for i, key in enumerate(path) if _MASTERS.search(str(key)[:80])]
             place = path[: named[0] + 1] if named else path[:-1]
             sizes[place] = sizes.get(place, 0) + math.prod(value.shape)
-    places = [show(path) for path, size in sizes.items() if size >= half]
-    if not places:
-        return []
-    return [
-        f"The model's weights are in half precision, and {list_some(places)} holds "
-        "float32 tensors of their size, which look like master weights. They are not "
-        "read, and go back unchanged: a program that loads them over the weights would "
-        "undo the steps made in MLX. Save the model in float32 to convert it."
-    ]
-
-
-def _dtype(value: Any) -> str:
-    return str(value.dtype).rpartition(".")[2]
+    return [show(path) for path, size in sizes.items() if size >= half]
 
 
 def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]:
@@ -340,46 +310,29 @@ def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]
         {('epoch',): 3, ('amp',): [7]}
     """
     taken = set(sections)
-    above = {path[:i] for path in taken for i in range(len(path))}
-    found: dict[Path, Any] = {}
-    left: list[tuple[Path, Any]] = [((), checkpoint)]
-    while left:
-        path, value = left.pop()
-        if path in taken:
-            continue
-        if path not in above:
-            if path:
-                found[path] = value
-            continue
-        inner = value.items() if isinstance(value, dict) else enumerate(value)
-        left += reversed([((*path, key), item) for key, item in inner])
-    return found
+    above = {path[:i] for path in taken for i in range(len(path))} - taken
+
+    def inside(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            here = (*path, key)
+            if here in above:
+                yield from inside(here, item)
+            elif here not in taken:
+                yield here, item
+
+    return dict(inside((), checkpoint)) if () in above else {}
 
 
 def fingerprint(value: Any) -> str:
     """Return a text that changes with any number or text in a value."""
     digest = hashlib.sha256()
-    left, seen = [value], set()
-    while left:
-        item = left.pop()
-        if isinstance(item, (Placeholder, dict, list, tuple)):
-            if id(item) in seen:  # shared, or an object that holds itself
-                continue
-            seen.add(id(item))
-        if isinstance(item, Placeholder):
-            left += [item.path, item.args, item.state]
-        elif isinstance(item, dict):
-            left += [x for pair in item.items() for x in pair]
-        elif isinstance(item, (list, tuple)):
-            left += item
-        elif is_tensor(item):
-            digest.update(f"{_dtype(item)}{tuple(item.shape)};".encode())
+    for path, item in walk(value, 100, leaves=True):
+        text = ""
+        if is_tensor(item):
+            text = f"{dtype_name(item)}{tuple(item.shape)}"
             if isinstance(item, mx.array) and item.size <= 4096:
-                digest.update(str(item.tolist()).encode())
-        elif isinstance(item, (bool, int, float, str, bytes, type(None))):
-            text = item if isinstance(item, (str, bytes)) else f"{item!r:.400}"
-            digest.update(
-                text if isinstance(text, bytes) else text.encode("utf-8", "replace")
-            )
-            digest.update(b";")
+                text += str(item.tolist())
+        elif not isinstance(item, (dict, list, tuple)):
+            text = f"{item!r:.400}"
+        digest.update(f"{show(path)}={text};".encode("utf-8", "replace"))
     return digest.hexdigest()[:16]

@@ -7,7 +7,7 @@ MLX. A template can be saved without the tensors that MLX holds.
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +25,7 @@ from .optimizer_table import OPTIMIZERS, check_accept
 from .options import Options
 from .order import parameter_names
 from .sections import entries_beside, find_sections, fingerprint
-from .tree import (
-    ConvertError,
-    Path,
-    Unordered,
-    get,
-    is_tensor,
-    list_some,
-    number,
-    show,
-)
+from .tree import ConvertError, Path, get, is_tensor, list_some, number, show
 
 _LIGHTNING = "pytorch-lightning_version"  # only Lightning's files have this key
 _VERSION = "mlx_gradscale_template"
@@ -50,7 +41,7 @@ class Template:
 
     Attributes:
         checkpoint (Any): PyTorch's object. Tensors that MLX holds are
-            ``TensorShape``s.
+            ``TensorShape`` leaves.
         is_folder (bool): Whether it is a folder, by file name.
         files (dict): The bytes of a folder's other files.
         model (tuple, optional): The path of the model's state dict.
@@ -88,10 +79,6 @@ class Template:
         held = get(self.checkpoint, self.model)
         return {name: x for name, x in held.items() if is_tensor(x)}
 
-    def sections(self) -> list[OptimizerSection]:
-        """Return the optimizers' state dicts."""
-        return [OptimizerSection(get(self.checkpoint, p)) for p in self.optimizers]
-
     def weights(self) -> dict[str, mx.array]:
         """Return the MLX weights."""
         return self.plan.to_mlx(self.tensors())
@@ -100,25 +87,23 @@ class Template:
         """Return the flat MLX optimizer state, if there is an optimizer."""
         if self.optimizer is None:
             return None
-        entries = self.plan.entries
-        return optimizer_state.to_mlx(
-            self.optimizer, self.sections(), entries, self.tensors()
-        )
+        return optimizer_state.to_mlx(self.optimizer, self.plan.entries, self.tensors())
 
     def scaler_state(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Return the ``GradScaler.state_dict``, if there is one, and notes."""
         if self.scaler is None:
             return None, []
         held = {k: number(x) for k, x in get(self.checkpoint, self.scaler).items()}
-        return _with_notes(lambda: formats.read_state(held, self.scaler_format))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", formats.FormatWarning)
+            state = formats.read_state(held, self.scaler_format)
+        return state, [str(warning.message) for warning in caught]
 
     def build_optimizer(self, learning_rate: Any = None) -> Any:
         """Return the MLX optimizer, without its state."""
         if self.optimizer is None:
             raise ConvertError("The checkpoint has no optimizer.")
-        return optimizer_state.build(
-            self.optimizer, self.sections(), self.plan.entries, learning_rate
-        )
+        return optimizer_state.build(self.optimizer, self.plan.entries, learning_rate)
 
     def drop_tensors(
         self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
@@ -130,59 +115,57 @@ class Template:
             optimizer_names (Iterable, optional): MLX names of the parameters whose
                 moments MLX holds. Default: all.
         """
-        kept = set(keep)
-        shapes: dict[int, TensorShape] = {}
+        kept, shapes = set(keep), dict[int, TensorShape]()
         held = get(self.checkpoint, self.model) if self.model is not None else {}
         for name in [*self.plan.entries, *self.plan.tied]:
-            owner = self.plan.tied.get(name, name)
-            if owner not in kept and isinstance(held[name], mx.array):
-                shape = shapes.get(id(held[name])) or TensorShape.of(held[name])
-                shapes[id(held[name])] = shape
-                held[name] = shape
-        if self.optimizer is None:
-            return
+            x = held[name]
+            if isinstance(x, mx.array) and self.plan.tied.get(name, name) not in kept:
+                held[name] = shapes.setdefault(id(x), TensorShape.of(x))
         owned = None if optimizer_names is None else set(optimizer_names)
-        sections = self.sections()
-        for group in self.optimizer.groups:
-            slots = OPTIMIZERS[group.kind].slots
-            for index, name in zip(group.indices, group.names, strict=True):
+        for group in self.optimizer.groups if self.optimizer else ():
+            for index, name in group.names.items():
                 if owned is None or self.plan.entries[name].mlx[0] in owned:
-                    sections[group.section].drop_tensors(index, slots)
+                    group.section.drop_tensors(index, group.spec.slots)
+
+    def section_paths(self) -> list[Path]:
+        """Return the paths of everything that MLX takes from the checkpoint."""
+        paths = [*self.optimizers]
+        if self.model is not None:
+            # At the top of a checkpoint the model's tensors lie beside other entries.
+            paths += [self.model] if self.model else [(n,) for n in self.tensors()]
+        return paths + ([self.scaler] if self.scaler is not None else [])
+
+    def entries_beside(self) -> dict[Path, Any]:
+        """Return what of the checkpoint MLX does not take, by its path."""
+        return entries_beside(self.checkpoint, self.section_paths())
 
 
 def make_template(
     read: TorchFiles, model: nn.Module | None, options: Options
 ) -> tuple[Template, list[str]]:
     """Find the sections of a checkpoint, and where they are in MLX."""
-    if is_template(read.checkpoint):
+    checkpoint = read.checkpoint
+    if is_template(checkpoint):
         raise ConvertError("This is a template: give the PyTorch checkpoint itself.")
-    found = find_sections(read.checkpoint, options.keys)
-    template = Template(
-        read.checkpoint,
-        read.is_folder,
-        read.files,
-        found.model,
-        optimizers=found.optimizers,
-        scaler=found.scaler,
-    )
+    found = find_sections(checkpoint, options.keys)
+    template = Template(checkpoint, read.is_folder, read.files, found.model)
+    template.optimizers, template.scaler = found.optimizers, found.scaler
     notes = [*read.notes, *found.notes]
-    if found.model is None and model is not None and options.keys.get("model") != "":
-        raise ConvertError("The checkpoint holds no model's state dict.")
+    tensors = template.tensors()
     if found.model is not None:
-        tensors = template.tensors()
         empty = [n for n, x in tensors.items() if not isinstance(x, mx.array)]
         if empty:
             raise ConvertError(
                 f"{list_some(empty)} has a shape and no values, as in a template: give "
                 "the PyTorch checkpoint."
             )
-        is_lightning = isinstance(read.checkpoint, dict) and (
-            _LIGHTNING in read.checkpoint
-        )
+        is_lightning = isinstance(checkpoint, dict) and _LIGHTNING in checkpoint
         template.plan = make_plan(tensors, model, options, is_lightning)
         notes += template.plan.notes()
         notes += model_notes(model) if model is not None else []
-    sections = template.sections()
+    elif model is not None and options.keys.get("model") != "":
+        raise ConvertError("The checkpoint holds no model's state dict.")
+    sections = [OptimizerSection(get(checkpoint, path)) for path in found.optimizers]
     check_accept(options.accept, [g for s in sections for g in s.groups])
     if sections:
         if found.model is None:
@@ -192,45 +175,30 @@ def make_template(
             )
         for section in sections:  # an unknown one, before its parameters are looked for
             optimizer_state.kind_of(section, options)
-        is_ordered = not isinstance(get(read.checkpoint, found.model), Unordered)
+        # A safetensors file does not keep PyTorch's order of tensors.
+        file = str(found.model[0]) if read.is_folder else ""
         names, doubts = parameter_names(
-            sections, tensors, template.plan, options, model, is_ordered
+            sections,
+            tensors,
+            template.plan,
+            options,
+            model,
+            is_ordered=not file.endswith(".safetensors"),
         )
         template.optimizer, said = optimizer_state.plan_optimizer(
             sections, names, template.plan.entries, options
         )
         notes += said + doubts
     if found.scaler is not None:
-        template.scaler_format = options.scaler_format or formats.recognise(
-            get(read.checkpoint, found.scaler)
-        )
+        state = get(checkpoint, found.scaler)
+        template.scaler_format = options.scaler_format or formats.recognise(state)
         notes += template.scaler_state()[1]
-    if isinstance(read.checkpoint, Unordered):
-        template.checkpoint = dict(read.checkpoint)
-    elif read.is_folder:
-        for name, content in read.checkpoint.items():
-            if isinstance(content, Unordered):
-                read.checkpoint[name] = dict(content)
-    beside = entries_beside(template.checkpoint, section_paths(template))
+    beside = template.entries_beside()
     template.age = {show(path): fingerprint(x) for path, x in beside.items()}
-    return template, notes + _beside_notes(template, beside)
+    return template, notes + _schedule_notes(template, beside)
 
 
-def section_paths(template: Template) -> list[Path]:
-    """Return the paths of everything that MLX takes from a checkpoint."""
-    paths = [*template.optimizers]
-    if template.model is not None:
-        names = get(template.checkpoint, template.model)
-        # At the top of a checkpoint the model's tensors lie beside other entries.
-        paths += (
-            [template.model]
-            if template.model
-            else [(name,) for name in names if is_tensor(names[name])]
-        )
-    return paths + ([template.scaler] if template.scaler is not None else [])
-
-
-def _beside_notes(template: Template, beside: Mapping[Path, Any]) -> list[str]:
+def _schedule_notes(template: Template, beside: Mapping[Path, Any]) -> list[str]:
     steps = [g.step for g in template.optimizer.groups] if template.optimizer else []
     at = f", the optimizer at step {steps[0]}" if steps else ""
     notes = []
@@ -246,33 +214,20 @@ def _beside_notes(template: Template, beside: Mapping[Path, Any]) -> list[str]:
     return notes[:8]
 
 
-def _with_notes(convert: Callable[[], Any]) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", formats.FormatWarning)
-        made = convert()
-    return made, [str(warning.message) for warning in caught]
-
-
 def to_object(template: Template) -> dict[str, Any]:
     """Return a template as plain values, for ``torch_checkpoint.save``."""
-    plan, optimizer = template.plan, template.optimizer
+    optimizer = template.optimizer or OptimizerPlan([], [], True)
+    kept = ("checkpoint", "is_folder", "files", "model", "optimizers", "scaler")
     return {
         _VERSION: 1,
-        "checkpoint": template.checkpoint,
-        "is_folder": template.is_folder,
-        "files": template.files,
-        "model": template.model,
-        "entries": {e.torch: (e.layout, e.mlx) for e in plan.entries.values()},
-        "tied": plan.tied,
-        "optimizers": template.optimizers,
+        **{name: getattr(template, name) for name in (*kept, "scaler_format", "age")},
+        "entries": {e.torch: (e.layout, e.mlx) for e in template.plan.entries.values()},
+        "tied": template.plan.tied,
         "groups": [
-            (g.section, g.number, g.kind, g.indices, g.names, g.step)
-            for g in (optimizer.groups if optimizer else ())
+            (optimizer.sections.index(g.section), g.number, g.kind, g.names, g.step)
+            for g in optimizer.groups
         ],
-        "is_single": optimizer is not None and optimizer.is_single,
-        "scaler": template.scaler,
-        "scaler_format": template.scaler_format,
-        "age": template.age,
+        "is_single": optimizer.is_single,
     }
 
 
@@ -285,8 +240,6 @@ def from_object(value: Mapping[str, Any]) -> Template:
     """Return the template of :func:`to_object`, or raise if it is damaged."""
     try:
         return _parse(value)
-    except ConvertError:
-        raise
     except Exception as error:  # any value may stand anywhere
         raise ConvertError(
             f"The template is damaged ({type(error).__name__}: {str(error)[:80]}): "
@@ -295,12 +248,11 @@ def from_object(value: Mapping[str, Any]) -> Template:
 
 
 def _parse(value: Mapping[str, Any]) -> Template:
-    entries = {}
+    entries, tied = {}, dict(value["tied"])
     for name, (layout, mlx_names) in value["entries"].items():
-        _expect(layout in LAYOUTS and len(mlx_names) % LAYOUTS[layout].count == 0)
-        _expect(all(type(n) is str for n in (name, *mlx_names)) and mlx_names)
+        _expect(mlx_names and len(mlx_names) % LAYOUTS[layout].count == 0)
+        _expect(all(type(n) is str for n in (name, *mlx_names)))
         entries[name] = Entry(name, tuple(mlx_names), layout)
-    tied = dict(value["tied"])
     _expect(all(owner in entries for owner in tied.values()))
     template = Template(
         value["checkpoint"],
@@ -316,33 +268,29 @@ def _parse(value: Mapping[str, Any]) -> Template:
     _expect(all(isinstance(x, mx.array) for x in template.files.values()))
     for path in (template.model, template.scaler):
         if path is not None:
-            _expect(
-                type(path) is tuple and isinstance(get(template.checkpoint, path), dict)
-            )
+            held = get(template.checkpoint, path)
+            _expect(type(path) is tuple and isinstance(held, dict))
     if template.model is not None:
-        held = get(template.checkpoint, template.model)
-        _expect(all(is_tensor(held[name]) for name in (*entries, *tied)))
+        _expect(template.tensors().keys() >= {*entries, *tied})
     _expect(template.scaler is None or template.scaler_format in formats.FORMATS)
-    sections, groups = template.sections(), []
-    for section, number_, kind, indices, names, step in value["groups"]:
-        _expect(0 <= number_ < len(sections[section].groups) and kind in OPTIMIZERS)
+    plan = OptimizerPlan([], [], value["is_single"] is True)
+    for path in template.optimizers:
+        plan.sections.append(OptimizerSection(get(template.checkpoint, path)))
+    for section, number_, kind, names, step in value["groups"]:
+        _expect(section >= 0 and number_ >= 0 and kind in OPTIMIZERS)
         _expect(type(step) is int and 0 <= step < 2**53)
-        _expect(len(indices) == len(names) and all(n in entries for n in names))
-        known = set(sections[section].groups[number_]["params"])
-        _expect(section >= 0 and all(i in known for i in indices))
-        optimizer_state.check_settings(kind, sections[section].groups[number_])
-        groups.append(TorchGroup(section, number_, kind, [*indices], [*names], step))
-    if groups:
-        template.optimizer = OptimizerPlan(groups, value["is_single"] is True)
+        group = TorchGroup(plan.sections[section], number_, kind, dict(names), step)
+        _expect(all(name in entries for name in group.names.values()))
+        _expect(group.names.keys() <= set(group.settings["params"]))
+        group.check()
+        plan.groups.append(group)
+    template.optimizer = plan if plan.groups else None
     return template
 
 
 def _expect(is_right: Any) -> None:
     if not is_right:
-        raise ConvertError(
-            "The template is damaged: give the PyTorch checkpoint itself with "
-            "like=... (--like)."
-        )
+        raise ConvertError("its entries contradict each other")
 
 
 def build_optimizer(

@@ -1,23 +1,22 @@
 """Differentiate a scaled loss, and unscale the gradients lazily.
 
-``value_and_grad`` returns unscaled float32 gradients, and remembers which scaled array
-each of them came from. A step that gets such a gradient back untouched reads the scaled
-array instead and unscales inside its update kernel; MLX never computes the float32 copy
-that nobody looked at. A gradient that was clipped, added up or averaged is another
-object, and is taken as it is.
+Each unscaled float32 gradient knows the scaled array it came from. A step that gets it
+back unchanged reads the scaled array and unscales inside its update kernel, so that MLX
+never computes the float32 copy. A gradient that was clipped, added up or averaged is
+another object, and is used as it is.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import repeat
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from .finite import all_finite, is_floating
+from .finite import all_finite, all_finite_times, is_floating
 from .masters import HALF, to_float32
 from .notices import warn_user
 from .trees import Writes, commit, leaves, slots
@@ -60,10 +59,9 @@ class Casting(NamedTuple):
             if getattr(module, "computes_in_float32", False)
         )
 
-        def cast_parameter(path: str, x: mx.array) -> mx.array:
+        def cast_parameter(path: str, x: mx.array) -> Any:
             is_kept = self.keep is not None and self.keep(path, x)
-            kept: mx.array = x if is_kept or path.startswith(float32) else self._cast(x)
-            return kept
+            return x if is_kept or path.startswith(float32) else self._cast(x)
 
         return tree_map_with_path(cast_parameter, parameters)
 
@@ -78,17 +76,11 @@ class Casting(NamedTuple):
         return x.astype(self.compute_dtype) if floating else x
 
 
-class Source(NamedTuple):
-    """The scaled array behind an unscaled gradient, and one over its scale."""
-
-    scaled: mx.array
-    inverse: mx.array
-
-
 class Unscaled(mx.array):
     """An unscaled gradient that knows its source, until it is changed in place."""
 
-    source: Source | None = None
+    # The scaled array, and one over its scale.
+    source: tuple[mx.array, mx.array] | None = None
 
 
 def _forget_source(name: str) -> Callable[..., Any]:
@@ -109,11 +101,7 @@ for _name in dir(mx.array):
 
 
 class Backward:
-    """Scale losses for the backward pass, and unscale what comes out of it.
-
-    Args:
-        state (dict): The state of the scaler: its ``scale`` is read at each call.
-    """
+    """Scale losses for the backward pass, and unscale the gradients."""
 
     def __init__(self, state: dict[str, Any]):
         self._state = state
@@ -129,28 +117,25 @@ class Backward:
             self._warned.add(message)
             warn_user(message)
 
-    # Gradients of a model
-
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
     ) -> Callable[..., Any]:
         """Return a function like that of ``nn.value_and_grad``, by a scaled loss."""
-        refuse_scaled(loss_fn)
-        is_first = casting.compute_dtype is None
+        is_checked = casting.compute_dtype is not None
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_first
-            if is_first:
+            nonlocal is_checked
+            if not is_checked:
                 self._warn_about_promotion(model, args)
-                is_first = False
+                is_checked = True
+            scale = self._state["scale"]
             outputs, scaled = differentiate(
-                model, loss_fn, args, kwargs, casting, self._state["scale"]
+                model, loss_fn, args, kwargs, casting, scale
             )
             self.check_loss_dtype(loss_of(outputs))
-            gradients = self.unscale(scaled, 1.0 / self._state["scale"])
             self.has_gradients = True
-            return outputs, gradients
+            return outputs, self.unscale(scaled, 1.0 / scale)
 
         return value_and_grad_fn
 
@@ -159,7 +144,7 @@ class Backward:
         gradients = tree_map(Unscaled, _unscale(scaled, inverse))
         found = leaves(gradients)
         for gradient, source in zip(found, leaves(scaled), strict=True):
-            gradient.source = Source(source, inverse)
+            gradient.source = source, inverse
         self._pending = list(map(weakref.ref, found))
         return gradients
 
@@ -172,32 +157,35 @@ class Backward:
         commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
         return gradients
 
-    def pending(self) -> list[Source]:
-        """Return the sources of the latest gradients, as far as they still exist."""
+    def pending_finite(self) -> mx.array:
+        """Return whether the latest gradients are finite; false if none exist."""
         alive = [reference() for reference in self._pending]
-        return [x.source for x in alive if x is not None and x.source is not None]
+        sources = [x.source for x in alive if x is not None and x.source is not None]
+        if not sources:
+            return mx.array(False)
+        return all_finite_times([scaled for scaled, _ in sources], sources[0][1], [])
 
     def end_iteration(self) -> None:
         """Forget which gradients were computed since the last update."""
         self.has_gradients = False
         self._last_call = None
 
-    # Losses that somebody else differentiates
+    # Losses that a trainer differentiates
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
     ) -> Callable[..., Any]:
         """Return ``loss_fn`` with the same value, whose gradients come out unscaled."""
-        refuse_scaled(loss_fn)
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            call = _ScaledCall(self._state["scale"])
-            models = [model] if model is not None else models_among((args, kwargs))
+            call = _ScaledCall(self, self._state["scale"])
+            given = [x for _, x in tree_flatten((args, kwargs), is_leaf=is_opaque)]
+            given = given if model is None else [model]
+            models = [x for x in given if isinstance(x, nn.Module)]
             places = [place for each in models for place in writable_arrays(each)]
-            trained = {
-                id(x) for each in models for x in leaves(each.trainable_parameters())
-            }
+            parameters = [each.trainable_parameters() for each in models]
+            trained = set(map(id, leaves(parameters)))
             own = [place for place in places if id(place[2]) in trained]
             if not models and args:
                 args = (tree_map(call.unscaled, args[0], is_leaf=is_opaque), *args[1:])
@@ -209,14 +197,13 @@ class Backward:
                 commit(own)
             commit(finite_buffers(places, trained))
             self.check_loss_dtype(loss_of(outputs))
-            return with_loss(
-                outputs, call.scaled(loss_of(outputs), self._note_backward)
-            )
+            return with_loss(outputs, call.scaled(loss_of(outputs)))
 
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
 
-    def _note_backward(self, call: "_ScaledCall") -> None:
+    def note_backward(self, call: "_ScaledCall") -> None:
+        """Remember the call whose loss is being differentiated."""
         self._last_call = call
         self.has_gradients = True
 
@@ -225,21 +212,20 @@ class Backward:
         call, self._last_call = self._last_call, None
         if call is not None and not call.n_unscaled:
             raise RuntimeError(
-                "The loss of scale_loss() was differentiated with respect to something "
-                "that it did not unscale. Name the model: scale_loss(loss_fn, model). "
-                "Without a model, gradients of the models among the arguments are "
-                "unscaled, or else those of the first argument."
+                "These gradients came out scaled. scale_loss() unscales those of the "
+                "models among the arguments, or else of the first argument. Name the "
+                "model: scale_loss(loss_fn, model)."
             )
 
     # Warnings
 
     def check_loss_dtype(self, loss: mx.array) -> None:
+        """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
             self.warn_once(
-                "The loss is float16, so its gradient starts at the scale cast to "
-                "float16, where everything above 65504 is inf: steps are skipped "
-                "until the scale is below that. Reduce the loss in float32, for "
-                "example with logits.astype(mx.float32)."
+                "The loss is float16, where a scale above 65504 is inf: steps are "
+                "skipped until it is smaller. Reduce the loss in float32, for example "
+                "from logits.astype(mx.float32)."
             )
 
     def _warn_about_promotion(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -249,10 +235,9 @@ class Backward:
         floating = [x for x in leaves(model.parameters()) if is_floating(x)]
         if floating and all(x.dtype in HALF for x in floating):
             self.warn_once(
-                f"{type(model).__name__} has {floating[0].dtype} parameters and is "
-                "given float32 inputs, so MLX computes in float32. Cast the inputs, or "
-                "pass compute_dtype=. compute_dtypes() of mlx_gradscale.diagnostics "
-                "shows which layers are affected."
+                f"The model has {floating[0].dtype} parameters and float32 inputs, so "
+                "MLX computes in float32. Cast the inputs, or pass compute_dtype=. "
+                "mlx_gradscale.diagnostics.compute_dtypes() shows the layers."
             )
 
 
@@ -304,12 +289,8 @@ def differentiate(
 def finite_buffers(places: Writes, trained: set[int]) -> Writes:
     """Return writes that undo, on the device, what made a buffer non-finite.
 
-    BatchNorm's running statistics are the usual case: a forward pass that overflows
-    would leave them inf or NaN for good.
-
-    Args:
-        places (list): The arrays of the model before the forward pass.
-        trained (set): The ids of those that are trained.
+    BatchNorm's running statistics, for example, would stay inf or NaN after a forward
+    pass that overflows. ``places`` are the model's arrays before the forward pass.
     """
     writes: Writes = []
     for box, key, old in places:
@@ -324,34 +305,29 @@ def finite_buffers(places: Writes, trained: set[int]) -> Writes:
 
 def writable_arrays(model: nn.Module) -> Writes:
     """Return (container, key, array) for every array of a model."""
-    return [
-        (box, key, box[key])
-        for _, box, key in slots(model)
-        if not isinstance(box, tuple)
-    ]
+    found = slots(model)
+    return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
 
 
 class _ScaledCall:
-    """One call of a loss from ``scale_loss``: counts gradients on their way out."""
+    """One call of a loss from ``scale_loss``."""
 
-    def __init__(self, scale: mx.array):
+    def __init__(self, owner: Backward, scale: mx.array):
+        self._owner = owner
         self._scale = scale
         self._inverse = 1.0 / scale
         self.n_unscaled = 0
 
-    def scaled(
-        self, loss: mx.array, on_backward: "Callable[[_ScaledCall], None]"
-    ) -> mx.array:
+    def scaled(self, loss: mx.array) -> Any:
         """Return the loss in float32; its gradient is scaled."""
         identity = mx.custom_function(lambda loss, scale: loss)
 
         @identity.vjp
         def scale_gradient(primals: Any, cotangent: mx.array, _: Any) -> Any:
-            on_backward(self)
+            self._owner.note_backward(self)
             return cotangent * primals[1], mx.zeros_like(primals[1])
 
-        result: Any = identity(loss.astype(mx.float32), self._scale)
-        return cast(mx.array, result)
+        return identity(loss.astype(mx.float32), self._scale)
 
     def unscaled(self, x: Any) -> Any:
         """Return a floating array; its gradient is unscaled, in float32."""
@@ -396,17 +372,13 @@ def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
 
 
 def each_use(array: mx.array) -> Iterator[mx.array]:
-    """Yield an array for one leaf after the other.
+    """Yield an array once per leaf, after 512 leaves as another array.
 
-    The work of ``mx.compile`` grows with the square of how often one array is used, so
-    after 512 uses this continues with another array in the same memory.
+    The work of ``mx.compile`` grows with the square of an array's uses.
     """
     while True:
         yield from repeat(array, 512)
         array = mx.depends(array, array)
-
-
-# What a loss function returns
 
 
 def loss_of(outputs: Any) -> mx.array:
@@ -414,8 +386,7 @@ def loss_of(outputs: Any) -> mx.array:
     loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     if not isinstance(loss, mx.array):
         raise TypeError(
-            f"The loss must be an array, got {loss!r}. Return the loss, or a tuple "
-            "whose first element is the loss."
+            f"The loss must be an array, or the first element of a tuple, got {loss!r}."
         )
     if loss.ndim:
         raise ValueError(
@@ -433,7 +404,7 @@ def with_loss(outputs: Any, loss: mx.array) -> Any:
 
 
 def refuse_scaled(loss_fn: Any) -> None:
-    """Raise if this is no loss function, or one whose gradient is scaled already."""
+    """Raise if this is not a loss function, or is scaled already."""
     if not callable(loss_fn):
         raise TypeError(
             f"Expected the function that computes the loss, got {loss_fn!r}. Only "
@@ -442,31 +413,10 @@ def refuse_scaled(loss_fn: Any) -> None:
     if hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "This loss function comes from scale_loss(), and would be scaled twice. "
-            "Pass the original function; value_and_grad() scales it by itself."
+            "Pass the original function."
         )
 
 
-# The arguments of a call
-
-
-def models_among(arguments: Any) -> list[nn.Module]:
-    """Return the models among a call's arguments, without those inside others."""
-    found = {
-        id(x): x
-        for _, x in tree_flatten(arguments, is_leaf=is_opaque)
-        if isinstance(x, nn.Module)
-    }
-    inside = {id(part) for x in found.values() for part in _parts_of(x)}
-    return [model for key, model in found.items() if key not in inside]
-
-
-def _parts_of(model: nn.Module) -> Iterable[nn.Module]:
-    return (module for module in model.modules() if module is not model)
-
-
 def is_opaque(x: Any) -> bool:
-    """Return whether an argument is not to be looked into.
-
-    A model is a dict to ``tree_map``, which would rebuild it as a plain one.
-    """
+    """Return whether ``tree_map`` must not rebuild this: a model is a dict to it."""
     return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

@@ -4,40 +4,43 @@
 would write, and ``Plan`` writes all of it at once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
-from .finite import is_finite_magnitude
-from .gradients import Source, each_use
+from .finite import is_finite_magnitude, is_floating
+from .gradients import each_use
 from .masters import HALF, Joined, Masters, entries, joined_master, to_float32
 from .optimizers import (
-    Borrowed,
     autocompiled,
+    borrowed,
     is_builtin,
     parts,
     scheduled_values,
     split_paths,
 )
 from .ranks import Ranks
-from .trees import Leaf, Slot, Writes, commit, flatten, restore, slots, snapshot
+from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot
 
 Stored = dict[str, mx.array]
+# An optimizer, its unscaled gradients, and the new float32 parameters, by path.
+_Stepped = tuple[Optimizer, dict[str, mx.array], dict[str, mx.array]]
 
 
 class Inspected(NamedTuple):
-    """Gradients as a step uses them, one array per leaf, and what is known of them."""
+    """The gradients as a step uses them, by path, and what is known of them."""
 
-    arrays: list[mx.array]
-    # Which arrays are scaled, and one over their scale.
-    is_scaled: list[bool]
+    gradients: dict[str, mx.array]
+    # The paths of gradients that are still scaled, and one over their scale.
+    scaled: set[str]
     inverse: mx.array | None
-    # What all of them are multiplied by to clip their norm.
+    # The factor that clips the norm.
     clip: mx.array | None
     norm: mx.array | None
     applied: mx.array
@@ -45,63 +48,54 @@ class Inspected(NamedTuple):
 
 def inspect(
     leaves: list[Leaf],
-    sources: list[Source | None],
     ranks: Ranks,
     max_norm: mx.array | None = None,
+    were_finite: mx.array | None = None,
 ) -> Inspected:
     """Find out, lazily, whether all gradients are finite, and how to clip them.
 
-    Args:
-        leaves (list): The gradients, matched to parameters.
-        sources (list): For each, the scaled array behind it, if there is one.
-        ranks (Ranks): Who decides together.
-        max_norm (array, optional): The norm to clip to.
+    ``were_finite`` is the flag of an earlier ``unscale_()``.
     """
-    arrays, is_scaled = [], []
+    gradients: dict[str, mx.array] = {}
     scaled: dict[str, mx.array] = {}
     others: dict[str, mx.array] = {}
     inverse = clip = norm = None
     # A cast inside the update kernel is scalar code on a CPU: 1.55 of the bare
     # optimizer instead of 1.29. On a GPU the float32 copy would cost 8 bytes.
     casts_first = mx.default_device() == mx.Device(mx.cpu)
-    for leaf, source in zip(leaves, sources, strict=True):
-        array, flag = leaf.gradient, False
+    is_scaled: set[str] = set()
+    for leaf in leaves:
+        gradients[leaf.path] = leaf.gradient
+        source = getattr(leaf.gradient, "source", None)
         if source is not None and inverse is None:
-            inverse = source.inverse
-        if source is not None and source.inverse is inverse:
-            scaled[leaf.path] = source.scaled
-            is_cast = casts_first and source.scaled.dtype in HALF
-            if source.scaled is array or not is_cast:
-                array, flag = source.scaled, True
-        else:
-            others[leaf.path] = array
-        arrays.append(array)
-        is_scaled.append(flag)
+            inverse = source[1]
+        if source is None or source[1] is not inverse:
+            others[leaf.path] = leaf.gradient
+            continue
+        scaled[leaf.path] = source[0]
+        if not casts_first or source[0].dtype not in HALF:
+            gradients[leaf.path] = source[0]
+            is_scaled.add(leaf.path)
     if max_norm is None:
-        applied = ranks.all_finite(scaled, inverse, others)
+        applied = ranks.all_finite(scaled, inverse, others, were_finite)
     else:
         # One pass gives the norm and shows whether all is finite, and clipping is a
         # factor of the unscaling. As in mlx.optimizers.clip_grad_norm.
         norm = ranks.norm(scaled, inverse, others)
         clip = mx.minimum(max_norm / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
-    return Inspected(arrays, is_scaled, inverse, clip, norm, applied)
+    return Inspected(gradients, is_scaled, inverse, clip, norm, applied)
 
 
 @dataclass
 class Plan:
-    """What a step would write, and has not written yet.
-
-    Attributes:
-        gradients (Any): The tree of gradients.
-        leaves (list): Its leaves, matched to parameters.
-        new (dict): The new parameters by their path.
-        writes (list): Everything else, as (container, key, value). Callers add to it.
-    """
+    """What a step would write, and has not written yet."""
 
     gradients: Any
     leaves: list[Leaf]
+    # The new parameters by path.
     new: dict[str, mx.array] = field(default_factory=dict)
+    # Everything else. Callers add to it.
     writes: Writes = field(default_factory=list)
 
     def commit_to_model(self) -> None:
@@ -119,26 +113,25 @@ class Plan:
 
 
 class _Layout(NamedTuple):
-    """The leaves of a step: what a compiled step is specialised to."""
+    """What a compiled step is specialised to."""
 
-    paths: list[str]
-    is_scaled: list[bool]
-    structure: Any
+    structure: Any  # the gradients' tree, with paths as leaves
+    scaled: set[str]
     is_builtin: bool
 
-    def tree(self, values: list[Any]) -> Any:
-        by_path = dict(zip(self.paths, values, strict=True))
-        return tree_map(lambda path: by_path[path], self.structure)
+    def tree(self, values: dict[str, Any]) -> Any:
+        return tree_map(values.__getitem__, self.structure)
 
 
 class _Arrays(NamedTuple):
-    """What a step computes with, one entry per leaf."""
+    """What a step computes with, by path."""
 
-    gradients: list[mx.array]
-    parameters: list[mx.array]
-    stored: list[Stored]
+    gradients: dict[str, mx.array]
+    parameters: dict[str, mx.array]
+    stored: dict[str, Stored]
     inverse: mx.array | None
     clip: mx.array | None
+    applied: mx.array
 
 
 def plan(
@@ -152,87 +145,54 @@ def plan(
 
     Where it is false, parameters and optimizer state come out bit-identical. Each new
     parameter has its old dtype. The optimizer has to be initialised.
-
-    Args:
-        optimizer (Optimizer): Any optimizer of ``mlx.optimizers`` or derived from it.
-        gradients (Any): The tree that ``leaves`` were matched from.
-        leaves (list): The matched leaves.
-        inspected (Inspected): From :func:`inspect`.
-        masters (Masters, optional): Master weights of half-precision parameters.
     """
-    paths: list[str] = []
-    is_scaled: list[bool] = []
-    arrays = _Arrays([], [], [], inspected.inverse, inspected.clip)
-    floating: dict[mx.Dtype, bool] = {}
-    for leaf, array, flag in zip(
-        leaves, inspected.arrays, inspected.is_scaled, strict=True
-    ):
-        for x in (leaf.parameter, leaf.gradient):
-            if x.dtype not in floating:
-                floating[x.dtype] = mx.issubdtype(x.dtype, mx.inexact)
+    result = Plan(gradients, leaves)
+    arrays = _Arrays({}, {}, {}, inspected.inverse, inspected.clip, inspected.applied)
+    for path, _, _, parameter, gradient in leaves:
         # An optimizer never steps integer parameters, not even where clipping by hand
         # has made their gradients floating.
-        if floating[leaf.parameter.dtype] and floating[leaf.gradient.dtype]:
-            paths.append(leaf.path)
-            is_scaled.append(flag)
-            arrays.gradients.append(array)
-            arrays.parameters.append(leaf.parameter)
-    result = Plan(gradients, leaves)
-    if not paths:
+        if is_floating(parameter) and is_floating(gradient):
+            arrays.gradients[path] = inspected.gradients[path]
+            arrays.parameters[path] = parameter
+            arrays.stored[path] = masters.stored(path, parameter) if masters else {}
+    if not arrays.gradients:
         return result
-    if masters is None:
-        arrays.stored.extend({} for _ in paths)
-    else:
-        arrays.stored.extend(masters.stored(paths, arrays.parameters))
     others: list[Any] = []
     places = slots(optimizer.state, others)
-    builtin = not others and is_builtin(optimizer)
+    is_own = not others and is_builtin(optimizer)
 
     def make_layout() -> _Layout:
-        structure = _structure(gradients, set(paths))
-        return _Layout(paths, is_scaled, structure, builtin)
+        # An empty dict is how MLX's own trees mark a leaf that is not trained.
+        structure = tree_map_with_path(
+            lambda path, _: path if path in arrays.parameters else {}, gradients
+        )
+        return _Layout(structure, inspected.scaled, is_own)
 
-    if not builtin:
-        try:
-            applied = bool(inspected.applied.item())
-        except (ValueError, RuntimeError):
-            pass  # Inside mx.compile: selected on the device.
-        else:
-            if applied:
-                new = _run_on_host(optimizer, make_layout(), arrays)
-                _add_new(result, paths, new, masters)
-            return result
-        run: Callable[..., Any] = partial(_run, make_layout(), optimizer)
+    if is_own:
+        split = split_paths(optimizer, gradients)
+        traced_for = list(arrays.gradients), inspected.scaled, split
+        run = autocompiled(lambda: partial(_run, make_layout()), optimizer, traced_for)
     else:
-        layout = (paths, is_scaled, split_paths(optimizer, gradients))
-        run = autocompiled(lambda: partial(_run, make_layout()), optimizer, layout)
-    state, new = run(
-        [box[key] for _, box, key in places],
-        scheduled_values(optimizer),
-        inspected.applied,
-        arrays,
-    )
-    for (_, box, key), x in zip(places, state, strict=True):
+        run = partial(_run, make_layout(), optimizer)
+    is_applied = None
+    if not is_own:
+        # Inside mx.compile there is no value.
+        with suppress(ValueError, RuntimeError):
+            is_applied = bool(inspected.applied.item())
+    state: list[mx.array] = []
+    new: dict[str, tuple[mx.array, Stored]] = {}
+    if is_applied is None:
+        old = [box[key] for _, box, key in places]
+        state, new = run(old, scheduled_values(optimizer), arrays)
+    elif is_applied:
+        new = _run_on_host(make_layout(), optimizer, arrays)
+    for (_, box, key), x in zip(places, state, strict=False):
         result.writes.append((box, key, x))
-    _add_new(result, paths, new, masters)
-    return result
-
-
-def _structure(gradients: Any, paths: set[str]) -> Any:
-    # An empty dict is how MLX's own trees mark a leaf that is not trained.
-    return tree_map_with_path(lambda path, _: path if path in paths else {}, gradients)
-
-
-def _add_new(
-    result: Plan,
-    paths: list[str],
-    new: list[tuple[mx.array, Stored]],
-    masters: Masters | None,
-) -> None:
-    for path, (parameter, stored) in zip(paths, new, strict=True):
+    for path, (parameter, stored) in new.items():
         result.new[path] = parameter
-        for name, x in stored.items() if masters else ():
+        for name, x in stored.items():
             result.writes.append((masters.state[name], path, x))  # type: ignore[union-attr]
+    return result
 
 
 def _run(
@@ -240,75 +200,81 @@ def _run(
     optimizer: Optimizer,
     state: list[mx.array],
     scheduled: list[dict[str, mx.array]],
-    applied: mx.array,
     arrays: _Arrays,
-) -> tuple[list[mx.array], list[tuple[mx.array, Stored]]]:
+) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
     """Step and select on the device; the optimizer itself comes out untouched."""
     arrays = _Arrays(*arrays)
-    masters = list(map(joined_master, arrays.parameters, arrays.stored))
-    full = layout.tree([_alias(joined.master) for joined in masters])
-    with Borrowed(optimizer, scheduled):
-        places, constants = slots(optimizer.state), _constants(optimizer.state)
+    with borrowed(optimizer, scheduled):
+        places, before = slots(optimizer.state), _signature(optimizer.state)
         given = [_alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
-        steps = [
-            (part, tree, _apply(part, tree, full))
-            for part, tree in _gradient_trees(optimizer, layout, arrays, applied)
-        ]
-        _check_same_state(optimizer, places, constants)
-        flags = each_use(applied)
-        state, untouched = _select_state(
-            optimizer, places, state, given, flags, layout.is_builtin
-        )
-        stepped: dict[str, tuple[mx.array, mx.array, list[mx.array]]] = {}
-        for part, tree, new in steps:
+        masters, steps = _step(layout, optimizer, arrays, is_selected=True)
+        after = _signature(optimizer.state)
+        if before != after:
+            changed = before.keys() ^ after.keys()
+            arrays_changed = [path for path in changed if not (before | after)[path]]
+            what = "changes a Python value"
+            if arrays_changed:
+                what = f"adds or removes {arrays_changed[0]!r}"
+            raise TypeError(
+                f"A step of {type(optimizer).__name__} {what} in its state, which a "
+                "skipped step cannot undo inside mx.compile. Leave the step "
+                "uncompiled, or keep arrays under the same keys from init_single() on."
+            )
+        flags, untouched = each_use(arrays.applied), set()
+        selected: list[mx.array] = []
+        now = {where: (box, key) for where, box, key in slots(optimizer.state)}
+        for (where, *_), old, alias in zip(places, state, given, strict=True):
+            box, key = now[where]
+            _check_shape(".".join(map(str, where)), old, box[key])
+            # Only MLX's own optimizers are known never to change an array in place.
+            if layout.is_builtin and box[key] is alias:
+                box[key] = old
+                untouched.add(id(old))
+            else:
+                box[key] = mx.where(next(flags), box[key], old)
+            selected.append(box[key])
+        new = {}
+        for part, gradients, stepped in steps:
             # SGD has moments even without momentum: no kernel has to read them.
             moments = _arrays_by_owner(part.state, untouched)
-            after = dict(flatten(new))
-            for path, gradient in flatten(tree):
-                stepped[path] = after[path], gradient, moments.get(path, [])
-        new = []
-        for path, old, stored, joined in zip(
-            layout.paths, arrays.parameters, arrays.stored, masters, strict=True
-        ):
-            _check_shape(path, old, stepped[path][0])
-            new.append(
-                _select_parameter(old, stored, joined, next(flags), *stepped[path])
-            )
-        return state, new
+            for path, gradient in gradients.items():
+                old_values = arrays.parameters[path], arrays.stored[path], masters[path]
+                new_values = stepped[path], gradient, moments.get(path, [])
+                new[path] = _select_parameter(*old_values, next(flags), *new_values)
+        return selected, new
 
 
 def _run_on_host(
-    optimizer: Optimizer, layout: _Layout, arrays: _Arrays
-) -> list[tuple[mx.array, Stored]]:
+    layout: _Layout, optimizer: Optimizer, arrays: _Arrays
+) -> dict[str, tuple[mx.array, Stored]]:
     """Step for good: exact for every optimizer, whatever it keeps and does."""
-    masters = map(joined_master, arrays.parameters, arrays.stored)
-    full = layout.tree([_alias(joined.master) for joined in masters])
     saved = snapshot(optimizer.state)
-    new: dict[str, mx.array] = {}
     try:
-        for part, tree in _gradient_trees(optimizer, layout, arrays, None):
-            new.update(flatten(_apply(part, tree, full)))
+        _, steps = _step(layout, optimizer, arrays, is_selected=False)
     except BaseException:
         restore(saved)
         raise
-    results = []
-    for path, old, stored in zip(
-        layout.paths, arrays.parameters, arrays.stored, strict=True
-    ):
-        _check_shape(path, old, new[path])
-        rounded = new[path].astype(old.dtype)
-        results.append((rounded, entries(new[path], rounded, stored)))
-    return results
+    new = {}
+    for _, _, stepped in steps:
+        for path, x in stepped.items():
+            rounded = x.astype(arrays.parameters[path].dtype)
+            new[path] = rounded, entries(x, rounded, arrays.stored[path])
+    return new
 
 
-def _gradient_trees(
-    optimizer: Optimizer, layout: _Layout, arrays: _Arrays, applied: mx.array | None
-) -> Iterator[tuple[Optimizer, Any]]:
-    """Yield each single optimizer with the tree of its unscaled gradients."""
-    is_scaled = dict(zip(layout.paths, layout.is_scaled, strict=True))
+def _step(
+    layout: _Layout, optimizer: Optimizer, arrays: _Arrays, *, is_selected: bool
+) -> tuple[dict[str, Joined], list[_Stepped]]:
+    """Return the master weights, and what each single optimizer makes of them."""
+    masters = {
+        path: joined_master(parameter, arrays.stored[path])
+        for path, parameter in arrays.parameters.items()
+    }
+    full = layout.tree({path: _alias(x.master) for path, x in masters.items()})
     inverse, clip = arrays.inverse, arrays.clip
     factor = inverse * clip if inverse is not None and clip is not None else inverse
+    steps: list[_Stepped] = []
     # One by one, and joined by path: tree_merge in MultiOptimizer.apply_gradients fails
     # where a list has a frozen module in a gap.
     for part, tree in parts(optimizer, layout.tree(arrays.gradients)):
@@ -317,16 +283,29 @@ def _gradient_trees(
         def unscale(
             path: str, g: mx.array, factors: dict[bool, Iterator[mx.array]] = factors
         ) -> mx.array:
-            g, times = to_float32(g), next(factors[is_scaled[path]], None)
+            g, times = to_float32(g), next(factors[path in layout.scaled], None)
             if times is not None:
                 times = mx.broadcast_to(times, g.shape)
                 g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)
-            if applied is None or layout.is_builtin:
+            if layout.is_builtin or not is_selected:
                 return g
             # An SVD of NaN raises, and so may other code that is not MLX's own.
-            return mx.where(applied, g, 0)
+            return mx.where(arrays.applied, g, 0)
 
-        yield part, tree_map_with_path(unscale, tree)
+        unscaled = tree_map_with_path(unscale, tree)
+        try:
+            new = dict(flatten(part.apply_gradients(unscaled, full)))
+        except (KeyError, IndexError) as error:
+            missing = f" for {error.args[0]!r}" if isinstance(error, KeyError) else ""
+            raise ValueError(
+                f"The optimizer has no state{missing}. If the parameter was added or "
+                "unfrozen after the optimizer was initialised, call "
+                "init(model.trainable_parameters()) again; existing state is kept."
+            ) from error
+        for path, x in new.items():
+            _check_shape(path, arrays.parameters[path], x)
+        steps.append((part, dict(flatten(unscaled)), new))
+    return masters, steps
 
 
 def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array]:
@@ -351,40 +330,8 @@ def _alias(x: mx.array) -> mx.array:
     return x.astype(x.dtype)
 
 
-def _apply(optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
-    try:
-        return optimizer.apply_gradients(gradients, parameters)
-    except (KeyError, IndexError) as error:
-        missing = f" for {error.args[0]!r}" if isinstance(error, KeyError) else ""
-        raise ValueError(
-            f"The optimizer has no state{missing}. If the parameter was added or "
-            "unfrozen after the optimizer was initialised, call "
-            "init(model.trainable_parameters()) again; existing state is kept."
-        ) from error
-
-
-# Checks that a step can be selected against no step
-
-
-def _constants(state: Any) -> list[tuple[str, str]]:
-    return [(p, repr(x)) for p, x in flatten(state) if not isinstance(x, mx.array)]
-
-
-def _check_same_state(
-    optimizer: Optimizer, places: list[Slot], constants: list[tuple[str, str]]
-) -> None:
-    before = {path for path, *_ in places}
-    after = {path for path, *_ in slots(optimizer.state)}
-    if before != after or _constants(optimizer.state) != constants:
-        changed = [".".join(map(str, path)) for path in before ^ after]
-        what = (
-            f"adds or removes {changed[0]!r}" if changed else "changes a Python value"
-        )
-        raise TypeError(
-            f"A step of {type(optimizer).__name__} {what} in its state, which a "
-            "skipped step cannot undo inside mx.compile. Leave the step uncompiled, or "
-            "keep arrays under the same keys from init_single() on."
-        )
+def _signature(state: Any) -> dict[str, str]:
+    return {p: "" if isinstance(x, mx.array) else repr(x) for p, x in flatten(state)}
 
 
 def _check_shape(path: str, old: mx.array, new: mx.array) -> None:
@@ -394,36 +341,6 @@ def _check_shape(path: str, old: mx.array, new: mx.array) -> None:
             "the optimizer was initialised for another shape. Create a new optimizer "
             "for the changed model."
         )
-
-
-# Selection
-
-
-def _select_state(
-    optimizer: Optimizer,
-    places: list[Slot],
-    state: list[mx.array],
-    given: list[mx.array],
-    flags: Iterator[mx.array],
-    is_builtin: bool,
-) -> tuple[list[mx.array], set[int]]:
-    """Put the selected arrays into an optimizer's state, and return them.
-
-    Also the ids of those that the step left alone.
-    """
-    stepped = {path: (box, key) for path, box, key in slots(optimizer.state)}
-    selected, untouched = [], set()
-    for (path, *_), old, alias in zip(places, state, given, strict=True):
-        box, key = stepped[path]
-        _check_shape(".".join(map(str, path)), old, box[key])
-        # Only MLX's own optimizers are known never to change an array in place.
-        if is_builtin and box[key] is alias:
-            box[key] = old
-            untouched.add(id(old))
-        else:
-            box[key] = mx.where(next(flags), box[key], old)
-        selected.append(box[key])
-    return selected, untouched
 
 
 def _arrays_by_owner(state: Any, without: set[int]) -> dict[str, list[mx.array]]:
@@ -479,13 +396,6 @@ def _select_parameter(
         parameter = mx.where(applied, moment.astype(dtype), parameter)
     weight = mx.where(applied, rounded, parameter)
     return weight, entries(new, weight, stored)
-
-
-def in_one_kernel(values: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return 0-d values with a common root: one kernel to build instead of seven."""
-    (name, root), *others = values.items()
-    either = reduce(mx.bitwise_or, [x.astype(mx.bool_) for _, x in others])
-    return values | {name: mx.where(either, root, root)}
 
 
 def _never_of(values: list[mx.array], never: mx.array) -> mx.array:

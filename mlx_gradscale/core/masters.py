@@ -1,8 +1,8 @@
 """Master weights: float32 values of half-precision parameters.
 
-Two kinds. ``"float32"`` keeps the master as an array, and beside it the bits of the
-parameter as the last step wrote it: a weight whose bits differ was replaced by the
-user, and is its own master. ``"remainder"`` keeps 16 bits of what rounding lost::
+``"float32"`` keeps the master as an array, and beside it the bits of the parameter as
+the last step wrote it: a weight whose bits differ was replaced by the user, and is its
+own master. ``"remainder"`` keeps 16 bits of what rounding lost::
 
     master    = weight + remainder / STEPS * unit(weight)
     remainder = (master - weight) * STEPS / unit(weight), rounded to an integer
@@ -12,17 +12,15 @@ three kernels instead of one. How far a joined master is from the one that was s
 (tests try every weight):
 
 - float16: exact from 2**-16 on, below that at most 2**-40. Half an ulp of a weight x is
-  at most x / 2**11 and float32 resolves x / 2**24, so 15 bits and a sign count in steps
-  below half of what float32 resolves.
+  at most x / 2**11 and float32 resolves x / 2**24, which is 15 bits with a sign.
 - bfloat16: at most one float32 ulp, usually exact. Half an ulp is 2**15 float32 ulps,
-  which the 32,766 steps to either side just miss. Beyond 2**110 products overflow and
-  half an ulp may be lost.
+  which the 32,766 steps to either side just miss. Beyond 2**110 products overflow.
 
 A joined master always rounds to its weight. A remainder with which it would not belongs
 to a weight that was replaced since: then the weight is its own master.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -50,26 +48,12 @@ def to_float32(x: mx.array) -> mx.array:
 
 
 def half_bits(weight: mx.array) -> mx.array:
-    """Return the bits of a half-precision array, in the same memory.
-
-    A separate array all the same: ``weight += 1`` rebinds the weight, not its bits.
-    Writes through NumPy or DLPack change both, and go unnoticed.
-    """
+    """Return the bits of a half-precision array, which ``weight += 1`` leaves alone."""
     return mx.view(weight, _BITS[weight.dtype])
 
 
 def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
-    """Return what a half-precision weight lost when ``master`` was rounded to it.
-
-    Example:
-        >>> import mlx.core as mx
-        >>> from mlx_gradscale.core.masters import join, remainder_of
-        >>> master = mx.array([0.1, 1e-3])
-        >>> weight = master.astype(mx.float16)
-        >>> remainder = remainder_of(master, weight)
-        >>> remainder.dtype, mx.array_equal(join(weight, remainder).master, master)
-        (mlx.core.int16, array(True, dtype=bool))
-    """
+    """Return what a half-precision weight lost when ``master`` was rounded to it."""
     if weight.dtype not in HALF:
         return mx.zeros(weight.shape, mx.int16)
     value = to_float32(weight)
@@ -99,12 +83,7 @@ def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, .
 
 
 def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
-    """Return the float32 value of a parameter.
-
-    Args:
-        weight (array): The parameter, of any dtype.
-        stored (dict): Its entries of ``Masters.stored``, empty without a master.
-    """
+    """Return the float32 value of a parameter, given its entries of the state."""
     if "remainders" in stored:
         return join(weight, stored["remainders"])
     value = to_float32(weight)
@@ -120,25 +99,22 @@ def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
 
 
 def entries(
-    master: mx.array, weight: mx.array, like: Mapping[str, mx.array]
+    master: mx.array, weight: mx.array, names: Collection[str]
 ) -> dict[str, mx.array]:
-    """Return what to store for a master and its rounding, as in ``like``."""
-    if "remainders" in like:
+    """Return what the state holds for a master and its rounding, by these names."""
+    if "remainders" in names:
         return {"remainders": remainder_of(master, weight)}
-    return {"masters": master, "written": half_bits(weight)} if like else {}
+    return {"masters": master, "written": half_bits(weight)} if names else {}
 
 
 class Masters:
-    """The master weights of one optimizer, by the path of their parameter.
-
-    Args:
-        kind (str): ``"float32"`` or ``"remainder"``.
-    """
+    """The master weights of one optimizer, by the path of their parameter."""
 
     def __init__(self, kind: str):
         if kind not in ("float32", "remainder"):
             raise ValueError(f'masters must be "float32" or "remainder", got {kind!r}.')
         self.kind = kind
+        self._names = ("masters", "written") if kind == "float32" else ("remainders",)
         # The same dicts for life: compiled steps have captured them.
         self.state: dict[str, dict[str, mx.array]] = {
             "masters": {},
@@ -148,15 +124,10 @@ class Masters:
         # Names of dtypes, because a Dtype cannot be pickled.
         self._dtypes: dict[str, str] = {}
 
-    @property
-    def paths(self) -> Iterable[str]:
-        """The paths of the parameters that have a master."""
-        return self.state["masters" if self.kind == "float32" else "remainders"].keys()
-
     def add(self, path: str, weight: mx.array) -> None:
         """Give a half-precision parameter a master, unless it has one."""
         self._dtypes[path] = str(weight.dtype).rpartition(".")[2]
-        if path not in self.paths:
+        if path not in self.state[self._names[0]]:
             self.set(path, weight.astype(mx.float32), weight)
 
     def set(self, path: str, master: mx.array, weight: mx.array) -> None:
@@ -164,62 +135,46 @@ class Masters:
         for name, x in entries(master, weight, self._names).items():
             self.state[name][path] = x
 
-    @property
-    def _names(self) -> dict[str, Any]:
-        return dict.fromkeys(
-            ("masters", "written") if self.kind == "float32" else ("remainders",)
-        )
-
-    def stored(
-        self, paths: list[str], weights: list[mx.array]
-    ) -> list[dict[str, mx.array]]:
-        """Return what the state holds for each parameter, {} for one in float32."""
-        found: list[dict[str, mx.array]] = []
-        for path, weight in zip(paths, weights, strict=True):
-            stored: dict[str, mx.array] = {}
-            for name, box in self.state.items() if weight.dtype in HALF else ():
-                if path in box:
-                    stored[name] = box[path]
-            if weight.dtype in HALF and not stored:
-                raise ValueError(
-                    f"{path!r} became {weight.dtype} after this optimizer was "
-                    "initialised and has no master weight. Call "
-                    "init(model.trainable_parameters()) again; existing state is kept."
-                )
-            found.append(stored)
+    def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
+        """Return what the state holds for a parameter: {} if it needs no master."""
+        if weight.dtype not in HALF:
+            return {}
+        boxes = self.state.items()
+        found = {name: box[path] for name, box in boxes if path in box}
+        if not found:
+            raise ValueError(
+                f"{path!r} became {weight.dtype} after this optimizer was initialised "
+                "and has no master weight. Call init(model.trainable_parameters()) "
+                "again; existing state is kept."
+            )
         return found
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:
         """Return the float32 value of a parameter, whether it has a master or not."""
-        if path not in self.paths:
+        if path not in self.state[self._names[0]]:
             return to_float32(weight)
-        return joined_master(weight, *self.stored([path], [weight])).master
+        return joined_master(weight, self.stored(path, weight)).master
 
-    def check_kind(self, loaded: Mapping[str, Any]) -> None:
-        """Raise if a saved state has master weights that cannot be converted."""
+    def convert_loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the leaves of a saved state with master weights of this kind."""
         if self.kind == "float32" and any(p.startswith("remainders.") for p in loaded):
             raise ValueError(
                 'This state was saved with masters="remainder", and this optimizer has '
                 'masters="float32". Use the same kind, or save_checkpoint() and '
                 "restore_checkpoint(), which convert it."
             )
-
-    def convert_loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved optimizer state with master weights of this kind.
-
-        Args:
-            loaded (dict): The leaves of the saved state by their path.
-        """
-        self.check_kind(loaded)
         found = dict(loaded)
-        for path in self.paths:
+        for path in self.state[self._names[0]]:
             master = found.pop(f"masters.{path}", None)
             written = found.pop(f"written.{path}", None)
             if master is not None:
-                # A file may lack the bits, or hold those of the other half dtype.
                 weight = master.astype(getattr(mx, self._dtypes[path]))
-                for name, x in entries(master, weight, self._names).items():
-                    is_usable = name == "written" and written is not None
-                    is_usable = is_usable and written.dtype == x.dtype
-                    found[f"{name}.{path}"] = written if is_usable else x
+                new = entries(master, weight, self._names)
+                # A file may lack the bits, or hold those of the other half dtype.
+                if (
+                    "written" in new
+                    and getattr(written, "dtype", 0) == _BITS[weight.dtype]
+                ):
+                    new["written"] = written
+                found |= {f"{name}.{path}": x for name, x in new.items()}
         return found

@@ -11,7 +11,6 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import is_floating, nonfinite
-from .gradients import Source
 from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
@@ -24,8 +23,8 @@ from .optimizers import (
 )
 from .ranks import Ranks, Sharded
 from .scale import FIELDS, as_array, check, clamp_values, read
-from .scaler import GradScaler, is_wrapper
-from .trees import CONTAINERS, Leaf, commit, match, restore, slots, snapshot
+from .scaler import GradScaler
+from .trees import CONTAINERS, commit, match, restore, slots, snapshot
 
 
 class LossScaleOptimizer(Optimizer):
@@ -38,22 +37,21 @@ class LossScaleOptimizer(Optimizer):
 
     Args:
         optimizer (Optimizer): Any optimizer of ``mlx.optimizers``, or derived from one.
-            One that is not MLX's own costs one read of the device per eager step.
-        scaler (GradScaler, optional): The scaler to use. Default: a new one.
+            A third-party optimizer costs one read of the device per eager step.
+        scaler (GradScaler, optional): Default: a new one.
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
             to this; ``float("inf")`` only measures it for :attr:`grad_norm`.
             Default: ``None``.
-        masters (str): How master weights are stored. ``"float32"``: as float32 arrays.
-            ``"remainder"``: as 16 bits of what rounding the weight lost, which saves
-            two bytes per half-precision parameter and is slower where casts are, on
-            CPUs. Default: ``"float32"``.
+        masters (str): ``"float32"``, or ``"remainder"`` to store only 16 bits of what
+            rounding the weight lost: two bytes less per half-precision parameter, and
+            slower on CPUs. Default: ``"float32"``.
         group (mx.distributed.Group, optional): The ranks that train together: all of
             them take a step, or none. Default: ``None``.
         average (bool): Average the gradients over the group, in float32.
             Default: ``False``.
         sharded (Callable or bool, optional): Which gradients are shards: called with
-            path and gradient, or the same for all. The others are equal on all ranks
-            and count once in the norm. Default: none are.
+            path and gradient, or the same for all. Others are equal on all ranks and
+            count once in the norm. Default: none are.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -82,11 +80,6 @@ class LossScaleOptimizer(Optimizer):
         average: bool = False,
         sharded: Sharded | None = None,
     ):
-        if is_wrapper(optimizer):
-            raise TypeError(
-                "This optimizer is, or holds, a LossScaleOptimizer already. Wrap once, "
-                "outermost."
-            )
         check_supported(optimizer)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler must be a GradScaler, got {scaler!r}.")
@@ -103,7 +96,6 @@ class LossScaleOptimizer(Optimizer):
         self._clips = max_grad_norm is not None
         self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
         self._is_loaded = False  # a state that init() has yet to check
-        self._detached: _State | None = None
         self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
         )
@@ -130,7 +122,7 @@ class LossScaleOptimizer(Optimizer):
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: see :meth:`GradScaler.value_and_grad`."""
+        """Like ``nn.value_and_grad``: :meth:`GradScaler.value_and_grad`."""
         return self.scaler.value_and_grad(
             model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
         )
@@ -138,18 +130,7 @@ class LossScaleOptimizer(Optimizer):
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
     ) -> Callable[..., Any]:
-        """Return ``loss_fn`` for a trainer that differentiates it itself.
-
-        See :meth:`GradScaler.scale_loss`.
-
-        Example:
-            >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
-            >>> from mlx_gradscale import LossScaleOptimizer
-            >>> model, optimizer = nn.Linear(2, 1), LossScaleOptimizer(optim.SGD(0.1))
-            >>> loss_fn = optimizer.scale_loss(lambda model, x: model(x).mean())
-            >>> nn.value_and_grad(model, loss_fn)(model, mx.ones((4, 2)))[1]["bias"]
-            array([1], dtype=float32)
-        """
+        """Scale a loss that a trainer differentiates: :meth:`GradScaler.scale_loss`."""
         return self.scaler.scale_loss(loss_fn, model)
 
     # The step
@@ -164,9 +145,9 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
-        found = [(path, x) for path, x in tree_flatten(parameters) if is_floating(x)]
-        known = [Leaf(p, None, None, x, x) for p, x in found if p in self._known]
-        self._check_known(known)
+        found = {path: x for path, x in tree_flatten(parameters) if is_floating(x)}
+        for path in found.keys() & self._known.keys():
+            self._check_known(path, found[path])
         if not self._ranks.is_single:
             self._ranks.compare(parameters, self._settings())
         before, loaded = snapshot(self.state), None
@@ -174,7 +155,7 @@ class LossScaleOptimizer(Optimizer):
             if self._is_loaded:
                 loaded = self._forget_loaded()
             initialize(self.optimizer, parameters)
-            for path, x in found:
+            for path, x in found.items():
                 if x.dtype in HALF:
                     self._masters.add(path, x)
             if loaded is not None:
@@ -182,18 +163,14 @@ class LossScaleOptimizer(Optimizer):
         except BaseException:
             restore(before)
             raise
-        self._known |= {path: x.shape for path, x in found}
+        self._known |= {path: x.shape for path, x in found.items()}
         self._is_loaded, self._initialized = False, True
-        # MLX cannot evaluate lazy arrays of one thread in another. Inside mx.compile
-        # there is nothing to evaluate.
+        # MLX cannot evaluate lazy arrays of one thread in another.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
 
     def update(
-        self,
-        model: nn.Module,
-        gradients: Any,
-        weight: float | mx.array | None = None,
+        self, model: nn.Module, gradients: Any, weight: float | mx.array | None = None
     ) -> None:
         """Update the model's parameters in place, or leave them as they are.
 
@@ -202,8 +179,8 @@ class LossScaleOptimizer(Optimizer):
             gradients (Any): Unscaled gradients, from wherever they come. With
                 ``average`` a rank that has none passes ``{}``.
             weight (float or array, optional): With ``average``, how much this rank
-                counts, for example how many micro-batches its gradients are the mean
-                of. Default: 1, or 0 without gradients.
+                counts, for example its number of micro-batches. Default: 1, or 0
+                without gradients.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -216,17 +193,11 @@ class LossScaleOptimizer(Optimizer):
         self._scaler._end_iteration()
 
     def apply_gradients(
-        self,
-        gradients: Any,
-        parameters: Any,
-        weight: float | mx.array | None = None,
+        self, gradients: Any, parameters: Any, weight: float | mx.array | None = None
     ) -> Any:
-        """Return the new parameters, in the structure of ``gradients``.
+        """Like :meth:`update` for a tree of parameters, at least those with gradients.
 
-        Args:
-            gradients (Any): As for :meth:`update`.
-            parameters (Any): A tree of parameters, at least those with gradients.
-            weight (float or array, optional): As for :meth:`update`.
+        Returns the new parameters, in the structure of ``gradients``.
         """
         new = self._plan(gradients, parameters, weight).commit()
         self._scaler._end_iteration()
@@ -234,58 +205,43 @@ class LossScaleOptimizer(Optimizer):
 
     def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
         scaler = self._scaler
-        is_averaged = self._ranks.average and not self._ranks.is_single
-        if is_averaged or weight is not None:
-            gradients = self._averaged(gradients, parameters, weight)
+        gradients = scaler._unscaled(gradients, self, self.optimizer)
+        if self._ranks.average or weight is not None:
+            gradients = self._ranks.averaged(gradients, parameters, weight)
         leaves = match(gradients, parameters)
         if self._needs_init():
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
-        self._check_known(leaves)
+        for leaf in leaves:
+            self._check_known(leaf.path, leaf.parameter)
         scaler._check_leaves(leaves)
-        sources: list[Source | None] = [None] * len(leaves)
-        if not is_averaged:
-            sources = scaler._sources(leaves, self, self.optimizer)
         max_norm = self._state["max_grad_norm"] if self._clips else None
-        inspected = inspect(leaves, sources, self._ranks, max_norm)
+        inspected = inspect(leaves, self._ranks, max_norm)
         if not scaler._enabled:
             inspected = inspected._replace(applied=mx.array(True))
         planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
-        planned.writes += scaler._after_step(inspected.applied)
+        finite = inspected.applied if scaler._enabled else None
+        planned.writes += scaler._writes(inspected.applied, finite)
         if inspected.norm is not None:
             planned.writes.append((self._state, "grad_norm", inspected.norm))
         return planned
 
-    def _averaged(self, gradients: Any, parameters: Any, weight: Any) -> Any:
-        leaves = match(gradients, parameters)
-        sources = self._scaler._sources(leaves, self, self.optimizer)
-        for leaf, source in zip(leaves, sources, strict=True):
-            if source is not None and source.scaled is leaf.gradient:
-                # From scale(): averages are of unscaled gradients.
-                gradients = self._scaler._backward.unscale(gradients, source.inverse)
-                break
-        is_model = isinstance(parameters, nn.Module)
-        like = parameters.trainable_parameters() if is_model else parameters
-        return self._ranks.averaged(gradients, like, weight)
-
     def _needs_init(self) -> bool:
         return not self._initialized or bool(self._known and needs_init(self.optimizer))
 
-    def _check_known(self, leaves: list[Leaf]) -> None:
-        for leaf in leaves:
-            shape = self._known.get(leaf.path)
-            if shape is None and is_floating(leaf.parameter):
-                raise ValueError(
-                    f"{leaf.path!r} was missing or frozen when the optimizer was "
-                    "initialised. Call init(model.trainable_parameters()) again; "
-                    "existing state is kept."
-                )
-            if shape is not None and shape != leaf.parameter.shape:
-                raise ValueError(
-                    f"{leaf.path!r} has shape {leaf.parameter.shape}, and had {shape} "
-                    "when the optimizer was initialised. Create a new "
-                    "LossScaleOptimizer for the changed model."
-                )
+    def _check_known(self, path: str, parameter: mx.array) -> None:
+        shape = self._known.get(path)
+        if shape is None and is_floating(parameter):
+            raise ValueError(
+                f"{path!r} was missing or frozen when the optimizer was initialised. "
+                "Call init(model.trainable_parameters()) again; existing state is kept."
+            )
+        if shape is not None and shape != parameter.shape:
+            raise ValueError(
+                f"{path!r} has shape {parameter.shape}, and had {shape} when the "
+                "optimizer was initialised. Create a new LossScaleOptimizer for the "
+                "changed model."
+            )
 
     def _settings(self) -> str:
         inner = [
@@ -295,7 +251,7 @@ class LossScaleOptimizer(Optimizer):
         scaler = self.scaler.state_dict()
         return repr((inner, scaler, self._masters.kind, self._clips))
 
-    # What a user reads and sets
+    # Attributes
 
     @property
     def scaler(self) -> GradScaler:
@@ -325,11 +281,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm to clip to; setting it also affects a compiled step.
-
-        Reading it reads the device. Whether there is clipping at all is fixed at
-        construction: ``float("inf")`` clips nothing.
-        """
+        """The norm to clip to; setting it also affects a compiled step."""
         value: Any = self._state["max_grad_norm"].item()
         return float(value) if self._clips else None
 
@@ -337,48 +289,26 @@ class LossScaleOptimizer(Optimizer):
     def max_grad_norm(self, max_grad_norm: float) -> None:
         if not self._clips:
             raise AttributeError(
-                "This optimizer was created without clipping, and a compiled step "
-                "would not notice. Create it with max_grad_norm=float('inf'), then set "
-                "it."
+                "This optimizer was created without clipping. Create it with "
+                "max_grad_norm=float('inf') to set it later."
             )
         _check_norm(max_grad_norm)
         self._state["max_grad_norm"] = mx.array(float(max_grad_norm))
 
     @property
     def grad_norm(self) -> mx.array | None:
-        """The unscaled norm of the last step's gradients, before clipping, lazily.
-
-        None without ``max_grad_norm``, where it would cost a pass of its own.
-        """
+        """The last norm before clipping, lazily; None without ``max_grad_norm``."""
         return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32: the master weights of those that have one.
 
-        A weight that was replaced since the last step is its own master; with
-        ``masters="remainder"`` to within half its ulp.
-
-        Args:
-            parameters (Any): Usually ``model.trainable_parameters()``.
-
-        Example:
-            >>> import mlx.core as mx, mlx.optimizers as optim
-            >>> from mlx_gradscale import LossScaleOptimizer
-            >>> optimizer = LossScaleOptimizer(optim.SGD(0.1))
-            >>> weights = {"w": mx.ones(2, mx.float16)}
-            >>> optimizer.init(weights)
-            >>> optimizer.masters(weights)
-            {'w': array([1, 1], dtype=float32)}
+        A weight that was replaced since the last step is its own master.
         """
         return tree_map_with_path(self._masters.master_of, parameters)
 
     def set_masters(self, parameters: Any, masters: Any) -> None:
-        """Replace the master weights of half-precision parameters.
-
-        Args:
-            parameters (Any): A tree of parameters: the masters, rounded.
-            masters (Any): The same tree in float32.
-        """
+        """Replace the master weights; ``parameters`` are the same tree, rounded."""
         for leaf in match(masters, parameters):
             if leaf.parameter.dtype in HALF:
                 self._masters.add(leaf.path, leaf.parameter)
@@ -388,12 +318,12 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[str, Any]:
-        """All there is to save: a tree of arrays. Setting it writes in place.
+        """The tree of arrays to save and to compile over. Setting it writes in place.
 
         A state that is set before :meth:`init` is checked against the parameters there.
         ``state["step"]``, ``state["learning_rate"]`` and other keys of the inner
-        optimizer are read and written through, and so is the state of a plain
-        optimizer. Setting ``{}`` frees the memory of moments and master weights.
+        optimizer reach it, and so does the state of a plain optimizer. Setting ``{}``
+        frees the memory of moments and master weights.
         """
         # Again each time: a MultiOptimizer builds a new dict, and the user may have
         # replaced the inner optimizer's.
@@ -403,9 +333,9 @@ class LossScaleOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if not state:
-            self._detach()
-        elif self._detached is not None and state is self._detached:
-            self._attach(self._detached)
+            self._free()
+        elif isinstance(state, _State) and state.owner is self.optimizer:
+            self._attach(state)
         elif any(str(key).partition(".")[0] == "scaler" for key in state):
             # Clipping is what the program says now.
             loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
@@ -415,30 +345,29 @@ class LossScaleOptimizer(Optimizer):
             if self._initialized:
                 self._write(loaded)
             else:
-                self._masters.check_kind(loaded)
                 self._adopt(loaded)
                 self._is_loaded = True
             self.scaler._note_loaded()
         else:
             self._set_inner(state)
 
-    def _detach(self) -> None:
-        self._detached = self._state
+    def _free(self) -> None:
+        # In new dicts: the user may still hold the old ones, and set them again.
         self._masters.state = {name: {} for name in self._masters.state}
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
             part.state = {k: part.state[k] for k in kept if k in part.state}
-        self._state = self._new_state(
-            self._state["grad_norm"], self._state["max_grad_norm"]
-        )
+        old = self._state
+        self._state = self._new_state(old["grad_norm"], old["max_grad_norm"])
         self._initialized = False
 
     def _attach(self, state: "_State") -> None:
-        self._state, self._detached = state, None
-        self._masters.state = {name: state[name] for name in self._masters.state}
-        self.optimizer.state = state["optimizer"]
-        mark_initialized(self.optimizer)
-        self._initialized = True
+        if state is not self._state:
+            self._state = state
+            self._masters.state = {name: state[name] for name in self._masters.state}
+            self.optimizer.state = state["optimizer"]
+            mark_initialized(self.optimizer)
+            self._initialized = bool(self._known)
 
     def _set_inner(self, state: dict[str, Any]) -> None:
         # In the dicts that it has: compiled steps have captured them.
@@ -449,19 +378,19 @@ class LossScaleOptimizer(Optimizer):
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array of the state, or raise and replace none."""
         loaded = self._masters.convert_loaded(loaded)
-        places = {
+        here = {
             ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
         }
-        del places["max_grad_norm"]
-        for path, (box, key) in places.items():
+        del here["max_grad_norm"]
+        for path, (box, key) in here.items():
             _check_same(path, box[key], loaded.get(path))
-        added = loaded.keys() - places.keys()
+        added = loaded.keys() - here.keys()
         if is_builtin(self.optimizer) and added:
             raise ValueError(
-                f"The state has {min(added)!r}, which this optimizer does not have: it "
-                "belongs to another model or optimizer."
+                f"The state has {min(added)!r} and this optimizer does not: it belongs "
+                "to another model or optimizer."
             )
-        commit((box, key, loaded[path]) for path, (box, key) in places.items())
+        commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
             # A third-party optimizer may add to its state in a step.
             self._adopt(loaded)
@@ -487,7 +416,7 @@ class LossScaleOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
-        return self.__dict__ | {"_state": own, "_detached": None}
+        return self.__dict__ | {"_state": own}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         self.__dict__.update(pickled)
@@ -498,13 +427,12 @@ class LossScaleOptimizer(Optimizer):
         # Only called for what this object does not have.
         if name.startswith("_") or "optimizer" not in vars(self):
             raise AttributeError(name)
-        try:
-            return getattr(self.optimizer, name)
-        except AttributeError:
+        if not hasattr(self.optimizer, name):
+            inner = type(self.optimizer).__name__
             raise AttributeError(
-                f"Neither LossScaleOptimizer nor {type(self.optimizer).__name__} has "
-                f"an attribute {name!r}."
-            ) from None
+                f"Neither LossScaleOptimizer nor {inner} has {name!r}."
+            )
+        return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = vars(self).get("optimizer")
@@ -518,14 +446,9 @@ class LossScaleOptimizer(Optimizer):
 class GuardedOptimizer(LossScaleOptimizer):
     """Wrap an optimizer so that a bad step changes nothing, without loss scaling.
 
-    For bfloat16, which has float32's range: float32 master weights, and steps with a
-    non-finite gradient are skipped and counted. The loss function stays as it is. The
-    same as ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False))``.
-
-    Args:
-        optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
-        **arguments (Any): ``max_grad_norm`` and the other keyword arguments of
-            :class:`LossScaleOptimizer`.
+    For bfloat16, which has float32's range. The same as
+    ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``; the
+    loss function stays as it is.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -543,7 +466,7 @@ class GuardedOptimizer(LossScaleOptimizer):
 
 
 class _State(dict[str, Any]):
-    """The state of a wrapper: what it lacks is read and written inside."""
+    """The state of a wrapper; other keys reach the inner optimizer's."""
 
     owner: Optimizer
 
@@ -561,17 +484,17 @@ class _State(dict[str, Any]):
             part.state[key] = value
 
 
-def _check_norm(max_grad_norm: Any) -> None:
-    is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
-    if not is_number or not max_grad_norm > 0:
-        raise ValueError(
-            f"max_grad_norm must be a positive number, got {max_grad_norm!r}."
-        )
+def _check_norm(value: Any) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not value > 0:
+        raise ValueError(f"max_grad_norm must be a positive number, got {value!r}.")
 
 
 def _check_same(path: str, here: mx.array, there: Any) -> None:
     if there is None:
         raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
+    if not isinstance(there, mx.array):
+        raise TypeError(f"{path!r} must be an array, got {there!r}.")
     if (here.shape, here.dtype) != (there.shape, there.dtype):
         raise ValueError(
             f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
@@ -581,26 +504,21 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
 
 def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
     """Raise for what no optimizer can use; bring scales into our limits, in place."""
+    constants = (bool, int, float, str, type(None))
     for path, x in loaded.items():
-        is_constant = path.startswith("optimizer.") and isinstance(
-            x, (bool, int, float, str, type(None))
-        )
+        is_constant = path.startswith("optimizer.") and isinstance(x, constants)
         if not isinstance(x, mx.array) and not is_constant:
             raise TypeError(f"{path!r} must be an array, got {x!r}.")
-    prefix = "scaler."
-    scaler = {k[len(prefix) :]: x for k, x in loaded.items() if k.startswith(prefix)}
-    for name in FIELDS:
-        _check_same(f"scaler.{name}", scaler_state[name], scaler.get(name))
+    scaler: dict[str, Any] = {name: loaded.get(f"scaler.{name}") for name in FIELDS}
+    for name, x in scaler.items():
+        _check_same(f"scaler.{name}", scaler_state[name], x)
     numbers = read(scaler)
     usable = clamp_values(numbers)
     check(usable)
     changed = {k: x for k, x in usable.items() if x != numbers[k]}
     loaded.update({f"scaler.{k}": as_array(k, x) for k, x in changed.items()})
-    # An overflowing step leaves its norm behind, so that one may be inf.
-    others = {
-        path: x
-        for path, x in loaded.items()
-        if isinstance(x, mx.array) and path != "grad_norm"
-    }
+    # The norm of a skipped step may be inf.
+    others = {k: x for k, x in loaded.items() if isinstance(x, mx.array)}
+    others.pop("grad_norm", None)
     for leaf in nonfinite(others):
         raise ValueError(f"{leaf.path!r} in the state holds NaN or inf.")

@@ -6,6 +6,7 @@ tests/core/test_mlx_internals.py says which.
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlx.utils import tree_map
 
 from .finite import is_floating
 from .masters import HALF, to_float32
-from .trees import Snapshot, flatten, restore, slots, snapshot
+from .trees import flatten, restore, slots, snapshot
 
 # Attributes of every optimizer that are not settings.
 _NOT_SETTINGS = ("_state", "_initialized", "_schedulers")
@@ -25,21 +26,24 @@ _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
 
 def check_supported(optimizer: Any) -> None:
     """Raise if this is no optimizer, or one with a step that would not be called."""
-    name = type(optimizer).__name__
+    kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"Expected an optimizer of mlx.optimizers, got {optimizer!r}.")
+    if hasattr(kind, "scaler"):
         raise TypeError(
-            f"Expected an optimizer of mlx.optimizers, such as AdamW(1e-4), got {name}."
+            "A LossScaleOptimizer has a scaler of its own already. Call its update(). "
+            "Wrap once, outermost."
         )
-    if type(optimizer).update is not Optimizer.update:
+    if kind.update is not Optimizer.update:
         raise TypeError(
-            f"{name} overrides update(), which a scaler does not call. Move what it "
-            "does to apply_gradients()."
+            f"{kind.__name__} overrides update(), which a scaler does not call. "
+            "Override apply_gradients() instead."
         )
     if isinstance(optimizer, MultiOptimizer):
-        if type(optimizer).apply_gradients is not MultiOptimizer.apply_gradients:
+        if kind.apply_gradients is not MultiOptimizer.apply_gradients:
             raise TypeError(
-                f"{name} overrides apply_gradients() of MultiOptimizer, whose "
-                "optimizers are stepped one by one. Override it in one of those."
+                f"{kind.__name__} overrides apply_gradients() of MultiOptimizer, which "
+                "is not called. Override it in the single optimizers."
             )
         for part in optimizer.optimizers:
             check_supported(part)
@@ -48,9 +52,7 @@ def check_supported(optimizer: Any) -> None:
 def is_builtin(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is one of MLX's own.
 
-    Such an optimizer reads nothing but its settings and its state, and if that is all
-    arrays it may be compiled behind the user's back. Any other is served more slowly,
-    and as exactly.
+    Those read nothing but their settings and their state, so they can be compiled.
     """
     for part in single_optimizers(optimizer):
         if not type(part).__module__.startswith("mlx.optimizers"):
@@ -85,10 +87,7 @@ def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
 
 
 def needs_init(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has no state, or has lost it.
-
-    It loses it where a trace that initialised it raised and was rolled back.
-    """
+    """Return whether an optimizer has no state, or lost it in a trace that raised."""
     is_empty = True
     for part in single_optimizers(optimizer):
         if not part._initialized:
@@ -131,38 +130,29 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
 
     Computed outside of what is compiled: a schedule is Python and may read anything.
     """
-    values: list[dict[str, mx.array]] = []
-    for part in single_optimizers(optimizer):
-        values.append({})
-        for name, schedule in part._schedulers.items():
-            values[-1][name] = mx.array(schedule(part.step))
-    return values
+    return [
+        {k: mx.array(schedule(part.step)) for k, schedule in part._schedulers.items()}
+        for part in single_optimizers(optimizer)
+    ]
 
 
-class Borrowed:
-    """Lets optimizers take a trial step: all of it is rolled back on exit."""
-
-    def __init__(self, optimizer: Optimizer, scheduled: list[dict[str, mx.array]]):
-        self._optimizers = list(single_optimizers(optimizer))
-        self._scheduled = scheduled
-
-    def __enter__(self) -> None:
-        self._saved: Snapshot = snapshot(*(part.state for part in self._optimizers))
-        self._private = [(part._state, part._schedulers) for part in self._optimizers]
-        for part, values in zip(self._optimizers, self._scheduled, strict=True):
-            part._schedulers = {k: partial(_constant, x) for k, x in values.items()}
-
-    def __exit__(self, *_: Any) -> None:
+@contextmanager
+def borrowed(
+    optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
+) -> Iterator[None]:
+    """Let an optimizer take a trial step, and roll all of it back on exit."""
+    singles = list(single_optimizers(optimizer))
+    private = [(part, part._state, part._schedulers) for part in singles]
+    saved = snapshot(*(part.state for part in singles))
+    try:
+        for part, values in zip(singles, scheduled, strict=True):
+            part._schedulers = {k: lambda _, x=x: x for k, x in values.items()}
+        yield
+    finally:
         # A step may have replaced the state dict itself, or containers in it.
-        for part, (state, schedulers) in zip(
-            self._optimizers, self._private, strict=True
-        ):
+        for part, state, schedulers in private:
             part._state, part._schedulers = state, schedulers
-        restore(self._saved)
-
-
-def _constant(value: mx.array, step: mx.array) -> mx.array:
-    return value
+        restore(saved)
 
 
 # The compiled step of each optimizer, what it was compiled for, and whether that has
@@ -174,28 +164,24 @@ _compiled_steps: dict[int, tuple[Any, Callable[..., Any] | None, bool, Any]] = {
 def autocompiled(
     make_run: Callable[[], Callable[..., Any]], optimizer: Optimizer, structure: Any
 ) -> Callable[..., Any]:
-    """Return a function for this optimizer, compiled.
+    """Return a function of this optimizer, one of MLX's own, compiled.
 
     Compiled from the first step on: a compiled step may round differently, and a
-    resumed run has to continue bit-identically. Only if settings change from step to
-    step does it stay uncompiled until they settle, because compiling takes longer than
-    a step.
+    resumed run has to continue bit-identically. Only while settings change from step to
+    step does it stay uncompiled, because compiling takes longer than a step.
 
     Args:
-        make_run (Callable): Returns the function. It takes the optimizer and arrays,
-            and depends on nothing else than these, ``structure`` and the settings.
-        optimizer (Optimizer): One of MLX's own.
+        make_run (Callable): Returns the function. It takes the optimizer and arrays.
+        optimizer (Optimizer): Its settings are part of the trace.
         structure (Any): What else the trace depends on.
     """
     fingerprint = _fingerprint(optimizer, structure)
     if fingerprint is None:
         return partial(make_run(), optimizer)
-    last, compiled, was_stable, _ = _compiled_steps.get(
-        id(optimizer), (None, None, True, None)
-    )
+    unknown = None, None, True, None
+    last, compiled, was_stable, _ = _compiled_steps.get(id(optimizer), unknown)
     is_stable = fingerprint == last
-    if not is_stable:
-        compiled = None
+    compiled = compiled if is_stable else None
     if compiled is None and (is_stable or was_stable):
         owner, run = weakref.ref(optimizer), make_run()
         compiled = mx.compile(lambda *inputs: run(owner(), *inputs))
@@ -210,9 +196,7 @@ def _fingerprint(optimizer: Optimizer, structure: Any) -> Any:
     """Return what a trace of the optimizer depends on besides arrays, or None."""
     settings: list[Any] = [structure]
     for part in single_optimizers(optimizer):
-        own = dict(vars(part))
-        for name in _NOT_SETTINGS:
-            own.pop(name, None)
+        own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
         if not all(map(_is_plain, own.values())):
             return None
         # By repr, because True, 1 and 1.0 are equal.

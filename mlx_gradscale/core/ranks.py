@@ -1,14 +1,16 @@
 """Distributed training: one decision on all ranks, averaged or sharded gradients.
 
-MLX collectives carry no tags and have no timeout. Every rank has to take the same
-steps; if one skips a call, the others block until it makes another call or exits.
+MLX collectives have no tags and no timeout: if one rank skips a call, the others block
+until it makes another call or exits.
 """
 
 import zlib
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
@@ -17,6 +19,7 @@ from .trees import flatten
 
 Group = mx.distributed.Group
 Sharded = Callable[[str, mx.array], bool] | bool
+ByPath = dict[str, mx.array]
 
 # The bucket size of nn.average_gradients.
 _BUCKET_BYTES = 32 * 2**20
@@ -28,14 +31,7 @@ def is_single(group: Group | None) -> bool:
 
 
 class Ranks:
-    """The distributed setup of an optimizer.
-
-    Args:
-        group (Group, optional): The ranks that train together.
-        average (bool): Whether gradients are averaged over the group.
-        sharded (Callable or bool, optional): Whether a gradient is a shard; called with
-            path and gradient. Others are equal on all ranks once averaged.
-    """
+    """The group of ranks, and whether gradients are averaged or sharded over it."""
 
     def __init__(
         self,
@@ -59,12 +55,8 @@ class Ranks:
             raise ValueError(
                 "average= and sharded= need a group. Pass group=mx.distributed.init()."
             )
-        if (
-            self.group is not None
-            and clips
-            and not self.average
-            and self.sharded is None
-        ):
+        is_known = self.average or self.sharded is not None
+        if self.group is not None and clips and not is_known:
             raise ValueError(
                 "With a group, max_grad_norm= has to know what the gradients are. Pass "
                 "average=True to have them averaged, sharded=False if you average them "
@@ -73,47 +65,34 @@ class Ranks:
 
     def is_shard(self, path: str, x: mx.array) -> bool:
         """Return whether a gradient, or its parameter, is a shard."""
-        if callable(self.sharded):
-            return bool(self.sharded(path, x))
-        return bool(self.sharded)
+        return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
     def averaged(self, gradients: Any, like: Any, weight: Any) -> Any:
-        """Return the unscaled gradients averaged over the group, where asked to.
-
-        Args:
-            gradients (Any): This rank's; empty where it has none.
-            like (Any): The parameters, for a rank without gradients.
-            weight (float or array, optional): How much this rank counts.
-        """
+        """Return the unscaled gradients averaged over the group, except shards."""
         if not self.average:
-            if weight is not None:
-                raise ValueError("weight= has no effect without average=True.")
-            return gradients
+            raise ValueError("weight= has no effect without average=True.")
+
+        def is_averaged(path: str, x: mx.array) -> bool:
+            return not self.is_shard(path, x)
+
         return average_gradients(
-            gradients,
-            self.group,
-            weight=weight,
-            like=like,
-            only=lambda path, x: not self.is_shard(path, x),
+            gradients, self.group, weight=weight, like=like, only=is_averaged
         )
 
     def all_finite(
         self,
-        scaled: dict[str, mx.array],
+        scaled: ByPath,
         inverse: mx.array | None,
-        others: dict[str, mx.array],
+        others: ByPath,
+        were_finite: mx.array | None = None,
     ) -> mx.array:
-        """Return whether the gradients of all ranks are finite once unscaled."""
+        """Return whether the gradients of all ranks are, and were, finite."""
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
-        if self._decides_alone:
-            return finite
-        return finite_on_all_ranks(finite, self.group)
+        finite = finite if were_finite is None else finite & were_finite
+        return finite_on_all_ranks(finite, None if self._decides_alone else self.group)
 
     def norm(
-        self,
-        scaled: dict[str, mx.array],
-        inverse: mx.array | None,
-        others: dict[str, mx.array],
+        self, scaled: ByPath, inverse: mx.array | None, others: ByPath
     ) -> mx.array:
         """Return the norm of the unscaled gradients, over all shards on all ranks.
 
@@ -133,26 +112,25 @@ class Ranks:
         return mx.sqrt(mx.distributed.all_sum(square, group=self.group))
 
     def compare(self, parameters: Any, settings: str) -> None:
-        """Raise, on every rank, if the ranks are about to train different things.
-
-        Args:
-            parameters (Any): What is about to be trained.
-            settings (str): Whatever else has to be equal.
-        """
-        if self.group is None or self.is_single:
-            return
-        found = [(path, x) for path, x in flatten(parameters)]
-        shapes = sorted(
-            f"{p} {x.dtype} {'shard' if self.is_shard(p, x) else x.shape}"
-            for p, x in found
-        )
-        # Shards differ, and so may everything where nothing is averaged.
-        copies = [x for p, x in found if self.average and not self.is_shard(p, x)]
-        checksums = {
-            "the names, shapes or dtypes of parameters": _crc("\n".join(shapes)),
-            "settings of the optimizer or the scaler": _crc(settings),
-            "the values of parameters": _values_checksum(copies),
+        """Raise, on every rank, if parameters or settings differ between ranks."""
+        # Shards differ between ranks, and so may their names.
+        found = [(p, x) for p, x in flatten(parameters) if not self.is_shard(p, x)]
+        shapes = [
+            f"{p} {x.dtype} {x.shape}" for p, x in sorted(found, key=itemgetter(0))
+        ]
+        sums = []
+        for _, x in found:
+            # Without averaging, ranks may start from different values.
+            if x.size and self.average:
+                bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
+                places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
+                sums.append((bits * places).sum().item())
+        parts = {
+            "the names, shapes or dtypes of parameters": shapes,
+            "settings of the optimizer or the scaler": settings,
+            "the values of parameters": sums,
         }
+        checksums = {k: zlib.crc32(str(x).encode()) >> 1 for k, x in parts.items()}
         own = mx.array(list(checksums.values()), mx.int32)
         everyone = np.array(mx.distributed.all_gather(own[None], group=self.group))
         for what, column in zip(checksums, everyone.T, strict=True):
@@ -162,20 +140,6 @@ class Ranks:
                     "the same weights on every rank, or copy them with "
                     "mlx_gradscale.distributed.broadcast()."
                 )
-
-
-def _crc(text: str) -> int:
-    return zlib.crc32(text.encode()) >> 1
-
-
-def _values_checksum(values: list[mx.array]) -> int:
-    total = 0
-    for x in values:
-        if x.size:
-            bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
-            places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
-            total = zlib.crc32(str((bits * places).sum().item()).encode(), total)
-    return total >> 1
 
 
 def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
@@ -200,22 +164,19 @@ def average_gradients(
 ) -> Any:
     """Return the mean of the gradients over the ranks, in the dtype they have.
 
-    Unlike ``nn.average_gradients`` this does its all-reduces in the same order on all
-    ranks, so that a rank without gradients can take part, and weights the ranks. A
-    gradient that is not finite on one rank is not finite in the mean, which has the
-    same bits on every rank.
+    Unlike with ``nn.average_gradients``, a rank without gradients can take part, and
+    ranks can be weighted. The mean has the same bits on every rank, and is non-finite
+    where a gradient is on any of them.
 
     Args:
         gradients (Any): A tree with the same structure on every rank, or an empty one,
             which stands for zeros.
         group (Group, optional): Default: the global group.
-        weight (float or array, optional): How much this rank counts, for example how
-            many micro-batches its gradients are the mean of. Default: 1, or 0 for an
-            empty tree.
-        like (Any, optional): Parameters, for the shapes of an empty tree.
-        only (Callable, optional): Called with path and gradient; whether to average
-            this one. Default: all that are floating.
-
+        weight (float or array, optional): How much this rank counts, for example its
+            number of micro-batches. Default: 1, or 0 for an empty tree.
+        like (Any, optional): A model or parameters, for the shapes of an empty tree.
+        only (Callable, optional): Called with path and gradient: whether to average it.
+            Default: all that are floating.
     """
     group = mx.distributed.init() if group is None else group
     if is_single(group):
@@ -226,13 +187,14 @@ def average_gradients(
                 "This rank has no gradients, and the shapes of the others' are "
                 "unknown. Pass like=model.trainable_parameters()."
             )
-        gradients = tree_map(mx.zeros_like, like)
+        if isinstance(like, nn.Module):
+            like = like.trainable_parameters()
+        # Zeros that wait for the parameters keep successive lazy steps in order.
+        gradients = tree_map(lambda p: mx.depends(mx.zeros_like(p), p), like)
         weight = 0.0 if weight is None else weight
-    found = {
-        path: x
-        for path, x in tree_flatten(gradients)
-        if is_floating(x) and (only is None or only(path, x))
-    }
+    found = {path: x for path, x in tree_flatten(gradients) if is_floating(x)}
+    if only is not None:
+        found = {path: x for path, x in found.items() if only(path, x)}
     if weight is not None:
         weight = mx.array(weight, mx.float32)
         found = {path: (x * weight).astype(x.dtype) for path, x in found.items()}
@@ -269,13 +231,13 @@ def _sum_over(values: dict[str, mx.array], group: Group) -> dict[str, mx.array]:
 def _buckets(values: dict[str, mx.array]) -> Iterator[list[str]]:
     # Backwards, because the gradients of the last layers are there first, and sorted,
     # so that no rank depends on the order in which its tree was built.
-    filled: dict[mx.Dtype, list[str]] = {}
-    sizes: dict[mx.Dtype, int] = {}
-    for path in sorted(values, reverse=True):
-        x = values[path]
-        filled.setdefault(x.dtype, []).append(path)
-        sizes[x.dtype] = sizes.get(x.dtype, 0) + x.nbytes
-        if sizes[x.dtype] >= _BUCKET_BYTES:
-            yield filled.pop(x.dtype)
-            del sizes[x.dtype]
-    yield from filled.values()
+    bucket: list[str] = []
+    n_bytes = 0
+    for path in sorted(values, key=lambda p: (str(values[p].dtype), p), reverse=True):
+        is_full = n_bytes >= _BUCKET_BYTES
+        if bucket and (is_full or values[path].dtype != values[bucket[0]].dtype):
+            yield bucket
+            bucket, n_bytes = [], 0
+        bucket.append(path)
+        n_bytes += values[path].nbytes
+    yield bucket

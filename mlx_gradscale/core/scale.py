@@ -6,9 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# Half of float32's exponents. The other half is left for what a scale or its reciprocal
-# is multiplied with: Apple GPUs flush float32 subnormals to zero, a gradient of zero is
-# finite, and the reciprocal of 2**127, where PyTorch stops, is subnormal.
+# Half of float32's exponents; the other half is left for the gradients. The reciprocal
+# of 2**127, where PyTorch stops, is subnormal, and Apple GPUs flush that to zero.
 SMALLEST_SCALE = 2.0**-64
 LARGEST_SCALE = 2.0**64
 
@@ -25,7 +24,7 @@ SETTINGS: dict[str, tuple[mx.Dtype, Any]] = {
     "max_scale": (mx.float32, LARGEST_SCALE),
 }
 
-# What the rule moves, and the counters beside it.
+# What the rule changes, and the counters beside it.
 VALUES: dict[str, tuple[mx.Dtype, Any]] = {
     "scale": (mx.float32, 65536.0),
     "growth_tracker": (mx.int32, 0),
@@ -37,6 +36,8 @@ VALUES: dict[str, tuple[mx.Dtype, Any]] = {
 }
 
 FIELDS = {**VALUES, **SETTINGS}
+_SCALES = ("scale", "min_scale", "max_scale")
+_MOST = 2**31 - 1
 
 # PyTorch's five keys, in its order, and the fields behind them.
 TORCH_KEYS = {
@@ -71,10 +72,6 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
     With ``hysteresis`` above 1 both ``backoff_tracker = 0`` move to where the scale
     grows: once the budget is used up, every overflow backs off until then. A scale that
     is not ``dynamic`` stays. ``consecutive_skips`` counts non-finite updates in a row.
-
-    Args:
-        state (dict): All fields.
-        finite (array): A 0-d bool array.
     """
     scale, tracker = state["scale"], state["backoff_tracker"]
     has_budget = state["hysteresis"] > 1
@@ -91,10 +88,10 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
         "growth_tracker": mx.where(grow, 0, good),
         "backoff_tracker": mx.where(mx.where(has_budget, grow, back_off), 0, bad),
     }
-    skips = mx.where(finite, 0, _add_one(state["consecutive_skips"]))
+    skips = mx.minimum(state["consecutive_skips"], _MOST - 1) + 1
     return {
         **{k: mx.where(state["dynamic"], v, state[k]) for k, v in moved.items()},
-        "consecutive_skips": skips,
+        "consecutive_skips": mx.where(finite, 0, skips),
         "skips_since_update": mx.array(0),
     }
 
@@ -103,15 +100,10 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
     """Return the counters after one step that was, or was not, applied."""
     skipped = mx.where(applied, 0, 1)
     return {
-        "skipped_steps": mx.minimum(state["skipped_steps"], 2**31 - 2) + skipped,
+        "skipped_steps": mx.minimum(state["skipped_steps"], _MOST - 1) + skipped,
         "skips_since_update": state["skips_since_update"] + skipped,
         "last_step_applied": applied,
     }
-
-
-def _add_one(count: mx.array) -> mx.array:
-    # Saturates where int32 ends, so that a run of years can still be loaded.
-    return mx.minimum(count, 2**31 - 2) + 1
 
 
 def clamp(state: dict[str, mx.array], scale: mx.array) -> mx.array:
@@ -130,38 +122,15 @@ def as_array(name: str, value: Any) -> mx.array:
 
 def read(state: dict[str, mx.array]) -> dict[str, Any]:
     """Read all fields from the device, as Python numbers."""
-    return {name: read_field(name, state[name]) for name in FIELDS if name in state}
+    return {name: read_field(name, state[name]) for name in FIELDS}
 
 
 def read_field(name: str, value: mx.array) -> Any:
-    """Read one field from the device.
-
-    A factor is the shortest number with its float32 value: 1.1, not 1.100000023841858.
-    """
+    """Read one field; a factor as 1.1, not 1.100000023841858."""
     number: Any = value.item()
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
     return number
-
-
-# What a field may be: its kind, and the smallest and largest value.
-_BOUNDS: dict[str, tuple[str, float, float]] = {
-    "scale": ("scale", SMALLEST_SCALE, LARGEST_SCALE),
-    "min_scale": ("scale", SMALLEST_SCALE, LARGEST_SCALE),
-    "max_scale": ("scale", SMALLEST_SCALE, LARGEST_SCALE),
-    "growth_factor": ("factor", 1.0, math.inf),
-    "backoff_factor": ("factor", 0.0, 1.0),
-    "growth_interval": ("count", 1, 2**31 - 1),
-    "backoff_interval": ("count", 1, 2**31 - 1),
-    "hysteresis": ("count", 1, 2**31 - 1),
-    "growth_tracker": ("count", 0, 2**31 - 1),
-    "backoff_tracker": ("count", 0, 2**31 - 1),
-    "skipped_steps": ("count", 0, 2**31 - 1),
-    "consecutive_skips": ("count", 0, 2**31 - 1),
-    "skips_since_update": ("count", 0, 2**31 - 1),
-    "dynamic": ("flag", 0, 1),
-    "last_step_applied": ("flag", 0, 1),
-}
 
 
 def check(values: dict[str, Any]) -> None:
@@ -172,40 +141,37 @@ def check(values: dict[str, Any]) -> None:
     if low > high:
         raise ValueError(f"min_scale {low} is above max_scale {high}.")
     if not low <= values.get("scale", low) <= high:
-        raise ValueError(
-            f"The scale {values['scale']} is not between min_scale {low} and "
-            f"max_scale {high}."
-        )
+        limits = f"min_scale {low} and max_scale {high}"
+        raise ValueError(f"The scale {values['scale']} is not between {limits}.")
     if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
-        raise ValueError(
-            "hysteresis= and backoff_interval= are two rules for when to back off. Set "
-            "only one of them."
-        )
+        raise ValueError("Set hysteresis= or backoff_interval=, only one of them.")
 
 
 def _check_field(name: str, value: Any) -> None:
-    kind, low, high = _BOUNDS[name]
-    if kind == "flag":
+    dtype = FIELDS[name][0]
+    if dtype == mx.bool_:
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
-    elif kind == "count":
+    elif dtype == mx.int32:
+        least = 1 if name in SETTINGS else 0
         if not _is_number(value) or isinstance(value, (float, np.floating)):
             raise TypeError(f"{name} must be an integer, got {value!r}.")
-        if not low <= value <= high:
+        if not least <= value <= _MOST:
             raise ValueError(
-                f"{name} must be at least {low} and fit in int32, got {value}."
+                f"{name} must be at least {least} and fit in int32, got {value}."
             )
-    elif kind == "factor":
+    elif name in _SCALES:
+        check_scale(name, value)
+        if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+            raise ValueError(f"{name} must be between 2**-64 and 2**64, got {value}.")
+    else:
         if not _is_number(value):
             raise TypeError(f"{name} must be a number, got {value!r}.")
+        low, high = (1.0, math.inf) if name == "growth_factor" else (0.0, 1.0)
         # Compared in float32, where 1 + 1e-9 is 1 and would never grow.
         if not low < np.float32(value) < high:
             bounds = f"above {low}" if high == math.inf else f"between {low} and {high}"
             raise ValueError(f"{name} must be {bounds} in float32, got {value}.")
-    else:
-        check_scale(name, value)
-        if not low <= value <= high:
-            raise ValueError(f"{name} must be between 2**-64 and 2**64, got {value}.")
 
 
 def check_scale(name: str, value: Any) -> None:
@@ -225,21 +191,13 @@ def _is_number(value: Any) -> bool:
 
 
 def clamp_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values from elsewhere with each scale brought into our limits.
+    """Return loaded values with each scale clamped: PyTorch's may be up to 2**127.
 
-    PyTorch's scale may be anything up to 2**127. A run resumes with the nearest usable
-    scale; what is no scale at all is left for :func:`check` to refuse.
+    Values that are not scales at all are left for :func:`check` to refuse.
     """
-    return {
-        name: min(max(value, SMALLEST_SCALE), LARGEST_SCALE)
-        if name in _BOUNDS and _BOUNDS[name][0] == "scale" and _is_scale(value)
-        else value
-        for name, value in values.items()
-    }
-
-
-class EmptyStateError(RuntimeError, ValueError):
-    """The state dict is empty. PyTorch raises a RuntimeError for it."""
+    scales = {k: x for k, x in values.items() if k in _SCALES and _is_scale(x)}
+    least, most = SMALLEST_SCALE, LARGEST_SCALE
+    return values | {k: min(max(x, least), most) for k, x in scales.items()}
 
 
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
@@ -251,21 +209,21 @@ def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
 def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a state dict of this package or of PyTorch, or raise.
 
-    Args:
-        state_dict (dict): Trackers and counters that it lacks start at zero.
-        settings (dict): Used for the settings that it lacks.
+    Counters that it lacks start at zero; settings that it lacks are the given ones.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
     if not state_dict:
-        raise EmptyStateError(
-            "The state dict is empty, as a disabled GradScaler writes it: there is "
-            "nothing to load."
+        raise RuntimeError(
+            "The state dict is empty. A disabled GradScaler saved it; create this one "
+            "with enabled=False, or leave out the load."
         )
     missing = [key for key in TORCH_KEYS if key not in state_dict]
     if missing:
-        inside = [key for key, value in state_dict.items() if _is_complete(value)]
-        hint = f" It is a whole checkpoint: load its {inside[0]!r}." if inside else ""
+        hint = ""
+        for key, value in state_dict.items():
+            if isinstance(value, dict) and TORCH_KEYS.keys() <= value.keys():
+                hint = f" It is a whole checkpoint: load its {key!r}."
         raise KeyError(f"The state dict has no {', '.join(missing)}.{hint}")
     fresh = {name: default for name, (_, default) in VALUES.items()}
     given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
@@ -273,10 +231,6 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
     values = clamp_values(settings | fresh | given | own)
     check(values)
     return values
-
-
-def _is_complete(value: Any) -> bool:
-    return isinstance(value, dict) and TORCH_KEYS.keys() <= value.keys()
 
 
 def _as_number(value: Any) -> Any:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
@@ -12,28 +11,13 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
+from . import scale as rule
 from .finite import all_finite_times, arrays, is_floating
-from .gradients import Backward, Casting, Source, differentiate
-from .guard import Plan, in_one_kernel, inspect, plan
+from .gradients import Backward, Casting, differentiate, refuse_scaled
+from .guard import Plan, inspect, plan
 from .masters import HALF
 from .optimizers import check_supported, initialize, needs_init
 from .ranks import Ranks, finite_on_all_ranks
-from .scale import (
-    FIELDS,
-    LARGEST_SCALE,
-    SETTINGS,
-    SMALLEST_SCALE,
-    as_array,
-    check,
-    check_scale,
-    clamp,
-    count_step,
-    from_state_dict,
-    next_scale,
-    read,
-    read_field,
-    to_state_dict,
-)
 from .trees import Leaf, Writes, commit, match
 
 _UNSCALED = "value_and_grad() or scale_loss()"
@@ -73,19 +57,17 @@ class GradScaler:
         growth_interval (int): Default: ``2000``.
         enabled (bool): If false, every method passes through and nothing is guarded: a
             NaN gradient is applied. Default: ``True``.
-        backoff_interval (int): How many overflows in a row it takes to back off, as in
+        backoff_interval (int): Overflows in a row that it takes to back off, as in
             Paddle. Default: ``1``.
-        hysteresis (int): How many overflows it takes to back off, in a row or not; from
-            then on every overflow does until the scale grows, as in Megatron and
-            DeepSpeed. Default: ``1``.
+        hysteresis (int): Overflows that it takes to back off, in a row or not, since
+            the scale last grew, as in Megatron and DeepSpeed. Default: ``1``.
         dynamic (bool): If false the scale stays; an overflowing step is still skipped.
             Default: ``True``.
-        min_scale (float): The scale never falls below this. Default: ``2**-64``.
-        max_scale (float): The scale never grows above this. Default: ``2**64``.
+        min_scale (float): The smallest scale. Default: ``2**-64``.
+        max_scale (float): The largest scale. Default: ``2**64``.
         group (mx.distributed.Group, optional): An overflow on one rank skips the step
-            on all ranks, by one all-reduce of four bytes per step. Needed where
-            gradients are sharded; averaged ones are equal on all ranks already.
-            Default: ``None``.
+            on all ranks. Needed for sharded gradients; averaged ones are equal on all
+            ranks already. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -113,15 +95,12 @@ class GradScaler:
         backoff_interval: int = 1,
         hysteresis: int = 1,
         dynamic: bool = True,
-        min_scale: float = SMALLEST_SCALE,
-        max_scale: float = LARGEST_SCALE,
+        min_scale: float = rule.SMALLEST_SCALE,
+        max_scale: float = rule.LARGEST_SCALE,
         group: mx.distributed.Group | None = None,
     ):
         if isinstance(init_scale, str):
-            raise TypeError(
-                f"GradScaler takes no device: leave out {init_scale!r}. MLX arrays "
-                "live in unified memory."
-            )
+            raise TypeError(f"GradScaler takes no device: leave out {init_scale!r}.")
         values = {
             "scale": init_scale,
             "growth_factor": growth_factor,
@@ -133,23 +112,23 @@ class GradScaler:
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
-        check(values)
+        rule.check(values)
         self._enabled = bool(enabled)
         self._ranks = Ranks(group)
         self._mode: str | None = None
         self._state: dict[str, mx.array] = {}
         self._begin()
-        self._fill({name: values.get(name, FIELDS[name][1]) for name in FIELDS})
+        defaults = {name: default for name, (_, default) in rule.FIELDS.items()}
+        self._fill(defaults | values)
 
     def _begin(self) -> None:
-        # What a copy starts without.
         self._backward = Backward(self._state)
         self._stages: dict[int, _Stage] = {}
         self._skip_watch = SkipWatch()
 
     def _fill(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            self._state[name] = as_array(name, value)
+            self._state[name] = rule.as_array(name, value)
         # Evaluated here: MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
         self._note_loaded()
@@ -192,13 +171,11 @@ class GradScaler:
             compute_dtype (Dtype, optional): Cast floating trainable parameters and
                 floating arguments to this for the forward pass. The model keeps its
                 own parameters. Default: ``None``.
-            keep (Callable, optional): With ``compute_dtype``: called with the path and
-                value of a parameter; returns True to leave it in its own dtype. MLX
-                then promotes what the layer returns, and so everything after it; see
-                ``float32_layers`` for layers that cast back.
-            cast_inputs (bool): With ``compute_dtype``: whether floating arguments of
-                ``loss_fn`` are cast too, targets and masks among them. A target of 1e5
-                is inf in float16. Default: ``True``.
+            keep (Callable, optional): Called with the path and value of a parameter;
+                returns True to leave it in its own dtype. MLX then promotes everything
+                after that layer; ``float32_layers`` casts back. Default: ``None``.
+            cast_inputs (bool): Whether floating arguments of ``loss_fn`` are cast too:
+                a target of 1e5 is inf in float16. Default: ``True``.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn
@@ -219,20 +196,19 @@ class GradScaler:
             )
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
+        refuse_scaled(loss_fn)
         if not self._enabled:
             return _plain_value_and_grad(model, loss_fn, casting)
-        loss_and_grad = self._backward.value_and_grad(model, loss_fn, casting)
         self._set_mode(_UNSCALED)
-        return loss_and_grad
+        return self._backward.value_and_grad(model, loss_fn, casting)
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
     ) -> Callable[..., Any]:
         """Return ``loss_fn`` for a trainer that differentiates it itself.
 
-        It has the same value. The loss is scaled in the backward pass, and gradients
-        are unscaled on their way out, in float32: those of the model's parameters or,
-        where there is no model, those of the first argument's arrays.
+        It has the same value. Gradients come out unscaled, in float32: those of the
+        model's parameters or, where there is no model, of the first argument's arrays.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
@@ -249,15 +225,14 @@ class GradScaler:
         """
         if not self._enabled:
             return loss_fn
-        scaled_loss_fn = self._backward.scale_loss(loss_fn, model)
+        refuse_scaled(loss_fn)
         self._set_mode(_UNSCALED)
-        return scaled_loss_fn
+        return self._backward.scale_loss(loss_fn, model)
 
     def scale(self, outputs: Any) -> Any:
-        """Return an array, or each array of a tree, times the scale in float32.
+        """Return each array of a tree, usually the loss, times the scale in float32.
 
-        PyTorch's mode: gradients of the result are scaled, until :meth:`unscale_` or
-        :meth:`step` unscales them.
+        PyTorch's mode: gradients stay scaled until :meth:`unscale_` or :meth:`step`.
 
         Example:
             >>> import mlx.core as mx
@@ -281,8 +256,8 @@ class GradScaler:
     def _set_mode(self, mode: str) -> None:
         if self._mode not in (None, mode):
             raise RuntimeError(
-                f"This scaler is used with {self._mode} already, and cannot tell those "
-                f"gradients from the ones of {mode}. Use a second GradScaler."
+                f"This scaler is used with {self._mode} already, so {mode} would mix "
+                "scaled and unscaled gradients. Use a second GradScaler."
             )
         self._mode = mode
 
@@ -304,19 +279,16 @@ class GradScaler:
         """
         if not self._enabled:
             return grads
-        self._check_optimizer(optimizer)
+        check_supported(optimizer)
         stage = self._stages.get(id(optimizer))
-        if stage and stage.stepped:
-            raise RuntimeError(
-                "unscale_() was called after step(). The order is unscale_(), step(), "
-                f"update(). {_START_AFRESH}"
-            )
-        if self._mode == _SCALED and stage:
-            raise RuntimeError(
-                "unscale_() was called twice for this optimizer since the last "
-                f"update(). {_START_AFRESH}"
-            )
         is_scaled = self._mode == _SCALED
+        if stage and (is_scaled or stage.stepped):
+            when = "after step()" if stage.stepped else "twice"
+            raise RuntimeError(
+                f"unscale_() was called {when} for this optimizer since the last "
+                "update(). The order is unscale_(), step(), update(). "
+                f"{_START_AFRESH}"
+            )
         inverse = 1.0 / self._state["scale"] if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
@@ -330,11 +302,11 @@ class GradScaler:
         Args:
             optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
             model (nn.Module): The model to update.
-            grads (Any): The gradients, unscaled; in PyTorch's mode scaled ones, or
-                those that :meth:`unscale_` has unscaled.
+            grads (Any): The gradients. In PyTorch's mode scaled, or unscaled by
+                :meth:`unscale_`.
 
         Returns:
-            array: A lazy 0-d bool array, True where the step was applied.
+            array: A lazy 0-d bool array: whether the step was applied.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -358,15 +330,9 @@ class GradScaler:
         return applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
-        """Return the parameters after a guarded step, as :meth:`step` does it.
+        """Like :meth:`step` for a tree of parameters, at least those with gradients.
 
-        Args:
-            optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
-            grads (Any): As for :meth:`step`.
-            parameters (Any): A tree of parameters, at least those with gradients.
-
-        Returns:
-            Any: The new parameters, in the structure of ``grads``.
+        Returns the new parameters, in the structure of ``grads``.
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
@@ -375,7 +341,7 @@ class GradScaler:
     def _plan(
         self, optimizer: Optimizer, grads: Any, parameters: Any
     ) -> tuple[Plan, mx.array]:
-        self._check_optimizer(optimizer)
+        check_supported(optimizer)
         stage = self._stages.get(id(optimizer))
         if stage and stage.stepped:
             raise RuntimeError(
@@ -383,65 +349,43 @@ class GradScaler:
                 "Call update() once per iteration; inside mx.compile, in the same "
                 f"function. {_START_AFRESH}"
             )
-        leaves = match(grads, parameters)
+        leaves = match(self._unscaled(grads, optimizer), parameters)
         self._check_leaves(leaves)
         if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
                 "Some parameters are float16 or bfloat16 and have no master weights: "
-                "updates smaller than half a unit in their last place are lost. Keep "
-                "float32 parameters and use value_and_grad(..., compute_dtype), or use "
-                "LossScaleOptimizer."
+                "small updates are lost. Use LossScaleOptimizer, or keep float32 "
+                "parameters and use value_and_grad(..., compute_dtype)."
             )
-        inspected = inspect(leaves, self._sources(leaves, optimizer), self._ranks)
+        # A gradient that was non-finite when unscaled may have been clipped since.
+        were_finite = stage.finite if stage else None
+        inspected = inspect(leaves, self._ranks, were_finite=were_finite)
         applied = inspected.applied
-        if stage:
-            # A gradient that was non-finite when unscaled may have been clipped since.
-            applied = applied & finite_on_all_ranks(stage.finite, self.group)
-        check_supported(optimizer)
         if needs_init(optimizer):
             parameters = {leaf.path: leaf.parameter for leaf in leaves}
             initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
-        planned = plan(optimizer, grads, leaves, inspected._replace(applied=applied))
-        planned.writes += self._writes(_step(self._state, applied))
-        planned.writes.append(
-            (self._stages, id(optimizer), _Stage(optimizer, applied, stepped=True))
-        )
+        planned = plan(optimizer, grads, leaves, inspected)
+        planned.writes += self._writes(applied, None)
+        stepped = _Stage(optimizer, applied, stepped=True)
+        planned.writes.append((self._stages, id(optimizer), stepped))
         return planned, applied
 
-    def _sources(
-        self, leaves: list[Leaf], *optimizers: Optimizer
-    ) -> list[Source | None]:
-        """Return the scaled array behind each gradient, None for an unscaled one."""
+    def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
+        """Return gradients of ``scale()`` unscaled, lazily, and any others as is."""
         is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
-        if self._mode == _SCALED and is_scaled:
-            inverse = 1.0 / self._state["scale"]
-            return [Source(leaf.gradient, inverse) for leaf in leaves]
-        return [getattr(leaf.gradient, "source", None) for leaf in leaves]
+        if self._mode != _SCALED or not is_scaled or not arrays(grads):
+            return grads
+        return self._backward.unscale(grads, 1.0 / self._state["scale"])
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_last_call()
         if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
-            raise ValueError(
-                "There are no gradients to step with. Is every parameter frozen?"
-            )
+            raise ValueError("There are no gradients to step with. Is all frozen?")
         if self._mode is None and self._scales and self._enabled:
             self._backward.warn_once(
-                "These gradients do not come from this scaler, so their loss was not "
-                "scaled and small float16 gradients may be lost. Get them from "
-                "value_and_grad() or scale_loss(), or use GuardedOptimizer to skip bad "
-                "steps without loss scaling."
-            )
-
-    def _check_optimizer(self, optimizer: Any) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                "Expected an optimizer of mlx.optimizers as the first argument, got "
-                f"{type(optimizer).__name__}."
-            )
-        if is_wrapper(optimizer):
-            raise TypeError(
-                "A LossScaleOptimizer has a scaler of its own. Call its update(), or "
-                "pass the optimizer inside it."
+                "These gradients do not come from this scaler: small float16 gradients "
+                "may be lost. Get them from value_and_grad() or scale_loss(), or use "
+                "GuardedOptimizer to skip bad steps without loss scaling."
             )
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
@@ -453,26 +397,32 @@ class GradScaler:
 
         Args:
             new_scale (float or array, optional): Set the scale to this instead,
-                clamped to ``min_scale`` and ``max_scale``. An array that is no positive
-                finite number leaves the scale as it is, because looking at it would
-                wait for the device.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.update(1024)
-            >>> scaler.get_scale()
-            1024.0
+                clamped to ``min_scale`` and ``max_scale``. An array that is not a
+                positive finite number leaves the scale as it is.
         """
         if not self._enabled:
             return
         if new_scale is not None:
-            self._state["scale"] = clamp(self._state, _as_scale(new_scale))
+            self._state["scale"] = rule.clamp(self._state, _as_scale(new_scale))
             self._state["skips_since_update"] = mx.array(0)
             self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
-        else:
-            finite = self._finite_since_update()
-            commit(self._writes(_update(self._state, finite)))
+            self._end_iteration()
+            return
+        # Steps are counted in the state, so that a compiled step is counted as well.
+        finite = self._state["skips_since_update"] == 0
+        unscaled = [x.finite for x in self._stages.values() if not x.stepped]
+        if unscaled:
+            finite = reduce(mx.logical_and, unscaled, finite)
+            finite = finite_on_all_ranks(finite, self.group)
+        if not self._stages:
+            if not self._backward.has_gradients:
+                raise RuntimeError(
+                    "update() found nothing recorded. Call step() or unscale_() first; "
+                    "if step() runs inside mx.compile, call update() in there too."
+                )
+            finite = finite & self._backward.pending_finite()
+            finite = finite_on_all_ranks(finite, self.group)
+        commit(self._writes(None, finite))
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -480,47 +430,21 @@ class GradScaler:
         self._backward.end_iteration()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
-    def _finite_since_update(self) -> mx.array:
-        # Steps are counted in the state, so that a compiled step is counted as well.
-        flags = [self._state["skips_since_update"] == 0]
-        flags += [x.finite for x in self._stages.values() if not x.stepped]
-        if not self._stages:
-            if not self._backward.has_gradients:
-                raise RuntimeError(
-                    "update() found nothing recorded. Call step() or unscale_() first; "
-                    "if step() runs inside mx.compile, call update() in there too."
-                )
-            pending = self._backward.pending()
-            dropped_finite = mx.array(False)
-            if pending:
-                scaled = [source.scaled for source in pending]
-                dropped_finite = all_finite_times(scaled, pending[0].inverse, [])
-            flags.append(dropped_finite)
-        finite = reduce(mx.logical_and, flags)
-        return finite if len(flags) == 1 else finite_on_all_ranks(finite, self.group)
-
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
-        """Call :meth:`step` and :meth:`update`; return what ``step`` returns.
-
-        For one optimizer. With several, call :meth:`step` for each and :meth:`update`
-        once.
-        """
+        """Call :meth:`step` and :meth:`update`; return what :meth:`step` returns."""
         applied = self.step(optimizer, model, grads)
         self.update()
         return applied
 
-    def _after_step(self, applied: mx.array) -> Writes:
-        """Return what a step and an update together write to the state."""
-        rule = _step_and_update if self._enabled else _step
-        return self._writes(rule(self._state, applied))
+    def _writes(self, applied: mx.array | None, finite: mx.array | None) -> Writes:
+        """Return what a step, an update or both of them write to the state."""
+        changed = _advance(self._state, applied, finite)
+        return [(self._state, name, value) for name, value in changed.items()]
 
-    def _writes(self, changed: dict[str, mx.array]) -> Writes:
-        return list(zip(repeat(self._state), changed, changed.values(), strict=False))
-
-    # Settings
+    # Settings, read from the device; a change reaches a step that is already compiled
 
     def get_scale(self) -> float:
-        """Read the scale from the device; 1.0 when disabled."""
+        """Read the scale; 1.0 when disabled."""
         return float(self._get("scale")) if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
@@ -528,7 +452,7 @@ class GradScaler:
         return self._enabled
 
     def get_growth_factor(self) -> float:
-        """Read the growth factor."""
+        """Read the growth factor from the device."""
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -561,12 +485,11 @@ class GradScaler:
         self._scales |= dynamic
 
     def _get(self, name: str) -> Any:
-        return read_field(name, self._state[name])
+        return rule.read_field(name, self._state[name])
 
     def _set(self, name: str, value: Any) -> None:
-        check({name: value})
-        check({key: self._get(key) for key in SETTINGS if key != name} | {name: value})
-        self._state[name] = as_array(name, value)
+        rule.check({key: self._get(key) for key in rule.SETTINGS} | {name: value})
+        self._state[name] = rule.as_array(name, value)
 
     @property
     def skipped_steps(self) -> mx.array:
@@ -587,41 +510,22 @@ class GradScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return PyTorch's five keys, and others only where not at their default."""
-        return to_state_dict(read(self._state)) if self._enabled else {}
+        return rule.to_state_dict(rule.read(self._state)) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of PyTorch's, all or nothing.
 
-        Trackers and counters that it lacks start at zero; settings of this package that
-        it lacks stay. Other keys are ignored.
-
-        Example:
-            >>> from mlx_gradscale import GradScaler
-            >>> scaler = GradScaler()
-            >>> scaler.load_state_dict(GradScaler(init_scale=512.0).state_dict())
-            >>> scaler.get_scale()
-            512.0
+        Missing counters start at zero, missing settings stay, other keys are ignored.
         """
         if self._enabled:
-            settings = {name: self._get(name) for name in SETTINGS}
-            self._fill(from_state_dict(state_dict, settings))
+            settings = {name: self._get(name) for name in rule.SETTINGS}
+            self._fill(rule.from_state_dict(state_dict, settings))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to one file, atomically.
 
-        Args:
-            path (str): Ends in ``.pt``, ``.json`` or ``.safetensors``; ``.json.gz`` and
-                ``.pt.gz`` are compressed.
-
-        Example:
-            >>> import os, tempfile
-            >>> from mlx_gradscale import GradScaler
-            >>> path = os.path.join(tempfile.mkdtemp(), "scaler.pt")
-            >>> GradScaler(init_scale=512.0).save(path)
-            >>> scaler = GradScaler()
-            >>> scaler.load(path)
-            >>> scaler.get_scale()
-            512.0
+        Its name ends in ``.pt``, ``.json`` or ``.safetensors``; ``.json.gz`` and
+        ``.pt.gz`` are compressed.
         """
         from ..state_files import save_state
 
@@ -638,28 +542,27 @@ class GradScaler:
         if not self._enabled:
             return f"{name}(enabled=False)"
         try:
-            values = read(self._state)
+            values = rule.read(self._state)
         except (RuntimeError, ValueError):  # inside mx.compile there are no values
             return f"{name}(being traced)"
-        shown = {"scale": values["scale"]}
-        shown |= {k: values[k] for k in SETTINGS if values[k] != SETTINGS[k][1]}
+        usual = {k: default for k, (_, default) in rule.SETTINGS.items()}
+        changed = {k: values[k] for k in usual if values[k] != usual[k]}
+        shown = {"scale": values["scale"]} | changed
         shown["skipped_steps"] = values["skipped_steps"]
         return f"{name}({', '.join(f'{k}={x}' for k, x in shown.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
             raise TypeError(
-                "A GradScaler with a group cannot be pickled or copied. Save its "
-                "state_dict() and create a new one with the group."
+                "A GradScaler with a group cannot be copied. Use its state_dict()."
             )
         if self._stages:
             raise RuntimeError(
-                "A GradScaler can be pickled or copied only between iterations. Call "
-                "update() first."
+                "A GradScaler is copied between iterations only. Call update() first."
             )
         left_out = ("_backward", "_stages", "_skip_watch")
         kept = {k: x for k, x in vars(self).items() if k not in left_out}
-        return kept | {"_state": read(self._state)}
+        return kept | {"_state": rule.read(self._state)}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         vars(self).update(pickled, _state={})
@@ -668,20 +571,17 @@ class GradScaler:
 
 
 @mx.compile
-def _step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
-    return in_one_kernel(count_step(state, applied))
-
-
-@mx.compile
-def _update(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
-    return in_one_kernel(next_scale(state, finite))
-
-
-@mx.compile
-def _step_and_update(
-    state: dict[str, mx.array], applied: mx.array
+def _advance(
+    state: dict[str, mx.array], applied: mx.array | None, finite: mx.array | None
 ) -> dict[str, mx.array]:
-    return in_one_kernel(count_step(state, applied) | next_scale(state, applied))
+    """Return the fields that a step, an update or both of them change."""
+    changed = {} if applied is None else rule.count_step(state, applied)
+    if finite is not None:
+        changed |= rule.next_scale(state, finite)
+    # A common root makes it one kernel instead of seven.
+    name, *others = changed
+    either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
+    return changed | {name: mx.where(either, changed[name], changed[name])}
 
 
 class SkipWatch:
@@ -695,7 +595,7 @@ class SkipWatch:
         self._earlier: mx.array | None = None
 
     def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Count one update; every 50 of them, look at what was 50 before."""
+        """Count one update; every 50 of them, look at the counter."""
         self._n_updates += 1
         if self._n_updates % SKIPS_TO_WARN:
             return
@@ -710,13 +610,6 @@ class SkipWatch:
                 "non-finite gradients: this run does not train. Find out why with "
                 "mlx_gradscale.diagnostics.explain_overflow(model, loss_fn, *batch)."
             )
-
-
-def is_wrapper(optimizer: Optimizer) -> bool:
-    """Return whether this is, or holds, a ``LossScaleOptimizer``."""
-    inside = getattr(optimizer, "optimizers", [])
-    scaler = getattr(optimizer, "scaler", None)
-    return isinstance(scaler, GradScaler) or any(map(is_wrapper, inside))
 
 
 def _plain_value_and_grad(
@@ -735,5 +628,5 @@ def _as_scale(value: Any) -> mx.array:
         if value.size != 1 or value.dtype == mx.bool_:
             raise ValueError(f"new_scale must be one number, got {value!r}.")
         return value.reshape(()).astype(mx.float32)
-    check_scale("new_scale", value)
+    rule.check_scale("new_scale", value)
     return mx.array(float(value), mx.float32)

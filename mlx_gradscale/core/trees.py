@@ -1,9 +1,9 @@
 """Walk trees of arrays, match gradients to parameters, commit what a step writes."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import starmap
-from operator import setitem
+from operator import itemgetter, setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ import mlx.core as mx
 CONTAINERS = (dict, list, tuple)
 # Where an array is: its path, its container, and its key in the container.
 Slot = tuple[tuple[Any, ...], Any, Any]
-# (container, key, value) for each array that a step replaces.
+# (container, key, value) for each array that is replaced.
 Writes = list[tuple[Any, Any, Any]]
 
 
@@ -37,9 +37,7 @@ def items(tree: Any) -> Any:
 def slots(tree: Any, others: list[Any] | None = None) -> list[Slot]:
     """List every array of a tree or model, with where it can be replaced.
 
-    Args:
-        tree (Any): A tree or a model.
-        others (list, optional): Gets the leaves that are no arrays.
+    Leaves that are not arrays are added to ``others``.
     """
     found: list[Slot] = []
     _collect_slots(tree, (), found, [] if others is None else others)
@@ -77,28 +75,11 @@ def _collect_pairs(tree: Any, prefix: str, found: list[tuple[str, Any]]) -> None
 
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree without their paths."""
-    if not isinstance(tree, CONTAINERS):
-        return [tree]
-    found: list[Any] = []
-    _collect_leaves(tree, found)
-    return found
-
-
-def _collect_leaves(tree: Any, found: list[Any]) -> None:
-    for value in tree.values() if isinstance(tree, dict) else tree:
-        if type(value) is not mx.array and isinstance(value, CONTAINERS):
-            _collect_leaves(value, found)
-        else:
-            found.append(value)
+    return list(map(itemgetter(1), flatten(tree)))
 
 
 def match(gradients: Any, parameters: Any) -> list[Leaf]:
-    """Pair every gradient with its parameter, or raise if one does not match.
-
-    Args:
-        gradients (Any): A dict of arrays, dicts and lists.
-        parameters (Any): A tree or a model that holds at least the same leaves.
-    """
+    """Pair every gradient with its parameter in a tree or model, or raise."""
     if not isinstance(gradients, dict):
         raise TypeError(
             "The gradients must be a dict, as value_and_grad returns for a model, "
@@ -162,19 +143,17 @@ Snapshot = list[tuple[Any, Any]]
 
 def snapshot(*trees: Any) -> Snapshot:
     """Remember what each container in the trees holds, for :func:`restore`."""
-    return [pair for tree in trees for pair in _copies(tree)]
-
-
-def _copies(tree: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(tree, (dict, list)):
-        yield tree, dict(tree) if isinstance(tree, dict) else list(tree)
-    for _, value in items(tree):
-        if isinstance(value, CONTAINERS):
-            yield from _copies(value)
+    saved: Snapshot = []
+    for tree in trees:
+        if isinstance(tree, (dict, list)):
+            saved.append((tree, dict(tree) if isinstance(tree, dict) else list(tree)))
+        inside = [value for _, value in items(tree) if isinstance(value, CONTAINERS)]
+        saved += snapshot(*inside)
+    return saved
 
 
 def restore(saved: Snapshot) -> None:
-    """Give each container back what it held when :func:`snapshot` was called."""
+    """Restore what each container held when :func:`snapshot` was called."""
     for container, copy in saved:
         if isinstance(copy, dict):
             # dict's own methods: update() of a model means something else.

@@ -6,10 +6,9 @@ Nothing here costs anything unless you call it.
 from .calibrate import calibrate
 from .callback import LossScaleCallback
 from .compute_dtypes import DtypeReport, LayerDtypes, compute_dtypes
-from .explain import OverflowReport, explain_overflow
+from .explain import OverflowReport, explain_overflow, overflow_table
 from .histogram import GradientHistogram, Shares, gradient_histogram
 from .history import ScaleHistory, ScaleRecord
-from .overflow import overflow_table
 
 __all__ = [
     "DtypeReport",

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.finite import all_finite
-from ..float32_layers.probes import preserved
+from ..float32_layers.calls import preserved
 from ..float32_layers.trial import Batch, Setting, differentiate
 from .reading import scaler_of
 

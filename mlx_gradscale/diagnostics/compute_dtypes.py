@@ -11,11 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..core.finite import is_floating
+from ..core.gradients import is_opaque
 from ..core.masters import HALF
 from ..files.text import align, dtype_name
-from ..float32_layers.calls import Handler
-from ..float32_layers.layers import half_statistics, is_inside_float32_layer
-from ..float32_layers.probes import handled, is_module
+from ..float32_layers.calls import Handler, handled, ordered_modules
+from ..float32_layers.layers import is_inside_layer
 from ..float32_layers.trial import Batch, Setting, differentiate
 
 
@@ -142,19 +143,19 @@ def compute_dtypes(
     def make_handler(model: str, path: str, _: nn.Module) -> Handler:
         def handle(module: Any, function: Any, args: Any, kwargs: Any) -> Any:
             outputs = function(*args, **kwargs)
-            if not (is_inside_float32_layer() or module.computes_in_float32):
-                given = _floating((args, kwargs))
-                names = [arguments[id(x)] for x in given if id(x) in arguments]
-                own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
-                layer = LayerDtypes(
-                    model,
-                    path,
-                    next((dtype for dtype in own if dtype in HALF), None),
-                    tuple(x.dtype for x in given),
-                    tuple(x.dtype for x in _floating(outputs)),
-                    names[0] if names else None,
-                )
-                calls.append(layer)
+            if is_inside_layer.get() or module.computes_in_float32:
+                return outputs
+            given = _floating((args, kwargs))
+            own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
+            layer = LayerDtypes(
+                model,
+                path,
+                next((dtype for dtype in own if dtype in HALF), None),
+                tuple(x.dtype for x in given),
+                tuple(x.dtype for x in _floating(outputs)),
+                next((arguments[id(x)] for x in given if id(x) in arguments), None),
+            )
+            calls.append(layer)
             return outputs
 
         return handle
@@ -172,7 +173,10 @@ def compute_dtypes(
     statistics = [
         path if len(models) == 1 else f"{name}: {path}"
         for name, each in models.items()
-        for path in half_statistics(each)
+        for path, layer in ordered_modules(each)
+        if isinstance(layer, nn.BatchNorm)
+        and "running_mean" in layer
+        and layer.running_mean.dtype in HALF
     ]
     return DtypeReport(tuple(forward), tuple(statistics))
 
@@ -185,13 +189,12 @@ def _bound(
         bound = dict(inspect.signature(loss_fn).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return []
-    return tree_flatten(bound, is_leaf=is_module)
+    return tree_flatten(bound, is_leaf=is_opaque)
 
 
 def _floating(tree: Any) -> list[mx.array]:
-    leaves = [x for _, x in tree_flatten(tree, is_leaf=is_module)]
-    arrays = [x for x in leaves if isinstance(x, mx.array)]
-    return [x for x in arrays if mx.issubdtype(x.dtype, mx.floating)]
+    leaves = [x for _, x in tree_flatten(tree, is_leaf=is_opaque)]
+    return [x for x in leaves if isinstance(x, mx.array) and is_floating(x)]
 
 
 def _names(dtypes: Any) -> str:

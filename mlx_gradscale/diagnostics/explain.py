@@ -8,40 +8,30 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..core.finite import NonFinite, nonfinite
 from ..core.scale import SMALLEST_SCALE
-from ..files.text import dtype_name, power
-from ..float32_layers.checks import (
-    computed_parameters,
-    nonfinite_arguments,
-    overflows,
-    replace_too_large,
-    too_large_arguments,
-)
-from ..float32_layers.finder import Place, first_backward, first_forward, is_nonfinite
-from ..float32_layers.report import WHOLE_MODEL
+from ..files.text import align, dtype_name, power
+from ..float32_layers.faults import find_fault
+from ..float32_layers.report import WHOLE_MODEL, Float32Search
 from ..float32_layers.search import search_batches
-from ..float32_layers.trial import Batch, Run, Setting, run
-from ..float32_layers.where import module_path, ordered_modules
-from .overflow import nonfinite_table
+from ..float32_layers.trial import Batch, Setting, run
 from .reading import scale_of
 
 # Small enough that nothing can overflow any more because of the scale.
 _SMALLER = 2.0**-40
 
 _ADVICE = {
-    "nothing": "Loss and gradients are finite.",
+    "nothing": "Loss and gradients are finite. If training skipped this batch, pass "
+    "compute_dtype= as there, and scale= as it was then.",
     "batch": "The batch holds values that are not finite. No loss scale helps: leave "
     "such samples out, or repair them.",
     "arguments": "Arguments are finite, but not after the cast to compute_dtype. No "
     "loss scale helps: normalise them; or leave arguments alone with "
     "value_and_grad(..., cast_inputs=False), and cast in the loss function what the "
     "model needs.",
-    "parameters": "Parameters are not finite in the forward pass. No loss scale helps: "
-    "return to an earlier checkpoint; or, if they are finite in float32 and too large "
-    "for float16, let their layer compute in float32.",
+    "parameters": "Parameters are not finite. No loss scale helps: return to an "
+    "earlier checkpoint.",
     "forward": "The forward pass overflows. Loss scaling works on gradients and cannot "
     "help: let the layers that make and read this value compute in float32, make their "
     "inputs smaller, or compute in bfloat16.",
@@ -65,8 +55,7 @@ class OverflowReport:
             "gradients" or "derivative".
         layer (str or None): The path of the layer that computed the first non-finite
             value; "" is the model itself, None the loss function or no layer.
-        where (str): The same in words, with the value found there; or how the batch was
-            run, if all is finite.
+        where (str): The same in words, with the value found there.
         loss (float): The loss.
         scale (float): The loss scale, without that of a function from ``scale_loss``.
         leaves (list): The non-finite leaves of the batch, the parameters or the
@@ -114,9 +103,7 @@ class OverflowReport:
             first = f"The loss itself is {self.loss}, {scale}: every step is skipped."
         lines = [first, _ADVICE[self.cause], self.where, self.line]
         if self.leaves:
-            in_batch = self.cause in ("batch", "arguments")
-            what = "argument" if in_batch else "parameter"
-            lines.append(nonfinite_table(self.leaves, what))
+            lines.append(overflow_table(self.leaves))
         return "\n".join(filter(None, lines))
 
 
@@ -165,151 +152,75 @@ def explain_overflow(
         >>> report.cause, report.layer
         ('gradients', 'layers.1')
     """
-    if not tree_flatten(model.trainable_parameters()):
-        raise ValueError("The model has no trainable parameters: unfreeze some.")
+    setting = Setting(model, loss_fn, compute_dtype, cast_inputs, keep)
+    arguments = Batch(batch, named)
     is_scaled = hasattr(loss_fn, "has_scaled_gradient")
     if is_scaled and scale is not None:
         raise TypeError(
             "This loss function comes from scale_loss() and has its own scale: leave "
             "scale= out, or pass the original function."
         )
-    setting = Setting(model, loss_fn, compute_dtype, cast_inputs, keep)
-    case = _Case(
-        setting, Batch(batch, named), 1.0 if scale is None else scale_of(scale)
-    )
-    found = case.diagnose()
-    if found.cause == "nothing":
-        return replace(found, where=_how_it_ran(setting, scale, is_scaled))
-    if found.cause in ("forward", "loss"):
-        return _with_cure(found, setting, case.batch)
-    return found
-
-
-@dataclass(frozen=True)
-class _Case:
-    """One batch, and how to run it."""
-
-    setting: Setting
-    batch: Batch
-    scale: float
-
-    def diagnose(self) -> OverflowReport:
-        """Return the first cause, in the order in which values are computed."""
-        result = self._run(self.batch, self.scale)
-        loss_is_finite = math.isfinite(result.loss)
-        if loss_is_finite and result.has_finite_gradients:
-            return self._report(result, "nothing")
-        found = self._check_arguments(result) or self._check_parameters(result)
-        if found:
-            return found
-        leaves = [
-            NonFinite(path, (x.count,), x.dtype, x.nan, x.positive_inf, x.negative_inf)
-            for path, x in result.gradients.items()
-            if not x.is_finite
-        ]
-        place = first_forward(result, lambda v: is_nonfinite(v, loss_is_finite))
-        if place is not None:
-            return self._report(result, "forward", place, leaves)
-        if not loss_is_finite:
-            return self._report(result, "loss", None, leaves)
-        cause = "gradients" if self._scaling_helps(self.batch) else "derivative"
-        place = first_backward(result, lambda v: not v.is_finite)
-        return self._report(result, cause, place, leaves)
-
-    def _check_arguments(self, result: Run) -> OverflowReport | None:
-        found = nonfinite_arguments(self.batch)
-        if found:
-            return self._report(result, "batch", None, found)
-        large = too_large_arguments(self.setting, self.batch)
-        dtype = self.setting.compute_dtype
-        if dtype is None or not large:
-            return None
-        # A mask of -1e9 is no fault: look whether small arguments cure it.
-        small = replace_too_large(self.batch, dtype)
-        if self._scaling_helps(self.batch) or not self._scaling_helps(small):
-            return None
-        leaves = nonfinite({path: x.astype(dtype) for path, x in large.items()})
-        reached = [
-            f"{path} reaches {_largest(x, dtype):.6g}" for path, x in large.items()
-        ]
-        limit = f"{dtype_name(dtype)} ends at {mx.finfo(dtype).max:.6g}"
-        found_report = self._report(result, "arguments", None, leaves)
-        return replace(found_report, where=f"{', '.join(reached)}; {limit}.")
-
-    def _check_parameters(self, result: Run) -> OverflowReport | None:
-        found = nonfinite(computed_parameters(self.setting))
-        if not found:
-            return None
-        report = self._report(result, "parameters", None, found)
-        modules = dict(ordered_modules(self.setting.model))
-        layer = module_path(modules, found[0].path)
-        is_finite = not nonfinite(self.setting.model.parameters())
-        line = _line_to_paste([layer]) if is_finite else ""
-        return replace(report, layer=layer, line=line)
-
-    def _report(
-        self,
-        result: Run,
-        cause: str,
-        place: Place | None = None,
-        leaves: list[NonFinite] | None = None,
-    ) -> OverflowReport:
-        layer = place.layer if place else None
-        where = f"First in {place.text}: {place.value}." if place else ""
-        return OverflowReport(
-            cause, layer, where, result.loss, self.scale, leaves or []
+    number = 1.0 if scale is None else scale_of(scale)
+    result = run(setting, arguments, scale=number)
+    fault = find_fault(setting, arguments, result)
+    if fault is None:
+        return OverflowReport("nothing", None, "", result.loss, number)
+    cause = fault.cause
+    if cause == "gradients":
+        smaller = max(number * _SMALLER, SMALLEST_SCALE)
+        if not run(setting, arguments, scale=smaller).is_finite:
+            cause = "derivative"
+    cure, line = None, ""
+    if cause in ("forward", "loss"):
+        original = inspect.unwrap(
+            loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
         )
-
-    def _scaling_helps(self, batch: Batch) -> bool:
-        result = self._run(batch, max(self.scale * _SMALLER, SMALLEST_SCALE))
-        return math.isfinite(result.loss) and result.has_finite_gradients
-
-    def _run(self, batch: Batch, scale: float) -> Run:
-        loss_fn = self.setting.loss_fn
-        # Without the mark of scale_loss(), which refuses a second scale: it is 1 here.
-        plain = replace(self.setting, loss_fn=lambda *a, **k: loss_fn(*a, **k))
-        return run(plain, batch, scale=scale)
-
-
-def _with_cure(
-    report: OverflowReport, setting: Setting, batch: Batch
-) -> OverflowReport:
-    """Add the layers that cure this batch in float32, if any do."""
-    loss_fn = inspect.unwrap(
-        setting.loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
+        # A model that skips steps may have odd weights: allow a large distance.
+        setting = replace(setting, loss_fn=original)
+        found = search_batches(setting, [arguments], margin=1.0, tolerance=0.1)
+        if found.where:
+            cure, line = found.where, _line_to_paste(found)
+    return OverflowReport(
+        cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure, line
     )
-    # A model that skips steps may have odd weights: allow a large distance.
-    found = search_batches(replace(setting, loss_fn=loss_fn), [batch], 1.0, 0.1)
-    if not found.helps or not found.where:
-        return report
-    line = _line_to_paste(found.where)
-    if found.is_whole_model:
-        line = f"{WHOLE_MODEL}\n{line}"
-    return replace(report, cure=found.where, line=line)
 
 
-def _line_to_paste(where: list[str]) -> str:
-    argument = where[0] if len(where) == 1 else where
+def _line_to_paste(found: Float32Search) -> str:
+    argument = found.where[0] if len(found.where) == 1 else found.where
+    whole_model = f"{WHOLE_MODEL}\n" if found.is_whole_model else ""
     return (
-        "Add this line before the first step, and before the step is compiled:\n"
-        f"    mlx_gradscale.float32_layers(model, {argument!r})"
+        f"{whole_model}Add this line before the first step, and before the step is "
+        f"compiled:\n    mlx_gradscale.float32_layers(model, {argument!r})"
     )
 
 
-def _how_it_ran(setting: Setting, scale: Any, is_scaled: bool) -> str:
-    """Say which arguments the caller may have left out."""
-    missing = []
-    parameters = tree_flatten(setting.model.trainable_parameters())
-    is_float32 = any(x.dtype == mx.float32 for _, x in parameters)
-    if setting.compute_dtype is None and is_float32:
-        missing.append("compute_dtype= (as for value_and_grad)")
-    if scale is None and not is_scaled:
-        missing.append("scale= (the scaler or the LossScaleOptimizer)")
-    if not missing:
-        return ""
-    return f"To run the batch as in training, pass {' and '.join(missing)}."
+def overflow_table(grads: Any, limit: int | None = 20) -> str:
+    """Return a table of the leaves that hold NaN or inf, and how many.
 
+    This reads from the device, once for the whole tree: call it after a skipped step,
+    not in every step.
 
-def _largest(x: mx.array, dtype: mx.Dtype) -> float:
-    values = mx.where(overflows(x, dtype), x, 0).reshape(-1)
-    return float(values[mx.argmax(mx.abs(values))])
+    Args:
+        grads (Any): A tree of arrays, scaled or not, or what
+            :func:`mlx_gradscale.nonfinite` returned.
+        limit (int, optional): Show this many rows; None for all. Default: ``20``.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from mlx_gradscale.diagnostics import overflow_table
+        >>> inf = float("inf")
+        >>> grads = {"a": mx.ones(3), "b": {"weight": mx.array([inf, -inf, 1.0, inf])}}
+        >>> print(overflow_table(grads))
+        name        dtype  nan  +inf  -inf  of
+        b.weight  float32    0     2     1   4
+    """
+    is_list = isinstance(grads, list) and all(isinstance(x, NonFinite) for x in grads)
+    leaves = grads if is_list else nonfinite(grads)
+    if not leaves:
+        return "Every value is finite."
+    rows: list[tuple[Any, ...]] = [("name", "dtype", "nan", "+inf", "-inf", "of")]
+    for x in leaves[:limit]:
+        counts = (x.nan, x.positive_inf, x.negative_inf, math.prod(x.shape))
+        rows.append((x.path, dtype_name(x.dtype), *counts))
+    more = len(leaves) - len(leaves[:limit])
+    return align(rows) + (f"\n... and {more} more" if more else "")

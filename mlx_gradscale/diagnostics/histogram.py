@@ -1,7 +1,7 @@
 """Count gradients by power of two, between underflow and overflow."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import mlx.core as mx
@@ -47,13 +47,6 @@ class Shares:
         normal (float): Representable with all bits.
         overflow (float): Infinite after the cast.
         nonfinite (float): Inf or NaN before the cast.
-
-    Example:
-        >>> import mlx.core as mx
-        >>> from mlx_gradscale.diagnostics import gradient_histogram
-        >>> shares = gradient_histogram([mx.array([0.0, 1e-9, 1e-6, 1.0])]).unscaled
-        >>> shares.zero, shares.underflow, shares.subnormal, shares.normal
-        (0.25, 0.25, 0.25, 0.25)
     """
 
     zero: float
@@ -103,12 +96,6 @@ class GradientHistogram:
 
         Magnitudes are rounded to float16's 11 bits first, so that overflows are counted
         from 2**16 on.
-
-        Example:
-            >>> import mlx.core as mx
-            >>> from mlx_gradscale.diagnostics import gradient_histogram
-            >>> gradient_histogram({"w": mx.array([1.0, 1.5, -8.0, 0.0])}).by_power()
-            {0: 2, 3: 1}
         """
         shift = round(math.log2(scale / self.scale))
         powers = self.bins[1:_INF]
@@ -169,16 +156,15 @@ class GradientHistogram:
         return 2.0 ** ((bottom + top) // 2)
 
     def __str__(self) -> str:
-        names = ("zero", "underflow", "subnormal", "normal", "overflow", "nonfinite")
         scales = {"without scaling": 1.0}
         if self.scale != 1.0:
             scales[f"at scale {power(self.scale)}"] = self.scale
         if self.best_scale is not None:
             scales[f"at the best, {power(self.best_scale)}"] = self.best_scale
-        rows: list[tuple[str, ...]] = [(f"{self.size} values in float16", *names)]
+        names = [each.name for each in fields(Shares)]
+        rows = [[f"{self.size} values in float16", *names]]
         for name, scale in scales.items():
-            shares = self.at(scale)
-            rows.append((name, *(percent(getattr(shares, n)) for n in names)))
+            rows.append([name, *map(percent, astuple(self.at(scale)))])
         return align(rows)
 
 

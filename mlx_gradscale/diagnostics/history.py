@@ -25,11 +25,6 @@ class ScaleRecord:
         applied (bool): False if it was skipped.
         grad_norm (float or None): The norm of the unscaled gradients, or None.
         loss (float or None): The loss, or None.
-
-    Example:
-        >>> from mlx_gradscale.diagnostics import ScaleRecord
-        >>> ScaleRecord(step=1, scale=65536.0, applied=True, loss=0.5)
-        ScaleRecord(step=1, scale=65536.0, applied=True, grad_norm=None, loss=0.5)
     """
 
     step: int

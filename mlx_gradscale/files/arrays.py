@@ -161,7 +161,7 @@ def _load_header(file: Any, size: int) -> tuple[dict[str, TensorPlace], dict[str
     header = parse_json(file.read(min(length, LONGEST_JSON + 1)))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object.")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}  # MLX writes null for none
     if not isinstance(metadata, dict) or not all(
         isinstance(x, str) for x in metadata.values()
     ):

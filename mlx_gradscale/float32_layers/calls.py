@@ -1,17 +1,22 @@
-"""Intercept the calls of single modules; their classes stay as they are.
+"""The modules of a model, and the interception of their calls.
 
-Python looks a call up on the type, so an intercepted module gets a subclass of its own.
-Float32 layers, probes and dtype reports are handlers on top of this one mechanism.
+Python looks a call up on the type, so an intercepted module gets a subclass of its own;
+the classes of other modules stay as they are. Float32 layers, probes and dtype reports
+are handlers on top of this one mechanism.
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
+from ..core.trees import restore, snapshot
+
 # How modules are called; a tied embedding is also the output layer.
-METHODS = ("__call__", "as_linear")
+_METHODS = ("__call__", "as_linear")
 # The module that these return takes over the handlers.
 _CONVERSIONS = ("to_quantized", "to_lora")
 # Where a module keeps its handlers: an attribute, so that no tree of arrays has it.
@@ -21,6 +26,43 @@ _HANDLERS = "_call_handlers"
 Handler = Callable[
     [nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 ]
+
+
+def ordered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return every module with its path, in the order of definition."""
+    found: list[tuple[str, nn.Module]] = []
+    _collect_modules(model, "", (), found)
+    return found
+
+
+def _collect_modules(
+    tree: Any, path: str, above: tuple[int, ...], found: list[tuple[str, nn.Module]]
+) -> None:
+    if id(tree) in above:
+        return
+    if isinstance(tree, nn.Module):
+        found.append((path, tree))
+    above = (*above, id(tree))
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, (dict, list)):
+            name = f"{path}.{key}" if path else str(key)
+            _collect_modules(value, name, above, found)
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Tell whether a path is that of a module or lies inside of it."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def owner_of(paths: Iterable[str], parameter: str) -> str:
+    """Return which of these paths of modules holds a parameter, maybe in a list."""
+    return max((path for path in paths if is_inside(parameter, path)), key=len)
+
+
+def has_method(cls: type, method: str) -> bool:
+    """Tell whether a class of modules, or one of its bases, defines a method."""
+    # Not hasattr: every class has a __call__, that of its metaclass.
+    return any(method in vars(each) for each in cls.__mro__)
 
 
 def get_handlers(module: nn.Module) -> tuple[Handler, ...]:
@@ -41,9 +83,56 @@ def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
         object.__setattr__(module, _HANDLERS, handlers)
 
 
-def has_call(cls: type) -> bool:
-    """Tell whether a class of modules defines ``__call__``."""
-    return _defines(cls, "__call__")
+@contextmanager
+def handled(
+    model: nn.Module, make_handler: Callable[[str, nn.Module], Handler]
+) -> Iterator[None]:
+    """Let every module go through a handler; restore the model afterwards.
+
+    Args:
+        model (nn.Module): The model.
+        make_handler (Callable): Is given path and module; a shared module has the first
+            of its paths.
+    """
+    seen = set()
+    with preserved(model):
+        for path, module in ordered_modules(model):
+            if id(module) not in seen:
+                seen.add(id(module))
+                handler = make_handler(path, module)
+                set_handlers(module, (*get_handlers(module), handler))
+        yield
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restore a model and the random state afterwards; run without ``mx.compile``."""
+    saved = snapshot(model)
+    attributes = [(m, type(m), dict(vars(m))) for _, m in ordered_modules(model)]
+    random_state: Any = mx.random.state
+    high, low = random_state[0].tolist()
+    compiles = _is_compile_enabled()
+    try:
+        # Inside of a compiled function a layer's values cannot be seen.
+        mx.disable_compile()
+        yield
+    finally:
+        if compiles:
+            mx.enable_compile()
+        # A key is its seed in two halves.
+        mx.random.seed(high << 32 | low)
+        restore(saved)
+        for module, cls, own in attributes:
+            object.__setattr__(module, "__class__", cls)
+            vars(module).clear()
+            vars(module).update(own)
+
+
+def _is_compile_enabled() -> bool:
+    # MLX has no function for that: count how often a function is traced.
+    traces = iter(range(3))
+    compiled = mx.compile(lambda x: x + next(traces))
+    return [compiled(mx.array(0)).item() for _ in range(2)] == [0, 0]
 
 
 class _Transparent(type):
@@ -76,11 +165,6 @@ def _original(cls: Any) -> Any:
     return cls
 
 
-def _defines(cls: type, method: str) -> bool:
-    # Not hasattr: every class has a __call__, that of its metaclass.
-    return any(method in vars(each) for each in cls.__mro__)
-
-
 def _intercepted(cls: type) -> type:
     """Return a new subclass of ``cls`` whose calls go through the handlers."""
 
@@ -108,8 +192,8 @@ def _intercepted(cls: type) -> type:
         args = tuple(cls if arg is subclass else arg for arg in args)
         return (_rebuild, (make, args), *rest)
 
-    body: dict[str, Any] = {m: intercept(m) for m in METHODS if _defines(cls, m)}
-    body |= {m: convert(m) for m in _CONVERSIONS if _defines(cls, m)}
+    body: dict[str, Any] = {m: intercept(m) for m in _METHODS if has_method(cls, m)}
+    body |= {m: convert(m) for m in _CONVERSIONS if has_method(cls, m)}
     body |= {"__reduce_ex__": reduce, "__doc__": cls.__doc__}
     body["computes_in_float32"] = property(_computes_in_float32)
     body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__")}

@@ -2,19 +2,18 @@
 
 import copy
 import dataclasses
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
+from ..core.gradients import is_opaque
 from ..core.masters import HALF
-from ..core.trees import Writes, commit, leaves, slots
-
-# A cache is an object in a list, or has a list of such objects.
-_MAX_DEPTH = 4
+from ..core.trees import Writes, commit, items, leaves, slots
 
 
 @contextmanager
@@ -43,13 +42,14 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
     finally:
         writes = []
         for container, key, old in places:
-            now = _get(container, key)
-            # A forward pass may update buffers, such as BatchNorm's statistics. If it
-            # replaced a parameter, that was mx.checkpoint, which updates the model.
+            now = container[key]
+            # A forward pass may update buffers, such as a running mean. If it replaced
+            # a parameter, that was mx.checkpoint, which updates the model.
             is_buffer = id(old) not in trainable and isinstance(now, mx.array)
             is_updated = is_buffer and now is not new[id(old)]
-            value = now.astype(old.dtype) if is_updated else old
-            writes.append((container, key, value))
+            writes.append(
+                (container, key, now.astype(old.dtype) if is_updated else old)
+            )
         commit(writes)
 
 
@@ -77,9 +77,8 @@ class ArgumentCast:
     """The arguments of one call, with half-precision arrays in float32.
 
     A module may write to the lists, dicts and caches that it receives, so these are
-    not copied. Arrays in lists and dicts are replaced during the call; caches and other
-    objects are left alone. Float32 arrays that the call stored in any of them are cast
-    down by :meth:`downcast_stored`.
+    not copied: arrays in lists and dicts are replaced during the call, other objects
+    are left alone. Arrays that the call stores in any of them stay float32.
 
     Attributes:
         args (tuple): The positional arguments for the call.
@@ -89,115 +88,51 @@ class ArgumentCast:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.dtype: mx.Dtype | None = None
-        self._given = (args, dict(kwargs))
-        self._before = {
-            id(holder): (holder, dict(_items(holder)))
-            for holder in _holders(self._given)
-        }
-        self._upcast_items: list[tuple[Any, Any, mx.array]] = []
-        self.args, self.kwargs = self._upcast(self._given, set())
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []
+        self.args, self.kwargs = self._upcast(args), self._upcast(kwargs)
+
+    def _upcast(self, value: Any) -> Any:
+        if isinstance(value, mx.array) and value.dtype in HALF:
+            self.dtype = self.dtype or value.dtype
+            return value.astype(mx.float32)
+        if isinstance(value, tuple) and not is_opaque(value):
+            # Of this tuple alone: a list in it is not copied.
+            return tree_map(self._upcast, value, is_leaf=lambda x: x is not value)
+        if type(value) in (list, dict):
+            for key, old in list(items(value)):
+                new = self._upcast(old)
+                if new is not old:
+                    value[key] = new
+                    self._replaced.append((value, key, old, new))
+        return value
 
     def restore(self) -> None:
         """Put the original arrays back into lists and dicts."""
-        for holder, key, new in self._upcast_items:
-            if _get(holder, key) is new:
-                holder[key] = self._before[id(holder)][1][key]
-
-    def downcast_stored(self, dtype: mx.Dtype) -> None:
-        """Cast float32 arrays that the call stored in its arguments."""
-        for holder in list(_holders(self._given)):
-            _, before = self._before.get(id(holder), (None, {}))
-            for key, value in list(_items(holder)):
-                new = _downcast_stored(value, before.get(key), dtype)
-                if new is not value:
-                    holder[key] = new
-
-    def downcast(self, outputs: Any, dtype: mx.Dtype) -> Any:
-        """Return the outputs of the call with float32 arrays in ``dtype``."""
-        return _downcast(outputs, dtype, set(self._before))
-
-    def _upcast(self, value: Any, seen: set[int]) -> Any:
-        if isinstance(value, mx.array):
-            if value.dtype not in HALF:
-                return value
-            self.dtype = self.dtype or value.dtype
-            return value.astype(mx.float32)
-        if isinstance(value, tuple):
-            return _tuple_like(value, [self._upcast(x, seen) for x in value])
-        if type(value) in (list, dict) and id(value) not in seen:
-            seen.add(id(value))
-            for key, item in list(_items(value)):
-                new = self._upcast(item, seen)
-                if new is not item:
-                    value[key] = new
-                    self._upcast_items.append((value, key, new))
-        return value
+        for holder, key, old, new in self._replaced:
+            if any(k == key and x is new for k, x in items(holder)):
+                holder[key] = old
 
 
-def _downcast(x: Any, dtype: mx.Dtype, arguments: set[int]) -> Any:
-    def downcast(value: Any) -> Any:
-        return _downcast(value, dtype, arguments)
+def downcast(outputs: Any, dtype: mx.Dtype) -> Any:
+    """Return the outputs of a call with float32 arrays in ``dtype``."""
+    return tree_map(partial(_downcast_leaf, dtype), outputs, is_leaf=is_opaque)
 
+
+def _downcast_leaf(dtype: mx.Dtype, x: Any) -> Any:
     if isinstance(x, mx.array):
         return x.astype(dtype) if x.dtype == mx.float32 else x
-    if id(x) in arguments or isinstance(x, (nn.Module, type)):
+    if isinstance(x, (nn.Module, type)):
         return x
-    if isinstance(x, tuple):
-        return _tuple_like(x, [downcast(value) for value in x])
-    if type(x) is list:
-        return [downcast(value) for value in x]
     if isinstance(x, dict):
-        # copy.copy keeps the class and its attributes.
+        # A subclass; copy.copy keeps the class and its attributes.
         result: Any = copy.copy(x)
-        result.update({key: downcast(value) for key, value in x.items()})
+        result.update(downcast(dict(x), dtype))
         return result
     if dataclasses.is_dataclass(x):
         result = copy.copy(x)
         for field in dataclasses.fields(x):
-            value = downcast(getattr(x, field.name))
+            value = downcast(getattr(x, field.name), dtype)
             # A frozen dataclass refuses setattr.
             object.__setattr__(result, field.name, value)
         return result
     return x
-
-
-def _downcast_stored(value: Any, before: Any, dtype: mx.Dtype) -> Any:
-    if isinstance(value, mx.array):
-        was_float32 = isinstance(before, mx.array) and before.dtype == mx.float32
-        is_new = value.dtype == mx.float32 and not was_float32
-        return value.astype(dtype) if is_new else value
-    if isinstance(value, tuple) and value is not before:
-        same = isinstance(before, tuple) and len(before) == len(value)
-        others = before if same else [None] * len(value)
-        pairs = zip(value, others, strict=True)
-        return _tuple_like(value, [_downcast_stored(x, y, dtype) for x, y in pairs])
-    return value
-
-
-def _holders(x: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the lists and dicts in arguments, and the attributes of objects."""
-    if isinstance(x, (mx.array, nn.Module, str, bytes, type, types.ModuleType)):
-        return
-    if type(x) not in (dict, list) and not isinstance(x, tuple):
-        if callable(x) or not hasattr(x, "__dict__"):
-            return
-        x = vars(x)
-    if not isinstance(x, tuple):
-        yield x
-    if depth < _MAX_DEPTH:
-        for _, value in list(_items(x)):
-            yield from _holders(value, depth + 1)
-
-
-def _items(holder: Any) -> Any:
-    return holder.items() if isinstance(holder, dict) else enumerate(holder)
-
-
-def _get(holder: Any, key: Any) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(key)
-    return holder[key] if key < len(holder) else None
-
-
-def _tuple_like(x: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
-    return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -12,16 +12,9 @@ import mlx.nn as nn
 from ..core.finite import is_floating
 from ..core.masters import HALF
 from ..files.text import dtype_name
-from .calls import get_handlers, set_handlers
-from .casting import ArgumentCast, upcast_parameters
-from .where import (
-    Chain,
-    Where,
-    is_inside,
-    ordered_modules,
-    resolve,
-    save_float32_layers,
-)
+from .calls import get_handlers, is_inside, ordered_modules, set_handlers
+from .casting import ArgumentCast, downcast, upcast_parameters
+from .where import Chain, resolve, save_float32_layers
 
 _STATISTICS = ("running_mean", "running_var")
 # Where a BatchNorm in a float32 layer notes the dtype that its statistics had.
@@ -29,7 +22,8 @@ _OWN_DTYPE = "_statistics_dtype"
 # Few and small: they stay alive even if something replaces them in the model.
 _MAX_NEIGHBOURS = 4
 
-_is_inside: ContextVar[bool] = ContextVar("is inside a float32 layer", default=False)
+# Whether the code that runs now was called by a float32 layer.
+is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
 
 
 @dataclass(eq=False)
@@ -55,27 +49,28 @@ class Float32Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if _is_inside.get():
+        """Call the function in float32, unless a float32 layer around it does."""
+        if is_inside_layer.get():
             return function(*args, **kwargs)
         arguments = ArgumentCast(args, kwargs)
-        token = _is_inside.set(True)
+        token = is_inside_layer.set(True)
         try:
             with upcast_parameters(module) as parameter_dtype:
                 outputs = function(*arguments.args, **arguments.kwargs)
         finally:
+            is_inside_layer.reset(token)
             arguments.restore()
-            _is_inside.reset(token)
         dtype = arguments.dtype or parameter_dtype or self._model_dtype()
-        if dtype is None:
+        if dtype is None or not self.casts_back:
             return outputs
-        arguments.downcast_stored(dtype)
-        return arguments.downcast(outputs, dtype) if self.casts_back else outputs
+        return downcast(outputs, dtype)
 
     def _model_dtype(self) -> mx.Dtype | None:
         arrays = (x for module in self.neighbours for x in _own_arrays(module))
         return next((x.dtype for x in arrays if x.dtype in HALF), None)
 
 
+@dataclass(eq=False)
 class Float32Layers:
     """The layers that :func:`float32_layers` changed.
 
@@ -84,17 +79,10 @@ class Float32Layers:
         paths (list): The paths of the modules.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        where: list[str],
-        paths: list[str],
-        previous: list[str],
-    ):
-        self.where = where
-        self.paths = paths
-        self._model = model
-        self._previous = previous
+    where: list[str]
+    paths: list[str]
+    _model: nn.Module = field(repr=False)
+    _previous: list[str] = field(repr=False)
 
     def undo(self) -> None:
         """Return to the float32 layers that the model had before, usually none."""
@@ -111,7 +99,7 @@ class Float32Layers:
         self.undo()
 
 
-def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
+def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     """Let some layers of a half-precision model compute in float32.
 
     For these layers, arguments and parameters are cast to float32 for the duration of
@@ -133,7 +121,8 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
     The layers get a subclass of their class: ``isinstance``, ``type(layer) ==
     nn.Linear`` and tables keyed by type work, ``type(layer) is nn.Linear`` is False.
     Only calls are intercepted, and ``as_linear`` of a tied embedding; a method of
-    another name runs in half precision.
+    another name runs in half precision. Arrays that a float32 layer stores in a cache
+    or a list stay float32.
 
     Args:
         model (nn.Module): The model. It is changed in place.
@@ -176,7 +165,7 @@ def float32_layers(model: nn.Module, where: Where) -> Float32Layers:
         # The casts come first, innermost, so that probes see half precision outside.
         set_handlers(module, (*own, *others))
         _cast_statistics(module, id(module) in inside)
-    return Float32Layers(model, [chain.entry for chain in chains], paths, previous)
+    return Float32Layers([chain.entry for chain in chains], paths, model, previous)
 
 
 def list_float32_layers(model: nn.Module) -> list[str]:
@@ -194,21 +183,6 @@ def list_float32_layers(model: nn.Module) -> list[str]:
     handlers = [h for _, m in ordered_modules(model) for h in get_handlers(m)]
     calls = [h for h in handlers if isinstance(h, Float32Call)]
     return list(dict.fromkeys(entry for call in calls for entry in call.entries))
-
-
-def is_inside_float32_layer() -> bool:
-    """Tell whether the code that runs now was called by a float32 layer."""
-    return _is_inside.get()
-
-
-def half_statistics(model: nn.Module) -> list[str]:
-    """Return the paths of BatchNorm layers with half-precision running statistics."""
-    return [
-        path
-        for path, module in ordered_modules(model)
-        if isinstance(module, nn.BatchNorm)
-        and any(module[n].dtype in HALF for n in _STATISTICS if n in module)
-    ]
 
 
 def _make_calls(

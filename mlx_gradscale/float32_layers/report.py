@@ -3,17 +3,17 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx.utils import tree_flatten
 
 from ..files.text import align, percent, power
-from .call_tree import build_call_tree
-from .checks import LARGEST
+from .calls import is_inside
 from .trial import Run, Setting
-from .where import TO, is_inside, resolve, save_float32_layers
+from .where import TO, resolve, save_float32_layers
 
-__all__ = ["LARGEST", "WHOLE_MODEL", "Float32Search", "Reason", "Row", "make_report"]
+LARGEST = 65504.0
+_MAX_ROWS = 40
 
 WHOLE_MODEL = (
     "The overflow is in the model's own code, between its layers, so only the whole "
@@ -95,34 +95,13 @@ class Float32Search:
     float16_parameters: float = 1.0
 
     @property
-    def helps(self) -> bool:
-        """Whether the model trains with these layers, or without any if none."""
-        return not self.problem
-
-    @property
     def is_whole_model(self) -> bool:
         """Whether only the whole model in float32 is enough."""
         return any(not entry.partition(TO)[0] for entry in self.where)
 
-    def table(self, limit: int | None = 40) -> str:
-        """Return the rows as text.
-
-        Args:
-            limit (int, optional): Show this many rows, those with the least headroom;
-                None for all. Default: ``40``.
-        """
-        shown = self.rows
-        if limit is not None and len(shown) > limit:
-            least = sorted(shown, key=lambda r: (not r.why, r.headroom))[:limit]
-            shown = [row for row in self.rows if row in least]
-        head = ("layer", "largest", "gradient", "headroom", "dtype")
-        table = align([head, *map(_cells, shown)])
-        more = len(self.rows) - len(shown)
-        return f"{table}\n... and {more} more" if more else table
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file that ``float32_layers`` takes."""
-        if not self.helps:
+        if self.problem:
             raise ValueError(f"There is nothing to save: {self.problem}")
         reasons = [
             {"layer": r.entry, "computed by": r.source, "why": r.why}
@@ -131,7 +110,7 @@ class Float32Search:
         save_float32_layers(path, self.where, reasons)
 
     def __str__(self) -> str:
-        if not self.helps:
+        if self.problem:
             return f"No layers in float32 help. {self.problem}"
         if not self.where:
             lines = ["Every layer can compute in half precision."]
@@ -146,63 +125,14 @@ class Float32Search:
             ]
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
         lines.append(f"Loss {', '.join(losses)}; loss scale {power(self.scale)}.")
-        return "\n".join([*lines, self.table()])
-
-
-def make_report(
-    setting: Setting,
-    references: Sequence[Run],
-    reasons: Sequence[Reason],
-    halves: Sequence[Run],
-    problem: str = "",
-) -> Float32Search:
-    """Put together what a search found."""
-    chains = resolve(setting.model, [reason.entry for reason in reasons])
-    where = [chain.entry for chain in chains]
-    inside = [path for chain in chains for path, _ in chain.layers]
-    used = [reason for reason in reasons if reason.entry in where]
-    scale = min((half.scale for half in halves), default=1.0)
-    sizes = {path: x.size for path, x in tree_flatten(setting.model.parameters())}
-    half_size = sum(
-        size
-        for path, size in sizes.items()
-        if not any(is_inside(path, outer) for outer in inside)
-    )
-    return Float32Search(
-        where,
-        used,
-        _rows(references, used, inside, scale),
-        problem,
-        [(a.loss, b.loss) for a, b in zip(references, halves, strict=False)],
-        scale,
-        half_size / max(sum(sizes.values()), 1),
-    )
-
-
-def _rows(
-    references: Sequence[Run], reasons: list[Reason], inside: list[str], scale: float
-) -> list[Row]:
-    forward: dict[str, float] = {}
-    backward: dict[str, float] = {}
-    for reference in references:
-        for call in build_call_tree(reference.forward).descendants():
-            path = call.path or ""
-            forward[path] = max(call.largest_made(), forward.get(path, 0.0))
-        for value in reference.backward:
-            if value.side == "input":
-                largest = value.largest * scale
-                backward[value.path] = max(largest, backward.get(value.path, 0.0))
-    by_source = {reason.source: reason for reason in reasons}
-    rows = []
-    for path, largest in forward.items():
-        reason = by_source.get(path)
-        is_float32 = any(is_inside(path, outer) for outer in inside)
-        is_inner = reason is not None and not reason.by_size and TO not in reason.entry
-        why = reason.why if reason else ""
-        rows.append(
-            Row(path, largest, backward.get(path, 0.0), is_float32, why, is_inner)
-        )
-    return rows
+        # Of many rows, those with the least headroom.
+        least = sorted(self.rows, key=lambda r: (not r.why, r.headroom))[:_MAX_ROWS]
+        shown = [_cells(row) for row in self.rows if row in least]
+        head = ("layer", "largest", "gradient", "headroom", "dtype")
+        lines.append(align([head, *shown]))
+        if len(shown) < len(self.rows):
+            lines.append(f"... and {len(self.rows) - len(shown)} more")
+        return "\n".join(lines)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -210,3 +140,52 @@ def _cells(row: Row) -> tuple[str, ...]:
     dtype = "float32" if row.is_float32 else "half"
     name = row.layer or "(model)"
     return name, f"{row.forward:.3g}", f"{row.backward:.3g}", headroom, dtype
+
+
+def make_report(
+    setting: Setting,
+    references: Sequence[Run],
+    halves: Sequence[Run],
+    reasons: Sequence[Reason],
+    problem: str = "",
+) -> Float32Search:
+    """Put together what a search found."""
+    chains = resolve(setting.model, [reason.entry for reason in reasons])
+    where = [chain.entry for chain in chains]
+    inside = [path for chain in chains for path, _ in chain.layers]
+
+    def is_float32(path: str) -> bool:
+        return any(is_inside(path, outer) for outer in inside)
+
+    used = [reason for reason in reasons if reason.entry in where]
+    scale = min((half.scale for half in halves), default=1.0)
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for reference in references:
+        for call in reference.loss_call.descendants():
+            path = call.path or ""
+            forward[path] = max(call.largest_made(), forward.get(path, 0.0))
+        for value in reference.backward:
+            if value.side == "input":
+                largest = value.largest * scale
+                backward[value.path] = max(largest, backward.get(value.path, 0.0))
+    rows = []
+    by_source = {reason.source: reason for reason in used}
+    for path, largest in forward.items():
+        row = Row(path, largest, backward.get(path, 0.0), is_float32(path))
+        reason = by_source.get(path)
+        if reason:
+            is_inner = not reason.by_size and TO not in reason.entry
+            row = replace(row, why=reason.why, overflows_inside=is_inner)
+        rows.append(row)
+    sizes = {path: x.size for path, x in tree_flatten(setting.model.parameters())}
+    half_size = sum(size for path, size in sizes.items() if not is_float32(path))
+    return Float32Search(
+        where,
+        used,
+        rows,
+        problem,
+        [(a.loss, b.loss) for a, b in zip(references, halves, strict=False)],
+        scale,
+        half_size / max(sum(sizes.values()), 1),
+    )

@@ -1,5 +1,6 @@
 """Find the fewest layers that must be float32 for a model to train in float16."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -9,20 +10,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..core.gradients import refuse_scaled
 from ..core.masters import HALF
-from .call_tree import Call, build_call_tree, is_one_of
-from .checks import (
-    NoCureFound,
-    check_batch,
-    check_parameters,
-    check_reference,
-    checked_batches,
+from .calls import is_inside
+from .faults import (
+    Place,
+    find_fault,
+    first_backward,
+    first_forward,
+    too_large_arguments,
 )
-from .finder import Place, first_backward, first_forward
-from .probes import Value
 from .report import LARGEST, Float32Search, Reason, make_report
-from .trial import Batch, Run, Setting, edge_dtypes, run
-from .where import THE_LOSS, TO, is_inside, resolve
+from .trial import Batch, Call, Run, Setting, Value, is_one_of, run
+from .where import THE_LOSS, TO, resolve, resolve_paths
 
 # Relative distance from float32. Rounding makes less of a value between two layers, a
 # sum that overflowed more. The second is tried where nothing is as far as the first.
@@ -32,6 +32,12 @@ _MASK = 1e4
 # Gradients are rounded more often than the loss: in both passes.
 _GRADIENT_TOLERANCE = 10
 _MAX_SCALE, _MIN_SCALE = 2.0**16, 2.0**-40
+
+_logger = logging.getLogger(__name__)
+
+
+class NoCureFound(Exception):
+    """The reason why no layers in float32 make the model train in float16."""
 
 
 def find_float32_layers(
@@ -43,7 +49,6 @@ def find_float32_layers(
     cast_inputs: bool = True,
     margin: float = 2.0,
     tolerance: float = 0.02,
-    progress: Callable[[str], Any] | None = None,
 ) -> Float32Search:
     """Find which layers must compute in float32, and check that they suffice.
 
@@ -53,7 +58,8 @@ def find_float32_layers(
     from float32's. In the end loss and gradients have to agree with float32.
 
     The model is unchanged afterwards: pass the result to
-    :func:`mlx_gradscale.float32_layers`, or save it for later.
+    :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
+    at level INFO.
 
     Args:
         model (nn.Module): The model, in half precision or to be run with
@@ -67,7 +73,6 @@ def find_float32_layers(
             they overflow. Default: ``2.0``.
         tolerance (float): The allowed relative distance of the loss from float32's.
             All gradients together may be ten times as far. Default: ``0.02``.
-        progress (Callable, optional): Is called with a line about each trial run.
 
     Returns:
         Float32Search: The layers, the reason for each, and the largest values of every
@@ -87,40 +92,58 @@ def find_float32_layers(
         ['layers.1 to layers.2']
         >>> layers = float32_layers(model, found)
     """
-    checked = checked_batches(model, loss_fn, batches, compute_dtype, margin, tolerance)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
+    refuse_scaled(loss_fn)
+    if not 1.0 <= margin < math.inf:
+        raise ValueError(f"margin must be at least 1, for example 2.0, got {margin!r}.")
+    if not 0.0 < tolerance < 1.0:
+        raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
+    dtypes = [compute_dtype or x.dtype for _, x in tree_flatten(model.parameters())]
+    if not any(dtype in HALF for dtype in dtypes):
+        raise ValueError(
+            "Nothing here is in half precision: pass compute_dtype=mx.float16, or call "
+            "model.set_dtype(mx.float16) before."
+        )
+    if isinstance(batches, (mx.array, dict, str)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            "batches must be a list whose elements are the arguments of loss_fn, got "
+            f"{type(batches).__name__}."
+        )
+    checked = [_as_batch(batch) for batch in batches]
+    if not checked:
+        raise ValueError("There are no batches: pass at least one.")
     setting = Setting(model, loss_fn, compute_dtype, cast_inputs)
-    return search_batches(setting, checked, margin, tolerance, progress)
+    return search_batches(setting, checked, margin, tolerance)
+
+
+def _as_batch(batch: Any) -> Batch:
+    if isinstance(batch, (tuple, list)):
+        return Batch(tuple(batch))
+    # A model is a dict, too.
+    return Batch((), batch) if type(batch) is dict else Batch((batch,))
 
 
 def search_batches(
-    setting: Setting,
-    batches: Sequence[Batch],
-    margin: float,
-    tolerance: float,
-    progress: Callable[[str], Any] | None = None,
+    setting: Setting, batches: Sequence[Batch], margin: float, tolerance: float
 ) -> Float32Search:
     """Search as :func:`find_float32_layers`, with checked arguments."""
-    search = Search(setting, margin, tolerance, progress)
+    search = Search(setting, margin, tolerance)
+    problem = ""
     try:
-        check_parameters(setting)
         for i, batch in enumerate(batches):
             search.add(batch, f"batch {i + 1}")
         search.finish()
     except NoCureFound as error:
-        return make_report(setting, search.references, [], search.halves, str(error))
-    return make_report(setting, search.references, search.reasons, search.halves)
+        search.reasons, problem = [], str(error)
+    runs = search.references, search.halves
+    return make_report(setting, *runs, search.reasons, problem)
 
 
 class Search:
     """The layers found so far, and the batches that were tried with them."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        margin: float = 2.0,
-        tolerance: float = 0.02,
-        progress: Callable[[str], Any] | None = None,
-    ):
+    def __init__(self, setting: Setting, margin: float = 2.0, tolerance: float = 0.02):
         self.setting = setting
         self.reasons: list[Reason] = []
         self.batches: list[Batch] = []
@@ -128,65 +151,85 @@ class Search:
         self.halves: list[Run] = []
         self._limit = LARGEST / margin
         self._tolerance = tolerance
-        self._progress = progress
-        self._name = ""
         # What the loss function passes in is in half precision already.
         self._given: list[float] = []
 
     @property
     def where(self) -> list[str]:
         """The layers found so far, without layers inside of others."""
-        return _outermost(self.setting.model, self.reasons)
+        return self._outermost(self.reasons)
 
     def add(self, batch: Batch, name: str) -> None:
-        """Run a batch in float32, and add layers until half precision agrees."""
-        self._name = name
-        check_batch(self.setting, batch, name)
-        reference = self._run(batch, [], in_float32=True)
-        check_reference(reference, name)
+        """Run a batch in float32, and add the layers whose values are too large."""
+        _logger.info("%s in float32", name)
+        reference = run(self.setting, batch, in_float32=True)
+        self._check(batch, reference, name)
         self.batches.append(batch)
         self.references.append(reference)
-        calls = build_call_tree(reference.forward)
+        calls = reference.loss_call
         self._given = [v.magnitude for call in calls.children for v in call.inputs]
-        self._cover_large_values(batch, calls)
-        self.halves.append(self._grow(batch, reference))
+        self._cover_large_values(calls)
 
     def finish(self) -> None:
-        """Try every batch with all layers, and leave out layers that are not needed."""
-        for i, batch in enumerate(self.batches):
-            self.halves[i] = self._grow(batch, self.references[i])
+        """Add layers until all batches agree with float32; leave out needless ones."""
+        tried = None
+        while tried != self.where:
+            tried = self.where
+            pairs = zip(self.batches, self.references, strict=True)
+            self.halves = [self._grow(batch, reference) for batch, reference in pairs]
         # The last one was needed with all the others there.
         for reason in [each for each in self.reasons[:-1] if not each.by_size]:
             others = [each for each in self.reasons if each is not reason]
-            where = _outermost(self.setting.model, others)
-            halves = [
-                self._run_scaled(batch, reference, where)
-                for batch, reference in zip(self.batches, self.references, strict=True)
-            ]
-            pairs = zip(halves, self.references, strict=True)
-            if not any(self._is_lossy(half, reference) for half, reference in pairs):
+            where, halves = self._outermost(others), []
+            for batch, reference in zip(self.batches, self.references, strict=True):
+                halves.append(self._run_scaled(batch, reference, where))
+                if self._is_lossy(halves[-1], reference):
+                    break
+            else:
                 self.reasons, self.halves = others, halves
+
+    def _check(self, batch: Batch, reference: Run, name: str) -> None:
+        """Raise if no layers can help, before anything is blamed on float16."""
+        fault = find_fault(self.setting, batch, reference)
+        if fault is None:
+            for path, reached in too_large_arguments(self.setting, batch).items():
+                raise NoCureFound(
+                    f"{path} of {name} reaches {reached:.6g} and is not finite after "
+                    "the cast to compute_dtype: normalise it, or pass "
+                    "cast_inputs=False."
+                )
+            return
+        leaves = ", ".join(leaf.path for leaf in fault.leaves[:5])
+        why = {
+            "batch": f"Repair the samples with NaN or inf, or drop them: {leaves}.",
+            "parameters": f"Return to weights before these became so: {leaves}.",
+        }
+        other = (
+            f"{fault.text} The loss is {reference.loss}. Look for a logarithm, a "
+            "division or a root of zero, and for a cast to half precision."
+        )
+        raise NoCureFound(
+            f"{name} is not finite in float32 either. {why.get(fault.cause, other)}"
+        )
 
     # Values between layers, whose size is known from float32.
 
-    def _cover_large_values(self, batch: Batch, call: Call) -> None:
+    def _cover_large_values(self, call: Call) -> None:
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
         for child in call.children:
             if child not in large:
-                self._cover_large_values(batch, child)
-        inside = _paths(self.setting.model, self.where) if large else []
+                self._cover_large_values(child)
+        inside = self._paths(self.where) if large else []
         if all(any(is_inside(c.path or "", p) for p in inside) for c in large):
             return
-        entry, source = self._chain_for(batch, call, call.children.index(large[0]))
+        entry, source = self._chain_for(call, call.children.index(large[0]))
         edges = [v for child in call.children for v in child.inputs + child.outputs]
         largest = max(value.magnitude for value in edges)
         above = "above 65504" if largest > LARGEST else "close to 65504"
         why = f"values of {largest:.3g}, {above}"
         self.reasons.append(Reason(entry, source, why, by_size=True))
 
-    def _chain_for(
-        self, batch: Batch, call: Call, first: int
-    ) -> tuple[str, str | None]:
+    def _chain_for(self, call: Call, first: int) -> tuple[str, str | None]:
         """Return the shortest chain for large values of a call, and their source."""
         children = call.children
         is_made_between = self._is_large(children[first].inputs)
@@ -198,11 +241,8 @@ class Search:
         readers = [i for i, c in enumerate(children) if self._is_large(c.inputs)]
         makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
         last = max([*readers, *(i + 1 for i in makers)])
-        plain = edge_dtypes(self.setting, batch, [])
-        for end in range(last, len(children)):
-            entry = self._name_chain(children[first : end + 1])
-            if not self._leaks(batch, entry, plain):
-                return entry, source
+        if last < len(children):
+            return self._name_chain(children[first : last + 1]), source
         if call.path:
             return call.path, source
         # It passes through the whole model, to the loss function.
@@ -211,24 +251,12 @@ class Search:
     def _name_chain(self, calls: list[Call]) -> str:
         paths = list(dict.fromkeys(call.path or "" for call in calls))
         short = TO.join([paths[0], paths[-1]]) if len(paths) > 1 else paths[0]
-        is_exact = _paths(self.setting.model, [short]) == paths
+        is_exact = self._paths([short]) == paths
         return short if is_exact else TO.join(paths)
 
     def _is_large(self, values: list[Value]) -> bool:
         large = [v.magnitude for v in values if v.magnitude >= self._limit]
         return any(not is_one_of(x, self._given) for x in large)
-
-    def _leaks(
-        self, batch: Batch, entry: str, plain: list[tuple[str, mx.Dtype]]
-    ) -> bool:
-        """Tell whether float32 gets out of a chain to the layers that follow."""
-        inside = _paths(self.setting.model, [entry])
-        mixed = edge_dtypes(self.setting, batch, [entry])
-        return any(
-            before in HALF and after not in HALF
-            for (path, before), (_, after) in zip(plain, mixed, strict=True)
-            if not any(is_inside(path, each) for each in inside)
-        )
 
     # Faults inside of layers, seen where half precision departs from float32.
 
@@ -242,7 +270,7 @@ class Search:
                 self._give_the_loss_float32(batch, reference, why)
                 continue
             path = place.layer
-            inside = _paths(self.setting.model, self.where)
+            inside = self._paths(self.where)
             while any(is_inside(path, each) for each in inside):
                 if not path:
                     raise NoCureFound(
@@ -306,7 +334,7 @@ class Search:
 
     def _run_scaled(self, batch: Batch, reference: Run, where: Sequence[str]) -> Run:
         """Run in half precision, at the scale that a dynamic scaler would find."""
-        inside = _paths(self.setting.model, where)
+        inside = self._paths(where)
         outside = [
             value.largest
             for value in [*reference.backward, *reference.gradients.values()]
@@ -316,17 +344,19 @@ class Search:
         power = math.floor(math.log2(self._limit / largest)) if largest > 0 else 16
         scale = min(max(2.0**power, _MIN_SCALE), _MAX_SCALE)
         while True:
-            half = self._run(batch, where, scale=scale)
+            _logger.info("in half precision with float32 layers %s", where)
+            half = run(self.setting, batch, where, scale=scale)
             overflows = math.isfinite(half.loss) and not half.has_finite_gradients
             if not overflows or scale <= _MIN_SCALE:
                 return half
             scale = max(scale * 2.0**-8, _MIN_SCALE)
 
-    def _run(self, batch: Batch, where: Sequence[str], **options: Any) -> Run:
-        if self._progress is not None:
-            kind = "in float32" if options.get("in_float32") else "in half precision"
-            self._progress(f"{self._name} {kind}, {len(where)} float32 layers")
-        return run(self.setting, batch, where, **options)
+    def _outermost(self, reasons: Sequence[Reason]) -> list[str]:
+        chains = resolve(self.setting.model, [reason.entry for reason in reasons])
+        return [chain.entry for chain in chains]
+
+    def _paths(self, where: Sequence[str]) -> list[str]:
+        return resolve_paths(self.setting.model, where)
 
     def _share(self, path: str) -> float:
         parameters = tree_flatten(self.setting.model.parameters())
@@ -369,11 +399,3 @@ def _how_far(value: Value, references: dict[int, Value]) -> str:
 def _caller_of(reference: Run, path: str) -> str:
     callers = [value.caller for value in reference.forward if value.path == path]
     return (callers[0] if callers else path.rpartition(".")[0]) or ""
-
-
-def _outermost(model: nn.Module, reasons: Sequence[Reason]) -> list[str]:
-    return [chain.entry for chain in resolve(model, [r.entry for r in reasons])]
-
-
-def _paths(model: nn.Module, where: Sequence[str]) -> list[str]:
-    return [path for chain in resolve(model, where) for path, _ in chain.layers]

@@ -3,38 +3,23 @@
 import difflib
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..files.atomic import atomic_write
-from .calls import has_call
+from .calls import has_method, is_inside, ordered_modules
 
 # "layers.3 to norm": no path has a space in it.
 TO = " to "
 THE_LOSS = "the loss"
 
-_FORMAT = "mlx_gradscale.float32_layers"
-_VERSION = 1
+_FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
 # A thousand layers with their reasons are some 200 kB.
 _MAX_BYTES = 2**22
-
-
-class HasWhere(Protocol):
-    """The results of ``find_float32_layers`` and ``float32_layers``."""
-
-    @property
-    def where(self) -> Sequence[str]:
-        """The layers, as ``float32_layers`` takes them."""
-
-
-Where = (
-    str | Iterable[str] | HasWhere | Callable[[str, nn.Module], bool] | os.PathLike[str]
-)
 
 
 @dataclass(frozen=True)
@@ -52,7 +37,7 @@ class Chain:
     reaches_loss: bool = False
 
 
-def resolve(model: nn.Module, where: Where) -> list[Chain]:
+def resolve(model: nn.Module, where: Any) -> list[Chain]:
     """Return the layers that ``where`` names, without layers inside of others.
 
     Raises:
@@ -63,15 +48,14 @@ def resolve(model: nn.Module, where: Where) -> list[Chain]:
     modules = dict(ordered_modules(model))
     chains: dict[str, Chain] = {}
     for entry in _entries(where, modules):
-        for chain in _chains(model, modules, entry):
+        for chain in _chains(modules, entry):
             chains.setdefault(chain.entry, chain)
     every = [path for chain in chains.values() for path, _ in chain.layers]
     for path in every:
-        if not has_call(type(modules[path])):
-            prefix = f"{path}." if path else ""
+        if not has_method(type(modules[path]), "__call__"):
             raise ValueError(
                 f"{path or 'The model'!r} has no __call__ of its own: name the modules "
-                f"inside of it, for example '{prefix}*'."
+                f"inside of it, for example '{path}{'.' if path else ''}*'."
             )
     outermost = []
     for chain in chains.values():
@@ -81,42 +65,13 @@ def resolve(model: nn.Module, where: Where) -> list[Chain]:
             if not any(path != other and is_inside(path, other) for other in every)
         )
         if layers:
-            outermost.append(Chain(chain.entry, layers, chain.reaches_loss))
+            outermost.append(replace(chain, layers=layers))
     return outermost
 
 
-def ordered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module with its path, in the order of definition."""
-    found: list[tuple[str, nn.Module]] = []
-    _collect_modules(model, "", (), found)
-    return found
-
-
-def _collect_modules(
-    tree: Any, path: str, above: tuple[int, ...], found: list[tuple[str, nn.Module]]
-) -> None:
-    if id(tree) in above:
-        return
-    if isinstance(tree, nn.Module):
-        found.append((path, tree))
-    above = (*above, id(tree))
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, (dict, list)):
-            name = f"{path}.{key}" if path else str(key)
-            _collect_modules(value, name, above, found)
-
-
-def module_path(modules: Container[str], path: str) -> str:
-    """Return the path of the module that holds a parameter, also inside of lists."""
-    path = path.rpartition(".")[0]
-    while path not in modules:
-        path = path.rpartition(".")[0]
-    return path
-
-
-def is_inside(path: str, outer: str) -> bool:
-    """Tell whether a path is that of a module or lies inside of it."""
-    return not outer or path == outer or path.startswith(f"{outer}.")
+def resolve_paths(model: nn.Module, where: Any) -> list[str]:
+    """Return the paths of the layers that ``where`` names."""
+    return [path for chain in resolve(model, where) for path, _ in chain.layers]
 
 
 def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
@@ -133,23 +88,20 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
         if not found:
             raise ValueError("The function returns True for no module of the model.")
         return found
-    if isinstance(where, Iterable):
-        entries = list(where)
-        if all(isinstance(entry, str) for entry in entries):
-            return entries
-    raise TypeError(
-        "Name the layers by a path, a glob, a list of these, a function of path and "
-        f"module, or a .json file, got {where!r}."
-    )
+    entries: list[Any] = list(where) if isinstance(where, Iterable) else [None]
+    if not all(isinstance(entry, str) for entry in entries):
+        raise TypeError(
+            "Name the layers by a path, a glob, a list of these, a function of path "
+            f"and module, or a .json file, got {where!r}."
+        )
+    return entries
 
 
-def _chains(model: nn.Module, modules: dict[str, nn.Module], entry: str) -> list[Chain]:
-    *parts, last = entry.split(TO)
-    reaches_loss = bool(parts) and last == THE_LOSS
-    if not reaches_loss:
-        parts = [*parts, last]
-    found = [_matches(model, modules, part) for part in parts]
-    if TO not in entry:
+def _chains(modules: dict[str, nn.Module], entry: str) -> list[Chain]:
+    names = entry.split(TO)
+    reaches_loss = len(names) > 1 and names[-1] == THE_LOSS
+    found = [_matches(modules, name) for name in names[: -1 if reaches_loss else None]]
+    if len(names) == 1:
         return [Chain(path, ((path, modules[path]),)) for path in found[0]]
     named = {path for matches in found for path in matches}
     paths = found[0]
@@ -167,35 +119,21 @@ def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
     found: list[str] = []
     for path in paths[paths.index(first) + 1 : paths.index(last)]:
         is_part = any(is_inside(path, outer) for outer in (first, *found))
-        if not is_part and not is_inside(last, path) and has_call(type(modules[path])):
+        is_called = has_method(type(modules[path]), "__call__")
+        if is_called and not is_part and not is_inside(last, path):
             found.append(path)
     return found
 
 
-def _matches(model: nn.Module, modules: dict[str, nn.Module], name: str) -> list[str]:
+def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
     if name in modules:
         return [name]
-    if set(name) & set("*?["):
-        found = [path for path in modules if path and fnmatchcase(path, name)]
-        if not found:
-            raise ValueError(f"{name!r} matches no module.{_nearest(name, modules)}")
-        return found
-    value: Any = model
-    for key in name.split("."):
-        try:
-            value = value[int(key)] if isinstance(value, list) else getattr(value, key)
-        except (AttributeError, IndexError, ValueError):
-            nearest = _nearest(name, modules)
-            raise ValueError(f"{name!r} names no module.{nearest}") from None
-    owner = name.rpartition(".")[0] or "the model itself, ''"
-    kind = "function" if callable(value) else type(value).__name__
-    kind = "parameter" if isinstance(value, mx.array) else kind
-    raise ValueError(f"{name!r} is a {kind}: name the module that uses it, {owner}.")
-
-
-def _nearest(name: str, modules: dict[str, nn.Module]) -> str:
-    near = difflib.get_close_matches(name, [m for m in modules if m], 3, cutoff=0.4)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    found = [path for path in modules if path and fnmatchcase(path, name)]
+    if not found:
+        near = difflib.get_close_matches(name, [m for m in modules if m], 3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"{name!r} names no module.{hint}")
+    return found
 
 
 def save_float32_layers(
@@ -212,8 +150,7 @@ def save_float32_layers(
     """
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
-    content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
-    content["layers"] = list(layers)
+    content: dict[str, Any] = {**_FORMAT, "layers": list(layers)}
     if reasons:
         content["reasons"] = list(reasons)
     with atomic_write(path) as file:
@@ -232,11 +169,10 @@ def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:
         content = json.loads(data) if len(data) <= _MAX_BYTES else None
     except (ValueError, RecursionError):
         content = None
-    if isinstance(content, dict) and content.get("format") == _FORMAT:
+    if isinstance(content, dict) and _FORMAT.items() <= content.items():
         layers: Any = content.get("layers")
-        is_list = isinstance(layers, list) and all(isinstance(x, str) for x in layers)
-        if is_list and content.get("version") == _VERSION:
-            return list(layers)
+        if isinstance(layers, list) and all(isinstance(x, str) for x in layers):
+            return layers
     raise ValueError(
         f"{os.fspath(path)} is not a list of float32 layers. Write one with "
         "find_float32_layers(...).save(path)."

@@ -11,21 +11,16 @@ verified; pipes and devices are refused.
 
 Not supported: sparse, quantized and nested tensors, DTensors, TorchScript archives,
 folders of ``torch.distributed.checkpoint`` (the error names PyTorch's command that
-makes a file of them), dtypes that MLX lacks, files of before PyTorch 0.4, containers
-that contain themselves, and dict keys other than plain values and flat tuples of them.
+makes a file of them), dtypes that MLX lacks, big-endian files, files of before PyTorch
+0.4, containers that contain themselves, and dict keys other than plain values and flat
+tuples of them.
 
 A template is an object whose tensors are replaced by ``TensorShape`` leaves. ``save``
 and ``load`` keep them, so that it can be filled with arrays later. Only this library
 reads such a file.
 """
 
-from .foreign import (
-    DefaultDict,
-    Placeholder,
-    TensorShape,
-    TorchTensor,
-    plain_value,
-)
+from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, plain_value
 from .limits import CheckpointError, Limits
 from .reader import load, shapes
 from .writer import save

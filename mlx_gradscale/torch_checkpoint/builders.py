@@ -11,16 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .foreign import (
-    DefaultDict,
-    Placeholder,
-    TensorShape,
-    TorchName,
-    TorchSize,
-    is_count,
-    require,
-)
-from .limits import check
+from .foreign import DefaultDict, Placeholder, TensorShape, TorchName, TorchSize, flag
+from .limits import check, is_count, require
 from .tensors import BY_NAME, BY_STORAGE, UNTYPED, TensorReader
 
 # The name under which a TensorShape is written.
@@ -32,22 +24,16 @@ _TENSOR_CLASSES = (
     "torch.nn.parameter.Buffer",
 )
 _KNOWN = {*UNTYPED, *(f"torch.{name}" for name in BY_STORAGE)}
-# Tensor types that cannot be read, by prefix, with advice.
-_REFUSED = {
-    "torch._utils._rebuild_qtensor": "Dequantize the tensor and save again.",
-    "torch._utils._rebuild_sparse": "Call .to_dense() and save again.",
-    "torch._utils._rebuild_nested": "Save the nested tensor as a list.",
-    "torch._utils._rebuild_meta": "A meta tensor has no data to read.",
-    "torch._utils._rebuild_wrapper_subclass": (
-        "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and "
-        "save what rank 0 gets: torch.distributed.checkpoint.state_dict.get_state_dict("
-        "model, optimizer, options=StateDictOptions(full_state_dict=True, "
-        "cpu_offload=True))."
-    ),
-    "torch._utils._rebuild": "Save it as a dense tensor.",
-    "torch._tensor._rebuild": "Save it as a dense tensor.",
-    "torch.storage.": "Save the tensor instead.",
-}
+# Tensors that are not dense: sparse, quantized, nested, meta, DTensors.
+_TENSORS = (
+    r"torch\.(_utils|_tensor)\._rebuild.*|torch\.storage\..*|"
+    r"torch\.(cuda\.)?\w+Storage"
+)
+_GATHER = (
+    "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
+    "what rank 0 gets: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
+    "optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
+)
 
 
 def look_up(module: str, name: str) -> Any:
@@ -58,11 +44,11 @@ def look_up(module: str, name: str) -> Any:
         return found
     if module == "torch" and name in BY_NAME:
         return TorchName(path)
-    advice = next((_REFUSED[start] for start in _REFUSED if path.startswith(start)), "")
+    advice = "Save it as a dense tensor (.to_dense(), .dequantize())."
     check(
-        not advice and not re.fullmatch(r"torch\.(cuda\.)?\w+Storage", path),
+        not re.fullmatch(_TENSORS, path),
         f"the file holds {path[:120]!a}, which is not a dense tensor that can be read. "
-        + (advice or "Save it as a dense tensor."),
+        f"{_GATHER if name == '_rebuild_wrapper_subclass' else advice}",
     )
     is_name = len(path) <= _MAX_NAME and path.isprintable()
     check(is_name and "" not in path.split("."), f"{path[:120]!a} is not a name.")
@@ -73,28 +59,16 @@ def look_up(module: str, name: str) -> Any:
 # raises TypeError if there are others than it takes.
 
 
-def _tensor(t: TensorReader, *args: Any) -> Any:
-    require(len(args) == 4)
-    return t.tensor(*args)
-
-
-def _tensor_v2(t: TensorReader, *args: Any) -> Any:
-    require(6 <= len(args) <= 7)
-    storage, offset, shape, strides, grad, _hooks, *metadata = args
-    return t.tensor(storage, offset, shape, strides, grad, None, *metadata)
-
-
 def _tensor_v3(t: TensorReader, *args: Any) -> Any:
-    require(7 <= len(args) <= 8)
-    storage, offset, shape, strides, grad, _hooks, dtype, *metadata = args
-    return t.tensor(storage, offset, shape, strides, grad, dtype, *metadata)
+    require(len(args) in (7, 8))
+    return t.tensor(*args[:6], *args[7:], dtype=args[6])
 
 
 def _parameter(
-    t: TensorReader, data: Any, grad: Any = True, _hooks: Any = None, _state: Any = None
+    _: TensorReader, data: Any, grad: Any = True, _hooks: Any = None, _state: Any = None
 ) -> Any:
     require(isinstance(data, (mx.array, TensorShape)))
-    return t.flag(data, grad is True, True)
+    return flag(data, grad is True, True)
 
 
 def _from_type(t: TensorReader, function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -114,10 +88,6 @@ def _tensor_shape(
     return TensorShape(shape, dtype, grad, parameter)
 
 
-def _ordered_dict(_: TensorReader) -> OrderedDict[Any, Any]:
-    return OrderedDict()
-
-
 def _default_dict(_: TensorReader, factory: Any = None) -> DefaultDict:
     require(factory is None or isinstance(factory, Placeholder))
     return DefaultDict(factory=factory)
@@ -128,7 +98,7 @@ def _counter(_: TensorReader, counts: Any) -> Counter[Any]:
     return Counter(counts)
 
 
-def _size(_: TensorReader, sizes: Any = ()) -> TorchSize:
+def _size(_: TensorReader, sizes: Any) -> TorchSize:
     require(type(sizes) is tuple and all(map(is_count, sizes)))
     return TorchSize(sizes)
 
@@ -139,17 +109,14 @@ def _device(_: TensorReader, kind: Any, index: Any = None) -> TorchName:
     return TorchName(kind if index is None else f"{kind}:{index}")
 
 
-def _encode(_: TensorReader, text: Any = "", encoding: Any = "latin1") -> bytes:
-    require(type(text) is str and encoding == "latin1")
+def _encode(_: TensorReader, text: Any, encoding: Any) -> bytes:
+    require(type(text) is str and encoding in ("latin1", "latin-1"))
     check(max(text, default="") <= "\xff", "a bytes value has characters beyond 255.")
-    return str(text).encode("latin1")
+    return text.encode("latin1")  # type: ignore[no-any-return]
 
 
-def _bytearray(
-    t: TensorReader, data: Any = b"", encoding: Any = "latin-1"
-) -> bytearray:
-    if type(data) is str and encoding == "latin-1":
-        data = _encode(t, data)
+def _bytearray(t: TensorReader, data: Any = b"", *encoding: Any) -> bytearray:
+    data = _encode(t, data, *encoding) if encoding else data
     require(type(data) is bytes)
     return bytearray(data)
 
@@ -160,15 +127,15 @@ def _complex(_: TensorReader, real: Any, imag: Any) -> complex:
 
 
 BUILDERS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor": TensorReader.tensor,
+    "torch._utils._rebuild_tensor_v2": TensorReader.tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
     # Where torch._tensor was until PyTorch 1.8.
     "torch.tensor._rebuild_from_type_v2": _from_type,
-    "collections.OrderedDict": _ordered_dict,
+    "collections.OrderedDict": lambda _: OrderedDict(),
     "collections.Counter": _counter,
     "collections.defaultdict": _default_dict,
     "torch.Size": _size,

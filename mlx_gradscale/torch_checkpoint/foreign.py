@@ -6,8 +6,8 @@ the description, so the program that knows the class finds its own object.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# str() of a placeholder shows arguments this deep, this many, and this long.
-_MAX_DEPTH, _MAX_ITEMS, _MAX_TEXT = 2, 6, 200
+from .limits import is_count, require
+
+# str() of a placeholder shows this many arguments, and is this long.
+_MAX_ITEMS, _MAX_TEXT = 6, 200
 # Functions that make an object of the class that is their first argument.
 _CONSTRUCTORS = (
     "copyreg._reconstructor",
@@ -34,7 +36,6 @@ class Placeholder:
         module (str): The module of the class or function.
         name (str): Its name there.
         args (tuple or None): The arguments of the call; None for a bare name.
-        kwargs (dict or None): The keyword arguments, if any.
         callee (Placeholder or None): What is called.
         opcode (bytes): The pickle instruction that makes the call.
         edits (list): The instructions that follow, each with its values.
@@ -46,12 +47,11 @@ class Placeholder:
         ('paint.Color', (3,), 'paint.Color(3)')
     """
 
-    __slots__ = ("args", "callee", "edits", "kwargs", "module", "name", "opcode")
+    __slots__ = ("args", "callee", "edits", "module", "name", "opcode")
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
         self.args: tuple[Any, ...] | None = None
-        self.kwargs: dict[Any, Any] | None = None
         self.callee: Placeholder | None = None
         self.opcode = b"c"
         self.edits: list[tuple[bytes, list[Any]]] = []
@@ -61,9 +61,7 @@ class Placeholder:
         """Return the placeholder of a class or function."""
         return cls(module, name)
 
-    def called(
-        self, opcode: bytes, args: tuple[Any, ...], kwargs: dict[Any, Any] | None = None
-    ) -> "Placeholder":
+    def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
         """Return the object that a pickle instruction makes by calling this one."""
         known = self
         if self.path in _CONSTRUCTORS and args and type(args[0]) is Placeholder:
@@ -72,8 +70,8 @@ class Placeholder:
         if self.is_getattr and [type(arg) for arg in args] == [Placeholder, str]:
             # How protocol 2 refers to a class inside another class.
             made.module = args[0].module
-            made.name = f"{args[0].name}.{args[1]}"[: 5 * _MAX_TEXT]
-        made.callee, made.opcode, made.args, made.kwargs = self, opcode, args, kwargs
+            made.name = f"{args[0].name}.{args[1][:_MAX_TEXT]}"[:_MAX_TEXT]
+        made.callee, made.opcode, made.args = self, opcode, args
         return made
 
     @property
@@ -97,7 +95,17 @@ class Placeholder:
         return self.args is None and self.path == "builtins.getattr"
 
     def __str__(self) -> str:
-        text = _show(self, _MAX_DEPTH)
+        path = self.path[:_MAX_TEXT]
+        if self.is_name:
+            return path
+        is_constructed = self.callee is not None and self.callee.path in _CONSTRUCTORS
+        args = () if is_constructed else self.args or ()
+        state = self.state if type(self.state) is dict else {}
+        shown = [_show(item) for item in args[:_MAX_ITEMS]]
+        for key, item in islice(state.items(), _MAX_ITEMS):
+            name = key[:40] if type(key) is str else _show(key)
+            shown.append(f"{name}={_show(item)}")
+        text = f"{path}({', '.join(shown)})"
         return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
     def __repr__(self) -> str:
@@ -106,8 +114,6 @@ class Placeholder:
 
 class DefaultDict(dict[Any, Any]):
     """A ``collections.defaultdict`` whose ``factory`` is kept but never called."""
-
-    __slots__ = ("factory",)
 
     def __init__(self, items: Any = (), factory: Any = None) -> None:
         super().__init__(items)
@@ -129,7 +135,7 @@ class TorchSize(tuple[Any, ...]):
 class TorchTensor(mx.array):
     """An array that remembers being a ``Parameter`` or having ``requires_grad``.
 
-    Results of arithmetic are plain arrays.
+    It shares memory with the array. Results of arithmetic are plain arrays.
 
     Args:
         array (mx.array): The values.
@@ -140,7 +146,10 @@ class TorchTensor(mx.array):
     def __init__(
         self, array: mx.array, requires_grad: bool = True, is_parameter: bool = True
     ) -> None:
-        super().__init__(array)
+        # MLX would copy an array here. Nothing computes these zeros, and the assignment
+        # replaces them by the array itself.
+        super().__init__(mx.zeros(array.shape, array.dtype, stream=mx.cpu))
+        self[...] = array
         self.requires_grad = requires_grad
         self.is_parameter = is_parameter
 
@@ -176,41 +185,29 @@ class TensorShape:
 
     def fill(self, array: mx.array) -> mx.array:
         """Return the array with the flags of this leaf. Shapes are not compared."""
-        if self.requires_grad or self.is_parameter:
-            return TorchTensor(array, self.requires_grad, self.is_parameter)
-        return array
+        filled: mx.array = flag(array, self.requires_grad, self.is_parameter)
+        return filled
 
 
-def require(condition: object) -> None:
-    """Raise a ``TypeError`` unless the condition holds."""
-    if not condition:
-        raise TypeError
+def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
+    """Return an array or a leaf as a ``Parameter`` or with ``requires_grad``."""
+    if not requires_grad and not is_parameter:
+        return tensor
+    if isinstance(tensor, TensorShape):
+        return TensorShape(tensor.shape, tensor.dtype, requires_grad, is_parameter)
+    return TorchTensor(tensor, requires_grad, is_parameter)
 
 
-def is_count(value: Any) -> bool:
-    """Return whether a value is a non-negative integer that fits in 64 bits."""
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _show(value: Any, depth: int) -> str:
+def _show(value: Any) -> str:
+    if isinstance(value, Placeholder):
+        return value.path[:_MAX_TEXT] + ("" if value.is_name else "(...)")
     if isinstance(value, (mx.array, TensorShape)):
         return "a tensor"
-    if isinstance(value, (str, bytes, bytearray)):
-        return repr(value[:40])
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
-    if not isinstance(value, Placeholder):
-        return repr(value)
-    path = value.path[:_MAX_TEXT]
-    if value.is_name or not depth:
-        return path if value.is_name else f"{path}(...)"
-    is_constructed = value.callee is not None and value.callee.path in _CONSTRUCTORS
-    args = () if is_constructed else value.args or ()
-    attributes = value.state if type(value.state) is dict else {}
-    named = list({**(value.kwargs or {}), **attributes}.items())[:_MAX_ITEMS]
-    shown = [_show(item, depth - 1) for item in args[:_MAX_ITEMS]]
-    shown += [f"{key!s:.40}={_show(item, depth - 1)}" for key, item in named]
-    return f"{path}({', '.join(shown)})"
+    if type(value) is int and value.bit_length() > 256:
+        return "a long int"  # Python refuses to print more than 4300 digits
+    return repr(value[:40] if isinstance(value, (str, bytes, bytearray)) else value)
 
 
 def plain_value(value: Any) -> Any:
@@ -228,21 +225,30 @@ def plain_value(value: Any) -> Any:
     if not isinstance(value, Placeholder) or value.is_name or value.callee is None:
         return value
     try:
-        return _MEANINGS[value.callee.path](value)
-    except (KeyError, TypeError, ValueError):  # not what the class itself writes
+        return _meaning(value, value.callee.path)
+    except (TypeError, ValueError):  # not what the class itself writes
         return value
 
 
-def _namespace(value: Placeholder) -> dict[Any, Any]:
-    require(type(value.state) is dict and not value.args)
-    return value.state  # type: ignore[no-any-return]
-
-
-def _path(value: Placeholder) -> str:
-    args = value.args or ()
-    require(len(args) < 100 and all(type(arg) is str for arg in args))
-    kind = PureWindowsPath if "Windows" in value.name else PurePosixPath
-    return str(kind(*args))
+def _meaning(value: Placeholder, path: str) -> Any:
+    args, state = value.args or (), value.state
+    if path in ("argparse.Namespace", "types.SimpleNamespace"):
+        require(type(state) is dict and not args)
+        return state
+    if re.fullmatch(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path", path):
+        require(len(args) < 100 and all(type(arg) is str for arg in args))
+        return str((PureWindowsPath if "Windows" in path else PurePosixPath)(*args))
+    function = path.replace("numpy._core.", "numpy.core.")
+    if function == "numpy.core.multiarray.scalar":
+        dtype, data = args
+        return _numpy_array(dtype, (), data).item()
+    if function == "numpy.core.multiarray._reconstruct":
+        _version, shape, dtype, is_fortran, data = state
+        return _numpy_array(dtype, shape, data, "F" if is_fortran is True else "C")
+    if function == "numpy.core.numeric._frombuffer":
+        data, dtype, shape, order = args
+        return _numpy_array(dtype, shape, data, order)
+    return value
 
 
 def _numpy_array(kind: Any, shape: Any, data: Any, order: Any = "C") -> Any:
@@ -257,37 +263,3 @@ def _numpy_array(kind: Any, shape: Any, data: Any, order: Any = "C") -> Any:
     require(isinstance(data, (bytes, bytearray)) and order in ("C", "F"))
     require(prod(shape) * dtype.itemsize == len(data))
     return np.frombuffer(bytes(data), dtype).reshape(shape, order=order)
-
-
-def _numpy_scalar(value: Placeholder) -> Any:
-    dtype, data = value.args or ()
-    return _numpy_array(dtype, (), data).item()
-
-
-def _numpy_reconstruct(value: Placeholder) -> Any:
-    _version, shape, dtype, is_fortran, data = value.state
-    return _numpy_array(dtype, shape, data, "F" if is_fortran is True else "C")
-
-
-def _numpy_frombuffer(value: Placeholder) -> Any:
-    data, dtype, shape, order = value.args or ()
-    return _numpy_array(dtype, shape, data, order)
-
-
-_MEANINGS: dict[str, Callable[[Placeholder], Any]] = {
-    "argparse.Namespace": _namespace,
-    "types.SimpleNamespace": _namespace,
-}
-for _core in ("numpy.core", "numpy._core"):
-    _MEANINGS[f"{_core}.multiarray.scalar"] = _numpy_scalar
-    _MEANINGS[f"{_core}.multiarray._reconstruct"] = _numpy_reconstruct
-    _MEANINGS[f"{_core}.numeric._frombuffer"] = _numpy_frombuffer
-for _flavour in (
-    "Path",
-    "PosixPath",
-    "WindowsPath",
-    "PurePosixPath",
-    "PureWindowsPath",
-):
-    _MEANINGS[f"pathlib.{_flavour}"] = _path
-    _MEANINGS[f"pathlib._local.{_flavour}"] = _path

@@ -1,6 +1,7 @@
 """The error that the reader raises, and how much work a file may ask for."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 class CheckpointError(ValueError):
@@ -15,9 +16,9 @@ class Limits:
     """How much a file may ask for. The defaults are far above real checkpoints.
 
     Args:
-        operations (int): Pickle instructions, including the cost of copies, long texts
-            and hash collisions. One takes about 1 microsecond and at most some 70
-            bytes; a tensor takes about 60. After reading, the object may also not
+        operations (int): Pickle instructions, including the cost of objects, copies,
+            long texts and hash collisions. One takes about 1 microsecond and at most
+            100 bytes; a tensor takes about 50. After reading, the object may also not
             contain more values than this, counting shared ones wherever they appear.
         depth (int): Nesting of containers, at most 400.
         pickle_bytes (int): Size of the pickle, which is read into memory.
@@ -36,7 +37,7 @@ class Budget:
 
     __slots__ = ("limits", "operations")
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None) -> None:
         self.limits = limits or Limits()
         self.operations = self.limits.operations
 
@@ -54,3 +55,14 @@ def check(condition: object, problem: str) -> None:
     """Raise a ``CheckpointError`` unless the condition holds."""
     if not condition:
         raise CheckpointError(problem)
+
+
+def require(condition: object) -> None:
+    """Raise a ``TypeError`` unless the condition holds."""
+    if not condition:
+        raise TypeError
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a non-negative integer that fits in 64 bits."""
+    return type(value) is int and 0 <= value < 2**63

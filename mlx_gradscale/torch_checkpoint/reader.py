@@ -11,21 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from .limits import Budget, CheckpointError, Limits, check
-from .tensors import Record, TensorReader, check_sum
+from .tensors import TensorReader, check_sum
 from .unpickler import Unpickler
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-_ZIP_ERRORS = (
-    zipfile.BadZipFile,
-    NotImplementedError,
-    ArithmeticError,
-    LookupError,
-    OSError,
-    ValueError,
-    struct.error,
-)
 # PyTorch reads nothing from a record that is marked as a folder.
 _IS_FOLDER = 0x10
 # Bytes of the zip directory that count as one operation.
@@ -76,7 +67,7 @@ def load(
         raise ValueError(
             f"float64 must be None, mx.float32 or mx.float64, not {float64!r}."
         )
-    return _read(_open(file), Budget(limits), float64=float64)
+    return _read(_open(file), Budget(limits), float64, only_shapes=False)
 
 
 def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None) -> Any:
@@ -95,13 +86,13 @@ def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None)
         >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
         (2, 2)
     """
-    return _read(_open(file), Budget(limits), only_shapes=True)
+    return _read(_open(file), Budget(limits), None, only_shapes=True)
 
 
 def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
     """Return the contents of a regular file, mapped into memory."""
-    if isinstance(file, (bytes, bytearray, memoryview)):
-        return memoryview(file).cast("B")
+    if isinstance(file, (bytes, bytearray)):
+        return memoryview(bytes(file))
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError(f"file must be a path or bytes, not {type(file).__name__}.")
     # Without O_NONBLOCK, opening a pipe waits for a writer.
@@ -126,20 +117,15 @@ def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
 
 
 def _read(
-    data: memoryview,
-    budget: Budget,
-    *,
-    float64: mx.Dtype | None = None,
-    only_shapes: bool = False,
+    data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
 ) -> Any:
     head = bytes(data[:4])
     if head == b"PK\x03\x04":
         return _read_zip(data, budget, float64, only_shapes)
-    if head[:1] == b"\x80":
-        return _read_legacy(data, budget, float64, only_shapes)
     is_gzip = head[:2] == b"\x1f\x8b"
     check(not is_gzip, "This file is compressed by gzip. Decompress it first.")
-    raise CheckpointError("This is not a file that torch.save() wrote.")
+    check(head[:1] == b"\x80", "This is not a file that torch.save() wrote.")
+    return _read_legacy(data, budget, float64, only_shapes)
 
 
 def _unpickle(
@@ -167,26 +153,27 @@ def _read_zip(
         "state_dict() of the model with torch.save() instead.",
     )
 
-    def find(name: str) -> Record:
+    def find(name: str) -> tuple[memoryview, int]:
         check(folder + name in entries, f"The file has no record {name[:80]!a}.")
         return _record(data, entries[folder + name])
 
-    order = b"little"
     if folder + "byteorder" in entries:
-        order = bytes(find("byteorder").data[:16])
-        check(order in (b"little", b"big"), f"The byte order {order!r} is unknown.")
+        check(
+            bytes(find("byteorder")[0]) == b"little",
+            "The file was written on a big-endian machine. Load it in PyTorch and save "
+            "it again on another.",
+        )
     pickle, checksum = find("data.pkl")
     check(
         pickle.nbytes <= budget.limits.pickle_bytes,
         f"The pickle has {pickle.nbytes} bytes. If you trust the file, raise "
         "limits.pickle_bytes.",
     )
-    check_sum(pickle, checksum or 0)
+    check_sum(pickle, checksum)
     tensors = TensorReader(
         None if only_shapes else lambda key: find(f"data/{key}"),
         data.nbytes,
         budget.limits,
-        order == b"big",
         float64,
     )
     value, end = _unpickle(bytes(pickle), 0, tensors, budget)
@@ -194,40 +181,28 @@ def _read_zip(
     return value
 
 
-class _Directory(io.RawIOBase):
-    """What ``zipfile`` reads from; pays for the directory before it is parsed."""
+class _Directory:
+    """The file that ``zipfile`` reads the directory from, and pays for."""
 
-    def __init__(self, data: memoryview, budget: Budget) -> None:
-        self._data, self._budget, self._at = data, budget, 0
+    def __init__(self, file: Any, budget: Budget) -> None:
+        self._file, self._budget = file, budget
 
-    def seekable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}
-        if base[whence] + offset < 0:
-            raise OSError("seeks before the file")
-        self._at = base[whence] + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = len(self._data) if size < 0 else self._at + size
-        part = self._data[self._at : stop]
-        self._budget.spend(part.nbytes // _DIRECTORY)
-        self._at += part.nbytes
-        return bytes(part)
+    def read(self, *size: int) -> bytes:
+        self._budget.spend(sum(size) // _DIRECTORY)
+        return self._file.read(*size)  # type: ignore[no-any-return]
 
 
 def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]:
+    file = data.obj if isinstance(data.obj, mmap.mmap) else io.BytesIO(data.obj)
     try:
-        with zipfile.ZipFile(_Directory(data, budget)) as archive:
+        with zipfile.ZipFile(_Directory(file, budget)) as archive:
             infos = archive.infolist()
     except CheckpointError:
         raise
-    except _ZIP_ERRORS as error:
+    except Exception as error:  # zipfile raises ten kinds of them
         raise CheckpointError(
             f"The zip directory is damaged or cut off ({error}). Copy the file again."
         ) from None
@@ -237,7 +212,7 @@ def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]
     return entries
 
 
-def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
+def _record(data: memoryview, info: zipfile.ZipInfo) -> tuple[memoryview, int]:
     """Return the bytes of a record, which PyTorch does not compress."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
@@ -255,7 +230,7 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
     found = data[start : start + info.file_size]
     is_whole = found.nbytes == info.file_size
     check(is_whole, f"The record {name} is cut off. Copy the file again.")
-    return Record(found, info.CRC)
+    return found, info.CRC
 
 
 def _read_legacy(
@@ -288,12 +263,12 @@ def _read_legacy(
     for key in keys:
         storage = tensors.storages[key]
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
-        records[key] = Record(data[at + 8 : at + 8 + storage.nbytes], None)
-        fits = count == storage.numel and records[key].data.nbytes == storage.nbytes
+        records[key] = data[at + 8 : at + 8 + storage.nbytes], None
+        fits = count == storage.numel and records[key][0].nbytes == storage.nbytes
         check(fits, "A storage has another size than its tensors say.")
         at += 8 + storage.nbytes
     check(at == data.nbytes, "There is data after the last storage.")
     # Where the storages are is known only now: read the object again, with arrays.
     del value, values
-    tensors = TensorReader(records.__getitem__, data.nbytes, limits, float64=float64)
+    tensors = TensorReader(records.__getitem__, data.nbytes, limits, float64)
     return _unpickle(head, starts[3], tensors, budget)[0]

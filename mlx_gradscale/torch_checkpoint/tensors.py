@@ -3,14 +3,15 @@
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .foreign import Placeholder, TensorShape, TorchTensor, is_count
-from .limits import Limits, check
+from .foreign import Placeholder, TensorShape, flag
+from .limits import Limits, check, is_count
 
 # MLX keeps a dimension in an int32; numpy 1 has at most 32 dimensions.
 _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
@@ -79,66 +80,52 @@ class Storage(NamedTuple):
         return self.numel * (self.element.numpy.itemsize if self.element else 1)
 
 
-class Record(NamedTuple):
-    """The bytes of a storage, and their checksum if the file has one."""
-
-    data: memoryview
-    checksum: int | None
-
-
 class TensorReader:
     """Make tensors of the storages in a file; or only their shapes.
 
     Args:
-        find (callable or None): Returns the record of a storage by its key. None
-            reads shapes only.
+        find (callable or None): Returns the bytes of a storage, and their checksum if
+            the file has one, by its key. None reads shapes only.
         file_size (int): Size of the file.
         limits (Limits): The bound on the size of all tensors.
-        big_endian (bool): Whether the elements are big-endian.
         float64 (Dtype or None): What double precision becomes.
     """
 
     def __init__(
         self,
-        find: Callable[[str], Record] | None,
+        find: Callable[[str], tuple[memoryview, int | None]] | None,
         file_size: int,
         limits: Limits,
-        big_endian: bool = False,
         float64: mx.Dtype | None = None,
     ) -> None:
         self.storages: dict[str, Storage] = {}
         self._find = find
         self._unread = file_size
         self._room = 4 * file_size + limits.tensor_bytes
-        self._big_endian = big_endian
         self._float64 = float64
         self._arrays: dict[str, tuple[Element, mx.array]] = {}
         # Keys are texts, whose hashes a file cannot choose.
         self._tensors: dict[str, Any] = {}
-        self._flagged: dict[str, tuple[Any, Any]] = {}
         self._checks: list[Future[None]] = []
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(max_workers=4)
 
     def storage(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
         # Types are compared first: an array raises an error if it is compared.
-        kind = pid[0] if type(pid) is tuple and pid and type(pid[0]) is str else ""
+        is_storage = type(pid) is tuple and len(pid) in (5, 6) and type(pid[0]) is str
         check(
-            kind != "module",
-            "the file holds a whole model with its source code. Save "
-            "model.state_dict() in PyTorch and load that.",
+            is_storage and pid[0] == "storage",
+            "the file refers to something that is no storage, as whole models of old "
+            "versions do. Save model.state_dict() in PyTorch and load that.",
         )
-        is_storage = kind == "storage" and len(pid) in (5, 6)
-        check(is_storage, "the file refers to something that is no storage.")
         _, kind, key, _location, numel, *views = pid
         path = kind.path if type(kind) is Placeholder and kind.args is None else ""
         element = BY_STORAGE.get(path.removeprefix("torch."))
         is_known = element or path in UNTYPED
         is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
-        check(is_known, "the file describes a storage in an unknown way.")
         check(
-            not views or views[0] is None,
-            "the file has storage views of before PyTorch 0.4. Load it in PyTorch and "
+            is_known and (not views or views[0] is None),
+            "the file describes a storage in an unknown way. Load it in PyTorch and "
             "save it again.",
         )
         storage = Storage(key, element, numel)
@@ -152,10 +139,15 @@ class TensorReader:
         shape: Any,
         strides: Any,
         requires_grad: Any = False,
-        dtype: Any = None,
+        _hooks: Any = None,
         metadata: Any = None,
+        *,
+        dtype: Any = None,
     ) -> Any:
-        """Return the checked view of a storage as an array, or its shape."""
+        """Return the checked view of a storage as an array, or its shape.
+
+        The arguments are those of PyTorch's ``_rebuild_tensor_v2``.
+        """
         element = _check_view(storage, offset, shape, strides, dtype)
         check(
             metadata is None or (type(metadata) is dict and not metadata),
@@ -175,23 +167,7 @@ class TensorReader:
                 if self._find
                 else TensorShape(tuple(shape), element.name)
             )
-        return self.flag(self._tensors[view], requires_grad is True, False)
-
-    def flag(self, data: Any, requires_grad: bool, is_parameter: bool) -> Any:
-        """Return the tensor as a ``Parameter`` or with ``requires_grad``."""
-        if not requires_grad and not is_parameter:
-            return data
-        key = f"{id(data)} {requires_grad} {is_parameter}"
-        if key not in self._flagged:
-            flags = requires_grad, is_parameter
-            flagged = (
-                TensorShape(data.shape, data.dtype, *flags)
-                if isinstance(data, TensorShape)
-                else TorchTensor(data, *flags)
-            )
-            # With the data, so that no other tensor gets its id.
-            self._flagged[key] = flagged, data
-        return self._flagged[key][0]
+        return flag(self._tensors[view], requires_grad is True, False)
 
     def finish(self) -> None:
         """Evaluate the tensors and wait for the checksums."""
@@ -202,8 +178,7 @@ class TensorReader:
 
     def close(self) -> None:
         """End the threads that compute checksums."""
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
 
     def _view(
         self,
@@ -217,7 +192,7 @@ class TensorReader:
         if 0 in shape:
             return mx.zeros(shape, target.mlx, stream=mx.cpu)
         stored = storage.nbytes // element.numpy.itemsize
-        is_whole = prod(shape) == stored and _is_contiguous(shape, strides)
+        is_whole = prod(shape) == stored and strides == row_strides(shape)
         check(
             is_whole or stored <= _MAX_DIM,
             f"the tensor is part of a storage of over {_MAX_DIM} elements. Call "
@@ -244,17 +219,15 @@ class TensorReader:
         is_double = element.name in _ROUNDED
         if is_double and self._float64 is not None and self._float64 == mx.float32:
             return BY_NAME[_ROUNDED[element.name]]
-        advice = "pass float64=mx.float32 to round it, or " if is_double else ""
+        advice = "Convert it in PyTorch and save again"
+        if is_double:
+            advice = "Pass float64=mx.float32 to round such tensors"
+        if element.name == "float64":
+            advice += ", or float64=mx.float64 to keep them for the CPU"
         check(
-            element.mlx is not None,
-            f"the tensor has dtype torch.{element.name}, which MLX does not have: "
-            f"{advice}convert it in PyTorch and save again.",
-        )
-        check(
-            not is_double or self._float64 is not None,
-            "the tensor has dtype torch.float64, which MLX computes only on the CPU. "
-            "Pass float64=mx.float32 to round such tensors, or float64=mx.float64 to "
-            "keep them.",
+            element.mlx is not None and (not is_double or self._float64 is not None),
+            f"MLX does not compute with torch.{element.name}, the dtype of the tensor. "
+            f"{advice}.",
         )
         return element
 
@@ -270,12 +243,9 @@ class TensorReader:
         )
         self._unread -= data.nbytes
         check(self._unread >= 0, "records of the file overlap.")
-        if checksum is not None and data.nbytes < _LARGE:
-            check_sum(data, checksum)
-        elif checksum is not None:
-            self._check_in_thread(data, checksum)
-        dtype = element.numpy.newbyteorder(">") if self._big_endian else element.numpy
-        values = np.frombuffer(data, dtype)
+        if checksum is not None:
+            self._check_sum(data, checksum)
+        values = np.frombuffer(data, element.numpy)
         if element.name == "bool":
             is_bool = values.view(np.uint8).max() <= 1
             check(is_bool, "a bool tensor has bytes other than 0 and 1.")
@@ -283,15 +253,15 @@ class TensorReader:
             values = values.astype(target.numpy, copy=False)
         return values if values.flags.aligned else values.copy()
 
-    def _check_in_thread(self, data: memoryview, checksum: int) -> None:
-        self._threads = self._threads or ThreadPoolExecutor(max_workers=4)
-        try:
-            self._checks.append(self._threads.submit(check_sum, data, checksum))
-        except RuntimeError:  # the interpreter is shutting down
-            check_sum(data, checksum)
+    def _check_sum(self, data: memoryview, checksum: int) -> None:
+        if data.nbytes >= _LARGE:
+            with suppress(RuntimeError):  # the interpreter is shutting down
+                self._checks.append(self._threads.submit(check_sum, data, checksum))
+                return
+        check_sum(data, checksum)
 
 
-def check_sum(data: "memoryview | bytes", checksum: int) -> None:
+def check_sum(data: memoryview, checksum: int) -> None:
     """Raise unless the data has this CRC-32."""
     check(
         zlib.crc32(data) == checksum,
@@ -299,13 +269,9 @@ def check_sum(data: "memoryview | bytes", checksum: int) -> None:
     )
 
 
-def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, stride in zip(shape[::-1], strides[::-1], strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides in row order. PyTorch counts an empty dimension as 1."""
+    return tuple(prod(n or 1 for n in shape[i:]) for i in range(1, len(shape) + 1))
 
 
 def _check_view(
@@ -319,12 +285,12 @@ def _check_view(
         name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
         check(name in BY_NAME, "a tensor is rebuilt without a known dtype.")
         element = BY_NAME[name]
-    for sizes in (shape, strides):
-        fits = isinstance(sizes, tuple) and len(sizes) <= _MAX_NDIM
-        check(fits, f"a tensor has more than {_MAX_NDIM} dimensions.")
-        check(all(map(is_count, sizes)), "the shape or strides of a tensor are wrong.")
-    fits = is_count(offset) and len(shape) == len(strides)
-    check(fits, "the offset, shape and strides of a tensor do not match.")
+    is_sound = is_count(offset) and isinstance(shape, tuple)
+    is_sound = is_sound and isinstance(strides, tuple) and len(shape) == len(strides)
+    check(
+        is_sound and len(shape) <= _MAX_NDIM and all(map(is_count, shape + strides)),
+        "the offset, shape or strides of a tensor are wrong.",
+    )
     fits = max(shape, default=0) <= _MAX_DIM and prod(n or 1 for n in shape) < 2**62
     check(fits, f"a tensor of shape {tuple(shape)} is too large for MLX.")
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))

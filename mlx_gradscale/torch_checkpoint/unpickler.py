@@ -9,7 +9,7 @@ own unpickler is not involved.
 import pickletools
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +17,10 @@ import numpy as np
 
 from .builders import BUILDERS, look_up
 from .foreign import DefaultDict, Placeholder, TensorShape, TorchName, TorchSize
-from .limits import Budget, CheckpointError, check
+from .limits import Budget, CheckpointError, Limits, check, require
 from .tensors import TensorReader
 
+_SETS = ("builtins.set", "builtins.frozenset")
 _DICTS = frozenset({dict, OrderedDict, Counter, DefaultDict})
 _ITEMS = _DICTS | {list, tuple, TorchSize, set, frozenset}
 _TEXTS = frozenset({str, bytes, bytearray, TorchName})
@@ -28,11 +29,10 @@ _KEYS = frozenset({str, bytes, TorchName, Placeholder}) | _NUMBERS
 _LEAVES = _NUMBERS | _TEXTS | {Placeholder, TensorShape}
 _NOTHING = object()
 _STOP = ord(".")
-# Bytes of text that count as one operation, and what larger objects count.
-_TEXT = 32
-_SET, _PLACEHOLDER, _TENSOR = 3, 4, 20
+# Bytes of text that count as one operation, and what a call or a set counts.
+_TEXT, _OBJECT = 32, 4
 # Passing this many occupied slots of a hash table takes as long as one operation.
-_SLOTS = 128
+_SLOTS = 64
 # Python's own limit of recursion is 1000.
 _MAX_DEPTH = 400
 
@@ -76,13 +76,15 @@ class Unpickler:
                 elif code in _ACTIONS:
                     _ACTIONS[code](self)
                 else:
-                    check(False, f"{_opcode(code)} does not occur in checkpoints.")
+                    names = {ord(op.code): op.name for op in pickletools.opcodes}
+                    problem = f"pickle opcode {names.get(code, hex(code))} does not "
+                    raise CheckpointError(f"{problem}occur in checkpoints.")
             self.position += 1
             check(
                 not self._outer and len(self._stack) == 1,
                 "the pickle stops in the middle.",
             )
-            check_tree(self._stack[0], budget)
+            check_tree(self._stack[0], budget.limits)
             return self._stack[0]
         except IndexError:
             is_cut = self.position >= len(self._data)
@@ -145,11 +147,6 @@ class Unpickler:
         version = self._number(1)
         check(2 <= version <= 5, f"pickle protocol {version} is not one of 2 to 5.")
 
-    def _frame(self) -> None:
-        # A hint for buffering, no more.
-        size = self._number(8)
-        check(size <= len(self._data) - self.position, "the pickle is cut off.")
-
     def _mark(self) -> None:
         self._outer.append(self._stack)
         self._stack = []
@@ -185,7 +182,6 @@ class Unpickler:
         """Return the container on top of the stack; a placeholder notes the values."""
         target = self._stack[-1]
         if type(target) is Placeholder:
-            self._budget.spend(1)
             target.edits.append((opcode, values))
             return None
         change = f"it changes a {_kind(target)} as if it were a {kinds[0].__name__}."
@@ -195,7 +191,6 @@ class Unpickler:
     def _extend(self, items: list[Any], opcode: bytes = b"e") -> None:
         target = self._target(opcode, items, list)
         if target is not None:
-            self._budget.spend(len(items) // 4)
             target.extend(items)
 
     def _append(self) -> None:
@@ -220,11 +215,10 @@ class Unpickler:
         if target is not None:
             self._set_of(items, target)
 
-    def _set_of(
-        self, members: Iterable[Any], target: set[Any] | None = None
-    ) -> set[Any]:
+    def _set_of(self, members: list[Any], target: set[Any] | None = None) -> set[Any]:
+        require(type(members) is list)
         target = set() if target is None else target
-        self._budget.spend(_SET)
+        self._budget.spend(_OBJECT)
         for member in members:
             self._budget.spend(1)
             self._pay_for_key(target, member)
@@ -237,29 +231,25 @@ class Unpickler:
         A file can choose numbers and tuples that occupy each other's slots: n of them
         take n * n steps. The hashes of texts are secret; only long ones cost more.
         """
-        kind = type(key)
-        if kind in (str, bytes, TorchName):
-            if len(key) >= 1024:
-                self._budget.spend(len(key) // 1024)
+        if type(key) is str and len(key) < 1024:
             return
         parts = _check_key(key)
+        texts = [len(part) // 1024 for part in parts if type(part) in _TEXTS]
+        if len(texts) == len(parts):
+            self._budget.spend(sum(texts))
         # The keys 0, 1, 2, ... of an optimizer are never in each other's way.
-        if kind in (bool, Placeholder) or (kind is int and 0 <= key <= len(target)):
-            return
-        cost = 1
-        for part in parts:
-            cost += 1 + (len(part) // 1024 if type(part) in _TEXTS else 0)
-            # Numbers of equal hashes, which are compared in every slot.
-            is_long = type(part) is int and part.bit_length() > 60
-            cost += 8 if is_long or type(part) is complex else 0
-        self._budget.spend(cost * len(target) // _SLOTS + cost)
+        elif type(key) is not int or not 0 <= key <= len(target):
+            # Others may have equal hashes, and are then compared in every slot.
+            is_short = type(key) is float or (type(key) is int and abs(key) < 2**60)
+            cost = 1 if is_short else 8 * len(parts) + sum(texts)
+            self._budget.spend(cost * len(target) // _SLOTS + 1)
 
     def _name(self, module: Any, name: Any) -> Any:
         check(type(module) is type(name) is str, "a name in the pickle is not text.")
         # One object for each name, as the class itself would be.
         key = f"{module}\n{name}"
         if key not in self._names:
-            self._budget.spend(_PLACEHOLDER + len(key) // _TEXT)
+            self._budget.spend(_OBJECT + len(key) // _TEXT)
             self._names[key] = look_up(module, name)
         return self._names[key]
 
@@ -272,54 +262,45 @@ class Unpickler:
         return self._name(self._stack.pop(), name)
 
     def _persistent(self) -> Any:
-        self._budget.spend(_PLACEHOLDER)
+        self._budget.spend(_OBJECT)
         return self._tensors.storage(self._stack.pop())
 
     def _new_object(self) -> Placeholder:
         args = self._stack.pop()
         return self._call(b"\x81", self._stack.pop(), args)
 
-    def _new_object_ex(self) -> Placeholder:
-        kwargs, args = self._stack.pop(), self._stack.pop()
-        check(type(kwargs) is dict, "an object is made without keyword arguments.")
-        return self._call(b"\x92", self._stack.pop(), args, kwargs)
-
-    def _call(
-        self, opcode: bytes, callee: Any, args: Any, kwargs: Any = None
-    ) -> Placeholder:
+    def _call(self, opcode: bytes, callee: Any, args: Any) -> Placeholder:
         """Return the placeholder of the object that a call would make."""
         check(
             type(callee) is Placeholder and type(args) is tuple,
             f"it calls a {_kind(callee)} with a {_kind(args)}.",
         )
-        # Joining two names makes a text of up to 1000 characters.
-        self._budget.spend(_PLACEHOLDER * (5 if callee.is_getattr else 1))
-        return callee.called(opcode, args, kwargs)  # type: ignore[no-any-return]
+        self._budget.spend(_OBJECT)
+        return callee.called(opcode, args)  # type: ignore[no-any-return]
 
     def _reduce(self) -> Any:
         args, callee = self._stack.pop(), self._stack.pop()
         path = callee.path if type(callee) is Placeholder and not callee.callee else ""
-        kinds = [type(arg) for arg in args] if type(args) is tuple else None
-        if path in ("builtins.set", "builtins.frozenset") and kinds in ([list], []):
-            members = self._set_of(*args or [()])
-            return members if path == "builtins.set" else frozenset(members)
-        if path not in BUILDERS or kinds is None:
+        if type(args) is not tuple or (path not in BUILDERS and path not in _SETS):
             return self._call(b"R", callee, args)
-        # An argument may come from the memo and be copied any number of times.
-        for arg in args:
-            if type(arg) in _TEXTS:
-                self._budget.spend(len(arg) // _TEXT)
-            elif type(arg) in _ITEMS:
-                self._budget.spend(len(arg))
-        if path == "collections.Counter" and args and type(args[0]) is dict:
-            self._set_of(args[0])
+        self._budget.spend(_OBJECT)
         try:
-            value = BUILDERS[path](self._tensors, *args)
+            if path in _SETS:
+                require(len(args) < 2)
+                members = self._set_of(*args or ([],))
+                return members if path == "builtins.set" else frozenset(members)
+            # An argument may come from the memo and be copied any number of times.
+            for arg in args:
+                if type(arg) in _TEXTS:
+                    self._budget.spend(len(arg) // _TEXT)
+                elif type(arg) is dict:
+                    self._set_of(list(arg))
+                elif type(arg) in _ITEMS:
+                    self._budget.spend(len(arg))
+            return BUILDERS[path](self._tensors, *args)
         except TypeError:
             problem = f"{path} is called with arguments that it does not take."
             raise CheckpointError(problem) from None
-        self._budget.spend(_TENSOR if path.startswith("torch.") else _SET)
-        return value
 
     def _build(self) -> None:
         """Set the state of the object on top of the stack."""
@@ -332,13 +313,13 @@ class Unpickler:
                 "an OrderedDict has attributes other than _metadata. Save it as a "
                 "plain dict.",
             )
-            self._budget.spend(_SET)
+            self._budget.spend(_OBJECT)
             target.__dict__.update(state)
 
 
 _ACTIONS: dict[int, Callable[[Unpickler], object]] = {
     0x80: Unpickler._protocol,
-    0x95: Unpickler._frame,
+    0x95: lambda u: u._take(8),  # the size of a frame, a hint for buffering
     ord("("): Unpickler._mark,
     ord("a"): Unpickler._append,
     ord("e"): lambda u: u._extend(u._pop_mark()),
@@ -384,14 +365,13 @@ _VALUES: dict[int, Callable[[Unpickler], Any]] = {
     ord("t"): lambda u: tuple(u._pop_mark()),
     ord("]"): lambda u: [],
     ord("}"): lambda u: {},
-    0x8F: lambda u: u._set_of(()),
+    0x8F: lambda u: u._set_of([]),
     0x91: lambda u: frozenset(u._set_of(u._pop_mark())),
     # Names and objects.
     ord("c"): Unpickler._global,
     0x93: Unpickler._stack_global,
     ord("R"): Unpickler._reduce,
     0x81: Unpickler._new_object,
-    0x92: Unpickler._new_object_ex,
     ord("Q"): Unpickler._persistent,
     # The memo: BINGET, LONG_BINGET.
     ord("h"): lambda u: u._get(u._number(1)),
@@ -404,11 +384,6 @@ def _decode(data: bytes) -> str:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise CheckpointError("a text in the pickle is not valid UTF-8.") from None
-
-
-def _opcode(code: int) -> str:
-    names = (op.name for op in pickletools.opcodes if ord(op.code) == code)
-    return f"pickle opcode {next(names, hex(code))}"
 
 
 def _kind(value: Any) -> str:
@@ -426,16 +401,16 @@ def _check_key(key: Any) -> tuple[Any, ...]:
     return parts
 
 
-def check_tree(root: Any, budget: Budget) -> None:
+def check_tree(root: Any, limits: Limits) -> None:
     """Raise if an object is too deep, too large when expanded, or contains itself.
 
     Only placeholders may form rings. Whoever walks the object later needs no such
     checks.
     """
-    limits = budget.limits
     left, most = limits.operations, min(limits.depth, _MAX_DEPTH)
+    too_deep = f"containers are nested more than {most} deep, or one contains itself."
     # Placeholders are visited last, and each once.
-    pending: list[tuple[int, list[Any]]] = [(0, [root])]
+    pending: list[tuple[int, Iterable[Any]]] = [(0, (root,))]
     seen: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
@@ -447,19 +422,23 @@ def check_tree(root: Any, budget: Budget) -> None:
                 f"the object has more than {limits.operations} values, counting shared "
                 "ones wherever they appear. If you trust it, raise limits.operations."
             )
-        if kind is Placeholder and id(value) not in seen:
-            seen.add(id(value))
-            edits = [item for _, items in value.edits for item in items]
-            held = [value.callee, value.args, value.kwargs, *edits]
-            pending.append((depth + 1, held))
+        if kind is Placeholder:
+            if id(value) not in seen:
+                seen.add(id(value))
+                edits = [item for _, items in value.edits for item in items]
+                held = [value.callee, value.args, *edits]
+                pending.append((depth + 1, held))
         elif kind in _ITEMS:
-            check(
-                depth < most,
-                f"containers are nested more than {most} deep, or one contains itself.",
-            )
-            for key in () if kind in (list, tuple, TorchSize) else value:
-                _check_key(key)
-            for item in _contents(value):
+            check(depth < most, too_deep)
+            if kind not in (list, tuple, TorchSize):
+                for key in value:
+                    _check_key(key)
+            held = value
+            if kind in _DICTS:
+                # OrderedDict has _metadata as an attribute, and DefaultDict a factory.
+                attributes = getattr(value, "__dict__", {})
+                held = [*value, *value.values(), *attributes.values()]
+            for item in held:
                 visit(item, depth + 1)
         elif kind not in _LEAVES and not isinstance(value, (mx.array, np.ndarray)):
             raise CheckpointError(f"a {kind.__name__} cannot be a value.")
@@ -467,15 +446,3 @@ def check_tree(root: Any, budget: Budget) -> None:
     for depth, values in pending:
         for value in values:
             visit(value, depth)
-
-
-def _contents(value: Any) -> Iterator[Any]:
-    if type(value) not in _DICTS:
-        yield from value
-        return
-    for pair in value.items():
-        yield from pair
-    if type(value) is OrderedDict:
-        yield from vars(value).values()
-    elif type(value) is DefaultDict:
-        yield value.factory

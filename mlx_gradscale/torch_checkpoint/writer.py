@@ -25,8 +25,8 @@ from .foreign import (
     TorchSize,
     TorchTensor,
 )
-from .limits import Budget
-from .tensors import Element, element_of
+from .limits import Limits
+from .tensors import Element, element_of, row_strides
 from .unpickler import check_tree
 
 Array = mx.array | np.ndarray[Any, Any]
@@ -69,7 +69,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(obj)
-    check_tree(obj, Budget())
+    check_tree(obj, Limits())
     if isinstance(file, (str, os.PathLike)):
         # PyTorch names the folder in the zip file after the file, if it is ASCII.
         stem = Path(file).stem
@@ -139,21 +139,9 @@ def _chunks(array: Array) -> Iterator[memoryview]:
         values = np.asarray(memoryview(array))  # type: ignore[arg-type]
     else:
         values = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    if not values.size:
-        return
-    if values.flags.c_contiguous:
-        data = values.reshape(-1).view(np.uint8).data
-        for start in range(0, len(data), _CHUNK):
-            yield data[start : start + _CHUNK]
-        return
-    parts = np.nditer(
-        values,
-        flags=["external_loop", "buffered"],
-        order="C",
-        buffersize=_CHUNK // values.itemsize,
-    )
-    for part in parts:
-        yield np.ascontiguousarray(part).view(np.uint8).data
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    for start in range(0, len(data), _CHUNK):
+        yield data[start : start + _CHUNK]
 
 
 class _Data(NamedTuple):
@@ -196,7 +184,11 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Refuse all types that have no method here."""
         if type(obj) not in self.dispatch:
-            raise self._error(_refusal(obj))
+            advice = " Save .item() of it." if isinstance(obj, np.generic) else ""
+            raise self._error(
+                f"is a {type(obj).__name__}, which cannot be saved.{advice} Arrays, "
+                "dicts, lists, tuples, sets, numbers, text, bytes and None can."
+            )
         return NotImplemented
 
     def _error(self, problem: str) -> TypeError:
@@ -284,8 +276,6 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self._objects += 1
         self.save(obj.callee)
         self.save(obj.args)
-        if obj.kwargs is not None:
-            self.save(obj.kwargs)
         self.write(obj.opcode)
         self._remember(obj)
         for opcode, values in obj.edits:
@@ -329,7 +319,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.arrays.append(array)
         hooks: OrderedDict[Any, Any] = OrderedDict()
         shape = tuple(array.shape)
-        view = storage, 0, shape, _strides(shape), requires_grad, hooks
+        view = storage, 0, shape, row_strides(shape), requires_grad, hooks
         if element.storage:
             self._reduce("torch._utils", "_rebuild_tensor_v2", view, obj)
         else:
@@ -378,25 +368,3 @@ _Pickler.dispatch |= dict.fromkeys(_CALLS, _Pickler._save_call) | {
     _Data: _Pickler._save_data,
     _Storage: _Pickler._save_storage,
 }
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides in row order. PyTorch counts an empty dimension as 1."""
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(strides[::-1]) if shape else ()
-
-
-def _refusal(value: Any) -> str:
-    kind = type(value).__name__
-    if isinstance(value, np.generic):
-        return f"is a numpy {kind}. Save .item() of it."
-    if isinstance(value, tuple):
-        return f"is a {kind}, a named tuple. Save tuple() or ._asdict() of it."
-    if hasattr(value, "parameters"):
-        return f"is a {kind}. Save its parameters as a dict of arrays."
-    return (
-        f"is a {kind}, which cannot be saved. Only arrays, dicts, lists, tuples, sets, "
-        "numbers, text, bytes and None can."
-    )

@@ -178,22 +178,6 @@ def test_model_in_several_files_comes_back_as_one(end, tmp_path):
         load_torch(source, model)
 
 
-def test_model_in_a_subfolder_beside_its_optimizer_converts(tmp_path):
-    """As diffusers writes it."""
-    source = tmp_path / "checkpoint-500"
-    (source / "unet").mkdir(parents=True)
-    model, optimizer, _ = small()
-    pt.save(source / "optimizer.bin", optimizer)
-    file = source / "unet/diffusion_pytorch_model.bin"
-    pt.save(file, model)
-    mine = Small()
-    run = load_torch(source, mine)
-    mine.fc.bias = mine.fc.bias + 1
-    save_torch(tmp_path / "out", mine, run.optimizer, like=run.template)
-    back = pt.load(tmp_path / "out/unet/diffusion_pytorch_model.bin")
-    assert back["fc.bias"].tolist() == [2.0, 3.0]
-
-
 def lora_model():
     """A model of mlx-lm's kind with LoRA layers and a frozen base."""
     tuner = pytest.importorskip("mlx_lm.tuner.utils")

@@ -159,11 +159,6 @@ def test_settings_replace_assumed_values_and_silence_their_warning():
     assert (got["growth_interval"], got["growth_factor"]) == (50, 4.0)
 
 
-def test_nemo_hysteresis_is_named():
-    with pytest.warns(FormatWarning, match="_hysteresis_tracker"):
-        read_state(TORCH | {"_hysteresis_tracker": 1})
-
-
 def test_several_apex_losses_are_an_error_that_says_how():
     one = {"loss_scale": 1.0, "unskipped": 0}
     with pytest.raises(ValueError, match=r"state\['loss_scaler0'\]"):
@@ -226,6 +221,3 @@ def test_deepspeed_grows_at_the_same_steps(window, before, after):
         got = read_state(full)
     after = after[: after.index(False)] if False in after else after
     assert list(follow(got, after)) == [step(finite) for finite in after]
-
-
-PATTERN = [True] * 7 + [False, True, True, False] + [True] * 12

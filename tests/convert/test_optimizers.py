@@ -227,21 +227,9 @@ def test_what_schedules_put_into_the_groups_comes_back(tmp_path):
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
-def test_decoupled_lion_is_converted_by_name_and_its_decay_comes_back(tmp_path):
-    theirs = Side("Lion", decoupled=True).steps(range(2))
-    path = theirs.save(tmp_path / "a.pt")
-    plain = Mine(path)
-    assert any("--optimizer LionDecoupled" in note for note in plain.run.notes)
-    mine = Mine(path, optimizer="LionDecoupled")
-    assert mine.optimizer.weight_decay == pytest.approx(10.0)
-    mine.steps(range(2, 9)).save(tmp_path / "b.pt")
-    assert_close(mine, theirs.steps(range(2, 9)))
-    again = Side("Lion", decoupled=True).load(tmp_path / "b.pt")
-    assert again.optimizer.param_groups[0]["weight_decay"] == 0.1
-    mine.optimizer.weight_decay = 5.0
-    back = torch.load(mine.save(tmp_path / "c.pt"), weights_only=True)
-    decay = back["optimizer"]["param_groups"][0]["weight_decay"]
-    assert decay == pytest.approx(0.05)
+def test_lion_that_may_decay_otherwise_is_reported(tmp_path):
+    mine = Mine(Side("Lion").steps(range(1)).save(tmp_path / "a.pt"))
+    assert any("decoupled_weight_decay=True" in note for note in mine.run.notes)
 
 
 def test_muon_agrees_with_pytorch_but_for_its_bfloat16(tmp_path):
@@ -413,7 +401,7 @@ def test_wrong_options_are_named(tmp_path):
         ({"step": -5}, "cannot be negative"),
         ({"accept": ("amsgard",)}, "--accept amsgard: there is no such setting"),
         ({"optimizer": "Adam"}, "is not that of Adam"),
-        ({"optimizer": "Sophia"}, "Unknown optimizer 'Sophia'"),
+        ({"optimizer": "Sophia"}, "not that of Sophia.*Known are"),
     ):
         with pytest.raises(ConvertError, match=word):
             Mine(path, **options)
@@ -427,13 +415,11 @@ def test_learning_rates_that_do_not_fit_the_groups_are_refused(tmp_path):
     groups = [{"params": values[:1], "lr": 0.5}, {"params": values[1:]}]
     theirs.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     path = theirs.steps(range(1)).save(tmp_path / "a.pt")
-    for rate, error, word in (
-        (0.1, ValueError, "different learning rates"),
-        ([0.1], ValueError, "1 entries and the MLX optimizer 2"),
-        ([0.1, "fast"], TypeError, "must be a number"),
-        ([0.1, lambda step: 0.1], TypeError, "mx.array"),
+    for rate, word in (
+        (0.1, "different learning rates"),
+        ([0.1], "1 entries and the MLX optimizer 2"),
     ):
-        with pytest.raises(error, match=word):
+        with pytest.raises(ValueError, match=word):
             load_torch(path, Params(), learning_rate=rate)
     run = load_torch(path, Params(), learning_rate=[0.3, lambda step: mx.array(0.2)])
     first = run.optimizer.optimizers[0]

@@ -10,7 +10,6 @@ from mlx_gradscale.convert import ConvertError, Options, load_torch
 from mlx_gradscale.convert.layouts import make_plan
 from mlx_gradscale.convert.optimizer_section import OptimizerSection
 from mlx_gradscale.convert.order import parameter_names
-from mlx_gradscale.convert.tree import Unordered
 
 
 def named(**shapes):
@@ -28,16 +27,13 @@ def adam_state(groups, tensors):
     return {"state": state, "param_groups": packed}, dict(enumerate(names))
 
 
-def find(state, tensors, model=None, **options):
-    plan = make_plan(tensors, model)
-    section = OptimizerSection(state)
+def find(state, tensors, model=None, is_ordered=True, **options):
+    """The names by index, and notes; a safetensors file's are not in order."""
+    if not is_ordered:
+        tensors = dict(sorted(tensors.items()))
+    plan, section = make_plan(tensors, model), OptimizerSection(state)
     (found,), notes = parameter_names(
-        [section],
-        tensors,
-        plan,
-        Options(**options),
-        model,
-        is_ordered=not isinstance(tensors, Unordered),
+        [section], tensors, plan, Options(**options), model, is_ordered
     )
     return found, notes
 
@@ -57,12 +53,11 @@ def test_names_in_the_models_order_are_dealt_to_a_trainers_groups():
     decay = [n for n, t in tensors.items() if t.ndim == 2]
     rest = [n for n in tensors if n not in decay]
     state, want = adam_state([decay, rest], tensors)
-    held = Unordered(sorted(tensors.items()))
     for names in ((*decay, *rest), tuple(tensors)):
-        assert find(state, held, names=names) == (want, [])
+        assert find(state, tensors, is_ordered=False, names=names) == (want, [])
     state, _ = adam_state([["a.weight", "a.bias"], ["b.weight", "n.weight"]], tensors)
     with pytest.raises(ConvertError, match="More than one order"):
-        find(state, held, names=(*decay, *rest))
+        find(state, tensors, is_ordered=False, names=(*decay, *rest))
 
 
 def test_buffers_are_not_parameters():
@@ -106,10 +101,10 @@ def test_frozen_subset_of_equal_layers_asks_for_the_trained_names():
 def test_safetensors_file_does_not_tell_the_order():
     state, _ = adam_state([["a", "b"]], named(a=(3,), b=(3,)))
     with pytest.raises(ConvertError, match=r"safetensors.*--names"):
-        find(state, Unordered(named(a=(3,), b=(3,))))
-    tensors = Unordered(named(a=(3,), b=(4,)))
+        find(state, named(a=(3,), b=(3,)), is_ordered=False)
+    tensors = named(a=(3,), b=(4,))
     state, want = adam_state([["b", "a"]], tensors)
-    assert find(state, tensors) == (want, [])
+    assert find(state, tensors, is_ordered=False) == (want, [])
 
 
 class Pair(nn.Module):
@@ -123,7 +118,7 @@ def test_order_of_the_mlx_model_is_taken_for_safetensors_with_a_note():
     names = ["second.weight", "second.bias", "first.weight", "first.bias"]
     tensors = {n: mx.zeros((4, 4) if "weight" in n else 4) for n in names}
     state, want = adam_state([names], tensors)
-    found, notes = find(state, Unordered(sorted(tensors.items())), Pair())
+    found, notes = find(state, tensors, Pair(), is_ordered=False)
     assert found == want
     assert "the order of the MLX model's layers was taken" in notes[0]
 

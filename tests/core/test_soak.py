@@ -5,6 +5,7 @@ import pytest
 from tools.soak import soak
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("steps", "compiled"), [(1000, True), (300, False)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_long_training_leaks_nothing_and_follows_the_rule(steps, compiled):

@@ -6,7 +6,7 @@ import mlx.optimizers as optim
 import pytest
 
 import mlx_gradscale
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import GradScaler, LossScaleOptimizer, find_float32_layers
 from mlx_gradscale.diagnostics import explain_overflow
 
 HALF = mx.float16
@@ -130,10 +130,10 @@ def test_too_large_parameter_gets_a_float32_layer():
     model.norm.weight = mx.full((8,), 1e5)
     model.head.weight /= 1e5
     report = explain_overflow(model, loss_of(model), X, Y, compute_dtype=HALF)
-    assert (report.cause, report.layer) == ("parameters", "norm")
+    assert (report.cause, report.layer) == ("forward", "norm")
     paste(report, model)
     again = explain_overflow(model, loss_of(model), X, Y, compute_dtype=HALF)
-    assert again.cause != "parameters"
+    assert again.cause == "nothing"
 
 
 def test_cure_by_the_whole_model_says_what_else_to_do():
@@ -153,25 +153,13 @@ def test_cure_by_the_whole_model_says_what_else_to_do():
     batch = X.astype(HALF), Y.astype(HALF)
     report = explain_overflow(model, loss_of(model), *batch)
     assert (report.cause, report.cure) == ("forward", [""])
+    text = str(find_float32_layers(model, loss_of(model), [batch]))
+    assert text.startswith("The overflow is in the model's own code")
+    assert "\n\n" not in text
     assert "only the whole model in float32" in report.line
     assert "x.astype(mx.float32)" in report.line
     paste(report, model)
     assert mx.isfinite(loss_of(model)(*batch)).item()
-
-
-def test_cast_inputs_false_cures_too_large_arguments():
-    model, scaler = Net(), GradScaler(16.0)
-
-    def loss_fn(x, y):
-        off = model(x.astype(HALF)).astype(mx.float32) - y / 1e5
-        return off.square().mean()
-
-    batch = X, Y * 1e5
-    report = explain_overflow(model, loss_fn, *batch, compute_dtype=HALF)
-    assert report.cause == "arguments"
-    assert "cast_inputs=False" in str(report)
-    losses = computed(model, loss_fn, scaler, batch, cast_inputs=False)
-    assert losses[-1] < losses[0]
 
 
 def test_no_line_where_nothing_helps():
@@ -183,32 +171,3 @@ def test_no_line_where_nothing_helps():
 
     report = explain_overflow(model, loss_fn, X.astype(HALF), Y.astype(HALF))
     assert (report.cause, report.cure, report.line) == ("loss", None, "")
-
-
-def test_cure_of_an_mlx_lm_model():
-    llama = pytest.importorskip("mlx_lm.models.llama", reason="mlx-lm is missing")
-    from mlx_lm.tuner.trainer import default_loss
-
-    mx.random.seed(0)
-    arguments = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=32,
-        num_hidden_layers=2,
-        intermediate_size=64,
-        num_attention_heads=2,
-        rms_norm_eps=1e-5,
-        vocab_size=32,
-    )
-    model = llama.Model(arguments)
-    mlp = model.model.layers[1].mlp
-    mlp.gate_proj.weight *= 500
-    mlp.up_proj.weight *= 500
-    mlp.down_proj.weight *= 1e-3
-    model.set_dtype(HALF)
-    optimizer = LossScaleOptimizer(optim.SGD(1e-8), GradScaler(1.0))
-    batch = mx.arange(24).reshape(2, 12), mx.array([[0, 12], [0, 12]])
-    report = explain_overflow(model, default_loss, model, *batch, scale=optimizer)
-    assert (report.cause, report.cure) == ("forward", ["model.layers.1.mlp"])
-    paste(report, model)
-    again = explain_overflow(model, default_loss, model, *batch, scale=optimizer)
-    assert again.cause == "nothing"

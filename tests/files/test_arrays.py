@@ -57,6 +57,8 @@ def test_files_go_both_ways_with_mlx(tmp_path):
     found, metadata = read_arrays(path)
     assert bits(found) == bits(arrays())
     assert metadata == {"by": "mlx"}
+    mx.save_safetensors(path, {"w": mx.ones(2)})
+    assert read_arrays(path)[1] == {}
 
 
 def test_header_is_read_without_the_tensors(tmp_path):

@@ -80,8 +80,7 @@ def test_layers_are_written_drawn_and_usable(folder, data, tmp_path, capsys, kin
     out = capsys.readouterr().out
     assert "model.layers.1.mlp" in out
     assert f'float32_layers(model, "{output}")' in out
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"layers.json", "layers-light.png", "layers-dark.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"layers.json", "layers.png"}
     assert json.loads(output.read_text())["layers"] == ["model.layers.1.mlp"]
     model = make_model()
     model.set_dtype(mx.float16)
@@ -91,15 +90,10 @@ def test_layers_are_written_drawn_and_usable(folder, data, tmp_path, capsys, kin
     assert mx.isfinite(loss).item()
 
 
-def test_data_may_be_one_file(folder, data, tmp_path, capsys):
-    output = str(tmp_path / "layers.json")
-    assert run(folder, data / "train.jsonl", "-o", output, "--batches", "1") == 0
-
-
 BAD = {
     "no model": (["--model", "nowhere"], "must be a folder"),
-    "no data": (["--data", "nowhere"], "No such file"),
-    "no batches": (["--batches", "0"], "--batches must be at least 1"),
+    "no data": (["--data", "nowhere"], "There is no train.jsonl"),
+    "no batches": (["--batches", "0"], "--batches"),
     "margin": (["--margin", "0.5"], "margin must be at least 1"),
     "output": (["-o", "layers.txt"], "must end in .json"),
     "too few": (["--batch-size", "99"], "at least batch_size=99"),
@@ -125,5 +119,5 @@ def test_exit_code_is_1_where_no_layers_help(folder, data, tmp_path, capsys):
     mx.eval(weights)
     mx.save_safetensors(str(broken / "model.safetensors"), weights, {"format": "mlx"})
     assert run(broken, data, "-o", str(tmp_path / "layers.json")) == 1
-    assert "Parameters are not finite: model.norm.weight" in capsys.readouterr().out
+    assert "became so: model.norm.weight" in capsys.readouterr().out
     assert not (tmp_path / "layers.json").exists()

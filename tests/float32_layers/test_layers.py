@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
+from mlx_gradscale import GradScaler, float32_layers
 from mlx_gradscale.float32_layers import list_float32_layers
 
 HALF = mx.float16
@@ -227,23 +226,6 @@ def test_gradients_agree_with_float32_also_when_checkpointed(where):
     assert dtypes(model.parameters()) == {HALF}
 
 
-@pytest.mark.filterwarnings("ignore:Some parameters are float16")
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_parameters_stay_float16_in_training(wrapped):
-    model = make_net()
-    float32_layers(model, MLPS)
-    optimizer, scaler = optim.SGD(1e-3), GradScaler(1.0)
-    if wrapped:
-        optimizer = LossScaleOptimizer(optimizer, scaler)
-        loss_fn = optimizer.scale_loss(loss_of(model), model)
-        optimizer.update(model, nn.value_and_grad(model, loss_fn)(TOKENS)[1])
-    else:
-        _, grads = scaler.value_and_grad(model, loss_of(model))(TOKENS)
-        scaler.minimize(optimizer, model, grads)
-    assert scaler.last_step_applied.item()
-    assert dtypes(model.parameters()) == {HALF}
-
-
 def test_compiled_step_agrees_with_the_eager_one():
     model = make_net()
     float32_layers(model, MLPS)
@@ -408,45 +390,30 @@ def test_outputs_of_every_kind_come_back_in_float16(name):
     assert kinds(outputs) == kinds(plain)
 
 
-def test_arrays_that_a_layer_stores_in_its_arguments_are_float16():
+def test_arrays_in_lists_and_dicts_are_float32_for_the_call_only():
     class Cache:
-        def __init__(self):
-            self.keys = None
-            self.pair = (mx.zeros((4,), HALF), mx.zeros((4,)))
-            self.inner = [{"seen": mx.zeros((4,), HALF)}]
-
-        def update(self, x):
-            self.keys = x if self.keys is None else mx.concatenate([self.keys, x])
-            self.pair = (x, self.pair[1] + x)
-            self.inner[0]["seen"] = x
-            return self.keys
+        keys = None
 
     seen = []
 
     def function(weight, x, cache, states, table=None):
-        seen.append((states[0].dtype, table["a"].dtype))
-        states.append(x * weight)
-        states[0] = x
-        table["b"] = x
-        return cache.update(x * weight).sum() + table["a"].sum()
+        seen.append({states[0][0].dtype, states[1].dtype, table["a"].dtype})
+        states.append(3)
+        states[1] = x
+        cache.keys = x
+        return x * weight
 
     model = nn.Sequential(Returns(function))
     float32_layers(model, "layers.0")
-    cache, states = Cache(), [mx.zeros((4,), HALF), mx.ones((4,), HALF)]
-    given, table = states[1], {"a": mx.ones((4,), HALF), "c": mx.ones((4,))}
-    for _ in range(2):
-        out = model.layers[0](mx.full((4,), 3.0, HALF), cache, states, table=table)
+    x = mx.ones((4,), HALF)
+    cache, states, table = Cache(), [(x, 1), x, x], {"a": x}
+    out = model.layers[0](x, cache, states, table=table)
     assert out.dtype == HALF
-    assert seen == [(mx.float32, mx.float32)] * 2
-    assert [x.dtype for x in states] == [HALF] * 4
-    assert states[1] is given
-    assert states[0].tolist() == [3.0] * 4
-    kinds = {"a": HALF, "c": mx.float32, "b": HALF}
-    assert {k: x.dtype for k, x in table.items()} == kinds
-    assert cache.keys.dtype == HALF
-    assert cache.keys.shape == (8,)
-    assert [x.dtype for x in cache.pair] == [HALF, mx.float32]
-    assert cache.inner[0]["seen"].dtype == HALF
+    assert seen == [{mx.float32}]
+    assert states[0][0] is states[2] is table["a"] is x
+    # What the layer stores stays as it computed it.
+    assert states[1].dtype == cache.keys.dtype == mx.float32
+    assert states[3] == 3
 
 
 def test_running_statistics_are_float32_in_a_float32_layer():
@@ -482,20 +449,6 @@ def test_copy_has_float32_layers_of_its_own(how):
     float32_layers(other, [])
     assert type(other.blocks[0].mlp) is Mlp
     assert not is_finite(other(TOKENS))
-
-
-def test_weights_are_saved_loaded_and_cast_as_before(tmp_path):
-    model = make_net()
-    path = str(tmp_path / "weights.safetensors")
-    float32_layers(model, MLPS)
-    model.save_weights(path)
-    other = make_net(mx.bfloat16)
-    other.load_weights(path)
-    assert not is_finite(other(TOKENS))
-    model.load_weights(path)
-    assert is_finite(model(TOKENS))
-    model.set_dtype(mx.bfloat16)
-    assert model(TOKENS).dtype == mx.bfloat16
 
 
 def test_quantized_layer_stays_a_float32_layer():

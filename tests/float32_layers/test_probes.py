@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_gradscale.float32_layers.probes import probed
+from mlx_gradscale.float32_layers.trial import probed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, find_float32_layers, float32_layers
 from mlx_gradscale.float32_layers import Reason
-from mlx_gradscale.float32_layers.finder import first_backward
+from mlx_gradscale.float32_layers.faults import first_backward
 from mlx_gradscale.float32_layers.search import Search
 from mlx_gradscale.float32_layers.trial import Batch, Setting, run
 
@@ -116,7 +116,7 @@ def test_sound_model_needs_no_layers():
     before = snapshot(model)
     found = find_float32_layers(model, loss_fn, [X, X * 2])
     assert_same(model, before)
-    assert (found.where, found.problem, found.helps) == ([], "", True)
+    assert (found.where, found.problem) == ([], "")
     assert "Every layer can compute in half precision" in str(found)
     assert {row.layer for row in found.rows} > {"", "layers.0", "last", "head"}
     assert all(row.headroom > 1 for row in found.rows)
@@ -128,7 +128,7 @@ def test_table_shows_size_headroom_and_reason():
     before = snapshot(model)
     found = find_float32_layers(model, loss_fn, [X])
     assert_same(model, before)
-    assert found.helps
+    assert not found.problem
     rows = {row.layer: row for row in found.rows}
     assert rows["last"].is_float32
     assert not rows["head"].is_float32
@@ -137,7 +137,7 @@ def test_table_shows_size_headroom_and_reason():
     assert "above 65504" in rows[""].why
     assert rows["head"].backward > 0
     text = str(found)
-    assert "layer" in text.splitlines()[-len(found.rows) - 1]
+    assert text.splitlines()[-len(found.rows) - 1].startswith("layer ")
     assert f"{found.float16_parameters:.2%}" in text
     with float32_layers(model, found):
         assert mx.isfinite(loss_fn(X)).item()
@@ -207,15 +207,6 @@ def test_compute_dtype_gives_the_same_layers():
     assert {p.dtype for _, p in tree_flatten(model.parameters())} == {mx.float32}
 
 
-def test_existing_float32_layers_are_replaced():
-    model, loss_fn = make(gain=6e4)
-    layers = float32_layers(model, "head")
-    found = find_float32_layers(model, loss_fn, [X])
-    assert "head" not in found.where
-    assert float32_layers(model, found).where == found.where
-    layers.undo()
-
-
 def test_residual_stream_that_mlx_lm_clips_is_found():
     gemma = pytest.importorskip("mlx_lm.models.gemma3_text", reason="no mlx-lm")
     from mlx_lm.tuner.trainer import default_loss
@@ -268,8 +259,11 @@ def broken_weight(model, x):
 
 
 HOPELESS = {
-    "weights": (broken_weight, "Parameters are not finite: layers.1.weight"),
-    "batch": (lambda model, x: x * INF, r"args\[0\] of batch 1 is not finite"),
+    "weights": (broken_weight, "Return to weights .*: layers.1.weight"),
+    "batch": (
+        lambda model, x: x * INF,
+        r"Repair the samples .*: args\[0\]",
+    ),
 }
 
 
@@ -281,7 +275,7 @@ def test_reason_is_given_where_no_layers_help(name, tmp_path):
     before = snapshot(model)
     found = find_float32_layers(model, loss_fn, [x])
     assert_same(model, before)
-    assert not found.helps
+    assert found.problem
     with pytest.raises(ValueError, match=message):
         float32_layers(model, found)
     with pytest.raises(ValueError, match="nothing to save"):
@@ -292,7 +286,7 @@ def test_reason_is_given_where_no_layers_help(name, tmp_path):
 def test_loss_that_is_not_finite_in_float32_is_reported():
     model, loss_fn = make()
     found = find_float32_layers(model, lambda x: mx.log(loss_fn(x) * 0), [X])
-    assert "The loss of batch 1 is -inf in float32, too" in found.problem
+    assert "The loss is -inf" in found.problem
 
     def loss_in_float16(x):
         return (model(x).astype(mx.float32) * 1e6).astype(HALF).sum()
@@ -301,13 +295,13 @@ def test_loss_that_is_not_finite_in_float32_is_reported():
     assert "a cast to half precision" in found.problem
     found = find_float32_layers(model, lambda x: loss_fn(mx.log(x * 0)), [X])
     assert "not finite in float32 either" in found.problem
-    assert "first in the output of layers.0" in found.problem
+    assert "First in the output of layers.0" in found.problem
 
     def root(x):
         return mx.sqrt(model(x).astype(mx.float32) * 0).sum()
 
     found = find_float32_layers(model, root, [X])
-    assert "not finite in float32 either, first in the gradient" in found.problem
+    assert "not finite in float32 either. First in the gradient" in found.problem
 
 
 def test_layer_that_casts_by_itself_cannot_be_cured():
@@ -348,23 +342,14 @@ def frozen():
 MISUSE = {
     "no batches": (make, [], {}, ValueError, "no batches: pass at least one"),
     "an array": (make, X, {}, TypeError, "batches must be a list"),
-    "a dict": (make, {"x": X}, {}, TypeError, "batches must be a list"),
     "a number": (make, 3, {}, TypeError, "batches must be a list"),
     "too many arguments": (make, [(X, X)], {}, TypeError, "positional argument"),
     "margin": (make, [X], {"margin": 0.5}, ValueError, "margin must be at least 1"),
     "tolerance": (make, [X], {"tolerance": 0}, ValueError, "between 0 and 1"),
-    "dtype": (make, [X], {"compute_dtype": mx.int8}, ValueError, "must be mx.float16"),
+    "dtype": (make, [X], {"compute_dtype": mx.int8}, ValueError, "=mx.float16"),
     "frozen": (frozen, [X], {}, ValueError, "unfreeze some"),
     "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
-    "model": (lambda: (3, print), [X], {}, TypeError, "must be an mlx.nn.Module"),
-    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "must be the function"),
-    "no loss": (
-        lambda: (make()[0], lambda x: None),
-        [X],
-        {},
-        TypeError,
-        "must be an array",
-    ),
+    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "Expected the function"),
 }
 
 
@@ -372,55 +357,28 @@ MISUSE = {
 def test_misuse_raises_and_leaves_the_model(name):
     how, batches, options, error, message = MISUSE[name]
     model, loss_fn = how()
-    before = snapshot(model) if isinstance(model, nn.Module) else None
+    before = snapshot(model)
     with pytest.raises(error, match=message):
         find_float32_layers(model, loss_fn, batches, **options)
-    if before:
-        assert_same(model, before)
+    assert_same(model, before)
 
 
-def test_loss_from_scale_loss_is_refused():
+def test_wrong_model_and_loss_are_refused():
     model, loss_fn = make()
-    with pytest.raises(TypeError, match="without scale_loss"):
+    with pytest.raises(TypeError, match=r"must be an mlx\.nn\.Module"):
+        find_float32_layers(loss_fn, model, [X])
+    with pytest.raises(TypeError, match="comes from scale_loss"):
         find_float32_layers(model, GradScaler().scale_loss(loss_fn), [X])
 
 
-def test_progress_is_called_for_each_run():
+def test_each_run_is_logged(caplog):
     model, loss_fn = make()
-    lines = []
-    find_float32_layers(model, loss_fn, [X], progress=lines.append)
-    assert lines[0] == "batch 1 in float32, 0 float32 layers"
-
-
-def test_cure_by_the_whole_model_says_so_and_what_else_to_do():
-    class Own(nn.Module):
-        """Overflows in its own code, where it also holds most of its parameters."""
-
-        def __init__(self):
-            super().__init__()
-            mx.random.seed(0)
-            self.first = nn.Linear(8, 8)
-            self.head = nn.Linear(8, 4)
-
-        def __call__(self, x):
-            x = mx.square(self.first(x) * 300)
-            return self.head(x / mx.mean(x, axis=-1, keepdims=True))
-
-    model = Own()
-    model.set_dtype(HALF)
-
-    def loss_fn(x):
-        return model(x).astype(mx.float32).square().mean()
-
-    found = find_float32_layers(model, loss_fn, [X * 4])
-    assert found.is_whole_model
-    text = str(found)
-    assert "only the whole model in float32" in text
-    assert "x.astype(mx.float32)" in text
-    assert "must compute in float32" not in text
-    assert not any(line.strip() == "" for line in text.splitlines())
-    with float32_layers(model, found):
-        assert mx.isfinite(loss_fn(X * 4)).item()
+    with caplog.at_level("INFO"):
+        find_float32_layers(model, loss_fn, [X])
+    assert caplog.messages == [
+        "batch 1 in float32",
+        "in half precision with float32 layers []",
+    ]
 
 
 def test_row_says_whether_a_layer_overflows_inside():

@@ -1,4 +1,4 @@
-"""Write what this version saves, for later versions to read: see docs/stability.md.
+"""Write what this version saves, for later versions to read.
 
     python tests/golden_saved/make_saved.py
 
@@ -18,8 +18,9 @@ from mlx_gradscale import (
     __version__,
     float32_layers,
     save_checkpoint,
+    torch_checkpoint,
 )
-from mlx_gradscale.convert import from_torch, write_run
+from mlx_gradscale.convert import main as convert
 from mlx_gradscale.diagnostics import ScaleHistory
 
 SCALE, GROWTH_INTERVAL, STEPS = 512.0, 7, 3
@@ -67,7 +68,10 @@ def main(folder: Path) -> None:
     state = dict(tree_flatten(optimizer.state))
     mx.save_safetensors(str(folder / "state.safetensors"), state)
     torch = {"model": {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}, "epoch": 3}
-    write_run(folder / "run", from_torch(torch | {"scaler": GradScaler().state_dict()}))
+    torch["scaler"] = GradScaler().state_dict()
+    torch_checkpoint.save(folder / "run.pt", torch)
+    convert(["--torch-path", f"{folder}/run.pt", "--mlx-path", f"{folder}/run"])
+    (folder / "run.pt").unlink()
     for suffix in ("csv", "jsonl"):
         history = ScaleHistory()
         history.record(optimizer, loss=mx.array(0.5))

@@ -118,7 +118,7 @@ def decide(group):
             count = all_reduces([new, one.state])
             moved = [x.tolist() == [-1.0] * x.size for x in new.values()]
             found[f"{way.__name__} {bad}"] = [one.get_scale(), count, moved]
-        grads = {"w": mx.full((rank + 1,), value)}
+        grads = {f"w{rank}": mx.full((rank + 1,), value)}
         weights = tree_map(mx.zeros_like, grads)
         for max_grad_norm in (None, INF):
             wrapper = LossScaleOptimizer(
@@ -267,7 +267,6 @@ def uneven(group):
         seeds = [[10 * r + k for k in range(r + first)] for r in range(size)]
         grads = mean(model, optimizer, seeds[rank])
         optimizer.update(model, grads, weight=len(seeds[rank]))
-        mx.eval(model.state, optimizer.state)
         together = mean(whole, expected, [seed for part in seeds for seed in part])
         expected.update(whole, together)
     # And without a weight, a rank without gradients does not count.

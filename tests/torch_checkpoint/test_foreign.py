@@ -12,7 +12,6 @@ import pathlib
 import sys
 import types
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -29,7 +28,6 @@ from tests.support.torch_files import (
     pickled,
     records,
     save_bytes,
-    tensor,
     text,
     torch_bytes,
 )
@@ -40,11 +38,6 @@ torch = pytest.importorskip("torch")
 class Color(enum.Enum):
     RED = 1
     BLUE = "blue"
-
-
-class Bits(enum.IntFlag):
-    A = 1
-    B = 2
 
 
 @dataclasses.dataclass
@@ -63,29 +56,6 @@ class Numbers(list):
 
 class Table(dict):
     pass
-
-
-class Slots:
-    __slots__ = ("a", "b")
-
-    def __init__(self, a, b):
-        self.a, self.b = a, b
-
-    def __eq__(self, other):
-        return (self.a, self.b) == (other.a, other.b)
-
-
-class Keyword:
-    def __new__(cls, *, size):
-        made = super().__new__(cls)
-        made.size = size
-        return made
-
-    def __getnewargs_ex__(self):
-        return (), {"size": self.size}
-
-    def __eq__(self, other):
-        return self.size == other.size
 
 
 Point = collections.namedtuple("Point", "x y")
@@ -107,7 +77,6 @@ OBJECTS = {
     "path": pathlib.Path("a/b.txt"),
     "windows": pathlib.PureWindowsPath("C:/a"),
     "float64": np.float64(0.1),
-    "float16": np.float16(0.5),
     "int64": np.int64(-3),
     "bool": np.bool_(True),
     "complex": np.complex64(1 + 2j),
@@ -121,20 +90,13 @@ OBJECTS = {
     "numpy rng": np.random.default_rng(0).bit_generator.state,
     "enum": Color.RED,
     "enums": [Color.BLUE, Color.RED, Color.BLUE],
-    "flags": Bits.A | Bits.B,
-    "date": datetime.date(2024, 2, 29),
-    "time": datetime.time(1, 2, 3, 4),
     "datetime": datetime.datetime(2024, 2, 29, 1, 2, 3, 4, datetime.timezone.utc),
-    "duration": datetime.timedelta(1, 2, 3),
     "defaultdict": collections.defaultdict(list, {"a": [1]}),
-    "defaultdict of sets": collections.defaultdict(set),
     "defaultdict of None": collections.defaultdict(None, {i: i for i in range(1001)}),
     "deque": collections.deque([1, 2], 3),
     "list with attributes": numbers(),
     "dict of its own": Table(a=1, b=[2]),
     "named tuple": Point(1, 2),
-    "slots": Slots(1, [2]),
-    "keywords": Keyword(size=3),
     "class": Config.Inner,
     "function": max,
     "dtype": [torch.float16, torch.bfloat16, torch.float16],
@@ -179,7 +141,6 @@ def test_pytorch_finds_its_own_objects_again(kind):
         ("path", "a/b.txt"),
         ("windows", "C:\\a"),
         ("float64", 0.1),
-        ("float16", 0.5),
         ("int64", -3),
         ("bool", True),
         ("complex", 1 + 2j),
@@ -252,13 +213,6 @@ def test_tensors_inside_come_back_as_parameters():
         assert torch.equal(found.model.state_dict()[key], value)
 
 
-def test_a_dict_inside_and_outside_an_object_is_one_dict():
-    state = {"w": torch.ones(2)}
-    loaded = torch_checkpoint.load(torch_bytes([argparse.Namespace(ema=state), state]))
-    assert isinstance(loaded[1]["w"], mx.array)
-    assert loaded[0].state["ema"] is loaded[1]
-
-
 def test_a_golden_file_without_pytorch():
     found = torch_checkpoint.load(GOLDEN / "foreign.pt")
     assert found["same"] is found["args"]
@@ -283,19 +237,6 @@ def test_nothing_is_imported():
     str(found), plain_value(found), copy.deepcopy(found)
     save_bytes(found)
     assert set(sys.modules) - before <= {"copy"}
-
-
-def test_a_file_names_no_class_that_the_first_did_not():
-    import pickletools
-
-    def named(data: bytes) -> set[str]:
-        found = pickletools.genops(records(data)["data.pkl"])
-        return {arg for op, arg, _ in found if op.name == "GLOBAL"}
-
-    for kind in OBJECTS:
-        data = torch_bytes({"x": OBJECTS[kind]})
-        back = save_bytes(torch_checkpoint.load(data))
-        assert named(back) == named(data), kind
 
 
 def test_the_same_name_is_the_same_key():
@@ -353,22 +294,13 @@ def test_placeholders_are_bounded_too():
     many = b"(" + one + b"h\x00h\x01R" * 2000 + b"t"
     refused(many, "operations", operations=13_000)
     states = b"(" + name("x", "Y") + b")R" + b"Nb" * 5000 + b"t"
-    refused(states, "operations", operations=14_000)
+    refused(states, "operations", operations=9_000)
     # Each in the state of the one before, and each called with the one before.
     refused(name("x", "Y") + (name("x", "Y") + b"\x85R") * 200, "more than 128 deep")
     deep = b"(" + name("x", "Y") + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200
     refused(deep + b"t", "more than 128 deep")
     often = text("x" * 1_000_000) + b"q\x00" + b"h\x00" * 3000
     refused(name("x", "Y") + b"(" + often + b"tR", "counting shared ones")
-
-
-def test_a_tensor_inside_is_checked_as_any():
-    for wrong, says in (
-        (tensor(offset=1), "outside its storage"),
-        (tensor(shape=(2**30, 2**10), strides=(0, 0)), "four times the size"),
-    ):
-        with pytest.raises(CheckpointError, match=says):
-            torch_checkpoint.load(pickled(name("x", "Y") + wrong + b"\x85R"))
 
 
 def test_names_that_would_be_instructions_are_not_written():

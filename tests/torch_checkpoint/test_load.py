@@ -8,7 +8,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import CheckpointError, TorchTensor
 from tests.support.torch_files import (
     assert_equals_torch,
-    assert_same_bits,
     pack,
     pickled,
     records,
@@ -38,21 +36,8 @@ WRITERS = {
         for p in (2, 3, 4, 5)
     },
 }
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-]
+NAMES = "float32 float16 bfloat16 complex64 bool uint8 int8 int16 int32 int64"
+DTYPES = [getattr(torch, x) for x in f"{NAMES} uint16 uint32 uint64".split()]
 
 
 def random_tensor(numel: int, dtype, seed: int):
@@ -137,6 +122,17 @@ def test_training_state(options, tmp_path):
     assert type(loaded["model"]["0.weight"]) is mx.array
 
 
+def test_parameters_take_their_memory_once():
+    data = torch_bytes(torch.nn.Parameter(torch.ones(1_000_000)))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    parameter = torch_checkpoint.load(data)
+    assert (parameter.requires_grad, parameter.is_parameter) == (True, True)
+    assert mx.get_peak_memory() - before < 1.05 * 4_000_000
+    parameter *= 2
+    assert parameter[-1].item() == 2
+
+
 def test_tensors_with_python_attributes_lose_only_those():
     plain, parameter = torch.ones(2), torch.nn.Parameter(torch.zeros(2))
     plain.note, parameter.note = "x", "y"
@@ -190,29 +186,6 @@ def test_old_zip_files_without_the_newer_records():
     assert_equals_torch(torch_checkpoint.load(data), obj)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.complex128])
-def test_big_endian_files(dtype):
-    value = random_tensor(6, dtype, 1)
-    contents = records(torch_bytes({"x": value}))
-    part = dtype.itemsize // (2 if dtype.is_complex else 1)
-    swapped = np.frombuffer(contents["data/0"], f"u{part}").byteswap().tobytes()
-    data = pack({**contents, "byteorder": b"big", "data/0": swapped})
-    # PyTorch 2.13 itself does not swap these three, whose storage is untyped.
-    if dtype not in (torch.uint16, torch.uint32, torch.uint64):
-        read = torch.load(io.BytesIO(data), weights_only=True)["x"]
-        assert read.view(torch.uint8).equal(value.view(torch.uint8))
-    if dtype == torch.float64:
-        kept = torch_checkpoint.load(data, float64=mx.float64)["x"]
-        assert_same_bits(kept, value.numpy())
-    if dtype in (torch.float64, torch.complex128):
-        value = value.to(torch.float32 if dtype == torch.float64 else torch.complex64)
-        assert_same_bits(
-            torch_checkpoint.load(data, float64=mx.float32)["x"], value.numpy()
-        )
-    else:
-        assert_equals_torch(torch_checkpoint.load(data)["x"], value)
-
-
 def test_double_precision_is_rounded_in_pieces_as_pytorch_rounds():
     obj = torch.randn(700_000, dtype=torch.float64)
     obj[:3] = torch.tensor([1e300, float("nan"), 1e-300])
@@ -225,7 +198,7 @@ def test_double_precision_is_rounded_in_pieces_as_pytorch_rounds():
 
 def test_complex128_cannot_be_kept():
     data = torch_bytes({"z": torch.ones(1, dtype=torch.complex128)})
-    with pytest.raises(CheckpointError, match=r"near 'z'.*complex128.*does not have"):
+    with pytest.raises(CheckpointError, match=r"near 'z'.*complex128"):
         torch_checkpoint.load(data, float64=mx.float64)
 
 
@@ -263,23 +236,6 @@ def test_a_zip_of_something_else():
 
 # Large enough for checksums in a thread.
 LARGE = 2**20 + 3
-
-
-@pytest.mark.parametrize(
-    "dtype", ["float32", "float16", "bfloat16", "complex64", "bool", "uint8", "int64"]
-)
-def test_large_tensors(tmp_path, dtype):
-    values = torch.arange(LARGE * 2).reshape(2, LARGE).to(getattr(torch, dtype))
-    torch.save(
-        {"a": values, "view": values.T[5:9], "small": values[0, :3]}, tmp_path / "a.pt"
-    )
-    loaded = torch_checkpoint.load(tmp_path / "a.pt")
-    data = (tmp_path / "a.pt").read_bytes()
-    for found in (loaded, torch_checkpoint.load(data)):
-        for key, expected in (("a", values), ("view", values.T[5:9])):
-            as_numpy = expected.float() if dtype == "bfloat16" else expected
-            got = found[key].astype(mx.float32) if dtype == "bfloat16" else found[key]
-            assert np.array_equal(np.array(got), as_numpy.numpy())
 
 
 def test_loading_in_threads(tmp_path):

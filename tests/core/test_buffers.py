@@ -1,0 +1,231 @@
+"""A buffer that a forward pass writes never becomes non-finite."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from support.helpers import INF, NAN, Traced, batch, bits, each_mode, mse, uncompiled
+
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+
+pytestmark = [pytest.mark.core, uncompiled]
+
+
+class Normed(nn.Module):
+    """A model with running statistics, and a buffer of its own kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 1)]
+        self.codes = {"count": mx.zeros(8)}
+        self.freeze(keys=["codes"])
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.freeze()
+
+    def __call__(self, x):
+        hidden = self.layers[1](self.layers[0](x))
+        self.codes["count"] = self.codes["count"] + mx.mean(hidden, 0)
+        return self.layers[2](nn.relu(hidden))
+
+
+def buffers(model):
+    norm = model.layers[1]
+    return [norm.running_mean, norm.running_var, model.codes["count"]]
+
+
+def all_finite(arrays):
+    return all(mx.all(mx.isfinite(x)).item() for x in arrays)
+
+
+class Run:
+    """A model trained in one of the modes; the step compiled as a whole, or in two."""
+
+    def __init__(self, mode, compiled):
+        mx.random.seed(2)
+        self.model = model = Normed()
+        self.scaler = scaler = GradScaler(1024.0)
+        inner = optim.SGD(0.01)
+        self.optimizer = optimizer = LossScaleOptimizer(inner, scaler)
+        if mode == "GradScaler":
+            self.optimizer = inner
+            gradients = scaler.value_and_grad(model, mse(model), mx.float16)
+        elif mode == "value_and_grad":
+            gradients = optimizer.value_and_grad(model, mse(model), mx.float16)
+        else:
+            loss_fn = optimizer.scale_loss(lambda model, x, y: mse(model)(x, y))
+            of_model = nn.value_and_grad(model, loss_fn)
+            gradients = lambda x, y: of_model(model, x, y)  # noqa: E731
+        self.optimizer.init(model.trainable_parameters())
+        if mode == "GradScaler":
+            update = lambda grads: scaler.minimize(inner, model, grads)  # noqa: E731
+        else:
+            update = lambda grads: optimizer.update(model, grads)  # noqa: E731
+        self.state = [model.state, self.optimizer.state, scaler.state]
+        keys = {"inputs": self.state, "outputs": self.state}
+        if compiled == "separately":
+            gradients, update = (
+                mx.compile(gradients, **keys),
+                mx.compile(update, **keys),
+            )
+
+        def step(x, y):
+            loss, grads = gradients(x, y)
+            update(grads)
+            return loss
+
+        self.traced = self.step = Traced(step)
+        if compiled == "whole":
+            self.step = mx.compile(self.traced, **keys)
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [
+        ("GradScaler", "eager"),
+        ("value_and_grad", "eager"),
+        ("scale_loss", "eager"),
+        ("GradScaler", "whole"),
+        ("scale_loss", "whole"),
+        ("value_and_grad", "separately"),
+    ],
+)
+def test_statistics_stay_finite_after_an_infinite_batch(mode, compiled):
+    if compiled != "eager":
+        mx.enable_compile()
+    run = Run(mode, compiled)
+    names = sorted(run.scaler.state)
+    x, y = batch(0)
+    run.step(x, y)
+    moved = bits(buffers(run.model))
+    trained = bits(run.model.trainable_parameters())
+    for value in (INF, NAN):
+        run.step(x * value, y)
+        assert bits(buffers(run.model)) == moved
+        assert bits(run.model.trainable_parameters()) == trained
+    assert run.scaler.skipped_steps.item() == 2
+    run.step(*batch(2))
+    assert bits(buffers(run.model)) != moved
+    assert all_finite(buffers(run.model))
+    # Nothing about buffers is kept in the state of the scaler.
+    assert sorted(run.scaler.state) == names
+
+
+@pytest.mark.parametrize("make", [LossScaleOptimizer, GuardedOptimizer])
+def test_accumulated_passes_each_keep_the_statistics_finite(make):
+    mx.random.seed(2)
+    model, optimizer = Normed(), make(optim.SGD(0.01))
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+    total = None
+    for factor in (1.0, INF, 1.0):
+        x, y = batch(3)
+        before = bits(buffers(model))
+        _, grads = loss_and_grad(x * factor, y)
+        assert (bits(buffers(model)) == before) == (factor == INF)
+        total = grads if total is None else tree_map(mx.add, total, grads)
+    optimizer.update(model, total)
+    assert not optimizer.scaler.last_step_applied.item()
+    assert all_finite(buffers(model))
+
+
+def test_a_finite_forward_pass_of_a_skipped_step_may_move_the_statistics():
+    # As in PyTorch, where the forward pass is over when the step is skipped.
+    run = Run("value_and_grad", "eager")
+    x, y = batch(0)
+    run.step(x, y * NAN)
+    assert run.scaler.skipped_steps.item() == 1
+    assert all_finite(buffers(run.model))
+
+
+def test_a_buffer_that_the_user_sets_between_steps_is_kept():
+    run = Run("value_and_grad", "eager")
+    run.step(*batch(0))
+    run.model.layers[1].running_mean = mx.full((8,), 7.0)
+    x, y = batch(1)
+    run.step(x * INF, y)
+    assert run.model.layers[1].running_mean.tolist() == [7.0] * 8
+
+
+def test_a_validation_loss_of_scale_loss_writes_nothing_non_finite():
+    mx.random.seed(2)
+    model, scaler = Normed(), GradScaler(16.0)
+    loss_fn = scaler.scale_loss(lambda model, x, y: mse(model)(x, y))
+    x, y = batch(0)
+    loss_fn(model, x, y)
+    before = bits(buffers(model))
+    assert mx.isnan(loss_fn(model, x * NAN, y)).item()
+    assert bits(buffers(model)) == before
+
+
+@each_mode
+@pytest.mark.parametrize("cast", [None, mx.float16], ids=["own dtype", "float16"])
+def test_a_checkpointed_layer_is_trained_and_is_no_buffer(cast, compiled):
+    found = []
+    for checkpointed in (False, True):
+        mx.random.seed(2)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 1))
+        optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(16.0))
+        first = model.layers[0]
+        layer = nn.utils.checkpoint(first) if checkpointed else first
+
+        def loss_fn(x, y, model=model, layer=layer):
+            out = model.layers[2](model.layers[1](layer(x)))
+            return mx.mean(mx.square(out.astype(mx.float32) - y))
+
+        loss_and_grad = optimizer.value_and_grad(model, loss_fn, cast)
+        optimizer.init(model.trainable_parameters())
+
+        def step(x, y, model=model, optimizer=optimizer, f=loss_and_grad):
+            optimizer.update(model, f(x, y)[1])
+
+        state = [model.state, optimizer.state]
+        step = mx.compile(step, inputs=state, outputs=state) if compiled else step
+        for seed in range(3):
+            step(*batch(seed))
+        assert optimizer.step.item() == 3
+        found.append(model.parameters())
+    for (path, a), (_, b) in zip(*map(tree_flatten, found), strict=True):
+        assert mx.allclose(a, b, rtol=1e-3, atol=1e-5).item(), path
+
+
+class Counts(nn.Module):
+    """Writes to arrays in its forward pass that nobody froze."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.center = mx.zeros(8)
+        self.calls = mx.array(0)
+
+    def __call__(self, x):
+        self.center = mx.stop_gradient(0.9 * self.center + 0.1 * mx.mean(x, axis=0))
+        self.calls = self.calls + 1
+        return self.layer(x)
+
+
+def test_what_a_forward_pass_writes_to_a_trainable_array_stays_as_in_mlx():
+    found = []
+    for ours in (False, True):
+        model = Counts()
+        make = GradScaler(64.0).value_and_grad if ours else nn.value_and_grad
+        function = make(model, mse(model))
+        function(*batch())
+        function(*batch(1))
+        found.append((model.center, model.calls))
+    assert bits(found[0]) == bits(found[1])
+    assert found[1][1].item() == 2
+
+
+def test_the_model_and_its_statistics_are_restored_when_the_loss_raises():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8))
+    before = bits(model.parameters())
+
+    def loss_fn(x):
+        model(x)
+        raise KeyError("no such batch")
+
+    for compute_dtype in (None, mx.float16):
+        function = GradScaler().value_and_grad(model, loss_fn, compute_dtype)
+        with pytest.raises(KeyError):
+            function(mx.ones((4, 8)))
+        assert bits(model.parameters()) == before

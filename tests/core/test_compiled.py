@@ -1,0 +1,155 @@
+"""A whole step in one trace, and no evaluation in an eager one."""
+
+import os
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from support.helpers import INF, Mlp, batch, mse, uncompiled
+from support.optimizer_helpers import Training
+
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.compiles
+def test_one_trace_serves_a_run_in_which_everything_changes():
+    training = Training(
+        optim.AdamW(optim.cosine_decay(1e-2, 200)), mx.float16, max_grad_norm=1.0
+    )
+    optimizer, scaler = training.optimizer, training.optimizer.scaler
+    training.run(range(3), bad=(0,))
+    saved = tree_map(lambda x: x, optimizer.state)
+    scaler.set_growth_interval(1)
+    scaler.set_growth_factor(4.0)
+    training.run([3])
+    scaler.set_backoff_factor(0.25)
+    optimizer.max_grad_norm = 0.5
+    training.run(range(4, 6), bad=(5,))
+    scaler.load_state_dict(GradScaler(64.0).state_dict())
+    assert scaler.get_scale() == 64.0
+    scaler.set_dynamic(False)
+    training.run([6])
+    assert scaler.get_scale() == 64.0
+    scaler.update(128.0)
+    optimizer.state = tree_unflatten(tree_flatten(saved))
+    training.run(range(7, 9), bad=(8,))
+    training.model.update(tree_map(lambda x: x * 0.5, training.model.parameters()))
+    training.run([9])
+    assert training.traced.count == 1
+    assert scaler.last_step_applied.item()
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("source", ["scaler", "wrapper"])
+def test_a_gradient_function_compiled_alone_is_right_as_the_scale_moves(source):
+    mx.random.seed(3)
+    model, scaler = Mlp(), GradScaler(64.0, growth_interval=1)
+    optimizer = LossScaleOptimizer(optim.SGD(0.0), scaler)
+    loss_and_grad = (scaler if source == "scaler" else optimizer).value_and_grad(
+        model, mse(model)
+    )
+    expected = dict(tree_flatten(nn.value_and_grad(model, mse(model))(*batch())[1]))
+    alone = mx.compile(loss_and_grad, inputs=model.state, outputs=model.state)
+    for _ in range(3):
+        _, grads = alone(*batch())
+        for path, x in tree_flatten(grads):
+            assert mx.allclose(x, expected[path], rtol=1e-5, atol=1e-6), path
+        optimizer.update(model, grads)
+    assert scaler.get_scale() == 512.0
+
+
+def broken_arrays(like, folder):
+    """Arrays of these shapes that raise when they are evaluated."""
+    path = str(folder / "broken.safetensors")
+    mx.save_safetensors(path, {k: mx.ones(x.shape) for k, x in tree_flatten(like)})
+    lazy = mx.load(path)
+    os.truncate(path, os.path.getsize(path) // 2)
+    return tree_unflatten(list(lazy.items()))
+
+
+@uncompiled
+@pytest.mark.parametrize("norm", [None, 1.0], ids=["", "clipped"])
+@pytest.mark.parametrize(
+    "kind", ["scaler", "scaled", "wrapper", "remainder", "guarded"]
+)
+def test_an_eager_update_evaluates_nothing(kind, norm, tmp_path):
+    model, inner = Mlp(width=512), optim.AdamW(optim.cosine_decay(1e-2, 10))
+    scaler = GradScaler()
+    if kind in ("scaler", "scaled"):
+        inner.init(model.trainable_parameters())
+    else:
+        model.set_dtype(mx.float16)
+        options = {"max_grad_norm": norm}
+        if kind == "remainder":
+            options["masters"] = "remainder"
+        if kind == "guarded":
+            optimizer = GuardedOptimizer(inner, **options)
+        else:
+            optimizer = LossScaleOptimizer(inner, scaler, **options)
+        optimizer.init(model.trainable_parameters())
+    mx.eval(model.parameters())
+    grads = broken_arrays(model.trainable_parameters(), tmp_path)
+    if kind == "scaled":
+        scaler.scale(mx.array(1.0))
+    else:
+        scaler.value_and_grad(model, mse(model))
+    for _ in range(2):
+        if kind == "scaled":
+            scaler.unscale_(inner, grads)
+        if kind in ("scaler", "scaled"):
+            scaler.step(inner, model, grads)
+            scaler.update()
+        else:
+            optimizer.update(model, grads)
+    with pytest.raises(RuntimeError):
+        mx.eval(model.parameters())
+
+
+@uncompiled
+def test_value_and_grad_evaluates_nothing(tmp_path):
+    model, scaler = Mlp(), GradScaler()
+    inputs = broken_arrays({"x": mx.ones((512, 8)), "y": mx.ones((512, 1))}, tmp_path)
+    for compute_dtype in (None, mx.float16):
+        fn = scaler.value_and_grad(model, mse(model), compute_dtype)
+        loss, grads = fn(inputs["x"], inputs["y"])
+    fn = nn.value_and_grad(model, scaler.scale_loss(mse(model), model))
+    fn(inputs["x"], inputs["y"])
+    with pytest.raises(RuntimeError):
+        mx.eval(loss, grads)
+
+
+@pytest.mark.compiles
+def test_an_uninitialised_optimizer_is_initialised_inside_the_trace():
+    training = Training(optim.SGD(0.1, momentum=0.9), init=False)
+    training.run(range(4), bad=(0,))
+    assert training.optimizer.step.item() == 3
+    # One trace more, because the first one made arrays that were not there before.
+    assert training.traced.count == 2
+
+
+@pytest.mark.compiles
+def test_separately_compiled_steps_of_two_optimizers_share_a_scale():
+    scaler = GradScaler(1024.0)
+    scaler.scale(mx.array(1.0))
+    weights = [{"w": mx.zeros(2)}, {"w": mx.zeros(2)}]
+    optimizers = [optim.SGD(1.0), optim.SGD(2.0)]
+    for optimizer, tree in zip(optimizers, weights, strict=True):
+        optimizer.init(tree)
+    state = [weights, *(each.state for each in optimizers), scaler.state]
+
+    def step(first, second):
+        for i, gradient in enumerate((first, second)):
+            scaled = {"w": gradient * scaler.state["scale"]}
+            weights[i] = scaler.apply_gradients(optimizers[i], scaled, weights[i])
+        scaler.update()
+
+    step = mx.compile(step, inputs=state, outputs=state)
+    step(mx.array([1.0, 1.0]), mx.array([1.0, 1.0]))
+    step(mx.array([1.0, INF]), mx.array([1.0, 1.0]))
+    assert weights[0]["w"].tolist() == [-1.0, -1.0]
+    assert weights[1]["w"].tolist() == [-4.0, -4.0]
+    assert scaler.get_scale() == 512.0

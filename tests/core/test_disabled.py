@@ -1,0 +1,89 @@
+"""``enabled=False`` passes everything through, in every combination."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten
+from support.helpers import INF, NAN, Mlp, batch, bits, mse, same, uncompiled
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+
+pytestmark = [pytest.mark.core, uncompiled]
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0, INF])
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_a_disabled_wrapper_guards_nothing(max_grad_norm, masters, dtype, value):
+    optimizer = LossScaleOptimizer(
+        optim.SGD(1.0),
+        GradScaler(enabled=False),
+        max_grad_norm=max_grad_norm,
+        masters=masters,
+    )
+    new = optimizer.apply_gradients({"w": mx.array([value])}, {"w": mx.ones(1, dtype)})
+    assert not mx.isfinite(new["w"]).item()
+    assert new["w"].dtype == dtype
+    assert optimizer.step.item() == 1
+    assert optimizer.scaler.skipped_steps.item() == 0
+
+
+@pytest.mark.parametrize("call", ["step", "minimize", "apply_gradients"])
+def test_a_disabled_scaler_guards_nothing(call):
+    model, optimizer, scaler = (
+        nn.Linear(1, 1),
+        optim.SGD(1.0),
+        GradScaler(enabled=False),
+    )
+    grads = {"weight": mx.array([[NAN]])}
+    if call == "apply_gradients":
+        new = scaler.apply_gradients(optimizer, grads, model.parameters())
+    else:
+        assert getattr(scaler, call)(optimizer, model, grads).item()
+        new = model.parameters()
+    assert mx.isnan(new["weight"]).item()
+
+
+def test_a_disabled_scaler_takes_any_order_of_calls():
+    scaler, optimizer = GradScaler(enabled=False), optim.SGD(1.0)
+    grads = {"w": mx.ones(1)}
+    scaler.update()
+    assert scaler.scale(grads) is grads
+    for _ in range(2):
+        assert scaler.unscale_(optimizer, grads) is grads
+        scaler.apply_gradients(optimizer, grads, grads)
+    scaler.update(8.0)
+    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
+
+
+@pytest.mark.parametrize("compute_dtype", [None, mx.float16])
+def test_a_disabled_scaler_computes_the_plain_gradients(compute_dtype):
+    model = Mlp()
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(enabled=False))
+    _, grads = optimizer.value_and_grad(model, mse(model), compute_dtype)(*batch())
+    expected = nn.value_and_grad(model, mse(model))(*batch())[1]
+    if compute_dtype is None:
+        assert same(grads, expected)
+    assert {x.dtype for _, x in tree_flatten(grads)} == {mx.float32}
+    loss_fn = mse(model)
+    assert optimizer.scale_loss(loss_fn, model) is loss_fn
+
+
+def test_a_disabled_wrapper_keeps_master_weights():
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(enabled=False))
+    weights = {"w": mx.ones(4, mx.float16)}
+    for _ in range(100):
+        weights = optimizer.apply_gradients({"w": mx.full((4,), 1e-4)}, weights)
+    assert weights["w"][0].item() == pytest.approx(0.99, abs=5e-4)
+
+
+def test_a_disabled_wrapper_says_nothing_about_plain_gradients():
+    model = Mlp()
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(enabled=False))
+    plain, expected = nn.value_and_grad(model, mse(model)), optim.SGD(0.1)
+    grads = plain(*batch())[1]
+    weights = expected.apply_gradients(grads, model.trainable_parameters())
+    optimizer.update(model, grads)
+    assert bits(model.trainable_parameters()) == bits(weights)

@@ -1,0 +1,288 @@
+"""What a guarded step takes over from an optimizer, and what it refuses."""
+
+import gc
+import weakref
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from support.helpers import (
+    INF,
+    bits,
+    gradients_like,
+    parameters,
+    same,
+    uncompiled,
+)
+from support.scaler_helpers import guarded_apply
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale.core import optimizers as internals
+
+pytestmark = pytest.mark.core
+
+
+def test_a_state_that_was_initialised_in_half_precision_becomes_float32():
+    optimizer = optim.Adam(1e-2)
+    weights = {"w": mx.ones(3, mx.float16)}
+    optimizer.init(weights)
+    guarded_apply(optimizer, weights, weights)
+    assert optimizer.state["w"]["v"].dtype == mx.float32
+
+
+def changes():
+    def weight_decay(optimizer, i):
+        optimizer.weight_decay = 0.1 * (i % 3)
+
+    def betas(optimizer, i):
+        optimizer.betas = [0.9 - 0.1 * (i > 3), 0.99]
+
+    def betas_in_place(optimizer, i):
+        optimizer.betas[0] = 0.9 - 0.1 * (i > 3)
+
+    def learning_rate(optimizer, i):
+        optimizer.learning_rate = 0.01 * (1 + i)
+
+    return [weight_decay, betas, betas_in_place, learning_rate]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("change", changes(), ids=lambda f: f.__name__)
+def test_a_changed_hyperparameter_counts_from_the_next_eager_step(change):
+    optimizers = [optim.AdamW(1e-2, betas=[0.9, 0.99]) for _ in range(2)]
+    trees = [parameters(), parameters()]
+    for i in range(8):
+        gradients = gradients_like(trees[0], i)
+        for optimizer in optimizers:
+            change(optimizer, i)
+        guarded, bare = optimizers
+        trees[0] = guarded_apply(guarded, gradients, trees[0])
+        trees[1] = bare.apply_gradients(gradients, trees[1])
+    assert same(*trees)
+
+
+@pytest.mark.compiles
+def test_changed_filters_of_a_multi_optimizer_count_from_the_next_eager_step():
+    chosen = {"names": {"scale"}}
+
+    def make():
+        return optim.MultiOptimizer(
+            [optim.SGD(0.1, momentum=0.9), optim.SGD(0.5, momentum=0.5)],
+            [lambda path, _: path in chosen["names"]],
+        )
+
+    optimizers, trees = [make(), make()], [parameters(), parameters()]
+    for optimizer in optimizers:
+        for inner in optimizer.optimizers:
+            inner.init(parameters())
+    for i in range(8):
+        chosen["names"] = {"scale"} if i < 4 else {"single", "pair.0"}
+        gradients = gradients_like(trees[0], i)
+        trees[0] = guarded_apply(optimizers[0], gradients, trees[0])
+        trees[1] = optimizers[1].apply_gradients(gradients, trees[1])
+    assert same(*trees)
+
+
+def trained_pair():
+    model = nn.Linear(4, 4)
+    optimizer = optim.MultiOptimizer(
+        [optim.SGD(lambda step: mx.array(0.1) + 0 * step), optim.Adam(0.1)],
+        [lambda path, _: hasattr(model, path)],
+    )
+    for seed in range(3):
+        gradients = gradients_like(model.trainable_parameters(), seed)
+        new = guarded_apply(optimizer, gradients, model)
+        model.update(new)
+    return weakref.ref(optimizer), weakref.ref(model)
+
+
+@pytest.mark.compiles
+def test_a_schedule_may_read_anything():
+    class Settings:
+        rate = 1.0
+
+    settings = Settings()
+    optimizer = optim.SGD(lambda step: mx.array(settings.rate))
+    for i in range(6):
+        settings.rate = float(i)
+        new = guarded_apply(optimizer, {"w": mx.ones(1)}, {"w": mx.zeros(1)})
+        assert new["w"].item() == -i
+
+
+def test_float64_parameters_stay_float64_and_come_back_bit_for_bit():
+    with mx.stream(mx.cpu):
+        weights = {"w": mx.array(np.array([1 / 3]), mx.float64)}
+        optimizer = optim.SGD(0.5)
+        step = lambda g, ok: guarded_apply(  # noqa: E731
+            optimizer, {"w": mx.array([g])}, weights, ok
+        )["w"].item()
+        assert step(INF, False) == 1 / 3
+        assert step(2.0**-40, True) == 1 / 3 - 2.0**-41
+
+
+def test_a_filter_that_looks_at_the_dtype():
+    optimizer = optim.MultiOptimizer(
+        [optim.SGD(1.0), optim.SGD(0.0)], [lambda path, w: w.dtype == mx.float16]
+    )
+    weights = {"a": mx.ones(2, mx.float16), "b": mx.ones(2)}
+    new = guarded_apply(optimizer, weights, weights)
+    assert (new["a"].tolist(), new["b"].tolist()) == ([0, 0], [1, 1])
+
+
+def test_a_schedule_of_plain_numbers():
+    optimizer, weights = optim.SGD(lambda step: 0.5), {"w": mx.zeros(1)}
+    for _ in range(3):
+        weights = guarded_apply(optimizer, {"w": mx.ones(1)}, weights)
+    assert weights["w"].item() == -1.5
+
+
+def test_paths_that_are_the_same_with_dots_are_refused():
+    tree = {"a.b": mx.ones(1), "a": {"b": mx.zeros(1)}}
+    with pytest.raises(ValueError, match="Rename one"):
+        guarded_apply(optim.SGD(1.0), tree, tree)
+
+
+@pytest.mark.compiles
+def test_nothing_outlives_optimizer_and_model():
+    optimizer, model = trained_pair()
+    gc.collect()
+    assert optimizer() is None
+    assert model() is None
+    assert len(internals._compiled_steps) == 0
+
+
+def test_integer_and_empty_leaves_and_bare_containers_pass_through():
+    weights = {
+        "w": mx.ones(2),
+        "index": mx.array([3, 4]),
+        "none": [],
+        "empty": mx.zeros((0,)),
+        "zero_d": mx.array(2.0),
+    }
+    gradients = {**weights, "index": mx.array([0, 0])}
+    new = guarded_apply(optim.AdamW(0.1), gradients, weights)
+    assert same(new["index"], weights["index"])
+    assert new["none"] == []
+    assert new["empty"].shape == (0,)
+    assert new["zero_d"].item() < 2.0
+
+
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        ({"x": mx.ones(2)}, "'x' but no such parameter"),
+        ({"w": {"x": mx.ones(2)}}, "differ in structure at 'w'"),
+        ({"list": [mx.ones(2)] * 3}, r"'list\.2' but no such parameter"),
+        ({"list": mx.ones(2)}, "differ in structure at 'list'"),
+        ({"w": mx.ones(3)}, r"'w' has shape \(3,\)"),
+        ({"w": 1.0}, "'w' must be an array"),
+        ({"w": None}, "'w' must be an array"),
+        ([mx.ones(2)], "must be a dict"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_named_and_nothing_changes(gradients, message):
+    weights = {"w": mx.ones(2), "list": [mx.ones(2), mx.ones(2)]}
+    optimizer = optim.Adam(0.1)
+    before = bits(optimizer.state)
+    with pytest.raises((TypeError, ValueError), match=message):
+        guarded_apply(optimizer, gradients, weights)
+    assert bits(optimizer.state) == before
+
+
+def test_a_multi_optimizer_with_a_frozen_module_between_trained_ones():
+    optimizer = optim.MultiOptimizer(
+        [optim.SGD(1.0), optim.SGD(2.0)], [lambda path, _: path == "layers.0.w"]
+    )
+    weights = {"layers": [{"w": mx.zeros(1), "b": mx.zeros(1)}, {}, {"w": mx.zeros(1)}]}
+    gradients = tree_map(mx.ones_like, weights)
+    new = guarded_apply(optimizer, gradients, weights)
+    values = {path: x.item() for path, x in tree_flatten(new)}
+    assert values == {"layers.0.w": -1.0, "layers.0.b": -2.0, "layers.2.w": -2.0}
+    assert new["layers"][1] == {}
+
+
+def test_a_parameter_without_state_is_named():
+    optimizer = optim.Adam(0.1)
+    optimizer.init({"a": mx.ones(1)})
+    weights = {"a": mx.ones(1), "b": mx.ones(1)}
+    with pytest.raises(ValueError, match="no state for 'b'"):
+        guarded_apply(optimizer, weights, weights)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2,), ()])
+def test_a_parameter_that_a_step_would_reshape_is_named(shape):
+    optimizer = optim.Adam(0.1)
+    optimizer.init({"w": mx.ones((2, 2))})
+    weights = {"w": mx.ones(shape)}
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match="'w' has shape"):
+        guarded_apply(optimizer, weights, weights)
+    assert bits(optimizer.state) == before
+
+
+@pytest.mark.parametrize("old", [(1, 2), (2,), ()])
+def test_a_state_that_a_step_would_reshape_is_named(old):
+    optimizer = optim.Adam(0.1)
+    optimizer.init({"w": mx.ones(old)})
+    weights = {"w": mx.ones((2, 2))}
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match=r"'w(\.m)?' has shape"):
+        guarded_apply(optimizer, weights, weights)
+    assert bits(optimizer.state) == before
+
+
+def test_an_empty_part_of_the_gradients_asks_for_no_parameter():
+    # mlx-lm's Llama has an empty dict for its rope, and one for what is text in it.
+    gradients = {"w": mx.ones(2), "rope": {}, "kinds": []}
+    weights = {"w": mx.ones(2), "kinds": "text"}
+    new = guarded_apply(optim.SGD(0.5), gradients, weights)
+    assert new["w"].tolist() == [0.5, 0.5]
+
+
+@uncompiled
+@pytest.mark.parametrize("mode", ["unscaled", "scaled", "wrapped"])
+def test_integer_parameters_stay_also_where_their_gradients_were_clipped(mode):
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = mx.ones(3)
+            self.ids = mx.array([1, 0, 5])
+
+        def __call__(self, x):
+            return (mx.where(self.ids == 1, self.weight, 0) * x).sum()
+
+    model, optimizer = Chosen(), optim.AdamW(0.5, weight_decay=0.5)
+    scaler = GradScaler(8.0)
+    if mode == "wrapped":
+        optimizer = LossScaleOptimizer(optimizer, scaler)
+    loss_and_grad = nn.value_and_grad(model, lambda x: scaler.scale(model(x)))
+    if mode != "scaled":
+        source = optimizer if mode == "wrapped" else scaler
+        loss_and_grad = source.value_and_grad(model, lambda x: model(x))
+    for _ in range(2):
+        _, grads = loss_and_grad(mx.ones(3))
+        if mode == "scaled":
+            scaler.unscale_(optimizer, grads)
+        grads, _ = optim.clip_grad_norm(grads, 0.1)
+        assert grads["ids"].dtype == mx.float32
+        if mode == "wrapped":
+            optimizer.update(model, grads)
+        else:
+            scaler.minimize(optimizer, model, grads)
+    assert (model.ids.tolist(), model.ids.dtype) == ([1, 0, 5], mx.int32)
+    assert model.weight[0].item() < 0.9
+
+
+def test_lists_of_dicts_in_a_model_are_stepped_where_they_are():
+    model = nn.Module()
+    model.blocks = [{"w": mx.ones(2)}, {"w": mx.ones(2), "deep": [mx.ones(1)]}]
+    scaler, optimizer = GradScaler(4.0), optim.SGD(1.0)
+    loss_fn = lambda: sum(x.sum() for _, x in tree_flatten(model.parameters()))  # noqa: E731
+    _, grads = scaler.value_and_grad(model, loss_fn)()
+    boxes = [id(box) for box in model.blocks]
+    assert scaler.minimize(optimizer, model, grads).item()
+    assert [id(box) for box in model.blocks] == boxes
+    assert all(not x.any().item() for _, x in tree_flatten(model.parameters()))

@@ -1,0 +1,384 @@
+"""Unscaled gradients are made only where somebody looks, and are right everywhere."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from support.helpers import INF, Mlp, batch, mse, uncompiled
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+
+pytestmark = pytest.mark.core
+
+SCALE = 1024.0
+
+
+def clip_norm(grads):
+    return optim.clip_grad_norm(grads, 0.05)[0]
+
+
+def clip_values(grads):
+    return tree_map(lambda g: mx.clip(g, -0.05, 0.05), grads)
+
+
+def double(grads):
+    return tree_map(mx.add, grads, grads)
+
+
+def average(grads):
+    return nn.average_gradients(grads)
+
+
+def cast(grads):
+    return tree_map(lambda g: g.astype(mx.bfloat16), grads)
+
+
+def other_tree(grads):
+    return {"layers": [dict(layer) for layer in grads["layers"]]}
+
+
+def change_some(grads):
+    change = lambda path, g: g * 0.5 if path.endswith("bias") else g  # noqa: E731
+    return tree_map_with_path(change, grads)
+
+
+def replace_one(grads):
+    grads["layers"][0]["weight"] = mx.ones_like(grads["layers"][0]["weight"])
+    return grads
+
+
+def change_in_place(grads):
+    grads["layers"][0]["weight"] *= 0.25
+    grads["layers"][1]["bias"][0] = 3.0
+    return grads
+
+
+def evaluate(grads):
+    mx.eval(grads)
+    return grads
+
+
+def leave(grads):
+    return grads
+
+
+CHANGES = [
+    leave,
+    evaluate,
+    clip_norm,
+    clip_values,
+    double,
+    average,
+    cast,
+    other_tree,
+    change_some,
+    replace_one,
+    change_in_place,
+]
+
+
+def train(change, compiled, source, dtype, steps=3):
+    """Parameters in float32 after some steps of SGD, loss scaling or not."""
+    mx.random.seed(7)
+    model = Mlp(dtype=mx.float32 if source == "plain" else dtype)
+    if source == "plain" and dtype != mx.float32:
+        # The same rounded start, computed in float32.
+        model.set_dtype(dtype)
+        model.set_dtype(mx.float32)
+    inner = optimizer = optim.SGD(0.1)
+    scaler = GradScaler(SCALE)
+    if source == "plain":
+        loss_and_grad, update = nn.value_and_grad(model, mse(model)), inner.update
+    elif source == "scaler":
+        loss_and_grad = scaler.value_and_grad(model, mse(model))
+        update = lambda model, grads: scaler.minimize(inner, model, grads)  # noqa: E731
+    else:
+        norm = INF if source == "norm" else None
+        optimizer = LossScaleOptimizer(inner, scaler, max_grad_norm=norm)
+        loss_and_grad, update = optimizer.value_and_grad(model, mse(model)), None
+        update = optimizer.update
+    optimizer.init(model.trainable_parameters())
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        update(model, change(grads))
+        return loss
+
+    state = [model.state, optimizer.state, scaler.state]
+    if compiled:
+        step = mx.compile(step, inputs=state, outputs=state)
+    for seed in range(steps):
+        step(*batch(seed, dtype=mx.float32 if source == "plain" else dtype))
+    parameters = model.parameters()
+    if isinstance(optimizer, LossScaleOptimizer):
+        parameters = optimizer.masters(parameters)
+    return {path: np.array(x) for path, x in tree_flatten(parameters)}
+
+
+@uncompiled
+@pytest.mark.parametrize("source", ["scaler", "wrapper", "norm"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_is_done_to_float32_gradients_before_the_step_is_right(change, source):
+    expected = train(change, False, "plain", mx.float32)
+    # The bare optimizer multiplies bfloat16 gradients in bfloat16.
+    near = 1e-3 if change is cast else 1e-6
+    for path, x in train(change, False, source, mx.float32).items():
+        assert np.allclose(x, expected[path], rtol=1e-5, atol=near), path
+
+
+@uncompiled
+@pytest.mark.parametrize("source", ["wrapper", "norm"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_is_done_to_float16_gradients_before_the_step_is_right(change, source):
+    expected = train(change, False, "plain", mx.float16)
+    for path, x in train(change, False, source, mx.float16).items():
+        assert np.allclose(x, expected[path], rtol=0.02, atol=5e-3), path
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("change", [leave, clip_norm, change_some])
+def test_whatever_is_done_to_gradients_inside_a_compiled_step_is_right(change):
+    expected = train(change, False, "plain", mx.float32)
+    for path, x in train(change, True, "wrapper", mx.float32).items():
+        assert np.allclose(x, expected[path], rtol=1e-5, atol=1e-6), path
+
+
+@uncompiled
+def test_gradients_accumulated_across_a_change_of_the_scale_are_right():
+    mx.random.seed(1)
+    model = Mlp()
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(SCALE))
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+    expected = [nn.value_and_grad(model, mse(model))(*batch(k))[1] for k in range(2)]
+    expected = optim.SGD(0.1).apply_gradients(
+        tree_map(mx.add, *expected), model.trainable_parameters()
+    )
+    _, first = loss_and_grad(*batch(0))
+    optimizer.scaler.update(64.0)
+    _, second = loss_and_grad(*batch(1))
+    optimizer.update(model, tree_map(mx.add, first, second))
+    for (path, x), (_, y) in zip(
+        tree_flatten(model.parameters()), tree_flatten(expected), strict=True
+    ):
+        assert mx.allclose(x, y, rtol=1e-5, atol=1e-6), path
+
+
+@uncompiled
+def test_leaves_of_two_passes_with_different_scales_step_together():
+    mx.random.seed(1)
+    model = Mlp()
+    scaler, optimizer = GradScaler(SCALE), optim.SGD(0.1)
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    plain = nn.value_and_grad(model, mse(model))
+    first, second = plain(*batch(0))[1], plain(*batch(1))[1]
+    mixed = {"layers": [first["layers"][0], second["layers"][1]]}
+    expected = optim.SGD(0.1).apply_gradients(mixed, model.trainable_parameters())
+    _, first = loss_and_grad(*batch(0))
+    scaler.update(8.0)
+    _, second = loss_and_grad(*batch(1))
+    mixed = {"layers": [first["layers"][0], second["layers"][1]]}
+    assert scaler.minimize(optimizer, model, mixed).item()
+    for (path, x), (_, y) in zip(
+        tree_flatten(model.parameters()), tree_flatten(expected), strict=True
+    ):
+        assert mx.allclose(x, y, rtol=1e-5, atol=1e-6), path
+
+
+@uncompiled
+def test_gradients_may_be_stepped_by_another_scaler():
+    found = []
+    for other in (None, GradScaler(4.0)):
+        mx.random.seed(2)
+        model, scaler = Mlp(), GradScaler(SCALE)
+        _, grads = scaler.value_and_grad(model, mse(model), mx.float16)(*batch())
+        if other is not None:
+            other.value_and_grad(model, mse(model), mx.float16)(*batch(1))
+        (other or scaler).minimize(optim.SGD(0.1), model, grads)
+        found.append(dict(tree_flatten(model.parameters())))
+    for path, x in found[0].items():
+        assert mx.allclose(x, found[1][path], rtol=1e-6, atol=1e-7), path
+
+
+@uncompiled
+@pytest.mark.parametrize("where", ["scaled", "after"])
+def test_a_non_finite_gradient_is_nan_and_survives_an_elementwise_clip(where):
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(2.0**40))
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+    if where == "after":
+        optimizer.scaler.update(1.0)
+    x, y = batch(dtype=mx.float16)
+    _, grads = loss_and_grad(x, y)
+    if where == "after":
+        grads = tree_map(lambda g: g * INF, grads)
+    else:
+        grads = clip_values(grads)
+        assert not any(mx.any(mx.isinf(g)).item() for _, g in tree_flatten(grads))
+    optimizer.update(model, grads)
+    assert not optimizer.scaler.last_step_applied.item()
+
+
+@uncompiled
+@pytest.mark.parametrize("source", ["value_and_grad", "scale_loss"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_infinite_gradient_comes_out_as_nan_that_no_clip_can_hide(source, sign):
+    model = nn.Module()
+    model.w = mx.zeros(2)
+    values = mx.array([1.0, sign * 3e38])
+    scaler, optimizer = GradScaler(SCALE), optim.SGD(1.0)
+    loss_fn = lambda: mx.sum(model.w * values)  # noqa: E731
+    if source == "value_and_grad":
+        _, grads = scaler.value_and_grad(model, loss_fn)()
+    else:
+        _, grads = nn.value_and_grad(model, scaler.scale_loss(loss_fn, model))()
+    grads = tree_map(lambda g: mx.clip(g, -1.0, 1.0), grads)
+    assert mx.isnan(grads["w"]).tolist() == [False, True]
+    assert not scaler.minimize(optimizer, model, grads).item()
+    assert model.w.tolist() == [0.0, 0.0]
+
+
+def test_nothing_keeps_gradients_alive_after_their_step():
+    gc.collect()
+    gc.disable()
+    try:
+        for wrap in (False, True):
+            model, scaler, inner = Mlp(), GradScaler(SCALE), optim.SGD(0.1)
+            optimizer = LossScaleOptimizer(inner, scaler) if wrap else inner
+            loss_and_grad = scaler.value_and_grad(model, mse(model))
+            _, grads = loss_and_grad(*batch())
+            kept = [weakref.ref(g) for _, g in tree_flatten(grads)]
+            if wrap:
+                optimizer.update(model, grads)
+            else:
+                scaler.minimize(optimizer, model, grads)
+            del grads
+            assert not any(reference() for reference in kept)
+    finally:
+        gc.enable()
+
+
+# In place
+
+NOT_OPERATORS = {
+    "__init__",
+    "__init_subclass__",
+    "__int__",
+    "__index__",
+    "__iter__",
+    "__invert__",
+}
+IN_PLACE = sorted(
+    name
+    for name in dir(mx.array)
+    if name.startswith("__i") and name not in NOT_OPERATORS
+)
+
+
+def weights_after(change, compiled=False, source="scaler"):
+    """Step from zero with SGD(1.0) and a gradient of 1 to 4 that was changed."""
+    model = nn.Module()
+    model.w = mx.zeros((2, 2))
+    values = mx.array([[1.0, 2.0], [3.0, 4.0]])
+    scaler, inner = GradScaler(SCALE), optim.SGD(1.0)
+    optimizer = LossScaleOptimizer(inner, scaler) if source == "wrapper" else inner
+    loss_and_grad = scaler.value_and_grad(model, lambda: mx.sum(model.w * values))
+    optimizer.init(model.trainable_parameters())
+
+    def step():
+        _, grads = loss_and_grad()
+        grads["w"] = change(grads["w"])
+        if source == "wrapper":
+            optimizer.update(model, grads)
+        else:
+            scaler.minimize(inner, model, grads)
+
+    state = [model.state, optimizer.state, scaler.state]
+    if compiled:
+        step = mx.compile(step, inputs=state, outputs=state)
+    step()
+    return -model.w, values
+
+
+@uncompiled
+@pytest.mark.parametrize("source", ["scaler", "wrapper"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_every_in_place_operator_on_a_gradient_takes_effect(name, source):
+    operand = mx.array([[2.0, 0.5], [1.0, 3.0]])
+
+    def change(g):
+        return getattr(g, name)(operand)
+
+    try:
+        expected = change(mx.array([[1.0, 2.0], [3.0, 4.0]]))
+        mx.eval(expected)
+    except (TypeError, ValueError):
+        with pytest.raises((TypeError, ValueError)):
+            weights_after(change, source=source)
+        return
+    found, _ = weights_after(change, source=source)
+    assert mx.allclose(found, expected, rtol=1e-6), (found, expected)
+
+
+def set_item(g):
+    g[0] = 7.0
+    return g
+
+
+def set_all(g):
+    g[:] = 7.0
+    return g
+
+
+def change_another_reference(g):
+    same = g
+    same += 1
+    return g
+
+
+def multiply_in_place(g):
+    g *= 0.25
+    return g
+
+
+CHANGED = {
+    set_item: [[7.0, 7.0], [3.0, 4.0]],
+    set_all: [[7.0, 7.0], [7.0, 7.0]],
+    change_another_reference: [[2.0, 3.0], [4.0, 5.0]],
+    multiply_in_place: [[0.25, 0.5], [0.75, 1.0]],
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("source", ["scaler", "wrapper"])
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_gradient_that_was_changed_in_place_is_stepped_as_it_is(
+    change, source, compiled
+):
+    found, _ = weights_after(change, compiled, source)
+    assert found.tolist() == CHANGED[change]
+
+
+@uncompiled
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g)), mx.array],
+    ids=["copy", "deepcopy", "pickle", "array"],
+)
+def test_a_copied_gradient_is_stepped_as_it_is(copied, changed):
+    def change(g):
+        g = copied(g)
+        if changed:
+            g *= 2
+        return g
+
+    found, values = weights_after(change)
+    assert mx.array_equal(found, values * (2 if changed else 1))

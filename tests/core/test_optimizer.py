@@ -1,0 +1,311 @@
+"""``LossScaleOptimizer``: clipping, arguments, attributes, foreign gradients."""
+
+import inspect
+import pickle
+import warnings
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from support.helpers import (
+    BAD_VALUES,
+    INF,
+    Mlp,
+    Traced,
+    batch,
+    bits,
+    gradients_like,
+    mse,
+    parameters,
+    same,
+)
+from support.optimizer_helpers import wrapped
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+
+pytestmark = pytest.mark.core
+
+# Clipping
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e3])
+def test_clipping_gives_the_result_of_mlx_clip_grad_norm(max_norm):
+    optimizer = wrapped(optim.SGD(1.0), scale=2.0**10, max_grad_norm=max_norm)
+    weights = parameters()
+    gradients = gradients_like(weights, 3)
+    scaled = tree_map(lambda g: g * 2.0**10, gradients)
+    new = optimizer.apply_gradients(scaled, weights)
+    clipped, norm = optim.clip_grad_norm(gradients, max_norm)
+    expected = optim.SGD(1.0).apply_gradients(clipped, weights)
+    assert optimizer.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    for (_, a), (_, b) in zip(tree_flatten(new), tree_flatten(expected), strict=True):
+        assert np.allclose(np.array(a), np.array(b), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_an_infinite_gradient_skips_and_is_never_clipped_to_zero(value):
+    optimizer = wrapped(optim.SGD(1.0), max_grad_norm=1.0)
+    weights = {"a": mx.ones(2), "b": mx.ones(1)}
+    gradients = {"a": mx.array([1.0, value]), "b": mx.ones(1)}
+    new = optimizer.apply_gradients(gradients, weights)
+    assert same(new, weights)
+    assert not optimizer.scaler.last_step_applied.item()
+    assert not np.isfinite(optimizer.grad_norm.item())
+
+
+def test_a_max_grad_norm_of_inf_only_measures():
+    optimizer = wrapped(optim.SGD(1.0), max_grad_norm=INF)
+    new = optimizer.apply_gradients({"a": mx.array([3.0, 4.0])}, {"a": mx.zeros(2)})
+    assert new["a"].tolist() == [-3.0, -4.0]
+    assert optimizer.grad_norm.item() == 5.0
+    assert wrapped().grad_norm is None
+
+
+# Arguments and attributes
+
+
+def test_masters_keep_the_structure_and_follow_replaced_weights():
+    optimizer = wrapped(optim.SGD(0.1))
+    weights = {"a": (mx.ones(2, mx.float16), mx.ones(2)), "0": mx.ones(1, mx.bfloat16)}
+    assert optimizer.masters(weights)["0"].dtype == mx.float32
+    optimizer.init(weights)
+    optimizer.apply_gradients(tree_map(lambda w: w * 1e-4, weights), weights)
+    masters = optimizer.masters(weights)
+    assert isinstance(masters["a"], tuple)
+    assert masters["a"][0][0].item() == pytest.approx(1 - 1e-5, abs=1e-7)
+    five = {**weights, "0": mx.full((1,), 5, mx.bfloat16)}
+    assert optimizer.masters(five)["0"].item() == 5.0
+
+
+def test_the_scaler_cannot_be_exchanged():
+    with pytest.raises(AttributeError):
+        wrapped().scaler = GradScaler()
+
+
+def test_after_freezing_the_remaining_parameters_are_stepped():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = wrapped(optim.SGD(0.1))
+    optimizer.init(model.trainable_parameters())
+    model.layers[0].freeze()
+    weights = model.trainable_parameters()
+    new = optimizer.apply_gradients(tree_map(mx.ones_like, weights), weights)
+    assert len(tree_flatten(new)) == 2
+
+
+def test_a_numpy_max_grad_norm_is_accepted_and_a_loss_is_no_function():
+    assert wrapped(max_grad_norm=np.float32(2)).max_grad_norm == 2.0
+    with pytest.raises(TypeError, match="the function that computes the loss"):
+        wrapped().scale_loss(mx.array(1.0))
+
+
+@pytest.mark.compiles
+def test_signature_and_repr_show_the_settings():
+    names = list(inspect.signature(GradScaler).parameters)
+    assert names[:2] == ["init_scale", "growth_factor"]
+    assert "hysteresis" in names
+
+    class Named(GradScaler):
+        def __init__(self, name):
+            super().__init__(4.0)
+
+    assert list(inspect.signature(Named).parameters) == ["name"]
+    assert repr(GradScaler(8.0, growth_interval=5)) == (
+        "GradScaler(scale=8.0, growth_interval=5, skipped_steps=0)"
+    )
+    assert repr(GradScaler(enabled=False)) == "GradScaler(enabled=False)"
+
+    @mx.compile
+    def traced(scale):
+        scaler.state["scale"] = scale
+        texts.append(repr(scaler))
+        return scale
+
+    scaler, texts = GradScaler(), []
+    traced(mx.array(2.0))
+    assert texts == ["GradScaler(being traced)"]
+
+
+def test_a_numpy_bool_and_a_one_element_array_are_accepted():
+    assert GradScaler(enabled=np.bool_(True)).is_enabled()
+    scaler = GradScaler(dynamic=np.bool_(False))
+    scaler.update(mx.array([4.0]))
+    assert scaler.get_scale() == 4.0
+    assert not scaler.is_dynamic()
+
+
+@pytest.mark.parametrize("scale", [2**63, 2**64])
+def test_large_integers_are_scales(scale):
+    assert GradScaler(init_scale=scale, max_scale=2**64).get_scale() == float(scale)
+    scaler = GradScaler()
+    scaler.update(scale)
+    assert scaler.get_scale() == float(scale)
+
+
+@pytest.mark.compiles
+def test_the_norm_to_clip_to_can_be_changed_in_a_compiled_step():
+    model = Mlp()
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(8.0), max_grad_norm=1e-3)
+    loss_and_grad = optimizer.value_and_grad(model, mse(model))
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state]
+
+    def step(x, y):
+        optimizer.update(model, loss_and_grad(x, y)[1])
+
+    traced = Traced(step)
+    compiled = mx.compile(traced, inputs=state, outputs=state)
+
+    def moved():
+        before = model.layers[0].weight
+        compiled(*batch())
+        return mx.abs(model.layers[0].weight - before).max().item()
+
+    small = moved()
+    optimizer.max_grad_norm = 1e-1
+    assert moved() > 20 * small
+    assert optimizer.max_grad_norm == pytest.approx(0.1)
+    assert traced.count == 1
+    for bad in (0, -1.0, "1", None, True):
+        with pytest.raises(ValueError, match="positive number"):
+            optimizer.max_grad_norm = bad
+    with pytest.raises(AttributeError, match="without clipping"):
+        LossScaleOptimizer(optim.SGD(0.1)).max_grad_norm = 1.0
+
+
+def test_attributes_of_the_optimizer_inside_are_read_and_set_through_the_wrapper():
+    inner = optim.AdamW(1e-3, weight_decay=0.3)
+    optimizer = LossScaleOptimizer(inner)
+    assert optimizer.weight_decay == 0.3
+    optimizer.weight_decay = 0.0
+    optimizer.betas = [0.8, 0.9]
+    assert inner.weight_decay == 0.0
+    assert inner.betas == [0.8, 0.9]
+    optimizer.note = "mine"
+    assert not hasattr(inner, "note")
+    with pytest.raises(AttributeError, match="Neither LossScaleOptimizer nor AdamW"):
+        optimizer.nonsense  # noqa: B018
+    assert pickle.loads(pickle.dumps(optimizer)).weight_decay == 0.0
+
+
+def test_the_warning_about_a_float16_loss_points_to_the_users_line():
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    loss_and_grad = optimizer.value_and_grad(model, lambda x: model(x).mean())
+    with pytest.warns(UserWarning, match="The loss is float16") as caught:
+        loss_and_grad(mx.ones((2, 8), mx.float16))
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_payload_of_nan_weights_survives_a_skipped_step():
+    weights = mx.array([0x7C01, 0x7E01, 0xFE55, 0x3C00], mx.uint16).view(mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1.0, dynamic=False))
+    grads = {"w": mx.array([INF, 0.0, 0.0, 0.0])}
+    new = optimizer.apply_gradients(grads, {"w": weights})
+    assert new["w"].view(mx.uint16).tolist() == [0x7C01, 0x7E01, 0xFE55, 0x3C00]
+
+
+def test_dynamic_can_be_set_also_for_a_compiled_step():
+    scaler = GradScaler(hysteresis=2)
+    scaler.set_dynamic(False)
+    assert not scaler.is_dynamic()
+    with pytest.raises(ValueError, match="only one of them"):
+        GradScaler(hysteresis=2, backoff_interval=2)
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "init_scale", "device"])
+def test_an_argument_that_the_wrapper_lacks_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=name):
+        LossScaleOptimizer(optim.AdamW(1e-3), **{name: 0.1})
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0, mx.array(1.0)])
+def test_a_weight_without_average_is_refused(weight):
+    optimizer, model = wrapped(optim.SGD(1.0)), Mlp()
+    grads = tree_map(mx.ones_like, model.trainable_parameters())
+    optimizer.init(model.trainable_parameters())
+    before = bits(model.parameters())
+    with pytest.raises(ValueError, match="weight= has no effect without average"):
+        optimizer.update(model, grads, weight=weight)
+    with pytest.raises(ValueError, match="weight= has no effect without average"):
+        optimizer.apply_gradients(grads, model.parameters(), weight)
+    assert bits(model.parameters()) == before
+
+
+def test_averaging_and_shards_need_a_group():
+    for arguments in ({"average": True}, {"sharded": True}):
+        with pytest.raises(ValueError, match="need a group"):
+            LossScaleOptimizer(optim.SGD(0.1), **arguments)
+    with pytest.raises(TypeError, match="average must be True or False"):
+        LossScaleOptimizer(optim.SGD(0.1), average="scaled")
+
+
+def test_gradients_may_come_from_anywhere_with_one_warning():
+    mx.random.seed(4)
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    plain = nn.value_and_grad(model, mse(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            before = optimizer.masters(model.trainable_parameters())
+            _, grads = plain(*batch(seed, dtype=mx.float16))
+            optimizer.update(model, grads)
+            after = optimizer.masters(model.trainable_parameters())
+            moved = tree_map(lambda a, b: a - b, before, after)
+            for (path, x), (_, g) in zip(
+                tree_flatten(moved), tree_flatten(grads), strict=True
+            ):
+                assert mx.allclose(x, 0.1 * g, rtol=1e-3, atol=1e-6), path
+    messages = [str(w.message) for w in caught]
+    assert ["do not come from this scaler" in m for m in messages] == [True]
+
+
+def test_a_part_of_the_model_is_stepped_through_the_whole():
+    mx.random.seed(4)
+    model = Mlp(dtype=mx.float16)
+    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(256.0))
+    optimizer.init(model.trainable_parameters())
+    head = model.layers[1]
+    loss_and_grad = optimizer.value_and_grad(head, mse(model))
+    before = bits(model.layers[0].parameters()), bits(head.parameters())
+    _, grads = loss_and_grad(*batch(dtype=mx.float16))
+    optimizer.update(model, {"layers": [{}, grads]})
+    assert optimizer.scaler.last_step_applied.item()
+    assert bits(model.layers[0].parameters()) == before[0]
+    assert bits(head.parameters()) != before[1]
+
+
+def test_gradients_of_scale_are_unscaled_by_the_wrapper_and_by_unscale():
+    for unscale in (False, True):
+        optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(1024.0))
+        grads = {"w": optimizer.scaler.scale(mx.array([0.5]))}
+        if unscale:
+            optimizer.scaler.unscale_(optimizer.optimizer, grads)
+        new = optimizer.apply_gradients(grads, {"w": mx.ones(1)})
+        assert new["w"].item() == 0.5
+
+
+def test_the_learning_rate_and_the_step_in_the_state_are_those_inside():
+    inner = optim.SGD(0.5)
+    optimizer, weights = wrapped(inner), {"w": mx.zeros(1)}
+    assert optimizer.state["learning_rate"].item() == 0.5
+    optimizer.state["learning_rate"] = 0.25
+    assert inner.learning_rate.item() == optimizer.learning_rate.item() == 0.25
+    new = optimizer.apply_gradients({"w": mx.ones(1)}, weights)
+    assert new["w"].item() == -0.25
+    assert optimizer.state["step"].item() == 1
+    optimizer.state["step"] = mx.array(7, mx.uint64)
+    assert inner.step.item() == optimizer.step.item() == 7
+    with pytest.raises(KeyError, match="nonsense"):
+        optimizer.state["nonsense"]
+    with pytest.raises(KeyError, match="nonsense"):
+        optimizer.state["nonsense"] = mx.array(1.0)
+
+
+def test_every_public_name_of_the_scaler_is_documented_and_there_are_about_thirty():
+    names = [name for name in dir(GradScaler) if not name.startswith("_")]
+    assert len(names) <= 32
+    assert all(getattr(GradScaler, name).__doc__ for name in names)

@@ -1,0 +1,263 @@
+"""``LossScaleOptimizer``: float32 masters."""
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from support.graphs import address
+from support.helpers import INF, Mlp, batch, mse, same, uncompiled
+from support.optimizer_helpers import HALVES, Training, rounded, wrapped
+
+from mlx_gradscale import GradScaler, LossScaleOptimizer
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_model_is_the_rounding_of_its_masters_after_every_step(
+    dtype, compiled, kind
+):
+    training = Training(dtype=dtype, compiled=compiled, masters=kind)
+    for seed in range(6):
+        training.run([seed], bad=(3,))
+        model = training.model.trainable_parameters()
+        masters = training.optimizer.masters(model)
+        assert {x.dtype for _, x in tree_flatten(masters)} == {mx.float32}
+        assert same(rounded(training.optimizer, model), model)
+
+
+def test_the_inner_optimizer_sees_only_float32():
+    seen = set()
+
+    class Watching(optim.SGD):
+        def apply_single(self, gradient, parameter, state):
+            seen.update(x.dtype for x in (gradient, parameter, *state.values()))
+            return super().apply_single(gradient, parameter, state)
+
+    Training(Watching(0.1, momentum=0.9)).run(range(2))
+    assert seen == {mx.float32}
+
+
+def test_float32_parameters_have_no_master():
+    optimizer = wrapped()
+    optimizer.init({"a": mx.ones(2), "b": mx.ones(2, mx.float16), "i": mx.array([1])})
+    assert set(optimizer.state["masters"]) == {"b"}
+
+
+@uncompiled
+def test_updates_below_half_an_ulp_add_up_only_with_masters():
+    # 1e-4 is a fifth of float16's half ulp at 1.0 (4.9e-4).
+    gradients = {"w": mx.full((4,), 1e-4, mx.float16)}
+    kept, lost = {"w": mx.ones(4, mx.float16)}, {"w": mx.ones(4, mx.float16)}
+    optimizer, plain = wrapped(optim.SGD(1.0)), optim.SGD(1.0)
+    for _ in range(100):
+        kept = optimizer.apply_gradients(gradients, kept)
+        lost = plain.apply_gradients(gradients, lost)
+    assert lost["w"].tolist() == [1.0] * 4
+    assert kept["w"][0].item() == pytest.approx(0.99, abs=5e-4)
+
+
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_weights_that_the_user_replaces_are_kept(dtype, compiled, kind):
+    training = Training(optim.SGD(0.0, momentum=0.9), dtype, compiled, masters=kind)
+    training.run(range(3))
+    for i in range(3):
+        new = tree_map(
+            lambda p, i=i: (mx.random.normal(p.shape) * 10.0 ** (-3 * i)).astype(dtype),
+            training.model.trainable_parameters(),
+        )
+        training.model.update(new)
+        training.run([7], bad=(7,) if i == 1 else ())
+        # By value: the optimizer's arithmetic may turn -0 into 0.
+        now = training.model.trainable_parameters()
+        equal = tree_map(lambda a, b: mx.array_equal(a, b).item(), new, now)
+        assert all(leaf for _, leaf in tree_flatten(equal))
+
+
+@uncompiled
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_neighbour_of_a_rounded_master_counts_as_replaced(dtype):
+    patterns = mx.arange(65536).astype(mx.uint16).view(dtype)
+    finite = np.array(mx.isfinite(patterns))
+    values = patterns[mx.array(np.flatnonzero(finite))]
+    # A third of an ulp from each value, towards zero: it rounds back to it.
+    masters = values.astype(mx.float32) * (1 - mx.finfo(dtype).eps / 3)
+    rounded = masters.astype(dtype)
+    for offset in (0, 1, 65535):
+        bits_ = rounded.view(mx.uint16) + mx.array(offset, mx.uint16)
+        weights = bits_.view(dtype)
+        optimizer = wrapped(optim.SGD(0.0))
+        optimizer.init({"w": rounded})
+        optimizer.state["masters"]["w"] = masters
+        new = optimizer.apply_gradients({"w": mx.zeros_like(weights)}, {"w": weights})
+        usable = mx.isfinite(weights)
+        assert mx.array_equal(
+            mx.where(usable, new["w"], 0), mx.where(usable, weights, 0)
+        )
+        kept = optimizer.state["masters"]["w"] == masters
+        if offset == 0:
+            assert mx.all(kept).item()
+        else:
+            assert mx.all(kept <= (masters == weights.astype(mx.float32))).item()
+
+
+@uncompiled
+def test_a_weight_moved_across_a_tie_counts_as_replaced():
+    optimizer = wrapped(optim.SGD(0.0))
+    optimizer.init({"w": mx.ones(1, mx.float16)})
+    # Halfway between 1 and the next half: it rounds to 1.
+    optimizer.state["masters"]["w"] = mx.array([1 + 2**-11])
+    weights = {"w": mx.array([1 + 2**-10], mx.float16)}
+    new = optimizer.apply_gradients({"w": mx.zeros(1)}, weights)
+    assert new["w"].item() == optimizer.state["masters"]["w"].item() == 1 + 2**-10
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_weights_changed_in_place_survive_a_skip_and_a_step(dtype, compiled):
+    training = Training(optim.SGD(0.0), dtype, compiled)
+    training.run(range(2))
+    layer = training.model.layers[0]
+    layer.weight += 1
+    layer.bias[0] = 5
+    want = [layer.weight * 1, layer.bias * 1]
+    training.run([7], bad=(7,))
+    training.run([8])
+    assert same([layer.weight, layer.bias], want)
+
+
+@uncompiled
+def test_an_edited_master_takes_effect():
+    optimizer = wrapped(optim.SGD(0.0))
+    weights = {"w": mx.ones(1, mx.float16)}
+    optimizer.init(weights)
+    optimizer.state["masters"]["w"] = mx.array([3.0])
+    skipped = optimizer.apply_gradients({"w": mx.array([INF])}, weights)
+    assert skipped["w"].item() == 1.0
+    assert optimizer.apply_gradients({"w": mx.zeros(1)}, skipped)["w"].item() == 3.0
+
+
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+@uncompiled
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_model_cast_after_init_continues_from_its_weights(dtype, kind):
+    training = Training(optim.SGD(0.0), compiled=False, masters=kind)
+    training.run(range(2))
+    for changed in (dtype, mx.float16):
+        training.model.set_dtype(changed)
+        before = tree_map(lambda x: x * 1, training.model.trainable_parameters())
+        training.run([3])
+        assert same(training.model.trainable_parameters(), before)
+
+
+@uncompiled
+def test_bits_of_float16_are_not_mistaken_for_bfloat16():
+    optimizer = wrapped(optim.SGD(0.0))
+    weights = {"w": mx.ones(1, mx.float16)}
+    optimizer.init(weights)
+    # bfloat16 2**-7 has the bits of float16 1.
+    weights = {"w": mx.full((1,), 2**-7, mx.bfloat16)}
+    new = optimizer.apply_gradients({"w": mx.zeros(1)}, weights)
+    assert new["w"].item() == 2**-7
+
+
+@uncompiled
+@pytest.mark.parametrize("save", [False, True], ids=["set_dtype", "state"])
+def test_masters_survive_a_change_from_float16_to_bfloat16(save):
+    optimizer = wrapped(optim.SGD(1.0))
+    weights = {"w": mx.ones(1, mx.float16)}
+    weights = optimizer.apply_gradients({"w": mx.full((1,), 2**-13)}, weights)
+    weights = {"w": weights["w"].astype(mx.bfloat16)}
+    if save:
+        state = tree_map(lambda x: x, optimizer.state)
+        optimizer = wrapped(optim.SGD(1.0))
+        optimizer.init(weights)
+        optimizer.state = state
+    optimizer.apply_gradients({"w": mx.zeros(1)}, weights)
+    assert optimizer.state["masters"]["w"].item() == 1 - 2**-13
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_written_bits_share_the_memory_of_the_weights(compiled):
+    training = Training(compiled=compiled)
+    for seed in range(3):
+        weights = tree_flatten(training.model.trainable_parameters())
+        written = training.optimizer.state["written"]
+        assert [address(x) for _, x in weights] == [
+            address(written[p]) for p, _ in weights
+        ]
+        training.run([seed], bad=(1,))
+
+
+def test_a_state_without_the_written_bits_resumes_exactly():
+    training, other = Training(), Training()
+    training.run(range(3))
+    state = dict(tree_flatten(training.optimizer.state))
+    short = {k: x for k, x in state.items() if not k.startswith("written.")}
+    assert len(short) < len(state)
+    other.model.update(tree_map(lambda x: x, training.model.parameters()))
+    other.optimizer.state = tree_unflatten(list(short.items()))
+    for each in (training, other):
+        each.run(range(3, 6))
+    assert other.everything() == training.everything()
+
+
+@uncompiled
+def test_zeroed_weights_stay_zero():
+    optimizer = wrapped(optim.SGD(1.0))
+    weights = {"w": mx.full((3,), 1000.25, mx.float16)}
+    weights = optimizer.apply_gradients({"w": mx.full((3,), 0.1)}, weights)
+    weights = {"w": mx.zeros(3, mx.float16)}
+    weights = optimizer.apply_gradients({"w": mx.zeros(3)}, weights)
+    assert weights["w"].tolist() == [0.0] * 3
+
+
+@uncompiled
+@pytest.mark.parametrize("compute_dtype", HALVES)
+def test_a_decay_by_hand_reaches_float32_parameters_computed_in_half(compute_dtype):
+    # 1e-4 is less than half an ulp of any half: its weights cannot hold it.
+    for dtype, left in ((compute_dtype, 1.0), (mx.float32, (1 - 1e-4) ** 10)):
+        mx.random.seed(1)
+        model = Mlp(dtype=dtype)
+        optimizer = LossScaleOptimizer(optim.SGD(0.0), GradScaler(256.0))
+        loss_and_grad = optimizer.value_and_grad(model, mse(model), compute_dtype)
+        before = model.layers[0].weight.astype(mx.float32)
+        for _ in range(10):
+            _, gradients = loss_and_grad(*batch(0, dtype=compute_dtype))
+            weight = model.layers[0].weight.astype(mx.float32) * (1 - 1e-4)
+            model.layers[0].weight = weight.astype(dtype)
+            optimizer.update(model, gradients)
+        masters = optimizer.masters(model.trainable_parameters())
+        now = masters["layers"][0]["weight"]
+        assert mx.allclose(now, left * before, rtol=1e-6, atol=0)
+
+
+@uncompiled
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_decay_by_the_optimizer_reaches_the_masters(dtype):
+    optimizer = wrapped(optim.AdamW(1e-2, weight_decay=1e-2))
+    weights = {"w": mx.full((4,), 0.7, dtype)}
+    before = weights["w"][0].item()
+    for _ in range(50):
+        weights = optimizer.apply_gradients({"w": mx.zeros(4)}, weights)
+    decayed = optimizer.state["masters"]["w"][0].item()
+    assert decayed == pytest.approx(before * (1 - 1e-4) ** 50, rel=1e-5)
+
+
+@uncompiled
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+def test_set_masters_replaces_the_master_weights(kind):
+    optimizer = wrapped(optim.SGD(0.0), masters=kind)
+    masters = {"w": mx.array([0.1, 0.2]), "full": mx.array([5.0])}
+    weights = {"w": masters["w"].astype(mx.float16), "full": mx.array([5.0])}
+    optimizer.init(tree_map(mx.zeros_like, weights))
+    optimizer.set_masters(weights, masters)
+    assert same(optimizer.masters(weights), masters)
+    new = optimizer.apply_gradients(tree_map(mx.zeros_like, masters), weights)
+    assert same(new, weights)
+    assert same(optimizer.masters(new), masters)

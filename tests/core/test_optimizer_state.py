@@ -1,0 +1,401 @@
+"""``LossScaleOptimizer``: its state, and bad input."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from support.helpers import (
+    INF,
+    NAN,
+    OPTIMIZERS,
+    Mlp,
+    bits,
+    gradients_like,
+    same,
+    uncompiled,
+)
+from support.optimizer_helpers import Training, wrapped
+
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+
+pytestmark = pytest.mark.core
+
+# State
+
+
+def save(optimizer, path):
+    mx.save_safetensors(str(path), dict(tree_flatten(optimizer.state)))
+
+
+def load(optimizer, path):
+    optimizer.state = tree_unflatten(list(mx.load(str(path)).items()))
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+@pytest.mark.parametrize("when", ["into a compiled step", "before compiling"])
+def test_a_saved_state_resumes_bit_identically(tmp_path, masters, when):
+    options = {"masters": masters, "max_grad_norm": 1.0}
+    training = Training(**options)
+    training.run(range(6), bad=(0, 4))
+    save(training.optimizer, tmp_path / "optimizer.safetensors")
+    training.model.save_weights(str(tmp_path / "model.safetensors"))
+    training.run(range(6, 14), bad=(9,))
+
+    again = Training(**options)
+    state = again.optimizer.state
+    if when == "into a compiled step":
+        again.run(range(3))
+    again.model.load_weights(str(tmp_path / "model.safetensors"))
+    load(again.optimizer, tmp_path / "optimizer.safetensors")
+    again.run(range(6, 14), bad=(9,))
+    assert again.optimizer.state is state
+    assert again.everything() == training.everything()
+    assert again.traced.count == 1
+
+
+@uncompiled
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+@pytest.mark.parametrize("name", ["MultiOptimizer", "Adafactor", "SGD schedule"])
+def test_the_state_of_every_kind_of_optimizer_is_set_back_in_an_eager_loop(
+    tmp_path, name, masters
+):
+    weights = {"layers": [{"weight": mx.ones((4, 6), mx.float16)}], "b": mx.ones(3)}
+
+    def resume(optimizer, weights, seeds):
+        for seed in seeds:
+            gradients = gradients_like(weights, seed, INF if seed == 4 else 1.0)
+            weights = optimizer.apply_gradients(gradients, weights)
+        return weights
+
+    first = GuardedOptimizer(OPTIMIZERS[name](), masters=masters)
+    second = GuardedOptimizer(OPTIMIZERS[name](), masters=masters)
+    middle = resume(first, weights, range(3))
+    save(first, tmp_path / "state.safetensors")
+    second.init(middle)
+    load(second, tmp_path / "state.safetensors")
+    ends = [resume(each, middle, range(3, 7)) for each in (first, second)]
+    assert same(*ends)
+    assert bits(first.state) == bits(second.state)
+
+
+SCRIPT = """
+import sys
+import mlx.core as mx
+mx.disable_compile()
+from core.test_optimizer_state import Training, load, save
+folder, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+training = Training(compiled=False)
+if first:
+    training.model.load_weights(folder + "/model.safetensors")
+    load(training.optimizer, folder + "/optimizer.safetensors")
+training.run(range(first, last))
+training.model.save_weights(folder + "/model.safetensors")
+save(training.optimizer, folder + "/optimizer.safetensors")
+"""
+
+
+@uncompiled
+def test_a_saved_state_resumes_in_a_fresh_process(tmp_path):
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    for first, last in ((0, 4), (4, 12)):
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(tmp_path), str(first), str(last)],
+            check=True,
+            env=os.environ | {"PYTHONPATH": path},
+            timeout=300,
+        )
+    training = Training(compiled=False)
+    training.run(range(12))
+    saved = mx.load(str(tmp_path / "optimizer.safetensors"))
+    assert bits(saved) == bits(dict(tree_flatten(training.optimizer.state)))
+    saved = mx.load(str(tmp_path / "model.safetensors"))
+    assert bits(saved) == bits(dict(tree_flatten(training.model.parameters())))
+
+
+@pytest.mark.compiles
+def test_learning_rate_and_step_are_read_and_set():
+    training = Training(optim.SGD(0.5))
+    assert training.optimizer.learning_rate.item() == 0.5
+    training.run([0])
+    training.optimizer.learning_rate = 0.0
+    before = bits(training.model.parameters())
+    training.run([1])
+    assert bits(training.model.parameters()) == before
+    assert training.optimizer.step.item() == 2
+    assert training.traced.count == 1
+
+
+@uncompiled
+def test_a_disabled_scaler_leaves_masters_and_the_inner_optimizer():
+    optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(enabled=False))
+    loss_fn = optimizer.scale_loss(lambda w: w)
+    assert loss_fn(mx.array(2.0)).item() == 2.0
+    new = optimizer.apply_gradients({"w": mx.array([INF])}, {"w": mx.array([1.0])})
+    assert new["w"].item() == -INF
+
+
+# Bad input
+
+
+@uncompiled
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1e-3,), "Expected an optimizer"),
+        ((optim.AdamW,), "Expected an optimizer"),
+        ((LossScaleOptimizer(optim.SGD(0.1)),), "already"),
+        ((optim.SGD(0.1), 65536.0), "must be a GradScaler"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        LossScaleOptimizer(*arguments)
+
+
+@uncompiled
+def test_update_wants_a_model():
+    with pytest.raises(TypeError, match="takes a model first, got dict"):
+        wrapped().update({"w": mx.ones(1)}, Mlp())
+
+
+@uncompiled
+@pytest.mark.parametrize("value", [0, -1.0, NAN, True, "1"])
+def test_a_max_grad_norm_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match="max_grad_norm must be a positive"):
+        wrapped(max_grad_norm=value)
+
+
+@uncompiled
+def test_a_wrapped_optimizer_inside_another_is_refused():
+    nested = optim.MultiOptimizer([wrapped(), optim.SGD(0.1)], [lambda *_: True])
+    with pytest.raises(TypeError, match="Wrap once, outermost"):
+        LossScaleOptimizer(nested)
+
+
+@uncompiled
+def test_a_scaler_does_not_step_a_wrapped_optimizer():
+    scaler = GradScaler()
+    scaler.scale(mx.array(1.0))
+    with pytest.raises(TypeError, match="has a scaler of its own"):
+        scaler.step(wrapped(), Mlp(), {})
+
+
+def freeze_first():
+    training = Training()
+    training.model.layers[0].freeze()
+    training.optimizer = wrapped()
+    training.optimizer.init(training.model.trainable_parameters())
+    return training
+
+
+@uncompiled
+def test_parameters_added_later_or_frozen_before_are_named():
+    training = freeze_first()
+    training.model.layers[0].unfreeze()
+    gradients = gradients_like(training.model.trainable_parameters(), 0)
+    before = training.everything()
+    with pytest.raises(ValueError, match=r"'layers\.0\.\w+' was missing or frozen"):
+        training.optimizer.update(training.model, gradients)
+    assert training.everything() == before
+
+
+@uncompiled
+def test_a_parameter_that_became_half_after_init_is_named_until_init_again():
+    optimizer = wrapped(optim.SGD(1.0))
+    optimizer.init({"w": mx.ones(2)})
+    half = {"w": mx.ones(2, mx.float16)}
+    with pytest.raises(ValueError, match=r"'w' became .*float16"):
+        optimizer.apply_gradients(half, half)
+    optimizer.init(half)
+    optimizer.apply_gradients(half, half)
+    assert set(optimizer.state["masters"]) == {"w"}
+
+
+@uncompiled
+def test_parameters_that_come_later_train_after_init_again():
+    optimizer = wrapped(optim.Adam(0.1))
+    optimizer.init({"a": mx.ones(1)})
+    both = {"a": mx.ones(1), "b": mx.ones(1)}
+    optimizer.init(both)
+    new = optimizer.apply_gradients(both, both)
+    assert new["b"].item() < 1
+
+
+@uncompiled
+def test_copies_have_one_state_of_their_own():
+    import copy
+    import pickle
+
+    for copied in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+        optimizer = wrapped(optim.Adam(0.1))
+        weights = {"w": mx.ones(2, mx.float16)}
+        weights = optimizer.apply_gradients(weights, weights)
+        other = copied(optimizer)
+        assert other.state["scaler"] is other.scaler.state
+        assert other.state["optimizer"] is other.optimizer.state
+        assert bits(other.state) == bits(optimizer.state)
+        other.apply_gradients({"w": mx.array([INF, 1.0])}, weights)
+        assert other.state["scaler"]["scale"].item() == 0.5
+        assert optimizer.scaler.get_scale() == 1.0
+
+
+@uncompiled
+def test_freezing_later_is_allowed():
+    training = Training()
+    training.model.layers[0].freeze()
+    gradients = gradients_like(training.model.trainable_parameters(), 0)
+    training.optimizer.update(training.model, gradients)
+    assert training.optimizer.step.item() == 1
+
+
+def spoil(state, path, value):
+    state[path] = value
+    return state
+
+
+@uncompiled
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s.pop("masters.layers.0.weight"),
+            "lacks 'masters.layers.0.weight'",
+        ),
+        (lambda s: spoil(s, "masters.x", mx.ones(1)), "another model"),
+        (lambda s: spoil(s, "masters.layers.0.bias", mx.ones(3)), "of shape"),
+        (
+            lambda s: spoil(s, "masters.layers.0.bias", mx.full((16,), NAN)),
+            "'masters.layers.0.bias' in the state holds NaN",
+        ),
+        (
+            lambda s: spoil(s, "optimizer.layers.1.bias.v", mx.array([INF])),
+            "'optimizer.layers.1.bias.v' in the state holds NaN",
+        ),
+        (lambda s: spoil(s, "scaler.scale", mx.array(0.0)), "scale must be positive"),
+        (lambda s: s.pop("scaler.scale"), "scaler.scale"),
+        (lambda s: spoil(s, "scaler.scale", mx.ones(1)), "scaler.scale"),
+        (lambda s: spoil(s, "optimizer.step", "three"), "optimizer.step"),
+    ],
+)
+def test_a_bad_state_is_refused_and_changes_nothing(change, message):
+    training = Training()
+    training.run(range(2))
+    state = dict(tree_flatten(training.optimizer.state))
+    change(state)
+    before = training.everything()
+    with pytest.raises((ValueError, TypeError), match=message):
+        training.optimizer.state = tree_unflatten(list(state.items()))
+    assert training.everything() == before
+
+
+@uncompiled
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+def test_a_state_set_before_init_is_visible_and_resumes(tmp_path, masters):
+    training = Training(compiled=False, masters=masters)
+    training.run(range(3))
+    save(training.optimizer, tmp_path / "optimizer.safetensors")
+    again = Training(compiled=False, init=False, masters=masters)
+    again.model.update(training.model.parameters())
+    load(again.optimizer, tmp_path / "optimizer.safetensors")
+    assert again.optimizer.step.item() == 3
+    assert bits(again.optimizer.state) == bits(training.optimizer.state)
+    for each in (training, again):
+        each.run(range(3, 6))
+    assert again.everything() == training.everything()
+
+
+@uncompiled
+def test_a_state_of_another_model_set_before_init_is_refused_at_init():
+    other = wrapped(optim.Adam(0.1), scale=4.0)
+    other.init({"x": mx.ones(3, mx.float16)})
+    optimizer = wrapped(optim.Adam(0.1), scale=1024.0)
+    optimizer.state = other.state
+    with pytest.raises(ValueError, match=r"lacks|another model|has shape"):
+        optimizer.init({"w": mx.ones(2, mx.float16)})
+
+
+@uncompiled
+def test_the_state_of_another_model_is_refused_and_changes_nothing():
+    other = wrapped(optim.Adam(0.1), scale=4.0)
+    other.init({"x": mx.ones(3, mx.float16)})
+    optimizer = wrapped(optim.Adam(0.1), scale=1024.0)
+    optimizer.init({"w": mx.ones(2, mx.float16)})
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match=r"lacks|another model"):
+        optimizer.state = other.state
+    assert bits(optimizer.state) == before
+
+
+@uncompiled
+@pytest.mark.parametrize("empty", [{}, []])
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+def test_an_emptied_state_can_be_set_back_and_continues(empty, masters):
+    """As mlx-lm does around an evaluation, to free memory."""
+    found = []
+    for emptied in (False, True):
+        training = Training(compiled=False, masters=masters)
+        training.run(range(3))
+        if emptied:
+            state = training.optimizer.state
+            training.optimizer.state = empty
+            left = tree_flatten(training.optimizer.state)
+            assert not [path for path, x in left if x.ndim]
+            training.optimizer.state = state
+            assert training.optimizer.state is state
+        training.run(range(3, 6))
+        found.append(training.everything())
+    assert found[0] == found[1]
+
+
+@uncompiled
+def test_a_flat_state_is_set_like_the_tree():
+    training, other = Training(compiled=False), Training(compiled=False)
+    training.run(range(3))
+    other.model.update(training.model.parameters())
+    other.optimizer.state = dict(tree_flatten(training.optimizer.state))
+    assert bits(other.optimizer.state) == bits(training.optimizer.state)
+
+
+@uncompiled
+def test_after_an_emptied_state_training_starts_with_fresh_moments():
+    training = Training(compiled=False)
+    training.run(range(3))
+    training.optimizer.state = {}
+    training.run([3])
+    assert training.optimizer.scaler.last_step_applied.item()
+    masters = training.optimizer.masters(training.model.trainable_parameters())
+    assert {x.dtype for _, x in tree_flatten(masters)} == {mx.float32}
+
+
+@uncompiled
+def test_the_state_of_a_plain_optimizer_is_taken_for_that_inside():
+    plain, weights = optim.Adam(1e-3), {"w": mx.ones(2)}
+    plain.init(weights)
+    plain.apply_gradients({"w": mx.ones(2)}, weights)
+    optimizer = wrapped(optim.Adam(1e-3))
+    optimizer.init(weights)
+    optimizer.state = plain.state
+    assert same(optimizer.optimizer.state, plain.state)
+    assert optimizer.step.item() == 1
+
+
+@uncompiled
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2,), ()])
+def test_a_parameter_of_another_shape_is_named_and_changes_nothing(dtype, shape):
+    optimizer = wrapped(optim.Adam(0.1), max_grad_norm=1.0)
+    optimizer.apply_gradients(*[{"w": mx.ones((2, 2), dtype)}] * 2)
+    before = bits(optimizer.state)
+    weights = {"w": mx.ones(shape, dtype)}
+    with pytest.raises(ValueError, match="'w' has shape"):
+        optimizer.apply_gradients(weights, weights)
+    with pytest.raises(ValueError, match="'w' has shape"):
+        optimizer.init(weights)
+    assert bits(optimizer.state) == before

@@ -1,0 +1,388 @@
+"""``GradScaler`` as a user meets it: scaling and stepping."""
+
+import warnings
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from support.helpers import (
+    BAD_VALUES,
+    INF,
+    OPTIMIZERS,
+    Mlp,
+    Traced,
+    batch,
+    bits,
+    mse,
+    same,
+)
+from support.scaler_helpers import apply, used
+
+from mlx_gradscale import GradScaler
+
+pytestmark = pytest.mark.core
+
+# Scaling
+
+
+def test_scale_takes_arrays_and_trees_and_keeps_their_containers():
+    from collections import namedtuple
+
+    Pair = namedtuple("Pair", "a b")
+    scaler = GradScaler(init_scale=4.0)
+    out = scaler.scale({"x": [mx.array(1.0)], "y": Pair(mx.array(2), mx.array([3.0]))})
+    assert out["x"][0].item() == 4.0
+    assert isinstance(out["y"], Pair)
+    assert out["y"].a.item() == 8.0
+    assert out["y"].b.tolist() == [12.0]
+
+
+def test_scale_works_in_float32_and_is_differentiable():
+    scaler = GradScaler()
+    with pytest.warns(UserWarning, match="float16"):
+        assert scaler.scale(mx.array(2.0, mx.float16)).item() == 131072.0
+    gradient = mx.grad(lambda x: scaler.scale(x * x))(mx.array(3.0))
+    assert gradient.item() == 6 * 65536
+
+
+@pytest.mark.parametrize("outputs", ["loss", 1.0, None, {"a": 1}, [mx.array(1.0), 2]])
+def test_scale_refuses_what_is_no_array(outputs):
+    with pytest.raises(TypeError, match="tree of arrays"):
+        GradScaler().scale(outputs)
+
+
+def test_a_float16_loss_warns_once_and_backs_off_until_it_fits():
+    model = Mlp(dtype=mx.float16)
+    scaler, optimizer = GradScaler(init_scale=2.0**18), optim.SGD(1e-3)
+    x, y = batch(dtype=mx.float16)
+
+    def loss_fn(x, y):
+        return mx.mean(mx.square(model(x) - y.astype(mx.float16)) * 0.01)
+
+    loss_and_grad = scaler.value_and_grad(model, loss_fn)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            _, gradients = loss_and_grad(x, y)
+            scaler.minimize(optimizer, model, gradients)
+    assert sum("Reduce the loss in float32" in str(w.message) for w in caught) == 1
+    assert scaler.get_scale() <= 32768
+    assert scaler.last_step_applied.item()
+
+
+def test_a_loss_that_is_no_array_is_refused_with_its_value():
+    with pytest.raises(TypeError, match="The loss must be an array"):
+        GradScaler().scale_loss(lambda: 1.0)()
+
+
+@pytest.mark.parametrize("compute_dtype", [None, mx.float16])
+def test_a_loss_that_is_not_a_scalar_is_refused_with_its_shape(compute_dtype):
+    model, scaler = Mlp(), GradScaler()
+    loss_fn = lambda x, y: mx.square(model(x) - y).astype(mx.float32)  # noqa: E731
+    for call in (
+        scaler.value_and_grad(model, loss_fn, compute_dtype),
+        nn.value_and_grad(model, scaler.scale_loss(loss_fn, model)),
+    ):
+        with pytest.raises(ValueError, match=r"must be a scalar.* shape \(32, 1\)"):
+            call(*batch())
+
+
+# Stepping
+
+
+def test_a_batch_that_is_dropped_after_its_gradients_moves_the_scale():
+    model, scaler = Mlp(), GradScaler(1024.0, growth_interval=2)
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    before = bits(model.parameters())
+    for factor, scale in ((INF, 512.0), (1.0, 512.0), (1.0, 1024.0), (INF, 512.0)):
+        x, y = batch()
+        grads = loss_and_grad(x * factor, y)[1]
+        scaler.update()
+        assert scaler.get_scale() == scale
+        del grads
+    assert bits(model.parameters()) == before
+    assert scaler.skipped_steps.item() == 0
+    with pytest.raises(RuntimeError, match="nothing recorded"):
+        scaler.update()
+
+
+def test_gradients_that_were_thrown_away_count_as_an_overflow():
+    model, scaler = Mlp(), GradScaler(1024.0)
+    scaler.value_and_grad(model, mse(model), mx.float16)(*batch())
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_part_of_the_model_is_stepped_through_the_part_or_the_whole():
+    found = []
+    for through in ("part", "whole"):
+        mx.random.seed(5)
+        model, scaler, optimizer = Mlp(), GradScaler(64.0), optim.SGD(0.1)
+        _, grads = scaler.value_and_grad(model, mse(model))(*batch())
+        if through == "part":
+            scaler.minimize(optimizer, model.layers[1], grads["layers"][1])
+        else:
+            grads = {"layers": [{}, grads["layers"][1]]}
+            scaler.minimize(optimizer, model, grads)
+        found.append(model.parameters())
+    assert same(*found)
+
+
+@pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_an_overflow_skips_backs_off_and_is_counted(value):
+    model, optimizer, scaler = Mlp(), optim.AdamW(1e-2), GradScaler()
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    _, gradients = loss_and_grad(*batch())
+    assert scaler.minimize(optimizer, model, gradients).item()
+    before = bits([model.parameters(), optimizer.state])
+    gradients["layers"][1]["bias"] = mx.array([value])
+    assert not scaler.minimize(optimizer, model, gradients).item()
+    assert bits([model.parameters(), optimizer.state]) == before
+    assert scaler.get_scale() == 32768
+    assert scaler.skipped_steps.item() == scaler.consecutive_skips.item() == 1
+    assert not scaler.last_step_applied.item()
+
+
+def test_a_finite_step_is_the_plain_optimizers_on_unscaled_gradients():
+    models = [Mlp(), Mlp()]
+    models[1].update(models[0].parameters())
+    optimizers = [optim.AdamW(1e-2), optim.AdamW(1e-2)]
+    scaler = GradScaler()
+    scaled = scaler.value_and_grad(models[0], mse(models[0]))
+    plain = nn.value_and_grad(models[1], mse(models[1]))
+    for seed in range(5):
+        loss, gradients = scaled(*batch(seed))
+        scaler.minimize(optimizers[0], models[0], gradients)
+        expected, gradients = plain(*batch(seed))
+        optimizers[1].update(models[1], gradients)
+        assert loss.item() == expected.item()
+    # 65536 is a power of two, so scaling there and back loses nothing.
+    assert same(models[0].parameters(), models[1].parameters())
+
+
+@pytest.mark.compiles
+def test_whole_step_compiled_one_trace_no_sync_and_everything_can_change():
+    model, optimizer = Mlp(), optim.AdamW(optim.linear_schedule(1e-2, 1e-3, 50))
+    scaler = GradScaler(growth_interval=3)
+    optimizer.init(model.trainable_parameters())
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    state = [model.state, optimizer.state, scaler.state]
+
+    def step(x, y):
+        loss, gradients = loss_and_grad(x, y)
+        gradients = scaler.unscale_(optimizer, gradients)
+        gradients, _ = optim.clip_grad_norm(gradients, 10.0)
+        applied = scaler.step(optimizer, model, gradients)
+        scaler.update()
+        return loss, applied
+
+    traced = Traced(step)
+    # Anything read from the device inside would raise while tracing.
+    compiled = mx.compile(traced, inputs=state, outputs=state)
+    x, y = batch()
+    scales, steps = [], []
+    for i in range(20):
+        if i == 5:
+            scaler.set_growth_interval(1)
+        if i == 8:
+            scaler.update(256.0)
+        if i == 10:
+            scaler.set_growth_factor(4.0)
+        if i == 12:
+            scaler.load_state_dict(GradScaler(init_scale=64.0).state_dict())
+        if i == 14:
+            scaler.set_backoff_factor(0.25)
+        # Too large for the backward pass in float16, not for the forward pass.
+        compiled(x * (3000 if i in (3, 15) else 1), y)
+        scales.append(scaler.get_scale())
+        steps.append(optimizer.step.item())
+    assert traced.count == 1
+    assert scales[8] == 512
+    assert scales[10] == scales[9] * 4
+    assert scales[12] == 64
+    assert scales[15] == scales[14] / 4
+    assert steps[3] == steps[2]
+    assert steps[15] == steps[14]
+    assert scaler.skipped_steps.item() >= 1
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW schedule", "MultiOptimizer"])
+def test_a_disabled_scaler_is_bit_identical_to_the_plain_script(name):
+    def scaled(model, optimizer):
+        scaler = GradScaler(enabled=False)
+        loss_and_grad = scaler.value_and_grad(model, mse(model))
+        for seed in range(5):
+            loss, gradients = loss_and_grad(*batch(seed))
+            gradients = scaler.unscale_(optimizer, gradients)
+            assert scaler.step(optimizer, model, gradients).item()
+            scaler.update()
+        return loss
+
+    def plain(model, optimizer):
+        loss_and_grad = nn.value_and_grad(model, mse(model))
+        for seed in range(5):
+            loss, gradients = loss_and_grad(*batch(seed))
+            optimizer.update(model, gradients)
+        return loss
+
+    results = []
+    for train in (scaled, plain):
+        mx.random.seed(3)
+        model, optimizer = Mlp(), OPTIMIZERS[name]()
+        loss = train(model, optimizer)
+        results.append(bits([model.parameters(), optimizer.state, loss]))
+    assert results[0] == results[1]
+
+
+def test_several_optimizers_share_one_scale():
+    scaler, a, b = used(), optim.SGD(1.0), optim.SGD(1.0)
+    assert apply(scaler, a, 1.0)["w"].item() == 0.0
+    assert scaler.last_step_applied.item()
+    assert apply(scaler, b, INF)["w"].item() == 1.0
+    scaler.update()
+    assert scaler.get_scale() == 32768
+    assert (a.step.item(), b.step.item()) == (1, 0)
+
+
+def test_unscale_alone_is_enough_for_update():
+    scaler, optimizer = used(), optim.SGD(1.0)
+    scaler.unscale_(optimizer, {"w": mx.array([INF])})
+    scaler.update()
+    assert scaler.get_scale() == 32768
+
+
+def test_unscaled_gradients_can_be_clipped_before_the_step():
+    scaler, optimizer = used(), optim.SGD(1.0)
+    gradients = {"w": scaler.scale(mx.array([3.0, 4.0]))}
+    gradients = scaler.unscale_(optimizer, gradients)
+    assert gradients["w"].tolist() == [3.0, 4.0]
+    gradients, norm = optim.clip_grad_norm(gradients, 1.0)
+    new = scaler.apply_gradients(optimizer, gradients, {"w": mx.zeros(2)})
+    assert norm.item() == 5.0
+    assert np.allclose(np.array(new["w"]), [-0.6, -0.8], atol=1e-6)
+
+
+@pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_a_gradient_made_bad_after_unscale_is_caught(value):
+    scaler, optimizer = used(), optim.SGD(1.0)
+    gradients = scaler.unscale_(optimizer, {"w": mx.array([1.0])})
+    gradients["w"] = gradients["w"] * value
+    new = scaler.apply_gradients(optimizer, gradients, {"w": mx.array([1.0])})
+    scaler.update()
+    assert new["w"].item() == 1.0
+    assert scaler.get_scale() == 32768
+
+
+def test_unscale_works_in_place_so_that_a_dropped_result_trains_right():
+    scaler, optimizer = used(GradScaler(1024.0)), optim.SGD(1.0)
+    gradients = {"a": [mx.array([3.0]) * 1024], "b": {"w": mx.array([4.0]) * 1024}}
+    weights = tree_map(mx.zeros_like, gradients)
+    assert scaler.unscale_(optimizer, gradients) is gradients
+    assert gradients["a"][0].item() == 3.0
+    gradients, norm = optim.clip_grad_norm(gradients, 1.0)
+    assert norm.item() == 5.0
+    new = scaler.apply_gradients(optimizer, gradients, weights)
+    assert new["a"][0].item() == pytest.approx(-0.6, rel=1e-5)
+
+
+def test_unscale_after_value_and_grad_leaves_unscaled_gradients_alone():
+    model, scaler, optimizer = Mlp(), GradScaler(1024.0), optim.SGD(1.0)
+    _, gradients = scaler.value_and_grad(model, mse(model))(*batch())
+    before = bits(gradients)
+    assert scaler.unscale_(optimizer, gradients) is gradients
+    assert bits(gradients) == before
+
+
+def test_an_overflow_that_clipping_hid_is_still_skipped():
+    scaler, optimizer = used(), optim.SGD(1.0)
+    gradients = scaler.unscale_(optimizer, {"w": mx.array([INF, 1.0])})
+    gradients = {"w": mx.zeros(2)}
+    new = scaler.apply_gradients(optimizer, gradients, {"w": mx.ones(2)})
+    assert new["w"].tolist() == [1.0, 1.0]
+    assert optimizer.step.item() == 0
+
+
+def test_a_finite_gradient_that_unscaling_overflows_is_skipped():
+    # PyTorch looks only at the scaled gradient and applies the inf.
+    scaler = GradScaler(init_scale=2.0**-64)
+    scaler.scale(mx.array(1.0))
+    new = scaler.apply_gradients(
+        optim.SGD(1.0), {"w": mx.array([1e20])}, {"w": mx.array([1.0])}
+    )
+    assert new["w"].item() == 1.0
+    assert not scaler.last_step_applied.item()
+
+
+@pytest.mark.parametrize("grads", [{}, {"layers": [{}, {}]}])
+def test_a_step_without_gradients_is_refused(grads):
+    # As in PyTorch: an applied step would let the scale grow.
+    scaler, model = used(), Mlp()
+    before = bits([model.parameters(), scaler.state])
+    for call in (scaler.minimize, scaler.step):
+        with pytest.raises(ValueError, match="no gradients to step with"):
+            call(optim.Adam(0.1), model, grads)
+    assert bits([model.parameters(), scaler.state]) == before
+
+
+def test_frozen_and_quantized_layers_stay_and_the_others_train():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    nn.quantize(model, class_predicate=lambda path, m: path == "layers.0")
+    model.layers[1].freeze()
+    scaler, optimizer = GradScaler(init_scale=128.0), optim.AdamW(1e-2)
+    loss_fn = scaler.value_and_grad(
+        model, lambda x: mx.mean(model(x).astype(mx.float32)), mx.float16
+    )
+    before = bits(model.parameters())
+    _, gradients = loss_fn(mx.ones((2, 64)))
+    assert scaler.minimize(optimizer, model, gradients).item()
+    changed = {k for k, v in bits(model.parameters()).items() if before[k] != v}
+    # The bias of a quantized layer is trained; its packed weight is not.
+    assert changed == {"layers.0.bias", "layers.2.weight", "layers.2.bias"}
+
+
+def test_half_parameters_warn_once_about_masters():
+    model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
+    scaler = GradScaler(init_scale=256.0)
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            _, gradients = loss_and_grad(*batch(seed, dtype=mx.float16))
+            assert scaler.minimize(optimizer, model, gradients).item()
+    assert ["no master weights" in str(w.message) for w in caught] == [True]
+    assert model.layers[0].weight.dtype == mx.float16
+    assert optimizer.state["layers"][0]["weight"]["v"].dtype == mx.float32
+
+
+def test_a_static_scale_stays_and_still_skips():
+    scaler = GradScaler(dynamic=False, init_scale=8.0, growth_interval=1)
+    for value in (1.0, INF, 1.0, INF, INF):
+        apply(scaler, optim.SGD(1.0), value)
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert scaler.skipped_steps.item() == 3
+    assert scaler.consecutive_skips.item() == 2
+
+
+def test_no_warning_in_ordinary_use():
+    model, optimizer, scaler = Mlp(), optim.Adam(1e-3), GradScaler()
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, gradients = loss_and_grad(*batch())
+        scaler.minimize(optimizer, model, tree_map(lambda g: g, gradients))
+
+
+def test_one_of_two_optimizers_that_always_overflows_is_counted_in_a_row():
+    scaler, weights = GradScaler(), {"w": mx.ones(1)}
+    scaler.scale(mx.array(1.0))
+    good, bad = optim.SGD(0.1), optim.SGD(0.1)
+    for _ in range(3):
+        scaler.apply_gradients(bad, {"w": mx.array([INF])}, weights)
+        scaler.apply_gradients(good, {"w": mx.ones(1)}, weights)
+        scaler.update()
+    assert scaler.consecutive_skips.item() == 3
+    assert scaler.skipped_steps.item() == 3

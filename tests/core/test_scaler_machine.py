@@ -1,0 +1,172 @@
+"""The whole object, driven at random, beside the plain-Python reference."""
+
+import pickle
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from support.helpers import INF, NAN
+from support.reference import Reference
+
+from mlx_gradscale import GradScaler
+
+pytestmark = pytest.mark.core
+
+values = st.sampled_from([1.0, -0.25, 0.0, 3e4, INF, -INF, NAN])
+which = st.integers(0, 1)
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        interval=st.integers(1, 4),
+        backoff=st.integers(1, 3),
+        dynamic=st.booleans(),
+        low=st.sampled_from([2.0**-64, 2.0]),
+    )
+    def start(self, interval, backoff, dynamic, low):
+        arguments = {
+            "growth_interval": interval,
+            "backoff_interval": backoff,
+            "dynamic": dynamic,
+            "min_scale": low,
+        }
+        self.scaler = GradScaler(init_scale=64.0, max_scale=4096.0, **arguments)
+        self.reference = Reference(scale=64.0, max_scale=4096.0, **arguments)
+        self.scaler.scale(mx.array(1.0))
+        self.weights = [{"w": mx.zeros(2)}, {"w": mx.zeros(2)}]
+        self.expected = [np.zeros(2, np.float32), np.zeros(2, np.float32)]
+        self.optimizers = [optim.SGD(1.0), optim.SGD(1.0)]
+        self.steps = [0, 0]
+        self.unscaled = {}
+        self.recorded = {}
+        self.stepped = set()
+
+    def scaled(self, value):
+        return {"w": mx.array([1.0, value]) * self.scaler.state["scale"]}
+
+    @rule(i=which, value=values)
+    def unscale(self, i, value):
+        if i in self.recorded:
+            before = self.scaler.state_dict()
+            try:
+                self.scaler.unscale_(self.optimizers[i], self.scaled(value))
+            except RuntimeError:
+                assert self.scaler.state_dict() == before
+            else:
+                raise AssertionError("unscaled twice")
+            return
+        out = self.scaler.unscale_(self.optimizers[i], self.scaled(value))
+        assert out["w"][0].item() == 1.0
+        self.unscaled[i] = (out, value)
+        self.recorded[i] = bool(np.isfinite(value))
+
+    @rule(i=which, value=values)
+    def step(self, i, value):
+        if i in self.stepped:
+            try:
+                self.apply(i, self.scaled(value))
+            except RuntimeError:
+                return
+            raise AssertionError("stepped twice")
+        gradients, value = self.unscaled.pop(i, (self.scaled(value), value))
+        self.apply(i, gradients)
+        finite = bool(np.isfinite(value))
+        self.stepped.add(i)
+        self.recorded[i] = finite
+        self.reference.count(finite)
+        if finite:
+            self.expected[i] = self.expected[i] - np.array([1.0, value], np.float32)
+            self.steps[i] += 1
+
+    def apply(self, i, gradients):
+        self.weights[i] = self.scaler.apply_gradients(
+            self.optimizers[i], gradients, self.weights[i]
+        )
+
+    @rule()
+    def update(self):
+        if not self.recorded:
+            try:
+                self.scaler.update()
+            except RuntimeError:
+                return
+            raise AssertionError("updated from nothing")
+        self.scaler.update()
+        self.reference.update(all(self.recorded.values()))
+        self.forget()
+
+    @rule(value=st.sampled_from([1.0, 8, 100.0, 1e6]), as_array=st.booleans())
+    def set_scale(self, value, as_array):
+        self.scaler.update(mx.array(value) if as_array else value)
+        self.reference.set_scale(value)
+        self.reference.skips_since_update = 0
+        self.forget()
+
+    def forget(self):
+        self.unscaled, self.recorded, self.stepped = {}, {}, set()
+
+    @rule(interval=st.integers(1, 4))
+    def set_growth_interval(self, interval):
+        self.scaler.set_growth_interval(interval)
+        self.reference.growth_interval = interval
+
+    @rule(factor=st.sampled_from([1.5, 2.0, 4.0]))
+    def set_growth_factor(self, factor):
+        self.scaler.set_growth_factor(factor)
+        self.reference.growth_factor = factor
+
+    @rule(factor=st.sampled_from([0.25, 0.5, 0.75]))
+    def set_backoff_factor(self, factor):
+        self.scaler.set_backoff_factor(factor)
+        self.reference.backoff_factor = factor
+
+    @rule(suffix=st.sampled_from([".json", ".json.gz", ".safetensors", ".pt"]))
+    def save_and_load(self, suffix):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"scaler{suffix}"
+            self.scaler.save(path)
+            self.scaler.load(path)
+
+    @precondition(lambda self: not self.recorded)
+    @rule()
+    def pickled(self):
+        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+        self.scaler.scale(mx.array(1.0))
+
+    @precondition(lambda self: self.recorded)
+    @rule()
+    def pickled_inside_an_iteration(self):
+        try:
+            pickle.dumps(self.scaler)
+        except RuntimeError:
+            return
+        raise AssertionError("pickled inside an iteration")
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "scaler"):
+            return
+        state = self.scaler.state
+        for name, value in vars(self.reference).items():
+            assert state[name].item() == value, name
+        for i in range(2):
+            assert np.array_equal(np.array(self.weights[i]["w"]), self.expected[i])
+            assert self.optimizers[i].step.item() == self.steps[i]
+
+
+Machine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None
+)
+TestMachine = Machine.TestCase

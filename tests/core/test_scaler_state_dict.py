@@ -1,0 +1,162 @@
+"""``GradScaler``: state dicts, files, copies."""
+
+import copy
+import pickle
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from support.helpers import INF, NAN, bits, same
+from support.scaler_helpers import apply
+
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+
+pytestmark = pytest.mark.core
+
+
+def trained(**settings):
+    scaler, optimizer = GradScaler(**settings), optim.SGD(0.1)
+    for value in (1.0, INF, 1.0, 1.0):
+        apply(scaler, optimizer, value)
+        scaler.update()
+    return scaler
+
+
+def test_the_state_dict_is_pytorchs_with_its_types():
+    state = GradScaler(init_scale=4, growth_factor=1.1).state_dict()
+    assert state == {
+        "scale": 4.0,
+        "growth_factor": 1.1,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+    assert [type(x) for x in state.values()] == [float, float, float, int, int]
+
+
+def test_own_settings_are_saved_only_where_they_differ():
+    state = trained(backoff_interval=3, min_scale=1.0).state_dict()
+    extra = set(state) - set(GradScaler().state_dict())
+    assert extra == {"backoff_interval", "min_scale", "skipped_steps"}
+
+
+@pytest.mark.parametrize(
+    "suffix", [".json", ".json.gz", ".safetensors", ".pt", ".pt.gz"]
+)
+def test_a_saved_file_restores_the_whole_state(tmp_path, suffix):
+    scaler = trained(growth_factor=1.5, backoff_interval=2, max_scale=2.0**30)
+    path = tmp_path / f"scaler{suffix}"
+    scaler.save(path)
+    other = GradScaler()
+    state = other.state
+    other.load(path)
+    assert other.state is state
+    assert other.state_dict() == scaler.state_dict()
+    assert same(other.state, scaler.state)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, None])
+def test_pickle_and_copy_between_iterations(copied):
+    scaler = trained(growth_interval=3)
+    other = copied(scaler) if copied else pickle.loads(pickle.dumps(scaler))
+    assert other.state_dict() == scaler.state_dict()
+    assert other.state is not scaler.state
+    apply(scaler, optimizer := optim.SGD(0.1), 1.0)
+    with pytest.raises(RuntimeError, match="between iterations"):
+        pickle.dumps(scaler)
+    scaler.update()
+    pickle.dumps(scaler)
+    assert optimizer.step.item() == 1
+
+
+class Named(GradScaler):
+    def __init__(self, name):
+        super().__init__(init_scale=4.0)
+        self.name = name
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, None])
+def test_copies_of_a_subclass_keep_what_it_added(copied):
+    scaler = Named("run")
+    other = copied(scaler) if copied else pickle.loads(pickle.dumps(scaler))
+    assert (type(other), other.name, other.get_scale()) == (Named, "run", 4.0)
+
+
+GOOD = GradScaler(init_scale=512.0).state_dict()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        [1],
+        "state",
+        {k: v for k, v in GOOD.items() if k != "_growth_tracker"},
+        {"scale": 2.0},
+        {**GOOD, "scale": "abc"},
+        {**GOOD, "scale": 0.0},
+        {**GOOD, "scale": NAN},
+        {**GOOD, "scale": True},
+        {**GOOD, "growth_factor": 0.5},
+        {**GOOD, "backoff_factor": 9},
+        {**GOOD, "growth_interval": 0},
+        {**GOOD, "growth_interval": 3.7},
+        {**GOOD, "_growth_tracker": -1},
+        {**GOOD, "_growth_tracker": 3.7},
+        {**GOOD, "backoff_interval": 0},
+        {**GOOD, "min_scale": 1024.0},
+        {**GOOD, "dynamic": 3},
+    ],
+    ids=str,
+)
+def test_a_bad_state_dict_changes_nothing(bad):
+    scaler = trained()
+    before = bits(scaler.state)
+    with pytest.raises((TypeError, ValueError, KeyError, RuntimeError)):
+        scaler.load_state_dict(bad)
+    assert bits(scaler.state) == before
+
+
+def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
+    scaler = GradScaler(backoff_interval=3)
+    scaler.load_state_dict(
+        {**GOOD, "scale": mx.array(2.0), "_growth_tracker": np.int64(7), "new": object}
+    )
+    assert scaler.state_dict() == {
+        **GOOD,
+        "scale": 2.0,
+        "_growth_tracker": 7,
+        "backoff_interval": 3,
+    }
+
+
+def test_a_whole_checkpoint_is_refused_with_the_key_of_its_scaler():
+    scaler = GradScaler()
+    with pytest.raises(KeyError, match="load its 'scaler'"):
+        scaler.load_state_dict({"epoch": 3, "scaler": scaler.state_dict()})
+
+
+def test_an_empty_state_dict_is_a_runtime_error_as_in_pytorch():
+    with pytest.raises(RuntimeError, match="empty"):
+        GradScaler().load_state_dict({})
+
+
+@pytest.mark.parametrize("load", ["state dict", "wrapper state"])
+def test_a_guarded_optimizer_behaves_as_the_dynamic_state_that_it_loads(load):
+    optimizer, weights = GuardedOptimizer(optim.SGD(0.1)), {"w": mx.ones(1)}
+    optimizer.init(weights)
+    other = LossScaleOptimizer(optim.SGD(0.1), GradScaler(512.0, growth_interval=1))
+    if load == "state dict":
+        state = other.scaler.state_dict() | {"dynamic": True}
+        optimizer.scaler.load_state_dict(state)
+    else:
+        other.init(weights)
+        optimizer.state = other.state
+    assert optimizer.scaler.is_dynamic()
+    with pytest.warns(UserWarning, match="do not come from this scaler"):
+        optimizer.apply_gradients({"w": mx.ones(1)}, weights)
+    assert optimizer.scaler.get_scale() == 1024.0
+    optimizer.apply_gradients({"w": mx.array([NAN])}, weights)
+    assert optimizer.scaler.get_scale() == 512.0

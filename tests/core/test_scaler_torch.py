@@ -1,0 +1,232 @@
+"""The same random script on ``torch.amp.GradScaler`` and on ours."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.helpers import INF, NAN, uncompiled
+
+from mlx_gradscale import GradScaler, torch_checkpoint
+
+pytestmark = [pytest.mark.core, uncompiled]
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+powers_of_two = st.fixed_dictionaries(
+    {
+        "init_scale": st.sampled_from([2.0**e for e in (-20, 0, 8, 16, 61, 64)]),
+        "growth_factor": st.sampled_from([2.0, 4.0]),
+        "backoff_factor": st.sampled_from([0.5, 0.25]),
+        "growth_interval": st.integers(1, 6),
+    }
+)
+any_factors = st.fixed_dictionaries(
+    {
+        "init_scale": st.sampled_from([1.0, 777.7, 65536.0]),
+        "growth_factor": st.floats(1.01, 10.0),
+        "backoff_factor": st.floats(0.01, 0.99),
+        "growth_interval": st.integers(1, 4),
+    }
+)
+values = st.sampled_from([0.5, -2.0, 0.0, INF, -INF, NAN])
+# Per iteration: the gradients of two optimizers, whether each is unscaled by hand,
+# and what the user does to the scaler at the end.
+iterations = st.tuples(
+    values,
+    values,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["update"] * 5 + ["set scale", "set interval", "reload"]),
+)
+
+
+class Torch:
+    def __init__(self, arguments):
+        self.scaler = torch.amp.GradScaler("cpu", **arguments)
+        self.weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        self.optimizers = [
+            torch.optim.SGD([w], lr=0.5, momentum=0.5) for w in self.weights
+        ]
+        self.scaler.scale(torch.ones(()))
+
+    def step(self, i, value, unscale):
+        scale = self.scaler.get_scale()
+        self.weights[i].grad = torch.tensor([1.0, value]) * scale
+        if unscale:
+            self.scaler.unscale_(self.optimizers[i])
+        self.scaler.step(self.optimizers[i])
+
+    def seen(self):
+        return [w.detach().numpy().copy() for w in self.weights]
+
+
+class Mlx:
+    def __init__(self, arguments):
+        self.scaler = GradScaler(**arguments)
+        self.weights = [{"w": mx.ones(2)} for _ in range(2)]
+        self.optimizers = [optim.SGD(0.5, momentum=0.5) for _ in range(2)]
+        self.scaler.scale(mx.array(1.0))
+
+    def step(self, i, value, unscale):
+        scale = self.scaler.state["scale"]
+        gradients = {"w": mx.array([1.0, value]) * scale}
+        if unscale:
+            gradients = self.scaler.unscale_(self.optimizers[i], gradients)
+        self.weights[i] = self.scaler.apply_gradients(
+            self.optimizers[i], gradients, self.weights[i]
+        )
+        return self.scaler.last_step_applied.item()
+
+    def seen(self):
+        return [np.array(w["w"]) for w in self.weights]
+
+
+class MlxUnscaled(Mlx):
+    """The same with unscaled gradients of a model whose gradient is its argument."""
+
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        self.scaler = GradScaler(**arguments)
+        self.models = [Weight() for _ in range(2)]
+        self.gradients = [
+            self.scaler.value_and_grad(model, lambda g, m=model: (m.w * g).sum())
+            for model in self.models
+        ]
+
+    def step(self, i, value, unscale):
+        _, gradients = self.gradients[i](mx.array([1.0, 1.0]))
+        factor = mx.array([1.0, value])
+        gradients = {"w": gradients["w"] * factor}
+        if unscale:
+            self.scaler.unscale_(self.optimizers[i], gradients)
+        self.scaler.step(self.optimizers[i], self.models[i], gradients)
+
+    def seen(self):
+        return [np.array(model.w) for model in self.models]
+
+
+class Weight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = mx.ones(2)
+
+
+def drive(side, iteration):
+    *gradients, unscale_a, unscale_b, end = iteration
+    applied = []
+    for i, unscale in enumerate([unscale_a, unscale_b]):
+        before = side.seen()[i]
+        side.step(i, gradients[i], unscale)
+        # The first gradient is 1.0 on every step, so an applied step shows.
+        applied.append(bool((side.seen()[i] != before).any()))
+    if end == "set scale":
+        side.scaler.update(new_scale=1024.0)
+    else:
+        side.scaler.update()
+    if end == "set interval":
+        # PyTorch grows only at equality, so never below the tracker here.
+        side.scaler.set_growth_interval(7)
+    if end == "reload":
+        side.scaler.load_state_dict(side.scaler.state_dict())
+    return applied
+
+
+@pytest.mark.parametrize("side", [Mlx, MlxUnscaled], ids=["scaled", "unscaled"])
+@settings(max_examples=80)
+@given(powers_of_two, st.lists(iterations, max_size=14))
+def test_same_script_same_scale_tracker_weights_and_skips(side, arguments, script):
+    theirs, ours = Torch(arguments), side(arguments)
+    for iteration in script:
+        assert drive(theirs, iteration) == drive(ours, iteration)
+        shared = {k: ours.scaler.state_dict()[k] for k in theirs.scaler.state_dict()}
+        # PyTorch goes on, to zero and to 2**127, where subnormals begin.
+        if not 2.0**-64 <= theirs.scaler.get_scale() <= 2.0**64:
+            return
+        assert shared == theirs.scaler.state_dict()
+        for a, b in zip(theirs.seen(), ours.seen(), strict=True):
+            assert np.array_equal(a, b)
+
+
+@settings(max_examples=60)
+@given(any_factors, st.lists(st.booleans(), max_size=25))
+def test_other_factors_are_within_one_ulp_at_each_update(arguments, pattern):
+    theirs, ours = Torch(arguments), Mlx(arguments)
+    for finite in pattern:
+        for side in (theirs, ours):
+            side.step(0, 0.5 if finite else INF, False)
+            side.scaler.update()
+        expected = np.float32(theirs.scaler.get_scale())
+        if not 2.0**-64 <= expected <= 2.0**64:
+            return  # beyond what a scale can be here
+        found = np.float32(ours.scaler.get_scale())
+        assert abs(found - expected) <= np.spacing(expected)
+        assert (
+            ours.scaler.state_dict()["_growth_tracker"]
+            == (theirs.scaler.state_dict()["_growth_tracker"])
+        )
+        # Each update is compared from the same start: ulps add up over a run.
+        state = theirs.scaler.state_dict() | {"scale": ours.scaler.get_scale()}
+        theirs.scaler.load_state_dict(state)
+
+
+def run(side, pattern):
+    for value in pattern:
+        side.step(0, value, False)
+        side.scaler.update()
+    return side
+
+
+PATTERN = [1.0, INF, 1.0, 1.0, 1.0, NAN, 1.0]
+ARGUMENTS = {"init_scale": 2.0**14, "growth_interval": 3, "growth_factor": 4.0}
+
+
+def test_a_state_saved_by_torch_continues_here(tmp_path):
+    theirs, ours = run(Torch(ARGUMENTS), PATTERN), Mlx({})
+    path = tmp_path / "scaler.pt"
+    torch.save(theirs.scaler.state_dict(), path)
+    ours.scaler.load(path)
+    assert ours.scaler.state_dict() == theirs.scaler.state_dict()
+    run(theirs, PATTERN)
+    run(ours, PATTERN)
+    shared = {k: ours.scaler.state_dict()[k] for k in theirs.scaler.state_dict()}
+    assert shared == theirs.scaler.state_dict()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".json"])
+def test_a_state_saved_here_continues_in_torch(tmp_path, suffix):
+    ours, theirs = run(Mlx(ARGUMENTS), PATTERN), Torch({})
+    path = tmp_path / f"scaler{suffix}"
+    ours.scaler.save(path)
+    if suffix == ".pt":
+        state = torch.load(path, weights_only=True)
+    else:
+        torch.save(ours.scaler.state_dict(), tmp_path / "again.pt")
+        state = torch.load(tmp_path / "again.pt", weights_only=True)
+    theirs.scaler.load_state_dict(state)
+    assert theirs.scaler.get_scale() == ours.scaler.get_scale()
+    run(theirs, PATTERN)
+    run(ours, PATTERN)
+    shared = {k: ours.scaler.state_dict()[k] for k in theirs.scaler.state_dict()}
+    assert shared == theirs.scaler.state_dict()
+
+
+def test_a_scaler_file_of_torch_is_read_by_torch_checkpoint(tmp_path):
+    path = tmp_path / "scaler.pt"
+    torch.save(Torch(ARGUMENTS).scaler.state_dict(), path)
+    assert torch_checkpoint.load(path)["scale"] == 2.0**14
+
+
+def test_a_scale_at_which_torch_destroys_weights_cannot_be_reached():
+    # At a scale of 2**-130 its float32 reciprocal is inf: PyTorch applies it.
+    theirs = Torch({"init_scale": 2.0**-130})
+    theirs.step(0, 1.0, False)
+    assert not np.isfinite(theirs.seen()[0]).all()
+    ours = Mlx({"init_scale": 2.0**-64})
+    for _ in range(5):
+        ours.step(0, INF, False)
+        ours.scaler.update()
+    assert ours.scaler.get_scale() == 2.0**-64
+    assert np.isfinite(ours.seen()[0]).all()

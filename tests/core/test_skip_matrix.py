@@ -1,0 +1,199 @@
+"""A skipped step changes no bit, for every optimizer, dtype and mode."""
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from support.helpers import (
+    BAD_VALUES,
+    INF,
+    NAN,
+    OPTIMIZERS,
+    Traced,
+    bits,
+    gradients_like,
+    parameters,
+    poison,
+    same,
+    uncompiled,
+)
+
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+
+pytestmark = pytest.mark.core
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# What each step is given: three finite gradients among skips, the first step included.
+SCRIPT = [-INF, None, None, NAN, INF, -INF, None]
+
+
+def scaled_gradients(tree, seed, scale, dtype):
+    gradients = gradients_like(tree, seed, dtype=dtype)
+    return gradients, tree_map(lambda g: (g * scale).astype(dtype), gradients)
+
+
+class Run:
+    """One optimizer behind a ``GradScaler`` or in a ``LossScaleOptimizer``."""
+
+    def __init__(self, make, dtype, compiled, wrap, **arguments):
+        self.scaler = GradScaler(1024.0)
+        self.scaler.scale(mx.array(1.0))
+        self.box = [parameters(dtype)]
+        self.inner = self.optimizer = make()
+        if wrap:
+            self.optimizer = LossScaleOptimizer(self.inner, self.scaler, **arguments)
+            self.optimizer.init(self.box[0])
+        else:
+            self.inner.init(tree_map(lambda x: x.astype(mx.float32), self.box[0]))
+
+        def step(gradients):
+            if wrap:
+                self.box[0] = self.optimizer.apply_gradients(gradients, self.box[0])
+            else:
+                self.box[0] = self.scaler.apply_gradients(
+                    self.inner, gradients, self.box[0]
+                )
+                self.scaler.update()
+
+        self.traced = self.step = Traced(step)
+        if compiled:
+            state = [self.box, self.optimizer.state, self.scaler.state]
+            self.step = mx.compile(self.traced, inputs=state, outputs=state)
+
+    def trained(self):
+        """Everything that a skipped step must leave alone."""
+        state = self.optimizer.state
+        if self.optimizer is not self.inner:
+            names = ("optimizer", "masters", "written", "remainders")
+            state = {name: state[name] for name in names}
+        return bits([self.box, state])
+
+
+def run_script(run, make, dtype):
+    """Run the script; return the float32 parameters of a bare optimizer beside it."""
+    bare, expected = make(), tree_map(lambda x: x.astype(mx.float32), run.box[0])
+    bare.init(expected)
+    paths = [path for path, x in tree_flatten(run.box[0]) if x.size]
+    for i, bad in enumerate(SCRIPT):
+        scale = run.scaler.state["scale"].item()
+        true, scaled = scaled_gradients(parameters(), i, scale, dtype)
+        if bad is None:
+            run.step(scaled)
+            true = tree_map(lambda g: g.astype(mx.float32), true)
+            expected = bare.apply_gradients(true, expected)
+            assert run.scaler.last_step_applied.item()
+        else:
+            before = run.trained()
+            run.step(poison(scaled, paths[i % len(paths)], bad))
+            assert run.trained() == before, f"step {i}"
+            assert not run.scaler.last_step_applied.item()
+    assert run.scaler.skipped_steps.item() == 4
+    assert run.scaler.get_scale() == 1024.0 / 2**4
+    return bare, expected
+
+
+# A kernel takes most of a second to compile, so the compiled half of the matrix is in
+# test_skip_matrix_compiled.py, outside of the quick tests.
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def check_with_a_scaler(name, compiled):
+    make = OPTIMIZERS[name]
+    run = Run(make, mx.float32, compiled, wrap=False)
+    bare, expected = run_script(run, make, mx.float32)
+    assert same(run.box[0], expected)
+    assert same(run.inner.state, bare.state)
+    assert not compiled or run.traced.count == 1
+
+
+def check_in_the_wrapper(name, dtype, compiled):
+    make = OPTIMIZERS[name]
+    run = Run(make, dtype, compiled, wrap=True)
+    bare, expected = run_script(run, make, dtype)
+    assert same(run.optimizer.masters(run.box[0]), expected)
+    assert same(run.inner.state, bare.state)
+    assert same(run.box[0], tree_map(lambda x: x.astype(dtype), expected))
+    assert not compiled or run.traced.count == 1
+
+
+@uncompiled
+@every_optimizer
+def test_with_a_scaler_a_skip_changes_no_bit_and_other_steps_are_bare_steps(name):
+    check_with_a_scaler(name, compiled=False)
+
+
+@uncompiled
+@every_optimizer
+@every_dtype
+def test_in_the_wrapper_a_skip_changes_no_bit_and_masters_are_bare_steps(name, dtype):
+    check_in_the_wrapper(name, dtype, compiled=False)
+
+
+@pytest.mark.compiles
+@every_dtype
+@pytest.mark.parametrize("compiled", [False, True], ids=["autocompiled", "compiled"])
+def test_a_compiled_skip_of_adamw_changes_no_bit(dtype, compiled):
+    check_in_the_wrapper("AdamW corrected", dtype, compiled)
+
+
+@uncompiled
+@pytest.mark.filterwarnings("ignore:Some parameters are float16")
+@pytest.mark.parametrize(
+    "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
+)
+@pytest.mark.parametrize("name", ["SGD", "AdamW corrected", "Adafactor", "Muon"])
+def test_half_parameters_without_masters_step_in_float32_and_keep_their_dtype(
+    name, dtype
+):
+    make = OPTIMIZERS[name]
+    run = Run(make, dtype, compiled=False, wrap=False)
+    run_script(run, make, dtype)
+    assert {x.dtype for _, x in tree_flatten(run.box[0])} == {dtype}
+    state = {x.dtype for _, x in tree_flatten(run.inner.state)}
+    assert not {mx.float16, mx.bfloat16} & state
+
+
+@uncompiled
+@every_optimizer
+@pytest.mark.parametrize(
+    "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
+)
+def test_with_remainders_a_skip_changes_no_bit_and_other_steps_are_bare_steps(
+    name, dtype
+):
+    make = OPTIMIZERS[name]
+    run = Run(make, dtype, compiled=False, wrap=True, masters="remainder")
+    _, expected = run_script(run, make, dtype)
+    masters = dict(tree_flatten(run.optimizer.masters(run.box[0])))
+    near = {"rtol": 1e-6, "atol": 1e-9}
+    if dtype == mx.bfloat16 or "AdaDelta" in name:
+        near = {"rtol": 1e-4, "atol": 1e-6}
+    for path, x in tree_flatten(expected):
+        assert mx.allclose(masters[path], x, **near), path
+
+
+@uncompiled
+@pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
+@pytest.mark.parametrize("norm", [None, 5.0], ids=["", "clipped"])
+def test_every_leaf_of_a_tree_can_skip_the_step(value, norm):
+    optimizer = GuardedOptimizer(optim.SGD(0.1, momentum=0.9), max_grad_norm=norm)
+    weights = parameters()
+    optimizer.init(weights)
+    before = bits([weights, optimizer.state["optimizer"]])
+    for path, x in tree_flatten(weights):
+        if x.size:
+            bad = poison(gradients_like(weights, 1), path, value)
+            weights = optimizer.apply_gradients(bad, weights)
+            assert not optimizer.scaler.last_step_applied.item(), path
+    assert bits([weights, optimizer.state["optimizer"]]) == before
+
+
+def test_no_optimizer_of_mlx_is_missing_from_the_matrix():
+    there = {
+        name
+        for name, x in vars(optim).items()
+        if isinstance(x, type) and issubclass(x, optim.Optimizer)
+    }
+    tested = {type(make()).__name__ for make in OPTIMIZERS.values()}
+    assert tested == there - {"Optimizer"}

@@ -1,0 +1,512 @@
+"""Third-party optimizers: exact outside of ``mx.compile``; inside, right or refused."""
+
+import copy
+import pickle
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from support.helpers import NAN, bits, each_mode, same, uncompiled
+from support.optimizer_helpers import check_beside_bare
+from support.scaler_helpers import guarded_apply
+
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+
+# Those of others are never compiled behind their back; where a test compiles, it is the
+# trace that matters, and kernels would take most of a second each.
+pytestmark = [pytest.mark.core, uncompiled]
+
+
+class Own(optim.Optimizer):
+    """What each kind of optimizer below adds to."""
+
+    def __init__(self, learning_rate=0.1):
+        super().__init__()
+        self._maybe_schedule("learning_rate", learning_rate)
+
+    def init_single(self, parameter, state):
+        state["m"] = mx.zeros_like(parameter)
+
+
+class NumberInState(Own):
+    def init_single(self, parameter, state):
+        super().init_single(parameter, state)
+        state["weight"] = 0.0
+
+    def apply_single(self, gradient, parameter, state):
+        state["weight"] = 1.0 + 0.9 * state["weight"]
+        share = 1.0 / state["weight"]
+        state["m"] = (1 - share) * state["m"] + share * gradient
+        return parameter - self.learning_rate * state["m"]
+
+
+class NumberOfTheFirstStep(Own):
+    def apply_single(self, gradient, parameter, state):
+        state["count"] = state.get("count", 0) + 1
+        return parameter - self.learning_rate * gradient / state["count"]
+
+
+class KeyFromGradients(Own):
+    def init_single(self, parameter, state):
+        super().init_single(parameter, state)
+        state["calls"] = 0
+
+    def apply_single(self, gradient, parameter, state):
+        if state["calls"] == 0:
+            state["calls"], state["v"] = 1, mx.square(gradient)
+            return parameter
+        step = gradient / mx.maximum(mx.sqrt(state["v"]), 1e-3)
+        state["v"] = 0.9 * state["v"] + 0.1 * mx.square(gradient)
+        return parameter - self.learning_rate * step
+
+
+class KeyFromParameters(Own):
+    def apply_single(self, gradient, parameter, state):
+        if "start" not in state:
+            state["start"] = {"of": parameter, "kind": "anchor"}
+        state["m"] = state["m"] + gradient
+        return state["start"]["of"] - self.learning_rate * state["m"]
+
+
+class FlagForAll(Own):
+    def __init__(self):
+        super().__init__()
+        self.state["begun"] = False
+
+    def apply_gradients(self, gradients, parameters):
+        new = super().apply_gradients(gradients, parameters)
+        self.state["begun"] = True
+        return new
+
+    def apply_single(self, gradient, parameter, state):
+        old = state["m"] if self.state["begun"] else gradient
+        state["m"] = 0.9 * old + 0.1 * gradient
+        return parameter - self.learning_rate * state["m"]
+
+
+class CountInAttribute(Own):
+    count = 0
+
+    def apply_single(self, gradient, parameter, state):
+        self.count += 1
+        return parameter - self.learning_rate * gradient / self.count
+
+
+class KeyPerStep(Own):
+    def apply_single(self, gradient, parameter, state):
+        state[f"step{len(state)}"] = gradient
+        return parameter - self.learning_rate * gradient * len(state)
+
+
+class KeysComeAndGo(Own):
+    def apply_single(self, gradient, parameter, state):
+        old = state.pop("m", None)
+        state.pop("n", None)
+        state["m" if old is None else "n"] = gradient
+        return parameter - self.learning_rate * gradient
+
+
+class TupleOfNumbers(Own):
+    def init_single(self, parameter, state):
+        super().init_single(parameter, state)
+        state["calls"] = (0, "count")
+
+    def apply_single(self, gradient, parameter, state):
+        state["calls"] = (state["calls"][0] + 1, "count")
+        return parameter - self.learning_rate * gradient / state["calls"][0]
+
+
+class ReadsGradient(Own):
+    def apply_single(self, gradient, parameter, state):
+        return parameter - self.learning_rate * min(gradient.max().item(), 0.5)
+
+
+class InnerForSingles(Own):
+    def __init__(self):
+        super().__init__()
+        self.inner = optim.AdamW(0.1)
+
+    def init_single(self, parameter, state):
+        self.inner.init_single(parameter, state)
+
+    def apply_single(self, gradient, parameter, state):
+        return self.inner.apply_single(gradient, parameter, state)
+
+
+class InPlace(Own):
+    def apply_single(self, gradient, parameter, state):
+        state["m"] *= 0.9
+        state["m"] += gradient
+        parameter -= self.learning_rate * state["m"]
+        return parameter
+
+
+class Branching(Own):
+    def init_single(self, parameter, state):
+        super().init_single(parameter, state)
+        state["count"] = 0
+
+    def apply_single(self, gradient, parameter, state):
+        if state["count"] % 2 == 0:
+            size = mx.linalg.svd(mx.diag(gradient.reshape(-1)[:2]), stream=mx.cpu)[1]
+            state["m"] = state["m"] + size[0] * gradient
+        state["count"] += 1
+        return parameter - self.learning_rate * state["m"]
+
+
+class BranchingFirst(Own):
+    def init_single(self, parameter, state):
+        super().init_single(parameter, state)
+        state["count"] = 0
+
+    def apply_single(self, gradient, parameter, state):
+        if state["count"] == 0:
+            state["v"] = mx.square(gradient)
+        state["v"] = 0.9 * state["v"] + 0.1 * gradient
+        state["count"] += 1
+        return parameter - self.learning_rate * state["v"]
+
+
+class Quantized(optim.AdamW):
+    """As unsloth-zoo's AdamW with an 8-bit first moment."""
+
+    def __init__(self):
+        super().__init__(0.1)
+
+    def init_single(self, parameter, state):
+        super().init_single(parameter, state)
+        if parameter.size >= 128:
+            state["m"] = mx.quantize(state["m"], group_size=32)
+
+    def apply_single(self, gradient, parameter, state):
+        if parameter.size >= 128:
+            state["m"] = mx.dequantize(*state["m"], group_size=32)
+        new = super().apply_single(gradient, parameter, state)
+        if parameter.size >= 128:
+            state["m"] = mx.quantize(state["m"], group_size=32)
+        return new
+
+
+# Served on the device as well: arrays under stable keys.
+STABLE = [InnerForSingles, InPlace]
+# Late keys, Python numbers, branches, SVD, attributes: only outside of mx.compile.
+HOST_ONLY = [
+    NumberInState,
+    NumberOfTheFirstStep,
+    KeyFromGradients,
+    KeyFromParameters,
+    FlagForAll,
+    CountInAttribute,
+    KeyPerStep,
+    KeysComeAndGo,
+    TupleOfNumbers,
+    ReadsGradient,
+    Branching,
+    BranchingFirst,
+]
+
+
+@pytest.mark.parametrize("bad", [(), (0, 3), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("make", STABLE + HOST_ONLY)
+def test_an_eager_step_of_any_optimizer_is_exact_with_skips_in_the_first_steps(
+    make, bad
+):
+    check_beside_bare(make, False, bad)
+
+
+def test_a_quantized_moment_in_a_list_is_skipped_and_stepped_exactly():
+    check_beside_bare(Quantized, False, bad=(0, 3), columns=32)
+
+
+@pytest.mark.parametrize("make", STABLE)
+def test_arrays_under_stable_keys_are_selected_inside_compile(make):
+    mx.enable_compile()
+    check_beside_bare(make, True, bad=(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (NumberInState, "changes a Python value in its state"),
+        (NumberOfTheFirstStep, "changes a Python value in its state"),
+        (KeyFromGradients, "adds or removes 'a.bias.v'|changes a Python value"),
+        (KeyFromParameters, r"adds or removes '.*start\.of'"),
+        (FlagForAll, "changes a Python value in its state"),
+        (KeyPerStep, r"adds or removes '.*step\d'"),
+        (TupleOfNumbers, "changes a Python value in its state"),
+        (Branching, "changes a Python value in its state"),
+    ],
+)
+def test_a_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(
+    make, message
+):
+    mx.enable_compile()
+    optimizer, weights = GuardedOptimizer(make()), {"a": {"bias": mx.ones(4)}}
+    optimizer.init(weights)
+    step = mx.compile(
+        optimizer.apply_gradients, inputs=optimizer.state, outputs=optimizer.state
+    )
+    with pytest.raises(TypeError, match=f"{message}.*(?s:.*)uncompiled"):
+        step(weights, weights)
+
+
+class CountingAdam(optim.Adam):
+    """One of MLX's own that keeps a Python number in its state."""
+
+    def init_single(self, parameter, state):
+        super().init_single(parameter, state)
+        state["n"] = 0
+
+    def apply_single(self, gradient, parameter, state):
+        state["n"] += 1
+        return super().apply_single(gradient, parameter, state) - 0.1 / state["n"]
+
+
+CountingAdam.__module__ = "mlx.optimizers.optimizers"
+
+
+def test_an_mlx_optimizer_with_a_python_number_counts_right_eagerly():
+    check_beside_bare(lambda: CountingAdam(0.1), False, bad=(0, 3))
+
+
+def test_an_mlx_optimizer_with_a_python_number_is_refused_inside_compile():
+    mx.enable_compile()
+    optimizer, weights = GuardedOptimizer(CountingAdam(0.1)), {"w": mx.ones(2)}
+    optimizer.init(weights)
+    step = mx.compile(
+        optimizer.apply_gradients, inputs=optimizer.state, outputs=optimizer.state
+    )
+    with pytest.raises(TypeError, match="changes a Python value"):
+        step(weights, weights)
+
+
+@each_mode
+@pytest.mark.filterwarnings("ignore:Some parameters")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
+def test_what_an_optimizer_changes_in_place_is_skipped_too(dtype, wrap, compiled):
+    class AllInPlace(Own):
+        def apply_single(self, gradient, parameter, state):
+            gradient *= 2
+            state["m"] += gradient
+            parameter -= 0.25 * state["m"]
+            return parameter
+
+    mx.enable_compile()
+    scaler, inner = GradScaler(1.0), AllInPlace()
+    scaler.scale(mx.array(1.0))
+    weights = {"w": mx.array([1.0, 2.0], dtype)}
+    optimizer = LossScaleOptimizer(inner, scaler) if wrap else inner
+    optimizer.init(weights if wrap else {"w": weights["w"].astype(mx.float32)})
+    state = [inner.state, scaler.state, optimizer.state]
+
+    def step(grads, weights):
+        if wrap:
+            return optimizer.apply_gradients(grads, weights)
+        new = scaler.apply_gradients(inner, grads, weights)
+        scaler.update()
+        return new
+
+    if compiled:
+        step = mx.compile(step, inputs=state, outputs=state)
+    bad, good = {"w": mx.array([NAN, 1.0], dtype)}, {"w": mx.array([1.0, 1.0], dtype)}
+    before = bits([weights, good, inner.state["w"]])
+    new = step(bad, weights)
+    assert not scaler.last_step_applied.item()
+    assert bits([new, good, inner.state["w"]]) == before
+    scaler.update(1.0)
+    new = step(good, weights)
+    assert new["w"].tolist() == [0.5, 1.5]
+    assert inner.state["w"]["m"].tolist() == [2.0, 2.0]
+    # The arrays that the user holds are unchanged.
+    assert weights["w"].tolist() == [1.0, 2.0]
+    assert good["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_third_party_class_is_never_compiled_behind_the_users_back():
+    class Scaled(optim.SGD):
+        by = 1.0
+
+        def apply_single(self, gradient, parameter, state):
+            return super().apply_single(gradient * self.by, parameter, state)
+
+    mx.enable_compile()
+    optimizer, weights = Scaled(1.0), {"w": mx.zeros(1)}
+    for by, expected in ((1.0, -1), (1.0, -2), (1.0, -3), (100.0, -103)):
+        Scaled.by = by
+        weights = guarded_apply(optimizer, {"w": mx.ones(1)}, weights)
+        assert weights["w"].item() == expected
+
+
+def test_random_numbers_are_drawn_anew_and_none_in_a_skipped_step():
+    class Noisy(optim.SGD):
+        def apply_single(self, gradient, parameter, state):
+            return parameter + mx.random.normal(parameter.shape)
+
+    mx.random.seed(3)
+    expected = [mx.random.normal((1,)).item() for _ in range(3)]
+    mx.random.seed(3)
+    found = []
+    for i in range(5):
+        new = guarded_apply(
+            Noisy(0.1), {"w": mx.ones(1)}, {"w": mx.zeros(1)}, i % 2 == 0
+        )
+        found += [new["w"].item()] if i % 2 == 0 else []
+    assert found == expected
+
+
+def test_a_schedule_is_asked_once_per_applied_step():
+    asked = []
+
+    def schedule(step):
+        asked.append(step.item())
+        return mx.array(0.1)
+
+    optimizer, weights = InPlace(schedule), {"w": mx.ones(2)}
+    guarded_apply(optimizer, weights, weights)
+    asked.clear()
+    for ok in (True, False, True):
+        guarded_apply(optimizer, weights, weights, ok)
+    assert len(asked) == 2
+
+
+def test_an_optimizer_around_a_hidden_one_is_exact_eagerly():
+    class Outer(optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def init(self, parameters):
+            self.inner.init(parameters)
+            super().init(parameters)
+
+        def init_single(self, parameter, state):
+            pass
+
+        def apply_gradients(self, gradients, parameters):
+            self.state["step"] = self.step + 1
+            return self.inner.apply_gradients(gradients, parameters)
+
+    optimizer, bare = Outer(optim.Adam(0.1)), optim.Adam(0.1)
+    weights = expected = {"w": mx.ones(2)}
+    for i in range(5):
+        gradients = {"w": mx.array([1.0 + i, -1.0])}
+        weights = guarded_apply(optimizer, gradients, weights, i not in (0, 3))
+        if i not in (0, 3):
+            expected = bare.apply_gradients(gradients, expected)
+    assert same(weights, expected)
+    assert optimizer.inner.step.item() == 3
+
+
+def test_overrides_that_a_step_would_not_call_are_refused():
+    class Clipping(optim.SGD):
+        def update(self, model, gradients):
+            super().update(model, gradients)
+
+    class Ten(optim.MultiOptimizer):
+        def apply_gradients(self, gradients, parameters):
+            return super().apply_gradients(gradients, parameters)
+
+    inputs = ({"w": mx.ones(2)}, {"w": mx.ones(2)})
+    for optimizer in (Clipping(0.1), optim.MultiOptimizer([Clipping(0.1)], [])):
+        with pytest.raises(TypeError, match=r"overrides update\(\)"):
+            guarded_apply(optimizer, *inputs)
+        with pytest.raises(TypeError, match=r"overrides update\(\)"):
+            LossScaleOptimizer(optimizer)
+    with pytest.raises(TypeError, match=r"overrides apply_gradients\(\) of Multi"):
+        guarded_apply(Ten([optim.SGD(0.1)], []), *inputs)
+
+
+def test_a_state_with_arrays_in_a_tuple_is_refused():
+    class InATuple(optim.Optimizer):
+        def init_single(self, parameter, state):
+            state["mv"] = (mx.zeros_like(parameter), mx.zeros_like(parameter))
+
+        def apply_single(self, gradient, parameter, state):
+            return parameter
+
+    with pytest.raises(TypeError, match=r"keeps 'w\.mv\.0' in a tuple"):
+        guarded_apply(InATuple(), {"w": mx.ones(2)}, {"w": mx.ones(2)})
+
+
+def test_an_optimizer_that_raises_leaves_everything_as_it_was():
+    class Failing(Own):
+        fails = False
+
+        def apply_single(self, gradient, parameter, state):
+            state["m"] = state["m"] + 1
+            state["late"] = gradient
+            if self.fails:
+                raise FloatingPointError
+            return parameter - gradient
+
+    optimizer, weights = GuardedOptimizer(Failing()), {"w": mx.ones(2)}
+    weights = optimizer.apply_gradients(weights, weights)
+    optimizer.optimizer.fails = True
+    before = bits([weights, optimizer.state])
+    with pytest.raises(FloatingPointError):
+        optimizer.apply_gradients({"w": mx.full((2,), 2.0)}, weights)
+    assert bits([weights, optimizer.state]) == before
+
+
+class Equal(optim.SGD):
+    def __eq__(self, other):
+        return True
+
+
+def test_an_optimizer_that_defines_equality_can_be_stepped_and_wrapped():
+    optimizer, weights = Equal(1.0), {"w": mx.zeros(1)}
+    for _ in range(3):
+        weights = guarded_apply(optimizer, {"w": mx.ones(1)}, weights)
+    assert weights["w"].item() == -3
+    wrapped = GuardedOptimizer(Equal(1.0))
+    weights = wrapped.apply_gradients({"w": mx.ones(1)}, weights)
+    assert weights["w"].item() == -4
+    scaler, two = GradScaler(1.0, dynamic=False), [Equal(1.0), Equal(2.0)]
+    for each in two:
+        scaler.apply_gradients(each, {"w": mx.ones(1)}, weights)
+    scaler.update()
+
+
+@pytest.mark.parametrize("make", [NumberInState, KeyFromGradients, KeyFromParameters])
+def test_copies_of_a_wrapped_third_party_optimizer_continue_as_the_original(make):
+    one, weights = GuardedOptimizer(make()), {"w": mx.ones(2)}
+    weights = one.apply_gradients({"w": mx.array([0.5, -1.0])}, weights)
+    results = []
+    for optimizer in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), one):
+        new = weights
+        for i in range(3):
+            new = optimizer.apply_gradients({"w": mx.array([1.0 + i, -1.0])}, new)
+        results.append(new["w"].tolist())
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_parameter_that_is_added_later_has_a_first_step_of_its_own():
+    optimizer, weights = KeyFromGradients(), {"a": mx.ones(1)}
+    for i in range(4):
+        if i == 2:
+            weights |= {"b": mx.ones(1)}
+            optimizer.init(weights)
+        gradients = {path: mx.full((1,), 1.0 + i) for path in weights}
+        weights = guarded_apply(optimizer, gradients, weights, i != 2)
+    # Steps 0, 1 and 3 of a, of which the first only squares; for b that is step 3.
+    assert weights["a"].item() == pytest.approx(1 - 0.1 * (2 + 4 / 1.3**0.5), rel=1e-6)
+    assert weights["b"].item() == 1
+    assert optimizer.state["b"]["v"].item() == 16
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("make", [NumberInState, KeyFromGradients, KeyFromParameters])
+def test_the_state_of_a_third_party_optimizer_is_saved_and_set_back(make, stepped):
+    one, two = GuardedOptimizer(make()), GuardedOptimizer(make())
+    weights, gradients = {"w": mx.ones(2)}, {"w": mx.array([1.0, 2.0])}
+    for _ in range(2):
+        weights = one.apply_gradients(gradients, weights)
+    saved = tree_unflatten(tree_flatten(one.state))
+    expected = one.apply_gradients(gradients, weights)
+    two.init(weights)
+    if stepped:
+        two.apply_gradients({"w": mx.array([5.0, 6.0])}, weights)
+    two.state = saved
+    assert same(two.apply_gradients(gradients, weights), expected)

@@ -1,0 +1,322 @@
+"""Differentiating in a compute dtype leaves everything else as it was."""
+
+import warnings
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support.helpers import NAN, Mlp, Traced, batch, bits, mse, uncompiled
+
+from mlx_gradscale import GradScaler
+
+pytestmark = [pytest.mark.core, uncompiled]
+
+HALVES = [mx.float16, mx.bfloat16]
+
+
+def dtypes(tree):
+    return {x.dtype for _, x in tree_flatten(tree)}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_forward_pass_is_cast_and_the_gradients_are_float32(dtype):
+    model, scaler, seen = Mlp(), GradScaler(), []
+    before = bits(model.parameters())
+
+    def loss_fn(x, y):
+        seen.append((x.dtype, y.dtype, dtypes(model.parameters())))
+        return mse(model)(x, y)
+
+    loss, gradients = scaler.value_and_grad(model, loss_fn, dtype)(*batch())
+    assert seen == [(dtype, dtype, {dtype})]
+    assert dtypes(gradients) == {mx.float32}
+    assert loss.dtype == mx.float32
+    assert bits(model.parameters()) == before
+
+
+def test_the_loss_and_the_gradients_are_true():
+    model, scaler = Mlp(), GradScaler(init_scale=2.0**10)
+    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
+    loss, gradients = loss_and_grad(*batch())
+    expected, plain = nn.value_and_grad(model, mse(model))(*batch())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    for (_, a), (_, b) in zip(
+        tree_flatten(gradients), tree_flatten(plain), strict=True
+    ):
+        assert np.allclose(np.array(a), np.array(b), rtol=0.02, atol=1e-2)
+
+
+def test_small_gradients_survive_only_when_scaled():
+    def gradient(scale):
+        model = Mlp()
+        scaler = GradScaler(init_scale=scale)
+
+        def loss_fn(x, y):
+            return mse(model)(x, y) * 1e-7
+
+        _, gradients = scaler.value_and_grad(model, loss_fn, mx.float16)(*batch())
+        return np.array(gradients["layers"][0]["weight"])
+
+    lost = (gradient(1.0) == 0).mean()
+    kept = (gradient(2.0**16) == 0).mean()
+    assert lost > 0.8
+    assert kept < lost / 2
+
+
+def test_batch_norm_statistics_stay_float32_and_move():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8))
+    scaler, optimizer = GradScaler(init_scale=128.0), optim.SGD(0.1)
+    loss_and_grad = scaler.value_and_grad(
+        model, lambda x: mx.mean(mx.square(model(x).astype(mx.float32))), mx.float16
+    )
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state, scaler.state]
+
+    def step(x):
+        loss, gradients = loss_and_grad(x)
+        return loss, scaler.minimize(optimizer, model, gradients)
+
+    compiled = mx.compile(step, inputs=state, outputs=state)
+    for seed in range(3):
+        before = np.array(model.layers[1].running_mean)
+        _, applied = compiled(batch(seed)[0])
+        assert applied.item()
+        assert not np.array_equal(np.array(model.layers[1].running_mean), before)
+    assert dtypes(model.parameters()) == {mx.float32}
+
+
+def test_dropout_draws_anew_in_a_compiled_step():
+    mx.enable_compile()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    scaler = GradScaler(init_scale=16.0)
+    loss_and_grad = scaler.value_and_grad(
+        model, lambda x: mx.mean(model(x).astype(mx.float32)), mx.float16
+    )
+    state = [model.state, scaler.state, mx.random.state]
+    traced = Traced(lambda x: loss_and_grad(x)[0])
+    step = mx.compile(traced, inputs=state, outputs=state)
+    losses = {step(mx.ones((4, 8))).item() for _ in range(8)}
+    assert len(losses) > 4
+    assert traced.count == 1
+
+
+def test_aux_keywords_integers_and_a_model_argument_pass_through():
+    model, seen = Mlp(), {}
+
+    def loss_fn(model_argument, x, *, labels, options):
+        seen.update(model=model_argument, labels=labels.dtype, options=options)
+        return mx.mean(model_argument(x).astype(mx.float32)), {"n": labels.size}, 7
+
+    fn = GradScaler().value_and_grad(model, loss_fn, mx.float16)
+    options = {"weights": [mx.ones(2)], "name": "a"}
+    (_, aux, seven), _ = fn(model, batch()[0], labels=mx.array([1, 2]), options=options)
+    assert seen["model"] is model
+    assert seen["labels"] == mx.int32
+    assert seen["options"]["weights"][0].dtype == mx.float16
+    assert seen["options"]["name"] == "a"
+    assert options["weights"][0].dtype == mx.float32
+    assert (aux, seven) == ({"n": 2}, 7)
+
+
+def test_a_dict_subclass_among_the_arguments_is_left_alone():
+    class Batch(dict):
+        pass
+
+    model = Mlp()
+    given = Batch(x=batch()[0])
+
+    def loss_fn(given_again):
+        assert given_again is given
+        return mx.mean(model(given_again["x"]).astype(mx.float32))
+
+    GradScaler().value_and_grad(model, loss_fn, mx.float16)(given)
+
+
+def test_keep_leaves_chosen_parameters_in_their_dtype():
+    model, seen = Mlp(), {}
+
+    def loss_fn(x, y):
+        seen.update({k: v.dtype for k, v in tree_flatten(model.parameters())})
+        return mse(model)(x, y)
+
+    GradScaler().value_and_grad(
+        model, loss_fn, mx.float16, keep=lambda path, x: x.ndim == 1
+    )(*batch())
+    assert seen["layers.0.bias"] == mx.float32
+    assert seen["layers.0.weight"] == mx.float16
+
+
+def test_cast_inputs_false_leaves_the_arguments_alone():
+    model = Mlp()
+    seen = {}
+
+    def loss_fn(x, y, mask):
+        output = model(x.astype(mx.float16)).astype(mx.float32)
+        seen.update(x=x.dtype, y=y.dtype, mask=mask.dtype, output=output.dtype)
+        return mx.mean(mask * (output - y) ** 2)
+
+    x, y = batch()
+    fn = GradScaler(init_scale=1.0).value_and_grad(
+        model, loss_fn, mx.float16, cast_inputs=False
+    )
+    loss, _ = fn(x, y + 1e5, mask=mx.ones_like(y))
+    assert set(seen.values()) == {mx.float32}
+    assert mx.isfinite(loss).item()
+    cast = GradScaler(init_scale=1.0).value_and_grad(model, loss_fn, mx.float16)
+    loss, _ = cast(x, y + 1e5, mask=mx.ones_like(y))
+    assert set(seen.values()) == {mx.float16, mx.float32}
+    assert mx.isinf(loss).item()
+
+
+def test_frozen_parameters_are_not_cast():
+    model, seen = Mlp(), {}
+    model.layers[0].freeze()
+
+    def loss_fn(x, y):
+        seen.update({k: v.dtype for k, v in tree_flatten(model.parameters())})
+        return mse(model)(x, y)
+
+    GradScaler().value_and_grad(model, loss_fn, mx.float16)(*batch())
+    assert seen["layers.0.weight"] == mx.float32
+    assert seen["layers.1.weight"] == mx.float16
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model, scaler = Mlp(), GradScaler(init_scale=256.0)
+    plain = scaler.value_and_grad(model, mse(model), mx.float16)(*batch())
+    layer = nn.utils.checkpoint(model.layers[0])
+
+    def loss_fn(x, y):
+        out = model.layers[1](nn.relu(layer(x)))
+        return mx.mean(mx.square(out.astype(mx.float32) - y.astype(mx.float32)))
+
+    checkpointed = scaler.value_and_grad(model, loss_fn, mx.float16)(*batch())
+    assert bits(plain) == bits(checkpointed)
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, "float16", np.float16])
+def test_a_compute_dtype_that_is_not_floating_is_refused(dtype):
+    with pytest.raises(ValueError, match="must be a floating dtype"):
+        GradScaler().value_and_grad(Mlp(), lambda: None, dtype)
+
+
+@pytest.mark.parametrize("compute_dtype", [None, mx.float16])
+def test_the_model_holds_its_own_arrays_again(compute_dtype):
+    model = Mlp()
+    before = tree_flatten(model.parameters())
+    GradScaler().value_and_grad(model, mse(model), compute_dtype)(*batch())
+    after = tree_flatten(model.parameters())
+    assert [(path, id(x)) for path, x in after] == [(p, id(x)) for p, x in before]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_model_given_float32_inputs_is_warned_about_promotion_once(dtype):
+    model = Mlp(dtype=dtype)
+    loss_and_grad = GradScaler(64.0).value_and_grad(model, mse(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss_and_grad(*batch())
+        loss_and_grad(*batch(dtype=dtype))
+    messages = [str(w.message) for w in caught]
+    assert ["MLX computes in float32" in m for m in messages] == [True]
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_module_that_computes_in_float32_keeps_its_parameters():
+    class Marked(nn.Module):
+        computes_in_float32 = True
+
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def __call__(self, x):
+            return self.inner(x.astype(mx.float32)).astype(x.dtype)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [Marked(), nn.Linear(8, 1)]
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    model, seen = Net(), {}
+
+    def loss_fn(x, y):
+        seen.update({k: v.dtype for k, v in tree_flatten(model.parameters())})
+        return mse(model)(x, y)
+
+    _, grads = GradScaler(64.0).value_and_grad(model, loss_fn, mx.float16)(*batch())
+    assert seen["layers.0.inner.weight"] == mx.float32
+    assert seen["layers.1.weight"] == mx.float16
+    assert dtypes(grads) == {mx.float32}
+
+
+# Second derivatives
+
+
+def square_norm(tree):
+    return sum(mx.sum(mx.square(x)) for _, x in tree_flatten(tree))
+
+
+def penalized(model, gradients_of):
+    """A loss with the norm of its own gradient, as for WGAN."""
+
+    def loss_fn(x, y):
+        return mse(model)(x, y) + 0.1 * square_norm(gradients_of(x, y))
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("compute_dtype", [None, mx.bfloat16])
+def test_a_gradient_penalty_inside_a_loss_function_is_right(compute_dtype):
+    model, scaler = Mlp(), GradScaler(1024.0)
+    inner = nn.value_and_grad(model, mse(model))
+    loss_fn = penalized(model, lambda x, y: inner(x, y)[1])
+    loss, grads = scaler.value_and_grad(model, loss_fn, compute_dtype)(*batch())
+    expected, plain = nn.value_and_grad(model, loss_fn)(*batch())
+    near = 1e-5 if compute_dtype is None else 0.1
+    assert loss.item() == pytest.approx(expected.item(), rel=near)
+    for (path, a), (_, b) in zip(tree_flatten(grads), tree_flatten(plain), strict=True):
+        assert mx.allclose(a, b, rtol=near, atol=near), path
+
+
+def test_a_penalty_on_the_gradients_of_value_and_grad_is_right():
+    model, scaler = Mlp(), GradScaler(1024.0)
+    ours = scaler.value_and_grad(model, mse(model))
+    plain = nn.value_and_grad(model, mse(model))
+    found = []
+    for gradients_of in (ours, plain):
+
+        def penalty(parameters, gradients_of=gradients_of):
+            model.update(parameters)
+            return square_norm(gradients_of(*batch())[1])
+
+        weights = model.trainable_parameters()
+        found.append(dict(tree_flatten(mx.grad(penalty)(weights))))
+        model.update(weights)
+    for path, x in found[0].items():
+        assert mx.allclose(x, found[1][path], rtol=1e-4, atol=1e-5), path
+
+
+def test_second_derivatives_through_scale_loss_are_refused():
+    scaler = GradScaler(1024.0)
+    loss_fn = scaler.scale_loss(lambda w: mx.sum(w**3))
+    assert mx.grad(loss_fn)(mx.array([2.0])).item() == 12.0
+    with pytest.raises(RuntimeError, match="Second derivatives"):
+        mx.grad(lambda w: mx.sum(mx.grad(loss_fn)(w)))(mx.array([2.0]))
+
+
+def test_a_nan_loss_is_an_overflow_like_any_other():
+    model, scaler, optimizer = Mlp(), GradScaler(1024.0), optim.SGD(0.1)
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    x, y = batch()
+    loss, grads = loss_and_grad(x * NAN, y)
+    assert not scaler.minimize(optimizer, model, grads).item()
+    assert mx.isnan(loss).item()
+    assert scaler.get_scale() == 512.0

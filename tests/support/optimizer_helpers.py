@@ -1,0 +1,122 @@
+"""What the tests of ``LossScaleOptimizer`` share."""
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
+from support.helpers import (
+    INF,
+    Mlp,
+    Traced,
+    batch,
+    bits,
+    gradients_like,
+    mse,
+)
+
+HALVES = [mx.float16, mx.bfloat16]
+
+
+def wrapped(inner=None, scale=1.0, **arguments):
+    scaler = GradScaler(init_scale=scale)
+    scaler.scale(mx.array(1.0))
+    return LossScaleOptimizer(inner or optim.AdamW(1e-2), scaler, **arguments)
+
+
+def rounded(optimizer, tree):
+    """The masters, cast to the dtype of the parameters."""
+    return tree_map(lambda m, p: m.astype(p.dtype), optimizer.masters(tree), dict(tree))
+
+
+class Training:
+    """A small float16 model, its wrapped optimizer and one compiled step."""
+
+    def __init__(
+        self, inner=None, dtype=mx.float16, compiled=True, init=True, **arguments
+    ):
+        mx.random.seed(1)
+        self.model, self.dtype = Mlp(dtype=dtype), dtype
+        self.optimizer = LossScaleOptimizer(
+            inner or optim.AdamW(optim.cosine_decay(1e-2, 200)),
+            GradScaler(init_scale=256.0, growth_interval=7),
+            **arguments,
+        )
+        if init:
+            self.optimizer.init(self.model.trainable_parameters())
+        loss_and_grad = self.optimizer.value_and_grad(self.model, mse(self.model))
+
+        def step(x, y):
+            loss, gradients = loss_and_grad(x, y)
+            self.optimizer.update(self.model, gradients)
+            return loss
+
+        self.traced = Traced(step)
+        self.step = self.traced
+        if compiled:
+            state = [self.model.state, self.optimizer.state]
+            self.step = mx.compile(self.traced, inputs=state, outputs=state)
+
+    def run(self, seeds, bad=()):
+        for seed in seeds:
+            x, y = batch(seed, dtype=self.dtype)
+            loss = self.step(x * (INF if seed in bad else 1), y)
+        mx.eval(self.model.state, self.optimizer.state)
+        return loss
+
+    def everything(self):
+        return bits([self.model.parameters(), self.optimizer.state])
+
+
+def arrays(tree):
+    """The arrays of a state that holds other things too, by path."""
+    return {p: x for p, x in tree_flatten(tree) if isinstance(x, mx.array)}
+
+
+def leaves_of(tree):
+    """Every leaf of a state, arrays as their bits, other values as text."""
+    found = {p: repr(x) for p, x in tree_flatten(tree) if not isinstance(x, mx.array)}
+    return found | bits(arrays(tree))
+
+
+def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
+    """Check guarded steps against an optimizer that never sees the bad ones.
+
+    A skipped step must change no bit of parameters and state. Outside of ``mx.compile``
+    the others must be bit-identical to the bare optimizer's.
+    """
+
+    def start():
+        weights = {"a": {"weight": mx.ones((4, columns)), "bias": mx.ones(4)}}
+        weights["b"] = [{"weight": mx.ones((4, 4))}]
+        return gradients_like(weights, 99)
+
+    def gradients(i):
+        found = gradients_like(start(), i)
+        if i in bad:
+            found["a"]["bias"] = found["a"]["bias"] * float("nan")
+        return found
+
+    optimizer, weights = GuardedOptimizer(make()), start()
+    optimizer.init(weights)
+    step = optimizer.apply_gradients
+    if compiled:
+        step = mx.compile(step, inputs=optimizer.state, outputs=optimizer.state)
+    for i in range(steps):
+        old = leaves_of([weights, optimizer.optimizer.state])
+        weights = step(gradients(i), weights)
+        new = leaves_of([weights, optimizer.optimizer.state])
+        assert (new == old) == (i in bad)
+    bare, expected = make(), start()
+    bare.init(expected)
+    for i in range(steps):
+        if i not in bad:
+            expected = bare.apply_gradients(gradients(i), expected)
+    if not compiled:
+        assert bits(weights) == bits(expected)
+        assert leaves_of(optimizer.optimizer.state) == leaves_of(bare.state)
+    expected = dict(tree_flatten(expected))
+    for path, x in tree_flatten(weights):
+        assert mx.allclose(x, expected[path], rtol=tolerance, atol=tolerance), path
+    assert optimizer.step.item() == steps - len(bad)
+    return optimizer
