@@ -55,7 +55,9 @@ def _encode(value: Any, path: list[Any], arrays: list[Any], tuples: list[Any]) -
     if kind is dict:
         for key in value:
             if type(key) is not str:
-                raise TypeError(f"{_name(path)} has the key {key!r:.40}: use strings.")
+                raise TypeError(
+                    f"Keys must be strings, but {_name(path)} has {key!r:.40}."
+                )
         return {k: _encode(x, [*path, k], arrays, tuples) for k, x in value.items()}
     if kind in (list, tuple):
         items = [_encode(x, [*path, i], arrays, tuples) for i, x in enumerate(value)]

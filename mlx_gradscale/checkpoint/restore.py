@@ -1,4 +1,4 @@
-"""``restore_checkpoint``: put a saved run into a live one, all of it or nothing."""
+"""``restore_checkpoint``: load a saved run into a live one, all or nothing."""
 
 import os
 import warnings

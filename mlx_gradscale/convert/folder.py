@@ -216,7 +216,7 @@ def _check_names(checkpoint: Any) -> None:
         known = name == TRAINER or _MODEL.fullmatch(name) or _OTHERS.fullmatch(name)
         if not known:  # a hostile template would write a train.py
             raise ConvertError(
-                f"The template names {name!r}, which is no PyTorch file."
+                f"The template names {name!r}, which is not a PyTorch file."
             )
 
 

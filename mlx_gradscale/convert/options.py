@@ -1,4 +1,4 @@
-"""What a user says about a checkpoint that its contents do not tell."""
+"""Options for what cannot be inferred from a checkpoint."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -43,11 +43,11 @@ class NonFinite:
 
 
 def all_finite(tree: Any) -> mx.array:
-    """Return, lazily, whether every floating value in ``tree`` is finite.
+    """Return, lazily, whether every floating-point value in ``tree`` is finite.
 
     Args:
-        tree (Any): A tree of arrays. Leaves that are not floating count as finite, and
-            so does an empty tree.
+        tree (Any): A tree of arrays. Leaves that are not floating-point count as
+            finite, and so does an empty tree.
 
     Example:
         >>> import mlx.core as mx

@@ -372,9 +372,9 @@ def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
 
 
 def each_use(array: mx.array) -> Iterator[mx.array]:
-    """Yield an array once per leaf, after 512 leaves as another array.
+    """Yield the array once per leaf, switching to a fresh alias every 512 leaves.
 
-    The work of ``mx.compile`` grows with the square of an array's uses.
+    ``mx.compile`` takes time quadratic in the number of uses of one array.
     """
     while True:
         yield from repeat(array, 512)

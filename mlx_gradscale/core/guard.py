@@ -217,9 +217,9 @@ def _run(
             if arrays_changed:
                 what = f"adds or removes {arrays_changed[0]!r}"
             raise TypeError(
-                f"A step of {type(optimizer).__name__} {what} in its state, which a "
-                "skipped step cannot undo inside mx.compile. Leave the step "
-                "uncompiled, or keep arrays under the same keys from init_single() on."
+                f"A step of {type(optimizer).__name__} {what} in its state, so it "
+                "cannot be skipped inside mx.compile. Do not compile the step, or "
+                "create all keys in init_single()."
             )
         flags, untouched = each_use(arrays.applied), set()
         selected: list[mx.array] = []

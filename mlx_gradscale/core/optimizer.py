@@ -301,7 +301,7 @@ class LossScaleOptimizer(Optimizer):
         return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
-        """Return ``parameters`` in float32: the master weights of those that have one.
+        """Return ``parameters`` in float32, using the master weight where there is one.
 
         A weight that was replaced since the last step is its own master.
         """

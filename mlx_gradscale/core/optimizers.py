@@ -28,11 +28,13 @@ def check_supported(optimizer: Any) -> None:
     """Raise if this is no optimizer, or one with a step that would not be called."""
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"Expected an optimizer of mlx.optimizers, got {optimizer!r}.")
+        raise TypeError(
+            f"Expected an optimizer of mlx.optimizers, got {kind.__name__}."
+        )
     if hasattr(kind, "scaler"):
         raise TypeError(
-            "A LossScaleOptimizer has a scaler of its own already. Call its update(). "
-            "Wrap once, outermost."
+            "A LossScaleOptimizer already has its own scaler. Call its update(model, "
+            "grads) instead of a scaler's methods, and wrap an optimizer only once."
         )
     if kind.update is not Optimizer.update:
         raise TypeError(

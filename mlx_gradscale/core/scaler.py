@@ -232,7 +232,8 @@ class GradScaler:
     def scale(self, outputs: Any) -> Any:
         """Return each array of a tree, usually the loss, times the scale in float32.
 
-        PyTorch's mode: gradients stay scaled until :meth:`unscale_` or :meth:`step`.
+        PyTorch's mode. Call it inside the function that is differentiated: gradients
+        then stay scaled until :meth:`unscale_` or :meth:`step`.
 
         Example:
             >>> import mlx.core as mx
@@ -257,7 +258,8 @@ class GradScaler:
         if self._mode not in (None, mode):
             raise RuntimeError(
                 f"This scaler is used with {self._mode} already, so {mode} would mix "
-                "scaled and unscaled gradients. Use a second GradScaler."
+                "scaled and unscaled gradients. value_and_grad() and scale_loss() "
+                "scale the loss themselves: return it without scale()."
             )
         self._mode = mode
 
@@ -280,6 +282,8 @@ class GradScaler:
         if not self._enabled:
             return grads
         check_supported(optimizer)
+        if isinstance(grads, nn.Module):
+            raise TypeError("unscale_(optimizer, grads) takes gradients, got a model.")
         stage = self._stages.get(id(optimizer))
         is_scaled = self._mode == _SCALED
         if stage and (is_scaled or stage.stepped):
@@ -373,7 +377,8 @@ class GradScaler:
     def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
         """Return gradients of ``scale()`` unscaled, lazily, and any others as is."""
         is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
-        if self._mode != _SCALED or not is_scaled or not arrays(grads):
+        is_model = isinstance(grads, nn.Module)  # refused by match()
+        if self._mode != _SCALED or not is_scaled or is_model or not arrays(grads):
             return grads
         return self._backward.unscale(grads, 1.0 / self._state["scale"])
 
@@ -574,7 +579,7 @@ class GradScaler:
 def _advance(
     state: dict[str, mx.array], applied: mx.array | None, finite: mx.array | None
 ) -> dict[str, mx.array]:
-    """Return the fields that a step, an update or both of them change."""
+    """Return the fields changed by a step, an update, or both."""
     changed = {} if applied is None else rule.count_step(state, applied)
     if finite is not None:
         changed |= rule.next_scale(state, finite)
@@ -587,7 +592,7 @@ def _advance(
 class SkipWatch:
     """Warns about a run that skips every step, without waiting for the device.
 
-    It looks at a counter from 50 updates ago, which was evaluated long since.
+    It looks at a counter from 50 updates ago, which has been evaluated by then.
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ from operator import itemgetter, setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 CONTAINERS = (dict, list, tuple)
 # Where an array is: its path, its container, and its key in the container.
@@ -80,7 +81,7 @@ def leaves(tree: Any) -> list[Any]:
 
 def match(gradients: Any, parameters: Any) -> list[Leaf]:
     """Pair every gradient with its parameter in a tree or model, or raise."""
-    if not isinstance(gradients, dict):
+    if not isinstance(gradients, dict) or isinstance(gradients, nn.Module):
         raise TypeError(
             "The gradients must be a dict, as value_and_grad returns for a model, "
             f"got {type(gradients).__name__}."

@@ -1,4 +1,4 @@
-"""Plain text for people: tables, sizes, names of dtypes."""
+"""Human-readable text: tables, sizes, dtype names."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -202,7 +202,8 @@ class Search:
         leaves = ", ".join(leaf.path for leaf in fault.leaves[:5])
         why = {
             "batch": f"Repair the samples with NaN or inf, or drop them: {leaves}.",
-            "parameters": f"Return to weights before these became so: {leaves}.",
+            "parameters": "Go back to a checkpoint from before these weights became "
+            f"NaN or inf: {leaves}.",
         }
         other = (
             f"{fault.text} The loss is {reference.loss}. Look for a logarithm, a "

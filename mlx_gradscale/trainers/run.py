@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as error:
             exit_ = error
         finally:
-            lines = here.report() or ["No half-precision gradient was computed."]
+            lines = here.report() or [
+                "Nothing to report: no half-precision gradient went through "
+                "mlx_gradscale run. Either the script scales its own loss, or no model "
+                "is in half precision (see --compute-dtype)."
+            ]
             print(*lines, sep="\n", file=sys.stderr)
     if exit_ is not None:
         raise exit_

@@ -43,7 +43,7 @@ def test_the_two_modes_are_not_mixed_and_the_error_says_which_was_first():
             for a, b in ((first, second), (second, first)):
                 scaler = GradScaler()
                 a(scaler)
-                with pytest.raises(RuntimeError, match="Use a second GradScaler"):
+                with pytest.raises(RuntimeError, match="scale the loss themselves"):
                     b(scaler)
                 a(scaler)
 
@@ -247,3 +247,16 @@ def test_a_new_scale_is_clamped_to_the_limits():
 @pytest.mark.parametrize("enabled", [1, 0, "yes", "", np.bool_(True), None])
 def test_enabled_is_truthy_as_in_pytorch(enabled):
     assert GradScaler(enabled=enabled).is_enabled() is bool(enabled)
+
+
+def test_a_model_in_place_of_gradients_is_refused_and_stays_as_it_was():
+    model, optimizer, scaler = nn.Linear(2, 1), optim.SGD(1.0), GradScaler()
+    scaler.scale(mx.array(1.0))
+    before = np.array(model.weight)
+    with pytest.raises(TypeError, match="takes gradients, got a model"):
+        scaler.unscale_(optimizer, model)
+    with pytest.raises(TypeError, match=r"gradients must be a dict.*Linear"):
+        scaler.step(optimizer, model, model)
+    with pytest.raises(TypeError, match=r"gradients must be a dict.*Linear"):
+        LossScaleOptimizer(optimizer).update(model, model)
+    assert np.array_equal(np.array(model.weight), before)
