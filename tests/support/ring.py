@@ -74,7 +74,9 @@ def run_ranks(n, folder, script, *args):
     folder.mkdir()
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
-    command = [sys.executable, str(SUPPORT / script), str(folder), *map(str, args)]
+    # As a module: a script's own folder would come before tests/ in the path.
+    module = f"{SUPPORT.name}.{Path(script).stem}"
+    command = [sys.executable, "-m", module, str(folder), *map(str, args)]
     env = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     env |= {"MLX_HOSTFILE": str(hosts)} if n > 1 else {}
     codes, output = finish([(command, env | {"MLX_RANK": str(r)}) for r in range(n)])
