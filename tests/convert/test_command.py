@@ -74,7 +74,6 @@ def test_entries_that_mlx_does_not_use_are_named(tmp_path, capsys):
         (["--rename", "(=x"], "regular expression"),
         (["--rename", r"fc=\g<x>"], "regular expression"),
         (["--names", "no_such_file"], "No such file"),
-        (["--accept", "weight_decya"], "no such setting"),
         (["--step", "-1"], "cannot be negative"),
         (["--model-key", "net"], "no 'net'"),
         (["--limit", "operations"], "NAME=NUMBER"),
