@@ -14,13 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .core.scale import (
-    FIELDS,
-    SETTINGS,
-    TORCH_KEYS,
-    from_state_dict,
-    to_state_dict,
-)
+from .core.scale import FIELDS, SETTINGS, TORCH_KEYS, from_state_dict, to_state_dict
 
 __all__ = ["FORMATS", "Format", "FormatWarning", "read_state", "recognise"]
 
@@ -82,8 +76,7 @@ _USUAL = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 FORMATS: dict[str, Format] = {
     "torch": Format(
-        frozenset(TORCH_KEYS),
-        {key: key for key in (*TORCH_KEYS, *_OWN_KEYS)},
+        frozenset(TORCH_KEYS), {key: key for key in (*TORCH_KEYS, *_OWN_KEYS)}
     ),
     "megatron": Format(
         frozenset({"scale", "growth_tracker", "hysteresis_tracker"}),

@@ -41,6 +41,23 @@ _FLAGS = LIMIT_FLAGS | {
     f"float64=mx.{name}": f"--float64 {name}" for name in ("float32", "float64")
 }
 _SECTIONS = ("model", "optimizer", "scaler")
+_PATHS = {
+    "--torch-path": "a .pt file, or a folder of Accelerate or Transformers' Trainer",
+    "--mlx-path": "a folder for save_checkpoint and restore_checkpoint",
+    "--like": "to PyTorch: a checkpoint of the same model as the template, for a run "
+    "that did not come from PyTorch",
+    "--names": "a file with the optimizer's parameters in order, one PyTorch name a "
+    "line",
+}
+_CHOICES = {
+    "--to": (("mlx", "torch"), "needed where both paths exist"),
+    "--optimizer": (tuple(OPTIMIZERS), "default: known by its keys"),
+    "--scaler-format": (tuple(FORMATS), "default: known by its keys"),
+    "--float64": (
+        ("float32", "float64"),
+        "what double precision becomes; by default it is an error",
+    ),
+}
 _PATTERNS = {
     "--conv": "convolution weights",
     "--conv-transpose": "weights of transposed convolutions",
@@ -49,82 +66,22 @@ _PATTERNS = {
     "--keep-layout": "tensors of 3 and more dimensions to leave as they are",
     "--drop": "tensors that the MLX model does not have",
 }
-_PATH = {"type": Path, "metavar": "PATH"}
-_MANY: dict[str, Any] = {"action": "append", "default": []}
-_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "--torch-path": {
-        **_PATH,
-        "required": True,
-        "help": "a .pt file, or a folder of Accelerate or Transformers' Trainer",
-    },
-    "--mlx-path": {
-        **_PATH,
-        "required": True,
-        "help": "a folder for save_checkpoint and restore_checkpoint",
-    },
-    "--to": {"choices": ("mlx", "torch"), "help": "needed where both paths exist"},
-    "--overwrite": {"action": "store_true", "help": "replace what is there"},
-    "--dry-run": {"action": "store_true", "help": "print the plan, write nothing"},
-    "--like": {
-        **_PATH,
-        "help": "to PyTorch: a checkpoint of the same model as the template, for a run "
-        "that did not come from PyTorch",
-    },
-    "--model": {
-        "metavar": "MODULE:NAME or PATH",
-        "help": "the MLX model, or a function that makes it, for names, layouts and "
-        "shapes; or an mlx-lm model's folder or config.json. MODULE:NAME runs the "
-        "module's code, which nothing else here does with any file",
-    },
-    "--rename": {
-        **_MANY,
-        "metavar": "OLD=NEW",
-        "help": "a regular expression on PyTorch names, and its replacement after the "
-        "last =",
-    },
+# Flags that may be given more than once: what they take, and what it means.
+_MANY = {
+    "--rename": (
+        "OLD=NEW",
+        "a regular expression on PyTorch names, and its replacement after the last =",
+    ),
     **{
-        flag: {
-            **_MANY,
-            "metavar": "PATTERN",
-            "help": f"{text}: a shell pattern on PyTorch names",
-        }
+        flag: ("PATTERN", f"{text}: a shell pattern on PyTorch names")
         for flag, text in _PATTERNS.items()
     },
-    **{
-        f"--{name}-key": {
-            "metavar": "KEY/KEY",
-            "help": f"where the {name} is in the checkpoint; '' leaves it out",
-        }
-        for name in _SECTIONS
-    },
-    "--optimizer": {"choices": tuple(OPTIMIZERS), "help": "default: known by its keys"},
-    "--scaler-format": {"choices": tuple(FORMATS), "help": "default: by its keys"},
-    "--names": {
-        **_PATH,
-        "help": "a file with the optimizer's parameters in order, one PyTorch name a "
-        "line",
-    },
-    "--step": {
-        "type": int,
-        "metavar": "N",
-        "help": "the step count, where the optimizer keeps none; to PyTorch, the "
-        "global_step of a Trainer's folder",
-    },
-    "--accept": {
-        **_MANY,
-        "metavar": "SETTING",
-        "help": "convert in spite of this difference, and drop the setting: a key of "
-        "the optimizer's groups, or one of " + ", ".join(ACCEPTABLE),
-    },
-    "--float64": {
-        "choices": ("float32", "float64"),
-        "help": "what double precision becomes; by default it is an error",
-    },
-    "--limit": {
-        **_MANY,
-        "metavar": "NAME=NUMBER",
-        "help": "raise a limit of the reader that an error names",
-    },
+    "--accept": (
+        "SETTING",
+        "convert in spite of this difference, and drop the setting: a key of the "
+        "optimizer's groups, or one of " + ", ".join(ACCEPTABLE),
+    ),
+    "--limit": ("NAME=NUMBER", "raise a limit of the reader that an error names"),
 }
 
 
@@ -144,20 +101,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments.
-
-    Example:
-        >>> parser().parse_args(["--torch-path", "a.pt", "--mlx-path", "a"]).dry_run
-        False
-    """
+    """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
         prog="mlx_gradscale convert",
         epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run",
         description="Convert a training run between PyTorch and MLX: model, optimizer "
         "and GradScaler state. The path that exists is read, the other is written.",
     )
-    for flag, options in _ARGUMENTS.items():
-        made.add_argument(flag, **options)
+    for flag, text in _PATHS.items():
+        needed = flag.endswith("-path")
+        made.add_argument(flag, type=Path, metavar="PATH", required=needed, help=text)
+    for flag, (choices, text) in _CHOICES.items():
+        made.add_argument(flag, choices=choices, help=text)
+    for flag, (metavar, text) in _MANY.items():
+        made.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
+    for name in _SECTIONS:
+        text = f"where the {name} is in the checkpoint; '' leaves it out"
+        made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
+    made.add_argument(
+        "--model",
+        metavar="MODULE:NAME or PATH",
+        help="the MLX model, or a function that makes it, for names, layouts and "
+        "shapes; or an mlx-lm model's folder or config.json. MODULE:NAME runs the "
+        "module's code, which nothing else here does with any file",
+    )
+    made.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="the step count, where the optimizer keeps none; to PyTorch, the "
+        "global_step of a Trainer's folder",
+    )
+    made.add_argument("--overwrite", action="store_true", help="replace what is there")
+    made.add_argument("--dry-run", action="store_true", help="write nothing")
     return made
 
 

@@ -124,12 +124,7 @@ def _carry(path: Path, names: list[str], found: TorchFiles) -> list[str]:
 
 
 def _shard_sets(names: list[str]) -> dict[str, list[str]]:
-    """Return the files that are parts of one model, by the name of the whole.
-
-    Example:
-        >>> _shard_sets(["model-1-of-2.bin", "model-2-of-2.bin"])
-        {'model.bin': ['model-1-of-2.bin', 'model-2-of-2.bin']}
-    """
+    """Return the files that are parts of one model, by the name of the whole."""
     found: dict[str, dict[int, str]] = {}
     counts: dict[str, set[int]] = {}
     for match in filter(None, map(_SHARD.fullmatch, names)):

@@ -132,13 +132,8 @@ class Plan:
                 "adapter_config.json, which must be PEFT's lora_alpha / r (with "
                 "use_rslora, lora_alpha / sqrt(r))."
             )
-        counters = [n for n in self.torch_only if n.endswith("num_batches_tracked")]
-        if counters:
-            notes.append(
-                f"{len(counters)} BatchNorm counters (num_batches_tracked) go back "
-                "unchanged; MLX has none."
-            )
-        dropped = [n for n in self.torch_only if n not in set(counters)]
+        counters = "num_batches_tracked"  # BatchNorm's, which MLX does not count
+        dropped = [n for n in self.torch_only if not n.endswith(counters)]
         if dropped:
             notes.append(f"Not in the MLX model: {list_some(dropped)}.")
         return notes
@@ -304,10 +299,7 @@ def _layout_of_unknown(name: str, tensor: mx.array, target: Target) -> str:
 
 
 def _check_names(
-    plan: Plan,
-    lost: list[str],
-    known: dict[str, Target] | None,
-    is_partial: bool,
+    plan: Plan, lost: list[str], known: dict[str, Target] | None, is_partial: bool
 ) -> None:
     taken: dict[str, str] = {}
     for entry in plan.entries.values():
@@ -332,23 +324,26 @@ def _check_names(
         raise ConvertError(_mismatch(lost, missing))
 
 
-_WITHOUT_STATE = (
-    "The optimizer's state is then of the old parameters: leave it out "
-    "(--optimizer-key '')."
+_BEFORE_SAVING = (
+    "are not converted: in PyTorch call {} before saving. The optimizer's state is "
+    "then of the old parameters: leave it out (--optimizer-key '')."
 )
 # What PyTorch keeps in the place of a plain weight, and what to do about it.
 _REWRITTEN = {
-    r"(^|\.)parametrizations\.": "Parametrized weights are not converted: in PyTorch "
-    "call torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') before "
-    f"saving. {_WITHOUT_STATE}",
-    r"\w_orig$": "Weights that are pruned or have a spectral norm are not converted: "
-    "in PyTorch call torch.nn.utils.prune.remove(module, 'weight') or "
-    f"torch.nn.utils.remove_spectral_norm(module) before saving. {_WITHOUT_STATE}",
+    r"(^|\.)parametrizations\.": "Parametrized weights "
+    + _BEFORE_SAVING.format(
+        "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+    ),
+    r"\w_orig$": "Weights that are pruned or have a spectral norm "
+    + _BEFORE_SAVING.format(
+        "torch.nn.utils.prune.remove(module, 'weight') or "
+        "torch.nn.utils.remove_spectral_norm(module)"
+    ),
+    r"\bweight_g$": "Weights with a weight norm "
+    + _BEFORE_SAVING.format("torch.nn.utils.remove_weight_norm(module)"),
     r"(weight|bias)_[ih]h_l\d": "PyTorch's recurrent layers (RNN, LSTM, GRU) have two "
     "biases where MLX's have one, and are not converted: set their weights in MLX by "
     "hand, and convert the rest with --drop and an MLX model without them.",
-    r"\bweight_g$": "Weights with a weight norm are not converted: in PyTorch call "
-    f"torch.nn.utils.remove_weight_norm(module) before saving. {_WITHOUT_STATE}",
 }
 
 
@@ -381,12 +376,7 @@ _CONVOLUTIONS = (
 
 
 def model_notes(model: nn.Module) -> list[str]:
-    """Return sentences on layers whose weights fit and whose results may not.
-
-    Example:
-        >>> model_notes(nn.Sequential(nn.GroupNorm(2, 8)))[0][:30]
-        'layers.0: a GroupNorm without '
-    """
+    """Return sentences on layers whose weights fit and whose results may not."""
     notes, channels = [], 0
     for name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
         # With one group, or one channel in each, the groups are the same.

@@ -90,10 +90,6 @@ def new_names(
     ``known`` are the names that the model answers to. Without a model, a Lightning
     checkpoint loses the ``model.`` that all names begin with. The second result are the
     names and shapes that the model's ``sanitize`` got, if it was asked.
-
-    Example:
-        >>> new_names({"module.fc.weight": (2, 3)}, str, None, ())[0]
-        {'module.fc.weight': ('fc.weight', None)}
     """
     if model is None:
         strip = _unwrapper(list(shapes), rename, is_lightning)
@@ -130,9 +126,7 @@ def _unwrapper(
     return lambda name: _PRIVATE.sub("", rename(name)).removeprefix(prefix)
 
 
-def _rename_candidates(
-    rename: Callable[[str], str],
-) -> Iterator[Callable[[str], str]]:
+def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:
     """Yield what may stand between PyTorch's names and the model's, least first."""
     yield rename
     for prefix in ("", *_PREFIXES):
@@ -145,12 +139,7 @@ def _rename_candidates(
 
 
 def known_names(model: nn.Module) -> dict[str, Target]:
-    """Return the PyTorch names, in either spelling, that a model answers to.
-
-    Example:
-        >>> sorted(known_names(nn.Sequential(nn.Linear(2, 3, bias=False))))
-        ['0.weight', 'layers.0.weight']
-    """
+    """Return the PyTorch names, in either spelling, that a model answers to."""
     modules = dict(model.named_modules())
     known: dict[str, Target] = {}
     for name, array in tree_flatten(model.parameters()):
@@ -269,9 +258,7 @@ def apply_sanitize(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> N
 
 
 def _trace_axes(
-    model: nn.Module,
-    shapes: Mapping[str, tuple[int, ...]],
-    renamed: Mapping[str, str],
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], renamed: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
     """Return where each axis of what comes out was in what went in."""
     found: dict[str, dict[int, int]] = {name: {} for name in shapes}

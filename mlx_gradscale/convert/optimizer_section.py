@@ -34,12 +34,7 @@ def is_nested(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """Tell whether ``flatten_optimizer_state_dict=True`` made this dict.
-
-    Example:
-        >>> is_flat({"state.fc.weight.step": 1, "param_groups.fc.weight.lr": 0.1})
-        True
-    """
+    """Tell whether ``flatten_optimizer_state_dict=True`` made this dict."""
     return (
         isinstance(value, dict)
         and any(isinstance(key, str) and key.startswith(_GROUPS) for key in value)
@@ -61,11 +56,6 @@ class OptimizerSection:
     Attributes:
         groups (list): The parameter groups, each with its ``params``.
         states (dict): Index -> slots, as ``exp_avg``.
-
-    Example:
-        >>> held = {"state.w.step": 1, "param_groups.w.lr": 0.1}
-        >>> OptimizerSection(held).groups
-        [{'lr': 0.1, 'params': ['w']}]
     """
 
     def __init__(self, held: dict[Any, Any]) -> None:

@@ -250,7 +250,7 @@ def to_torch(
             raise ConvertError(
                 f"The MLX optimizer's {prefix}step is {step}, which is no count."
             )
-        found += mlx_differences(group.kind, used, int(step))
+        found += mlx_differences(group.kind, used)
         rate = number(_required(flat, f"{prefix}learning_rate"))
         changed = _changed_settings(group, used, used.get("next_rate", rate))
         for key, value in changed.items():
@@ -356,13 +356,7 @@ def _is_array(value: Any) -> bool:
 
 
 def constructor_args(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return MLX constructor arguments that compute what a PyTorch group computes.
-
-    Example:
-        >>> constructor_args("Lion", {"lr": 0.1, "betas": (0.9, 0.99),
-        ...                           "weight_decay": 0})
-        {'learning_rate': 0.1, 'betas': [0.9, 0.99], 'weight_decay': 0}
-    """
+    """Return MLX constructor arguments that compute what a PyTorch group computes."""
     spec = OPTIMIZERS[kind]
     out = {ours: plain_setting(group[theirs]) for theirs, ours in spec.settings.items()}
     out = {key: [*x] if isinstance(x, tuple) else x for key, x in out.items()}
@@ -417,12 +411,7 @@ def _rates(groups: Sequence[Mapping[str, Any]], given: Any) -> list[Rate]:
 
 
 def mlx_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Return class, settings and next rate of each single optimizer.
-
-    Example:
-        >>> mlx_settings(optim.Lion(0.1, betas=[0.8, 0.9]))[0]["betas"]
-        [0.8, 0.9]
-    """
+    """Return class, settings and next rate of each single optimizer."""
     if isinstance(optimizer, optim.MultiOptimizer):
         return [row for part in optimizer.optimizers for row in mlx_settings(part)]
     schedule = getattr(optimizer, "_schedulers", {}).get("learning_rate")

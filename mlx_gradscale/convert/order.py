@@ -1,7 +1,7 @@
 """Which parameter each index of PyTorch's optimizer states means."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -67,13 +67,11 @@ class _Order:
         self.keys = [key for group in self.groups for key in group]
         self.shapes = {(i, index): sections[i].shape(index) for i, index in self.keys}
 
-    def candidates(self, names: Sequence[str] | None = None) -> list[str]:
+    def candidates(self, names: Iterable[str] | None = None) -> list[str]:
         """Return what may be a parameter; a tied tensor stands at its first name."""
-        found: dict[str, None] = {}
-        for name in self.tensors if names is None else names:
-            if name.rpartition(".")[2] not in _BUFFERS:
-                found[self.plan.tied.get(name, name)] = None
-        return list(found)
+        names = self.tensors if names is None else names
+        parameters = [n for n in names if n.rpartition(".")[2] not in _BUFFERS]
+        return list(dict.fromkeys(self.plan.tied.get(n, n) for n in parameters))
 
 
 def _find(
@@ -98,17 +96,13 @@ def _find(
     by_shape = _match_shapes(order)
     if by_shape is not None:
         return by_shape, []
-    unordered = ConvertError(
-        "The model was read from a safetensors file, which does not keep the order of "
-        f"its tensors, and their shapes do not tell them apart. {_advice()}"
-    )
-    names = _mlx_order(order, model)
-    if names is None:
-        raise unordered
     try:
-        found = _deal(order, order.candidates(names))
-    except ConvertError:  # the MLX model's layers are in another order
-        raise unordered from None
+        found = _deal(order, order.candidates(_mlx_order(order, model)))
+    except ConvertError:  # there is no model, or its layers are in another order
+        raise ConvertError(
+            "The model was read from a safetensors file, which does not keep the order "
+            f"of its tensors, and their shapes do not tell them apart. {_advice()}"
+        ) from None
     return found, [
         "The optimizer does not name its parameters, and a safetensors file does not "
         "keep their order: the order of the MLX model's layers was taken, and all "
@@ -178,7 +172,7 @@ def _match_shapes(order: _Order) -> dict[Key, str] | None:
     return {key: by_shape[shape] for key, shape in order.shapes.items()}
 
 
-def _mlx_order(order: _Order, model: nn.Module | None) -> list[str] | None:
+def _mlx_order(order: _Order, model: nn.Module | None) -> list[str]:
     """Return PyTorch's names in the order in which PyTorch would give the model's.
 
     A module's own parameters come first, its weight before its bias, and then those
@@ -187,7 +181,7 @@ def _mlx_order(order: _Order, model: nn.Module | None) -> list[str] | None:
     # mlx-lm's models have layers in other orders than Transformers' (Llama's gate, down
     # and up, GPT-2's norms).
     if model is None or hasattr(model, "sanitize"):
-        return None
+        raise ConvertError("No known order.")
     place = {name: i for i, (name, _) in enumerate(tree_flatten(model.parameters()))}
     entries = order.plan.entries
     tree: dict[str, Any] = {}

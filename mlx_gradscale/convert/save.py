@@ -20,7 +20,6 @@ from . import optimizer_state
 from .folder import TRAINER, read_torch, write_torch
 from .layouts import Entry
 from .names import is_adapter
-from .optimizer_table import check_accept
 from .options import Options
 from .sections import fingerprint
 from .template import Template, from_object, is_template, make_template
@@ -210,7 +209,6 @@ def _optimizer_writes(
     template: Template, run: MlxRun, accept: Iterable[str]
 ) -> tuple[list[Write], list[str]]:
     plan, entries = template.optimizer, template.plan.entries
-    check_accept(accept, [group.settings for group in plan.groups] if plan else [])
     if plan is None:
         has_none = run.optimizer is None
         said = (

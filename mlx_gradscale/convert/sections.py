@@ -15,7 +15,6 @@ from ..torch_checkpoint import Placeholder
 from .optimizer_section import is_flat, is_nested
 from .tree import ConvertError, Path, find_key, get, is_tensor, list_some, show, walk
 
-_DEEPEST, _MOST_SECTIONS = 4, 200
 # Among several state dicts (a model and its average, say), one at such a name is the
 # model.
 _MODEL_NAMES = (
@@ -50,12 +49,7 @@ class Sections:
 def find_sections(
     checkpoint: Any, keys: Mapping[str, str | None] | None = None
 ) -> Sections:
-    """Find the sections of a checkpoint by their contents, or by the user's keys.
-
-    Example:
-        >>> find_sections({"net": {"weight": mx.zeros((2, 2))}, "epoch": 3}).model
-        ('net',)
-    """
+    """Find the sections of a checkpoint by their contents, or by the user's keys."""
     there = _candidates(checkpoint)
     given: dict[str, list[Path]] = {}
     for name, text in (keys or {}).items():
@@ -101,14 +95,9 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
         name: [] for name in ("model", "optimizer", "scaler", "mixed")
     }
     inside: set[Path] = set()  # contents of a section are no sections themselves
-    for path, value in walk(checkpoint, _DEEPEST):
+    for path, value in walk(checkpoint, 4):
         if _is_within(path, inside):
             continue
-        if sum(map(len, found.values())) > _MOST_SECTIONS:
-            raise ConvertError(
-                f"The checkpoint holds more than {_MOST_SECTIONS} models, optimizers "
-                "and scalers: save the ones to convert in a file of their own."
-            )
         if is_nested(value):
             found["optimizer"].append(path)
             # Beside these there may be a scaler (mmengine's).
@@ -303,12 +292,7 @@ def _masters(checkpoint: Any, found: Sections) -> list[str]:
 
 
 def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]:
-    """Return what of a checkpoint is in no section, by its path.
-
-    Example:
-        >>> entries_beside({"net": {"w": 1}, "epoch": 3, "amp": [7]}, [("net",)])
-        {('epoch',): 3, ('amp',): [7]}
-    """
+    """Return what of a checkpoint is in no section, by its path."""
     taken = set(sections)
     above = {path[:i] for path in taken for i in range(len(path))} - taken
 

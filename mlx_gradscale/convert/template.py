@@ -21,7 +21,7 @@ from .folder import TorchFiles
 from .layouts import LAYOUTS, Entry, Plan, make_plan, model_notes
 from .optimizer_section import OptimizerSection
 from .optimizer_state import OptimizerPlan, TorchGroup
-from .optimizer_table import OPTIMIZERS, check_accept
+from .optimizer_table import OPTIMIZERS
 from .options import Options
 from .order import parameter_names
 from .sections import entries_beside, find_sections, fingerprint
@@ -166,7 +166,6 @@ def make_template(
     elif model is not None and options.keys.get("model") != "":
         raise ConvertError("The checkpoint holds no model's state dict.")
     sections = [OptimizerSection(get(checkpoint, path)) for path in found.optimizers]
-    check_accept(options.accept, [g for s in sections for g in s.groups])
     if sections:
         if found.model is None:
             raise ConvertError(

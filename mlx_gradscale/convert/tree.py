@@ -118,16 +118,7 @@ def list_some(names: Iterable[Any], count: int = 6) -> str:
 
 @contextmanager
 def filled(writes: Iterable[Write]) -> Iterator[None]:
-    """Put values into containers, and restore the containers at the end.
-
-    Example:
-        >>> tree = {"a": 1}
-        >>> with filled([Write(tree, "a", 2), Write(tree, "b", 3)]):
-        ...     print(tree)
-        {'a': 2, 'b': 3}
-        >>> tree
-        {'a': 1}
-    """
+    """Put values into containers, and restore the containers at the end."""
     touched: dict[int, tuple[Any, Any]] = {}
     try:
         for container, key, value in writes:

@@ -6,7 +6,6 @@ import sys
 from collections import OrderedDict
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from support.convert_runs import (
     GOLDEN,
@@ -74,7 +73,6 @@ def test_entries_that_mlx_does_not_use_are_named(tmp_path, capsys):
         (["--rename", "(=x"], "regular expression"),
         (["--rename", r"fc=\g<x>"], "regular expression"),
         (["--names", "no_such_file"], "No such file"),
-        (["--accept", "weight_decya"], "no such setting"),
         (["--step", "-1"], "cannot be negative"),
         (["--model-key", "net"], "no 'net'"),
         (["--limit", "operations"], "NAME=NUMBER"),
@@ -197,12 +195,3 @@ def test_converting_needs_no_torch(tmp_path):
         [sys.executable, "-c", code], env=env, check=False, timeout=120
     )
     assert done.returncode == 0
-
-
-def test_names_from_a_file(tmp_path):
-    model, optimizer, _ = small()
-    where = paths(tmp_path, {"model": model, "optimizer": optimizer})
-    (tmp_path / "names.txt").write_text("fc.weight\nfc.bias\n")
-    assert main([*where, "--names", str(tmp_path / "names.txt")]) == 0
-    moments = read_checkpoint(tmp_path / "run").optimizer
-    assert np.array(moments["fc.bias.v"]).tolist() == [3.0, 4.0]

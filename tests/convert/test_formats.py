@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_gradscale import GradScaler
-from mlx_gradscale.formats import (
-    FORMATS,
-    FormatWarning,
-    read_state,
-    recognise,
-)
+from mlx_gradscale.formats import FORMATS, FormatWarning, read_state, recognise
 
 TORCH = {
     "scale": 1024.0,

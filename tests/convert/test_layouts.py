@@ -199,15 +199,9 @@ def test_missing_and_extra_names_are_listed():
 
 
 def test_dropped_tensors_are_kept_apart():
-    tensors = net_tensors() | {"mask": mx.zeros((2, 2))}
-    plan = make_plan(tensors, Net(), Options(drop=("mask",)))
-    assert plan.torch_only == ("mask",)
-
-
-def test_recurrent_layers_are_refused_with_a_reason():
-    tensors = net_tensors() | {"rnn.weight_ih_l0": mx.zeros((2, 2))}
-    with pytest.raises(ConvertError, match="recurrent"):
-        make_plan(tensors, Net())
+    extra = {"mask": mx.zeros((2, 2)), "blocks.0._extra_state": mx.zeros(3, mx.uint8)}
+    plan = make_plan(net_tensors() | extra, Net(), Options(drop=("mask",)))
+    assert plan.torch_only == tuple(extra)
 
 
 def test_wrong_shapes_are_named():
@@ -245,22 +239,6 @@ def test_tied_weights_are_kept_once():
         make_plan(apart, Tied())
 
 
-class Untied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-
-
-def test_tied_weights_of_two_mlx_parameters_stay_one_in_pytorch():
-    weight = mx.arange(15, dtype=mx.float32).reshape(5, 3)
-    tensors = {"embed.weight": weight, "head.weight": weight}
-    plan = convert(tensors, Untied())
-    assert plan.tied == {"head.weight": "embed.weight"}
-    names = ("embed.weight", "head.weight")
-    assert plan.entries == {"embed.weight": Entry("embed.weight", names)}
-
-
 def test_a_tied_name_without_a_place_may_come_first_or_be_dropped():
     weight = mx.ones((5, 3))
     tensors = {"a": weight, "table": weight}
@@ -269,11 +247,6 @@ def test_a_tied_name_without_a_place_may_come_first_or_be_dropped():
     # Kept apart, it would come back with its old values, and win in PyTorch.
     plan = make_plan(tensors, options=Options(drop=("a",)))
     assert (plan.tied, plan.torch_only) == (want, ())
-
-
-def test_extra_states_have_no_place_even_as_tensors():
-    tensors = net_tensors() | {"blocks.0._extra_state": mx.zeros(3, mx.uint8)}
-    assert make_plan(tensors, Net()).torch_only == ("blocks.0._extra_state",)
 
 
 def test_a_transposed_linear_is_recognised_in_the_error():
@@ -304,15 +277,9 @@ def test_what_stands_for_a_weight_in_pytorch_is_explained():
     assert "remove_weight_norm" in hint("fc.weight_g", "fc.weight_v")
     assert "--rename" in hint("fc.weight_v")
     assert "prune.remove" in hint("fc.weight_orig", "fc.weight_mask")
+    assert "recurrent" in hint("rnn.weight_ih_l0")
     # Nothing is missing, so the common first word is no wrapper.
     assert "wrapper" not in hint("head.weight", "head.bias")
-
-
-def test_parametrizations_of_pytorch_are_explained():
-    torch = pytest.importorskip("torch")
-    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
-    with pytest.raises(ConvertError, match="remove_parametrizations"):
-        make_plan(state_dict(layer), nn.Linear(2, 2))
 
 
 class Custom(nn.Module):

@@ -17,7 +17,6 @@ from support.torch_optimizers import (
 from mlx_gradscale.convert import ConvertError, save_torch
 from mlx_gradscale.convert.optimizer_table import (
     OPTIMIZERS,
-    mlx_differences,
     recognise,
     torch_differences,
 )
@@ -186,9 +185,6 @@ def test_settings_that_changed_in_mlx_are_written(tmp_path):
     with pytest.raises(ConvertError, match="ran without bias correction"):
         mine.save(tmp_path / "c.pt")
     mine.save(tmp_path / "c.pt", accept=("bias_correction",))
-    mine.optimizer.betas = [1.0, 2.0]  # no factor can be computed, and none is shown
-    with pytest.raises(ConvertError, match="an unknown number of times"):
-        mine.save(tmp_path / "c.pt")
 
 
 def test_parameters_without_state_are_named_and_come_back_without(tmp_path):
@@ -361,23 +357,6 @@ def test_dampening_before_the_first_step_is_refused(tmp_path):
     assert torch_differences("SGD", {"momentum": 0, "dampening": 0.5}, False) == []
 
 
-@pytest.mark.parametrize("step", [0, 9])
-def test_factor_of_a_missing_bias_correction_is_that_of_mlx_itself(step):
-    used = {"class": "AdamW", "bias_correction": False, "betas": [0.8, 0.99]}
-    (found,) = mlx_differences("AdamW", used, step)
-    moved = []
-    for correct in (True, False):
-        optimizer = optim.AdamW(
-            1.0, betas=used["betas"], weight_decay=0.0, bias_correction=correct
-        )
-        optimizer.init({"w": mx.array(0.0)})
-        optimizer.state["step"] = mx.array(step, mx.uint64)
-        optimizer.state["w"].update(m=mx.array(0.2), v=mx.array(0.3))
-        new = optimizer.apply_gradients({"w": mx.array(0.5)}, {"w": mx.array(0.0)})
-        moved.append(new["w"].item())
-    assert f"next update is {moved[0] / moved[1]:.3g} times MLX's" in found.text
-
-
 def test_parameters_of_one_group_at_different_steps_are_an_error(tmp_path):
     theirs = Side("Adam").steps(range(2))
     theirs.optimizer.state[theirs.params["b"]]["step"] += 1
@@ -399,7 +378,6 @@ def test_wrong_options_are_named(tmp_path):
     path = Side("SGD").save(tmp_path / "a.pt")
     for options, word in (
         ({"step": -5}, "cannot be negative"),
-        ({"accept": ("amsgard",)}, "--accept amsgard: there is no such setting"),
         ({"optimizer": "Adam"}, "is not that of Adam"),
         ({"optimizer": "Sophia"}, "not that of Sophia.*Known are"),
     ):

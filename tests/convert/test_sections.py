@@ -5,7 +5,6 @@ from collections import OrderedDict
 import mlx.core as mx
 import pytest
 from support.convert_runs import (
-    GOLDEN,
     Small,
     forward,
     identical,
@@ -282,34 +281,6 @@ def test_optimizer_whose_empty_state_is_missing_converts(tmp_path):
     assert back[1]["momentum_buffer"].tolist() == [1.0, 1.0]
 
 
-def test_two_models_of_one_checkpoint_convert_one_after_the_other(tmp_path):
-    checkpoint = {
-        "generator": small()[0], "opt_g": small()[1],
-        "discriminator": small(7)[0], "opt_d": small(7)[1], "epoch": 3,
-    }  # fmt: skip
-    pt.save(tmp_path / "a.pt", checkpoint)
-    runs, models = {}, {"generator": Small(), "discriminator": Small()}
-    for name, model in models.items():
-        keys = {"model": name, "optimizer": f"opt_{name[0]}"}
-        runs[name] = load_torch(tmp_path / "a.pt", model, Options(keys=keys))
-        model.fc.bias = model.fc.bias * 2
-    run = runs["generator"]
-    save_torch(tmp_path / "b.pt", models["generator"], run.optimizer, like=run.template)
-    keys = {"model": "discriminator", "optimizer": "opt_d"}
-    save_torch(
-        tmp_path / "c.pt",
-        models["discriminator"],
-        runs["discriminator"].optimizer,
-        like=tmp_path / "b.pt",
-        options=Options(keys=keys),
-    )
-    back = pt.load(tmp_path / "c.pt")
-    assert back["generator"]["fc.bias"].tolist() == [2.0, 4.0]
-    assert back["discriminator"]["fc.bias"].tolist() == [2.0, 4.0]
-    identical(back["opt_g"], checkpoint["opt_g"])
-    identical(back["opt_d"], checkpoint["opt_d"])
-
-
 def test_shared_state_dict_is_one_model(tmp_path):
     model = dict(small()[0])
     pt.save(tmp_path / "a.pt", {"state_dict": model, "model": model})
@@ -318,7 +289,3 @@ def test_shared_state_dict_is_one_model(tmp_path):
     save_torch(tmp_path / "b.pt", mine, like=run.template)
     back = pt.load(tmp_path / "b.pt")
     assert back["model"] is back["state_dict"]
-
-
-def test_golden_file_takes_no_flags():
-    assert find_sections(pt.load(GOLDEN / "conv_adam.pt")).scaler is not None

@@ -45,16 +45,10 @@ class Source(NamedTuple):
 
 SOURCES = {
     "timm": Source(
-        "timm.pth.tar",
-        ("state_dict",),
-        ("optimizer",),
-        groups=vectors_first,
+        "timm.pth.tar", ("state_dict",), ("optimizer",), groups=vectors_first
     ),
     "torchvision": Source(
-        "torchvision.pth",
-        ("model",),
-        ("optimizer",),
-        kind=torch.optim.SGD,
+        "torchvision.pth", ("model",), ("optimizer",), kind=torch.optim.SGD
     ),
     "nanogpt": Source(
         "nanogpt.pt",
