@@ -11,6 +11,8 @@ import mlx.optimizers as optim
 
 import mlx_gradscale
 
+# Imported by `mlx_gradscale lora` once it has found mlx-lm.
+NEEDS_MLX_LM = "mlx_gradscale.trainers.lora_training"
 ALLOWED = {"mlx", "mlx-cpu", "mlx-gradscale", "numpy", "pip", "setuptools"}
 
 
@@ -20,7 +22,7 @@ def main():
     assert "site-packages" in Path(mlx_gradscale.__file__).parts
 
     for module in pkgutil.walk_packages(mlx_gradscale.__path__, "mlx_gradscale."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and module.name != NEEDS_MLX_LM:
             importlib.import_module(module.name)
 
     model = nn.Linear(3, 1)
