@@ -239,7 +239,7 @@ def _check_kind(name: str, own: mx.array, x: mx.array, is_free: bool) -> None:
 
 
 def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise if the optimizer's settings differ from the saved; warn about schedules."""
+    """Raise if optimizer settings differ from the saved ones; warn about schedules."""
     own = describe_optimizer(optimizer)
     was, now = _optimizer_name(saved), _optimizer_name(own)
     if was != now:

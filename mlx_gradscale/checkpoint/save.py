@@ -44,9 +44,10 @@ def save_checkpoint(
     A run resumed with :func:`restore_checkpoint` is bit-identical to this one. Each
     call adds a folder ``save-000001``, ``save-000002``, ... to ``path`` and then
     removes the oldest, so the newest one is complete even if the process is killed.
-    Other files in ``path`` are left alone. Its ``model.safetensors`` can be loaded by
-    ``mx.load`` and mlx-lm; see ``latest_checkpoint``. Learning rate schedules are
-    Python code and are not saved, but the step count that they depend on is.
+    Other files in ``path`` are left alone. ``mx.load`` and mlx-lm can load the
+    ``model.safetensors`` in each folder; see ``latest_checkpoint``. Learning rate
+    schedules are Python code and are not saved, but the step count that they depend on
+    is.
 
     In distributed training, all ranks must call this; rank 0 writes. Trainable
     parameters and states must be equal on all ranks. The random state is saved for
@@ -54,7 +55,7 @@ def save_checkpoint(
 
     Args:
         path (str): The folder of the run. It is created if necessary.
-        model (nn.Module): The model. All parameters and buffers are saved.
+        model (nn.Module): The model, saved with its buffers.
         optimizer (Optimizer): Any optimizer, or a ``LossScaleOptimizer``.
         scaler (GradScaler, optional): The scaler of the training loop. The scaler of a
             ``LossScaleOptimizer`` is saved with it.

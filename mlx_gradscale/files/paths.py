@@ -91,7 +91,7 @@ def contains(outer: Path, inner: Path) -> bool:
     candidates = (inner, *inner.parents)
     if not outer.exists():
         return outer in candidates
-    # Use samefile, because macOS file systems ignore case: "Run" is "run".
+    # Use samefile, because macOS usually ignores case: "Run" is "run".
     return any(path.exists() and path.samefile(outer) for path in candidates)
 
 

@@ -19,7 +19,7 @@ _MIXED = (
     "tensors of different types share a storage. Call .clone() on one of them in "
     "PyTorch and save again."
 )
-# Above this size, checksums are computed in threads: zlib takes 0.3 s for 1 GB.
+# Starting at this size, checksums are computed in threads: zlib takes 0.3 s for 1 GB.
 _LARGE = 2**20
 
 
