@@ -26,7 +26,7 @@ _OTHERS = re.compile(
     rf"((lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?{_SUFFIXES}"
 )
 _ZERO = re.compile(r".*(zero_pp_rank|optim_states).*\.pt")
-# Maximum size of the other files in a folder that are carried along: each, and total.
+# Limits on other files in a folder to carry along: bytes each, total bytes, and count.
 _LARGEST_FILE, _MOST_BYTES, _MOST_FILES = 2**26, 2**28, 1000
 
 
@@ -179,7 +179,7 @@ def write_torch(
     is_folder: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write a PyTorch checkpoint, a file or a folder, atomically."""
+    """Write a PyTorch checkpoint, a file or a folder, all or nothing."""
     path = Path(path)
     if not is_folder:
         check_file(path, overwrite)

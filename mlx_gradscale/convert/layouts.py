@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def copies(self) -> list[tuple[str, ...]]:
-        """The MLX names of each copy; an untied tensor has more than one copy."""
+        """The MLX names of each copy; more than one if MLX unties a tied tensor."""
         count = LAYOUTS[self.layout].count
         return [self.mlx[i : i + count] for i in range(0, len(self.mlx), count)]
 

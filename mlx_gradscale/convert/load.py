@@ -54,7 +54,7 @@ def load_torch(
     Args:
         path (str): A ``.pt`` file, or a Transformers Trainer or Accelerate folder.
         model (nn.Module): Receives the weights; every name and shape must match.
-        options (Options, optional): Settings that the checkpoint does not contain.
+        options (Options, optional): Settings that the checkpoint does not determine.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
             for ``mlx.optimizers``, to replace the checkpoint's rate. PyTorch's
             parameter groups share it if they share a rate; otherwise pass a list with

@@ -1,8 +1,8 @@
 """Table of PyTorch's and MLX's optimizers: names, settings and differences.
 
 Each entry was checked against both sources (torch 2.13, mlx 0.32.4), and the tests run
-it against both. Where MLX's defaults differ from PyTorch, either constructor arguments
-make MLX match (``forced``), or the setting is refused (``refused``) until the user
+it against both. Where MLX's update differs from PyTorch's, either constructor arguments
+make it match (``forced``), or the setting is refused (``refused``) until the user
 accepts it by name.
 """
 

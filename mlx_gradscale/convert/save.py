@@ -58,8 +58,8 @@ def save_torch(
 
     Args:
         path (str): The file, or the folder if the template is one.
-        model (nn.Module): The model. Half-precision weights are replaced by their
-            master weights.
+        model (nn.Module): The model. Master weights are written in place of
+            half-precision ones.
         optimizer (Optimizer, optional): For a ``LossScaleOptimizer``, the states of the
             inner optimizer and the scaler are written. If omitted, no optimizer is.
         scaler (GradScaler, optional): If omitted, the template's scaler is kept.

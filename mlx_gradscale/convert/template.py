@@ -29,7 +29,7 @@ from .tree import ConvertError, Path, get, is_tensor, list_some, number, show
 
 _LIGHTNING = "pytorch-lightning_version"  # only Lightning's files have this key
 _VERSION = "mlx_gradscale_template"
-# File name of the template in an mlx_gradscale checkpoint folder.
+# File name of the template next to an mlx_gradscale checkpoint.
 TEMPLATE = "template.pt"
 
 

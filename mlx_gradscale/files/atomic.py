@@ -97,7 +97,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def discard(folder: Path, target: Path) -> None:
-    """Hide a folder next to ``target`` before removing it, so none of it is visible."""
+    """Hide a folder before removing it, so that a partial one is never visible."""
     hidden = _hidden_path(target)
     with suppress(FileNotFoundError):  # another writer was faster
         folder.rename(hidden)
