@@ -1,1 +1,1 @@
-"""What loss scaling costs: ``python -m benchmarks``."""
+"""Measure the cost of loss scaling: ``python -m benchmarks``."""

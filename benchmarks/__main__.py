@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: answer all questions, or the ones that are named."""
+"""``python -m benchmarks``: answer all questions, or only the given ones."""
 
 import argparse
 import importlib
@@ -24,7 +24,7 @@ QUESTIONS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a table per question, and write what was asked for."""
+    """Measure, print a table per question, and write the requested files."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="What loss scaling costs here."
     )
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = describe_machine()
     print("\n".join(f"{key}: {value}" for key, value in machine.items()))
     results: dict[str, Any] = {"machine": machine, "quick": options.quick, "tables": {}}
-    # The models here are not meant to learn, so advice about them is noise.
+    # These models are not meant to learn, so advice about them is noise.
     warnings.simplefilter("ignore")
     for name in names:
         module = importlib.import_module(f".{name}", __package__)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = module.measure(options.quick)
         results["tables"][name] = rows
         print(table(rows), flush=True)
-        if options.json:  # after each: a long run may be stopped
+        if options.json:  # after each one, because a long run may be stopped
             options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.chart:
         rows = results["tables"]["optimizer_phase"]
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(rows: Rows) -> str:
-    """Return rows as aligned text; numbers to the right.
+    """Return rows as aligned text, with numbers right-aligned.
 
     Example:
         >>> print(table([{"case": "AdamW", "ratio": 1.2}]))

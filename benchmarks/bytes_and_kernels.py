@@ -1,7 +1,7 @@
 """How many bytes does a step move, and how many kernels does it launch?
 
-Both decide on a GPU, and both are counted from the graph of the compiled step, so that
-they are the same on every machine. The backward pass is left out.
+Both determine the speed on a GPU. They are counted from the graph of the compiled step,
+so they are the same on every machine. The backward pass is not included.
 """
 
 import io
@@ -17,8 +17,9 @@ from . import steps
 from .harness import Rows, release_memory
 from .steps import CASES, Step, arrays_of
 
-# Primitives that describe a buffer anew and launch nothing. Contiguous copies only
-# what is not contiguous, and what a kernel writes is. CustomTransforms is the loss.
+# Primitives that only create a view of a buffer and launch no kernel. Contiguous copies
+# only non-contiguous arrays, and kernels write contiguous ones. CustomTransforms is the
+# loss.
 VIEWS = {
     "AsStrided",
     "Broadcast",
@@ -45,7 +46,7 @@ _OUTPUT = re.compile(r'^(\d+) -> "([^"]+)"$', re.MULTILINE)
 
 @dataclass
 class Kernel:
-    """A primitive of a graph, with the names of the arrays it reads and writes."""
+    """A primitive in a graph, with the names of the arrays it reads and writes."""
 
     label: str
     inputs: list[str]
@@ -53,12 +54,12 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The primitive: a label may have an argument, as in "View uint32"."""
+        """The primitive without arguments, as in "View" for the label "View uint32"."""
         return self.label.split()[0]
 
 
 def measure(quick: bool = False) -> Rows:
-    """Count for every case, over 32 leaves of a million parameters."""
+    """Count bytes and kernels for every case, with 32 leaves of 1 M parameters each."""
     shapes = [(1024, 1024)] * 32
     rows = []
     for name, case in CASES.items():
@@ -83,7 +84,7 @@ def measure(quick: bool = False) -> Rows:
 def count(step: Step) -> tuple[int, int]:
     """Return the bytes that one step reads and writes, and its kernel launches."""
     known = arrays_of([step.state, step.gradients])
-    # Views of one buffer, as weights and their bits, are read once by a kernel.
+    # A kernel reads views of the same buffer, such as weights and their bits, once.
     buffers = {name: _address(x) for name, x in _named(known).items()}
     outputs = arrays_of(step.start())
     primitives = read_graph(outputs, known)
@@ -105,7 +106,7 @@ def count_kernels(outputs: Any) -> Counter[str]:
 
 
 def read_graph(outputs: list[mx.array], known: list[mx.array]) -> list[Kernel]:
-    """Return the primitives that ``outputs`` wait for, inputs before consumers."""
+    """Return the primitives that ``outputs`` depend on, in topological order."""
     text = io.StringIO()
     mx.export_to_dot(text, outputs, **_named(known + outputs))
     graph = text.getvalue()
@@ -131,11 +132,11 @@ def _address(x: mx.array) -> int:
 def _sizes(
     primitives: list[Kernel], named: dict[str, mx.array]
 ) -> dict[str, tuple[float, int]]:
-    """Return elements and bytes per element of every array in the graph.
+    """Return the number of elements and the item size of every array in the graph.
 
-    The graph knows only those with a name, the inputs and outputs of the step. Arrays
-    in between follow from what made them: a reduction's result is one element, slices
-    share their input, and everything else is as large as its largest input.
+    The graph has sizes only for named arrays, the inputs and outputs of the step. The
+    sizes of intermediates are inferred: a reduction returns one element, slices share
+    their input, and everything else is as large as its largest input.
     """
     sizes: dict[str, tuple[float, int]] = {
         name: (float(x.size), x.dtype.size) for name, x in named.items()

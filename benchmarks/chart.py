@@ -1,4 +1,4 @@
-"""The one chart: the optimizer phase against bare, by case and size."""
+"""Chart of the optimizer phase relative to the bare optimizer, by case and size."""
 
 import os
 
@@ -8,12 +8,12 @@ _COLORS = ("#0969da", "#54aeff", "#b6e3ff")
 
 
 def draw(rows: Rows, path: str | os.PathLike[str], machine: str) -> None:
-    """Draw the rows of ``optimizer_phase`` as bars, one colour per size.
+    """Draw the rows of ``optimizer_phase`` as bars, with one color per size.
 
     Args:
         rows (list): The table.
         path (str): The file to write, ``.svg`` or ``.png``.
-        machine (str): What the numbers belong to, written below.
+        machine (str): Description of the machine, shown below the chart.
     """
     from matplotlib.figure import Figure
 

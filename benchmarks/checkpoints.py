@@ -1,9 +1,9 @@
 """How fast are PyTorch checkpoints read and written, and in how much memory?
 
-1 GB, half float32 and half bfloat16, against ``torch.load`` and ``torch.save``. Each
-measurement is a process of its own, by turns. Memory is the peak during the call above
-what was in use before. This package syncs to the disk before the new file takes the
-place of an old one; PyTorch does not, so it is also measured with a sync.
+Compares 1 GB, half float32 and half bfloat16, with ``torch.load`` and ``torch.save``.
+Each measurement runs in a separate process, in alternation. Memory is the peak during
+the call minus the memory in use before. This package syncs to disk before the new file
+replaces an old one; PyTorch does not, so it is also measured with a sync.
 
 Run as ``python -m benchmarks.checkpoints CONTENDER SOURCE TARGET``, it prints JSON.
 """
@@ -70,7 +70,7 @@ def _in_a_process(*arguments: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Do one thing in this process, and print what it took."""
+    """Run one contender in this process, and print its time and memory."""
     contender, source, target = sys.argv[1:]
     action, _, by = contender.partition(" ")
     if action == MAKE:
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def make_checkpoint(path: str, size: float) -> int:
-    """Write a checkpoint of at least ``size`` bytes, and return its bytes."""
+    """Write a checkpoint with at least ``size`` bytes of tensors; return their size."""
     import torch
 
     state: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def _measure(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def _reset_peak() -> int:
-    """Forget the peak so far where the system can, and return the memory in use."""
+    """Reset the peak if the system supports it, and return the memory in use."""
     if not _HAS_STATUS:
         return _rusage_peak()
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,7 +1,7 @@
 """How fast is a step that nobody compiles?
 
-MLX's optimizers run one kernel per operation then. This package compiles its own part
-of the step also in an eager loop.
+In an eager loop, MLX's optimizers run one kernel per operation. This package compiles
+its own part of the step even there.
 """
 
 from . import steps

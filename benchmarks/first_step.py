@@ -1,9 +1,9 @@
 """How long does the first step take?
 
-It traces, compiles and runs. 5,000 leaves of 64 values show what each leaf costs;
-8 leaves show what kernels cost. Each measurement is a process of its own: one with an
-empty kernel cache, and one that finds the kernels of the first. (MLX's CPU backend
-keeps kernels in the temporary folder; Metal has a cache of its own.)
+It traces, compiles and runs. 5,000 leaves of 64 values show the cost per leaf; 8 leaves
+show the cost of kernels. Each measurement runs in a separate process: one with an empty
+kernel cache, and one that reuses the kernels of the first. (MLX's CPU backend keeps
+kernels in the temporary folder; Metal has its own cache.)
 
 Run as ``python -m benchmarks.first_step VARIANT LEAVES``, it prints seconds.
 """

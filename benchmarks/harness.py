@@ -1,4 +1,4 @@
-"""Take turns, compare, describe the machine: what every question needs."""
+"""Shared by all questions: time variants in turn, and describe the machine."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-# A result is a table: one dict per row, the same keys in each.
+# A result is a table: one dict per row, all with the same keys.
 Rows = list[dict[str, Any]]
 NO_TORCH: Rows = [
     {"left out": "PyTorch is missing: pip install 'mlx_gradscale[torch]'"}
@@ -28,15 +28,15 @@ def take_turns(
     warm_up: int = 3,
     before: Callable[[str], object] = lambda name: None,
 ) -> dict[str, float]:
-    """Run every variant once per round; return the lower quartile of its seconds.
+    """Run every variant once per round; return the lower quartile of its times.
 
-    A slow moment of the machine then hits all variants alike, and the lower quartile
-    leaves most of them out.
+    A slow moment of the machine then affects all variants equally, and the lower
+    quartile excludes most of them.
 
     Args:
-        runs (dict): The variants, functions that return when their work is done.
-        rounds (int): How often each is timed.
-        warm_up (int): Untimed calls first: they compile and fill caches.
+        runs (dict): The variants, as functions that return when their work is done.
+        rounds (int): How many times each variant is timed.
+        warm_up (int): Number of untimed calls to compile and fill caches.
         before (Callable): Called with the name before each call, untimed.
     """
     for name, run in runs.items():
@@ -66,11 +66,11 @@ def lower_quartile(values: list[float]) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Let MLX's and PyTorch's allocators keep what is freed, as Metal's does.
+    """Let MLX's and PyTorch's allocators keep freed memory, as on Metal.
 
-    On a CPU MLX keeps 32 MB and malloc returns large arrays to the system. A step of
-    8 M parameters then faults in 7,600 pages, in some runs and not in others: 25 ms or
-    43 ms for the same work.
+    On a CPU, MLX caches 32 MB and malloc returns large arrays to the system. A step
+    with 8 M parameters then faults in 7,600 pages in some runs and not in others: 25 ms
+    or 43 ms for the same work.
     """
     mx.set_cache_limit(2 * _KEPT_BYTES)
     if platform.libc_ver()[0] == "glibc":
@@ -81,7 +81,7 @@ def keep_freed_memory() -> None:
 
 
 def release_memory() -> None:
-    """Return what the last case held, so that the next one starts alike."""
+    """Release the memory of the last case, so that all cases start the same way."""
     gc.collect()
     mx.clear_cache()
 

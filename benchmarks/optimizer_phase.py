@@ -1,8 +1,8 @@
 """How much slower is the optimizer phase with loss scaling?
 
-Gradients in, new parameters and optimizer state out, in one compiled step, against
-MLX's optimizer by itself. A scaler has to read each gradient once more before anything
-is written, so that the least possible for AdamW in float32 is 8/7 = 1.14.
+One compiled step from gradients to new parameters and optimizer state, compared with
+MLX's optimizer alone. A scaler has to read each gradient once more before anything is
+written, so the lower bound for AdamW in float32 is 8/7 = 1.14.
 """
 
 from . import steps
@@ -13,7 +13,7 @@ SIZES = (8, 64, 256)
 
 
 def measure(quick: bool = False) -> Rows:
-    """Time every case at 8 M parameters, and in full at 64 M and 256 M too."""
+    """Time every case at 8 M parameters; a full run adds 64 M and 256 M."""
     return [
         _compare(name, millions, quick)
         for millions in (SIZES[:1] if quick else SIZES)

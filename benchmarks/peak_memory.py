@@ -1,8 +1,8 @@
 """How much memory does a whole training step take?
 
-A compiled step with its forward and backward pass, of layers that are large beside
-the batch, with AdamW: the bytes per parameter that the run keeps between steps (model
-and optimizer state), and what a step needs beyond that at its peak.
+A compiled AdamW step with its forward and backward pass, for layers that are large
+relative to the batch: the bytes per parameter kept between steps (model and optimizer
+state), and the additional bytes at the peak of a step.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from mlx_gradscale import GradScaler, LossScaleOptimizer
 from .harness import Rows, release_memory
 from .steps import arrays_of
 
-# 8 M parameters. With more layers MLX's CPU backend pauses to wait for its thread, and
+# 8 M parameters. With more layers, MLX's CPU backend pauses to wait for its thread, and
 # the bare optimizer needs 9 bytes instead of 12.
 LAYERS, WIDTH = 24, 576
-# dtype, compute_dtype, and options of LossScaleOptimizer; None is MLX's AdamW alone.
+# dtype, compute_dtype and LossScaleOptimizer options; None is MLX's AdamW alone.
 RUNS: dict[str, tuple[mx.Dtype, mx.Dtype | None, dict[str, Any] | None]] = {
     "float32, MLX's AdamW": (mx.float32, None, None),
     "float32": (mx.float32, None, {}),
@@ -48,7 +48,7 @@ def measure(quick: bool = False) -> Rows:
 
 
 def bytes_per_parameter(name: str, width: int = WIDTH) -> tuple[float, float]:
-    """Return the bytes that a run keeps between steps, and those at its peak."""
+    """Return the bytes that a run keeps between steps and uses at its peak."""
     release_memory()
     before = mx.get_active_memory()
     run, state, model = _compiled_run(*RUNS[name], width)
@@ -57,7 +57,7 @@ def bytes_per_parameter(name: str, width: int = WIDTH) -> tuple[float, float]:
     for _ in range(4):
         run()
         mx.synchronize()
-        # What is kept is the memory in use between steps; the first one may allocate.
+        # Measure the memory in use between steps, because the first one may allocate.
         kept = mx.get_active_memory() - before
         mx.reset_peak_memory()
         run()

@@ -1,9 +1,9 @@
 """What does PyTorch's GradScaler add to its optimizer, and what does this one?
 
-AdamW with the same 8 M float32 parameters, all variants by turns in one process, on as
-many threads as MLX's CPU backend uses: one. PyTorch unscales gradients in place, so
-they are written anew before each step, and 64 MB are touched, because after a backward
-pass gradients are not in the cache either.
+AdamW with the same 8 M float32 parameters, all variants in turn in one process, on one
+thread like MLX's CPU backend. PyTorch unscales gradients in place, so they are
+rewritten before each step, and 64 MB are touched, because gradients are not in the
+cache after a backward pass either.
 """
 
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ class TorchStep:
             parameter.grad = torch.empty_like(parameter)
 
     def refill(self) -> None:
-        """Write the gradients anew."""
+        """Rewrite the gradients."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad.copy_(gradient)
 

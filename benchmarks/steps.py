@@ -1,8 +1,8 @@
-"""Optimizer steps to compare, each written as a user writes it.
+"""Optimizer steps to compare, each written as a user would write it.
 
-The optimizer phase is measured by the default way, ``value_and_grad`` and ``update`` in
-one compiled step, of a model whose backward pass costs nothing: its gradients are
-arrays that are in memory already, as a real backward pass leaves them.
+The optimizer phase is measured in the default mode, ``value_and_grad`` and ``update``
+in one compiled step, with a model whose backward pass costs nothing: its gradients are
+arrays that are already in memory, as after a real backward pass.
 """
 
 import math
@@ -23,7 +23,7 @@ MAX_GRAD_NORM = 1.0
 
 
 def shapes_of(millions: int) -> Shapes:
-    """Return the shapes of a model of 8, 16, ... million parameters: 32 leaves."""
+    """Return the shapes of 32 leaves with 8, 16, ... million parameters in total."""
     return [(500, 500 * millions // 8)] * 32
 
 
@@ -45,7 +45,7 @@ class Leaves(nn.Module):
 
 
 def random_arrays(shapes: Shapes, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
-    """Return normal values. A million of them repeat: 256 M take half a minute."""
+    """Return a million normal values, repeated: drawing 256 M takes half a minute."""
     drawn = mx.random.normal((10**6,)) * 0.01
     arrays = []
     for shape in shapes:
@@ -58,7 +58,7 @@ def random_arrays(shapes: Shapes, dtype: mx.Dtype = mx.float32) -> list[mx.array
 
 @dataclass
 class Step:
-    """A step over gradients that are in memory; ``state`` is what it updates."""
+    """A step with gradients that are already in memory; it updates ``state``."""
 
     function: Callable[[Any], object]
     state: list[Any]
@@ -75,7 +75,7 @@ class Step:
         mx.eval(self.state, self.gradients)
 
     def start(self) -> Any:
-        """Build one step and return its outputs, not evaluated."""
+        """Build one step and return its unevaluated outputs."""
         self._call(self.gradients)
         return self.state
 
@@ -86,7 +86,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train, and the bare optimizer that it is compared with."""
+    """A training mode and the bare optimizer to compare it with."""
 
     optimizer: Callable[[], optim.Optimizer] = lambda: optim.AdamW(1e-4)
     dtype: mx.Dtype = mx.float32
@@ -95,7 +95,7 @@ class Case:
     masters: str = "float32"
 
     def gradients(self, shapes: Shapes) -> list[mx.array]:
-        """Return gradients as the backward pass of this case leaves them."""
+        """Return gradients as produced by the backward pass of this case."""
         return random_arrays(shapes, self.compute_dtype or self.dtype)
 
 
@@ -111,10 +111,10 @@ CASES = {
 
 
 def bare_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> Step:
-    """Return MLX's optimizer by itself, in float32.
+    """Return MLX's optimizer alone, in float32.
 
-    For a float16 model it works on float32 copies, which are cast afterwards. Where a
-    float32 model is computed in float16, gradients come in float32, without scaling.
+    For a float16 model it updates float32 copies, which are cast afterwards. If a
+    float32 model computes in float16, its gradients are unscaled float32.
     """
     model = Leaves([g.shape for g in gradients], case.dtype)
     weights = model.trainable_parameters()
@@ -144,7 +144,7 @@ def bare_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> S
 
 
 def scaled_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> Step:
-    """Return the default way: ``LossScaleOptimizer.value_and_grad`` and ``update``."""
+    """Return the default mode: ``LossScaleOptimizer.value_and_grad`` and ``update``."""
     model = Leaves([g.shape for g in gradients], case.dtype)
     clipping = {"max_grad_norm": MAX_GRAD_NORM} if case.clip else {}
     optimizer = LossScaleOptimizer(
@@ -172,7 +172,7 @@ def bare_tree_step(gradients: Any, compiled: bool = True) -> Step:
 
 
 def scaled_tree_step(gradients: Any, compiled: bool = True) -> Step:
-    """Return ``GradScaler.apply_gradients`` on scaled gradients, PyTorch's way."""
+    """Return ``GradScaler.apply_gradients`` on scaled gradients, as in PyTorch."""
     parameters, optimizer = _zeros_like(gradients), optim.AdamW(1e-4)
     optimizer.init(parameters)
     scaler = GradScaler(SCALE)

@@ -2,7 +2,7 @@
 
 Forward pass, backward pass, overflow check, update and the next loss scale are one
 compiled function that never waits for the device. List ``scaler.state`` with the state
-of the model and the optimizer, and read values only now and then.
+of the model and the optimizer, and read values only occasionally.
 
     python examples/compiled_step.py
 """
@@ -17,7 +17,7 @@ from mlx_gradscale import GradScaler
 
 
 def spirals(size):
-    """Return points on three interleaved spirals, and the spiral of each point."""
+    """Return points on three interleaved spirals, and the label of each point."""
     arm = mx.random.randint(0, 3, (size,))
     radius = mx.random.uniform(shape=(size,))
     angle = 5 * radius + 2.1 * arm + 0.1 * mx.random.normal((size,))

@@ -8,9 +8,9 @@ On two machines, use ``--hosts 10.0.0.1,10.0.0.2`` instead of ``-n 2``. With
 ``--checkpoint run.safetensors`` it saves every 20 steps and resumes from there, on any
 number of ranks.
 
-Every rank trains on its own part of the data. The optimizer averages the gradients over
-the ranks. If the gradients of one rank overflow, all ranks skip the step, without a
-host sync.
+Every rank trains on its own shard of the data. The optimizer averages the gradients
+over all ranks. If the gradients of one rank overflow, all ranks skip the step, without
+a host sync.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from mlx_gradscale.distributed import assert_in_sync, from_rank_0
 def main() -> None:
     args = parse_arguments()
     group = mx.distributed.init()
-    # All ranks have to start from the same parameters.
+    # All ranks must start from the same parameters.
     mx.random.seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
     model.set_dtype(mx.float16)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def my_batch(step: int, group: mx.distributed.Group) -> tuple[mx.array, mx.array]:
-    """Return this rank's part of 64 samples. At step 30, rank 0's overflows."""
+    """Return this rank's shard of 64 samples. At step 30, rank 0's overflows."""
     x = mx.random.normal((64, 16), key=mx.random.key(step))
     y = mx.sin(x[:, :1] * 2) + x[:, 1:2] * x[:, 2:3]
     if step == 30:
@@ -107,7 +107,7 @@ def resume(
     optimizer: LossScaleOptimizer,
     group: mx.distributed.Group,
 ) -> int:
-    """Load a checkpoint on rank 0, if there is one, for all ranks; return its step."""
+    """Load a checkpoint, if any, on rank 0 for all ranks; return its step."""
     if not from_rank_0(lambda: path is not None and path.exists(), group):
         return 0
     loaded = from_rank_0(lambda: mx.load(str(path)), group)

@@ -14,7 +14,7 @@ from mlx_gradscale import everywhere
 
 
 def train(model: nn.Module, steps: int = 60) -> float:
-    """Train as a third-party trainer would, which takes no optimizer from outside."""
+    """Train like a third-party trainer that does not accept an optimizer."""
     optimizer = optim.AdamW(1e-2)
 
     def loss_fn(x: mx.array, y: mx.array) -> mx.array:

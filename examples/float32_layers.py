@@ -1,13 +1,13 @@
-"""Cure five models that overflow float16, and draw the pictures of it in docs/.
+"""Fix five models that overflow float16, and draw the figures for docs/.
 
-Trains each model of overflowing.py in float32, in float16, and in float16 with the
-float32 layers that ``find_float32_layers`` names. The table shows these layers, how
-much of the model stays float16, and their cost: how many more arrays are cast in one
-forward and backward pass.
+Trains each model from overflowing.py in float32, in float16, and in float16 with the
+float32 layers that ``find_float32_layers`` returns. The table shows these layers, how
+much of the model stays in float16, and their cost: the number of additional casts in
+one forward and backward pass.
 
     python examples/float32_layers.py
 
-In your own script, two lines cure a model:
+In your own script, two lines fix a model:
 
     found = find_float32_layers(model, loss_fn, [batch])
     float32_layers(model, found)
@@ -56,13 +56,13 @@ def kernels(model, loss_fn):
     graph = io.StringIO()
     mx.export_to_dot(graph, [x for _, x in tree_flatten(outputs)])
     text = graph.getvalue()
-    # A custom function is two nodes that only pass arrays on.
+    # A custom function adds two nodes that only pass arrays through.
     passes = text.count('"CustomTransforms"') + text.count('"StopGradient"')
     return text.count("shape=rectangle") - passes, text.count('"AsType"')
 
 
 def compare(name, steps):
-    """Train a model in three ways; return the losses, the search and its cost."""
+    """Train a model in three modes; return the losses, the search and its cost."""
 
     def make(dtype):
         model, loss_fn = overflowing.MODELS[name]()

@@ -1,12 +1,12 @@
 """A GAN: two models and two optimizers with one scaler.
 
 Each optimizer has its own ``step``, which is skipped if its own gradients overflow.
-Call ``update`` once, after both; it lowers the scale if either was skipped. If the
+Call ``update`` once, after both; it reduces the scale if either was skipped. If the
 gradients differ by orders of magnitude, use one scaler per optimizer.
 
-``compute_dtype`` casts the model that is differentiated, and the arguments. Another
-model in the same loss would stay in float32, and so would everything after it. That is
-why both are parts of one model here, and each optimizer gets the gradients of its part.
+``compute_dtype`` casts the differentiated model and the arguments. Another model in the
+same loss would stay in float32, and so would everything after it. That is why both are
+submodules of one model here, and each optimizer gets the gradients of its submodule.
 
     python examples/gan.py
 """
@@ -36,7 +36,7 @@ class GAN(nn.Module):
 
 
 def real(size=64):
-    """Return samples to imitate, from a tilted Gaussian around (2, -1)."""
+    """Return real samples from a tilted Gaussian around (2, -1)."""
     return mx.random.normal((size, 2)) @ mx.array([[0.6, 0.4], [0.0, 0.3]]) + CENTER
 
 
@@ -76,7 +76,7 @@ def step():
     z = mx.random.normal((64, 4))
     c_loss, c_grads = critic_grad(real(), z)
     g_loss, g_grads = generator_grad(z)
-    # MLX is lazy: the gradients of the other part are never computed.
+    # MLX is lazy: the gradients of the other submodule are never computed.
     scaler.step(c_optimizer, gan.critic, c_grads["critic"])
     scaler.step(g_optimizer, gan.generator, g_grads["generator"])
     scaler.update()

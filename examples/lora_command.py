@@ -1,7 +1,7 @@
 """Fine-tune all weights of a model in float16 with mlx-lm's command, and resume.
 
 ``mlx_gradscale lora`` takes the flags of ``mlx_lm.lora``. The model, its tokenizer and
-the data are generated here, so that nothing is downloaded. With your own, type
+the data are generated here, so nothing is downloaded. For your own model, run
 
     mlx_gradscale lora --model MODEL --train --data DATA --fine-tune-type full \\
         --dtype float16 --max-grad-norm 1.0 --history run.csv
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> list[str]:
         command += ["--adapter-path", str(folder / "adapters")]
         command += ["--num-layers", "2", "--batch-size", "4", "--max-seq-length", "64"]
         command += ["--learning-rate", "3e-3", "--val-batches", "2"]
-        # The flags that mlx-lm does not have:
+        # Flags that mlx-lm does not have:
         command += ["--dtype", "float16", "--max-grad-norm", "1.0"]
         command += ["--history", str(folder / "run.csv")]
         half = options.iters // 2

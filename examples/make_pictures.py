@@ -1,9 +1,9 @@
-"""Draw the pictures of the README and the guides, from the task of quickstart.py.
+"""Draw the figures in the README and the guides, using the task of quickstart.py.
 
-Use it as a model for your own pictures: gradient_histogram shows where the gradients of
-one step lie, and a ScaleHistory collects a run without slowing it down. The loss scale
-of the history starts far too high and grows every 10 steps instead of every 2000, so
-that a short run shows how it moves.
+Use it as a starting point for your own plots: gradient_histogram shows the range of the
+gradients in one step, and a ScaleHistory records a run without slowing it down. The
+loss scale in the history starts far too high and grows every 10 steps instead of every
+2000, so that a short run shows how it changes.
 
     python examples/make_pictures.py
 """
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "pictures"
 
 
 def train(scaler: GradScaler, steps: int, history: ScaleHistory) -> dict:
-    """Train as the quickstart does, and return the gradients of the last step."""
+    """Train as in the quickstart and return the gradients of the last step."""
     blur = gaussian_blur()
     blurred = blur @ photograph() @ blur.T
     blur = blur.astype(mx.float16)

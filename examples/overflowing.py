@@ -5,7 +5,7 @@ that float32 trains and float16 does not, at any loss scale:
 
     residual   a residual stream above 65504, as in Gemma 3
     mlp        a gated feed-forward layer whose product is above 65504, as in T5
-    attention  attention scores above 65504 before they are scaled
+    attention  attention scores above 65504 before scaling
     loss       a loss that is reduced in float16
     norm       a norm whose mean of squares is above 65504
 """
@@ -17,7 +17,7 @@ NUMBERS, LENGTH, WIDTH, LAYERS = 16, 16, 32, 6
 
 
 class Norm(nn.Module):
-    """RMSNorm as it is often written: in the dtype of its input."""
+    """RMSNorm as it is often written, in the dtype of its input."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention that scales its scores after the product, when they are too large."""
+    """Attention that scales its scores after the product, when they have overflowed."""
 
     def __init__(self, scale=WIDTH**-0.5):
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """A gated layer whose hidden values are ``gain`` times as large as they need be."""
+    """A gated layer whose hidden values are ``gain`` times larger than necessary."""
 
     def __init__(self, gain=1.0):
         super().__init__()
@@ -146,7 +146,7 @@ MODELS = {f.__name__: f for f in (residual, mlp, attention, loss, norm)}
 
 
 def batch(seed, size=16):
-    """Return numbers and the numbers that follow; one in five is random."""
+    """Return numbers and their successors; one in five is random."""
     keys = mx.random.split(mx.random.key(seed), 3)
     most = mx.random.randint(2, NUMBERS, (size, 1), key=keys[0])
     numbers = mx.concatenate([most, mx.arange(LENGTH) % (most + 1)], axis=1)

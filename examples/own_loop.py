@@ -1,7 +1,7 @@
 """Gradient accumulation, clipping and several losses, with every call spelled out.
 
-The gradients are unscaled, in float32: add them up and clip them as you would without a
-scaler, and call ``update`` once, at the end of the step.
+The gradients are unscaled and in float32. Accumulate and clip them as you would without
+a scaler, and call ``update`` once at the end of the step.
 
     python examples/own_loop.py
 """
@@ -17,7 +17,7 @@ ACCUMULATE = 4
 
 
 class Net(nn.Module):
-    """A trunk with two heads, for the class and for the input itself."""
+    """A trunk with two heads: one classifies, one reconstructs the input."""
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,7 @@ SIZE = 192  # 3 colors x 192 x 192 pixels = 110,592 values
 
 
 class BlurredPicture(nn.Module):
-    """A picture, seen through a blur."""
+    """A picture seen through a blur."""
 
     def __init__(self, start: mx.array):
         super().__init__()
@@ -40,9 +40,9 @@ class BlurredPicture(nn.Module):
 
 
 def photograph() -> mx.array:
-    """Load a photograph, as (color, row, column).
+    """Load a photograph as (color, row, column).
 
-    It shows Grace Hopper, is in the public domain, and comes with matplotlib.
+    It shows Grace Hopper, is in the public domain, and ships with matplotlib.
     """
     with get_sample_data("grace_hopper.jpg") as file:
         square = Image.open(file).crop((0, 0, 512, 512)).resize((SIZE, SIZE))
@@ -67,7 +67,7 @@ def train(
     blurred: mx.array,
     steps: int,
 ) -> tuple[mx.array, list[float], float]:
-    """Return the sharpened picture, the losses, and how many gradients were zero."""
+    """Return the sharpened picture, the losses and the number of zero gradients."""
     model = BlurredPicture(blurred)
     model.set_dtype(dtype)
     blur = gaussian_blur().astype(dtype)
@@ -75,7 +75,7 @@ def train(
     def loss_fn(blur: mx.array) -> mx.array:
         return nn.losses.mse_loss(model(blur).astype(mx.float32), blurred)
 
-    # The one line that a wrapped optimizer changes.
+    # The only line that changes with a wrapped optimizer.
     if isinstance(optimizer, (LossScaleOptimizer, GuardedOptimizer)):
         loss_and_grad = optimizer.value_and_grad(model, loss_fn)
     else:

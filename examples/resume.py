@@ -1,9 +1,9 @@
 """Kill a float16 run and resume it, with bit-identical losses.
 
 One call saves the weights, the optimizer with its master weights, the scaler, the
-random state and the position of the loop, and one call restores all of it. This script
-trains once without interruption, and once more in a process that is killed in the
-middle of a step and started again.
+random state and the position of the loop, and another restores all of it. This script
+trains once without interruption, and once in a process that is killed in the middle of
+a step and restarted.
 
     python examples/resume.py
 """
@@ -35,7 +35,7 @@ def make_run():
         nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)
     )
     model.set_dtype(mx.float16)
-    schedule = optim.cosine_decay(1e-2, STEPS)  # schedules are code, and not saved
+    schedule = optim.cosine_decay(1e-2, STEPS)  # schedules are code and are not saved
     scaler = GradScaler(init_scale=2.0**20, growth_interval=20)
     return model, LossScaleOptimizer(optim.AdamW(schedule), scaler)
 
@@ -73,7 +73,7 @@ def train(folder: Path, killed_at: int | None = None) -> None:
 
 
 def losses(folder: Path) -> dict[str, str]:
-    """Return the loss of each step, the last one if a step ran twice."""
+    """Return the loss of each step, or the last one if a step ran twice."""
     lines = Path(f"{folder}.losses").read_text().splitlines()
     return dict(line.split() for line in lines)
 

@@ -1,8 +1,8 @@
-"""A run that starts in PyTorch, continues in MLX, and goes back.
+"""Start a run in PyTorch, resume it in MLX, and return to PyTorch.
 
-PyTorch trains a small net with AdamW and a GradScaler, and saves a checkpoint. MLX
-continues from it while PyTorch continues too, and the losses and scales agree. Then the
-run goes back to PyTorch. Only this script needs PyTorch, the conversion does not.
+PyTorch trains a small net with AdamW and a GradScaler and saves a checkpoint. MLX
+resumes from it while PyTorch continues too, and the losses and scales agree. Then the
+run returns to PyTorch. Only this script needs PyTorch; the conversion does not.
 
     python examples/torch_resume.py
 """
@@ -35,7 +35,7 @@ def torch_net():
 
 
 def mlx_net():
-    """Return the same net, with each layer at the same index."""
+    """Return the same net with each layer at the same index."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, bias=False),
         nn.BatchNorm(8),
@@ -81,7 +81,7 @@ def run(folder):
         print(f"step {step}: loss {loss.item():.6f} (PyTorch {theirs:.6f}), ", end="")
         print(f"scale {scale:.0f} (PyTorch {scaler.get_scale():.0f})")
 
-    # MLX does not know what the epoch means, and carries it along.
+    # MLX does not use the epoch, but the template carries it along.
     resumed.template["epoch"] = 20
     parts_in_mlx = (model, resumed.optimizer, resumed.scaler)
     save_torch(folder / "back.pt", *parts_in_mlx, like=resumed.template)

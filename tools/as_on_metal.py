@@ -2,8 +2,8 @@
 
     python tools/as_on_metal.py [PYTEST ARGUMENT...]
 
-Without arguments it runs the core's tests. Python itself, and so hypothesis and the
-reference of the tests, stays as it is. Only Linux on x86-64 can do this.
+Without arguments it runs the core tests. Python itself is not affected, and neither are
+hypothesis and the tests' reference. This works only on Linux on x86-64.
 """
 
 import os
@@ -17,7 +17,7 @@ TOOLS = Path(__file__).parent
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot do it, or None."""
+    """Return the reason why this machine is not supported, or None."""
     here = platform.system(), platform.machine()
     if here != ("Linux", "x86_64"):
         return f"Only Linux on x86_64 can flush subnormals in MLX alone, not {here}."
@@ -34,7 +34,7 @@ def build(folder: str | Path) -> Path:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """Return the environment of a process in which MLX flushes."""
+    """Return the environment for a process in which MLX flushes subnormals."""
     others = os.environ.get("LD_PRELOAD")
     return os.environ | {"LD_PRELOAD": ":".join(filter(None, [str(library), others]))}
 

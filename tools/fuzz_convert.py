@@ -1,11 +1,11 @@
-"""Feed mutated checkpoint trees through convert, and count what is no documented error.
+"""Feed mutated checkpoint trees through convert, and count undocumented errors.
 
     python tools/fuzz_convert.py --rounds 2000 --seed 1
 
-A good checkpoint is taken apart and put together wrongly: values are replaced, keys
-renamed, removed, moved and repeated, numbers made huge or odd. Every tree goes through
-both directions, or through a damaged template. Anything but a ValueError or an
-OSError is printed with its traceback, and so is anything slower than 30 seconds.
+A valid checkpoint is mutated: values are replaced, keys renamed, removed, moved and
+repeated, and numbers made huge or odd. Every tree is converted in both directions, or
+through a damaged template. Any exception other than a ValueError or an OSError is
+printed with its traceback, and so is anything slower than 30 seconds.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def good_checkpoint() -> dict[str, Any]:
 
 
 def odd_values(rng: random.Random) -> Any:
-    """Return a value that may stand where it does not belong."""
+    """Return a value to put where it does not belong."""
     return rng.choice([
         None, True, 0, -1, 1, 2**31, 2**61 - 1, 2**200, 10**400, 1e308, -0.0,
         float("nan"), float("inf"), "", "x", "step", "module." * 50, "a.b.c", b"x",
@@ -82,7 +82,7 @@ def odd_values(rng: random.Random) -> Any:
 
 
 def containers(tree: Any) -> list[Any]:
-    """Return every dict and list of a tree."""
+    """Return every dict and list in a tree."""
     found, left = [], [tree]
     while left:
         item = left.pop()
@@ -95,7 +95,7 @@ def containers(tree: Any) -> list[Any]:
 
 
 def mutate(tree: Any, rng: random.Random) -> Any:
-    """Return a tree with a few things wrong."""
+    """Return a tree with a few mutations."""
     tree = copy.copy({"root": copy_tree(tree)})
     for _ in range(rng.choice([1, 1, 1, 2, 3, 6])):
         places = [c for c in containers(tree) if c]
@@ -134,7 +134,7 @@ def copy_tree(value: Any, depth: int = 0) -> Any:
 
 
 def convert_tree(tree: Any, folder: Path, model: nn.Module | None) -> None:
-    """Take a tree through both directions, without a file in the first."""
+    """Convert a tree in both directions, without a file in the first."""
     options = Options(keep_layout=("*",)) if model is None else Options()
     template, _ = make_template(TorchFiles(tree), model, options)
     weights, flat = template.weights(), template.optimizer_state()
@@ -158,7 +158,7 @@ def _settings(template: Any) -> list[dict[str, Any]]:
 
 
 def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
-    """Damage a template, and try to fill it."""
+    """Damage a template and try to fill it."""
     model = Net()
     template, _ = make_template(TorchFiles(tree), model, Options())
     run = gather(model)
@@ -169,7 +169,7 @@ def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
 
 
 def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
-    """Return how often each outcome came."""
+    """Return the count of each outcome."""
     rng, outcomes = random.Random(seed), Counter[str]()
     warnings.simplefilter("ignore")
     for number in range(rounds):
@@ -184,7 +184,7 @@ def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
             outcome = "converted"
         except EXPECTED as error:
             outcome = type(error).__name__
-        except TypeError as error:  # save names the place of what it cannot write
+        except TypeError as error:  # save reports where the unsupported value is
             outcome = "TypeError of save" if "cannot be saved" in str(error) else "bug"
             if outcome == "bug":
                 traceback.print_exc()

@@ -1,9 +1,9 @@
-"""Train for very long: memory stays, nothing is traced again, every count is right.
+"""Train for very long: memory is constant, nothing is retraced, all counts are right.
 
     python tools/soak.py [--compiled STEPS] [--eager STEPS] [--seed SEED]
 
-Overflows, changed settings, saves and loads come at random, beside the rule of the loss
-scale in plain Python.
+Overflows, changed settings, saves and loads occur at random. The results are compared
+with the loss scale rule in plain Python.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
-# One step in ten overflows. The scale stays low enough that none does by itself.
+# One step in ten overflows. The scale stays low enough that no other step does.
 FAULTS = [0.0] * 9 + [1e30]
 MAX_SCALE = 1024.0
 SUFFIXES = (".json", ".pt", ".safetensors", ".json.gz")
@@ -41,7 +41,7 @@ CHANGES: list[tuple[str, tuple[Any, ...]]] = [
 
 @dataclass
 class Reference:
-    """The rule, as PyTorch has it."""
+    """The loss scale rule, as in PyTorch."""
 
     scale: float = 256.0
     growth_factor: float = 2.0
@@ -51,7 +51,7 @@ class Reference:
     skipped_steps: int = 0
 
     def update(self, finite: bool) -> None:
-        """Move the scale after a step."""
+        """Update the scale after a step."""
         if not finite:
             self.skipped_steps += 1
             self.growth_tracker = 0
@@ -67,7 +67,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is in use at one moment, without what Python can free."""
+    """The memory in use at one moment, excluding garbage."""
 
     active: int
     objects: int
@@ -75,14 +75,14 @@ class Memory:
 
     @classmethod
     def now(cls) -> "Memory":
-        """Collect garbage, then count."""
+        """Collect garbage, then measure."""
         gc.collect()
         objects = len(gc.get_objects())
         return cls(mx.get_active_memory(), objects, sys.getallocatedblocks())
 
 
 class Soak:
-    """A float16 model in training, and the reference beside it."""
+    """A float16 model in training, with the reference to compare."""
 
     def __init__(self, compiled: bool, seed: int, folder: Path):
         self.compiled, self.folder, self.random = compiled, folder, Random(seed)
@@ -123,9 +123,9 @@ class Soak:
         return [self.model.state, self.optimizer.state, self.scaler.state]
 
     def run(self, steps: int) -> list[Memory]:
-        """Train and check; return the memory after a tenth of the steps and at last."""
+        """Train and check; return the memory after 10% of the steps and at the end."""
         for suffix in SUFFIXES:
-            # What is imported for a file must not count as growth.
+            # Modules imported for file access must not count as growth.
             self._save(suffix)
             self._load(whole=False)
         found = []
@@ -192,13 +192,13 @@ class Soak:
         }
         assert not wrong, f"(ours, the reference's): {wrong}"
         for path, x in tree_flatten([self.model.parameters(), self.optimizer.state]):
-            # max_grad_norm is inf where gradients are not clipped.
+            # max_grad_norm is inf if gradients are not clipped.
             finite = mx.all(mx.isfinite(x)).item() or path.endswith("max_grad_norm")
             assert finite, f"{path} is not finite"
 
 
 def soak(steps: int, compiled: bool, seed: int = 0) -> str:
-    """Train that many steps and return the numbers; raise if something grew."""
+    """Train for ``steps`` steps and return the measurements; raise if anything grew."""
     with tempfile.TemporaryDirectory() as folder:
         run = Soak(compiled, seed, Path(folder))
         start, end = run.run(steps)
@@ -209,7 +209,7 @@ def soak(steps: int, compiled: bool, seed: int = 0) -> str:
         f"{start.objects} to {end.objects}, blocks {start.blocks} to {end.blocks}"
     )
     assert not compiled or run.traces == 1, f"traced {run.traces} times: {numbers}"
-    # It moves a little, because numbers that shared memory do not after a load.
+    # It changes a little, because numbers that shared memory do not after a load.
     assert end.active - start.active < 1024, numbers
     room = 100 + steps // 100
     assert end.objects - start.objects < room, numbers
@@ -218,7 +218,7 @@ def soak(steps: int, compiled: bool, seed: int = 0) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Soak both ways."""
+    """Soak in both modes, compiled and eager."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--compiled", type=int, default=100_000, metavar="STEPS")
     parser.add_argument("--eager", type=int, default=20_000, metavar="STEPS")

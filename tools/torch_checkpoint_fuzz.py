@@ -1,4 +1,4 @@
-"""Fuzz the checkpoint reader: every file is a sound object or a CheckpointError.
+"""Fuzz the checkpoint reader: every file gives a valid object or a CheckpointError.
 
     python tools/torch_checkpoint_fuzz.py --mutants 100000
 
@@ -7,8 +7,8 @@ random instructions, zip fields with hostile numbers, and bombs. A mutant passes
 ``load`` raises ``CheckpointError``, or returns a tree of plain values, placeholders and
 usable arrays that survives ``save`` and ``load``. Any other exception, more than
 ``--seconds`` or more than ``--megabytes`` is a failure, and the mutant is written to a
-file. Limits are a sixteenth of the defaults, so that a bomb is over soon. If PyTorch is
-installed and reads a mutant too, both must read the same values.
+file. Limits are a sixteenth of the defaults, so that bombs end quickly. If PyTorch is
+installed and also reads a mutant, both must read the same values.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from mlx_gradscale.torch_checkpoint.foreign import TorchName
 
 LIMITS = Limits(operations=2**19, tensor_bytes=2**26)
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
-# Numbers at which sizes, counts and signs go wrong.
+# Edge values for sizes, counts and signs.
 EDGES = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16]
 EDGES += [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 
@@ -78,11 +78,11 @@ NAMES = [*STORAGES, REBUILD, ORDERED_DICT, *COPIES, *FOREIGN, *OTHERS]
 
 
 def seeds() -> list[bytes]:
-    """The golden files, those that can be read more often than the others."""
+    """The golden files, with readable ones more often than the others."""
     files = []
     for path in sorted(GOLDEN.glob("*.pt")):
         files += [path.read_bytes()] * (1 if "refused" in path.name else 4)
-    # torch.load(weights_only=True) reads no empty bytes and no frozenset.
+    # torch.load(weights_only=True) does not read empty bytes or a frozenset.
     everything = torch_checkpoint.load(GOLDEN / "zip.pt")
     del everything["plain"]["frozenset"]
     return files + [save_bytes(everything)] * 8
@@ -94,7 +94,7 @@ def save_bytes(value: Any) -> bytes:
     return file.getvalue()
 
 
-# Mutations: from a file to another file.
+# Mutations from one file to another.
 
 
 def set_bytes(data: bytes, rng: random.Random) -> bytes:
@@ -107,7 +107,7 @@ def set_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def set_number(data: bytes, rng: random.Random, at: int | None = None) -> bytes:
-    """Put an edge value over two, four or eight bytes, as a size or count has."""
+    """Overwrite two, four or eight bytes, as in a size or count, with an edge value."""
     size = rng.choice([2, 4, 8])
     at = rng.randrange(max(1, len(data) - size)) if at is None else at
     value = (rng.choice(EDGES) % 2 ** (8 * size)).to_bytes(size, "little")
@@ -119,7 +119,7 @@ def cut(data: bytes, rng: random.Random) -> bytes:
 
 
 def splice(data: bytes, rng: random.Random) -> bytes:
-    """Remove a piece, repeat it, or put an instruction in its place."""
+    """Remove a piece, repeat it, or replace it with an instruction."""
     at, size = rng.randrange(len(data)), rng.choice([1, 2, 3, 4, 64, 1000])
     piece = data[at : at + size]
     new = rng.choice([b"", piece * 2, piece * 9, instruction(rng)])
@@ -140,7 +140,7 @@ def pack(records: dict[str, bytes]) -> bytes:
 
 
 def in_the_pickle(data: bytes, rng: random.Random) -> bytes:
-    """Change the pickle only, in a zip file that is sound around it."""
+    """Change only the pickle in an otherwise valid zip file."""
     if not data.startswith(b"PK"):
         return set_number(data[:4000], rng) + data[4000:]
     records = unpack(data)
@@ -180,7 +180,7 @@ def tensor(rng: random.Random) -> bytes:
 
 
 def instruction(rng: random.Random) -> bytes:
-    """One instruction of a pickle, or a few that belong together."""
+    """One pickle instruction, or a few that belong together."""
     kind = rng.randrange(12)
     if kind < 6:
         simple = b"N()]}tRbsaeuQ.01\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x94"
@@ -193,7 +193,7 @@ def instruction(rng: random.Random) -> bytes:
 
 
 def value(rng: random.Random, depth: int = 0) -> bytes:
-    """A value that makes sense, with an instruction that does not now and then."""
+    """A valid value, occasionally with an invalid instruction."""
     noise = instruction(rng) if rng.random() < 0.01 else b""
     if depth > 3 or rng.random() < 0.55:
         leaf = rng.choice([number, text, tensor, lambda _: b"N", lambda _: b"\x88"])
@@ -220,7 +220,7 @@ def value(rng: random.Random, depth: int = 0) -> bytes:
 
 
 def random_pickle(data: bytes, rng: random.Random) -> bytes:
-    """Nothing of the file is left: random instructions and three small storages."""
+    """Replace the file with random instructions and three small storages."""
     if rng.random() < 0.7:
         pickle = value(rng)
     else:
@@ -231,7 +231,7 @@ def random_pickle(data: bytes, rng: random.Random) -> bytes:
 
 
 def colliding(rng: random.Random, count: int) -> list[bytes]:
-    """Numbers or tuples that are tried one after the other, or hash alike."""
+    """Numbers or tuples that collide in a hash table or have equal hashes."""
     kind = rng.randrange(4)
     if kind == 0:
         return [b"J" + struct.pack("<i", i) for i in range(count)]
@@ -243,13 +243,13 @@ def colliding(rng: random.Random, count: int) -> list[bytes]:
     if kind == 2:
         multiples = (i * (2**61 - 1) for i in range(count))
         return [b"\x8a\x0a" + i.to_bytes(10, "little") for i in multiples]
-    ends = b"J\xff\xff\xff\xff", b"J\xfe\xff\xff\xff"  # -1 and -2 have one hash
+    ends = b"J\xff\xff\xff\xff", b"J\xfe\xff\xff\xff"  # -1 and -2 have the same hash
     parts = ([ends[i >> j & 1] for j in range(14)] for i in range(count))
     return [b"(" + b"".join(part) + b"t" for part in parts]
 
 
 def bomb(data: bytes, rng: random.Random) -> bytes:
-    """A name called with a remembered value, or the value itself, very often."""
+    """A name called with a memoized value, or the value itself, many times."""
     count, kind = 2 ** rng.randrange(15), rng.randrange(6)
     if kind < 2:
         long = rng.choice([b"x", "é\U0001f600".encode()]) * count
@@ -261,7 +261,7 @@ def bomb(data: bytes, rng: random.Random) -> bytes:
         start, end = ((b"](", b"e"), (b"(", b"t"), (b"\x8f(", b"\x90"))[kind - 3]
         made = start + b"".join(colliding(rng, count)) + end
     made += b"q\x01"
-    if rng.random() < 0.3:  # doubled: each holds the one before twice
+    if rng.random() < 0.3:  # doubling: each holds the previous one twice
         made += b"h\x01h\x01\x86q\x01" * rng.randrange(40)
     called = rng.choice(COPIES if rng.random() < 0.8 else NAMES) + b"q\x00"
     args = b"h\x01" + rng.choice([b"\x85", b"", b"X\x06\0\0\0latin1\x86"]) + b"q\x02"
@@ -284,7 +284,7 @@ def apply(mutate: Mutation, data: bytes, rng: random.Random) -> bytes:
 
 
 def mutants(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """How each was made, and its bytes; the same ones for the same seed."""
+    """How each mutant was made, and its bytes; deterministic for a given seed."""
     rng = random.Random(seed)
     files = seeds()
     for _ in range(count):
@@ -295,7 +295,7 @@ def mutants(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
         yield "+".join(mutate.__name__ for mutate in chosen), data
 
 
-# The judgement.
+# Checks.
 
 
 def check_sound(value: Any, seen: set[int]) -> None:
@@ -322,17 +322,17 @@ def check_sound(value: Any, seen: set[int]) -> None:
 
 
 def check_way_back(value: Any) -> None:
-    """Raise if a file of this object is not read as the same object."""
+    """Raise if the object changes when it is saved and loaded."""
     once = save_bytes(value)
     again = save_bytes(torch_checkpoint.load(once, float64=mx.float64))
-    # The members of a set come in another order, and their numbers with them.
+    # The members of a set are reordered, and so are their numbers.
     counts = [collections.Counter(unpack(x)["archive/data.pkl"]) for x in (once, again)]
     if counts[0] != counts[1]:
         raise AssertionError("what is saved is not what was loaded")
 
 
 def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
-    if isinstance(value, Placeholder):  # only names: PyTorch refuses all that is more
+    if isinstance(value, Placeholder):  # only names: PyTorch refuses anything else
         named = getattr(expected, "__name__", type(expected).__name__)
         return not value.is_name or named not in (value.name, "StorageType")
     if isinstance(expected, torch.Tensor):
@@ -361,8 +361,8 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
 
 
 def judge(data: bytes, torch: Any = None) -> str:
-    """Return "refused", "loaded", or "same as torch"; anything else is raised."""
-    # The checksums of every other file in a thread, as if its tensors were large.
+    """Return "refused", "loaded" or "same as torch"; raise for anything else."""
+    # Compute the checksums of every other file in a thread, as for large tensors.
     tensors._LARGE = (2**20, 1)[len(data) % 2]
     try:
         value = torch_checkpoint.load(data, limits=LIMITS)
@@ -385,7 +385,7 @@ def judge(data: bytes, torch: Any = None) -> str:
 
 
 def peak_memory(reset: bool = False) -> float:
-    """Peak megabytes, since the last reset on Linux, else of the whole process."""
+    """Peak megabytes since the last reset on Linux, elsewhere of the whole process."""
     with contextlib.suppress(OSError):
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
@@ -399,7 +399,7 @@ def run(args: argparse.Namespace, torch: Any) -> collections.Counter[str]:
     def too_slow(*_: Any) -> None:
         raise TimeoutError(f"a file took over {args.seconds} s")
 
-    # The processor's time: the machine may have other things to do.
+    # CPU time, because the machine may be busy with other work.
     signal.signal(signal.SIGPROF, too_slow)
     outcomes: collections.Counter[str] = collections.Counter()
     slowest = largest = (0.0, "")
@@ -436,7 +436,7 @@ def main() -> None:
         import torch
     except ImportError:
         torch = None
-    for data in seeds():  # so that the memory measured is that of the mutants
+    for data in seeds():  # so that only the mutants' memory is measured
         judge(data, torch)
     outcomes = run(args, torch)
     for outcome, count in sorted(outcomes.items()):

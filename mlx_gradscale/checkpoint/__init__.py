@@ -1,4 +1,4 @@
-"""Save a training run and restore it in place, bit for bit."""
+"""Save a training run and restore it in place, bit-identically."""
 
 from .folder import Checkpoint, latest_checkpoint, read_checkpoint
 from .restore import restore_checkpoint

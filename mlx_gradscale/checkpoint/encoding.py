@@ -1,4 +1,4 @@
-"""What JSON and safetensors do not keep: tuples, arrays in ``extra``, memory order."""
+"""Encode what JSON and safetensors lose: tuples, arrays in ``extra``, memory order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
@@ -7,18 +7,18 @@ from typing import Any
 import mlx.core as mx
 
 _DEEPEST = 100
-_LONGEST = 2**22  # a list of more values is beyond the 16 MB of JSON in any case
-_MOST_AXES = 5  # 120 orders to try; arrays with more axes are left in row order
+_LONGEST = 2**22  # a longer list would exceed 16 MB of JSON in any case
+_MOST_AXES = 5  # 120 orders to try; arrays with more axes stay row-major
 
 
 def encode_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """Return what goes into ``training.json``, and the arrays by number.
+    """Return the value to store in ``training.json``, and the arrays by number.
 
-    The paths of arrays and tuples are listed beside the value, so that no value can be
-    mistaken for a tag.
+    The paths of arrays and tuples are listed separately from the value, so that no
+    value can be mistaken for a tag.
 
     Raises:
-        TypeError: A value is of a type that could not come back equal.
+        TypeError: A value has a type that would not be restored equal.
         ValueError: A value is nested too deeply.
 
     Example:
@@ -33,11 +33,11 @@ def encode_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, mx.ar
 
 
 def decode_extra(encoded: Any, arrays: Mapping[str, mx.array]) -> dict[str, Any]:
-    """Return the values that :func:`encode_extra` encoded."""
+    """Decode the result of :func:`encode_extra`."""
     value = encoded["value"]
     for i, (container, key) in enumerate(_places(value, encoded["arrays"])):
         container[key] = arrays[str(i)]
-    # Inner tuples come first: an outer one can still be written to as a list.
+    # Convert inner tuples first, while the outer ones are still mutable lists.
     for container, key in _places(value, encoded["tuples"]):
         container[key] = tuple(container[key])
     return dict(value)
@@ -85,11 +85,11 @@ def _places(value: Any, paths: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def memory_orders(arrays: Mapping[str, mx.array]) -> dict[str, list[int]]:
-    """Return the axes from slowest to fastest of arrays that are not in row order.
+    """Return the axes, slowest to fastest, of arrays that are not row-major.
 
     Matrix products round differently for transposed operands, and a step leaves weights
-    and moments in the order of its operands. So a run resumes bit for bit only if that
-    order is restored too; for matrices of 1 x n it is often not the row order.
+    and moments in the order of its operands. So a resumed run is bit-identical only if
+    that order is restored too; 1 x n matrices are often not row-major.
 
     Example:
         >>> x = mx.zeros((2, 3))
@@ -103,7 +103,7 @@ def memory_orders(arrays: Mapping[str, mx.array]) -> dict[str, list[int]]:
             buffer: Any = x
             view = memoryview(buffer)
             strides = [stride // view.itemsize for stride in view.strides or ()]
-            # The first of all orders is the row order.
+            # The first permutation is the row-major order.
             orders = permutations(range(x.ndim))
             order = next((o for o in orders if _strides(x.shape, o) == strides), ())
             if [*order] != sorted(order):
@@ -122,7 +122,7 @@ def arrange(x: mx.array, order: Sequence[int] | None) -> mx.array:
     """
     if order is None:
         return x
-    # as_strided checks no bounds; strides of a permutation stay inside.
+    # as_strided does not check bounds, but strides of a permutation stay in bounds.
     if sorted(order) != [*range(x.ndim)]:
         raise ValueError(f"an array of shape {x.shape} has no such memory order.")
     flat = x.transpose(*order).reshape(-1)

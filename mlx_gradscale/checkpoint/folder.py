@@ -1,4 +1,4 @@
-"""The folder of a run: one numbered folder per checkpoint, renamed into place.
+"""A run's folder: one numbered subfolder per checkpoint, renamed into place.
 
     run/
       save-000007/
@@ -7,11 +7,11 @@
         training.json           settings, random state and extra
         checksums.json          size and CRC-32 of the three files
 
-A folder cannot replace another in one step, so a save never replaces anything: it fills
+A folder cannot replace another atomically, so a save never replaces anything: it fills
 a hidden folder, renames it to the next free number, and then removes the oldest. The
-newest checkpoint is whole whenever a process is killed, old ones are neither read nor
-changed, and two writers take different numbers. A single file could be replaced in one
-step, but mlx-lm could not load the weights from it.
+newest checkpoint is complete even if a process is killed, old ones are neither read nor
+modified, and two writers use different numbers. A single file could be replaced
+atomically, but mlx-lm could not load the weights from it.
 """
 
 import io
@@ -37,18 +37,18 @@ _TRAINING = "training.json"
 _CHECKSUMS = "checksums.json"
 _SAVE = re.compile(r"save-([0-9]{6,})")
 _FORMAT = {"format": "mlx_gradscale", "version": 1}
-# What a text that save_checkpoint did not write leads to.
+# Errors caused by JSON that save_checkpoint did not write.
 UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds, without a model to put it into.
+    """The contents of a checkpoint, independent of a model.
 
     Attributes:
         weights (dict): The model's weights by path.
         optimizer (dict): The leaves of ``optimizer.state`` by path.
         scaler (dict, optional): ``scaler.state``.
-        extra (dict): What the user saved besides.
+        extra (dict): Additional values saved by the user.
         description (dict): The other entries of ``training.json``.
     """
 
@@ -60,7 +60,7 @@ class Checkpoint(NamedTuple):
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return the newest checkpoint in the folder of a run.
+    """Return the newest checkpoint in a run's folder.
 
     Args:
         path (str): As for ``save_checkpoint``.
@@ -86,8 +86,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint and verify its checksums.
 
     Args:
-        path (str): The folder of a run, of which the newest checkpoint is read, or that
-            of one checkpoint.
+        path (str): The folder of a run, to read its newest checkpoint, or the folder of
+            a single checkpoint.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -100,7 +100,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         try:
             return _read_save(save)
         except FileNotFoundError as error:
-            # A writer may have removed it just now, after it saved a newer one.
+            # A writer may have just removed it after saving a newer one.
             if is_save or save == latest_checkpoint(run):
                 raise ValueError(f"{save} is incomplete: {error}.") from error
         except (ValueError, *UNEXPECTED) as error:
@@ -111,7 +111,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the text of an error, with its type if a damaged file led to it."""
+    """Return an error's message, with its type if a damaged file caused it."""
     kind = f"{type(error).__name__}: " if isinstance(error, UNEXPECTED) else ""
     return shorten(f"{kind}{error}", 400)
 
@@ -123,7 +123,7 @@ def write_checkpoint(
     description: Mapping[str, Any],
     keep: int,
 ) -> None:
-    """Add a checkpoint to the folder of a run, then remove all but the newest."""
+    """Add a checkpoint to a run's folder, then remove all but the newest."""
     text = training_text(description)
     run.mkdir(parents=True, exist_ok=True)
     beside = run / "save"
@@ -184,14 +184,14 @@ def _rename_to_next(folder: Path, run: Path) -> None:
         except OSError:
             if not os.path.lexists(target):
                 raise
-            continue  # another writer took the number, or it is the name of a file
+            continue  # another writer took the number, or a file has this name
         return
 
 
 def _read_save(folder: Path) -> Checkpoint:
     found: list[Any] = []
     with ExitStack() as stack:
-        # All are opened first: a checkpoint that is removed now can still be read.
+        # Open all files first, so that they can be read even if they are removed.
         opened = {
             name: stack.enter_context(open(folder / name, "rb", opener=open_inside))
             for name in (_CHECKSUMS, _MODEL, _ARRAYS, _TRAINING)
@@ -234,7 +234,7 @@ def _build_checkpoint(
 
 
 class _Summed(io.RawIOBase):
-    """A file that is read or written front to back, with its checksum on the way."""
+    """A file read or written sequentially, computing its checksum on the way."""
 
     def __init__(self, file: Any):
         self._file = file

@@ -1,4 +1,4 @@
-"""One checkpoint for all ranks, which rank 0 writes and reads."""
+"""A single checkpoint for all ranks, written and read by rank 0."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ Group = mx.distributed.Group
 
 
 def group_of(group: Group | None, *owners: Any) -> Group:
-    """Return the given group, or that of an optimizer or scaler, or the global one."""
+    """Return the given group, the optimizer's or scaler's, or the global group."""
     for known in (group, *(getattr(owner, "group", None) for owner in owners)):
         if known is not None:
             return cast(Group, known)
@@ -50,15 +50,15 @@ def check_copies(tree: Any, group: Group) -> None:
 
 
 def random_keys(group: Group) -> list[list[int]]:
-    """Return the key of ``mx.random`` of each rank."""
+    """Return each rank's ``mx.random`` key."""
     key = cast(list[mx.array], mx.random.state)[0][None]
     return cast(list[list[int]], mx.distributed.all_gather(key, group=group).tolist())
 
 
 def seed_of(keys: Any, group: Group) -> int:
-    """Return the seed that gives this rank its saved key.
+    """Return the seed that restores this rank's saved key.
 
-    A rank beyond those that saved gets the key they shared, or a key of its own.
+    A rank beyond the saved ones gets the key they shared, or a new key.
     """
     if not keys or any(type(x) is not int or x >> 32 for key in keys for x in key):
         raise ValueError("its random state is damaged.")

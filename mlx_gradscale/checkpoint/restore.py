@@ -42,23 +42,23 @@ def restore_checkpoint(
     *,
     group: mx.distributed.Group | None = None,
 ) -> dict[str, Any]:
-    """Restore what :func:`save_checkpoint` saved into model, optimizer and scaler.
+    """Restore model, optimizer and scaler from :func:`save_checkpoint`.
 
-    The run continues bit for bit like the one that was saved. All arrays are replaced
-    in the containers that hold them, so a step that was compiled before continues with
-    the restored values.
+    The resumed run is bit-identical to the saved one. All arrays are replaced in the
+    containers that hold them, so a step that was compiled before uses the restored
+    values.
 
-    Build model, optimizer and scaler as before, schedules included. The learning rate
-    of an optimizer without a schedule is restored. Master weights may be of another
-    kind than before. On several ranks, as many as before or not, all must call this;
-    only rank 0 reads.
+    Build the model, optimizer and scaler as before, including schedules. The learning
+    rate of an optimizer without a schedule is restored. Master weights may be of a
+    different kind than before. In distributed training, all ranks must call this; only
+    rank 0 reads. The number of ranks may differ from before.
 
     Args:
-        path (str): The folder of the run, of which the newest checkpoint is restored,
-            or one of the ``save-...`` folders in it.
+        path (str): The folder of the run, to restore its newest checkpoint, or one of
+            the ``save-...`` folders in it.
         model (nn.Module): Names, shapes and dtypes of the weights must match, and
-            frozen ones that were not saved must be the same.
-        optimizer (Optimizer): With the same classes and settings; initialised or not.
+            frozen weights that were not saved must be the same.
+        optimizer (Optimizer): Same classes and settings; initialised or not.
         scaler (GradScaler, optional): As for :func:`save_checkpoint`.
         group (mx.distributed.Group, optional): As for :func:`save_checkpoint`.
 
@@ -90,7 +90,7 @@ def restore_checkpoint(
             _restore_model(saved, model)
             _check_settings(saved.description, optimizer)
             _restore_scaler(saved, scaler)
-        # The ranks hold equal weights now, which an optimizer may compare in init().
+        # All ranks now hold equal weights, which an optimizer may compare in init().
         with _together(path, group):
             _restore_optimizer(saved, model, optimizer)
     except BaseException:
@@ -104,7 +104,7 @@ def restore_checkpoint(
 def _together(
     path: str | os.PathLike[str], group: mx.distributed.Group
 ) -> Iterator[None]:
-    """Raise an error of this block on every rank, as one about the checkpoint."""
+    """Raise an error in this block on every rank, as an error of the checkpoint."""
     with ranks.together(group, "restore_checkpoint"):
         try:
             yield
@@ -154,12 +154,12 @@ def _restore_optimizer(
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
     places = places_in(optimizer.state)
     if state.keys() - places.keys():
-        optimizer.init(model.trainable_parameters())  # keeps the state that is there
+        optimizer.init(model.trainable_parameters())  # keeps existing state
         places = places_in(optimizer.state)
     weights = dict(flatten(model.parameters()))
     if is_wrapper:
         _convert_masters(state, places, weights)
-        others = ("scaler.", "max_grad_norm")  # restored already, and a setting
+        others = ("scaler.", "max_grad_norm")  # already restored, and a setting
         places = {k: x for k, x in places.items() if not k.startswith(others)}
         state = {k: x for k, x in state.items() if not k.startswith(others)}
     _add_late_places(places, state, weights)
@@ -170,7 +170,7 @@ def _restore_optimizer(
         if not isinstance(value, STATE):
             raise ValueError(f"{shorten(path)} is not an array or a number.")
         if isinstance(own, mx.array) and isinstance(value, mx.array):
-            # MLX's optimizers change the precision of their state in the first steps;
+            # MLX's optimizers may change the dtype of their state in the first steps;
             # a LossScaleOptimizer keeps it in float32.
             _check_kind(path, own, value, is_free=not is_wrapper)
     _write(places, state)
@@ -179,7 +179,7 @@ def _restore_optimizer(
 def _convert_masters(
     state: dict[str, Any], places: _Places, weights: Mapping[str, mx.array]
 ) -> None:
-    """Give a saved state the kind of master weights that the optimizer has."""
+    """Convert a saved state to the optimizer's kind of master weights."""
     for path, (container, key) in places.items():
         part, _, name = path.partition(".")
         weight = weights.get(name)
@@ -196,7 +196,7 @@ def _convert_masters(
 def _add_late_places(
     places: _Places, paths: Iterable[str], parameters: Iterable[str]
 ) -> None:
-    """Add places for what an optimizer adds to a parameter's state in its steps."""
+    """Add places for state that an optimizer creates only when it steps."""
     containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
     endings = tuple(f".{name}" for name in parameters)
     for path in set(paths) - places.keys():
@@ -229,7 +229,7 @@ def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
 
 
 def _check_kind(name: str, own: mx.array, x: mx.array, is_free: bool) -> None:
-    """Raise for another shape or dtype; a free one may be another floating dtype."""
+    """Raise if shape or dtype differ; if free, any floating-point dtype is allowed."""
     is_free = is_free and is_floating(own) and is_floating(x)
     if own.shape != x.shape or not (is_free or own.dtype == x.dtype):
         raise ValueError(
@@ -239,7 +239,7 @@ def _check_kind(name: str, own: mx.array, x: mx.array, is_free: bool) -> None:
 
 
 def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise unless the optimizer is built like the saved one; warn about schedules."""
+    """Raise if optimizer settings differ from the saved ones; warn about schedules."""
     own = describe_optimizer(optimizer)
     was, now = _optimizer_name(saved), _optimizer_name(own)
     if was != now:

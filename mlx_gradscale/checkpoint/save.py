@@ -1,4 +1,4 @@
-"""``save_checkpoint``: everything that a run needs to resume, whole or not at all."""
+"""``save_checkpoint``: save everything that a run needs to resume, atomically."""
 
 import os
 import zlib
@@ -21,10 +21,10 @@ from . import ranks
 from .encoding import encode_extra, memory_orders
 from .folder import write_checkpoint
 
-# What an optimizer may keep in its state.
+# Types that an optimizer may keep in its state.
 STATE = (mx.array, bool, int, float)
-# Of a frozen weight that is not saved, so much is summed: another base model differs
-# in every tensor, and reading 4 GB of weights would take seconds in each save.
+# Bytes to checksum of a frozen weight that is not saved. Another base model differs in
+# every tensor, and reading 4 GB of weights would take seconds in each save.
 _SAMPLE = 2**16
 
 
@@ -39,33 +39,34 @@ def save_checkpoint(
     group: mx.distributed.Group | None = None,
     **extra: Any,
 ) -> None:
-    """Save a run: model, optimizer, scaler, random state and anything else.
+    """Save a run: model, optimizer, scaler, random state and any extra values.
 
-    A run that :func:`restore_checkpoint` restores continues bit for bit like this one.
-    Each call adds a folder ``save-000001``, ``save-000002``, ... to ``path`` and then
-    removes the oldest, so that the newest one is whole whenever the process is killed.
-    Other files in ``path`` are left alone. ``model.safetensors`` in it can be loaded
-    by ``mx.load`` and mlx-lm; see ``latest_checkpoint``. Learning rate schedules are
-    Python code and are not saved, but the step count that they depend on is.
+    A run resumed with :func:`restore_checkpoint` is bit-identical to this one. Each
+    call adds a folder ``save-000001``, ``save-000002``, ... to ``path`` and then
+    removes the oldest, so the newest one is complete even if the process is killed.
+    Other files in ``path`` are left alone. ``mx.load`` and mlx-lm can load the
+    ``model.safetensors`` in each folder; see ``latest_checkpoint``. Learning rate
+    schedules are Python code and are not saved, but the step count that they depend on
+    is.
 
-    On several ranks all must call this; rank 0 writes. Trainable parameters and states
-    must be equal on all ranks. The random state is saved for every rank, ``extra`` and
-    buffers such as BatchNorm's statistics are rank 0's.
+    In distributed training, all ranks must call this; rank 0 writes. Trainable
+    parameters and states must be equal on all ranks. The random state is saved for
+    every rank; ``extra`` and buffers such as BatchNorm's statistics are rank 0's.
 
     Args:
         path (str): The folder of the run. It is created if necessary.
-        model (nn.Module): Its parameters are saved, including buffers.
+        model (nn.Module): The model, saved with its buffers.
         optimizer (Optimizer): Any optimizer, or a ``LossScaleOptimizer``.
-        scaler (GradScaler, optional): The scaler of the training loop. That of a
+        scaler (GradScaler, optional): The scaler of the training loop. The scaler of a
             ``LossScaleOptimizer`` is saved with it.
         keep (int): How many checkpoints to keep in ``path``. Default: ``1``.
         frozen (bool, optional): Whether to save frozen parameters. If not, the model
-            must have the same ones when it is restored. Default: ``True``, or
-            ``False`` for a model with LoRA layers.
+            must have the same ones on restore. Default: ``True``, or ``False`` for a
+            model with LoRA layers.
         group (mx.distributed.Group, optional): The ranks that train together. Default:
-            that of the optimizer or scaler, otherwise the global group.
-        **extra (Any): What else the loop needs, such as the step or the position in
-            the data: None, bool, int, float, str, list, tuple, dict with string keys,
+            the group of the optimizer or scaler, otherwise the global group.
+        **extra (Any): Other values that the loop needs, such as the step or the data
+            position: None, bool, int, float, str, list, tuple, dict with string keys,
             and arrays, in any combination.
 
     Example:
@@ -119,7 +120,7 @@ def save_checkpoint(
 def check_arguments(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
 ) -> GradScaler | None:
-    """Raise for arguments of the wrong type; return the scaler of the run."""
+    """Raise for arguments of the wrong type; return the run's scaler."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected an mlx.nn.Module, got {type(model).__name__}.")
     if not isinstance(optimizer, Optimizer):
@@ -142,9 +143,9 @@ def check_arguments(
 
 
 def places_in(tree: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return container and key of each array and number of a tree, by dotted path.
+    """Return the container and key of each array and number in a tree, by dotted path.
 
-    Values in a tuple are left out, because they cannot be replaced.
+    Values in a tuple are omitted because they cannot be replaced.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for key, value in items(tree):
@@ -156,7 +157,7 @@ def places_in(tree: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
 
 
 def batch_statistics(model: nn.Module) -> set[str]:
-    """Return the paths of BatchNorm's statistics, which change though not trainable."""
+    """Return the paths of BatchNorm statistics, which change but are not trainable."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -166,7 +167,7 @@ def batch_statistics(model: nn.Module) -> set[str]:
 
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what must be equal in a restored optimizer, beside its state."""
+    """Return the settings that must match in a restored optimizer."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     settings = [
         {
@@ -186,7 +187,7 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def fingerprint(x: mx.array) -> list[Any]:
-    """Return dtype, shape and the CRC-32 of the first 64 kB of an array."""
+    """Return the dtype, shape and CRC-32 of the first 64 kB of an array."""
     sample = x.reshape(-1)[: _SAMPLE // x.dtype.size]
     checksum = zlib.crc32(bytes_of(sample)) if x.size else 0
     return [dtype_name(x), list(x.shape), checksum]
@@ -201,7 +202,7 @@ def _is_plain(value: Any) -> bool:
 def _split_weights(
     model: nn.Module, frozen: bool | None
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Return the weights to save, and those of which a fingerprint is enough."""
+    """Return the weights to save, and those that only need a fingerprint."""
     own = dict(flatten(model.parameters()))
     if frozen is None:
         frozen = not any(name.split(".")[-1] == "lora_a" for name in own)
@@ -216,7 +217,7 @@ def _split_weights(
 def _optimizer_state(
     optimizer: Optimizer,
 ) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """Return the arrays and the numbers of an optimizer's state by path."""
+    """Return the arrays and the numbers in an optimizer's state, by path."""
     for path, container, _ in slots(optimizer.state):
         if isinstance(container, tuple):
             raise TypeError(
@@ -225,7 +226,7 @@ def _optimizer_state(
             )
     found = {p: box[key] for p, (box, key) in places_in(optimizer.state).items()}
     if isinstance(optimizer, LossScaleOptimizer):
-        # A setting, and the bits of the weights.
+        # A setting, and a copy of the weights' bits.
         others = ("max_grad_norm", "written.")
         found = {path: x for path, x in found.items() if not path.startswith(others)}
     arrays = {path: x for path, x in found.items() if isinstance(x, mx.array)}
@@ -235,14 +236,14 @@ def _optimizer_state(
 def _current_masters(
     model: nn.Module, optimizer: LossScaleOptimizer
 ) -> dict[str, mx.array]:
-    """Return the float32 master weights; a weight replaced by the user is its own."""
+    """Return float32 master weights; a weight set by the user is its own master."""
     masters = flatten(optimizer.masters(model.parameters()))
     known = optimizer.state["masters"]
     return {f"masters.{name}": x for name, x in masters if name in known}
 
 
 def _check_finite(model: nn.Module, state: dict[str, mx.array]) -> None:
-    # A skipped step leaves its infinite norm behind.
+    # A skipped step leaves an infinite norm behind.
     state = {path: x for path, x in state.items() if path != "grad_norm"}
     values = {"model": model.trainable_parameters(), "optimizer": state}
     if not all_finite(values).item():

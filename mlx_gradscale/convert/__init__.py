@@ -1,4 +1,4 @@
-"""PyTorch checkpoints into live MLX runs and back, as functions and as a command."""
+"""Convert PyTorch checkpoints to live MLX runs and back, in Python or on the CLI."""
 
 from .command import main
 from .load import TorchRun, load_torch

@@ -1,4 +1,4 @@
-"""The command ``mlx_gradscale convert``: training runs between PyTorch and MLX."""
+"""The ``mlx_gradscale convert`` command: move runs between PyTorch and MLX."""
 
 import argparse
 import importlib
@@ -35,7 +35,7 @@ _EXPECTED = (
     *(ArithmeticError, MemoryError),
 )
 _LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
-# What functions name in their errors, and the command's flags for it.
+# Argument names in the functions' errors, mapped to the command's flags.
 LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
 _FLAGS = LIMIT_FLAGS | {
     f"float64=mx.{name}": f"--float64 {name}" for name in ("float32", "float64")
@@ -66,7 +66,7 @@ _PATTERNS = {
     "--keep-layout": "tensors of 3 and more dimensions to leave as they are",
     "--drop": "tensors that the MLX model does not have",
 }
-# Flags that may be given more than once: what they take, and what it means.
+# Repeatable flags, with their metavar and help text.
 _MANY = {
     "--rename": (
         "OLD=NEW",
@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (list, optional): Default: the arguments of the process.
 
     Returns:
-        int: 0; 1 after an error and 130 after Ctrl-C, reported in one line. Wrong
-        usage exits with 2.
+        int: 0 on success, 1 after an error and 130 after Ctrl-C, each reported in one
+        line. Wrong usage exits with 2.
     """
     return run_command(
         lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
+    """Return the command's argument parser."""
     made = argparse.ArgumentParser(
         prog="mlx_gradscale convert",
         epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run",
@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    """Write the side that does not exist, or the one that ``--to`` names."""
+    """Write the side that does not exist yet, or the one given by ``--to``."""
     torch_path, mlx_path = arguments.torch_path, arguments.mlx_path
     sources = {"mlx": torch_path, "torch": mlx_path}
     there = [side for side, source in sources.items() if source.exists()]
@@ -158,7 +158,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
-    """Write a checkpoint of ours, with ``template.pt`` beside it."""
+    """Write an mlx_gradscale checkpoint with a ``template.pt`` next to it."""
     path, options = arguments.mlx_path, _options(arguments)
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file: --mlx-path must be a folder.")
@@ -178,7 +178,8 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     if template.optimizer is not None:
         optimizer = template.build_optimizer()
         optimizer.state = tree_unflatten([*(template.optimizer_state() or {}).items()])
-    # Killed in between, a checkpoint has no template rather than another one's.
+    # If the process is killed in between, the checkpoint has no template rather than
+    # the wrong one.
     (path / TEMPLATE).unlink(missing_ok=True)
     save_checkpoint(path, model, optimizer, scaler)
     template.drop_tensors()
@@ -194,7 +195,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
 
 
 class _Weights(nn.Module):
-    """A model that has weights by name, and no layers."""
+    """A model with named weights but no layers."""
 
     def __init__(self, weights: dict[str, mx.array]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -204,7 +205,7 @@ class _Weights(nn.Module):
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
-    """Write the PyTorch checkpoint of a run of ours."""
+    """Write an mlx_gradscale checkpoint as a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
     run = _read_run(read_checkpoint(folder))
     model = _model(arguments.model) if arguments.like else None
@@ -233,7 +234,7 @@ def _to_torch(arguments: argparse.Namespace) -> None:
 
 
 def _read_run(saved: Checkpoint) -> MlxRun:
-    """Return the values of a checkpoint of ours, its master weights for weights."""
+    """Read an mlx_gradscale checkpoint, using master weights where it has them."""
     run = MlxRun(dict(saved.weights))
     flat = {
         name: x if isinstance(x, mx.array) else mx.array(x)
@@ -284,7 +285,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
-    """Return the reader's limits with what the user raised by ``NAME=NUMBER``."""
+    """Return the reader's limits with the user's ``NAME=NUMBER`` overrides."""
     try:
         pairs = [text.split("=") for text in given]
         raised = {name: int(float(number)) for name, number in pairs}
@@ -297,12 +298,12 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
 
 
 def _rename(text: str) -> tuple[str, str]:
-    # The last one: a pattern may hold "=", as in (?=...), and no name does.
+    # Split at the last "=": a pattern may contain one, as in (?=...), but no name does.
     old, equals, new = text.rpartition("=")
     if not equals:
         raise ConvertError(f"--rename {text}: give it as OLD=NEW.")
     try:
-        re.compile(old).sub(new, "")  # the replacement is checked without a match too
+        re.compile(old).sub(new, "")  # checks the replacement even without a match
     except (re.error, IndexError) as error:
         raise ConvertError(
             f"--rename {text}: {error}. OLD is a regular expression, NEW is what "
@@ -322,7 +323,7 @@ def _model(place: str | None) -> nn.Module | None:
         raise ConvertError(
             f"--model {place}: give it as MODULE:NAME, or an mlx-lm model's folder."
         )
-    # Last in the path, so that no file there is taken for an installed module.
+    # Last in the path, so that no file there shadows an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     holder = _run_users_code(place, lambda: importlib.import_module(module))
@@ -349,9 +350,9 @@ def _run_users_code(place: str, code: Callable[[], Any]) -> Any:
 
 
 def _mlx_lm_model(path: Path) -> nn.Module:
-    """Return the model of mlx-lm for a ``config.json``, without its weights.
+    """Return the mlx-lm model for a ``config.json``, without its weights.
 
-    Nothing in the folder is executed: a ``model_file`` of its own is refused.
+    Nothing in the folder is executed: a custom ``model_file`` is refused.
     """
     config = read_json(path / "config.json" if path.is_dir() else path)
     kind = config.get("model_type") if isinstance(config, dict) else None
@@ -383,7 +384,7 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 
 def _describe(template: Template, source: Path, target: Path) -> str:
-    """Return what a conversion does, for ``--dry-run``."""
+    """Describe a conversion for ``--dry-run``."""
     tensors = template.tensors()
     rows = [
         (

@@ -1,4 +1,4 @@
-"""PyTorch's side of a conversion: one file, or a folder of Trainer or Accelerate."""
+"""Read and write PyTorch checkpoints: a file, or a Trainer or Accelerate folder."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from ..files.paths import check_file, check_name, open_inside, read_json
 from .options import Options
 from .tree import ConvertError, is_tensor, list_some
 
-# Transformers' counts of steps and epochs: the only JSON that changes in training.
+# Transformers' step and epoch counts: the only JSON that changes during training.
 TRAINER = "trainer_state.json"
 _SUFFIXES = r"\.(safetensors|bin|pt|pth|ckpt)"
 _MODEL = re.compile(rf"(\w+_)?model(_\d+)?{_SUFFIXES}")
@@ -26,7 +26,7 @@ _OTHERS = re.compile(
     rf"((lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?{_SUFFIXES}"
 )
 _ZERO = re.compile(r".*(zero_pp_rank|optim_states).*\.pt")
-# Other files of a folder are carried along up to this size each, and together.
+# Limits on other files in a folder to carry along: bytes each, total bytes, and count.
 _LARGEST_FILE, _MOST_BYTES, _MOST_FILES = 2**26, 2**28, 1000
 
 
@@ -34,8 +34,8 @@ _LARGEST_FILE, _MOST_BYTES, _MOST_FILES = 2**26, 2**28, 1000
 class TorchFiles:
     """A PyTorch checkpoint as it was read.
 
-    ``checkpoint`` is the object in a file; of a folder, a dict by file name. ``files``
-    are the bytes of a folder's other files.
+    ``checkpoint`` is the object in the file or, for a folder, a dict by file name.
+    ``files`` holds the bytes of a folder's other files.
     """
 
     checkpoint: Any
@@ -45,10 +45,10 @@ class TorchFiles:
 
 
 def read_torch(path: str | os.PathLike[str], options: Options) -> TorchFiles:
-    """Read a file, or a folder of Trainer or Accelerate.
+    """Read a file, or a Trainer or Accelerate folder.
 
-    A model in several files has the name of one. Files that only their program knows
-    (random states, arguments, tokenizers) are kept as bytes.
+    A sharded model is listed under the name of the unsharded file. Program-specific
+    files (random states, arguments, tokenizers) are kept as bytes.
     """
     path = Path(path)
     shard = _SHARD.fullmatch(path.name)
@@ -57,7 +57,7 @@ def read_torch(path: str | os.PathLike[str], options: Options) -> TorchFiles:
             f"{path} is one of several files of a model: give its folder, "
             f"{path.parent}."
         )
-    # A folder of torch.distributed.checkpoint is refused by the reader, with advice.
+    # The reader refuses a torch.distributed.checkpoint folder and says what to do.
     if not path.is_dir() or (path / ".metadata").is_file():
         return TorchFiles(_read_file(path, options))
     return _read_folder(path, options)
@@ -107,7 +107,7 @@ def _nothing_in(path: Path, names: list[str]) -> str:
 
 
 def _carry(path: Path, names: list[str], found: TorchFiles) -> list[str]:
-    """Keep other files as bytes; return the names of those that are left out."""
+    """Keep other files as bytes; return the names of the files left out."""
     left, room = [], _MOST_BYTES
     for name in names:
         file = path / name
@@ -124,7 +124,7 @@ def _carry(path: Path, names: list[str], found: TorchFiles) -> list[str]:
 
 
 def _shard_sets(names: list[str]) -> dict[str, list[str]]:
-    """Return the files that are parts of one model, by the name of the whole."""
+    """Return the shards of each model, by the name of the unsharded file."""
     found: dict[str, dict[int, str]] = {}
     counts: dict[str, set[int]] = {}
     for match in filter(None, map(_SHARD.fullmatch, names)):
@@ -152,7 +152,7 @@ def _merge(shards: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_part(path: Path, options: Options) -> Any:
-    """Read a file of a folder; a link may not lead out of it."""
+    """Read a file in a folder; links may not lead outside the folder."""
     folder = os.path.realpath(path.parent)
     if not os.path.realpath(path).startswith(os.path.join(folder, "")):
         raise ConvertError(
@@ -179,7 +179,7 @@ def write_torch(
     is_folder: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Write a PyTorch checkpoint: a file, or a folder of them; whole or not at all."""
+    """Write a PyTorch checkpoint, a file or a folder, all or nothing."""
     path = Path(path)
     if not is_folder:
         check_file(path, overwrite)
@@ -196,7 +196,7 @@ def write_torch(
             with atomic_write(folder / check_name(name, "The template")) as file:
                 file.write(np.array(data).tobytes())
     if is_there:
-        # A folder cannot replace another one at once: both are whole at any moment.
+        # A folder cannot replace another atomically, so keep both complete throughout.
         old = path.with_name(f"{path.name}.old")
         path.rename(old)
         new.rename(path)
@@ -209,14 +209,14 @@ def _check_names(checkpoint: Any) -> None:
     for name in checkpoint:
         check_name(name, "The template")
         known = name == TRAINER or _MODEL.fullmatch(name) or _OTHERS.fullmatch(name)
-        if not known:  # a hostile template would write a train.py
+        if not known:  # a hostile template could write a train.py
             raise ConvertError(
                 f"The template names {name!r}, which is not a PyTorch file."
             )
 
 
 def _check_target(path: Path, names: set[str], overwrite: bool) -> bool:
-    """Tell whether a folder is replaced; raise if it must not be."""
+    """Return whether a folder will be replaced; raise if it must not be."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file, and a folder is to be written.")
     there = [file.name for file in path.iterdir()] if path.is_dir() else []
@@ -235,7 +235,7 @@ def _check_target(path: Path, names: set[str], overwrite: bool) -> bool:
 
 def _write_file(path: Path, content: Any) -> None:
     if path.name == TRAINER:
-        # As Transformers writes it.
+        # Same format as Transformers.
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         with atomic_write(path) as file:
             file.write(text.encode())
@@ -245,7 +245,7 @@ def _write_file(path: Path, content: Any) -> None:
                 f"{path.name}: a safetensors file holds named tensors and nothing "
                 "else, this checkpoint holds more. Give a path that ends in .pt."
             )
-        # Transformers and Accelerate refuse a file without this word.
+        # Transformers and Accelerate refuse a file without this key.
         write_arrays(path, content, {"format": "pt"})
     else:
         torch_checkpoint.save(path, content)

@@ -1,6 +1,6 @@
-"""Where each tensor of a PyTorch model is in the MLX model, and in which layout.
+"""Map each tensor of a PyTorch model to its MLX name and layout.
 
-A plan is made once per checkpoint and applies to weights and moments alike, in both
+A plan is made once per checkpoint and applies to both weights and moments, in both
 directions.
 """
 
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, Layout] = {
     "conv_transpose": Layout(
         lambda x: [mx.moveaxis(x, 0, -1)], lambda xs: mx.moveaxis(xs[0], -1, 0)
     ),
-    # nn.MultiheadAttention's in_proj: query, key and value in one tensor
+    # nn.MultiheadAttention's in_proj: query, key and value fused in one tensor
     "split_qkv": Layout(lambda x: list(mx.split(x, 3)), mx.concatenate, count=3),
 }
 
@@ -56,8 +56,8 @@ LAYOUTS: dict[str, Layout] = {
 class Entry:
     """One PyTorch tensor: its MLX names and layout.
 
-    A fused tensor has several names. So has a tied one whose names are parameters
-    of their own in MLX: all get its values, and the first gives them back.
+    A fused tensor has several names. So does a tied one whose names are separate
+    parameters in MLX: all of them get its values, and the first is converted back.
     """
 
     torch: str
@@ -66,17 +66,17 @@ class Entry:
 
     @property
     def copies(self) -> list[tuple[str, ...]]:
-        """The MLX names of each copy; more than one where a tie is undone."""
+        """The MLX names of each copy; more than one if MLX unties a tied tensor."""
         count = LAYOUTS[self.layout].count
         return [self.mlx[i : i + count] for i in range(0, len(self.mlx), count)]
 
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
-        """Return the MLX arrays of a PyTorch tensor, weight or moment."""
+        """Convert a PyTorch tensor, weight or moment, to MLX arrays."""
         arrays = LAYOUTS[self.layout].to_mlx(tensor)
         return dict(zip(self.mlx, arrays * len(self.copies), strict=True))
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
-        """Return the PyTorch tensor of the MLX arrays, weight or moment."""
+        """Convert MLX arrays, weights or moments, to the PyTorch tensor."""
         held = [arrays[name] for name in self.copies[0]]
         try:
             return LAYOUTS[self.layout].to_torch(held)
@@ -91,9 +91,9 @@ class Entry:
 class Plan:
     """All tensors of a PyTorch state dict, by their PyTorch names.
 
-    ``tied`` maps aliases to the name whose tensor they share, ``torch_only`` are names
-    that MLX has no place for, ``sanitized`` are the names and shapes that the model's
-    ``sanitize`` is to be called with.
+    ``tied`` maps aliases to the name whose tensor they share, ``torch_only`` lists
+    names without an MLX counterpart, and ``sanitized`` holds the names and shapes to
+    call the model's ``sanitize`` with.
     """
 
     entries: dict[str, Entry]
@@ -109,7 +109,7 @@ class Plan:
         return out
 
     def notes(self) -> list[str]:
-        """Return what the user should know of names and tensors."""
+        """Return notes for the user on names and tensors."""
         notes = []
         untied = {e.torch: e.copies for e in self.entries.values() if e.copies[1:]}
         tied = [f"{a} = {name}" for a, name in self.tied.items() if name not in untied]
@@ -149,8 +149,8 @@ def make_plan(
 
     With an MLX model, names and layouts come from its layers (``layers`` of an
     ``nn.Sequential`` is added, convolutions are transposed, a fused attention
-    weight is split) and every shape is checked. Without one, names change only by
-    ``options.rename`` and every tensor of 3 and more dimensions needs a pattern.
+    weight is split) and every shape is checked. Without one, only ``options.rename``
+    changes names, and every tensor with 3 or more dimensions needs a pattern.
 
     Example:
         >>> tensors = {"0.weight": mx.zeros((8, 3, 5, 5)), "0.bias": mx.zeros(8)}
@@ -160,7 +160,7 @@ def make_plan(
     """
     options = options or Options()
     options.check_patterns(tensors)
-    # BatchNorm's step count, and what torch.nn.Module.get_extra_state returned.
+    # BatchNorm's step count, and results of torch.nn.Module.get_extra_state.
     without_place = ("num_batches_tracked", "_extra_state")
     torch_only = [
         name
@@ -192,7 +192,7 @@ def make_plan(
             torch_only.append(name)
         else:
             lost.append(name)
-    # A name without a place, of a tensor that has one by another name, follows it.
+    # An unmatched name of a tensor that matches by another name becomes its alias.
     for name in [*torch_only, *lost]:
         if id(tensors[name]) in owners:
             plan.tied[name] = owners[id(tensors[name])]
@@ -203,7 +203,7 @@ def make_plan(
 
 
 def _with_copy(entry: Entry, alias: Entry) -> Entry:
-    """Return the entry of a tied tensor that is a parameter of its own in MLX."""
+    """Return the entry of a tied tensor that is a separate parameter in MLX."""
     if alias.mlx in entry.copies:
         return entry
     if alias.layout != entry.layout:
@@ -286,7 +286,7 @@ def _entry_by_patterns(
 
 
 def _layout_of_unknown(name: str, tensor: mx.array, target: Target) -> str:
-    """Keep the layout of a layer of the user's own, unless another one fits as well."""
+    """Keep the layout of a custom layer, unless another layout matches as well."""
     others = [mx.moveaxis(tensor, i, -1).shape for i in (0, 1) if i < tensor.ndim]
     if tensor.ndim > 1 and target.shapes[0] in others:
         raise ConvertError(
@@ -328,7 +328,7 @@ _BEFORE_SAVING = (
     "are not converted: in PyTorch call {} before saving. The optimizer's state is "
     "then of the old parameters: leave it out (--optimizer-key '')."
 )
-# What PyTorch keeps in the place of a plain weight, and what to do about it.
+# Keys that PyTorch stores in place of a plain weight, and what to do about them.
 _REWRITTEN = {
     r"(^|\.)parametrizations\.": "Parametrized weights "
     + _BEFORE_SAVING.format(
@@ -348,7 +348,7 @@ _REWRITTEN = {
 
 
 def _mismatch(lost: list[str], missing: list[str]) -> str:
-    """Return the error for names of one side that the other does not have."""
+    """Return the error for names that exist on one side only."""
     parts = []
     if lost:
         parts.append(f"the MLX model has no place for {list_some(lost)}")
@@ -376,10 +376,10 @@ _CONVOLUTIONS = (
 
 
 def model_notes(model: nn.Module) -> list[str]:
-    """Return sentences on layers whose weights fit and whose results may not."""
+    """Return notes on layers whose weights match but whose results may differ."""
     notes, channels = [], 0
     for name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
-        # With one group, or one channel in each, the groups are the same.
+        # With one group, or one channel per group, both sides group the same way.
         if (
             isinstance(module, nn.GroupNorm)
             and not module.pytorch_compatible

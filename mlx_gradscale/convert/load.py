@@ -1,4 +1,4 @@
-"""``load_torch``: a PyTorch checkpoint into a live MLX run."""
+"""``load_torch``: load a PyTorch checkpoint into a live MLX run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ from .tree import ConvertError, list_some
 
 @dataclass
 class TorchRun:
-    """What :func:`load_torch` returns.
+    """The result of :func:`load_torch`.
 
     Attributes:
-        optimizer (Optimizer, optional): Built with PyTorch's settings, with its state.
-            With ``loss_scaling`` it is a ``LossScaleOptimizer`` around that.
+        optimizer (Optimizer, optional): Built with PyTorch's settings and state. With
+            ``loss_scaling`` it is wrapped in a ``LossScaleOptimizer``.
         scaler (GradScaler, optional): With PyTorch's state.
-        template (Template): The checkpoint, without the tensors that MLX holds now; for
+        template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
-        notes (list): Sentences on what is different in MLX, or was left out.
+        notes (list): Sentences on what differs in MLX or was left out.
     """
 
     optimizer: Optimizer | None
@@ -49,26 +49,26 @@ def load_torch(
     max_grad_norm: float | None = None,
     masters: str = "float32",
 ) -> TorchRun:
-    """Put a PyTorch checkpoint into an MLX model, and make its optimizer and scaler.
+    """Load a PyTorch checkpoint into an MLX model and build its optimizer and scaler.
 
     Args:
-        path (str): A ``.pt`` file, or a folder of Transformers' Trainer or Accelerate.
-        model (nn.Module): Gets the weights; every name and shape must match.
-        options (Options, optional): What the checkpoint does not tell.
+        path (str): A ``.pt`` file, or a Transformers Trainer or Accelerate folder.
+        model (nn.Module): Receives the weights; every name and shape must match.
+        options (Options, optional): Settings that the checkpoint does not determine.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
-            ``mlx.optimizers`` take it, in the place of the checkpoint's rate. PyTorch's
-            parameter groups share it if they share a rate; otherwise give a list with
-            one for each.
+            for ``mlx.optimizers``, to replace the checkpoint's rate. PyTorch's
+            parameter groups share it if they share a rate; otherwise pass a list with
+            one per group.
         loss_scaling (bool): Wrap the optimizer in a ``LossScaleOptimizer``. The weights
             are cast to the model's own dtypes, and the uncast ones become its master
-            weights: call ``model.set_dtype(mx.float16)`` first. Otherwise the model
+            weights: call ``model.set_dtype(mx.float16)`` first. If False, the model
             takes the checkpoint's dtypes.
         max_grad_norm (float, optional): For the ``LossScaleOptimizer``.
         masters (str): For the ``LossScaleOptimizer``.
 
     Returns:
-        TorchRun: Optimizer, scaler and template. The optimizer computes what PyTorch's
-        computed.
+        TorchRun: Optimizer, scaler and template. The optimizer computes the same
+        updates as PyTorch's.
 
     Raises:
         ConvertError: If anything does not match. The model's weights are unchanged.
@@ -108,7 +108,7 @@ def load_torch(
         rounded = _load_rounded(model, weights, optimizer)
     else:
         model.load_weights(list(weights.items()), strict=False)
-    # Arrays of a file are read when used: now, before the file can change.
+    # Arrays are read from the file lazily. Evaluate them before the file can change.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
     entries = template.plan.entries.values()
     kept = [e.torch for e in entries if set(e.mlx) & set(rounded)]
@@ -117,7 +117,7 @@ def load_torch(
 
 
 def make_scaler(template: Template) -> GradScaler | None:
-    """Return a scaler with the template's state, if it has one."""
+    """Return a scaler with the template's state, or None if it has none."""
     state, _ = template.scaler_state()
     if state is None:
         return None
@@ -132,7 +132,7 @@ def make_scaler(template: Template) -> GradScaler | None:
 def _load_optimizer(
     optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
 ) -> list[str]:
-    """Put the state into a new optimizer; return the parameters that have one."""
+    """Load the state into a new optimizer; return the parameters that have state."""
     flat = template.optimizer_state() or {}
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
@@ -154,7 +154,7 @@ def _load_optimizer(
 def _load_rounded(
     model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
 ) -> list[str]:
-    """Load weights in the model's dtypes; return those rounded without a master."""
+    """Load weights in the model's dtypes; return rounded ones without a master copy."""
     own = dict(tree_flatten(model.parameters()))
     cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
     infinite = [

@@ -1,9 +1,9 @@
-"""Which parameters of an MLX model a PyTorch name means.
+"""Map PyTorch names to the parameters of an MLX model.
 
-Wrappers (DistributedDataParallel, torch.compile, FSDP, Lightning) put words into names,
-PEFT has names of its own, and a model of mlx-lm has a ``sanitize`` that takes
-Transformers' names to its own: it is called with marked arrays, so that what comes out
-shows where it came from.
+Wrappers (DistributedDataParallel, torch.compile, FSDP, Lightning) add words to names,
+PEFT has its own names, and mlx-lm models have a ``sanitize`` that converts from
+Transformers' names. It is called with marked arrays, so that each output shows which
+input it came from.
 """
 
 import re
@@ -18,17 +18,17 @@ from mlx.utils import tree_flatten
 
 from .tree import ConvertError
 
-# torch.compile's, FullyShardedDataParallel's and activation checkpointing's words.
+# Words added by torch.compile, FullyShardedDataParallel, activation checkpointing.
 _PRIVATE_WORDS = r"_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
-# DistributedDataParallel's "module" may be a module of the user's own, too.
+# DistributedDataParallel's "module" may also be one of the user's own modules.
 _WRAPPERS = re.compile(rf"(^|(?<=\.))(module|{_PRIVATE_WORDS})\.")
 _PRIVATE = re.compile(rf"(^|(?<=\.))({_PRIVATE_WORDS})\.")
-# A LightningModule's usual attribute; GPT-2 with a head, in Transformers.
+# The usual attribute of a LightningModule; GPT-2 with a head in Transformers.
 _PREFIXES = ("model.", "transformer.")
 # base_model.model.<path>.lora_A[.<adapter>].weight
 _PEFT = "base_model.model."
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight")
-DROPPED = "dropped"  # in the place of a layout: the model's sanitize drops the tensor
+DROPPED = "dropped"  # in place of a layout: the model's sanitize drops the tensor
 
 _LAYER_LAYOUTS: dict[tuple[type[nn.Module], ...], str] = {
     (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear): "conv",
@@ -42,11 +42,11 @@ class Target:
 
     mlx: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    layout: str | None  # None: the layer is not one of MLX's own
+    layout: str | None  # None: not one of MLX's own layers
 
 
 def unwrap(name: str) -> str:
-    """Return a name without the words of all wrappers, wherever they are.
+    """Strip the words of all wrappers from a name, wherever they are.
 
     Example:
         >>> unwrap("module._orig_mod.blocks.0._fsdp_wrapped_module.weight")
@@ -56,9 +56,9 @@ def unwrap(name: str) -> str:
 
 
 def from_peft(name: str) -> tuple[str, str | None]:
-    """Return mlx-lm's name and layout for a tensor of PEFT's; another one as it is.
+    """Return mlx-lm's name and layout for a PEFT tensor; other names are unchanged.
 
-    PEFT has A as (rank, in) and B as (out, rank), mlx-lm (in, rank) and (rank, out).
+    PEFT stores A as (rank, in) and B as (out, rank), mlx-lm (in, rank) and (rank, out).
 
     Example:
         >>> from_peft("base_model.model.layers.0.q_proj.lora_A.weight")
@@ -72,7 +72,7 @@ def from_peft(name: str) -> tuple[str, str | None]:
 
 
 def is_adapter(names: Collection[str]) -> bool:
-    """Tell whether a state dict holds PEFT's adapters, without the base model."""
+    """Return whether a state dict holds PEFT adapters without the base model."""
     return any(_ADAPTER.fullmatch(n) for n in names) and all(
         n.startswith(_PEFT) or _ADAPTER.fullmatch(n) for n in names
     )
@@ -85,11 +85,11 @@ def new_names(
     known: Collection[str],
     is_lightning: bool = False,
 ) -> tuple[dict[str, tuple[str, str | None]], dict[str, tuple[int, ...]] | None]:
-    """Find the MLX name of each tensor, and its layout where the name tells it.
+    """Find the MLX name of each tensor, and its layout where the name implies it.
 
-    ``known`` are the names that the model answers to. Without a model, a Lightning
-    checkpoint loses the ``model.`` that all names begin with. The second result are the
-    names and shapes that the model's ``sanitize`` got, if it was asked.
+    ``known`` holds the names that the model accepts. Without a model, the ``model.``
+    prefix is stripped from a Lightning checkpoint if all names have it. The second
+    result is the names and shapes passed to the model's ``sanitize``, if it was called.
     """
     if model is None:
         strip = _unwrapper(list(shapes), rename, is_lightning)
@@ -117,7 +117,7 @@ def new_names(
 def _unwrapper(
     names: list[str], rename: Callable[[str], str], is_lightning: bool
 ) -> Callable[[str], str]:
-    """Return what strips wrappers without a model to compare with."""
+    """Return a function that strips wrappers, without a model to compare with."""
     prefix = ""
     for word in ("module.", "model." if is_lightning else ""):
         start = prefix + word
@@ -127,7 +127,7 @@ def _unwrapper(
 
 
 def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:
-    """Yield what may stand between PyTorch's names and the model's, least first."""
+    """Yield functions that may map PyTorch's names to the model's, simplest first."""
     yield rename
     for prefix in ("", *_PREFIXES):
 
@@ -139,7 +139,7 @@ def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str],
 
 
 def known_names(model: nn.Module) -> dict[str, Target]:
-    """Return the PyTorch names, in either spelling, that a model answers to."""
+    """Return the PyTorch names, in either spelling, that a model accepts."""
     modules = dict(model.named_modules())
     known: dict[str, Target] = {}
     for name, array in tree_flatten(model.parameters()):
@@ -159,7 +159,7 @@ def known_names(model: nn.Module) -> dict[str, Target]:
 
 
 def _torch_spelling(words: list[str], modules: Mapping[str, nn.Module]) -> str:
-    """Drop the "layers" that MLX's nn.Sequential puts before its numbers."""
+    """Drop the "layers" that MLX's nn.Sequential adds before its indices."""
     return ".".join(
         word
         for i, word in enumerate(words)
@@ -171,7 +171,7 @@ def _torch_spelling(words: list[str], modules: Mapping[str, nn.Module]) -> str:
 def _fused_names(
     path: str, module: nn.Module, modules: Mapping[str, nn.Module]
 ) -> dict[str, Target]:
-    """Return the names in_proj_weight and in_proj_bias of PyTorch's attention."""
+    """Return the in_proj_weight and in_proj_bias names of PyTorch's attention."""
     prefix = f"{path}." if path else ""
     parts = ("query_proj", "key_proj", "value_proj")
     known = {}
@@ -186,7 +186,7 @@ def _fused_names(
     return known
 
 
-# Marks are far apart, so that a sum or product does not look like another mark.
+# Marks are spaced far apart, so that a sum or product is not mistaken for a mark.
 _APART = 1009
 _LAYOUTS_BY_AXES = {
     **{tuple(range(n)): "same" for n in range(6)},
@@ -201,7 +201,7 @@ def probe_sanitize(
 ) -> dict[str, tuple[str, str | None]]:
     """Find the new name and the layout of each tensor that ``sanitize`` keeps.
 
-    The model is left as it was. More than renaming and transposing is an error.
+    The model is not changed. Anything beyond renaming and transposing is an error.
 
     Example:
         >>> class Model(nn.Module):
@@ -242,7 +242,7 @@ def probe_sanitize(
 def known_after_sanitize(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Target]:
-    """Return the names that a model answers to once it has sanitized these weights.
+    """Return the names that a model accepts after it has sanitized these weights.
 
     Gemma 3's ``sanitize`` removes ``lm_head`` where the checkpoint has none.
     """
@@ -252,7 +252,7 @@ def known_after_sanitize(
 
 
 def apply_sanitize(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Let ``sanitize`` change the model itself, as loading with mlx-lm does."""
+    """Let ``sanitize`` modify the model, as when loading with mlx-lm."""
     zeros = {n: mx.broadcast_to(mx.array(0.0), s) for n, s in shapes.items()}
     _sanitize(model, zeros)
 
@@ -260,13 +260,13 @@ def apply_sanitize(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> N
 def _trace_axes(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], renamed: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return where each axis of what comes out was in what went in."""
+    """Return the input axis that each output axis came from."""
     found: dict[str, dict[int, int]] = {name: {} for name in shapes}
     for axis in range(max(map(len, shapes.values()), default=0)):
         with _unchanged(model):
             results = _sanitize(model, {n: _ramp(s, axis) for n, s in shapes.items()})
         for name, shape in shapes.items():
-            # An axis of one index cannot be told apart, and need not be.
+            # Axes of size 1 cannot be told apart, and need not be.
             if axis < len(shape) and shape[axis] > 1:
                 found[name][_varying_axis(results[renamed[name]])] = axis
     out = {}
@@ -310,7 +310,7 @@ def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.ar
         try:
             return dict(model.sanitize(dict(weights)))
         except KeyError as error:
-            # It removes a child that an earlier call has removed.
+            # sanitize removes a child that an earlier call already removed.
             child = error.args[0] if error.args else None
             if not isinstance(child, str) or child in model or child in weights:
                 raise
@@ -319,7 +319,7 @@ def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.ar
                 return dict(model.sanitize(dict(weights)))
             finally:
                 dict.pop(model, child, None)
-    except Exception as error:  # it is the model's own code
+    except Exception as error:  # this is the model's own code
         raise ConvertError(
             f"The sanitize of {type(model).__name__} raised {type(error).__name__}: "
             f"{error}"
@@ -328,7 +328,7 @@ def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.ar
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what a probe does to the model's modules and attributes."""
+    """Undo a probe's changes to the model's modules and attributes."""
     saved = [(m, dict(m), dict(vars(m))) for m in model.modules()]
     try:
         yield

@@ -1,7 +1,7 @@
-"""One optimizer's state dict in a checkpoint: checked, read, and written to.
+"""Check, read and update one optimizer's state dict in a checkpoint.
 
 PyTorch indexes it by numbers or names. torch.distributed may flatten it
-(``state.<name>.<slot>``) or write its numbers as text.
+(``state.<name>.<slot>``) or write the numbers as strings.
 """
 
 import re
@@ -19,12 +19,12 @@ Index = int | str
 _STATE, _GROUPS = "state.", "param_groups."
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _LARGEST_NUMBER, _MOST_STEPS = 1e18, 2**53
-# Numbers below it hash to themselves, so they cannot be chosen to collide.
+# Integers below this hash to themselves, so they cannot be chosen to collide.
 _LARGEST_INDEX = 2**31
 
 
 def is_nested(value: Any) -> bool:
-    """Tell whether a dict is a state dict; an empty ``state`` may be missing."""
+    """Return whether a dict is a state dict; an empty ``state`` may be missing."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("param_groups"), list)
@@ -34,7 +34,7 @@ def is_nested(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """Tell whether ``flatten_optimizer_state_dict=True`` made this dict."""
+    """Return whether ``flatten_optimizer_state_dict=True`` made this dict."""
     return (
         isinstance(value, dict)
         and any(isinstance(key, str) and key.startswith(_GROUPS) for key in value)
@@ -48,20 +48,20 @@ def is_flat(value: Any) -> bool:
 
 
 class OptimizerSection:
-    """A state dict of ``torch.optim``, in whichever layout.
+    """A ``torch.optim`` state dict in any layout.
 
     Args:
-        held (dict): The dict in the checkpoint; never changed here.
+        held (dict): The dict in the checkpoint; never modified here.
 
     Attributes:
         groups (list): The parameter groups, each with its ``params``.
-        states (dict): Index -> slots, as ``exp_avg``.
+        states (dict): Index -> slots, such as ``exp_avg``.
     """
 
     def __init__(self, held: dict[Any, Any]) -> None:
         self._held = held
         self._is_flat = is_flat(held)
-        self._keys: dict[Index, Any] = {}  # index -> its key, where they differ
+        self._keys: dict[Index, Any] = {}  # index -> key, where they differ
         if self._is_flat:
             self.groups, self.states = _unflatten(held)
         else:
@@ -71,18 +71,18 @@ class OptimizerSection:
         _check(self.groups, self.states)
 
     def slots(self, index: Index) -> dict[str, Any]:
-        """Return the state of a parameter; empty if it has none yet."""
+        """Return a parameter's state, empty if it has none yet."""
         return self.states.get(index) or {}
 
     def shape(self, index: Index) -> tuple[int, ...] | None:
-        """Return the shape of a parameter by its moments, if it has any."""
+        """Return a parameter's shape, taken from its moments, if it has any."""
         for slot, value in self.slots(index).items():
             if slot != "step" and is_tensor(value):
                 return tuple(value.shape)
         return None
 
     def write_state(self, index: Index, slots: Mapping[str, Any]) -> list[Write]:
-        """Return the writes that give a parameter these slots; others stay."""
+        """Return the writes that set these slots of a parameter; others are kept."""
         if not slots:
             return []
         if self._is_flat:
@@ -97,14 +97,14 @@ class OptimizerSection:
         return [Write(states, self._keys.get(index, index), dict(slots))]
 
     def write_setting(self, group: int, key: str, value: Any) -> list[Write]:
-        """Return the writes that set a group's setting."""
+        """Return the writes that change a setting of a group."""
         if not self._is_flat:
             return [Write(self.groups[group], key, value)]
         names = self.groups[group]["params"]
         return [Write(self._held, f"{_GROUPS}{name}.{key}", value) for name in names]
 
     def drop_tensors(self, index: Index, slots: Iterable[str]) -> None:
-        """Put the shapes of moments in their place."""
+        """Replace moments by their shapes."""
         held = self.slots(index)
         shapes = {
             slot: TensorShape.of(held[slot])
@@ -115,7 +115,7 @@ class OptimizerSection:
             write.container[write.key] = write.value
 
     def _read_numbers(self) -> None:
-        """Index by numbers what torch.distributed.checkpoint keyed by their text."""
+        """Convert the string keys of torch.distributed.checkpoint back to numbers."""
         known = {index for group in self.groups for index in group["params"]}
         if all(
             type(key) is str and _NUMBER.fullmatch(key) and int(key) in known
@@ -128,7 +128,7 @@ class OptimizerSection:
 def _unflatten(
     held: Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
-    """Return groups and states; parameters with the same settings are one group."""
+    """Return groups and states; parameters with equal settings form one group."""
     states: dict[Any, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, item in held.items():
@@ -144,14 +144,14 @@ def _unflatten(
 
 
 def _brief(value: Any) -> Any:
-    """Return what tells one setting from another, in a few words."""
+    """Return a short description that distinguishes settings."""
     if isinstance(value, (list, tuple)) and len(value) <= 8:
         return [number(item) if is_number(item) else id(item) for item in value]
     return number(value) if value is None or is_number(value) else id(value)
 
 
 def _check(groups: list[dict[Any, Any]], states: Mapping[Any, Any]) -> None:
-    """Raise on groups and states that PyTorch would not have written."""
+    """Raise if PyTorch could not have written these groups and states."""
     indices: list[Any] = []
     for group in groups:
         need(_is_texts(list(group)), "a group's keys", "texts", group)
@@ -186,16 +186,16 @@ def _is_texts(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a real number, however PyTorch writes one."""
+    """Return whether a value is a real number in any form that PyTorch writes."""
     if isinstance(value, mx.array):
         return value.size == 1 and value.dtype != mx.complex64
-    # An int may be of any size, and a float is at most 1.8e308.
+    # An int can have any size, but a float is at most 1.8e308.
     plain = number(value)
     return type(plain) in (bool, int, float) and not abs(plain) > _LARGEST_NUMBER
 
 
 def need(is_right: bool, where: str, what: str, value: Any) -> None:
-    """Raise unless a value of an optimizer's state is what it must be."""
+    """Raise unless a condition on an optimizer's state holds."""
     if not is_right:
         is_large = isinstance(value, (dict, list, tuple))
         shown = f"a {type(value).__name__}" if is_large else shorten(value, 60)

@@ -1,4 +1,4 @@
-"""Optimizer states: PyTorch's parameter groups <-> MLX's flat tree.
+"""Convert optimizer state: PyTorch's parameter groups <-> MLX's flat tree.
 
 MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 ``<parameter>.<slot>``, each under ``states.<i>.`` for a ``MultiOptimizer``.
@@ -28,20 +28,20 @@ from .optimizer_table import (
 from .options import Options
 from .tree import ConvertError, Write, as_leaf, list_some, number
 
-# A learning rate as mlx.optimizers take it: a number, or a function of the step.
+# A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
 
 
 @dataclass
 class TorchGroup:
-    """One of an optimizer's parameter groups, and its parameters that MLX has.
+    """A parameter group of an optimizer, with the parameters that MLX has.
 
     Attributes:
         section (OptimizerSection): The optimizer's state dict.
-        number (int): Which of its groups it is.
+        number (int): Index of the group in the optimizer.
         kind (str): A key of :data:`OPTIMIZERS`.
-        names (dict): Index in the optimizer's state -> PyTorch's parameter name.
-        step (int): The step count when it was converted.
+        names (dict): Index in the optimizer's state -> PyTorch parameter name.
+        step (int): The step count at conversion.
     """
 
     section: OptimizerSection
@@ -52,16 +52,16 @@ class TorchGroup:
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The optimizer's row of the table."""
+        """The optimizer's row in the table."""
         return OPTIMIZERS[self.kind]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """PyTorch's group itself."""
+        """The PyTorch group."""
         return self.section.groups[self.number]
 
     def lacks_state(self, index: Index) -> bool:
-        """Tell whether PyTorch has not begun the state of a parameter."""
+        """Return whether PyTorch has no state for a parameter yet."""
         slots = self.section.slots(index)
         return any(slots.get(slot) is None for slot in self.spec.slots)
 
@@ -79,14 +79,14 @@ class TorchGroup:
 
 @dataclass
 class OptimizerPlan:
-    """PyTorch's groups, as one MLX optimizer or as the parts of a MultiOptimizer."""
+    """PyTorch's groups as one MLX optimizer, or as the parts of a MultiOptimizer."""
 
     sections: list[OptimizerSection]
     groups: list[TorchGroup]
     is_single: bool
 
     def prefixes(self) -> list[str]:
-        """Return how the MLX state of each group begins."""
+        """Return the key prefix of each group's MLX state."""
         return [
             "" if self.is_single else f"states.{i}." for i in range(len(self.groups))
         ]
@@ -98,9 +98,9 @@ def plan_optimizer(
     entries: Mapping[str, Entry],
     options: Options,
 ) -> tuple[OptimizerPlan, list[str]]:
-    """Plan the conversion of a model's optimizers, and check that MLX can compute it.
+    """Plan the conversion of a model's optimizers and check that MLX supports them.
 
-    ``names`` hold, for each optimizer, the parameter's PyTorch name by its index.
+    ``names`` maps, for each optimizer, parameter indices to PyTorch names.
     """
     if options.step is not None and options.step < 0:
         raise ConvertError(f"--step {options.step}: a count cannot be negative.")
@@ -118,7 +118,7 @@ def plan_optimizer(
             found += torch_differences(kind, settings, is_complete)
             groups.append(group)
     _set_steps(groups, options.step or 0)
-    # Groups that compute the same, and are scheduled the same, are one optimizer.
+    # Groups with the same update rule and schedule become one optimizer.
     signatures = {
         repr((g.kind, constructor_args(g.kind, g.settings)))
         + repr([number(g.settings.get(key)) for key in sorted(SCHEDULED)])
@@ -138,7 +138,7 @@ def kind_of(section: OptimizerSection, options: Options) -> str:
 
 
 def _set_steps(groups: Sequence[TorchGroup], default: int) -> None:
-    """Read the step count of each group; MLX keeps one for all its parameters."""
+    """Read the step count of each group; MLX has one per group, not per parameter."""
     known: list[int | None] = []
     for group in groups:
         counts: dict[int, str] = {}
@@ -187,7 +187,7 @@ def _plan_notes(
         said = " and ".join(sorted(kinds))
         notes.append(f"{said} keeps no step count: MLX's starts at 0 (--step).")
     if any("max_momentum" in group.settings for group in plan.groups):
-        notes.append(  # OneCycleLR's and CyclicLR's
+        notes.append(  # from OneCycleLR and CyclicLR
             "PyTorch's schedule moves the momentum (or betas[0]) as well: in MLX it "
             "stays as it is now, unless you set it before each step."
         )
@@ -197,7 +197,7 @@ def _plan_notes(
 def to_mlx(
     plan: OptimizerPlan, entries: Mapping[str, Entry], tensors: Mapping[str, mx.array]
 ) -> dict[str, mx.array]:
-    """Return the flat MLX state; parameters without one get zeros."""
+    """Return the flat MLX state, with zeros for parameters without state."""
     flat: dict[str, mx.array] = {}
     for group, prefix in zip(plan.groups, plan.prefixes(), strict=True):
         rate = number(group.settings["lr"])
@@ -228,9 +228,9 @@ def to_torch(
     settings: Sequence[Mapping[str, Any]],
     accept: Iterable[str] = (),
 ) -> tuple[list[Write], list[str]]:
-    """Return the writes that bring PyTorch's state dicts to where MLX is, and notes.
+    """Return the writes that update PyTorch's state dicts from MLX, and notes.
 
-    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, ``settings`` are those of
+    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict; ``settings`` holds those of
     each MLX optimizer (:func:`mlx_settings`).
     """
     wanted = 1 if plan.is_single else len(plan.groups)
@@ -289,7 +289,7 @@ def _torch_slots(
     prefix: str,
     step: int,
 ) -> dict[str, Any]:
-    """Return the slots to write; none where PyTorch's are right as they are."""
+    """Return the slots to write, or none if PyTorch's are already correct."""
     old, slots = group.section.slots(index), group.spec.slots
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
     if not any(key in flat for key in keys):  # frozen in MLX
@@ -307,7 +307,7 @@ def _torch_slots(
     }
     if group.lacks_state(index):
         # PyTorch starts a missing momentum buffer with the undampened gradient, MLX
-        # with the dampened one: written as zeros, they agree.
+        # with the dampened one. They agree if the buffer is written as zeros.
         is_dampened = number(group.settings.get("dampening", 0))
         has_moved = group.spec.has_step and step != group.step
         is_zero = not any(mx.any(x).item() for x in new.values())
@@ -317,7 +317,7 @@ def _torch_slots(
 
 
 def _torch_step(section: OptimizerSection, index: Index, step: int) -> Any:
-    """Return a step count as PyTorch wrote them: a number, or an array of one."""
+    """Return a step count as PyTorch wrote it: a number or a one-element array."""
     known = [section.slots(index), *section.states.values()]
     steps = (slots.get("step") for slots in known)
     like = next((each for each in steps if each is not None), mx.array(0.0))
@@ -329,21 +329,21 @@ def _torch_step(section: OptimizerSection, index: Index, step: int) -> Any:
 def _changed_settings(
     group: TorchGroup, used: Mapping[str, Any], rate: float
 ) -> dict[str, Any]:
-    """Return the settings that are no longer PyTorch's, in PyTorch's types."""
+    """Return the settings that have changed since PyTorch, in PyTorch's types."""
     settings, changed = group.settings, {}
     expected = constructor_args(group.kind, settings)
     for theirs, ours in group.spec.settings.items():
         if theirs != "lr" and ours in used and used[ours] != expected[ours]:
             is_tuple = isinstance(settings[theirs], tuple)
             changed[theirs] = tuple(used[ours]) if is_tuple else used[ours]
-    # Not every bit: a schedule may have run on another device, or compiled. MLX's rate
-    # is a float32 one.
+    # Compare with a tolerance: a schedule may have run on another device or compiled,
+    # and MLX's learning rate is float32.
     if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
         changed["lr"] = rate
     for key, value in changed.items():
         if _is_array(settings[key]):
             changed[key] = mx.array(value, settings[key].dtype)
-    for key, (off, _) in group.spec.refused.items():  # what was accepted stays off
+    for key, (off, _) in group.spec.refused.items():  # accepted settings stay off
         value = plain_setting(settings.get(key))
         if key not in group.spec.settings and value not in (*off, None):
             is_plain = isinstance(value, (bool, int, float))
@@ -356,7 +356,7 @@ def _is_array(value: Any) -> bool:
 
 
 def constructor_args(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return MLX constructor arguments that compute what a PyTorch group computes."""
+    """Return MLX constructor arguments equivalent to a PyTorch group's settings."""
     spec = OPTIMIZERS[kind]
     out = {ours: plain_setting(group[theirs]) for theirs, ours in spec.settings.items()}
     out = {key: [*x] if isinstance(x, tuple) else x for key, x in out.items()}
@@ -368,9 +368,9 @@ def build(
     entries: Mapping[str, Entry],
     learning_rate: Rate | Sequence[Rate] | None = None,
 ) -> optim.Optimizer:
-    """Build the MLX optimizer that continues where PyTorch's groups stopped.
+    """Build the MLX optimizer that resumes from PyTorch's groups.
 
-    Where the groups differ, it is a ``MultiOptimizer``.
+    If the groups differ, it is a ``MultiOptimizer``.
     """
     groups = plan.groups[:1] if plan.is_single else plan.groups
     rates = _rates([group.settings for group in groups], learning_rate)
@@ -399,7 +399,7 @@ def _rates(groups: Sequence[Mapping[str, Any]], given: Any) -> list[Rate]:
                 "equal settings are one part."
             )
         return [*given]
-    # In a warmup's first step all rates are 0, and only these tell the groups apart.
+    # In the first step of a warmup all rates are 0, and only these distinguish groups.
     first = [number(group.get("initial_lr") or group["lr"]) for group in groups]
     for rates in (own, first):
         if len(set(rates)) > 1:
@@ -411,7 +411,7 @@ def _rates(groups: Sequence[Mapping[str, Any]], given: Any) -> list[Rate]:
 
 
 def mlx_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Return class, settings and next rate of each single optimizer."""
+    """Return the class, settings and next learning rate of each single optimizer."""
     if isinstance(optimizer, optim.MultiOptimizer):
         return [row for part in optimizer.optimizers for row in mlx_settings(part)]
     schedule = getattr(optimizer, "_schedulers", {}).get("learning_rate")
@@ -422,6 +422,6 @@ def mlx_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
     }
     row |= {"class": type(optimizer).__name__, "has_schedule": schedule is not None}
     if schedule is not None and "step" in optimizer.state:
-        # The state holds the rate of the last step, PyTorch's groups that of the next.
+        # MLX's state holds the last step's rate, PyTorch's groups the next step's.
         row["next_rate"] = number(mx.array(schedule(optimizer.step)))
     return [row]

@@ -1,9 +1,9 @@
-"""PyTorch's optimizers and MLX's, as one table: names, settings, differences.
+"""Table of PyTorch's and MLX's optimizers: names, settings and differences.
 
-Each entry was checked against both sources (torch 2.13, mlx 0.32.4) and is run
-against both in the tests. Where MLX computes something else than PyTorch, either MLX
-does the same when built in a certain way (``forced``), or the setting is refused
-(``refused``) until the user accepts it by name.
+Each entry was checked against both sources (torch 2.13, mlx 0.32.4), and the tests run
+it against both. Where MLX's update differs from PyTorch's, either constructor arguments
+make it match (``forced``), or the setting is refused (``refused``) until the user
+accepts it by name.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,19 +19,19 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer.
+    """One optimizer on both sides.
 
     Attributes:
         mlx (type): MLX's class.
         slots (dict): PyTorch's state name -> MLX's.
         settings (dict): PyTorch's group key -> MLX's constructor argument.
-        required (frozenset): Group keys that it always has.
+        required (frozenset): Group keys that are always present.
         refused (dict): Group key -> (values that turn it off, what differs).
-        forbidden (frozenset): Group keys that it never has.
-        forced (dict): Constructor arguments with which MLX computes the same.
+        forbidden (frozenset): Group keys that are never present.
+        forced (dict): Constructor arguments that make MLX match PyTorch.
         has_step (bool): Whether PyTorch keeps a step count.
-        note (str): A sentence for the user in any case.
-        ignored (frozenset): Further group keys that change nothing in MLX.
+        note (str): A sentence that is always shown to the user.
+        ignored (frozenset): Other group keys that have no effect in MLX.
     """
 
     mlx: type[optim.Optimizer]
@@ -46,11 +46,11 @@ class OptimizerSpec:
     ignored: frozenset[str] = frozenset()
 
 
-# Written into the groups by the schedules of torch.optim.lr_scheduler.
+# Group keys written by the schedules in torch.optim.lr_scheduler.
 SCHEDULED = frozenset(
     {*("initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum")}
 )
-# What torch.optim's groups of 1.6 to 2.13 hold besides the settings of the rule.
+# Other group keys in torch.optim 1.6 to 2.13 that do not change the update rule.
 _COMMON = SCHEDULED | {
     *("params", "param_names", "name"),
     *("foreach", "capturable", "differentiable", "fused"),
@@ -139,7 +139,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         required=frozenset({"rho", "eps"}),
         refused=_l2("AdaDelta"),
     ),
-    # The layout that google/automl, lion-pytorch and timm share: one exp_avg.
+    # google/automl, lion-pytorch and timm share this layout: a single exp_avg.
     "Lion": OptimizerSpec(
         optim.Lion,
         slots={"exp_avg": "m"},
@@ -185,7 +185,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         ignored=frozenset({"eps"}),
     ),
 }
-# What --accept takes besides the keys of the groups.
+# Values that --accept takes in addition to group keys.
 ACCEPTABLE = tuple(
     sorted(
         {key for spec in OPTIMIZERS.values() for key in spec.refused}
@@ -195,7 +195,7 @@ ACCEPTABLE = tuple(
 
 
 class Difference(NamedTuple):
-    """Something that the other side computes differently; ``key`` accepts it."""
+    """A difference between PyTorch and MLX; the user accepts it by ``key``."""
 
     key: str
     text: str
@@ -206,8 +206,8 @@ def recognise(
 ) -> str:
     """Return the key of :data:`OPTIMIZERS` that a state dict belongs to.
 
-    A state dict does not hold its class: the keys of its groups and of its state tell
-    it. A ``name`` that the user gives is checked.
+    A state dict does not name its class, so it is inferred from the keys of its groups
+    and state. A ``name`` given by the user is checked.
     """
     if not groups:
         raise ConvertError("The optimizer state has no parameter groups.")
@@ -235,8 +235,8 @@ def recognise(
 
 def _fits(spec: OptimizerSpec, groups: Sequence[Group], held: set[str]) -> bool:
     extra = held - set(spec.slots) - {"step"}
-    # amsgrad, centered and RMSprop's momentum add slots of their own; they are
-    # refused later, by name.
+    # amsgrad, centered and RMSprop's momentum add their own slots. They are refused
+    # later, by name.
     extra -= {"max_exp_avg_sq", "grad_avg"} | (
         {"momentum_buffer"} if "square_avg" in spec.slots else set()
     )
@@ -253,7 +253,7 @@ def _adam_or_adamw(groups: Sequence[Group]) -> str:
     if all(flag is True for flag in flags) or all(flag is False for flag in flags):
         return "AdamW" if flags[0] else "Adam"
     if all(not number(group.get("weight_decay", 0)) for group in groups):
-        return "Adam"  # without weight decay they are the same
+        return "Adam"  # identical without weight decay
     raise ConvertError(
         "The optimizer state could be that of Adam or AdamW: it was written by a "
         "PyTorch that does not say which, and has weight decay. Name it with "
@@ -264,9 +264,9 @@ def _adam_or_adamw(groups: Sequence[Group]) -> str:
 def torch_differences(
     name: str, group: Group, is_complete: bool = True
 ) -> list[Difference]:
-    """Return what MLX would compute differently from a PyTorch group.
+    """Return the differences between MLX's update and a PyTorch group's.
 
-    The group is complete if every parameter has its state already.
+    The group is complete if every parameter already has state.
     """
     spec = OPTIMIZERS[name]
     found = [
@@ -298,14 +298,14 @@ def torch_differences(
 
 
 def plain_setting(value: Any) -> Any:
-    """Return a setting with Python numbers, a list as a tuple."""
+    """Return a setting with Python numbers, and lists as tuples."""
     if isinstance(value, (list, tuple)):
         return tuple(map(number, value))
     return number(value)
 
 
 def mlx_differences(name: str, settings: Mapping[str, Any]) -> list[Difference]:
-    """Return what PyTorch would compute differently from an MLX optimizer."""
+    """Return the differences between PyTorch's update and an MLX optimizer's."""
     spec = OPTIMIZERS[name]
     mine = spec.mlx.__name__
     if settings["class"] != mine:
@@ -337,7 +337,7 @@ def mlx_differences(name: str, settings: Mapping[str, Any]) -> list[Difference]:
 
 
 def check_differences(found: Iterable[Difference], accept: Iterable[str]) -> list[str]:
-    """Raise on differences that were not accepted; return sentences on the others."""
+    """Raise on differences that were not accepted; return notes on the others."""
     accepted = set(accept)
     found = list(dict.fromkeys(found))
     bad = [each for each in found if each.key not in accepted]

@@ -12,7 +12,7 @@ from .tree import ConvertError, list_some
 
 Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
 
-# Layout -> the option with its patterns, and the least number of dimensions.
+# Layout -> the option with its patterns, and the minimum number of dimensions.
 _LAYOUT_OPTIONS = {
     "conv": ("conv", 3),
     "conv_transpose": ("conv_transpose", 3),
@@ -24,7 +24,7 @@ _LAYOUT_OPTIONS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the checkpoint does not tell. All of it may be left out.
+    """Settings that cannot be inferred from a checkpoint. All are optional.
 
     Patterns are shell patterns (``features.*.weight``, ``*``) on PyTorch names.
 
@@ -33,18 +33,18 @@ class Options:
             function, or (regular expression, replacement) pairs tried in turn.
         conv (tuple): Convolution weights.
         conv_transpose (tuple): Weights of transposed convolutions.
-        split_qkv (tuple): Fused attention weights to split in query, key and value.
-        transpose (tuple): Weights of two dimensions, (in, out) in PyTorch.
-        keep_layout (tuple): Tensors of 3 and more dimensions whose layout stays.
+        split_qkv (tuple): Fused attention weights to split into query, key and value.
+        transpose (tuple): Two-dimensional weights that are (in, out) in PyTorch.
+        keep_layout (tuple): Tensors with 3 or more dimensions to leave unchanged.
         drop (tuple): Tensors that the MLX model does not have.
-        keys (dict): ``"model"``, ``"optimizer"``, ``"scaler"`` -> where it is in the
-            checkpoint, as ``"optimizer_states/0"``; ``""`` leaves it out.
-        names (tuple): The optimizer's parameters in order, by their PyTorch names.
-        optimizer (str): The optimizer's class; by default recognised by its keys.
-        accept (tuple): Differences between PyTorch and MLX to convert in spite of.
-        step (int): The step count, where the optimizer keeps none (SGD, Lion).
+        keys (dict): ``"model"``, ``"optimizer"``, ``"scaler"`` -> its path in the
+            checkpoint, such as ``"optimizer_states/0"``; ``""`` leaves it out.
+        names (tuple): The PyTorch names of the optimizer's parameters, in order.
+        optimizer (str): The optimizer's class; by default inferred from its keys.
+        accept (tuple): Differences between PyTorch and MLX to accept.
+        step (int): The step count, for optimizers that keep none (SGD, Lion).
         scaler_format (str): A key of :data:`mlx_gradscale.formats.FORMATS`.
-        float64 (Dtype): What double precision becomes; by default it is an error.
+        float64 (Dtype): The dtype to convert float64 to; by default it is an error.
         limits (Limits): For reading the file.
 
     Example:
@@ -69,7 +69,7 @@ class Options:
     limits: Limits | None = None
 
     def renamed(self, name: str) -> str:
-        """Return the MLX name that the user gives a PyTorch name."""
+        """Return the user's MLX name for a PyTorch name."""
         if self.rename is None:
             return name
         if isinstance(self.rename, Mapping):
@@ -81,7 +81,7 @@ class Options:
         return name
 
     def layout(self, name: str, ndim: int) -> str | None:
-        """Return the layout by the user's patterns, or None."""
+        """Return the layout given by the user's patterns, or None."""
         fits = [
             layout
             for layout, (option, least) in _LAYOUT_OPTIONS.items()
@@ -107,5 +107,5 @@ class Options:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Tell whether a name fits one of some shell patterns."""
+    """Return whether a name matches any of the shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Which parameter each index of PyTorch's optimizer states means."""
+"""Find the parameter behind each index in PyTorch's optimizer state."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from .optimizer_section import Index, OptimizerSection
 from .options import Options
 from .tree import ConvertError, list_some
 
-# An optimizer's number and its index there.
+# An optimizer's number, and a parameter's index in that optimizer.
 Key = tuple[int, Index]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-# Steps in the search for an assignment, about a second. Real models take thousands;
-# where more is needed, so many assignments fit that none can be trusted.
+# Limit on search steps for an assignment, about a second. Real models take thousands.
+# If more are needed, so many assignments match that none can be trusted.
 _MOST_WORK = 1_000_000
 
 
@@ -31,10 +31,10 @@ def parameter_names(
     model: nn.Module | None = None,
     is_ordered: bool = True,
 ) -> tuple[list[dict[Index, str]], list[str]]:
-    """Find the PyTorch name behind each index of one or several optimizers.
+    """Find the PyTorch name behind each index of one or more optimizers.
 
-    Where the tensors are not in PyTorch's order, that of the MLX model is tried. The
-    second result are notes where shapes could not check the order.
+    If the tensors are not in PyTorch's order, the order of the MLX model is tried. The
+    second result is notes on cases where shapes could not confirm the order.
     """
     order = _Order(sections, tensors, plan)
     found, notes = _find(order, options, model, is_ordered)
@@ -45,7 +45,7 @@ def parameter_names(
 
 
 class _Order:
-    """The indices, and the names they may have."""
+    """The indices and their candidate names."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class _Order:
         self.shapes = {(i, index): sections[i].shape(index) for i, index in self.keys}
 
     def candidates(self, names: Iterable[str] | None = None) -> list[str]:
-        """Return what may be a parameter; a tied tensor stands at its first name."""
+        """Return the possible parameters; a tied tensor is listed by its first name."""
         names = self.tensors if names is None else names
         parameters = [n for n in names if n.rpartition(".")[2] not in _BUFFERS]
         return list(dict.fromkeys(self.plan.tied.get(n, n) for n in parameters))
@@ -78,13 +78,13 @@ def _find(
     order: _Order, options: Options, model: nn.Module | None, is_ordered: bool
 ) -> tuple[dict[Key, str], list[str]]:
     if order.keys and all(isinstance(index, str) for _, index in order.keys):
-        # FullyShardedDataParallel's and torch.distributed's: the indices are names.
+        # FullyShardedDataParallel and torch.distributed use names as indices.
         given = [str(index) for _, index in order.keys]
         return _match_names(order, given, options.renamed), []
     if options.names is not None:
         found = _match_names(order, options.names, options.renamed)
         if len(order.groups) > 1 and not _fits(order, found):
-            # As Transformers' Trainer parts them: those that decay, and the others.
+            # Transformers' Trainer groups them by weight decay: with, then without.
             found = _deal(order, list(found.values()))
         return found, []
     if [len(n) for n in order.saved] == [len(group) for group in order.groups]:
@@ -98,7 +98,7 @@ def _find(
         return by_shape, []
     try:
         found = _deal(order, order.candidates(_mlx_order(order, model)))
-    except ConvertError:  # there is no model, or its layers are in another order
+    except ConvertError:  # no model, or its layers are in another order
         raise ConvertError(
             "The model was read from a safetensors file, which does not keep the order "
             f"of its tensors, and their shapes do not tell them apart. {_advice()}"
@@ -125,7 +125,7 @@ def _advice(some_are_left: bool = False) -> str:
 def _match_names(
     order: _Order, given: Sequence[str], rename: Callable[[str], str]
 ) -> dict[Key, str]:
-    """Match names that are given one by one; wrappers' words do not matter."""
+    """Match explicitly given names, ignoring wrapper prefixes."""
     if len(given) != len(order.keys):
         raise ConvertError(
             f"{len(given)} names for the optimizer's {len(order.keys)} parameters. "
@@ -162,7 +162,7 @@ def _fits(order: _Order, found: Mapping[Key, str]) -> bool:
 
 
 def _match_shapes(order: _Order) -> dict[Key, str] | None:
-    """Match names by shape alone, where each shape comes once."""
+    """Match names by shape alone, if every shape is unique."""
     names = order.candidates()
     by_shape: dict[Any, str] = {order.tensors[name].shape: name for name in names}
     shapes = [*order.shapes.values()]
@@ -173,13 +173,13 @@ def _match_shapes(order: _Order) -> dict[Key, str] | None:
 
 
 def _mlx_order(order: _Order, model: nn.Module | None) -> list[str]:
-    """Return PyTorch's names in the order in which PyTorch would give the model's.
+    """Return PyTorch's names in the order PyTorch would list the model's parameters.
 
-    A module's own parameters come first, its weight before its bias, and then those
-    of its modules, in the order in which they were assigned.
+    A module's own parameters come first, weight before bias, followed by those of its
+    submodules in the order in which they were assigned.
     """
-    # mlx-lm's models have layers in other orders than Transformers' (Llama's gate, down
-    # and up, GPT-2's norms).
+    # mlx-lm orders some layers differently from Transformers (Llama's gate, down and
+    # up, GPT-2's norms).
     if model is None or hasattr(model, "sanitize"):
         raise ConvertError("No known order.")
     place = {name: i for i, (name, _) in enumerate(tree_flatten(model.parameters()))}
@@ -204,10 +204,10 @@ def _own_first(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _deal(order: _Order, names: list[str]) -> dict[Key, str]:
-    """Deal the names out to the groups, each group in the names' order.
+    """Assign the names to the groups, keeping the order of names within each group.
 
-    A placing is how many of each group are dealt. It maps to the number of ways to get
-    there (2 stands for many) and one of them, as linked (key, name) pairs.
+    A placing is the number of assigned parameters in each group. It maps to the number
+    of ways to reach it (2 means many) and one of them, as linked (key, name) pairs.
     """
     groups = order.groups
     may_skip = len(names) > len(order.keys)
@@ -265,9 +265,9 @@ def _misfit(order: _Order, names: list[str], ways: int, may_skip: bool) -> str:
 
 
 def _exchange_notes(order: _Order, names: list[str]) -> list[str]:
-    """Return a note if top-level modules of the same shapes may have changed places."""
+    """Return a note if top-level modules with equal shapes may have been swapped."""
     if len(order.groups) == 1 and not any(order.shapes.values()):
-        return []  # nothing to exchange
+        return []  # nothing to swap
     children: dict[str, list[Any]] = {}
     for name in names:
         head, dot, _ = name.partition(".")

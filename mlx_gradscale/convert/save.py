@@ -1,4 +1,4 @@
-"""The way back: put the values of an MLX run into a template, and write it."""
+"""``save_torch``: fill a template with the values of an MLX run and write it."""
 
 import os
 import re
@@ -38,7 +38,7 @@ from .tree import (
     walk,
 )
 
-# What a training script was started with goes by these names.
+# Common names for the arguments of a training script.
 _SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
 _STATE_FILES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
 
@@ -54,26 +54,28 @@ def save_torch(
     step: int | None = None,
     overwrite: bool = True,
 ) -> list[str]:
-    """Write an MLX run as a PyTorch checkpoint, in the shape of another one.
+    """Write an MLX run as a PyTorch checkpoint with the structure of a template.
 
     Args:
         path (str): The file, or the folder if the template is one.
-        model (nn.Module): Its weights; of half-precision ones the master weights.
-        optimizer (Optimizer, optional): Of a ``LossScaleOptimizer`` the inner one's
-            state and the scaler's are written. Without it, the optimizer is left out.
-        scaler (GradScaler, optional): Without it, the template's stays.
-        like (Template or str): The template of :func:`load_torch`, or a PyTorch
-            checkpoint of the same model, or a ``template.pt``. What MLX has no place
-            for is written as it is there: set ``template["epoch"]`` and the like
-            before.
-        options (Options, optional): For ``like`` as a path; otherwise only ``accept``.
-        step (int, optional): The ``global_step`` of a Trainer's folder. By default it
-            moves with the optimizer's count.
-        overwrite (bool): Replace what is there.
+        model (nn.Module): The model. Master weights are written in place of
+            half-precision ones.
+        optimizer (Optimizer, optional): For a ``LossScaleOptimizer``, the states of the
+            inner optimizer and the scaler are written. If omitted, no optimizer is.
+        scaler (GradScaler, optional): If omitted, the template's scaler is kept.
+        like (Template or str): The template from :func:`load_torch`, a PyTorch
+            checkpoint of the same model, or a ``template.pt``. Entries without an MLX
+            counterpart are copied from it, so set ``template["epoch"]`` and the like
+            first.
+        options (Options, optional): Used if ``like`` is a path; otherwise only
+            ``accept`` applies.
+        step (int, optional): The ``global_step`` of a Trainer folder. By default it
+            advances with the optimizer's step count.
+        overwrite (bool): Replace an existing file or folder.
 
     Returns:
-        list: Sentences for the user. Entries that have become stale are also warned
-        of, once for each template.
+        list: Sentences for the user. Stale entries also raise a warning, once per
+        template.
 
     Example:
         >>> import tempfile
@@ -103,7 +105,7 @@ def save_torch(
 def read_template(
     like: Template | str | os.PathLike[str], model: nn.Module | None, options: Options
 ) -> Template:
-    """Return a template, from a PyTorch checkpoint or a ``template.pt`` if need be."""
+    """Return a template, reading a PyTorch checkpoint or ``template.pt`` if needed."""
     if isinstance(like, Template):
         return like
     read = read_torch(like, options)
@@ -121,7 +123,7 @@ def write_template(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Write a template with a run's values; return notes, and stale entries."""
+    """Write a template with a run's values; return notes and stale entries."""
     writes, notes, stale = _fill(template, run, options.accept, step)
     if not dry_run:
         with filled(writes):
@@ -137,7 +139,7 @@ def gather(
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
 ) -> "MlxRun":
-    """Return the values of a live run."""
+    """Collect the values of a live run."""
     run = MlxRun(dict(tree_flatten(model.parameters())))
     if isinstance(optimizer, LossScaleOptimizer):
         masters = optimizer.masters(model.trainable_parameters())
@@ -146,7 +148,7 @@ def gather(
         optimizer = optimizer.optimizer
     if optimizer is not None:
         run.optimizer = {
-            # A schedule of Python numbers leaves one in the state.
+            # A schedule that returns Python numbers leaves one in the state.
             name: x if isinstance(x, mx.array) else mx.array(x)
             for name, x in tree_flatten(optimizer.state)
             if isinstance(x, (mx.array, int, float))
@@ -164,7 +166,7 @@ class MlxRun:
     Attributes:
         weights (dict): In full precision.
         optimizer (dict, optional): ``tree_flatten(optimizer.state)`` as a dict.
-        settings (list): Of each single optimizer
+        settings (list): Settings of each single optimizer
             (:func:`~mlx_gradscale.convert.optimizer_state.mlx_settings`).
         scaler (dict, optional): ``GradScaler.state_dict()``.
     """
@@ -178,9 +180,9 @@ class MlxRun:
 def _fill(
     template: Template, run: MlxRun, accept: Iterable[str], step: int | None
 ) -> tuple[list[Write], list[str], list[str]]:
-    """Return the writes that bring a checkpoint to where a run is.
+    """Return the writes that update a checkpoint with a run's values.
 
-    The second result are notes, the third those on stale entries.
+    The second result is notes, the third is notes on stale entries.
     """
     writes = _model_writes(template, run.weights) if template.model is not None else []
     more, notes = _optimizer_writes(template, run, accept)
@@ -241,7 +243,7 @@ def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[W
     missing = [name for name in placed if name not in weights]
     spare = sorted(weights.keys() - set(placed))
     if is_adapter([name for name in held if isinstance(name, str)]):
-        spare = []  # the base model is elsewhere
+        spare = []  # the base model is stored elsewhere
     if missing or spare:
         said = f"lack {list_some(missing)}" if missing else f"have {list_some(spare)}"
         raise ConvertError(
@@ -259,7 +261,7 @@ def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[W
                 "same model as the template."
             )
         if isinstance(leaf, mx.array) and _is_rounding(tensor, leaf):
-            made[name] = leaf  # unchanged since, and perhaps in full precision here
+            made[name] = leaf  # unchanged since, and perhaps full precision here
         else:
             made[name] = as_leaf(tensor, leaf)
     made |= {alias: made[name] for alias, name in template.plan.tied.items()}
@@ -321,11 +323,11 @@ def _scaler_writes(
 def _move_trainer(
     checkpoint: Any, old: list[int], new: list[int], step: int | None
 ) -> tuple[list[Write], list[str]]:
-    """Move a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
+    """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
-    ``Trainer(resume_from_checkpoint=)`` skips as much of its data as these say. Where
-    it had counted as many steps as the optimizer, it has now, too. Otherwise, as after
-    skipped steps or where the user set it, it stays.
+    ``Trainer(resume_from_checkpoint=)`` uses them to decide how much data to skip. If
+    its step count equaled the optimizer's, it does so again. Otherwise, as after
+    skipped steps or if the user set it, it is left unchanged.
     """
     state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict) or type(state.get("global_step")) is not int:
@@ -362,7 +364,7 @@ def _stale_notes(
 ) -> list[str]:
     """Return a note on entries that the MLX steps have made stale.
 
-    Entries that the user has set since, or that were moved, are not among them.
+    Entries that the user has set since, or that were advanced, are excluded.
     """
     pairs = list(zip(old, new * len(old) if len(new) == 1 else new, strict=False))
     if all(a == b for a, b in pairs):
@@ -376,7 +378,7 @@ def _stale_notes(
         and id(x) not in touched
         and _may_count(path, x)
     }
-    # Random states and positions in the data.
+    # Random states and data positions.
     names = [*found, *filter(_STATE_FILES.search, template.files)]
     if not names:
         return []
@@ -393,7 +395,7 @@ def _stale_notes(
 
 
 def _may_count(path: Path, value: Any) -> bool:
-    """Tell whether an entry may change by a step; text, flags and settings do not."""
+    """Return whether a step may change an entry, unlike text, flags and settings."""
     return not _SETTINGS.fullmatch(str(path[-1])[:80]) and not all(
         isinstance(x, (str, bool, type(None), dict, list, tuple))
         for _, x in walk(value, 100, leaves=True)

@@ -1,4 +1,4 @@
-"""Find the model, its optimizers and the scaler in a checkpoint of any shape."""
+"""Find the model, its optimizers and the scaler in a checkpoint of any structure."""
 
 import hashlib
 import math
@@ -15,8 +15,8 @@ from ..torch_checkpoint import Placeholder
 from .optimizer_section import is_flat, is_nested
 from .tree import ConvertError, Path, find_key, get, is_tensor, list_some, show, walk
 
-# Among several state dicts (a model and its average, say), one at such a name is the
-# model.
+# Among several state dicts (say, a model and its average), the one with such a name is
+# the model.
 _MODEL_NAMES = (
     *("model", "state_dict", "model_state_dict", "model_state", "module", "net"),
     *("network", "weights"),
@@ -24,9 +24,9 @@ _MODEL_NAMES = (
 _AVERAGE = re.compile(
     r"(^|[_./-])(ema|swa|avg|averaged?|teacher|shadow)([_./-]|$)", re.IGNORECASE
 )
-# Lightning's callbacks put an average into state_dict, and the trained model here.
+# Lightning's callbacks store an average in state_dict and the trained model here.
 _TRAINED = "current_model_state"
-# torch.amp's, Lightning's, timm's, apex's, mmengine's and Accelerate's names.
+# Names used by torch.amp, Lightning, timm, apex, mmengine and Accelerate.
 _SCALER_NAME = re.compile(r"scaler|^amp$|MixedPrecision|native_amp", re.IGNORECASE)
 _MOMENTS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
@@ -37,7 +37,7 @@ _MASTERS = re.compile(r"fp32|float32|master", re.IGNORECASE)
 
 @dataclass
 class Sections:
-    """The paths of a model's state dict, its optimizers and scaler; other models'."""
+    """Paths of a model's state dict, optimizers and scaler, and of other models."""
 
     model: Path | None = None
     optimizers: list[Path] = field(default_factory=list)
@@ -94,13 +94,13 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {
         name: [] for name in ("model", "optimizer", "scaler", "mixed")
     }
-    inside: set[Path] = set()  # contents of a section are no sections themselves
+    inside: set[Path] = set()  # contents of a section are not sections themselves
     for path, value in walk(checkpoint, 4):
         if _is_within(path, inside):
             continue
         if is_nested(value):
             found["optimizer"].append(path)
-            # Beside these there may be a scaler (mmengine's).
+            # There may be a scaler next to these (mmengine).
             inside |= {(*path, "state"), (*path, "param_groups")}
             continue
         for name, is_kind in _KINDS.items():
@@ -108,16 +108,16 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
                 found[name].append(path)
                 inside |= {path} if name != "mixed" else set()
                 break
-    # An optimizer's own dict holds no model (DeepSpeed's float32 groups).
+    # An optimizer's dict does not contain a model (DeepSpeed's float32 groups).
     optimizers = set(found["optimizer"])
     found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
     return found
 
 
 def _is_model(path: Path, value: Any) -> bool:
-    """Tell whether it is a dict of named tensors, at least one of them floating.
+    """Return whether this is a dict of named tensors, at least one floating-point.
 
-    Besides tensors it may hold what ``torch.nn.Module.get_extra_state`` gave.
+    It may also hold the results of ``torch.nn.Module.get_extra_state``.
     """
     return _has_weights(value) and all(
         is_tensor(x) or key.endswith("_extra_state") for key, x in value.items()
@@ -136,9 +136,9 @@ def _has_weights(value: Any) -> bool:
 
 
 def _is_mixed_model(path: Path, value: Any) -> bool:
-    """Tell whether a dict holds a model's tensors beside other values.
+    """Return whether a dict holds a model's tensors among other values.
 
-    At the top that is torchtitan's layout, deeper it takes a model's name.
+    At the top level that is torchtitan's layout; deeper, a model's name is required.
     """
     if not _has_weights(value):
         return False
@@ -148,10 +148,10 @@ def _is_mixed_model(path: Path, value: Any) -> bool:
 
 
 def _is_scaler(path: Path, value: Any) -> bool:
-    """Tell whether a dict is a scaler's state.
+    """Return whether a dict is a scaler's state.
 
-    PyTorch's five keys are enough. Other frameworks' keys are common words, so their
-    tables are consulted only for what is named as a scaler.
+    PyTorch's five keys are sufficient. Other frameworks' keys are common words, so
+    their tables are consulted only for entries named like a scaler.
     """
     if not isinstance(value, dict) or not value:
         return False
@@ -229,7 +229,7 @@ def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
 
 
 def _loose_moments(checkpoint: Any, found: Sections) -> list[str]:
-    """Return the places of optimizer states that are in no section."""
+    """Return the paths of optimizer states outside all sections."""
     sections = {*found.optimizers, *([found.model] if found.model else [])}
     places: list[str] = []
     for path, value in walk(checkpoint):
@@ -272,7 +272,7 @@ def _notes(checkpoint: Any, found: Sections, loose: list[str]) -> list[str]:
 
 
 def _masters(checkpoint: Any, found: Sections) -> list[str]:
-    """Return the places of float32 copies of a model that is in half precision."""
+    """Return the paths of float32 copies of a half-precision model."""
     held = {} if found.model is None else get(checkpoint, found.model)
     half = sum(
         math.prod(x.shape)
@@ -292,7 +292,7 @@ def _masters(checkpoint: Any, found: Sections) -> list[str]:
 
 
 def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]:
-    """Return what of a checkpoint is in no section, by its path."""
+    """Return the entries outside all sections, by path."""
     taken = set(sections)
     above = {path[:i] for path in taken for i in range(len(path))} - taken
 
@@ -308,7 +308,7 @@ def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]
 
 
 def fingerprint(value: Any) -> str:
-    """Return a text that changes with any number or text in a value."""
+    """Return a string that changes with any number or string in a value."""
     digest = hashlib.sha256()
     for path, item in walk(value, 100, leaves=True):
         text = ""

@@ -1,7 +1,7 @@
-"""A PyTorch checkpoint as a template: what MLX takes from it, and how it goes back.
+"""A PyTorch checkpoint as a template for conversion to MLX and back.
 
-``make_template`` finds the sections of a checkpoint and plans where everything is in
-MLX. A template can be saved without the tensors that MLX holds.
+``make_template`` finds the sections of a checkpoint and maps them to MLX. A template
+can be saved without the tensors that MLX holds.
 """
 
 import os
@@ -29,28 +29,28 @@ from .tree import ConvertError, Path, get, is_tensor, list_some, number, show
 
 _LIGHTNING = "pytorch-lightning_version"  # only Lightning's files have this key
 _VERSION = "mlx_gradscale_template"
-# Its name beside a checkpoint of ours.
+# File name of the template next to an mlx_gradscale checkpoint.
 TEMPLATE = "template.pt"
 
 
 @dataclass
 class Template:
-    """A PyTorch checkpoint, and where MLX's arrays are in it.
+    """A PyTorch checkpoint and the locations of MLX's arrays in it.
 
     ``template["epoch"] = 4`` sets an entry of the checkpoint.
 
     Attributes:
-        checkpoint (Any): PyTorch's object. Tensors that MLX holds are
+        checkpoint (Any): The PyTorch object. Tensors that MLX holds are
             ``TensorShape`` leaves.
-        is_folder (bool): Whether it is a folder, by file name.
+        is_folder (bool): Whether it is a folder, as a dict by file name.
         files (dict): The bytes of a folder's other files.
         model (tuple, optional): The path of the model's state dict.
-        plan (Plan): Where its tensors are in MLX.
+        plan (Plan): Mapping of its tensors to MLX.
         optimizers (list): The paths of its optimizers' state dicts.
-        optimizer (OptimizerPlan, optional): How they became one MLX optimizer.
+        optimizer (OptimizerPlan, optional): Their conversion to one MLX optimizer.
         scaler (tuple, optional): The path of the scaler's state.
         scaler_format (str, optional): A key of ``mlx_gradscale.formats.FORMATS``.
-        age (dict): Fingerprints of the other entries when they were read.
+        age (dict): Fingerprints of the other entries, taken when they were read.
         is_reported (bool): Whether stale entries have been reported.
     """
 
@@ -108,10 +108,10 @@ class Template:
     def drop_tensors(
         self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
     ) -> None:
-        """Put shapes in the place of the tensors that MLX holds.
+        """Replace the tensors that MLX holds by their shapes.
 
         Args:
-            keep (Iterable): PyTorch names of weights to keep: MLX has them rounded.
+            keep (Iterable): PyTorch names of weights to keep because MLX rounded them.
             optimizer_names (Iterable, optional): MLX names of the parameters whose
                 moments MLX holds. Default: all.
         """
@@ -128,22 +128,22 @@ class Template:
                     group.section.drop_tensors(index, group.spec.slots)
 
     def section_paths(self) -> list[Path]:
-        """Return the paths of everything that MLX takes from the checkpoint."""
+        """Return the paths of all entries that MLX takes from the checkpoint."""
         paths = [*self.optimizers]
         if self.model is not None:
-            # At the top of a checkpoint the model's tensors lie beside other entries.
+            # At the top level, the model's tensors are mixed with other entries.
             paths += [self.model] if self.model else [(n,) for n in self.tensors()]
         return paths + ([self.scaler] if self.scaler is not None else [])
 
     def entries_beside(self) -> dict[Path, Any]:
-        """Return what of the checkpoint MLX does not take, by its path."""
+        """Return the entries that MLX does not take, by path."""
         return entries_beside(self.checkpoint, self.section_paths())
 
 
 def make_template(
     read: TorchFiles, model: nn.Module | None, options: Options
 ) -> tuple[Template, list[str]]:
-    """Find the sections of a checkpoint, and where they are in MLX."""
+    """Find the sections of a checkpoint and map them to MLX."""
     checkpoint = read.checkpoint
     if is_template(checkpoint):
         raise ConvertError("This is a template: give the PyTorch checkpoint itself.")
@@ -172,9 +172,9 @@ def make_template(
                 "Without the model, its optimizer cannot be converted: leave it out "
                 "too (--optimizer-key '')."
             )
-        for section in sections:  # an unknown one, before its parameters are looked for
+        for section in sections:  # report an unknown one before matching parameters
             optimizer_state.kind_of(section, options)
-        # A safetensors file does not keep PyTorch's order of tensors.
+        # A safetensors file does not preserve PyTorch's order of tensors.
         file = str(found.model[0]) if read.is_folder else ""
         names, doubts = parameter_names(
             sections,
@@ -231,15 +231,15 @@ def to_object(template: Template) -> dict[str, Any]:
 
 
 def is_template(value: Any) -> bool:
-    """Tell whether a file's object is that of :func:`to_object`."""
+    """Return whether an object was made by :func:`to_object`."""
     return isinstance(value, dict) and _VERSION in value
 
 
 def from_object(value: Mapping[str, Any]) -> Template:
-    """Return the template of :func:`to_object`, or raise if it is damaged."""
+    """Rebuild a template from :func:`to_object`, or raise if it is damaged."""
     try:
         return _parse(value)
-    except Exception as error:  # any value may stand anywhere
+    except Exception as error:  # any value may occur anywhere
         raise ConvertError(
             f"The template is damaged ({type(error).__name__}: {str(error)[:80]}): "
             "give the PyTorch checkpoint itself with like=... (--like)."
@@ -295,16 +295,16 @@ def _expect(is_right: Any) -> None:
 def build_optimizer(
     like: Template | str | os.PathLike[str], learning_rate: Any = None
 ) -> Any:
-    """Return the MLX optimizer that computes what a checkpoint's optimizer computes.
+    """Return the MLX optimizer equivalent to a checkpoint's optimizer.
 
     Args:
-        like (Template or str): A template, or the folder that ``mlx_gradscale convert``
+        like (Template or str): A template, a folder that ``mlx_gradscale convert``
             wrote, or its ``template.pt``.
         learning_rate (float, Callable or list, optional): As for
             :func:`~mlx_gradscale.convert.load_torch`.
 
     Returns:
-        Optimizer: Without its state, which ``restore_checkpoint`` restores.
+        Optimizer: Without state, which ``restore_checkpoint`` restores.
     """
     if not isinstance(like, Template):
         path = pathlib.Path(like)

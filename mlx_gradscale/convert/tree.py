@@ -1,4 +1,4 @@
-"""The containers of a checkpoint: walk them, address them, fill them for a moment."""
+"""Walk, address and temporarily fill the containers of a checkpoint."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from ..torch_checkpoint import Placeholder, TensorShape, plain_value
 
 Path = tuple[Any, ...]
 
-# As the value of a Write: take the key out.
+# As the value of a Write: remove the key.
 REMOVED = object()
 _CONTAINERS = (dict, list, tuple)
 _FOUND = (*_CONTAINERS, mx.array, TensorShape, Placeholder)
@@ -22,7 +22,7 @@ class ConvertError(ValueError):
 
 
 class Write(NamedTuple):
-    """A value to put at a key of a dict or an index of a list."""
+    """A value to store at a dict key or a list index."""
 
     container: Any
     key: Any
@@ -30,7 +30,7 @@ class Write(NamedTuple):
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell whether a value is a tensor, or the shape of one that is elsewhere."""
+    """Return whether a value is a tensor, or the shape of one stored elsewhere."""
     return isinstance(value, (mx.array, TensorShape))
 
 
@@ -46,8 +46,8 @@ def walk(
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each container, tensor and placeholder.
 
-    Containers come before their contents, and only once if they are shared. With
-    ``leaves``, all other values are yielded as well.
+    Containers come before their contents, and shared ones only once. With ``leaves``,
+    all other values are yielded as well.
 
     Example:
         >>> [path for path, _ in walk({"a": [{}, 3], "b": mx.zeros(2)})]
@@ -87,7 +87,7 @@ def show(path: Path) -> str:
 
 
 def find_key(tree: Any, key: str) -> Path:
-    """Return the path that a user's ``KEY/KEY`` means.
+    """Return the path for a user's ``KEY/KEY``.
 
     Example:
         >>> find_key({"states": [{"a": 1}]}, "states/0/a")
@@ -111,14 +111,14 @@ def find_key(tree: Any, key: str) -> Path:
 
 
 def list_some(names: Iterable[Any], count: int = 6) -> str:
-    """Return names for a sentence, the first few of many."""
-    # Cut first: a hostile name may have millions of characters.
+    """Format names for a sentence, only the first few if there are many."""
+    # Truncate first: a hostile name may have millions of characters.
     return text.list_some([str(name)[:100] for name in names], count)
 
 
 @contextmanager
 def filled(writes: Iterable[Write]) -> Iterator[None]:
-    """Put values into containers, and restore the containers at the end."""
+    """Put values into containers, and restore the containers on exit."""
     touched: dict[int, tuple[Any, Any]] = {}
     try:
         for container, key, value in writes:
@@ -139,7 +139,7 @@ def filled(writes: Iterable[Write]) -> Iterator[None]:
 
 
 def as_leaf(array: mx.array, leaf: Any) -> mx.array:
-    """Return an array in a leaf's dtype, and as a Parameter if that was one."""
+    """Return an array in a leaf's dtype, as a Parameter if the leaf was one."""
     if not is_tensor(leaf):
         return array
     name = text.dtype_name(leaf)

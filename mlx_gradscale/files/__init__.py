@@ -1,1 +1,1 @@
-"""Files written whole or not at all, read within bounds, and text for people."""
+"""Atomic file writes, bounded file reads, and human-readable text."""

@@ -1,8 +1,8 @@
-"""Named arrays in safetensors files, without MLX's reader and writer.
+"""Read and write safetensors files without MLX's reader and writer.
 
-MLX's reader checks neither that shapes fit the data (products that wrap around 2**64
-end in a segmentation fault) nor that tensors lie apart; its writer takes neither empty
-nor float64 arrays.
+MLX's reader does not check that shapes match the data (products that wrap around 2**64
+cause a segmentation fault) or that tensors do not overlap. Its writer does not support
+empty or float64 arrays.
 """
 
 import json
@@ -41,7 +41,7 @@ _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 class TensorPlace(NamedTuple):
-    """A tensor in a safetensors file: its dtype, and its bytes after the header."""
+    """A tensor in a safetensors file: its dtype and its byte range after the header."""
 
     dtype: mx.Dtype
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class TensorPlace(NamedTuple):
 def read_arrays(
     path: str | os.PathLike[str],
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Read a safetensors file, and return its arrays and metadata.
+    """Read a safetensors file and return its arrays and metadata.
 
     Raises:
         ValueError: It is not a valid safetensors file.
@@ -62,7 +62,7 @@ def read_arrays(
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, TensorPlace]:
-    """Return dtype and shape of each tensor of a safetensors file, without reading it.
+    """Return the dtype and shape of each tensor in a safetensors file from its header.
 
     Raises:
         ValueError: It is not a valid safetensors file.
@@ -76,7 +76,7 @@ def write_arrays(
     arrays: Mapping[str, mx.array],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file, whole or not at all.
+    """Write a safetensors file atomically.
 
     Example:
         >>> import os, tempfile
@@ -90,11 +90,11 @@ def write_arrays(
 
 
 def load_arrays(file: Any, size: int) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Read a safetensors file of a known size from its start to its end."""
+    """Read a safetensors file of known size sequentially."""
     places, metadata = _load_header(file, size)
     arrays = {}
     for name, place in places.items():
-        # Numbers as wide as the array's: MLX cannot hold 2**31 bytes as bytes.
+        # Use integers as wide as the elements: MLX cannot hold 2**31 single bytes.
         width = place.dtype.size
         data: Any = np.empty((place.end - place.start) // width, f"u{width}")
         view, done = memoryview(data.view(np.uint8)), 0
@@ -114,7 +114,7 @@ def dump_arrays(
     arrays: Mapping[str, mx.array],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file to an open file, front to back."""
+    """Write a safetensors file to an open file sequentially."""
     if "__metadata__" in arrays:
         raise ValueError("No array can be named '__metadata__' in a safetensors file.")
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -135,7 +135,7 @@ def dump_arrays(
 
 
 def bytes_of(x: mx.array) -> memoryview:
-    """Return the bytes of an array that is not empty, in row order."""
+    """Return the bytes of a non-empty array in row-major order."""
     flat = mx.contiguous(x, stream=mx.cpu).reshape(-1, stream=mx.cpu)
     words: Any = flat.view(_WORDS[x.dtype.size], stream=mx.cpu)
     mx.eval(words)
@@ -153,7 +153,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _load_header(file: Any, size: int) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Return the places of the tensors, in the order of the file, and the metadata."""
+    """Return the places of the tensors, in file order, and the metadata."""
     start = file.read(_LENGTH.size)
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
     if length > size - len(start):
@@ -179,7 +179,7 @@ def _load_header(file: Any, size: int) -> tuple[dict[str, TensorPlace], dict[str
 
 
 def _place(name: str, entry: Any) -> TensorPlace:
-    """Return one entry of a header, checked in Python's integers."""
+    """Parse one header entry, checking it with Python's unbounded integers."""
     try:
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         start, end = entry["data_offsets"]
@@ -189,7 +189,7 @@ def _place(name: str, entry: Any) -> TensorPlace:
         ) from None
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise ValueError(f"{name!r:.80} has a shape or place that is not a number.")
-    # MLX holds a dimension in 32 bits.
+    # MLX stores a dimension in 32 bits.
     if len(shape) > 32 or any(n >= 2**31 for n in shape):
         raise ValueError(f"{name!r:.80} has a shape that MLX cannot hold.")
     if end - start != math.prod(shape) * dtype.size:

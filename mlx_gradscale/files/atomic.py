@@ -1,7 +1,7 @@
-"""Write files and folders whole or not at all, and remove what killed writers left.
+"""Write files and folders atomically, and clean up after killed writers.
 
-A writer fills a hidden folder beside its target and holds a lock on it, which ends with
-the process. The next writer removes hidden folders that nobody has locked.
+A writer fills a hidden folder next to its target and holds a lock on it, which ends
+with the process. The next writer removes hidden folders that are not locked.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ _HIDDEN = re.compile(r"\.mlx_gradscale-[0-9a-f]{16}\.tmp")
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make an ``OSError`` that names no file, or a hidden one, name ``path``.
+    """Make an ``OSError`` with no file name, or a hidden one, name ``path``.
 
     Example:
         >>> with naming("run.pt"):
@@ -43,8 +43,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path`` at the end of the block.
 
-    The bytes are on the disk before the name changes. If the block raises, the old file
-    stays.
+    The data is synced to disk before the rename. If the block raises, the old file is
+    kept.
 
     Example:
         >>> import os, tempfile
@@ -55,7 +55,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         ['scale.bin']
     """
     check_file(path, overwrite=True)
-    target = Path(os.path.realpath(path))  # a symbolic link keeps pointing there
+    target = Path(os.path.realpath(path))  # preserve a symbolic link
     with naming(path), temporary_folder(target) as folder:
         with open(folder / "new", "wb", buffering=2**20) as file:
             yield file
@@ -67,7 +67,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Fill a hidden folder that gets the name ``path`` at the end of the block.
+    """Open a hidden folder that is renamed to ``path`` at the end of the block.
 
     Raises:
         FileExistsError: ``path`` exists and is not an empty folder.
@@ -86,7 +86,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """Make a hidden folder beside ``target``, and remove it unless it was renamed."""
+    """Make a hidden folder next to ``target``, and remove it unless it was renamed."""
     _remove_leftovers(target.parent)
     folder, descriptor = _make_locked(target)
     try:
@@ -97,7 +97,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def discard(folder: Path, target: Path) -> None:
-    """Hide a folder beside ``target``, then remove it: nobody sees a part of it."""
+    """Hide a folder before removing it, so that a partial one is never visible."""
     hidden = _hidden_path(target)
     with suppress(FileNotFoundError):  # another writer was faster
         folder.rename(hidden)
@@ -105,7 +105,7 @@ def discard(folder: Path, target: Path) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Return when a file, or the list of names in a folder, is on the disk."""
+    """Sync a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,10 +121,10 @@ def _make_locked(target: Path) -> tuple[Path, int]:
     while True:
         folder = _hidden_path(target)
         folder.mkdir()
-        # Until it is locked, another writer may take it for a leftover.
+        # Until it is locked, another writer may mistake it for a leftover.
         with suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY)
-            with suppress(OSError):  # some network disks have no locks
+            with suppress(OSError):  # some network disks do not support locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if folder.exists():
                 return folder, descriptor
@@ -133,7 +133,7 @@ def _make_locked(target: Path) -> tuple[Path, int]:
 
 def _remove_leftovers(parent: Path) -> None:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY
-    with suppress(OSError):  # a folder that can be written to but not listed
+    with suppress(OSError):  # a folder may be writable but not listable
         for name in filter(_HIDDEN.fullmatch, os.listdir(parent)):
             with suppress(OSError):
                 descriptor = os.open(parent / name, flags)

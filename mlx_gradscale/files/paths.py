@@ -1,4 +1,4 @@
-"""Which files may be opened, which names a file may give to another, bounded JSON."""
+"""Open only regular files, check file names from untrusted files, and bound JSON."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-# The costliest JSON text of this size takes 0.6 GB when parsed (objects of one key).
+# The worst JSON text of this size takes 0.6 GB when parsed (single-key objects).
 LONGEST_JSON = 2**24
 
 
@@ -31,21 +31,21 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_inside(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file that is not a symbolic link, which could lead anywhere."""
+    """Open a regular file, but not a symbolic link, which could lead anywhere."""
     if os.path.islink(path):
         raise OSError(f"{os.fspath(path)} is a symbolic link, which is not followed.")
     return open_file(path, flags | os.O_NOFOLLOW)
 
 
 def refuse_special(path: str | os.PathLike[str], mode: int) -> None:
-    """Raise if a mode is that of a pipe, a device or a socket."""
+    """Raise if a file mode belongs to a pipe, a device or a socket."""
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
         raise OSError(f"{os.fspath(path)} is {kind}, not a file: give another path.")
 
 
 def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-    """Raise if no file can be written at a path, or would be overwritten."""
+    """Raise if a file cannot be written to a path or would be overwritten."""
     path = Path(path)
     folder = os.path.dirname(os.path.realpath(path))
     if path.is_dir():
@@ -62,7 +62,7 @@ def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
 
 
 def check_name(name: object, what: str) -> str:
-    """Return a file name that the file ``what`` gave, if it is one plain component.
+    """Return a file name found in the file ``what`` if it is a single path component.
 
     Example:
         >>> check_name("../.bashrc", "index.json")
@@ -81,7 +81,7 @@ def check_name(name: object, what: str) -> str:
 
 
 def contains(outer: Path, inner: Path) -> bool:
-    """Tell whether one path is another, or lies inside it.
+    """Return whether a path contains another, or both are the same.
 
     Example:
         >>> contains(Path("run"), Path("run/a.pt")), contains(Path("a"), Path("ab"))
@@ -91,12 +91,12 @@ def contains(outer: Path, inner: Path) -> bool:
     candidates = (inner, *inner.parents)
     if not outer.exists():
         return outer in candidates
-    # samefile, because on a Mac's disk "Run" is "run".
+    # Use samefile, because macOS usually ignores case: "Run" is "run".
     return any(path.exists() and path.samefile(outer) for path in candidates)
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the value of a JSON text of unknown origin.
+    """Parse untrusted JSON text.
 
     Raises:
         ValueError: The text is not JSON, is longer than 16 MB or nested too deeply.
@@ -110,7 +110,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return the value in a JSON file, under the limits of :func:`parse_json`."""
+    """Read a JSON file within the limits of :func:`parse_json`."""
     with open(path, "rb", opener=open_file) as file:
         data = file.read(LONGEST_JSON + 1)
     try:

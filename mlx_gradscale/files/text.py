@@ -7,7 +7,7 @@ import mlx.core as mx
 
 
 def printable(value: object) -> str:
-    """Return text without what could move a terminal's cursor or hide other text.
+    """Escape characters that could move a terminal's cursor or hide other text.
 
     Example:
         >>> print(printable("a\x1b[2J\\nb"))
@@ -31,7 +31,7 @@ def shorten(value: object, width: int = 80) -> str:
 
 
 def list_some(names: Iterable[str], count: int = 4) -> str:
-    """Return the first names of many, and how many there are besides.
+    """Return the first few names, and the number of remaining ones.
 
     Example:
         >>> list_some(["a", "b", "c"], 2)
@@ -43,7 +43,7 @@ def list_some(names: Iterable[str], count: int = 4) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return columns of printable text, of at most 200 characters each.
+    """Return columns of printable text, at most 200 characters each.
 
     Example:
         >>> print(table(("name", "size"), [("a.weight", 12), ("b", 3)]))
@@ -56,7 +56,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """Return ``rows`` as lines, with the first ``left`` columns aligned to the left.
+    """Return ``rows`` as lines, with the first ``left`` columns left-aligned.
 
     Example:
         >>> print(align([("leaf", "nan"), ("a.weight", 12)]))
@@ -76,7 +76,7 @@ def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
 
 
 def size(number: int) -> str:
-    """Return a number of bytes for people.
+    """Return a human-readable number of bytes.
 
     Example:
         >>> size(512), size(3_400_000)
@@ -89,7 +89,7 @@ def size(number: int) -> str:
 
 
 def dtype_name(of: mx.array | mx.Dtype) -> str:
-    """Return the name of a dtype, or of an array's.
+    """Return the name of a dtype, or of an array's dtype.
 
     Example:
         >>> dtype_name(mx.zeros(2)), dtype_name(mx.float16)
@@ -99,7 +99,7 @@ def dtype_name(of: mx.array | mx.Dtype) -> str:
 
 
 def dtype_named(name: str) -> mx.Dtype:
-    """Return the dtype that :func:`dtype_name` gave this name."""
+    """Return the dtype with this :func:`dtype_name`."""
     dtype = getattr(mx, "bool_" if name == "bool" else name, None)
     if not isinstance(dtype, mx.Dtype):
         raise ValueError(f"MLX has no dtype {shorten(name)!r}.")
@@ -107,7 +107,7 @@ def dtype_named(name: str) -> mx.Dtype:
 
 
 def power(value: float) -> str:
-    """Write a number as people read loss scales: ``2^16``, else in four digits.
+    """Format a number like a loss scale: as ``2^16``, otherwise with four digits.
 
     Example:
         >>> power(65536.0), power(0.5), power(1000.0)
@@ -120,7 +120,7 @@ def power(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share so that only a true zero reads as zero.
+    """Format a fraction as a percentage, with 0 only for an exact zero.
 
     Example:
         >>> percent(0.0), percent(1e-7), percent(0.5)

@@ -1,23 +1,23 @@
 """Read and write PyTorch's ``.pt`` files without PyTorch.
 
-``load`` returns the object in a file with ``mx.array`` for every tensor, ``shapes`` the
-same object without reading a tensor, and ``save`` writes what ``torch.load`` reads.
-Nothing in a file is ever executed: objects of unknown classes become a ``Placeholder``,
-which ``save`` writes back as it came.
+``load`` returns the object in a file with an ``mx.array`` for every tensor, ``shapes``
+returns the same object without reading tensors, and ``save`` writes files that
+``torch.load`` reads. Nothing in a file is ever executed: objects of unknown classes
+become a ``Placeholder``, which ``save`` writes back unchanged.
 
-``load`` raises only ``CheckpointError`` for a bad file. With the default ``Limits`` the
-worst file costs 30 s and 1 GB, besides the tensors that it really holds. Checksums are
-verified; pipes and devices are refused.
+``load`` raises only ``CheckpointError`` for a bad file. With the default ``Limits``,
+the worst file costs 30 s and 1 GB in addition to the tensors that it actually holds.
+Checksums are verified; pipes and devices are refused.
 
 Not supported: sparse, quantized and nested tensors, DTensors, TorchScript archives,
-folders of ``torch.distributed.checkpoint`` (the error names PyTorch's command that
-makes a file of them), dtypes that MLX lacks, big-endian files, files of before PyTorch
-0.4, containers that contain themselves, and dict keys other than plain values and flat
+``torch.distributed.checkpoint`` folders (the error shows PyTorch's command to convert
+them to a file), dtypes that MLX lacks, big-endian files, files from before PyTorch 0.4,
+containers that contain themselves, and dict keys other than plain values and flat
 tuples of them.
 
 A template is an object whose tensors are replaced by ``TensorShape`` leaves. ``save``
-and ``load`` keep them, so that it can be filled with arrays later. Only this library
-reads such a file.
+and ``load`` preserve them, so that a template can be filled with arrays later. Only
+this library reads such a file.
 """
 
 from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, plain_value

@@ -1,7 +1,7 @@
-"""The closed table of functions that a pickle may call; all others are only noted.
+"""The closed table of functions that a pickle may call; others are only recorded.
 
-Nothing is imported or looked up. A name in a file is a key of ``BUILDERS``, or it stays
-a ``Placeholder``, or it is an error where it is a tensor that cannot be read.
+Nothing is imported or looked up. A name in a file is a key of ``BUILDERS``, becomes a
+``Placeholder``, or raises an error if it is a tensor that cannot be read.
 """
 
 import re
@@ -15,7 +15,7 @@ from .foreign import DefaultDict, Placeholder, TensorShape, TorchName, TorchSize
 from .limits import check, is_count, require
 from .tensors import BY_NAME, BY_STORAGE, UNTYPED, TensorReader
 
-# The name under which a TensorShape is written.
+# The name used to write a TensorShape.
 TENSOR_SHAPE = ("mlx_gradscale.torch_checkpoint", "TensorShape")
 _MAX_NAME = 1000
 _TENSOR_CLASSES = (
@@ -24,7 +24,7 @@ _TENSOR_CLASSES = (
     "torch.nn.parameter.Buffer",
 )
 _KNOWN = {*UNTYPED, *(f"torch.{name}" for name in BY_STORAGE)}
-# Tensors that are not dense: sparse, quantized, nested, meta, DTensors.
+# Non-dense tensors: sparse, quantized, nested, meta, DTensors.
 _TENSORS = (
     r"torch\.(_utils|_tensor)\._rebuild.*|torch\.storage\..*|"
     r"torch\.(cuda\.)?\w+Storage"
@@ -37,7 +37,7 @@ _GATHER = (
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return the placeholder of a name in a file; a dtype as a ``TorchName``."""
+    """Return the placeholder for a name in a file, or a ``TorchName`` for a dtype."""
     found = Placeholder.named(module, name)
     path = found.path
     if path in BUILDERS or path in _KNOWN:
@@ -55,8 +55,8 @@ def look_up(module: str, name: str) -> Any:
     return found
 
 
-# A builder takes the reader of the file's tensors and the arguments of the call. It
-# raises TypeError if there are others than it takes.
+# A builder takes the file's tensor reader and the arguments of the call. It raises
+# TypeError for unexpected arguments.
 
 
 def _tensor_v3(t: TensorReader, *args: Any) -> Any:
@@ -72,7 +72,7 @@ def _parameter(
 
 
 def _from_type(t: TensorReader, function: Any, kind: Any, args: Any, state: Any) -> Any:
-    # A tensor with Python attributes, which an array has no place for.
+    # A tensor with Python attributes, which an array cannot hold.
     path = function.path if type(function) is Placeholder else ""
     require(path.startswith("torch._utils.") and path in BUILDERS)
     require(type(kind) is Placeholder and kind.path in _TENSOR_CLASSES)
@@ -133,7 +133,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    # Where torch._tensor was until PyTorch 1.8.
+    # The location of torch._tensor up to PyTorch 1.8.
     "torch.tensor._rebuild_from_type_v2": _from_type,
     "collections.OrderedDict": lambda _: OrderedDict(),
     "collections.Counter": _counter,

@@ -1,8 +1,8 @@
-"""Values of a checkpoint that neither Python nor MLX has a type for.
+"""Checkpoint values without a Python or MLX type.
 
 A pickle describes how to make an object: a name, arguments, a state. A ``Placeholder``
-keeps this description as data. Nothing is imported or called, and the writer repeats
-the description, so the program that knows the class finds its own object.
+keeps this description as data. Nothing is imported or called, and the writer emits the
+same description, so a program that knows the class can load the object.
 """
 
 import re
@@ -17,28 +17,28 @@ import numpy as np
 
 from .limits import is_count, require
 
-# str() of a placeholder shows this many arguments, and is this long.
+# Maximum number of arguments and characters in the str() of a placeholder.
 _MAX_ITEMS, _MAX_TEXT = 6, 200
-# Functions that make an object of the class that is their first argument.
+# Functions that make an instance of their first argument.
 _CONSTRUCTORS = (
     "copyreg._reconstructor",
     "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct",
 )
-# Protocol 2 writes the names of Python 2.
+# Protocol 2 writes Python 2 names.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class Placeholder:
-    """A class, function or object that only the program behind the file knows.
+    """A class, function or object known only to the program that wrote the file.
 
     Attributes:
         module (str): The module of the class or function.
-        name (str): Its name there.
+        name (str): Its name in the module.
         args (tuple or None): The arguments of the call; None for a bare name.
-        callee (Placeholder or None): What is called.
+        callee (Placeholder or None): The class or function called.
         opcode (bytes): The pickle instruction that makes the call.
-        edits (list): The instructions that follow, each with its values.
+        edits (list): The instructions that follow, with their values.
 
     Example:
 
@@ -62,13 +62,13 @@ class Placeholder:
         return cls(module, name)
 
     def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
-        """Return the object that a pickle instruction makes by calling this one."""
+        """Return the object that a pickle instruction makes by calling this."""
         known = self
         if self.path in _CONSTRUCTORS and args and type(args[0]) is Placeholder:
             known = args[0]
         made = Placeholder(known.module, known.name)
         if self.is_getattr and [type(arg) for arg in args] == [Placeholder, str]:
-            # How protocol 2 refers to a class inside another class.
+            # Protocol 2 refers to nested classes this way.
             made.module = args[0].module
             made.name = f"{args[0].name}.{args[1][:_MAX_TEXT]}"[:_MAX_TEXT]
         made.callee, made.opcode, made.args = self, opcode, args
@@ -76,12 +76,12 @@ class Placeholder:
 
     @property
     def path(self) -> str:
-        """Module and name, as in code."""
+        """The qualified name, as in code."""
         return f"{_RENAMED.get(self.module, self.module)}.{self.name}"
 
     @property
     def state(self) -> Any:
-        """The state that sets the object's attributes, usually a dict, or None."""
+        """The state that sets the object's attributes: usually a dict, or None."""
         return next((held[0] for code, held in self.edits[::-1] if code == b"b"), None)
 
     @property
@@ -91,7 +91,7 @@ class Placeholder:
 
     @property
     def is_getattr(self) -> bool:
-        """Whether this is Python's function ``getattr``."""
+        """Whether this is Python's ``getattr`` function."""
         return self.args is None and self.path == "builtins.getattr"
 
     def __str__(self) -> str:
@@ -146,8 +146,8 @@ class TorchTensor(mx.array):
     def __init__(
         self, array: mx.array, requires_grad: bool = True, is_parameter: bool = True
     ) -> None:
-        # MLX would copy an array here. Nothing computes these zeros, and the assignment
-        # replaces them by the array itself.
+        # MLX would copy an array here. These zeros are never computed, and the
+        # assignment replaces them with the array itself.
         super().__init__(mx.zeros(array.shape, array.dtype, stream=mx.cpu))
         self[...] = array
         self.requires_grad = requires_grad
@@ -160,7 +160,7 @@ class TensorShape:
 
     Args:
         shape (tuple): The shape.
-        dtype (str): PyTorch's name of the dtype, as in ``"float16"``.
+        dtype (str): PyTorch's name for the dtype, such as ``"float16"``.
         requires_grad (bool): PyTorch's attribute of this name.
         is_parameter (bool): Whether it is a ``torch.nn.Parameter``.
 
@@ -184,7 +184,7 @@ class TensorShape:
         return cls(array.shape, dtype)
 
     def fill(self, array: mx.array) -> mx.array:
-        """Return the array with the flags of this leaf. Shapes are not compared."""
+        """Return the array with this leaf's flags. Shapes are not compared."""
         filled: mx.array = flag(array, self.requires_grad, self.is_parameter)
         return filled
 
@@ -211,10 +211,10 @@ def _show(value: Any) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """Return what a placeholder means, for classes whose meaning is fixed.
+    """Convert a placeholder of a well-known class to a plain value.
 
-    A ``Namespace`` becomes its dict, a numpy scalar a number, a numpy array a numpy
-    array, a path its text. Everything else is returned unchanged.
+    A ``Namespace`` becomes a dict, a numpy scalar a number, a numpy array a numpy
+    array, and a path a string. Everything else is returned unchanged.
 
     Example:
 
@@ -226,7 +226,7 @@ def plain_value(value: Any) -> Any:
         return value
     try:
         return _meaning(value, value.callee.path)
-    except (TypeError, ValueError):  # not what the class itself writes
+    except (TypeError, ValueError):  # not written by the class itself
         return value
 
 
@@ -254,7 +254,7 @@ def _meaning(value: Placeholder, path: str) -> Any:
 def _numpy_array(kind: Any, shape: Any, data: Any, order: Any = "C") -> Any:
     require(isinstance(kind, Placeholder) and kind.path == "numpy.dtype" and kind.args)
     code, state = kind.args[0], kind.state
-    # Numbers, truth values, and text or bytes of a fixed length.
+    # Numbers, booleans, and fixed-length strings or bytes.
     require(type(code) is str and re.fullmatch(r"[biufcSU][1-9]\d{0,5}", code))
     endian = state[1] if type(state) is tuple and len(state) > 1 else "="
     require(endian in ("<", ">", "=", "|"))

@@ -1,29 +1,29 @@
-"""The error that the reader raises, and how much work a file may ask for."""
+"""The reader's error, and limits on the work that a file may cause."""
 
 from dataclasses import dataclass
 from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A file is damaged, hostile, or not a PyTorch checkpoint that can be read.
+    """The file is damaged, hostile, or not a readable PyTorch checkpoint.
 
-    File system errors (a missing file, no permission) stay an ``OSError``.
+    File system errors (a missing file, no permission) remain an ``OSError``.
     """
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a file may ask for. The defaults are far above real checkpoints.
+    """Limits on a file's resource use. The defaults are far above real checkpoints.
 
     Args:
         operations (int): Pickle instructions, including the cost of objects, copies,
-            long texts and hash collisions. One takes about 1 microsecond and at most
-            100 bytes; a tensor takes about 50. After reading, the object may also not
-            contain more values than this, counting shared ones wherever they appear.
+            long strings and hash collisions. One takes about 1 microsecond and at most
+            100 bytes; a tensor counts as about 50. The object must not contain more
+            values than this either, counting shared ones wherever they appear.
         depth (int): Nesting of containers, at most 400.
         pickle_bytes (int): Size of the pickle, which is read into memory.
-        tensor_bytes (int): The tensors may hold four times the size of the file and
-            this much more. Only views that repeat elements come near it.
+        tensor_bytes (int): The tensors may hold four times the size of the file plus
+            this many bytes. Only views that repeat elements come close.
     """
 
     operations: int = 10_000_000
@@ -42,7 +42,7 @@ class Budget:
         self.operations = self.limits.operations
 
     def spend(self, operations: int) -> None:
-        """Pay for work before doing it. Raises if too little is left."""
+        """Pay for work before doing it. Raise if too little is left."""
         self.operations -= operations
         if self.operations < 0:
             raise CheckpointError(

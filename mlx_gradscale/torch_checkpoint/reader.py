@@ -1,4 +1,4 @@
-"""``load`` and ``shapes``: read the zip and legacy files of ``torch.save``."""
+"""``load`` and ``shapes``: read the zip and legacy formats of ``torch.save``."""
 
 import io
 import mmap
@@ -19,7 +19,7 @@ _VERSION = 1001
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 # PyTorch reads nothing from a record that is marked as a folder.
 _IS_FOLDER = 0x10
-# Bytes of the zip directory that count as one operation.
+# Zip directory bytes that count as one operation.
 _DIRECTORY = 5
 
 
@@ -29,21 +29,21 @@ def load(
     *,
     float64: mx.Dtype | None = None,
 ) -> Any:
-    """Read a file that ``torch.save`` wrote, without PyTorch and without running it.
+    """Read a ``torch.save`` file without PyTorch and without executing its contents.
 
     Each tensor becomes an ``mx.array``. Tensors that share a storage share memory, and
-    the same tensor twice is the same array twice. A ``Parameter``, or a tensor with
-    ``requires_grad``, is a ``TorchTensor``; a ``torch.Size`` is a tuple; a dtype or
-    device is its name. Other attributes of tensors are dropped. Objects of other
+    a tensor that appears twice becomes the same array. A ``Parameter``, or a tensor
+    with ``requires_grad``, becomes a ``TorchTensor``, a ``torch.Size`` a tuple, and a
+    dtype or device its name. Other tensor attributes are dropped. Objects of other
     classes become a ``Placeholder``.
 
     Args:
         file (str, PathLike or bytes): A path, or the contents of a file. Do not
-            shorten a file while it is read: it is mapped into memory.
-        limits (Limits, optional): How much the file may ask for.
-        float64 (Dtype, optional): What double precision becomes. MLX computes it only
-            on the CPU, so that it is an error by default; ``mx.float32`` rounds it
-            (and complex128), ``mx.float64`` keeps it.
+            truncate the file while it is read: it is memory-mapped.
+        limits (Limits, optional): Limits on the file's resource use.
+        float64 (Dtype, optional): The dtype to convert float64 to. MLX supports it only
+            on the CPU, so it is an error by default; ``mx.float32`` rounds it (and
+            complex128), ``mx.float64`` keeps it.
 
     Returns:
         The object in the file.
@@ -71,11 +71,11 @@ def load(
 
 
 def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None) -> Any:
-    """Read a file as ``load`` does, but no tensor: each one is a ``TensorShape``.
+    """Read a file like ``load``, but with a ``TensorShape`` in place of each tensor.
 
     Args:
         file (str, PathLike or bytes): A path, or the contents of a file.
-        limits (Limits, optional): How much the file may ask for.
+        limits (Limits, optional): Limits on the file's resource use.
 
     Example:
 
@@ -90,7 +90,7 @@ def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None)
 
 
 def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
-    """Return the contents of a regular file, mapped into memory."""
+    """Return the memory-mapped contents of a regular file."""
     if isinstance(file, (bytes, bytearray)):
         return memoryview(bytes(file))
     if not isinstance(file, (str, os.PathLike)):
@@ -131,7 +131,7 @@ def _read(
 def _unpickle(
     pickle: bytes, start: int, tensors: TensorReader, budget: Budget
 ) -> tuple[Any, int]:
-    """Return the object of a pickle and where the pickle ends."""
+    """Return the object in a pickle and the position where the pickle ends."""
     unpickler = Unpickler(pickle, start, tensors, budget)
     try:
         value = unpickler.read()
@@ -145,7 +145,7 @@ def _read_zip(
     data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
 ) -> Any:
     entries = _zip_entries(data, budget)
-    # PyTorch takes the folder of the first record for that of all.
+    # PyTorch assumes that all records are in the folder of the first one.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
     check(
         folder + "constants.pkl" not in entries,
@@ -182,7 +182,7 @@ def _read_zip(
 
 
 class _Directory:
-    """The file that ``zipfile`` reads the directory from, and pays for."""
+    """A file for ``zipfile`` that charges the budget for reading the directory."""
 
     def __init__(self, file: Any, budget: Budget) -> None:
         self._file, self._budget = file, budget
@@ -202,7 +202,7 @@ def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]
             infos = archive.infolist()
     except CheckpointError:
         raise
-    except Exception as error:  # zipfile raises ten kinds of them
+    except Exception as error:  # zipfile raises ten different types
         raise CheckpointError(
             f"The zip directory is damaged or cut off ({error}). Copy the file again."
         ) from None
@@ -213,7 +213,7 @@ def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]
 
 
 def _record(data: memoryview, info: zipfile.ZipInfo) -> tuple[memoryview, int]:
-    """Return the bytes of a record, which PyTorch does not compress."""
+    """Return the bytes of a record, which PyTorch stores uncompressed."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
     is_plain = is_plain and not info.external_attr & _IS_FOLDER
@@ -236,10 +236,10 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> tuple[memoryview, int]:
 def _read_legacy(
     data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
 ) -> Any:
-    """Read the format of before PyTorch 1.6.
+    """Read the format used before PyTorch 1.6.
 
-    Five pickles (magic number, version, system, object, keys of the storages) precede
-    the storages: eight bytes for the number of elements, then their bytes.
+    Five pickles (magic number, version, system, object, storage keys) precede the
+    storages, each of which is an 8-byte element count followed by the data.
     """
     limits = budget.limits
     head = bytes(data[: limits.pickle_bytes])
@@ -268,7 +268,7 @@ def _read_legacy(
         check(fits, "A storage has another size than its tensors say.")
         at += 8 + storage.nbytes
     check(at == data.nbytes, "There is data after the last storage.")
-    # Where the storages are is known only now: read the object again, with arrays.
+    # The storage offsets are known only now: read the object again, with arrays.
     del value, values
     tensors = TensorReader(records.__getitem__, data.nbytes, limits, float64)
     return _unpickle(head, starts[3], tensors, budget)[0]

@@ -13,13 +13,13 @@ import numpy as np
 from .foreign import Placeholder, TensorShape, flag
 from .limits import Limits, check, is_count
 
-# MLX keeps a dimension in an int32; numpy 1 has at most 32 dimensions.
+# MLX stores a dimension as int32; numpy 1 supports at most 32 dimensions.
 _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
 _MIXED = (
     "tensors of different types share a storage. Call .clone() on one of them in "
     "PyTorch and save again."
 )
-# From this size on, checksums are computed in threads: zlib takes 0.3 s for 1 GB.
+# Starting at this size, checksums are computed in threads: zlib takes 0.3 s for 1 GB.
 _LARGE = 2**20
 
 
@@ -32,13 +32,13 @@ class Element(NamedTuple):
     numpy: np.dtype[Any]
 
 
-# PyTorch writes the bytes of the last three as an UntypedStorage, and the dtype beside.
+# PyTorch writes the last three as an UntypedStorage with a separate dtype.
 _STORAGES = (
     "float32 Float, float16 Half, bfloat16 BFloat16, float64 Double, bool Bool, "
     "complex64 ComplexFloat, complex128 ComplexDouble, uint8 Byte, int8 Char, "
     "int16 Short, int32 Int, int64 Long, uint16, uint32, uint64"
 )
-# Types that MLX lacks. A file may name them; only ``shapes`` reads tensors of them.
+# Types that MLX lacks. A file may name them, but only ``shapes`` reads their tensors.
 _UNSUPPORTED = (
     "complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
     "float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 "
@@ -51,7 +51,7 @@ for _name, *_storage in map(str.split, _STORAGES.split(", ")):
         _name,
         f"{_storage[0]}Storage" if _storage else None,
         getattr(mx, "bool_" if _name == "bool" else _name, None),
-        # numpy has no bfloat16: its bits are read as uint16.
+        # numpy has no bfloat16, so the bits are read as uint16.
         np.dtype("uint16" if _name == "bfloat16" else _name).newbyteorder("<"),
     )
 BY_STORAGE = {e.storage: e for e in BY_NAME.values() if e.storage}
@@ -61,14 +61,14 @@ _ROUNDED = {"float64": "float32", "complex128": "complex64"}
 
 
 def element_of(array: "mx.array | np.ndarray[Any, Any]") -> Element | None:
-    """Return the element type of an array, or None if PyTorch has none like it."""
+    """Return the element type of an array, or None if PyTorch has no equivalent."""
     if isinstance(array, mx.array):
         return _BY_MLX.get(array.dtype)
     return BY_NAME.get(array.dtype.name) if array.dtype.kind in "biufc" else None
 
 
 class Storage(NamedTuple):
-    """A storage as a pickle describes it; an untyped one is counted in bytes."""
+    """A storage as described in a pickle; the size of an untyped one is in bytes."""
 
     key: str
     element: Element | None
@@ -81,14 +81,14 @@ class Storage(NamedTuple):
 
 
 class TensorReader:
-    """Make tensors of the storages in a file; or only their shapes.
+    """Build tensors, or only their shapes, from the storages in a file.
 
     Args:
-        find (callable or None): Returns the bytes of a storage, and their checksum if
-            the file has one, by its key. None reads shapes only.
+        find (callable or None): Takes the key of a storage and returns its bytes, and
+            their checksum if the file has one. None reads shapes only.
         file_size (int): Size of the file.
-        limits (Limits): The bound on the size of all tensors.
-        float64 (Dtype or None): What double precision becomes.
+        limits (Limits): Limits the total size of all tensors.
+        float64 (Dtype or None): The dtype to convert float64 to.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class TensorReader:
         self._room = 4 * file_size + limits.tensor_bytes
         self._float64 = float64
         self._arrays: dict[str, tuple[Element, mx.array]] = {}
-        # Keys are texts, whose hashes a file cannot choose.
+        # Keys are strings, whose hashes a file cannot choose.
         self._tensors: dict[str, Any] = {}
         self._checks: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(max_workers=4)
 
     def storage(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
-        # Types are compared first: an array raises an error if it is compared.
+        # Compare types first: comparing an array raises an error.
         is_storage = type(pid) is tuple and len(pid) in (5, 6) and type(pid[0]) is str
         check(
             is_storage and pid[0] == "storage",
@@ -171,13 +171,13 @@ class TensorReader:
 
     def finish(self) -> None:
         """Evaluate the tensors and wait for the checksums."""
-        # A lazy array would belong to the thread that made it.
+        # A lazy array would be tied to the thread that made it.
         mx.eval([x for x in self._tensors.values() if isinstance(x, mx.array)])
         for pending in self._checks:
             pending.result()
 
     def close(self) -> None:
-        """End the threads that compute checksums."""
+        """Stop the threads that compute checksums."""
         self._threads.shutdown(cancel_futures=True)
 
     def _view(
@@ -234,7 +234,7 @@ class TensorReader:
     def _read(
         self, storage: Storage, element: Element, target: Element
     ) -> np.ndarray[Any, Any]:
-        """Return the elements of a storage, not copied if they need no change."""
+        """Return the elements of a storage, copied only if they need conversion."""
         assert self._find is not None
         data, checksum = self._find(storage.key)
         check(
@@ -270,14 +270,14 @@ def check_sum(data: memoryview, checksum: int) -> None:
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides in row order. PyTorch counts an empty dimension as 1."""
+    """Return row-major strides. PyTorch counts an empty dimension as 1."""
     return tuple(prod(n or 1 for n in shape[i:]) for i in range(1, len(shape) + 1))
 
 
 def _check_view(
     storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any
 ) -> Element:
-    """Return the element type of a tensor whose numbers are sound."""
+    """Check a tensor's size, strides and offset; return its element type."""
     is_storage = isinstance(storage, Storage)
     check(is_storage, "a tensor is rebuilt from something that is no storage.")
     element: Element | None = storage.element

@@ -1,9 +1,9 @@
 """A closed interpreter for pickles: plain values, tensors, and placeholders.
 
-It follows the instructions that PyTorch's pickles (protocols 2 to 5) consist of and
-raises ``CheckpointError`` for all others. The only functions it calls are those of
-``builders.BUILDERS``; other calls are noted on a ``Placeholder`` and not made. Python's
-own unpickler is not involved.
+It executes the instructions used by PyTorch's pickles (protocols 2 to 5) and raises
+``CheckpointError`` for all others. The only functions it calls are those in
+``builders.BUILDERS``; other calls are recorded on a ``Placeholder`` and not made.
+Python's own unpickler is not used.
 """
 
 import pickletools
@@ -29,11 +29,11 @@ _KEYS = frozenset({str, bytes, TorchName, Placeholder}) | _NUMBERS
 _LEAVES = _NUMBERS | _TEXTS | {Placeholder, TensorShape}
 _NOTHING = object()
 _STOP = ord(".")
-# Bytes of text that count as one operation, and what a call or a set counts.
+# Bytes of text per operation, and the operations that a call or a set costs.
 _TEXT, _OBJECT = 32, 4
-# Passing this many occupied slots of a hash table takes as long as one operation.
+# Probing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 64
-# Python's own limit of recursion is 1000.
+# Python's own recursion limit is 1000.
 _MAX_DEPTH = 400
 
 
@@ -42,8 +42,8 @@ class Unpickler:
 
     Args:
         data (bytes): The buffer.
-        start (int): Where the pickle begins. After ``read``, ``position`` is its end.
-        tensors (TensorReader): Makes the tensors.
+        start (int): Start of the pickle. After ``read``, ``position`` is its end.
+        tensors (TensorReader): Builds the tensors.
         budget (Budget): The operations that the file has left.
     """
 
@@ -56,13 +56,13 @@ class Unpickler:
         self._budget = budget
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []
-        # A list, because a file can choose the numbers.
+        # A list rather than a dict, because a file can choose the numbers.
         self._memo: list[Any] = []
         self._remembered = 0
         self._names: dict[str, Any] = {}
 
     def read(self) -> Any:
-        """Follow the instructions up to the end and return the object."""
+        """Execute the instructions to the end and return the object."""
         start, budget = self.position, self._budget
         try:
             while (code := self._data[self.position]) != _STOP:
@@ -96,13 +96,13 @@ class Unpickler:
             raise CheckpointError(f"{where}{error}") from None
 
     def _last_key(self) -> str:
-        """Return the last text on the stack, usually the key of a damaged value."""
+        """Return the last string on the stack, usually the key of a damaged value."""
         for stack in (self._stack, *self._outer[:-4:-1]):
             if stack and type(stack[-1]) is str:
                 return f", near {stack[-1][:80]!a}"
         return ""
 
-    # Arguments of instructions.
+    # Instruction arguments.
 
     def _take(self, size: int) -> bytes:
         end = self.position + size
@@ -121,7 +121,7 @@ class Unpickler:
         return struct.unpack(">d", self._take(8))[0]
 
     def _bytes(self, size: int) -> bytes:
-        """Return bytes whose length is a number of ``size`` bytes before them."""
+        """Return bytes preceded by their length, a number of ``size`` bytes."""
         data = self._take(self._number(size))
         self._budget.spend(len(data) // _TEXT)
         return data
@@ -159,7 +159,7 @@ class Unpickler:
         return items
 
     def _pop(self) -> None:
-        # With nothing above it, the mark itself is removed, as Python does.
+        # With nothing above it, the mark itself is removed, as in Python.
         if self._stack:
             self._stack.pop()
         else:
@@ -179,7 +179,7 @@ class Unpickler:
         return value
 
     def _target(self, opcode: bytes, values: list[Any], *kinds: type) -> Any:
-        """Return the container on top of the stack; a placeholder notes the values."""
+        """Return the container on top of the stack; a placeholder records values."""
         target = self._stack[-1]
         if type(target) is Placeholder:
             target.edits.append((opcode, values))
@@ -228,8 +228,8 @@ class Unpickler:
     def _pay_for_key(self, target: Any, key: Any) -> None:
         """Pay for adding a key to a dict or set.
 
-        A file can choose numbers and tuples that occupy each other's slots: n of them
-        take n * n steps. The hashes of texts are secret; only long ones cost more.
+        A file can choose numbers and tuples that collide: n of them take n * n steps.
+        String hashes are randomized; only long strings cost more.
         """
         if type(key) is str and len(key) < 1024:
             return
@@ -237,16 +237,16 @@ class Unpickler:
         texts = [len(part) // 1024 for part in parts if type(part) in _TEXTS]
         if len(texts) == len(parts):
             self._budget.spend(sum(texts))
-        # The keys 0, 1, 2, ... of an optimizer are never in each other's way.
+        # The keys 0, 1, 2, ... of an optimizer never collide.
         elif type(key) is not int or not 0 <= key <= len(target):
-            # Others may have equal hashes, and are then compared in every slot.
+            # Others may have equal hashes and are then compared in every slot.
             is_short = type(key) is float or (type(key) is int and abs(key) < 2**60)
             cost = 1 if is_short else 8 * len(parts) + sum(texts)
             self._budget.spend(cost * len(target) // _SLOTS + 1)
 
     def _name(self, module: Any, name: Any) -> Any:
         check(type(module) is type(name) is str, "a name in the pickle is not text.")
-        # One object for each name, as the class itself would be.
+        # One object per name, as for the class itself.
         key = f"{module}\n{name}"
         if key not in self._names:
             self._budget.spend(_OBJECT + len(key) // _TEXT)
@@ -270,7 +270,7 @@ class Unpickler:
         return self._call(b"\x81", self._stack.pop(), args)
 
     def _call(self, opcode: bytes, callee: Any, args: Any) -> Placeholder:
-        """Return the placeholder of the object that a call would make."""
+        """Return a placeholder for the object that a call would make."""
         check(
             type(callee) is Placeholder and type(args) is tuple,
             f"it calls a {_kind(callee)} with a {_kind(args)}.",
@@ -319,7 +319,7 @@ class Unpickler:
 
 _ACTIONS: dict[int, Callable[[Unpickler], object]] = {
     0x80: Unpickler._protocol,
-    0x95: lambda u: u._take(8),  # the size of a frame, a hint for buffering
+    0x95: lambda u: u._take(8),  # frame size, a hint for buffering
     ord("("): Unpickler._mark,
     ord("a"): Unpickler._append,
     ord("e"): lambda u: u._extend(u._pop_mark()),
@@ -335,7 +335,7 @@ _ACTIONS: dict[int, Callable[[Unpickler], object]] = {
     ord("r"): lambda u: u._put(u._number(4)),
     0x94: lambda u: u._put(u._remembered),
 }
-# Instructions whose value goes on the stack.
+# Instructions that push a value onto the stack.
 _VALUES: dict[int, Callable[[Unpickler], Any]] = {
     ord("N"): lambda u: None,
     0x88: lambda u: True,
@@ -404,12 +404,12 @@ def _check_key(key: Any) -> tuple[Any, ...]:
 def check_tree(root: Any, limits: Limits) -> None:
     """Raise if an object is too deep, too large when expanded, or contains itself.
 
-    Only placeholders may form rings. Whoever walks the object later needs no such
-    checks.
+    Only placeholders may form cycles. Code that walks the object later does not need
+    these checks.
     """
     left, most = limits.operations, min(limits.depth, _MAX_DEPTH)
     too_deep = f"containers are nested more than {most} deep, or one contains itself."
-    # Placeholders are visited last, and each once.
+    # Placeholders are visited last, each only once.
     pending: list[tuple[int, Iterable[Any]]] = [(0, (root,))]
     seen: set[int] = set()
 
@@ -435,7 +435,7 @@ def check_tree(root: Any, limits: Limits) -> None:
                     _check_key(key)
             held = value
             if kind in _DICTS:
-                # OrderedDict has _metadata as an attribute, and DefaultDict a factory.
+                # OrderedDict may have a _metadata attribute, DefaultDict a factory.
                 attributes = getattr(value, "__dict__", {})
                 held = [*value, *value.values(), *attributes.values()]
             for item in held:

@@ -1,4 +1,4 @@
-"""``save``: write an object as a file that ``torch.load`` reads."""
+"""``save``: write an object to a file that ``torch.load`` reads."""
 
 import io
 import os
@@ -34,7 +34,7 @@ Array = mx.array | np.ndarray[Any, Any]
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
 _CHUNK = 2**22
-_BATCH = 1000  # items that Python's pickler writes at once
+_BATCH = 1000  # items per batch in Python's pickler
 _MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
 
@@ -42,16 +42,15 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
     """Write a ``.pt`` file with the layout and pickle of ``torch.save``.
 
     ``torch.load(weights_only=True)`` reads it if the object is plain. Arrays become
-    tensors on the CPU, and an array that appears twice is stored once. What ``load``
-    returned is written as it was; objects with ``TensorShape`` leaves can be read by
-    this library only.
+    CPU tensors, and an array that appears twice is stored once. Results of ``load`` are
+    written back unchanged. Only this library reads objects with ``TensorShape`` leaves.
 
     Args:
-        file (str, PathLike or file): A path, which is replaced in one step when
+        file (str, PathLike or file): A path, which is replaced atomically when
             everything is written, or a writable binary file.
         obj (Any): Dicts, lists, tuples and sets of arrays (``mx.array`` or
-            ``numpy.ndarray``), numbers, text, bytes and None; or what ``load`` and
-            ``shapes`` return.
+            ``numpy.ndarray``), numbers, strings, bytes and None; or results of ``load``
+            and ``shapes``.
 
     Raises:
         TypeError: ``obj`` holds something else. The message says where.
@@ -71,7 +70,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
     pickler.dump(obj)
     check_tree(obj, Limits())
     if isinstance(file, (str, os.PathLike)):
-        # PyTorch names the folder in the zip file after the file, if it is ASCII.
+        # PyTorch names the folder in the zip file after the file if the name is ASCII.
         stem = Path(file).stem
         with _replace(Path(file)) as raw:
             folder = stem if stem and stem.isascii() else "archive"
@@ -87,7 +86,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
 @contextmanager
 def _replace(path: Path) -> Iterator[BinaryIO]:
-    """Replace a file in one step when all of it is written and on disk."""
+    """Replace a file atomically once the new one is on disk."""
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(8)}.tmp")
     try:
@@ -113,7 +112,7 @@ def _write_zip(file: BinaryIO, folder: str, data: bytes, arrays: list[Array]) ->
         def add(name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
             info = zipfile.ZipInfo(f"{folder}/{name}")
             is_wide = size >= 2**30
-            # An extra field fills the gap before the data, as PyTorch does.
+            # An extra field fills the gap before the data, as in PyTorch.
             header = 30 + len(info.filename) + 20 * is_wide + 4
             gap = -(archive.start_dir + header) % _ALIGNMENT
             info.extra = b"FB" + struct.pack("<H", gap) + b"Z" * gap
@@ -131,9 +130,9 @@ def _write_zip(file: BinaryIO, folder: str, data: bytes, arrays: list[Array]) ->
 
 
 def _chunks(array: Array) -> Iterator[memoryview]:
-    """Yield the bytes of an array in row order, little-endian."""
+    """Yield the bytes of an array in row-major order, little-endian."""
     if isinstance(array, mx.array):
-        if array.dtype == mx.bfloat16:  # numpy has none: write its bits
+        if array.dtype == mx.bfloat16:  # numpy has no bfloat16: write its bits
             array = array.view(mx.uint16, stream=mx.cpu)
         mx.eval(array)
         values = np.asarray(memoryview(array))  # type: ignore[arg-type]
@@ -145,7 +144,7 @@ def _chunks(array: Array) -> Iterator[memoryview]:
 
 
 class _Data(NamedTuple):
-    """The tensor of a ``Parameter``, which is written as an object of its own."""
+    """The tensor of a ``Parameter``, which is written as a separate object."""
 
     array: Array
 
@@ -162,7 +161,7 @@ _PythonPickler: Any = pickle._Pickler
 class _Pickler(_PythonPickler):  # type: ignore[misc]
     """Python's pickler, with names in place of PyTorch's functions and classes.
 
-    Protocol 2, as ``torch.save`` uses: equal objects give PyTorch's own bytes.
+    It uses protocol 2 like ``torch.save``, so equal objects give PyTorch's own bytes.
     """
 
     dispatch: ClassVar[dict[type, Callable[..., None]]] = {}
@@ -182,7 +181,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             raise TypeError("obj is nested too deep to be saved.") from None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Refuse all types that have no method here."""
+        """Refuse all types without a method in this class."""
         if type(obj) not in self.dispatch:
             advice = " Save .item() of it." if isinstance(obj, np.generic) else ""
             raise self._error(
@@ -196,7 +195,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         return TypeError(f"obj{place} {problem}")
 
     def _name(self, module: str, name: str) -> Placeholder:
-        """Return one placeholder for each name, so that it is written once."""
+        """Return one placeholder per name, so that each name is written once."""
         key = module, name
         return self._names.setdefault(key, Placeholder.named(module, name))
 
@@ -207,7 +206,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self._remember(obj)
 
     def _remember(self, obj: Any) -> None:
-        # An object in a ring may have been written among its own arguments.
+        # An object in a cycle may have been written among its own arguments.
         if id(obj) in self.memo:
             self.write(b"0" + self.get(self.memo[id(obj)][0]))
         else:
@@ -221,7 +220,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         if not obj and self._objects:
             self._reduce("__builtin__", "bytes", (), obj)
         else:
-            # Protocol 2 has no bytes: they are text of the same code points.
+            # Protocol 2 has no bytes: they become a string with the same code points.
             self._reduce("_codecs", "encode", (obj.decode("latin1"), "latin1"), obj)
 
     def _save_list(self, obj: list[Any]) -> None:
@@ -252,7 +251,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
     def _save_subclass(self, obj: OrderedDict[Any, Any] | DefaultDict) -> None:
         self._save_call(obj)
-        # Python batches the items of a subclass of dict in another way.
+        # Python batches the items of a dict subclass differently.
         rest = iter(obj.items())
         while batch := list(islice(rest, _BATCH)):
             self._batch(batch, b"s" if len(batch) == 1 else b"u")
@@ -295,7 +294,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             raise self._error(f"has no printable name: {module!a:.80} {name!a:.80}.")
         outer, dot, inner = name.rpartition(".")
         if dot:
-            # Protocol 2 has no dotted names: Python gets the inner from the outer.
+            # Protocol 2 has no dotted names: Python gets the inner class by getattr.
             args = self._name(module, outer), inner
             return self._reduce("__builtin__", "getattr", args, obj)
         self.write(f"c{module}\n{name}\n".encode())
@@ -335,7 +334,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         self.write(b"Q")
 
 
-# The calls that make objects of these types: module, name and arguments.
+# The calls that rebuild objects of these types: module, name and arguments.
 _CALLS: dict[type, Callable[[Any], tuple[str, str, tuple[Any, ...]]]] = {
     bytearray: lambda x: ("__builtin__", "bytearray", (bytes(x),) if x else ()),
     complex: lambda x: ("__builtin__", "complex", (x.real, x.imag)),
