@@ -255,7 +255,7 @@ def _run(
 def _run_on_host(
     layout: _Layout, optimizer: Optimizer, arrays: _Arrays
 ) -> dict[str, tuple[mx.array, Stored]]:
-    """Step on the host, which is exact for any third-party optimizer."""
+    """Step without a select on the device, which is exact for every optimizer."""
     saved = snapshot(optimizer.state)
     try:
         _, steps = _step(layout, optimizer, arrays, is_selected=False)

@@ -158,7 +158,7 @@ class GradScaler:
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``, with a scaled loss and unscaled float32 gradients.
+        """Like ``nn.value_and_grad``: return the loss and unscaled float32 gradients.
 
         The loss is scaled for the backward pass only. Gradients are lazy: those passed
         unchanged to :meth:`step` need no float32 copy. Non-finite gradients come out as
@@ -504,7 +504,7 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """The number of consecutive updates that skipped a step, as a lazy 0-d array."""
+        """The number of consecutive skipped updates, as a lazy 0-d array."""
         return self._state["consecutive_skips"]
 
     @property
