@@ -141,7 +141,7 @@ def find_fault(setting: Setting, batch: Batch, run: Run) -> Fault | None:
 
 
 def too_large_arguments(setting: Setting, batch: Batch) -> dict[str, float]:
-    """Return the extremes of arguments that overflow when cast to ``compute_dtype``."""
+    """Return the extreme value of each argument that overflows ``compute_dtype``."""
     dtype = setting.compute_dtype
     if dtype is None or not setting.cast_inputs:
         return {}

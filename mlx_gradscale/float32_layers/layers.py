@@ -202,7 +202,7 @@ def _make_calls(
 
 
 def _find_neighbours(model: nn.Module, paths: list[str]) -> tuple[nn.Module, ...]:
-    """Return small modules with parameters, neither inside nor enclosing these paths."""
+    """Return small modules with parameters, not inside or around these paths."""
     found = [
         module
         for path, module in ordered_modules(model)
