@@ -231,7 +231,7 @@ class Search:
         self.reasons.append(Reason(entry, source, why, by_size=True))
 
     def _chain_for(self, call: Call, first: int) -> tuple[str, str | None]:
-        """Return the shortest chain for the large values of a call, and their source."""
+        """Return the shortest chain for large values of a call, and their source."""
         children = call.children
         is_made_between = self._is_large(children[first].inputs)
         source = call.path if is_made_between else children[first].path
@@ -282,7 +282,7 @@ class Search:
             self.reasons.append(Reason(path, path, why))
 
     def _first_fault(self, half: Run, reference: Run) -> tuple[Place | None, str]:
-        """Return where half precision first deviates from float32, None for the loss."""
+        """Return where half precision deviates from float32, None for the loss."""
         pairs = _pair(half.forward, reference.forward)
         loss_is_off = self._is_lossy(half, reference, gradients=False)
         for distance in (_FAR, _SUSPICIOUS) if loss_is_off else (_FAR,):
