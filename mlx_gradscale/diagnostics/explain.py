@@ -203,7 +203,7 @@ def overflow_table(grads: Any, limit: int | None = 20) -> str:
     Args:
         grads (Any): A tree of arrays, scaled or not, or the result of
             :func:`mlx_gradscale.nonfinite`.
-        limit (int, optional): The maximum number of rows; None for all. Default: ``20``.
+        limit (int, optional): Maximum number of rows; None for all. Default: ``20``.
 
     Example:
         >>> import mlx.core as mx
