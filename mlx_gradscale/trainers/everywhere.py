@@ -70,7 +70,7 @@ class Everywhere:
             )
 
     def has_work(self, tree: Any, is_model: bool = True) -> bool:
-        """Return whether this computes in half precision; if a model does not, warn."""
+        """Return whether this is half precision; warn once if a model is not."""
         has_half = any(
             isinstance(x, mx.array) and x.dtype in HALF for x in leaves(tree)
         )
@@ -163,8 +163,7 @@ def find_first_scale(
     """Find the scale on the first batch, so that a short run does not lose steps.
 
     Starting from 65536 and halving once per step, a run of 42 steps lost 13 of them. If
-    the loss is non-finite at any scale, the scale stays; skipped steps are reported
-    later.
+    no scale makes the loss finite, the scale stays; skipped steps are reported later.
     """
     from ..diagnostics import calibrate
 
