@@ -504,12 +504,12 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """The number of consecutive skipped updates, as a lazy 0-d array."""
+        """The current number of consecutive skipped steps, as a lazy 0-d array."""
         return self._state["consecutive_skips"]
 
     @property
     def last_step_applied(self) -> mx.array:
-        """Whether the last step was applied, as a lazy 0-d array."""
+        """Whether the latest step was applied, as a lazy 0-d array."""
         return self._state["last_step_applied"]
 
     # Saving

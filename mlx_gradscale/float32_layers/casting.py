@@ -18,7 +18,7 @@ from ..core.trees import Writes, commit, items, leaves, slots
 
 @contextmanager
 def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
-    """Upcast all half-precision arrays of a module within a ``with`` block.
+    """Upcast all half-precision arrays of a module to float32 in a ``with`` block.
 
     Yields the first half-precision dtype found, or None.
     """
