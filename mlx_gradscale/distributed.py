@@ -1,4 +1,4 @@
-"""Helpers for distributed training: broadcast from rank 0, and check for sync.
+"""Helpers for distributed training: broadcast from rank 0, check ranks for equality.
 
 MLX collectives have no tags and no timeout: every rank of the group must make these
 calls, in the same order, or the others block until it makes another call or exits.

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, also for skipped and compiled steps."""
+"""Exponential moving average of the weights, correct for skipped and compiled steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

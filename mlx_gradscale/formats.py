@@ -25,7 +25,7 @@ _TYPES = {key: type(FIELDS[name][1]) for key, name in TORCH_KEYS.items()} | {
 
 
 class FormatWarning(UserWarning):
-    """Warns about parts of a scaler's state that a format does not contain."""
+    """Warning about scaler state that a format does not contain."""
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def global_norm(
         for group in _groups(values):
             if group[0].dtype in (mx.float16, mx.bfloat16):
                 # Without the views, mx.compile would merge this cast with the one in
-                # the update and materialize a float32 copy of every gradient.
+                # the update and create a float32 copy of every gradient.
                 group = [x.view(mx.uint16).view(x.dtype) for x in group]
             group = [x.astype(mx.float32) for x in group]
             group = group if times is None else [x * times for x in group]

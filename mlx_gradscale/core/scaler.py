@@ -207,8 +207,8 @@ class GradScaler:
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
-        The value of the loss does not change. Gradients of the model's parameters, or
-        of the first argument's arrays without a model, are unscaled and in float32.
+        The value of the loss does not change. Gradients of the model's parameters or,
+        without a model, of the first argument's arrays are unscaled and in float32.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is

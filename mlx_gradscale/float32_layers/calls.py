@@ -50,7 +50,7 @@ def _collect_modules(
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Return whether a path is a module's own path or inside it."""
+    """Return whether a path belongs to a module or to something inside it."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 

@@ -33,7 +33,7 @@ class Reason:
         source (str or None): The path of the layer that computed the value; None for
             the loss function.
         why (str): The reason in words.
-        by_size (bool): Whether a value between layers is, or is close to, too large.
+        by_size (bool): Whether a value between layers is too large, or nearly so.
     """
 
     entry: str

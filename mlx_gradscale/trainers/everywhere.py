@@ -70,7 +70,7 @@ class Everywhere:
             )
 
     def has_work(self, tree: Any, is_model: bool = True) -> bool:
-        """Return whether this is half precision; warn once if a model is not."""
+        """Return whether this runs in half precision; warn once if a model does not."""
         has_half = any(
             isinstance(x, mx.array) and x.dtype in HALF for x in leaves(tree)
         )
