@@ -3,7 +3,7 @@
 try:
     import mlx.core  # noqa: F401
 except ImportError as error:
-    # On Linux the plain mlx wheel has no backend.
+    # On Linux, the plain mlx wheel does not include a backend.
     raise ImportError(
         f"MLX cannot be imported ({error}). Install it: pip install mlx on a Mac; on "
         'Linux with a backend, pip install "mlx[cpu]" (or [cuda12], [cuda13]).'

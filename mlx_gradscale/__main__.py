@@ -1,4 +1,4 @@
-"""``mlx_gradscale NAME``: the commands of the package."""
+"""The commands of the package, run as ``mlx_gradscale NAME``."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ from importlib.metadata import version
 from ._version import __version__
 from .commands import run_command
 
-# command: (the module whose main() runs it, what it does)
+# command: (module whose main() runs it, description)
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
     "float16": ("float32_layers.command", "find the layers that must be float32"),
@@ -20,13 +20,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names.
+    """Run the command named by the first argument.
 
     Args:
         argv (list, optional): Default: the arguments of the process.
 
     Returns:
-        int: The command's exit code; 2 if there is no such command.
+        int: The command's exit code, or 2 if there is no such command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else None

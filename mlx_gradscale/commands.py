@@ -1,4 +1,4 @@
-"""How every command ends: its exit code, and one line for an error."""
+"""Exit codes and one-line error messages, shared by all commands."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from .files.text import printable
 
-# As a shell reports Ctrl-C and a closed pipe: 128 plus the signal.
+# How shells report Ctrl-C and a closed pipe: 128 plus the signal.
 _INTERRUPTED, _PIPE_CLOSED = 130, 141
 
 
@@ -17,17 +17,17 @@ def run_command(
     prefix: str = "error: ",
     flags: Mapping[str, str] | None = None,
 ) -> int:
-    """Run what a command does, and return its exit code.
+    """Run the work of a command and return its exit code.
 
     Args:
-        work (Callable): Returns a code; None is 0.
-        expected (tuple): Errors that are printed in one line; others are raised.
-        prefix (str): Comes before that line. Default: ``"error: "``.
-        flags (dict, optional): Names of arguments in errors, and the flags for them.
+        work (Callable): Returns an exit code; None means 0.
+        expected (tuple): Errors to print on one line; others are raised.
+        prefix (str): The start of that line. Default: ``"error: "``.
+        flags (dict, optional): Maps argument names in errors to command-line flags.
 
     Returns:
-        int: The code of ``work``; 1 after an error that was printed, 130 after Ctrl-C,
-        141 if nobody reads the output any more (``| head``).
+        int: The exit code of ``work``; 1 after a printed error, 130 after Ctrl-C, 141
+        if the output pipe was closed (``| head``).
 
     Example:
         >>> run_command(lambda: print("done"))
@@ -44,7 +44,7 @@ def run_command(
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Python would try to flush the rest at exit, and complain.
+        # Otherwise Python would try to flush the rest at exit and report an error.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED

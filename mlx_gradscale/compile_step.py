@@ -1,4 +1,4 @@
-"""``compile_step``: ``mx.compile`` for a training step that can fail or be skipped."""
+"""``compile_step``: ``mx.compile`` for training steps that can fail or be skipped."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,15 +15,15 @@ from .core.trees import CONTAINERS, items, restore, snapshot
 def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     """Compile a training step over the state that it reads and writes.
 
-    It is ``mx.compile(step, inputs=state, outputs=state)`` with two additions. If the
-    step raises while it is traced, model, optimizer, scaler and random state return to
-    what they were; MLX leaves placeholders in them, with which nothing works any more.
-    And it warns about 50 skipped steps in a row, by reading a counter that is at least
-    50 steps old, so that nothing waits for the device.
+    Equivalent to ``mx.compile(step, inputs=state, outputs=state)`` with two additions.
+    If the step raises while it is traced, model, optimizer, scaler and random state are
+    restored; MLX would leave unusable placeholders in them. It also warns about 50
+    skipped steps in a row, by reading a counter that is at least 50 steps old, so that
+    nothing waits for the device.
 
     Args:
-        step (Callable): The step.
-        state (Any): A list or dict of everything that it changes:
+        step (Callable): The training step.
+        state (Any): A list or dict of everything that the step changes:
             ``[model.state, optimizer.state, mx.random.state]``, and ``scaler.state``
             for a ``GradScaler``.
 
@@ -65,7 +65,7 @@ def remember(*trees: Any) -> Callable[[], None]:
 
     def undo() -> None:
         restore(saved)
-        # Inside another trace the key is a placeholder, which that one restores.
+        # Inside another trace the key is a placeholder, which that trace restores.
         with suppress(RuntimeError):
             first, second = key.tolist()
             mx.random.seed(first << 32 | second)

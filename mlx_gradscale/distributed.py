@@ -1,8 +1,7 @@
-"""Helpers for distributed training beyond ``group=``: from rank 0, and in sync.
+"""Helpers for distributed training: broadcast from rank 0, check ranks for equality.
 
-MLX collectives carry no tags and have no timeout: every rank of the group must make
-these calls, in the same order, or the others block until it makes another call or
-exits.
+MLX collectives have no tags and no timeout: every rank of the group must make these
+calls, in the same order, or the others block until it makes another call or exits.
 """
 
 import json
@@ -24,17 +23,18 @@ _LISTED = 8
 
 
 def assert_in_sync(tree: Any, group: Group | None = None) -> None:
-    """Raise, on every rank, if a leaf of ``tree`` is not bit-identical on all ranks.
+    """Raise, on every rank, unless ``tree`` is bit-identical on all ranks.
 
-    It reads the whole tree from the device: call it after loading a checkpoint or
-    every thousand steps, not in every step.
+    This reads the whole tree from the device. Call it after loading a checkpoint or
+    every thousand steps, not on every step.
 
     Args:
         tree (Any): A tree of arrays.
         group (Group, optional): Default: the global group.
 
     Raises:
-        RuntimeError: The ranks differ. It says which leaves, and what each rank has.
+        RuntimeError: If the ranks differ. The message lists the leaves, and the value
+            of each rank.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -59,10 +59,10 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
 
 
 def broadcast(tree: Any, group: Group | None = None) -> Any:
-    """Return rank 0's ``tree``, on every rank.
+    """Return rank 0's ``tree`` on every rank.
 
     Args:
-        tree (Any): As for :func:`from_rank_0`; only rank 0's is used.
+        tree (Any): As for :func:`from_rank_0`; only rank 0's tree is used.
         group (Group, optional): Default: the global group.
 
     Example:
@@ -102,7 +102,7 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     if group.rank() == 0:
         try:
             plan = _encode(load(), found)
-            # Here, because a file that cannot be read fails only when evaluated.
+            # Evaluate here, because a file that cannot be read fails only then.
             mx.eval(found)
         except Exception as e:
             error = e
@@ -127,7 +127,7 @@ def _bytes(x: mx.array) -> mx.array:
 
 
 def _gather(value: Any, group: Group) -> list[Any]:
-    """Return the values of all ranks, whatever JSON can hold."""
+    """Gather a JSON-serializable value from all ranks."""
     text = json.dumps(value).encode()
     size = mx.array([len(text)])
     sizes = np.array(mx.distributed.all_gather(size, group=group)).tolist()
@@ -137,7 +137,7 @@ def _gather(value: Any, group: Group) -> list[Any]:
 
 
 def _encode(tree: Any, found: list[mx.array]) -> Any:
-    """Return a tree as JSON can hold it, with shapes and dtypes in place of arrays."""
+    """Return a tree in JSON form, with shapes and dtypes in place of arrays."""
     if isinstance(tree, mx.array):
         found.append(tree)
         return {"array": [list(tree.shape), dtype_name(tree)]}
@@ -172,7 +172,7 @@ def _receive(
     size = int(np.prod(shape, dtype=np.int64))
     if size == 0:
         return mx.zeros(shape, dtype)
-    # Summed as bytes with zeros elsewhere: exact for every dtype, -0.0 and NaN.
+    # Summed as bytes, with zeros on other ranks: exact for all dtypes, -0.0 and NaN.
     sent = mx.zeros(size * dtype.size, mx.uint8) if mine is None else _bytes(mine)
     total = mx.distributed.all_sum(sent, group=group)
     mx.eval(total)

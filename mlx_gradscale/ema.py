@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, right in skipped and compiled steps."""
+"""Exponential moving average of the weights, correct for skipped and compiled steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +19,15 @@ from .core.trees import flatten
 class EMA:
     """Average the trainable weights over the applied steps, in float32.
 
-    For a model in half precision it averages the float32 master weights: most steps
-    are too small to show in a float16 weight. Skipped steps do not count.
+    For a half-precision model it averages the float32 master weights, because most
+    steps are too small to change a float16 weight. Skipped steps do not count.
 
     Args:
-        model (nn.Module): The average starts at its weights.
+        model (nn.Module): The model whose weights initialise the average.
         optimizer (Optimizer, optional): A ``LossScaleOptimizer`` supplies the master
             weights and whether its last step was applied. Default: ``None``.
-        decay (float): How much of the average each step keeps. Default: ``0.999``.
+        decay (float): The share of the average that each step keeps. Default:
+            ``0.999``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -53,7 +54,7 @@ class EMA:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
         self._optimizer: Optimizer | None = optimizer
         # 1 - decay, because float32 cannot tell a decay near 1 from 1. The weights are
-        # copied: ``weight += 1`` changes an array in place.
+        # copied, because ``weight += 1`` modifies an array in place.
         self._state: dict[str, Any] = {
             "rate": mx.array(1.0 - decay),
             "weights": {path: mx.array(x) for path, x in self._full(model).items()},
@@ -62,7 +63,7 @@ class EMA:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The tree to list in ``mx.compile`` and to save. Setting it writes in place.
+        """The tree to pass to ``mx.compile`` and to save. Setting it writes in place.
 
         Save it with ``save_checkpoint(..., ema=ema.state)`` and restore it with
         ``ema.state = restore_checkpoint(...)["ema"]``.
@@ -80,13 +81,13 @@ class EMA:
         self._state["weights"].update(state["weights"])
 
     def update(self, model: nn.Module, applied: mx.array | None = None) -> None:
-        """Move the average towards the weights after a step.
+        """Update the average after a step.
 
         Args:
-            model (nn.Module): The model that is averaged.
-            applied (array, optional): If false, the average stays as it is. Pass what
-                ``GradScaler.step`` returned. Default: whether the
-                ``LossScaleOptimizer`` applied its last step, else true.
+            model (nn.Module): The model to average.
+            applied (array, optional): If false, the average does not change. Pass the
+                result of ``GradScaler.step``. Default: whether the
+                ``LossScaleOptimizer`` applied its last step, or true without one.
         """
         if applied is None and isinstance(self._optimizer, LossScaleOptimizer):
             applied = self._optimizer.scaler.last_step_applied
@@ -111,7 +112,7 @@ class EMA:
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Give the model the average, to evaluate or export, then its own weights."""
+        """Load the average into the model for evaluation or export; restore on exit."""
         own = model.trainable_parameters()
         try:
             model.update(self.weights(model))

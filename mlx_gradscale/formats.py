@@ -1,9 +1,9 @@
 """Scaler states of other frameworks, as one table of keys.
 
-apex, DeepSpeed, Megatron and NeMo save PyTorch checkpoints with scalers of their own.
-Their states are read into PyTorch's five keys, plus this package's own keys
-(``hysteresis``, ``min_scale`` and so on) where they have them. What a state does not
-hold is named in a :class:`FormatWarning`.
+apex, DeepSpeed, Megatron and NeMo save PyTorch checkpoints with their own scalers.
+Their states are converted to PyTorch's five keys, plus this package's own keys
+(``hysteresis``, ``min_scale`` and so on) if present. A :class:`FormatWarning` lists
+values that a state does not contain.
 """
 
 import math
@@ -25,7 +25,7 @@ _TYPES = {key: type(FIELDS[name][1]) for key, name in TORCH_KEYS.items()} | {
 
 
 class FormatWarning(UserWarning):
-    """Something of a scaler's state that a format does not hold."""
+    """Warning about scaler state that a format does not contain."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Format:
     """One framework's scaler state.
 
     Attributes:
-        required (frozenset): The keys that tell this format from the others.
+        required (frozenset): The keys that distinguish this format from the others.
         fields (dict): Our key -> its key.
-        assumed (dict): Our key -> the framework's default, for what its state does not
-            hold.
+        assumed (dict): Our key -> the framework's default, for keys missing from its
+            state.
         compute (Callable, optional): (its state, our values) -> those of our values
-            that are no plain copy.
+            that are not plain copies.
     """
 
     required: frozenset[str]
@@ -48,10 +48,10 @@ class Format:
 
 
 def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    # DeepSpeed grows where (cur_iter - last_overflow_iter - 1) is a positive
+    # DeepSpeed grows when (cur_iter - last_overflow_iter - 1) is a positive
     # multiple of the window: window + 1 finite steps after an overflow, then
-    # every window steps. The tracker is what PyTorch's rule needs to grow next at
-    # the same step; right after an overflow that would be -1, so 0.
+    # every window steps. Set the tracker so that PyTorch's rule next grows at the
+    # same step; right after an overflow that would be -1, so use 0.
     window, last = found["growth_interval"], state.get("last_overflow_iter")
     overflow = -1 if last is None else _number(last, int, "last_overflow_iter")
     since = _number(state["cur_iter"], int, "cur_iter") - overflow - 1
@@ -65,7 +65,7 @@ def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def _hysteresis(
     key: str, state: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
-    # They count down the budget that is left; here the used part is counted up.
+    # They count down the remaining budget; we count up the used part.
     if state.get(key) is None:
         return {"hysteresis": 1}
     used = found["hysteresis"] - _number(state[key], int, key)
@@ -110,7 +110,7 @@ FORMATS: dict[str, Format] = {
 
 
 def recognise(state: Mapping[str, Any]) -> str:
-    """Return the format of a scaler state, a key of :data:`FORMATS`, by its keys.
+    """Identify the format of a scaler state, a key of :data:`FORMATS`, by its keys.
 
     Example:
         >>> recognise({"loss_scale": 2.0, "unskipped": 3})
@@ -132,10 +132,10 @@ def recognise(state: Mapping[str, Any]) -> str:
 
 
 def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
-    """Tell whether a dict is a scaler's state: numbers, with the keys of a format.
+    """Return whether a dict is a scaler state: numbers, with the keys of a format.
 
-    Without the name of a scaler only PyTorch's is, as the keys of the other formats are
-    common words.
+    Unless it is named like a scaler, only PyTorch's format counts, because the keys of
+    the other formats are common words.
     """
     try:
         values = _flat(state) if is_named else state
@@ -152,19 +152,19 @@ def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
 def read_state(
     state: Mapping[str, Any], format: str | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Read another framework's scaler state into PyTorch's five keys.
+    """Convert another framework's scaler state to PyTorch's five keys.
 
     Args:
-        state (dict): The state; numbers may be Python's, or one-element arrays.
-        format (str, optional): A key of :data:`FORMATS`; by default recognised by the
+        state (dict): The state, with Python numbers or one-element arrays.
+        format (str, optional): A key of :data:`FORMATS`. Default: identified by the
             keys.
-        **settings (Any): Values for what the format does not hold, such as
-            ``growth_interval=500``. The framework's defaults are taken for the rest,
+        **settings (Any): Values that the format does not contain, such as
+            ``growth_interval=500``. The framework's defaults are used for the rest,
             with a :class:`FormatWarning`.
 
     Returns:
-        dict: For ``GradScaler.load_state_dict``; own keys only where they differ
-        from their defaults.
+        dict: A state for ``GradScaler.load_state_dict``; this package's own keys are
+        included only if they differ from their defaults.
 
     Example:
         >>> read_state({"loss_scale": 1024.0, "unskipped": 7}, growth_interval=500,
@@ -221,7 +221,7 @@ def read_state(
 
 
 def _flat(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the state with text keys; apex nests one dict per loss."""
+    """Return the state with string keys, flattened; apex nests one dict per loss."""
     flat = {str(key): value for key, value in state.items()}
     losses = [key for key in flat if key.startswith("loss_scaler")]
     if losses and all(isinstance(flat[key], Mapping) for key in losses):

@@ -1,4 +1,4 @@
-"""The command ``mlx_gradscale inspect``: the contents of a checkpoint.
+"""The command ``mlx_gradscale inspect``: show the contents of a checkpoint.
 
 It reads shapes and dtypes, not the tensors themselves.
 """
@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv (list): The arguments. Default: those of the process.
+        argv (list): Default: the arguments of the process.
 
     Returns:
-        int: 0, or 1 after an error, which is printed in one line.
+        int: 0, or 1 after an error, which is printed on one line.
     """
     return run_command(lambda: _inspect(argv), _EXPECTED, flags=LIMIT_FLAGS)
 
@@ -62,15 +62,15 @@ def _inspect(argv: Sequence[str] | None) -> None:
 
 
 def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
-    """Return what is in a file or folder, as plain values.
+    """Describe the contents of a file or folder, as plain values.
 
     Args:
         path (Path): A PyTorch, safetensors or JSON file, or a folder.
-        limits (Limits, optional): For reading PyTorch files.
+        limits (Limits, optional): Limits for reading PyTorch files.
 
     Returns:
-        dict: ``path``, and ``entries``: one for each value, with its ``name``, and
-        ``shape``, ``dtype`` and ``bytes`` of a tensor, or its ``value``.
+        dict: ``path``, and ``entries`` with one entry for each value: its ``name``, and
+        either ``shape``, ``dtype`` and ``bytes`` of a tensor, or its ``value``.
     """
     path = Path(path)
     entries: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
 
 def _contents(path: Path, limits: Limits | None) -> dict[str, Any]:
-    """Return the values of a file, or of each file of a folder."""
+    """Return the values in a file, or in each file of a folder."""
     if not path.is_dir():
         return {"": _read(path, limits)}
     if (path / ".metadata").is_file():
@@ -138,14 +138,14 @@ def _is_nested(value: Sequence[Any]) -> bool:
 
 
 def _item_size(dtype: str) -> int:
-    """Return the bytes of an element, by the number of bits in a dtype's name."""
+    """Return the bytes per element, from the number of bits in a dtype's name."""
     bits = re.search(r"\d+", dtype)
     return max(int(bits[0]) // 8, 1) if bits else 1
 
 
 def _shown(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no word for it
+        return str(value)  # JSON cannot represent it
     if isinstance(value, (bool, int, float, type(None))):
         return value
     if isinstance(value, (list, tuple, set, frozenset)) and len(value) > _SHORT_LIST:
@@ -156,7 +156,7 @@ def _shown(value: Any) -> Any:
 
 
 def render(found: dict[str, Any]) -> str:
-    """Return the description as text.
+    """Format the description as text.
 
     Example:
         >>> entry = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32",

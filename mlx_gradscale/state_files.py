@@ -1,4 +1,4 @@
-"""A scaler's state in a file, in the format that the suffix names."""
+"""Save and load a scaler's state, in the format given by the file suffix."""
 
 import gzip
 import io
@@ -14,16 +14,17 @@ from .files.arrays import dump_arrays, load_arrays
 from .files.atomic import atomic_write
 from .files.paths import open_file
 
-# A scaler's state has some 300 bytes. A file that unpacks to more is something else.
+# A scaler's state takes about 300 bytes. A file that unpacks to more than this is
+# something else.
 _LARGEST = 2**20
 _SUFFIXES = (".json", ".json.gz", ".safetensors", ".pt", ".pt.gz")
 
 
 def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write a dict of Python numbers to a file, whole or not at all.
+    """Write a dict of Python numbers to a file, atomically.
 
     Args:
-        path (str): Ends in ``.json``, ``.json.gz``, ``.safetensors``, ``.pt`` or
+        path (str): Must end in ``.json``, ``.json.gz``, ``.safetensors``, ``.pt`` or
             ``.pt.gz``.
         state (dict): The numbers by name.
     """
@@ -43,10 +44,10 @@ def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what :func:`save_state` or ``torch.save`` wrote.
+    """Read a file written by :func:`save_state` or ``torch.save``.
 
     Raises:
-        ValueError: The file does not hold the state of a scaler.
+        ValueError: If the file does not contain the state of a scaler.
     """
     suffix, is_gzip = _format(path)
     with open(path, "rb", opener=open_file) as file:

@@ -1,4 +1,4 @@
-"""Whether a tree is finite, its norm, and which leaves are not finite."""
+"""Finite checks, the global norm, and reports of non-finite leaves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ import numpy as np
 
 from .trees import flatten, leaves
 
-# The bits of |x| compare as integers like |x| itself, with inf above every finite
-# number and NaN above inf: one integer maximum finds both, exactly. Per dtype: the
-# signed and unsigned integer of its size, the mask of a magnitude, and inf.
+# As integers, the bits of |x| are ordered like |x|, with inf above every finite number
+# and NaN above inf, so one integer maximum finds both exactly. For each dtype: signed
+# and unsigned integer of the same size, magnitude mask, bits of inf.
 _BITS = {
     mx.float16: (mx.int16, mx.uint16, 0x7FFF, 0x7C00),
     mx.bfloat16: (mx.int16, mx.uint16, 0x7FFF, 0x7F80),
     mx.float32: (mx.int32, mx.uint32, 0x7FFFFFFF, 0x7F800000),
     mx.float64: (mx.int64, mx.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
 }
-# Eight leaves of one shape are joined elementwise before the reduction: 448 LoRA-sized
-# leaves take 0.3 of the time of one reduction per leaf.
+# Join eight leaves of the same shape elementwise before reducing: 448 LoRA-sized leaves
+# take 0.3 times as long as with one reduction per leaf.
 _JOIN = 8
 Join = Callable[[mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A leaf that holds NaN or inf, from :func:`nonfinite`."""
+    """A leaf that contains NaN or inf, as reported by :func:`nonfinite`."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,11 +43,11 @@ class NonFinite:
 
 
 def all_finite(tree: Any) -> mx.array:
-    """Return, lazily, whether every floating-point value in ``tree`` is finite.
+    """Lazily check whether every floating-point value in ``tree`` is finite.
 
     Args:
-        tree (Any): A tree of arrays. Leaves that are not floating-point count as
-            finite, and so does an empty tree.
+        tree (Any): A tree of arrays. Non-floating-point leaves and empty trees count
+            as finite.
 
     Example:
         >>> import mlx.core as mx
@@ -66,8 +66,8 @@ def all_finite_times(
 ) -> mx.array:
     """Return whether ``scaled * factor``, in float32, and ``others`` are finite.
 
-    With a scale below 1 the product can overflow where the scaled gradient does not.
-    Rounding is monotonic, so the largest magnitude of each dtype decides.
+    With a scale below 1, the product can overflow even if the scaled gradient does not.
+    Rounding is monotonic, so checking the largest magnitude of each dtype is enough.
     """
     flags = []
     for dtype, bits in _largest_bits(scaled):
@@ -80,7 +80,7 @@ def all_finite_times(
 
 
 def is_finite_magnitude(x: mx.array) -> mx.array:
-    """Like ``mx.isfinite`` for float32 of 0 or more, but safe in fast-math modes."""
+    """Like ``mx.isfinite`` for non-negative float32, but safe with fast math."""
     return x.view(mx.uint32) < mx.array(_BITS[mx.float32][3], mx.uint32)
 
 
@@ -92,8 +92,8 @@ def _largest_bits(values: list[mx.array]) -> list[tuple[mx.Dtype, mx.array]]:
         signed, unsigned, mask, _ = _BITS[dtype]
         bits = mx.array(mask, signed)
         if len(group) == 1:
-            # Two reductions without a masked copy. Seen as unsigned, negative numbers
-            # are the largest; seen as signed, positive ones are.
+            # Two reductions avoid a masked copy: negative numbers are the largest when
+            # viewed as unsigned, positive numbers when viewed as signed.
             positive = mx.max(group[0].view(signed))
             negative = mx.max(group[0].view(unsigned)).view(signed) & bits
             found = mx.maximum(positive, negative)
@@ -109,14 +109,14 @@ def global_norm(
 ) -> mx.array:
     """Return the norm of ``scaled * factor`` and ``others`` together, in float32.
 
-    It is non-finite if a value is, or if the sum of squares overflows float32.
+    It is non-finite if any value is, or if the sum of squares overflows float32.
     """
     sums = []
     for values, times in ((scaled, factor), (others, None)):
         for group in _groups(values):
             if group[0].dtype in (mx.float16, mx.bfloat16):
-                # Through a view, or mx.compile would merge this cast with that of the
-                # update, and the result would be a float32 copy of every gradient.
+                # Without the views, mx.compile would merge this cast with the one in
+                # the update and create a float32 copy of every gradient.
                 group = [x.view(mx.uint16).view(x.dtype) for x in group]
             group = [x.astype(mx.float32) for x in group]
             group = group if times is None else [x * times for x in group]
@@ -125,7 +125,7 @@ def global_norm(
 
 
 def _groups(values: list[mx.array]) -> list[list[mx.array]]:
-    """Return floating arrays in groups of one dtype and shape, up to eight each."""
+    """Group floating-point arrays by dtype and shape, up to eight per group."""
     alike: dict[Any, list[mx.array]] = {}
     for x in values:
         if is_floating(x) and x.size:
@@ -144,7 +144,7 @@ def _join_all(operation: Join, values: list[mx.array]) -> mx.array:
 
 
 def _join(operation: Join, values: list[mx.array]) -> mx.array:
-    # Pairwise, because a fused kernel is at most 11 operations deep.
+    # Join pairwise, because a fused kernel is at most 11 operations deep.
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=False)
         values = [operation(a, b) for a, b in pairs] + values[len(values) & ~1 :]
@@ -152,7 +152,7 @@ def _join(operation: Join, values: list[mx.array]) -> mx.array:
 
 
 def arrays(tree: Any) -> list[mx.array]:
-    """Return the leaves of ``tree``; raise where one is not an array."""
+    """Return the leaves of ``tree``; raise if one is not an array."""
     for path, leaf in flatten(tree):
         if not isinstance(leaf, mx.array):
             where = f" at {path!r}" if path else ""
@@ -166,9 +166,9 @@ def is_floating(x: mx.array) -> bool:
 
 
 def nonfinite(tree: Any) -> list[NonFinite]:
-    """List the leaves of ``tree`` that hold NaN or inf, with their counts.
+    """List the leaves of ``tree`` that contain NaN or inf, with counts.
 
-    This reads from the device, once for the whole tree: call it after a skipped step,
+    This reads from the device, once for the whole tree. Call it after a skipped step,
     not on every step.
 
     Example:

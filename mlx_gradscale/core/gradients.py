@@ -1,9 +1,9 @@
-"""Differentiate a scaled loss, and unscale the gradients lazily.
+"""Differentiate a scaled loss and unscale the gradients lazily.
 
-Each unscaled float32 gradient knows the scaled array it came from. A step that gets it
-back unchanged reads the scaled array and unscales inside its update kernel, so that MLX
-never computes the float32 copy. A gradient that was clipped, added up or averaged is
-another object, and is used as it is.
+Each unscaled float32 gradient keeps a reference to the scaled array it came from. If a
+step receives it unchanged, it reads the scaled array and unscales inside its update
+kernel, so MLX never computes the float32 copy. A gradient that was clipped, accumulated
+or averaged is a different object and is used as is.
 """
 
 import weakref
@@ -25,14 +25,14 @@ Keep = Callable[[str, mx.array], bool]
 
 
 class Casting(NamedTuple):
-    """What ``value_and_grad`` casts for the forward pass."""
+    """The casts that ``value_and_grad`` applies for the forward pass."""
 
     compute_dtype: mx.Dtype | None = None
     keep: Keep | None = None
     cast_inputs: bool = True
 
     def check(self) -> None:
-        """Raise if the arguments make no sense together."""
+        """Raise if the arguments are invalid or contradict each other."""
         dtype = self.compute_dtype
         if dtype is None and (self.keep is not None or not self.cast_inputs):
             raise ValueError("keep= and cast_inputs= need compute_dtype=.")
@@ -49,10 +49,10 @@ class Casting(NamedTuple):
             )
 
     def parameters(self, model: nn.Module, parameters: Any) -> Any:
-        """Return the trainable parameters as the forward pass is to use them."""
+        """Return the trainable parameters, cast for the forward pass."""
         if self.compute_dtype is None:
             return parameters
-        # Layers that compute in float32 (see float32_layers) say so themselves.
+        # Layers that compute in float32 (see float32_layers) are marked as such.
         float32 = tuple(
             f"{path}." if path else ""
             for path, module in model.named_modules()
@@ -66,7 +66,7 @@ class Casting(NamedTuple):
         return tree_map_with_path(cast_parameter, parameters)
 
     def inputs(self, inputs: Any) -> Any:
-        """Return the arguments of the loss function as it is to get them."""
+        """Return the arguments of the loss function, cast for the forward pass."""
         if self.compute_dtype is None or not self.cast_inputs:
             return inputs
         return tree_map(self._cast, inputs, is_leaf=is_opaque)
@@ -77,9 +77,9 @@ class Casting(NamedTuple):
 
 
 class Unscaled(mx.array):
-    """An unscaled gradient that knows its source, until it is changed in place."""
+    """An unscaled gradient that tracks its source until it is modified in place."""
 
-    # The scaled array, and one over its scale.
+    # The scaled array and the reciprocal of its scale.
     source: tuple[mx.array, mx.array] | None = None
 
 
@@ -94,25 +94,25 @@ def _forget_source(name: str) -> Callable[..., Any]:
 
 
 for _name in dir(mx.array):
-    # __imul__ and its like, which change an array in place, and __setitem__.
+    # In-place operators such as __imul__, and __setitem__.
     is_in_place = _name.startswith("__i") and hasattr(mx.array, f"__{_name[3:]}")
     if is_in_place or _name == "__setitem__":
         setattr(Unscaled, _name, _forget_source(_name))
 
 
 class Backward:
-    """Scale losses for the backward pass, and unscale the gradients."""
+    """Scale losses for the backward pass and unscale the gradients."""
 
     def __init__(self, state: dict[str, Any]):
         self._state = state
         self._pending: list[weakref.ref[Unscaled]] = []
         self._last_call: _ScaledCall | None = None
         self._warned: set[str] = set()
-        #: Whether gradients were computed since the last update.
+        #: Whether gradients have been computed since the last update.
         self.has_gradients = False
 
     def warn_once(self, message: str) -> None:
-        """Warn at the user's line, unless this scaler has said the same before."""
+        """Warn at the user's line, once per scaler and message."""
         if message not in self._warned:
             self._warned.add(message)
             warn_user(message)
@@ -120,7 +120,7 @@ class Backward:
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
     ) -> Callable[..., Any]:
-        """Return a function like that of ``nn.value_and_grad``, by a scaled loss."""
+        """Like ``nn.value_and_grad``, but differentiate the scaled loss."""
         is_checked = casting.compute_dtype is not None
 
         @wraps(loss_fn)
@@ -140,7 +140,7 @@ class Backward:
         return value_and_grad_fn
 
     def unscale(self, scaled: Any, inverse: mx.array) -> Any:
-        """Return a tree of unscaled gradients that know where they came from."""
+        """Return a tree of unscaled gradients that track their source."""
         gradients = tree_map(Unscaled, _unscale(scaled, inverse))
         found = leaves(gradients)
         for gradient, source in zip(found, leaves(scaled), strict=True):
@@ -149,7 +149,7 @@ class Backward:
         return gradients
 
     def unscale_in_place(self, gradients: Any, inverse: mx.array) -> Any:
-        """Unscale the arrays of a tree where they are, and return the tree."""
+        """Unscale the arrays of a tree in place and return the tree."""
         places = slots(gradients) if isinstance(gradients, (dict, list)) else []
         if not places or any(isinstance(box, tuple) for _, box, _ in places):
             return self.unscale(gradients, inverse)
@@ -158,7 +158,7 @@ class Backward:
         return gradients
 
     def pending_finite(self) -> mx.array:
-        """Return whether the latest gradients are finite; false if none exist."""
+        """Return whether the latest gradients are finite; false if there are none."""
         alive = [reference() for reference in self._pending]
         sources = [x.source for x in alive if x is not None and x.source is not None]
         if not sources:
@@ -166,16 +166,16 @@ class Backward:
         return all_finite_times([scaled for scaled, _ in sources], sources[0][1], [])
 
     def end_iteration(self) -> None:
-        """Forget which gradients were computed since the last update."""
+        """Forget the gradients computed since the last update."""
         self.has_gradients = False
         self._last_call = None
 
-    # Losses that a trainer differentiates
+    # Losses differentiated by a trainer
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
     ) -> Callable[..., Any]:
-        """Return ``loss_fn`` with the same value, whose gradients come out unscaled."""
+        """Wrap ``loss_fn`` to scale its backward pass; gradients come out unscaled."""
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ class Backward:
         self.has_gradients = True
 
     def check_last_call(self) -> None:
-        """Raise if the last loss of ``scale_loss`` gave scaled gradients."""
+        """Raise if the last ``scale_loss`` call produced scaled gradients."""
         call, self._last_call = self._last_call, None
         if call is not None and not call.n_unscaled:
             raise RuntimeError(
@@ -249,15 +249,15 @@ def differentiate(
     casting: Casting,
     scale: mx.array | None,
 ) -> tuple[Any, Any]:
-    """Return what the loss function returned, and the gradients of loss times scale.
+    """Return the output of the loss function and the gradients of the scaled loss.
 
-    The gradients are those of the *cast* parameters: they leave the backward pass in
-    the compute dtype. The model has its own parameters again afterwards.
+    Gradients are taken with respect to the *cast* parameters, so they leave the
+    backward pass in the compute dtype. The model's own parameters are then restored.
     """
     places = writable_arrays(model)
     parameters = model.trainable_parameters()
     trained = set(map(id, leaves(parameters)))
-    # The arrays in the model's place while the loss is computed.
+    # The arrays that stand in for the parameters while the loss is computed.
     substitutes: list[mx.array] = []
 
     def scaled_loss(parameters: Any, args: Any, kwargs: Any) -> tuple[mx.array, Any]:
@@ -275,7 +275,7 @@ def differentiate(
     except BaseException:
         commit(places)
         raise
-    # What the forward pass itself wrote to a trainable array stays, as in MLX.
+    # Keep anything the forward pass itself wrote to a trainable array, as MLX does.
     substituted = set(map(id, substitutes))
     is_cast = casting.compute_dtype is not None
     writes = finite_buffers(places, trained)
@@ -287,7 +287,7 @@ def differentiate(
 
 
 def finite_buffers(places: Writes, trained: set[int]) -> Writes:
-    """Return writes that undo, on the device, what made a buffer non-finite.
+    """Return writes that restore, on the device, buffers that became non-finite.
 
     BatchNorm's running statistics, for example, would stay inf or NaN after a forward
     pass that overflows. ``places`` are the model's arrays before the forward pass.
@@ -310,7 +310,7 @@ def writable_arrays(model: nn.Module) -> Writes:
 
 
 class _ScaledCall:
-    """One call of a loss from ``scale_loss``."""
+    """One call of a loss function from ``scale_loss``."""
 
     def __init__(self, owner: Backward, scale: mx.array):
         self._owner = owner
@@ -330,7 +330,7 @@ class _ScaledCall:
         return identity(loss.astype(mx.float32), self._scale)
 
     def unscaled(self, x: Any) -> Any:
-        """Return a floating array; its gradient is unscaled, in float32."""
+        """Return a floating-point array; its gradient is unscaled, in float32."""
         if not isinstance(x, mx.array) or not is_floating(x):
             return x
         identity = mx.custom_function(lambda x, inverse: x)
@@ -359,15 +359,15 @@ def _unscale(gradients: Any, inverse: mx.array) -> Any:
 
 
 def unscale_leaf(gradient: mx.array, inverse: mx.array) -> mx.array:
-    """Return a gradient unscaled in float32, with NaN where it is not finite.
+    """Unscale a gradient in float32, replacing non-finite values with NaN.
 
-    Elementwise clipping would turn inf into its limit, which would then be applied; a
-    NaN survives whatever is done before the step.
+    Elementwise clipping would turn inf into the limit, which would then be applied. NaN
+    survives any processing before the step.
     """
     if not is_floating(gradient):
         return gradient
     gradient = to_float32(gradient) * inverse
-    # Bit-identical where it is finite, -0.0 included; inf minus inf is NaN.
+    # Bit-identical for finite values, including -0.0; inf minus inf is NaN.
     return gradient - (gradient - gradient)
 
 
@@ -397,14 +397,14 @@ def loss_of(outputs: Any) -> mx.array:
 
 
 def with_loss(outputs: Any, loss: mx.array) -> Any:
-    """Return what a loss function returned, with another loss."""
+    """Return the output of a loss function with its loss replaced."""
     if hasattr(outputs, "_fields"):
         return type(outputs)(loss, *outputs[1:])
     return (loss, *outputs[1:]) if isinstance(outputs, tuple) else loss
 
 
 def refuse_scaled(loss_fn: Any) -> None:
-    """Raise if this is not a loss function, or is scaled already."""
+    """Raise if this is not a loss function or is already scaled."""
     if not callable(loss_fn):
         raise TypeError(
             f"Expected the function that computes the loss, got {loss_fn!r}. Only "
@@ -418,5 +418,5 @@ def refuse_scaled(loss_fn: Any) -> None:
 
 
 def is_opaque(x: Any) -> bool:
-    """Return whether ``tree_map`` must not rebuild this: a model is a dict to it."""
+    """Return whether ``tree_map`` must not rebuild this; it treats models as dicts."""
     return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

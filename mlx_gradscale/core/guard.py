@@ -1,7 +1,7 @@
-"""One step of an optimizer, or none: decided on the device.
+"""Guarded optimizer steps: apply or skip a step, as decided on the device.
 
-``inspect`` finds out whether the gradients are finite, ``plan`` computes what a step
-would write, and ``Plan`` writes all of it at once.
+``inspect`` checks whether the gradients are finite, ``plan`` computes the results of a
+step, and ``Plan`` commits them all at once.
 """
 
 from collections.abc import Iterator
@@ -29,28 +29,29 @@ from .ranks import Ranks
 from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot
 
 Stored = dict[str, mx.array]
-# An optimizer, its unscaled gradients, and the new float32 parameters, by path.
+# An optimizer, its unscaled gradients and the new float32 parameters, by path.
 _Stepped = tuple[Optimizer, dict[str, mx.array], dict[str, mx.array]]
 
 
 class Inspected(NamedTuple):
-    """The gradients as a step uses them, by path, and what is known of them."""
+    """The gradients for a step, by path, with their finite flag and clipping factor."""
 
     gradients: dict[str, mx.array]
-    # The paths of gradients that are still scaled, and one over their scale.
+    # The paths of gradients that are still scaled, and the reciprocal of their scale.
     scaled: set[str]
     inverse: mx.array | None
-    # The factor that clips the norm.
+    # The factor that clips the global norm.
     clip: mx.array | None
     norm: mx.array | None
     applied: mx.array
 
 
 def casts_first() -> bool:
-    """Return whether half gradients are unscaled in a kernel of their own.
+    """Return whether to unscale half-precision gradients in a separate kernel.
 
-    A cast inside the update kernel is scalar code on a CPU: 1.55 of the bare optimizer
-    instead of 1.29. On a GPU the float32 copy would cost 8 bytes per parameter.
+    On a CPU, a cast inside the update kernel compiles to scalar code: 1.55 times the
+    bare optimizer instead of 1.29. On a GPU, the float32 copy would cost 8 bytes per
+    parameter.
     """
     return mx.default_device() == mx.Device(mx.cpu)
 
@@ -61,9 +62,9 @@ def inspect(
     max_norm: mx.array | None = None,
     were_finite: mx.array | None = None,
 ) -> Inspected:
-    """Find out, lazily, whether all gradients are finite, and how to clip them.
+    """Lazily compute whether all gradients are finite, and the clipping factor.
 
-    ``were_finite`` is the flag of an earlier ``unscale_()``.
+    ``were_finite`` is the flag from an earlier ``unscale_()``.
     """
     gradients: dict[str, mx.array] = {}
     scaled: dict[str, mx.array] = {}
@@ -85,8 +86,8 @@ def inspect(
     if max_norm is None:
         applied = ranks.all_finite(scaled, inverse, others, were_finite)
     else:
-        # One pass gives the norm and shows whether all is finite, and clipping is a
-        # factor of the unscaling. As in mlx.optimizers.clip_grad_norm.
+        # One pass gives both the norm and the finite flag, and clipping is folded into
+        # the unscaling factor. Clips like mlx.optimizers.clip_grad_norm.
         norm = ranks.norm(scaled, inverse, others)
         clip = mx.minimum(max_norm / (norm + 1e-6), 1.0)
         applied = is_finite_magnitude(norm)
@@ -95,31 +96,31 @@ def inspect(
 
 @dataclass
 class Plan:
-    """What a step would write, and has not written yet."""
+    """The results of a step that are not committed yet."""
 
     gradients: Any
     leaves: list[Leaf]
-    # The new parameters by path.
+    # The new parameters, by path.
     new: dict[str, mx.array] = field(default_factory=dict)
-    # Everything else. Callers add to it.
+    # Everything else. Callers may append to it.
     writes: Writes = field(default_factory=list)
 
     def commit_to_model(self) -> None:
-        """Write everything, the new parameters to where the old ones are."""
+        """Commit everything, replacing the parameters in the model."""
         for leaf in self.leaves:
             if leaf.path in self.new:
                 self.writes.append((leaf.container, leaf.key, self.new[leaf.path]))
         commit(self.writes)
 
     def commit(self) -> Any:
-        """Write everything but the parameters; return them in the gradients' tree."""
+        """Commit all but the parameters; return them in the gradients' structure."""
         commit(self.writes)
         parameters = {leaf.path: leaf.parameter for leaf in self.leaves} | self.new
         return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
 
 
 class _Layout(NamedTuple):
-    """What a compiled step is specialised to."""
+    """The structure and settings that a compiled step is specialised for."""
 
     structure: Any  # the gradients' tree, with paths as leaves
     scaled: set[str]
@@ -130,7 +131,7 @@ class _Layout(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """What a step computes with, by path."""
+    """The input arrays of a step, by path."""
 
     gradients: dict[str, mx.array]
     parameters: dict[str, mx.array]
@@ -147,16 +148,16 @@ def plan(
     inspected: Inspected,
     masters: Masters | None = None,
 ) -> Plan:
-    """Plan ``optimizer.apply_gradients`` on float32, selected by ``inspected.applied``.
+    """Plan ``optimizer.apply_gradients`` in float32, selected by ``inspected.applied``.
 
-    Where it is false, parameters and optimizer state come out bit-identical. Each new
-    parameter has its old dtype. The optimizer has to be initialised.
+    If that is false, parameters and optimizer state stay bit-identical. Each new
+    parameter keeps its dtype. The optimizer must be initialised.
     """
     result = Plan(gradients, leaves)
     arrays = _Arrays({}, {}, {}, inspected.inverse, inspected.clip, inspected.applied)
     for path, _, _, parameter, gradient in leaves:
-        # An optimizer never steps integer parameters, not even where clipping by hand
-        # has made their gradients floating.
+        # Never step integer parameters, even if clipping by hand has made their
+        # gradients floating-point.
         if is_floating(parameter) and is_floating(gradient):
             arrays.gradients[path] = inspected.gradients[path]
             arrays.parameters[path] = parameter
@@ -168,7 +169,7 @@ def plan(
     is_own = not others and is_builtin(optimizer)
 
     def make_layout() -> _Layout:
-        # An empty dict is how MLX's own trees mark a leaf that is not trained.
+        # MLX's own trees mark a frozen leaf with an empty dict.
         structure = tree_map_with_path(
             lambda path, _: path if path in arrays.parameters else {}, gradients
         )
@@ -182,7 +183,7 @@ def plan(
         run = partial(_run, make_layout(), optimizer)
     is_applied = None
     if not is_own:
-        # Inside mx.compile there is no value.
+        # Tracers inside mx.compile have no value.
         with suppress(ValueError, RuntimeError):
             is_applied = bool(inspected.applied.item())
     state: list[mx.array] = []
@@ -208,7 +209,7 @@ def _run(
     scheduled: list[dict[str, mx.array]],
     arrays: _Arrays,
 ) -> tuple[list[mx.array], dict[str, tuple[mx.array, Stored]]]:
-    """Step and select on the device; the optimizer itself comes out untouched."""
+    """Step and select on the device, leaving the optimizer itself unchanged."""
     arrays = _Arrays(*arrays)
     with borrowed(optimizer, scheduled):
         places, before = slots(optimizer.state), _signature(optimizer.state)
@@ -233,7 +234,7 @@ def _run(
         for (where, *_), old, alias in zip(places, state, given, strict=True):
             box, key = now[where]
             _check_shape(".".join(map(str, where)), old, box[key])
-            # Only MLX's own optimizers are known never to change an array in place.
+            # Only MLX's own optimizers are known never to modify arrays in place.
             if layout.is_builtin and box[key] is alias:
                 box[key] = old
                 untouched.add(id(old))
@@ -242,7 +243,7 @@ def _run(
             selected.append(box[key])
         new = {}
         for part, gradients, stepped in steps:
-            # SGD has moments even without momentum: no kernel has to read them.
+            # SGD has moments even without momentum, but no kernel needs to read them.
             moments = _arrays_by_owner(part.state, untouched)
             for path, gradient in gradients.items():
                 old_values = arrays.parameters[path], arrays.stored[path], masters[path]
@@ -254,7 +255,7 @@ def _run(
 def _run_on_host(
     layout: _Layout, optimizer: Optimizer, arrays: _Arrays
 ) -> dict[str, tuple[mx.array, Stored]]:
-    """Step for good: exact for every optimizer, whatever it keeps and does."""
+    """Step without a select on the device, which is exact for every optimizer."""
     saved = snapshot(optimizer.state)
     try:
         _, steps = _step(layout, optimizer, arrays, is_selected=False)
@@ -272,7 +273,7 @@ def _run_on_host(
 def _step(
     layout: _Layout, optimizer: Optimizer, arrays: _Arrays, *, is_selected: bool
 ) -> tuple[dict[str, Joined], list[_Stepped]]:
-    """Return the master weights, and what each single optimizer makes of them."""
+    """Return the master weights and the results of each single optimizer."""
     masters = {
         path: joined_master(parameter, arrays.stored[path])
         for path, parameter in arrays.parameters.items()
@@ -281,8 +282,8 @@ def _step(
     inverse, clip = arrays.inverse, arrays.clip
     factor = inverse * clip if inverse is not None and clip is not None else inverse
     steps: list[_Stepped] = []
-    # One by one, and joined by path: tree_merge in MultiOptimizer.apply_gradients fails
-    # where a list has a frozen module in a gap.
+    # Step each optimizer separately and join by path: tree_merge in
+    # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
     for part, tree in parts(optimizer, layout.tree(arrays.gradients)):
         factors = {True: _factors(part, factor), False: _factors(part, clip)}
 
@@ -295,7 +296,7 @@ def _step(
                 g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)
             if layout.is_builtin or not is_selected:
                 return g
-            # An SVD of NaN raises, and so may other code that is not MLX's own.
+            # An SVD of NaN raises, and third-party optimizers may raise as well.
             return mx.where(arrays.applied, g, 0)
 
         unscaled = tree_map_with_path(unscale, tree)
@@ -315,24 +316,24 @@ def _step(
 
 
 def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array]:
-    """Yield what to multiply each gradient with; nothing without a factor."""
+    """Yield the factor for each gradient; yield nothing if ``factor`` is None."""
     if factor is None:
         return
     moments = _arrays_by_owner(optimizer.state, set())
     has_one_moment = all(len(own) == 1 for path, own in moments.items() if path)
     if not has_one_moment or mx.default_device() != mx.Device(mx.cpu):
         yield from each_use(factor)
-    # GCC vectorises a loop with up to 10 pairs of pointers that may overlap. An update
-    # with one moment and a factor has 11, unless the factor is no float32 in memory:
-    # Lion takes 1.0 instead of 6.7 times as long as bare. For each leaf its own array,
-    # or the cast would be computed once, as a whole array.
+    # GCC vectorises loops with up to 10 pairs of possibly overlapping pointers. An
+    # update with one moment and a factor has 11, unless the factor is not stored as
+    # float32: Lion then takes 1.0 instead of 6.7 times as long as the bare optimizer.
+    # Each leaf needs its own array, or the cast would be computed once as a full array.
     for exact in each_use(factor.astype(mx.float64)):
         yield mx.depends(exact, [])
 
 
 def _alias(x: mx.array) -> mx.array:
-    # The same array in another Python object: ``parameter -= update`` changes the
-    # object that an optimizer was given, and a skipped step needs the old value.
+    # The same array as a new Python object: ``parameter -= update`` modifies the object
+    # passed to the optimizer, and a skipped step needs the old value.
     return x.astype(x.dtype)
 
 
@@ -350,7 +351,7 @@ def _check_shape(path: str, old: mx.array, new: mx.array) -> None:
 
 
 def _arrays_by_owner(state: Any, without: set[int]) -> dict[str, list[mx.array]]:
-    """Return the arrays of a state by the path of what they belong to."""
+    """Group the arrays of a state by the path of their owner."""
     owned: dict[str, list[mx.array]] = {}
     for path, value in flatten(state):
         if isinstance(value, mx.array) and id(value) not in without:
@@ -367,18 +368,18 @@ def _select_parameter(
     gradient: mx.array,
     moments: list[mx.array],
 ) -> tuple[mx.array, Stored]:
-    """Return a new parameter, or the old one, and the same of its master.
+    """Select the new or the old parameter, and its master weight likewise.
 
-    ``mx.compile`` fuses from the outermost node inwards, up to 11 deep, and takes a
-    node only once everything that uses it is in. So parameter, moments and master get a
-    common root: they become operands of a select that is never taken, or only where the
-    step is skipped. One kernel per parameter instead of five.
+    ``mx.compile`` fuses from the outermost node inwards, up to 11 deep, and adds a node
+    only after all of its consumers. Parameter, moments and master weight therefore get
+    a common root: they become operands of a select that is never taken, or only if the
+    step is skipped. This gives one kernel per parameter instead of five.
     """
     moments = [x for x in moments if x.shape == parameter.shape]
     dtype, rounded = parameter.dtype, new.astype(parameter.dtype)
     if "remainders" in stored:
-        # Deeper than 11: what lies far inside gets a short path of its own, walked
-        # after the long one.
+        # This graph is deeper than 11, so its innermost nodes get a second, shorter
+        # path, which is walked after the long one.
         remainder = entries(new, rounded, stored)["remainders"]
         remainder = mx.where(applied, remainder, stored["remainders"])
         never = mx.array(False)
@@ -392,12 +393,12 @@ def _select_parameter(
         skipped = mx.where(never, inside.astype(dtype), parameter)
         return mx.where(applied, taken, skipped), {"remainders": remainder}
     if stored:
-        # In a skipped step too: a replaced weight is its own master.
+        # Needed in a skipped step too: a replaced weight is its own master.
         new = mx.where(applied, new, old.master)
         rounded = new.astype(dtype)
-    # In the parameter's own dtype: a cast there and back flushes bfloat16 subnormals on
-    # Apple GPUs, and changes the bits of a float16 NaN. The last moment comes
-    # outermost: AdaDelta's u is computed from v.
+    # Select in the parameter's own dtype: a round trip through float32 flushes bfloat16
+    # subnormals on Apple GPUs and changes the bits of a float16 NaN. The last moment is
+    # outermost because AdaDelta computes u from v.
     for moment in moments:
         parameter = mx.where(applied, moment.astype(dtype), parameter)
     weight = mx.where(applied, rounded, parameter)
@@ -406,5 +407,5 @@ def _select_parameter(
 
 def _never_of(values: list[mx.array], never: mx.array) -> mx.array:
     first, *rest = values
-    # The last one behind a node too, or it would be reached before its turn.
+    # The last value needs a node as well, or it would be reached too early.
     return mx.where(never, first, _never_of(rest, never)) if rest else -first

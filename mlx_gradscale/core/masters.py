@@ -1,23 +1,23 @@
 """Master weights: float32 values of half-precision parameters.
 
-``"float32"`` keeps the master as an array, and beside it the bits of the parameter as
-the last step wrote it: a weight whose bits differ was replaced by the user, and is its
-own master. ``"remainder"`` keeps 16 bits of what rounding lost::
+``"float32"`` stores the master weight as an array, along with the bits of the parameter
+as written by the last step. If the bits differ, the user has replaced the weight, and
+it is its own master. ``"remainder"`` stores 16 bits of the rounding error::
 
     master    = weight + remainder / STEPS * unit(weight)
     remainder = (master - weight) * STEPS / unit(weight), rounded to an integer
 
-The unit follows from the weight by arithmetic alone; taking its bits apart would be
-three kernels instead of one. How far a joined master is from the one that was split
-(tests try every weight):
+The unit is computed from the weight by arithmetic alone; extracting its exponent bits
+would take three kernels instead of one. The error of a joined master weight, relative
+to the one that was split (tests try every weight):
 
-- float16: exact from 2**-16 on, below that at most 2**-40. Half an ulp of a weight x is
-  at most x / 2**11 and float32 resolves x / 2**24, which is 15 bits with a sign.
+- float16: exact from 2**-16 up, at most 2**-40 below. Half an ulp of a weight x is at
+  most x / 2**11 and float32 resolves x / 2**24, which takes 15 bits including the sign.
 - bfloat16: at most one float32 ulp, usually exact. Half an ulp is 2**15 float32 ulps,
-  which the 32,766 steps to either side just miss. Beyond 2**110 products overflow.
+  slightly more than the 32,766 steps on either side. Above 2**110, products overflow.
 
-A joined master always rounds to its weight. A remainder with which it would not belongs
-to a weight that was replaced since: then the weight is its own master.
+A joined master weight always rounds to its weight. If the stored remainder would break
+this, the weight has been replaced since, and is its own master.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,34 +26,34 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 HALF = (mx.float16, mx.bfloat16)
-# A different dtype for each, so that bits of one are never taken for the other's.
+# Different dtypes, so that float16 bits are never mistaken for bfloat16 bits.
 _BITS = {mx.float16: mx.int16, mx.bfloat16: mx.uint16}
-# Steps per unit. The midpoint between two weights is half a unit at most and, where the
-# ulp below a power of two is half of that above, a quarter: nothing short of it may be
-# rounded beyond it. In bfloat16 both are whole numbers of steps; in float16 half the
-# smallest ulp is 32767.49 steps.
+# Steps per unit. The midpoint between two weights is at most half a unit away, and only
+# a quarter just below a power of two, where the ulp halves. A value short of the
+# midpoint must not round past it. In bfloat16 both distances are whole numbers of
+# steps; in float16 half the smallest ulp is 32767.49 steps.
 _STEPS = {mx.float16: 32767.49 * 2.0**11, mx.bfloat16: 65532.0}
 
 
 class Joined(NamedTuple):
-    """A float32 master, and the intermediate values that led to it, last ones first."""
+    """A float32 master weight and its intermediate values, last ones first."""
 
     master: mx.array
     parts: tuple[mx.array, ...] = ()
 
 
 def to_float32(x: mx.array) -> mx.array:
-    """Return a float16 or bfloat16 array in float32, any other as it is."""
+    """Upcast a float16 or bfloat16 array to float32; return others unchanged."""
     return x.astype(mx.float32) if x.dtype in HALF else x
 
 
 def half_bits(weight: mx.array) -> mx.array:
-    """Return the bits of a half-precision array, which ``weight += 1`` leaves alone."""
+    """Return the bits of a half-precision array, unaffected by ``weight += 1``."""
     return mx.view(weight, _BITS[weight.dtype])
 
 
 def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
-    """Return what a half-precision weight lost when ``master`` was rounded to it."""
+    """Return the rounding error of a half-precision weight relative to ``master``."""
     if weight.dtype not in HALF:
         return mx.zeros(weight.shape, mx.int16)
     value = to_float32(weight)
@@ -63,7 +63,7 @@ def remainder_of(master: mx.array, weight: mx.array) -> mx.array:
 
 
 def join(weight: mx.array, remainder: mx.array) -> Joined:
-    """Return the float32 master of a weight and its remainder."""
+    """Reconstruct the float32 master weight from a weight and its remainder."""
     value = to_float32(weight)
     if weight.dtype not in HALF:
         return Joined(value)
@@ -74,16 +74,17 @@ def join(weight: mx.array, remainder: mx.array) -> Joined:
 
 
 def _unit(value: mx.array, dtype: mx.Dtype) -> tuple[mx.array, tuple[mx.array, ...]]:
-    """Return what a remainder is a fraction of, and its intermediate values."""
+    """Return the unit of a remainder, and its intermediate values."""
     if dtype == mx.float16:
         return mx.maximum(mx.abs(value), 2.0**-14), ()
-    # One ulp, with the sign of the weight: 0.75 to 1.5 of it above is its neighbour.
+    # One ulp, with the sign of the weight: adding 0.75 to 1.5 ulps rounds to the
+    # neighbour.
     above = to_float32((value * (1 + 0.75 * 2.0**-7)).astype(dtype))
     return above - value, (above,)
 
 
 def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
-    """Return the float32 value of a parameter, given its entries of the state."""
+    """Return the float32 value of a parameter, given its state entries."""
     if "remainders" in stored:
         return join(weight, stored["remainders"])
     value = to_float32(weight)
@@ -101,42 +102,42 @@ def joined_master(weight: mx.array, stored: Mapping[str, mx.array]) -> Joined:
 def entries(
     master: mx.array, weight: mx.array, names: Collection[str]
 ) -> dict[str, mx.array]:
-    """Return what the state holds for a master and its rounding, by these names."""
+    """Return the state entries for a master weight and its rounded weight, by name."""
     if "remainders" in names:
         return {"remainders": remainder_of(master, weight)}
     return {"masters": master, "written": half_bits(weight)} if names else {}
 
 
 class Masters:
-    """The master weights of one optimizer, by the path of their parameter."""
+    """The master weights of one optimizer, by parameter path."""
 
     def __init__(self, kind: str):
         if kind not in ("float32", "remainder"):
             raise ValueError(f'masters must be "float32" or "remainder", got {kind!r}.')
         self.kind = kind
         self._names = ("masters", "written") if kind == "float32" else ("remainders",)
-        # The same dicts for life: compiled steps have captured them.
+        # These dicts are never replaced: compiled steps have captured them.
         self.state: dict[str, dict[str, mx.array]] = {
             "masters": {},
             "written": {},
             "remainders": {},
         }
-        # Names of dtypes, because a Dtype cannot be pickled.
+        # Stored by name, because a Dtype cannot be pickled.
         self._dtypes: dict[str, str] = {}
 
     def add(self, path: str, weight: mx.array) -> None:
-        """Give a half-precision parameter a master, unless it has one."""
+        """Create a master weight for a half-precision parameter unless it has one."""
         self._dtypes[path] = str(weight.dtype).rpartition(".")[2]
         if path not in self.state[self._names[0]]:
             self.set(path, weight.astype(mx.float32), weight)
 
     def set(self, path: str, master: mx.array, weight: mx.array) -> None:
-        """Give a parameter another master, of which ``weight`` is the rounding."""
+        """Replace the master weight of a parameter; ``weight`` is the rounded value."""
         for name, x in entries(master, weight, self._names).items():
             self.state[name][path] = x
 
     def stored(self, path: str, weight: mx.array) -> dict[str, mx.array]:
-        """Return what the state holds for a parameter: {} if it needs no master."""
+        """Return the state entries of a parameter, {} if it needs no master weight."""
         if weight.dtype not in HALF:
             return {}
         boxes = self.state.items()
@@ -150,13 +151,13 @@ class Masters:
         return found
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:
-        """Return the float32 value of a parameter, whether it has a master or not."""
+        """Return the float32 value of a parameter, with or without a master weight."""
         if path not in self.state[self._names[0]]:
             return to_float32(weight)
         return joined_master(weight, self.stored(path, weight)).master
 
     def convert_loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the leaves of a saved state with master weights of this kind."""
+        """Convert the master weights in the leaves of a saved state to this kind."""
         if self.kind == "float32" and any(p.startswith("remainders.") for p in loaded):
             raise ValueError(
                 'This state was saved with masters="remainder", and this optimizer has '
@@ -170,7 +171,7 @@ class Masters:
             if master is not None:
                 weight = master.astype(getattr(mx, self._dtypes[path]))
                 new = entries(master, weight, self._names)
-                # A file may lack the bits, or hold those of the other half dtype.
+                # A file may lack the bits, or contain those of the other half dtype.
                 if (
                     "written" in new
                     and getattr(written, "dtype", 0) == _BITS[weight.dtype]

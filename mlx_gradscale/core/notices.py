@@ -1,15 +1,15 @@
-"""Warn at the user's own line."""
+"""Warnings that point to the user's own line."""
 
 import sys
 import warnings
 from types import FrameType
 
-# Packages whose frames may lie between the user's line and a warning.
+# Packages whose frames may come between the user's line and a warning.
 _BETWEEN = ("mlx_gradscale", "mlx", "functools", "contextlib")
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, pointing to the first line outside of this package and MLX."""
+    """Warn, pointing to the first line outside this package and MLX."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _top_module(frame) in _BETWEEN:
         frame, level = frame.f_back, level + 1

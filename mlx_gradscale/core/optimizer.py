@@ -30,28 +30,28 @@ from .trees import CONTAINERS, commit, match, restore, slots, snapshot
 class LossScaleOptimizer(Optimizer):
     """Wrap an optimizer for float16 training.
 
-    Every float16 or bfloat16 parameter gets a float32 master weight in the state; the
-    inner optimizer sees only float32. A step with a non-finite gradient changes nothing
-    but the scale, decided on the device. Attributes of the inner optimizer, such as
-    ``weight_decay``, are read and set through the wrapper.
+    Every float16 or bfloat16 parameter gets a float32 master weight in the state, and
+    the inner optimizer sees only float32. A step with a non-finite gradient is skipped
+    on the device and changes only the scale. Attributes of the inner optimizer, such as
+    ``weight_decay``, can be read and set through the wrapper.
 
     Args:
-        optimizer (Optimizer): Any optimizer of ``mlx.optimizers``, or derived from one.
-            A third-party optimizer costs one read of the device per eager step.
-        scaler (GradScaler, optional): Default: a new one.
+        optimizer (Optimizer): Any optimizer from ``mlx.optimizers``, or a subclass. A
+            third-party optimizer costs one device read per eager step.
+        scaler (GradScaler, optional): Default: a new ``GradScaler``.
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
-            to this; ``float("inf")`` only measures it for :attr:`grad_norm`.
+            to this value; ``float("inf")`` only computes :attr:`grad_norm`.
             Default: ``None``.
-        masters (str): ``"float32"``, or ``"remainder"`` to store only 16 bits of what
-            rounding the weight lost: two bytes less per half-precision parameter, and
-            slower on CPUs. Default: ``"float32"``.
-        group (mx.distributed.Group, optional): The ranks that train together: all of
-            them take a step, or none. Default: ``None``.
+        masters (str): ``"float32"``, or ``"remainder"`` to store only 16 bits of the
+            rounding error: two bytes less per half-precision parameter, but slower on
+            CPUs. Default: ``"float32"``.
+        group (mx.distributed.Group, optional): The ranks that train together. Either
+            all of them apply a step or none does. Default: ``None``.
         average (bool): Average the gradients over the group, in float32.
             Default: ``False``.
-        sharded (Callable or bool, optional): Which gradients are shards: called with
-            path and gradient, or the same for all. Others are equal on all ranks and
-            count once in the norm. Default: none are.
+        sharded (Callable or bool, optional): Which gradients are shards: a function of
+            path and gradient, or a bool for all of them. Other gradients are equal on
+            all ranks and count once in the norm. Default: none.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -95,7 +95,7 @@ class LossScaleOptimizer(Optimizer):
         self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
         self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
-        self._is_loaded = False  # a state that init() has yet to check
+        self._is_loaded = False  # whether init() has yet to check a loaded state
         self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
         )
@@ -130,7 +130,7 @@ class LossScaleOptimizer(Optimizer):
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
     ) -> Callable[..., Any]:
-        """Scale a loss that a trainer differentiates: :meth:`GradScaler.scale_loss`."""
+        """Scale a loss differentiated by a trainer: :meth:`GradScaler.scale_loss`."""
         return self.scaler.scale_loss(loss_fn, model)
 
     # The step
@@ -138,9 +138,9 @@ class LossScaleOptimizer(Optimizer):
     def init(self, parameters: Any) -> None:
         """Create master weights and the inner optimizer's state for ``parameters``.
 
-        Call it again after unfreezing or adding layers; existing state is kept. In
-        distributed training every rank has to call it, and all raise if they are about
-        to train different things. Call it before a step that is compiled.
+        Call it before compiling a step, and again after unfreezing or adding layers;
+        existing state is kept. In distributed training every rank must call it, and all
+        ranks raise if their parameters or settings differ.
 
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
@@ -165,21 +165,21 @@ class LossScaleOptimizer(Optimizer):
             raise
         self._known |= {path: x.shape for path, x in found.items()}
         self._is_loaded, self._initialized = False, True
-        # MLX cannot evaluate lazy arrays of one thread in another.
+        # MLX cannot evaluate a lazy array in a different thread.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
 
     def update(
         self, model: nn.Module, gradients: Any, weight: float | mx.array | None = None
     ) -> None:
-        """Update the model's parameters in place, or leave them as they are.
+        """Update the model's parameters in place, or skip the step.
 
         Args:
             model (nn.Module): The model to update.
-            gradients (Any): Unscaled gradients, from wherever they come. With
-                ``average`` a rank that has none passes ``{}``.
-            weight (float or array, optional): With ``average``, how much this rank
-                counts, for example its number of micro-batches. Default: 1, or 0
+            gradients (Any): Unscaled gradients from any source. With ``average``, a
+                rank without gradients passes ``{}``.
+            weight (float or array, optional): With ``average``, the weight of this
+                rank, for example its number of micro-batches. Default: 1, or 0
                 without gradients.
         """
         if not isinstance(model, nn.Module):
@@ -195,9 +195,10 @@ class LossScaleOptimizer(Optimizer):
     def apply_gradients(
         self, gradients: Any, parameters: Any, weight: float | mx.array | None = None
     ) -> Any:
-        """Like :meth:`update` for a tree of parameters, at least those with gradients.
+        """Like :meth:`update`, for a tree of parameters.
 
-        Returns the new parameters, in the structure of ``gradients``.
+        The tree must contain every parameter that has a gradient. Returns the new
+        parameters, in the structure of ``gradients``.
         """
         new = self._plan(gradients, parameters, weight).commit()
         self._scaler._end_iteration()
@@ -265,7 +266,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def step(self) -> mx.array:
-        """How many steps were applied."""
+        """The number of applied steps."""
         step: mx.array = next(single_optimizers(self.optimizer)).step
         return step
 
@@ -281,7 +282,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm to clip to; setting it also affects a compiled step."""
+        """The maximum gradient norm. Setting it also affects a compiled step."""
         value: Any = self._state["max_grad_norm"].item()
         return float(value) if self._clips else None
 
@@ -297,18 +298,18 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> mx.array | None:
-        """The last norm before clipping, lazily; None without ``max_grad_norm``."""
+        """The last norm before clipping, lazily, or None without ``max_grad_norm``."""
         return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
-        """Return ``parameters`` in float32, using the master weight where there is one.
+        """Return ``parameters`` in float32, using master weights where they exist.
 
-        A weight that was replaced since the last step is its own master.
+        A weight that was replaced after the last step is its own master.
         """
         return tree_map_with_path(self._masters.master_of, parameters)
 
     def set_masters(self, parameters: Any, masters: Any) -> None:
-        """Replace the master weights; ``parameters`` are the same tree, rounded."""
+        """Replace the master weights; ``parameters`` is the same tree, rounded."""
         for leaf in match(masters, parameters):
             if leaf.parameter.dtype in HALF:
                 self._masters.add(leaf.path, leaf.parameter)
@@ -320,13 +321,13 @@ class LossScaleOptimizer(Optimizer):
     def state(self) -> dict[str, Any]:
         """The tree of arrays to save and to compile over. Setting it writes in place.
 
-        A state that is set before :meth:`init` is checked against the parameters there.
-        ``state["step"]``, ``state["learning_rate"]`` and other keys of the inner
-        optimizer reach it, and so does the state of a plain optimizer. Setting ``{}``
+        If it is set before :meth:`init`, that call checks it against the parameters.
+        ``state["step"]``, ``state["learning_rate"]`` and other keys are forwarded to
+        the inner optimizer, and so is the state of a plain optimizer. Setting ``{}``
         frees the memory of moments and master weights.
         """
-        # Again each time: a MultiOptimizer builds a new dict, and the user may have
-        # replaced the inner optimizer's.
+        # Refreshed on every access: a MultiOptimizer builds a new dict, and the user
+        # may have replaced the inner optimizer's state.
         dict.__setitem__(self._state, "optimizer", self.optimizer.state)
         return self._state
 
@@ -337,10 +338,10 @@ class LossScaleOptimizer(Optimizer):
         elif isinstance(state, _State) and state.owner is self.optimizer:
             self._attach(state)
         elif any(str(key).partition(".")[0] == "scaler" for key in state):
-            # Clipping is what the program says now.
+            # The current setting for clipping takes precedence.
             loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
             _check_loaded(loaded, self.scaler.state)
-            # Now, while the file is there, and not inside a trace.
+            # Evaluate now, while the file exists, and not inside a trace.
             mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
             if self._initialized:
                 self._write(loaded)
@@ -352,7 +353,7 @@ class LossScaleOptimizer(Optimizer):
             self._set_inner(state)
 
     def _free(self) -> None:
-        # In new dicts: the user may still hold the old ones, and set them again.
+        # Use new dicts: the user may still hold the old ones and set them again.
         self._masters.state = {name: {} for name in self._masters.state}
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
@@ -370,13 +371,13 @@ class LossScaleOptimizer(Optimizer):
             self._initialized = bool(self._known)
 
     def _set_inner(self, state: dict[str, Any]) -> None:
-        # In the dicts that it has: compiled steps have captured them.
+        # Write to the existing dicts: compiled steps have captured them.
         states = state.get("states", [state])
         for part, own in zip(single_optimizers(self.optimizer), states, strict=True):
             part.state.update(own)
 
     def _write(self, loaded: dict[str, Any]) -> None:
-        """Replace every array of the state, or raise and replace none."""
+        """Replace every array of the state, or raise without replacing any."""
         loaded = self._masters.convert_loaded(loaded)
         here = {
             ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
@@ -392,11 +393,11 @@ class LossScaleOptimizer(Optimizer):
             )
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
-            # A third-party optimizer may add to its state in a step.
+            # A third-party optimizer may add to its state during a step.
             self._adopt(loaded)
 
     def _adopt(self, loaded: dict[str, Any]) -> None:
-        """Show a state whose structure is not known yet."""
+        """Expose a state whose structure is not known yet."""
         self._set_inner(tree_unflatten(list(loaded.items()))["optimizer"])
         for name, box in [*self._masters.state.items(), ("scaler", self.scaler.state)]:
             for path, x in loaded.items():
@@ -404,7 +405,7 @@ class LossScaleOptimizer(Optimizer):
                     box[path.removeprefix(f"{name}.")] = x
 
     def _forget_loaded(self) -> dict[str, Any]:
-        # Read from the state, where mx.compile may have put tracers.
+        # Read from the state, which may contain tracers of mx.compile.
         loaded = dict(tree_flatten(self.state))
         del loaded["max_grad_norm"]
         for box in self._masters.state.values():
@@ -420,11 +421,11 @@ class LossScaleOptimizer(Optimizer):
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         self.__dict__.update(pickled)
-        # The same dicts as the parts have, not copies of them.
+        # Share the dicts of the parts instead of copying them.
         self._state = self._new_state(**pickled["_state"])
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for what this object does not have.
+        # Only called for attributes that this object does not have.
         if name.startswith("_") or "optimizer" not in vars(self):
             raise AttributeError(name)
         if not hasattr(self.optimizer, name):
@@ -444,11 +445,11 @@ class LossScaleOptimizer(Optimizer):
 
 
 class GuardedOptimizer(LossScaleOptimizer):
-    """Wrap an optimizer so that a bad step changes nothing, without loss scaling.
+    """Wrap an optimizer to skip non-finite steps, without loss scaling.
 
-    For bfloat16, which has float32's range. The same as
+    Intended for bfloat16, which has the range of float32. Equivalent to
     ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``; the
-    loss function stays as it is.
+    loss function does not change.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -466,7 +467,7 @@ class GuardedOptimizer(LossScaleOptimizer):
 
 
 class _State(dict[str, Any]):
-    """The state of a wrapper; other keys reach the inner optimizer's."""
+    """The state of a wrapper; other keys are forwarded to the inner optimizer."""
 
     owner: Optimizer
 
@@ -503,7 +504,7 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
 
 
 def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
-    """Raise for what no optimizer can use; bring scales into our limits, in place."""
+    """Raise if a loaded state is unusable; clamp its scales in place."""
     constants = (bool, int, float, str, type(None))
     for path, x in loaded.items():
         is_constant = path.startswith("optimizer.") and isinstance(x, constants)
@@ -517,7 +518,7 @@ def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> 
     check(usable)
     changed = {k: x for k, x in usable.items() if x != numbers[k]}
     loaded.update({f"scaler.{k}": as_array(k, x) for k, x in changed.items()})
-    # The norm of a skipped step may be inf.
+    # The gradient norm of a skipped step may be inf.
     others = {k: x for k, x in loaded.items() if isinstance(x, mx.array)}
     others.pop("grad_norm", None)
     for leaf in nonfinite(others):

@@ -1,7 +1,7 @@
-"""What is known of MLX's optimizers: private names, initialisation, compilation.
+"""Internals of MLX's optimizers: private names, initialisation, compilation.
 
-No other file uses a private name of ``mlx.optimizers``. If MLX changes one,
-tests/core/test_mlx_internals.py says which.
+No other file uses private names of ``mlx.optimizers``. If MLX changes one,
+tests/core/test_mlx_internals.py reports which.
 """
 
 import weakref
@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, str, mx.Dtype, np.generic)
 
 
 def check_supported(optimizer: Any) -> None:
-    """Raise if this is no optimizer, or one with a step that would not be called."""
+    """Raise if this is not an optimizer, or if its own step would not be called."""
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -54,7 +54,7 @@ def check_supported(optimizer: Any) -> None:
 def is_builtin(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is one of MLX's own.
 
-    Those read nothing but their settings and their state, so they can be compiled.
+    These read only their settings and their state, so they can be compiled.
     """
     for part in single_optimizers(optimizer):
         if not type(part).__module__.startswith("mlx.optimizers"):
@@ -72,7 +72,7 @@ def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
-    """Yield each single optimizer with the part of a tree that it steps."""
+    """Yield each single optimizer with the part of a tree that it updates."""
     if isinstance(optimizer, MultiOptimizer):
         trees = optimizer._split_dictionary(tree)
         for inner, part in zip(optimizer.optimizers, trees, strict=True):
@@ -82,14 +82,14 @@ def parts(optimizer: Optimizer, tree: Any) -> Iterator[tuple[Optimizer, Any]]:
 
 
 def split_paths(optimizer: Optimizer, tree: Any) -> list[list[str]]:
-    """Return which paths each optimizer of a ``MultiOptimizer`` steps, now."""
+    """Return the paths that each optimizer of a ``MultiOptimizer`` updates now."""
     if not isinstance(optimizer, MultiOptimizer):
         return []
     return [[path for path, _ in flatten(part)] for _, part in parts(optimizer, tree)]
 
 
 def needs_init(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has no state, or lost it in a trace that raised."""
+    """Return whether an optimizer has no state, or lost it in a failed trace."""
     is_empty = True
     for part in single_optimizers(optimizer):
         if not part._initialized:
@@ -99,17 +99,17 @@ def needs_init(optimizer: Optimizer) -> bool:
 
 
 def initialize(optimizer: Optimizer, parameters: Any) -> None:
-    """Give the optimizer a float32 state for every parameter that has none.
+    """Create float32 optimizer state for every parameter that has none.
 
-    MLX initialises from the gradients, in their dtype: Adam's second moment in float16
-    is zero for every gradient below 2.4e-4.
+    MLX initialises state in the dtype of the gradients, and in float16 Adam's second
+    moment is zero for every gradient below 2.4e-4.
     """
     for part, tree in parts(optimizer, parameters):
         if "step" not in part.state:
             part.state["step"] = mx.array(0, mx.uint64)
         part.init(tree_map(lambda p: to_float32(p) if is_floating(p) else {}, tree))
         for name in part._schedulers:
-            # A schedule of Python numbers left a Python number there.
+            # A schedule that returns Python numbers leaves one here.
             part.state[name] = mx.array(part.state[name])
     for path, box, key in slots(optimizer.state):
         if isinstance(box, tuple):
@@ -122,15 +122,16 @@ def initialize(optimizer: Optimizer, parameters: Any) -> None:
 
 
 def mark_initialized(optimizer: Optimizer) -> None:
-    """Have an optimizer use the state that it was given."""
+    """Mark an optimizer as initialised, so that it uses the given state."""
     for part in single_optimizers(optimizer):
         part._initialized = True
 
 
 def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
-    """Return the values of the schedules of each single optimizer, for this step.
+    """Return the schedule values of each single optimizer for this step.
 
-    Computed outside of what is compiled: a schedule is Python and may read anything.
+    They are computed outside the compiled function, because a schedule is Python code
+    and may read anything.
     """
     return [
         {k: mx.array(schedule(part.step)) for k, schedule in part._schedulers.items()}
@@ -142,7 +143,7 @@ def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:
 def borrowed(
     optimizer: Optimizer, scheduled: list[dict[str, mx.array]]
 ) -> Iterator[None]:
-    """Let an optimizer take a trial step, and roll all of it back on exit."""
+    """Let an optimizer take a trial step, and roll it back on exit."""
     singles = list(single_optimizers(optimizer))
     private = [(part, part._state, part._schedulers) for part in singles]
     saved = snapshot(*(part.state for part in singles))
@@ -157,25 +158,26 @@ def borrowed(
         restore(saved)
 
 
-# The compiled step of each optimizer, what it was compiled for, and whether that has
-# lasted for two steps. Nothing here may keep an optimizer, or a model in its closures,
-# alive. Keyed by id, because an optimizer may define equality and so be unhashable.
+# The compiled step of each optimizer, what it was compiled for, and whether that stayed
+# the same for two steps. Nothing here may keep an optimizer, or a model in its
+# closures, alive. Keyed by id, because an optimizer that defines equality is
+# unhashable.
 _compiled_steps: dict[int, tuple[Any, Callable[..., Any] | None, bool, Any]] = {}
 
 
 def autocompiled(
     make_run: Callable[[], Callable[..., Any]], optimizer: Optimizer, structure: Any
 ) -> Callable[..., Any]:
-    """Return a function of this optimizer, one of MLX's own, compiled.
+    """Return a compiled function of this optimizer, which must be one of MLX's own.
 
-    Compiled from the first step on: a compiled step may round differently, and a
-    resumed run has to continue bit-identically. Only while settings change from step to
-    step does it stay uncompiled, because compiling takes longer than a step.
+    The function is compiled from the first step on: a compiled step may round
+    differently, and a resumed run must continue bit-identically. It stays uncompiled
+    only while settings change at every step, since compiling takes longer than a step.
 
     Args:
         make_run (Callable): Returns the function. It takes the optimizer and arrays.
-        optimizer (Optimizer): Its settings are part of the trace.
-        structure (Any): What else the trace depends on.
+        optimizer (Optimizer): The optimizer. Its settings are part of the trace.
+        structure (Any): Everything else that the trace depends on.
     """
     fingerprint = _fingerprint(optimizer, structure)
     if fingerprint is None:
@@ -195,13 +197,13 @@ def autocompiled(
 
 
 def _fingerprint(optimizer: Optimizer, structure: Any) -> Any:
-    """Return what a trace of the optimizer depends on besides arrays, or None."""
+    """Return the settings that a trace of the optimizer depends on, or None."""
     settings: list[Any] = [structure]
     for part in single_optimizers(optimizer):
         own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
         if not all(map(_is_plain, own.values())):
             return None
-        # By repr, because True, 1 and 1.0 are equal.
+        # Compare by repr, because True, 1 and 1.0 are equal.
         settings.append((type(part), repr(own)))
     return settings
 

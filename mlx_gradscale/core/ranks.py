@@ -1,4 +1,4 @@
-"""Distributed training: one decision on all ranks, averaged or sharded gradients.
+"""Distributed training: a joint decision of all ranks, averaged or sharded gradients.
 
 MLX collectives have no tags and no timeout: if one rank skips a call, the others block
 until it makes another call or exits.
@@ -21,17 +21,17 @@ Group = mx.distributed.Group
 Sharded = Callable[[str, mx.array], bool] | bool
 ByPath = dict[str, mx.array]
 
-# The bucket size of nn.average_gradients.
+# Same bucket size as nn.average_gradients.
 _BUCKET_BYTES = 32 * 2**20
 
 
 def is_single(group: Group | None) -> bool:
-    """Return whether a group has no other rank in it."""
+    """Return whether a group contains no other rank."""
     return group is None or group.size() == 1
 
 
 class Ranks:
-    """The group of ranks, and whether gradients are averaged or sharded over it."""
+    """A group of ranks, and whether gradients are averaged or sharded across it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Ranks:
         self.sharded = sharded
         #: Whether this rank trains alone.
         self.is_single = is_single(group)
-        # Averaged gradients are equal on all ranks, and so is what follows from them.
+        # Averaged gradients are equal on all ranks, so every rank decides the same.
         self._decides_alone = self.is_single or (average and not sharded)
 
     def check(self, clips: bool) -> None:
@@ -86,7 +86,7 @@ class Ranks:
         others: ByPath,
         were_finite: mx.array | None = None,
     ) -> mx.array:
-        """Return whether the gradients of all ranks are, and were, finite."""
+        """Return whether the gradients of all ranks are and were finite."""
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
         finite = finite if were_finite is None else finite & were_finite
         return finite_on_all_ranks(finite, None if self._decides_alone else self.group)
@@ -94,10 +94,10 @@ class Ranks:
     def norm(
         self, scaled: ByPath, inverse: mx.array | None, others: ByPath
     ) -> mx.array:
-        """Return the norm of the unscaled gradients, over all shards on all ranks.
+        """Return the norm of the unscaled gradients, including shards on other ranks.
 
-        One all-reduce of four bytes, which carries the finite flag: squares have no
-        sign to cancel with, so inf or NaN on one rank is inf or NaN in the sum.
+        A single four-byte all-reduce also carries the finite flag: squares cannot
+        cancel, so inf or NaN on one rank makes the sum inf or NaN.
         """
         if self._decides_alone or self.group is None:
             return global_norm(list(scaled.values()), inverse, list(others.values()))
@@ -113,7 +113,7 @@ class Ranks:
 
     def compare(self, parameters: Any, settings: str) -> None:
         """Raise, on every rank, if parameters or settings differ between ranks."""
-        # Shards differ between ranks, and so may their names.
+        # Shards differ between ranks, and their names may differ too.
         found = [(p, x) for p, x in flatten(parameters) if not self.is_shard(p, x)]
         shapes = [
             f"{p} {x.dtype} {x.shape}" for p, x in sorted(found, key=itemgetter(0))
@@ -145,8 +145,8 @@ class Ranks:
 def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
     """Return, on every rank, whether all ranks are finite.
 
-    One all-reduce of four bytes. Flags are counted, because the maximum of NaN and a
-    number is either of them, depending on the order of the ranks.
+    Uses a single four-byte all-reduce. Flags are counted, because the maximum of NaN
+    and a number can be either, depending on the order of the ranks.
     """
     if is_single(group):
         return finite
@@ -162,21 +162,22 @@ def average_gradients(
     like: Any = None,
     only: Callable[[str, mx.array], bool] | None = None,
 ) -> Any:
-    """Return the mean of the gradients over the ranks, in the dtype they have.
+    """Average the gradients over the ranks, in their own dtype.
 
-    Unlike with ``nn.average_gradients``, a rank without gradients can take part, and
-    ranks can be weighted. The mean has the same bits on every rank, and is non-finite
-    where a gradient is on any of them.
+    Unlike ``nn.average_gradients``, it supports ranks without gradients and weighted
+    ranks. The mean is bit-identical on every rank, and non-finite wherever a gradient
+    on any rank is.
 
     Args:
         gradients (Any): A tree with the same structure on every rank, or an empty one,
             which stands for zeros.
         group (Group, optional): Default: the global group.
-        weight (float or array, optional): How much this rank counts, for example its
+        weight (float or array, optional): The weight of this rank, for example its
             number of micro-batches. Default: 1, or 0 for an empty tree.
-        like (Any, optional): A model or parameters, for the shapes of an empty tree.
-        only (Callable, optional): Called with path and gradient: whether to average it.
-            Default: all that are floating.
+        like (Any, optional): A model or parameters that provide the shapes for an
+            empty tree.
+        only (Callable, optional): Called with path and gradient; returns whether to
+            average it. Default: all floating-point gradients.
     """
     group = mx.distributed.init() if group is None else group
     if is_single(group):
@@ -189,7 +190,7 @@ def average_gradients(
             )
         if isinstance(like, nn.Module):
             like = like.trainable_parameters()
-        # Zeros that wait for the parameters keep successive lazy steps in order.
+        # Zeros that depend on the parameters keep successive lazy steps in order.
         gradients = tree_map(lambda p: mx.depends(mx.zeros_like(p), p), like)
         weight = 0.0 if weight is None else weight
     found = {path: x for path, x in tree_flatten(gradients) if is_floating(x)}
@@ -198,8 +199,8 @@ def average_gradients(
     if weight is not None:
         weight = mx.array(weight, mx.float32)
         found = {path: (x * weight).astype(x.dtype) for path, x in found.items()}
-    # The weight travels with the gradients, so that every rank makes the same calls
-    # whether it was given or not.
+    # The weight is sent along with the gradients, so that every rank makes the same
+    # calls whether or not it was given.
     found[""] = mx.array(1.0) if weight is None else weight
     sums = _sum_over(found, group)
     total = sums.pop("")
@@ -216,8 +217,8 @@ def _sum_over(values: dict[str, mx.array], group: Group) -> dict[str, mx.array]:
     for paths in _buckets(values):
         flat = mx.concatenate([values[path].reshape(-1) for path in paths])
         if last is not None:
-            # MLX orders a graph by its shape, and a rank without gradients has another
-            # graph. Only a dependency keeps the ranks in step.
+            # The evaluation order depends on the graph, and a rank without gradients
+            # has a different graph. Only a dependency keeps the ranks in step.
             (flat,) = mx.depends([flat], [last])
         last = mx.distributed.all_sum(flat, group=group)
         start = 0
@@ -229,8 +230,8 @@ def _sum_over(values: dict[str, mx.array], group: Group) -> dict[str, mx.array]:
 
 
 def _buckets(values: dict[str, mx.array]) -> Iterator[list[str]]:
-    # Backwards, because the gradients of the last layers are there first, and sorted,
-    # so that no rank depends on the order in which its tree was built.
+    # In reverse, because the gradients of the last layers are ready first, and sorted,
+    # so that the order in which a rank built its tree does not matter.
     bucket: list[str] = []
     n_bytes = 0
     for path in sorted(values, key=lambda p: (str(values[p].dtype), p), reverse=True):

@@ -1,4 +1,4 @@
-"""The rule: how a loss scale moves, its settings, and PyTorch's state dict."""
+"""The update rule of the loss scale, its settings, and PyTorch's state dict."""
 
 import math
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-# Half of float32's exponents; the other half is left for the gradients. The reciprocal
-# of 2**127, where PyTorch stops, is subnormal, and Apple GPUs flush that to zero.
+# Half of float32's exponents, leaving the other half for the gradients. The reciprocal
+# of 2**127, PyTorch's limit, is subnormal, and Apple GPUs flush it to zero.
 SMALLEST_SCALE = 2.0**-64
 LARGEST_SCALE = 2.0**64
 
-# Every setting with its dtype and default. Settings live in the state as arrays, so
-# that a compiled step sees later changes.
+# Every setting with its dtype and default. Settings are stored in the state as arrays,
+# so that a compiled step sees later changes.
 SETTINGS: dict[str, tuple[mx.Dtype, Any]] = {
     "growth_factor": (mx.float32, 2.0),
     "backoff_factor": (mx.float32, 0.5),
@@ -24,7 +24,7 @@ SETTINGS: dict[str, tuple[mx.Dtype, Any]] = {
     "max_scale": (mx.float32, LARGEST_SCALE),
 }
 
-# What the rule changes, and the counters beside it.
+# The values that the rule updates, and the counters.
 VALUES: dict[str, tuple[mx.Dtype, Any]] = {
     "scale": (mx.float32, 65536.0),
     "growth_tracker": (mx.int32, 0),
@@ -39,7 +39,7 @@ FIELDS = {**VALUES, **SETTINGS}
 _SCALES = ("scale", "min_scale", "max_scale")
 _MOST = 2**31 - 1
 
-# PyTorch's five keys, in its order, and the fields behind them.
+# PyTorch's five keys, in its order, with the corresponding fields.
 TORCH_KEYS = {
     "scale": "scale",
     "growth_factor": "growth_factor",
@@ -51,9 +51,9 @@ _OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
 
 
 def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
-    """Return the fields that one ``update()`` changes, lazily.
+    """Lazily compute the fields that one ``update()`` changes.
 
-    The rule, with ``finite`` true if every gradient since the last update was::
+    The rule, with ``finite`` true if all gradients since the last update were::
 
         if not finite:
             growth_tracker = 0
@@ -69,9 +69,10 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
                 if scale * growth_factor <= max_scale:  # false for inf
                     scale = scale * growth_factor
 
-    With ``hysteresis`` above 1 both ``backoff_tracker = 0`` move to where the scale
-    grows: once the budget is used up, every overflow backs off until then. A scale that
-    is not ``dynamic`` stays. ``consecutive_skips`` counts non-finite updates in a row.
+    With ``hysteresis`` above 1, ``backoff_tracker`` is instead reset when the scale
+    grows: once the budget is used up, every overflow backs off until then. Without
+    ``dynamic``, the scale is constant. ``consecutive_skips`` counts consecutive
+    non-finite updates.
     """
     scale, tracker = state["scale"], state["backoff_tracker"]
     has_budget = state["hysteresis"] > 1
@@ -97,7 +98,7 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
 
 
 def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.array]:
-    """Return the counters after one step that was, or was not, applied."""
+    """Return the counters after one applied or skipped step."""
     skipped = mx.where(applied, 0, 1)
     return {
         "skipped_steps": mx.minimum(state["skipped_steps"], _MOST - 1) + skipped,
@@ -107,16 +108,16 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
 
 
 def clamp(state: dict[str, mx.array], scale: mx.array) -> mx.array:
-    """Return ``scale`` within its limits, or the old scale if it is unusable."""
+    """Clamp ``scale`` to its limits, or return the old scale if it is unusable."""
     usable = mx.isfinite(scale) & (scale > 0)
     clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
     return mx.where(usable, clamped, state["scale"])
 
 
 def as_array(name: str, value: Any) -> mx.array:
-    """Return a field as the 0-d array that the state holds."""
+    """Convert a field to a 0-d array for the state."""
     dtype = FIELDS[name][0]
-    # MLX takes no Python int of 64 bits or more.
+    # MLX does not accept Python ints of 64 bits or more.
     return mx.array(float(value) if dtype == mx.float32 else value, dtype)
 
 
@@ -126,7 +127,7 @@ def read(state: dict[str, mx.array]) -> dict[str, Any]:
 
 
 def read_field(name: str, value: mx.array) -> Any:
-    """Read one field; a factor as 1.1, not 1.100000023841858."""
+    """Read one field; factors read as 1.1, not 1.100000023841858."""
     number: Any = value.item()
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
@@ -134,7 +135,7 @@ def read_field(name: str, value: mx.array) -> Any:
 
 
 def check(values: dict[str, Any]) -> None:
-    """Raise if ``values``, some or all fields, cannot be trained with."""
+    """Raise if any of ``values``, some or all of the fields, is invalid."""
     for name, value in values.items():
         _check_field(name, value)
     low, high = values.get("min_scale", 0.0), values.get("max_scale", math.inf)
@@ -168,14 +169,14 @@ def _check_field(name: str, value: Any) -> None:
         if not _is_number(value):
             raise TypeError(f"{name} must be a number, got {value!r}.")
         low, high = (1.0, math.inf) if name == "growth_factor" else (0.0, 1.0)
-        # Compared in float32, where 1 + 1e-9 is 1 and would never grow.
+        # Compare in float32, where 1 + 1e-9 is 1 and the scale would never grow.
         if not low < np.float32(value) < high:
             bounds = f"above {low}" if high == math.inf else f"between {low} and {high}"
             raise ValueError(f"{name} must be {bounds} in float32, got {value}.")
 
 
 def check_scale(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a Python number that can be clamped to a loss scale."""
+    """Raise unless ``value`` is a Python number that clamps to a valid loss scale."""
     if not _is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if not _is_scale(value):
@@ -191,9 +192,9 @@ def _is_number(value: Any) -> bool:
 
 
 def clamp_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return loaded values with each scale clamped: PyTorch's may be up to 2**127.
+    """Clamp each scale among loaded values; PyTorch's may be as large as 2**127.
 
-    Values that are not scales at all are left for :func:`check` to refuse.
+    Values that are not valid scales are left for :func:`check` to reject.
     """
     scales = {k: x for k, x in values.items() if k in _SCALES and _is_scale(x)}
     least, most = SMALLEST_SCALE, LARGEST_SCALE
@@ -201,15 +202,15 @@ def clamp_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
-    """Return PyTorch's five keys, and others only where not at their default."""
+    """Return PyTorch's five keys, and others only if not at their default."""
     own = {k: values[k] for k in _OWN_KEYS if values[k] != FIELDS[k][1]}
     return {key: values[name] for key, name in TORCH_KEYS.items()} | own
 
 
 def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a state dict of this package or of PyTorch, or raise.
+    """Return the fields of a state dict from this package or PyTorch, or raise.
 
-    Counters that it lacks start at zero; settings that it lacks are the given ones.
+    Missing counters start at zero; missing settings keep the given values.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
@@ -234,6 +235,6 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def _as_number(value: Any) -> Any:
-    # PyTorch keeps a scale as a 0-d tensor if it was loaded as one.
+    # PyTorch keeps the scale as a 0-d tensor if it was loaded as one.
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
     return value.item() if is_scalar else value

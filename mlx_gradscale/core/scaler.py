@@ -1,4 +1,4 @@
-"""``GradScaler``: PyTorch's loss scaler on MLX trees, without a host sync."""
+"""``GradScaler``: PyTorch's loss scaler for MLX trees, without host syncs."""
 
 import os
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from .trees import Leaf, Writes, commit, match
 _UNSCALED = "value_and_grad() or scale_loss()"
 _SCALED = "scale()"
 _START_AFRESH = "After an interrupted iteration, call update(get_scale()) first."
-# A run that skips this many steps in a row does not train.
+# A run that skips this many steps in a row is not training.
 SKIPS_TO_WARN = 50
 
 
 @dataclass
 class _Stage:
-    """What happened with one optimizer since the last ``update()``."""
+    """The progress of one optimizer since the last ``update()``."""
 
     optimizer: Optimizer  # keeps its id unique
     finite: mx.array
@@ -39,35 +39,35 @@ class _Stage:
 class GradScaler:
     """Scale losses so that float16 gradients neither underflow nor overflow.
 
-    The scale, every counter and every setting live in :attr:`state`, a dict of 0-d
-    arrays. List it in ``mx.compile`` and the whole training step, skipped updates
-    included, is one compiled function that never waits for the device.
+    The scale, counters and settings are stored in :attr:`state`, a dict of 0-d arrays.
+    Pass it to ``mx.compile`` and the whole training step, including skipped updates,
+    becomes one compiled function that never waits for the device.
 
-    There are two modes, and the first call chooses. :meth:`value_and_grad` and
-    :meth:`scale_loss` give unscaled float32 gradients, which your code may clip, add
-    up, average or log. :meth:`scale` is PyTorch's mode: gradients stay scaled until
-    :meth:`unscale_` or :meth:`step`.
+    There are two modes, and the first call selects one. :meth:`value_and_grad` and
+    :meth:`scale_loss` return unscaled float32 gradients, which your code can clip,
+    accumulate, average or log. :meth:`scale` is PyTorch's mode: gradients stay scaled
+    until :meth:`unscale_` or :meth:`step`.
 
     Args:
-        init_scale (float): The first loss scale. Default: ``65536.0``.
+        init_scale (float): The initial loss scale. Default: ``65536.0``.
         growth_factor (float): Multiplies the scale after ``growth_interval`` finite
             steps in a row. Default: ``2.0``.
         backoff_factor (float): Multiplies the scale after an overflow.
             Default: ``0.5``.
         growth_interval (int): Default: ``2000``.
-        enabled (bool): If false, every method passes through and nothing is guarded: a
-            NaN gradient is applied. Default: ``True``.
-        backoff_interval (int): Overflows in a row that it takes to back off, as in
-            Paddle. Default: ``1``.
-        hysteresis (int): Overflows that it takes to back off, in a row or not, since
-            the scale last grew, as in Megatron and DeepSpeed. Default: ``1``.
-        dynamic (bool): If false the scale stays; an overflowing step is still skipped.
-            Default: ``True``.
+        enabled (bool): If false, every method is a pass-through and steps are not
+            guarded: a NaN gradient is applied. Default: ``True``.
+        backoff_interval (int): The number of consecutive overflows before the scale
+            backs off, as in Paddle. Default: ``1``.
+        hysteresis (int): The number of overflows, consecutive or not, since the scale
+            last grew before it backs off, as in Megatron and DeepSpeed. Default: ``1``.
+        dynamic (bool): If false, the scale is constant; overflowing steps are still
+            skipped. Default: ``True``.
         min_scale (float): The smallest scale. Default: ``2**-64``.
         max_scale (float): The largest scale. Default: ``2**64``.
         group (mx.distributed.Group, optional): An overflow on one rank skips the step
-            on all ranks. Needed for sharded gradients; averaged ones are equal on all
-            ranks already. Default: ``None``.
+            on all ranks. Required for sharded gradients; averaged gradients are already
+            equal on all ranks. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -129,22 +129,22 @@ class GradScaler:
     def _fill(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             self._state[name] = rule.as_array(name, value)
-        # Evaluated here: MLX cannot evaluate a lazy array in another thread.
+        # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
         self._note_loaded()
 
     def _note_loaded(self) -> None:
-        # Whether gradients that were never scaled deserve a warning.
+        # Whether to warn about gradients that were never scaled.
         self._scales = self.get_scale() != 1 or self.is_dynamic()
 
     @property
     def state(self) -> dict[str, mx.array]:
-        """The dict of arrays to list in ``mx.compile(inputs=..., outputs=...)``."""
+        """The dict of arrays to pass to ``mx.compile(inputs=..., outputs=...)``."""
         return self._state
 
     @property
     def group(self) -> mx.distributed.Group | None:
-        """The ranks that decide together, None where each decides for itself."""
+        """The ranks that decide together, or None if each decides on its own."""
         return self._ranks.group
 
     # The loss
@@ -158,24 +158,24 @@ class GradScaler:
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: the loss and unscaled float32 gradients.
+        """Like ``nn.value_and_grad``: return the loss and unscaled float32 gradients.
 
-        The loss is scaled for the backward pass only. The gradients are lazy: those
-        that go to :meth:`step` as they are cost no float32 copy. A non-finite gradient
-        comes out as NaN, and stays NaN in whatever is computed from it.
+        The loss is scaled for the backward pass only. Gradients are lazy: those passed
+        unchanged to :meth:`step` need no float32 copy. Non-finite gradients come out as
+        NaN, which propagates through later computation.
 
         Args:
             model (nn.Module): The model to differentiate.
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
                 the loss.
-            compute_dtype (Dtype, optional): Cast floating trainable parameters and
-                floating arguments to this for the forward pass. The model keeps its
+            compute_dtype (Dtype, optional): Cast floating-point trainable parameters
+                and arguments to this dtype for the forward pass. The model keeps its
                 own parameters. Default: ``None``.
             keep (Callable, optional): Called with the path and value of a parameter;
                 returns True to leave it in its own dtype. MLX then promotes everything
                 after that layer; ``float32_layers`` casts back. Default: ``None``.
-            cast_inputs (bool): Whether floating arguments of ``loss_fn`` are cast too:
-                a target of 1e5 is inf in float16. Default: ``True``.
+            cast_inputs (bool): Whether to cast floating-point arguments of ``loss_fn``
+                too. A target of 1e5 is inf in float16. Default: ``True``.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn
@@ -205,16 +205,16 @@ class GradScaler:
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
     ) -> Callable[..., Any]:
-        """Return ``loss_fn`` for a trainer that differentiates it itself.
+        """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
-        It has the same value. Gradients come out unscaled, in float32: those of the
-        model's parameters or, where there is no model, of the first argument's arrays.
+        The value of the loss does not change. Gradients of the model's parameters or,
+        without a model, of the first argument's arrays are unscaled and in float32.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is
                 the loss.
-            model (nn.Module, optional): The model that is differentiated. Default: the
-                models among the arguments of each call.
+            model (nn.Module, optional): The model to differentiate. Default: the models
+                among the arguments of each call.
 
         Example:
             >>> import mlx.core as mx
@@ -230,9 +230,9 @@ class GradScaler:
         return self._backward.scale_loss(loss_fn, model)
 
     def scale(self, outputs: Any) -> Any:
-        """Return each array of a tree, usually the loss, times the scale in float32.
+        """Multiply each array of a tree, usually the loss, by the scale in float32.
 
-        PyTorch's mode. Call it inside the function that is differentiated: gradients
+        This is PyTorch's mode. Call it inside the differentiated function; gradients
         then stay scaled until :meth:`unscale_` or :meth:`step`.
 
         Example:
@@ -268,8 +268,8 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer, grads: Any) -> Any:
         """Unscale the gradients in place, in float32, and return the same tree.
 
-        For clipping or inspecting them before :meth:`step`. After
-        :meth:`value_and_grad` they are unscaled already, and stay as they are.
+        Use it to clip or inspect gradients before :meth:`step`. Gradients from
+        :meth:`value_and_grad` are already unscaled and do not change.
 
         Example:
             >>> import mlx.core as mx, mlx.optimizers as optim
@@ -301,16 +301,16 @@ class GradScaler:
         return self._backward.unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
-        """Update model and optimizer if all gradients are finite; else change nothing.
+        """Update model and optimizer if all gradients are finite, else skip the step.
 
         Args:
-            optimizer (Optimizer): Any optimizer of ``mlx.optimizers``.
+            optimizer (Optimizer): Any optimizer from ``mlx.optimizers``.
             model (nn.Module): The model to update.
-            grads (Any): The gradients. In PyTorch's mode scaled, or unscaled by
+            grads (Any): The gradients; in PyTorch's mode, scaled or unscaled by
                 :meth:`unscale_`.
 
         Returns:
-            array: A lazy 0-d bool array: whether the step was applied.
+            array: Whether the step was applied, as a lazy 0-d bool array.
 
         Example:
             >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -334,9 +334,10 @@ class GradScaler:
         return applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
-        """Like :meth:`step` for a tree of parameters, at least those with gradients.
+        """Like :meth:`step`, for a tree of parameters.
 
-        Returns the new parameters, in the structure of ``grads``.
+        The tree must contain every parameter that has a gradient. Returns the new
+        parameters, in the structure of ``grads``.
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
@@ -361,7 +362,7 @@ class GradScaler:
                 "small updates are lost. Use LossScaleOptimizer, or keep float32 "
                 "parameters and use value_and_grad(..., compute_dtype)."
             )
-        # A gradient that was non-finite when unscaled may have been clipped since.
+        # A gradient that was non-finite when unscaled may since have been clipped.
         were_finite = stage.finite if stage else None
         inspected = inspect(leaves, self._ranks, were_finite=were_finite)
         applied = inspected.applied
@@ -375,9 +376,9 @@ class GradScaler:
         return planned, applied
 
     def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
-        """Return gradients of ``scale()`` unscaled, lazily, and any others as is."""
+        """Lazily unscale gradients from ``scale()``; return any others as is."""
         is_scaled = self._stages.keys().isdisjoint(map(id, optimizers))
-        is_model = isinstance(grads, nn.Module)  # refused by match()
+        is_model = isinstance(grads, nn.Module)  # rejected by match()
         if self._mode != _SCALED or not is_scaled or is_model or not arrays(grads):
             return grads
         return self._backward.unscale(grads, 1.0 / self._state["scale"])
@@ -394,16 +395,16 @@ class GradScaler:
             )
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
-        """Move the scale by what happened since the last update.
+        """Update the scale according to the steps since the last update.
 
         Call it once per iteration, after :meth:`step`. If your loop drops a batch
-        instead of stepping, call it as well: it then goes by the gradients of that
-        batch, and counts them as an overflow if they no longer exist.
+        instead of stepping, still call it: it then uses the gradients of that batch,
+        and counts an overflow if they no longer exist.
 
         Args:
-            new_scale (float or array, optional): Set the scale to this instead,
+            new_scale (float or array, optional): Set the scale to this value instead,
                 clamped to ``min_scale`` and ``max_scale``. An array that is not a
-                positive finite number leaves the scale as it is.
+                positive finite number leaves the scale unchanged.
         """
         if not self._enabled:
             return
@@ -413,7 +414,7 @@ class GradScaler:
             self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
             self._end_iteration()
             return
-        # Steps are counted in the state, so that a compiled step is counted as well.
+        # Steps are counted in the state, so that compiled steps count as well.
         finite = self._state["skips_since_update"] == 0
         unscaled = [x.finite for x in self._stages.values() if not x.stepped]
         if unscaled:
@@ -436,24 +437,24 @@ class GradScaler:
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
-        """Call :meth:`step` and :meth:`update`; return what :meth:`step` returns."""
+        """Call :meth:`step` and :meth:`update`; return the result of :meth:`step`."""
         applied = self.step(optimizer, model, grads)
         self.update()
         return applied
 
     def _writes(self, applied: mx.array | None, finite: mx.array | None) -> Writes:
-        """Return what a step, an update or both of them write to the state."""
+        """Return the writes to the state of a step, an update, or both."""
         changed = _advance(self._state, applied, finite)
         return [(self._state, name, value) for name, value in changed.items()]
 
-    # Settings, read from the device; a change reaches a step that is already compiled
+    # Settings, read from the device; changes also affect already compiled steps
 
     def get_scale(self) -> float:
-        """Read the scale; 1.0 when disabled."""
+        """Read the scale from the device; 1.0 if the scaler is disabled."""
         return float(self._get("scale")) if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
-        """Return whether the scaler does anything."""
+        """Return whether the scaler is enabled."""
         return self._enabled
 
     def get_growth_factor(self) -> float:
@@ -461,7 +462,7 @@ class GradScaler:
         return float(self._get("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, also for a step that is already compiled."""
+        """Set the growth factor, even for already compiled steps."""
         self._set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -469,7 +470,7 @@ class GradScaler:
         return float(self._get("backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, also for a step that is already compiled."""
+        """Set the backoff factor, even for already compiled steps."""
         self._set("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
@@ -477,15 +478,15 @@ class GradScaler:
         return int(self._get("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, also for a step that is already compiled."""
+        """Set the growth interval, even for already compiled steps."""
         self._set("growth_interval", new_interval)
 
     def is_dynamic(self) -> bool:
-        """Read whether the scale moves."""
+        """Read whether the scale is dynamic."""
         return bool(self._get("dynamic"))
 
     def set_dynamic(self, dynamic: bool) -> None:
-        """Let the scale move, or hold it, also in a step that is already compiled."""
+        """Make the scale dynamic or constant, even for already compiled steps."""
         self._set("dynamic", dynamic)
         self._scales |= dynamic
 
@@ -503,33 +504,34 @@ class GradScaler:
 
     @property
     def consecutive_skips(self) -> mx.array:
-        """How many of the latest updates in a row skipped a step, lazily."""
+        """The current number of consecutive skipped steps, as a lazy 0-d array."""
         return self._state["consecutive_skips"]
 
     @property
     def last_step_applied(self) -> mx.array:
-        """Whether the latest step was applied, lazily."""
+        """Whether the latest step was applied, as a lazy 0-d array."""
         return self._state["last_step_applied"]
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's five keys, and others only where not at their default."""
+        """Return PyTorch's five keys, and others only if not at their default."""
         return rule.to_state_dict(rule.read(self._state)) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of PyTorch's, all or nothing.
+        """Load a state dict from this class or PyTorch's, all or nothing.
 
-        Missing counters start at zero, missing settings stay, other keys are ignored.
+        Missing counters start at zero, missing settings are kept, and unknown keys are
+        ignored.
         """
         if self._enabled:
             settings = {name: self._get(name) for name in rule.SETTINGS}
             self._fill(rule.from_state_dict(state_dict, settings))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state dict to one file, atomically.
+        """Write the state dict to a single file, atomically.
 
-        Its name ends in ``.pt``, ``.json`` or ``.safetensors``; ``.json.gz`` and
+        The name must end in ``.pt``, ``.json`` or ``.safetensors``; ``.json.gz`` and
         ``.pt.gz`` are compressed.
         """
         from ..state_files import save_state
@@ -537,7 +539,7 @@ class GradScaler:
         save_state(path, self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load what :meth:`save` wrote, or a scaler state that PyTorch saved."""
+        """Load a file from :meth:`save`, or a scaler state saved by PyTorch."""
         from ..state_files import load_state
 
         self.load_state_dict(load_state(path))
@@ -583,16 +585,16 @@ def _advance(
     changed = {} if applied is None else rule.count_step(state, applied)
     if finite is not None:
         changed |= rule.next_scale(state, finite)
-    # A common root makes it one kernel instead of seven.
+    # A common root makes this one kernel instead of seven.
     name, *others = changed
     either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
     return changed | {name: mx.where(either, changed[name], changed[name])}
 
 
 class SkipWatch:
-    """Warns about a run that skips every step, without waiting for the device.
+    """Warn about a run that skips every step, without waiting for the device.
 
-    It looks at a counter from 50 updates ago, which has been evaluated by then.
+    It reads a counter from 50 updates ago, which has already been evaluated.
     """
 
     def __init__(self) -> None:
@@ -600,7 +602,7 @@ class SkipWatch:
         self._earlier: mx.array | None = None
 
     def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Count one update; every 50 of them, look at the counter."""
+        """Count one update; check the counter every 50 updates."""
         self._n_updates += 1
         if self._n_updates % SKIPS_TO_WARN:
             return

@@ -1,4 +1,4 @@
-"""Walk trees of arrays, match gradients to parameters, commit what a step writes."""
+"""Walk trees of arrays, match gradients to parameters, and commit writes."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 CONTAINERS = (dict, list, tuple)
-# Where an array is: its path, its container, and its key in the container.
+# The location of an array: its path, its container, and its key in the container.
 Slot = tuple[tuple[Any, ...], Any, Any]
-# (container, key, value) for each array that is replaced.
+# (container, key, value) for each array to replace.
 Writes = list[tuple[Any, Any, Any]]
 
 
@@ -27,18 +27,18 @@ class Leaf(NamedTuple):
 
 
 def items(tree: Any) -> Any:
-    """Return (key, value) pairs of a dict, or (index, value) of a list or tuple."""
+    """Return the (key, value) pairs of a dict, or (index, value) of a list or tuple."""
     return tree.items() if isinstance(tree, dict) else enumerate(tree)
 
 
-# The helpers are module-level functions: a recursive closure is a reference cycle and
-# would keep gradients alive until the garbage collector runs.
+# Helpers are module-level functions, because a recursive closure is a reference cycle
+# that would keep gradients alive until the garbage collector runs.
 
 
 def slots(tree: Any, others: list[Any] | None = None) -> list[Slot]:
-    """List every array of a tree or model, with where it can be replaced.
+    """List every array of a tree or model with its location.
 
-    Leaves that are not arrays are added to ``others``.
+    Leaves that are not arrays are appended to ``others``.
     """
     found: list[Slot] = []
     _collect_slots(tree, (), found, [] if others is None else others)
@@ -58,7 +58,7 @@ def _collect_slots(
 
 
 def flatten(tree: Any) -> list[tuple[str, Any]]:
-    """Return (dotted path, leaf) pairs, as MLX's ``tree_flatten``, but faster."""
+    """Return (dotted path, leaf) pairs like MLX's ``tree_flatten``, but faster."""
     if not isinstance(tree, CONTAINERS):
         return [("", tree)]
     found: list[tuple[str, Any]] = []
@@ -98,7 +98,7 @@ def _match(
     for key, gradient in pairs:
         is_container = isinstance(gradient, CONTAINERS)
         if is_container and not gradient:
-            # Frozen, or no parameter at all: an mlx-lm Llama has strings there.
+            # Frozen, or not a parameter: an mlx-lm Llama has strings here.
             continue
         path = f"{prefix}{key}"
         try:
@@ -135,7 +135,7 @@ def _match(
 
 
 def commit(writes: Iterable[tuple[Any, Any, Any]]) -> None:
-    """Write each (container, key, value) in one call of C."""
+    """Write each (container, key, value) in a single C call."""
     deque(starmap(setitem, list(writes)), maxlen=0)
 
 
@@ -143,7 +143,7 @@ Snapshot = list[tuple[Any, Any]]
 
 
 def snapshot(*trees: Any) -> Snapshot:
-    """Remember what each container in the trees holds, for :func:`restore`."""
+    """Record the contents of each container in the trees, for :func:`restore`."""
     saved: Snapshot = []
     for tree in trees:
         if isinstance(tree, (dict, list)):
@@ -154,10 +154,10 @@ def snapshot(*trees: Any) -> Snapshot:
 
 
 def restore(saved: Snapshot) -> None:
-    """Restore what each container held when :func:`snapshot` was called."""
+    """Restore the contents that :func:`snapshot` recorded for each container."""
     for container, copy in saved:
         if isinstance(copy, dict):
-            # dict's own methods: update() of a model means something else.
+            # Use dict's own methods, because a model's update() does something else.
             dict.clear(container)
             dict.update(container, copy)
         else:

@@ -1,6 +1,6 @@
-"""Look at a run: overflows, gradients, dtypes, and the history of the scale.
+"""Inspect a run: overflows, gradients, dtypes, and the history of the scale.
 
-Nothing here costs anything unless you call it.
+Nothing in this package adds any cost unless you call it.
 """
 
 from .calibrate import calibrate

@@ -1,4 +1,4 @@
-"""Find a loss scale before the first step, on one batch."""
+"""Find a loss scale on one batch, before the first step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ from ..float32_layers.calls import preserved
 from ..float32_layers.trial import Batch, Setting, differentiate
 from .reading import scaler_of
 
-# Powers of two: a float32 loss needs no more than the first, and below the second no
-# scale helps.
+# Powers of two: a float32 loss never needs more than the first, and no scale below the
+# second helps.
 _LARGEST, _SMALLEST = 24, -24
 
 
@@ -27,26 +27,26 @@ def calibrate(
 ) -> float:
     """Set the scale to the largest that does not overflow on one batch.
 
-    Without this, a run finds its scale by skipping steps. Model, optimizer and random
-    state are unchanged. It takes about seven forward and backward passes and waits for
-    each of them: call it before training, not in a step.
+    Without calibration, a run finds its scale by skipping steps. Model, optimizer and
+    random state are unchanged. It takes about seven forward and backward passes and
+    waits for each of them: call it before training, not in a step.
 
     Args:
-        source (GradScaler or LossScaleOptimizer): Whose scale to set.
+        source (GradScaler or LossScaleOptimizer): The scaler whose scale to set.
         model (nn.Module): The model.
         loss_fn (Callable): As for ``value_and_grad``.
         *batch (Any): The arguments of ``loss_fn``.
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
-        headroom (int): How many powers of two to stay below, for batches with larger
-            gradients. Default: ``1``.
+        headroom (int): The number of powers of two to stay below that, for batches with
+            larger gradients. Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. All must
             call this, each with its own batch. Default: all ranks.
 
     Returns:
-        float: The scale, the smallest that a rank found.
+        float: The scale, which is the smallest found by any rank.
 
     Raises:
-        ValueError: The loss itself is not finite, or no scale is small enough.
+        ValueError: If the loss itself is non-finite, or no scale is small enough.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -69,7 +69,7 @@ def calibrate(
         problem = error
     group = group or mx.distributed.init()
     if group.size() > 1:
-        # A rank that raised alone would leave the others waiting.
+        # If only one rank raised, the others would wait for it.
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))
     if problem is not None:
         raise problem
@@ -97,7 +97,7 @@ def _largest_scale(
             return bool(all_finite(gradients).item())
 
     setting = Setting(model, loss_fn, compute_dtype)
-    # What overflows at one scale does so at every larger one.
+    # A batch that overflows at one scale overflows at every larger one.
     low, high = _SMALLEST, _LARGEST
     if not fits(low):
         raise ValueError(

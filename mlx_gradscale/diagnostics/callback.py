@@ -1,4 +1,4 @@
-"""A training callback for mlx-lm that adds loss scaling to its reports."""
+"""A training callback that adds loss scaling to mlx-lm's reports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +15,18 @@ class LossScaleCallback:
     """Add loss scale, skipped steps and gradient norm to mlx-lm's reports.
 
     Each training report gets the keys ``loss_scale``, ``skipped_steps``,
-    ``consecutive_skips`` and, where the optimizer has it, ``grad_norm``. It is printed
-    as one line, on the first rank only, and passed on to another callback. The values
-    are read from the device once per report.
+    ``consecutive_skips`` and, if the optimizer has it, ``grad_norm``. The report is
+    printed as one line, on the first rank only, and passed on to another callback. The
+    values are read from the device once per report.
 
-    It has the methods of ``mlx_lm.tuner.callbacks.TrainingCallback``, which is all that
-    mlx-lm needs, and does not import mlx-lm.
+    It implements the methods of ``mlx_lm.tuner.callbacks.TrainingCallback``, which is
+    all that mlx-lm needs, without importing mlx-lm.
 
     Args:
-        optimizer (LossScaleOptimizer or GradScaler): What trains.
-        wrapped_callback (TrainingCallback, optional): Gets each report with the added
-            keys: mlx-lm's ``WandBCallback``, ``SwanLabCallback`` or your own.
-        write (Callable, optional): Is called with each line; None writes nothing.
+        optimizer (LossScaleOptimizer or GradScaler): The optimizer or scaler in use.
+        wrapped_callback (TrainingCallback, optional): Receives each report with the
+            added keys: mlx-lm's ``WandBCallback``, ``SwanLabCallback`` or your own.
+        write (Callable, optional): Called with each line; None writes nothing.
             Default: ``print``.
 
     Example:
@@ -50,9 +50,9 @@ class LossScaleCallback:
         self._skipped_before = 0
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
-        """Add to a training report, write it and pass it on."""
+        """Extend a training report, write it and pass it on."""
         report = train_info | self._read()
-        # mlx-lm calls this on every rank, and prints on the first only.
+        # mlx-lm calls this on every rank, but prints only on the first.
         if self._write is not None and mx.distributed.init().rank() == 0:
             self._write(self._line(report))
         if self.wrapped_callback is not None:
@@ -60,7 +60,7 @@ class LossScaleCallback:
         self._skipped_before = report["skipped_steps"]
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
-        """Pass a validation report on as it is."""
+        """Pass on a validation report unchanged."""
         if self.wrapped_callback is not None:
             self.wrapped_callback.on_val_loss_report(val_info)
 

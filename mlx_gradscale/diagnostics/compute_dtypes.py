@@ -1,4 +1,4 @@
-"""Report in which dtype each layer computes."""
+"""Report the dtype in which each layer computes."""
 
 import contextlib
 import inspect
@@ -25,14 +25,14 @@ class LayerDtypes:
     """One call of a layer.
 
     Attributes:
-        model (str): The class of the model that has the layer, and for a model among
-            the arguments of the loss function also the name of the argument.
+        model (str): The class of the model that contains the layer, and the name of the
+            argument if that model is an argument of the loss function.
         path (str): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The half-precision dtype of its own parameters, or
             None.
-        inputs (tuple): The dtypes of its floating inputs.
-        outputs (tuple): The dtypes of its floating outputs.
-        argument (str or None): The argument of the loss function that it was given, if
+        inputs (tuple): The dtypes of its floating-point inputs.
+        outputs (tuple): The dtypes of its floating-point outputs.
+        argument (str or None): The argument of the loss function that it received, if
             any.
     """
 
@@ -45,7 +45,7 @@ class LayerDtypes:
 
     @property
     def is_promoted(self) -> bool:
-        """Whether it returned float32 although its parameters are half precision."""
+        """Whether it returned float32 despite half-precision parameters."""
         return self.parameters is not None and mx.float32 in self.outputs
 
 
@@ -54,9 +54,9 @@ class DtypeReport:
     """The result of :func:`compute_dtypes`; print it to read it.
 
     Attributes:
-        layers (tuple): Each call of a layer, in order, without float32 layers.
-        half_statistics (tuple): The BatchNorm layers whose running statistics are in
-            half precision.
+        layers (tuple): Each layer call, in order, without float32 layers.
+        half_statistics (tuple): The BatchNorm layers with running statistics in half
+            precision.
     """
 
     layers: tuple[LayerDtypes, ...]
@@ -99,17 +99,17 @@ def compute_dtypes(
     cast_inputs: bool = True,
     **kwargs: Any,
 ) -> DtypeReport:
-    """Trace one batch and report in which dtype each layer computes.
+    """Trace one batch and report the dtype in which each layer computes.
 
-    A float32 array that meets float16 makes the result float32, and so everything after
-    it: a batch, a mask, a positional encoding. MLX does this silently, and the model is
-    then as slow and as large as in float32. Nothing is evaluated.
+    One float32 array, such as a batch, a mask or a positional encoding, promotes
+    float16 results to float32, and so everything after it. MLX does this silently, and
+    the model is then as slow and as large as in float32. Nothing is evaluated.
 
     Args:
-        model (nn.Module): The model; it is unchanged afterwards. Other models among the
-            arguments of ``loss_fn`` are reported, too.
+        model (nn.Module): The model, which is not changed. Other models among the
+            arguments of ``loss_fn`` are reported as well.
         loss_fn (Callable): As for ``value_and_grad``.
-        *args (Any): A batch, as ``loss_fn`` takes it.
+        *args (Any): A batch, as passed to ``loss_fn``.
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
         keep (Callable, optional): As for ``value_and_grad``.
         cast_inputs (bool): As for ``value_and_grad``.
@@ -136,7 +136,7 @@ def compute_dtypes(
     def recorded_loss_fn(*args: Any, **kwargs: Any) -> Any:
         arguments.update((id(x), name) for name, x in _bound(loss_fn, args, kwargs))
         outputs = loss_fn(*args, **kwargs)
-        # Without the calls of checkpointed layers in the backward pass.
+        # Exclude calls of checkpointed layers in the backward pass.
         forward.extend(calls)
         return outputs
 
@@ -184,7 +184,7 @@ def compute_dtypes(
 def _bound(
     loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return the leaves of a call's arguments with the names of the parameters."""
+    """Return the leaves of a call's arguments with their parameter names."""
     try:
         bound = dict(inspect.signature(loss_fn).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):

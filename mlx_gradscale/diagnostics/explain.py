@@ -1,4 +1,4 @@
-"""Find the first layer, forward or backward, where a value is not finite."""
+"""Find the first layer, forward or backward, with a non-finite value."""
 
 import inspect
 import math
@@ -18,7 +18,7 @@ from ..float32_layers.search import search_batches
 from ..float32_layers.trial import Batch, Setting, run
 from .reading import scale_of
 
-# Small enough that nothing can overflow any more because of the scale.
+# Small enough that the scale can no longer cause an overflow.
 _SMALLER = 2.0**-40
 
 _ADVICE = {
@@ -57,13 +57,13 @@ class OverflowReport:
             value; "" is the model itself, None the loss function or no layer.
         where (str): The same in words, with the value found there.
         loss (float): The loss.
-        scale (float): The loss scale, without that of a function from ``scale_loss``.
+        scale (float): The loss scale, excluding that of a ``scale_loss`` function.
         leaves (list): The non-finite leaves of the batch, the parameters or the
             gradients. ``args[1].mask`` is in the second argument of the loss function.
-        cure (list or None): The layers that, in float32, make loss and gradients of
-            this batch finite, as ``float32_layers`` takes them. They were tried; None
-            where no layers help or none are needed.
-        line (str): The line of code that cures it, and where to put it; "" if none
+        cure (list or None): The layers that must be float32 to make loss and gradients
+            of this batch finite, in the format of ``float32_layers`` and already tried.
+            None if no layers help or none are needed.
+        line (str): The line of code that fixes it, and where to put it; "" if none
             does.
 
     Example:
@@ -117,20 +117,20 @@ def explain_overflow(
     cast_inputs: bool = True,
     **named: Any,
 ) -> OverflowReport:
-    """Rerun one batch and report which layer overflows first, and a cure.
+    """Rerun one batch, and report which layer overflows first and how to fix it.
 
-    Says first whether the loss itself is finite, then names the layer. The model and
-    the random state are unchanged afterwards. It reads from the device and runs the
-    batch several times: call it after a skipped step, not in every step.
+    It first reports whether the loss itself is finite, then names the layer. The model
+    and the random state are unchanged afterwards. It reads from the device and runs the
+    batch several times: call it after a skipped step, not on every step.
 
     Args:
         model (nn.Module): The model.
-        loss_fn (Callable): As for ``nn.value_and_grad``: is called with the batch and
+        loss_fn (Callable): As for ``nn.value_and_grad``: called with the batch, it
             returns the loss, or a tuple that starts with it.
         *batch (Any): The arguments of ``loss_fn``. mlx-lm's losses take the model
             first.
-        scale (float, GradScaler or LossScaleOptimizer): The loss scale; after an
-            overflow a scaler has lowered its own already. Leave it out if ``loss_fn``
+        scale (float, GradScaler or LossScaleOptimizer): The loss scale. After an
+            overflow, a scaler has already lowered its scale. Omit it if ``loss_fn``
             comes from ``scale_loss``. Default: none.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         keep (Callable, optional): As for ``GradScaler.value_and_grad``.
@@ -175,7 +175,7 @@ def explain_overflow(
         original = inspect.unwrap(
             loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
         )
-        # A model that skips steps may have odd weights: allow a large distance.
+        # A model that skips steps may have unusual weights: allow a large distance.
         setting = replace(setting, loss_fn=original)
         found = search_batches(setting, [arguments], margin=1.0, tolerance=0.1)
         if found.where:
@@ -195,15 +195,15 @@ def _line_to_paste(found: Float32Search) -> str:
 
 
 def overflow_table(grads: Any, limit: int | None = 20) -> str:
-    """Return a table of the leaves that hold NaN or inf, and how many.
+    """Return a table of the leaves that contain NaN or inf, with counts.
 
-    This reads from the device, once for the whole tree: call it after a skipped step,
-    not in every step.
+    This reads from the device, once for the whole tree. Call it after a skipped step,
+    not on every step.
 
     Args:
-        grads (Any): A tree of arrays, scaled or not, or what
-            :func:`mlx_gradscale.nonfinite` returned.
-        limit (int, optional): Show this many rows; None for all. Default: ``20``.
+        grads (Any): A tree of arrays, scaled or not, or the result of
+            :func:`mlx_gradscale.nonfinite`.
+        limit (int, optional): Maximum number of rows; None for all. Default: ``20``.
 
     Example:
         >>> import mlx.core as mx

@@ -13,26 +13,26 @@ from ..core.scale import LARGEST_SCALE, SMALLEST_SCALE
 from ..files.text import align, percent, power
 from .reading import scale_of
 
-# Powers of two in float16: from 2**-25 on values do not round to zero, from 2**-14 on
-# they have all 11 bits, and 2**15 is the largest.
+# Powers of two in float16: values from 2**-25 up do not round to zero, values from
+# 2**-14 up have all 11 bits, and 2**15 is the largest power.
 ROUNDS_UP, NORMAL, LARGEST = -25, -14, 15
-# The powers of float32 with subnormals, and one more, to which a number just below
-# 2**128 rounds in 11 bits. Bins: zero, the powers, inf, NaN.
+# The powers of float32 including subnormals, and one more, because numbers just below
+# 2**128 round up to it in 11 bits. Bins: zero, the powers, inf, NaN.
 LOWEST, HIGHEST = -149, 128
 _INF = HIGHEST - LOWEST + 2
 _BINS = _INF + 2
-# The powers of two that a scale can be.
+# The range of powers of two for a scale.
 _SMALLEST_POWER = round(math.log2(SMALLEST_SCALE))
 _LARGEST_POWER = round(math.log2(LARGEST_SCALE))
-# Per dtype: the integer for its bits, the bits of the mantissa, and the power of the
+# For each dtype: integer dtype for its bits, number of mantissa bits, and power of the
 # smallest subnormal.
 _LAYOUTS = {
     mx.float16: (mx.uint16, 10, -24),
     mx.bfloat16: (mx.uint16, 7, -133),
     mx.float32: (mx.uint32, 23, -149),
 }
-# Gradients fill about twenty bins. Adding to 64 copies of each avoids contention of a
-# GPU's atomic additions, for a sixth more time on a CPU.
+# Gradients fill about twenty bins. Using 64 copies of each avoids contention of atomic
+# additions on a GPU, and takes a sixth longer on a CPU.
 _LANES = 64
 
 
@@ -59,11 +59,11 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class GradientHistogram:
-    """Counts by power of two, the result of :func:`gradient_histogram`.
+    """Counts of gradients by power of two, from :func:`gradient_histogram`.
 
     Attributes:
-        bins (np.ndarray): Counts of zero, of the powers of two from -149, of inf and of
-            NaN among the given values.
+        bins (np.ndarray): Counts of zero, of the powers of two from -149 up, of inf and
+            of NaN among the given values.
         scale (float): The loss scale of the given values.
         leaves (dict): The histogram of each leaf, by path.
 
@@ -83,19 +83,19 @@ class GradientHistogram:
 
     @property
     def size(self) -> int:
-        """How many values were counted."""
+        """The number of counted values."""
         return int(self.bins.sum())
 
     @property
     def nonfinite(self) -> int:
-        """How many of them were inf or NaN."""
+        """The number of inf and NaN values."""
         return int(self.bins[_INF:].sum())
 
     def by_power(self, scale: float = 1.0) -> dict[int, int]:
         """Return {p: count of magnitudes from 2**p to 2**(p + 1)} at a scale.
 
-        Magnitudes are rounded to float16's 11 bits first, so that overflows are counted
-        from 2**16 on.
+        Magnitudes are first rounded to float16's 11 bits, so that overflows start at
+        2**16.
         """
         shift = round(math.log2(scale / self.scale))
         powers = self.bins[1:_INF]
@@ -106,7 +106,7 @@ class GradientHistogram:
         """Return the shares that survive in float16 at a loss scale.
 
         Args:
-            scale (float): The loss scale, taken at the nearest power of two.
+            scale (float): The loss scale, rounded to the nearest power of two.
         """
         size = max(self.size, 1)
         counts = dict.fromkeys(("underflow", "subnormal", "normal", "overflow"), 0)
@@ -132,10 +132,10 @@ class GradientHistogram:
     def best_scale(self) -> float | None:
         """The power of two that loses least, or None if all values are zero.
 
-        Nothing may overflow, since one overflow costs the whole step; then the fewest
-        values underflow; then subnormals lose the fewest bits. Of several such scales
-        it is the one in the middle. If values are not finite already, it is smaller
-        than :attr:`scale`. If no scale is small enough, it is the smallest.
+        Nothing may overflow, since one overflow costs the whole step. Then the fewest
+        values should underflow, and then subnormals should lose the fewest bits. The
+        middle one of several such scales is used. If values are already non-finite, it
+        is smaller than :attr:`scale`. If no scale is small enough, it is the smallest.
         """
         powers = self.by_power()
         if not powers:
@@ -171,14 +171,14 @@ class GradientHistogram:
 def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
     """Count gradients by power of two, over all leaves and per leaf.
 
-    The counting is one pass over the gradients on the device, and only the counts are
-    read. Call it now and then, not on every step.
+    Counting takes one pass over the gradients on the device, and only the counts are
+    read. Call it occasionally, not on every step.
 
-    A gradient that underflowed in float16 is counted as zero. To see the full range,
+    A gradient that underflowed in float16 counts as zero. To see the full range,
     compute the gradients of one batch in float32.
 
     Args:
-        grads (Any): A tree of arrays; leaves that are not floating are left out.
+        grads (Any): A tree of arrays; leaves that are not floating-point are ignored.
         scale (float, GradScaler or LossScaleOptimizer): The loss scale of the
             gradients. Default: ``1.0``, for unscaled gradients.
 
@@ -231,16 +231,16 @@ def _count_leaf(x: mx.array) -> mx.array:
 
 
 def _bin(x: mx.array) -> mx.array:
-    # On integers throughout, because a GPU may flush float subnormals to zero.
+    # Use integers throughout, because a GPU may flush subnormals to zero.
     dtype, mantissa, smallest = _LAYOUTS[x.dtype]
     sign = 8 * x.dtype.size - 1
     bits = x.view(dtype).astype(mx.uint32) & ((1 << sign) - 1)
-    # Adding half of the last bit rounds a number to float16's 10 bits of mantissa:
-    # 65520 and more become 2**16, where float16 overflows.
+    # Adding half of the last bit rounds to float16's 10 mantissa bits: values from
+    # 65520 up become 2**16, where float16 overflows.
     half = 1 << (mantissa - 11) if mantissa > 10 else 0
     normal = ((bits + half) >> mantissa) + (smallest + mantissa - LOWEST)
-    # The mantissa of a subnormal is its value in units of the smallest; converted to
-    # float32 it is normal, and its exponent shows the power.
+    # The mantissa of a subnormal is its value in units of the smallest one. Converted
+    # to float32 it is normal, and its exponent gives the power.
     own = (bits.astype(mx.float32).view(mx.uint32) + half) >> 23
     subnormal = own - (127 - (smallest - LOWEST) - 1)
     index = mx.where(bits < (1 << mantissa), subnormal, normal)

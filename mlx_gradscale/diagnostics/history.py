@@ -1,4 +1,4 @@
-"""Record what happened at each step, and append it to a CSV or JSON Lines file."""
+"""Record the history of a run, and append it to a CSV or JSON Lines file."""
 
 import json
 import math
@@ -20,9 +20,9 @@ class ScaleRecord:
     """One step of a run.
 
     Attributes:
-        step (int): Its number.
-        scale (float): The loss scale after it.
-        applied (bool): False if it was skipped.
+        step (int): The step number.
+        scale (float): The loss scale after the step.
+        applied (bool): False if the step was skipped.
         grad_norm (float or None): The norm of the unscaled gradients, or None.
         loss (float or None): The loss, or None.
     """
@@ -35,23 +35,23 @@ class ScaleRecord:
 
 
 _HEADER = ",".join(field.name for field in fields(ScaleRecord))
-# What reading a line that is no record may raise.
+# The errors that reading a malformed line may raise.
 _MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 class ScaleHistory:
     """The loss scale, skipped steps, gradient norm and loss of a run.
 
-    :meth:`record` only keeps lazy arrays; every ``every`` steps they are read from the
-    device together. A loop that evaluates its arrays as usual never waits for this. At
-    the end of a ``with`` block, or by :meth:`flush`, the remaining ones are read.
+    :meth:`record` only stores lazy arrays, which are read from the device together
+    every ``every`` steps. A loop that evaluates its arrays as usual never waits for
+    this. :meth:`flush`, or the end of a ``with`` block, reads the remaining ones.
 
     Args:
         path (str, optional): A ``.csv`` or ``.jsonl`` file to append to. If it exists,
-            the run continues after its last step. Pass :meth:`record` an earlier
-            ``step`` to continue from there: where a file has steps twice, the later
-            lines count. Only one process may write to it. Default: ``None``.
-        every (int): How many steps to read at a time. Default: ``50``.
+            the run continues after its last step. To continue from an earlier step,
+            pass ``step`` to :meth:`record`: if a file contains a step twice, the later
+            line counts. Only one process may write to it. Default: ``None``.
+        every (int): The number of steps to read at a time. Default: ``50``.
 
     Example:
         >>> import mlx.core as mx
@@ -81,18 +81,18 @@ class ScaleHistory:
         grad_norm: mx.array | float | None = None,
         step: int | None = None,
     ) -> None:
-        """Note one step, after the scaler's ``update()``, without reading anything.
+        """Record one step, after the scaler's ``update()``, without reading anything.
 
         Args:
-            source (GradScaler or LossScaleOptimizer): What has just stepped.
+            source (GradScaler or LossScaleOptimizer): The scaler or optimizer that has
+                just stepped.
             loss (array, optional): The loss. Evaluate it with the step, as in
                 ``mx.eval(loss, model.state, ...)``, or its graph stays in memory until
                 it is read here.
             grad_norm (array, optional): The norm of the unscaled gradients, as
-                ``clip_grad_norm`` returns it. A ``LossScaleOptimizer`` with
+                returned by ``clip_grad_norm``. A ``LossScaleOptimizer`` with
                 ``max_grad_norm`` provides its own.
-            step (int, optional): The number of the step. Default: one more than the
-                last.
+            step (int, optional): The step number. Default: one more than the last.
         """
         state = scaler_of(source).state
         if grad_norm is None:
@@ -107,7 +107,7 @@ class ScaleHistory:
             self.flush()
 
     def flush(self) -> None:
-        """Read the steps noted since the last time, and append them to the file."""
+        """Read the steps recorded since the last flush, and append them to the file."""
         if not self._pending:
             return
         mx.eval([values for _, values in self._pending])
@@ -129,7 +129,7 @@ class ScaleHistory:
         try:
             self.flush()
         except Exception:
-            # A failed run raises its own error; its last arrays may be what failed.
+            # A failed run raises its own error, and its last arrays may be the cause.
             if kind is None:
                 raise
 
@@ -142,10 +142,10 @@ class ScaleHistory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ScaleHistory":
-        """Read the file of a history.
+        """Read a history from a file.
 
         Returns:
-            ScaleHistory: With these records, and no file of its own.
+            ScaleHistory: A history with these records, not attached to a file.
         """
         history = cls()
         history._records = _read_records(Path(path), Path(path).read_bytes())
@@ -155,13 +155,13 @@ class ScaleHistory:
 
     @property
     def records(self) -> list[ScaleRecord]:
-        """All records of this object; reads what is pending from the device."""
+        """All records of this object; reads pending ones from the device."""
         self.flush()
         return self._records
 
     @property
     def skipped(self) -> list[int]:
-        """The numbers of the steps that were skipped."""
+        """The numbers of the skipped steps."""
         return [record.step for record in self.records if not record.applied]
 
     def __len__(self) -> int:
@@ -176,19 +176,19 @@ class ScaleHistory:
 
 def _number(x: Any) -> float | None:
     if isinstance(x, mx.array):
-        # 0.1, not 0.10000000149011612: the shortest text of this float32.
+        # 0.1, not 0.10000000149011612: the shortest text for this float32.
         return float(str(np.float32(float(x))))
     return None if x is None else float(x)
 
 
 def _continue_file(path: Path) -> int:
-    """Create a file, or prepare one for more lines; return its last step."""
+    """Create a file, or prepare an existing one for appending; return its last step."""
     header = _header(path).encode()
     data = path.read_bytes() if path.exists() else b""
     records = _read_records(path, data)
     end = data.rfind(b"\n") + 1
     with open(path, "r+b" if data else "wb") as file:
-        # A crash may have cut the last line off.
+        # A crash may have truncated the last line.
         file.truncate(end)
         file.seek(end)
         file.write(b"" if end else header)
@@ -230,7 +230,7 @@ def _line(path: Path, record: ScaleRecord) -> str:
         row["applied"] = int(record.applied)
         return ",".join("" if x is None else str(x) for x in row.values()) + "\n"
     for name, x in row.items():
-        # JSON has no inf and no NaN; any reader takes them as strings.
+        # JSON has no inf or NaN; every reader accepts strings.
         if isinstance(x, float) and not math.isfinite(x):
             row[name] = str(x)
     return json.dumps(row) + "\n"

@@ -1,4 +1,4 @@
-"""Read the state of whatever the user trains with."""
+"""Read the scale from a scaler, an optimizer or a number."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import mlx.core as mx
 
 
 def scaler_of(source: Any) -> Any:
-    """Return the ``GradScaler`` that ``source`` is, or has as its ``scaler``."""
+    """Return ``source`` if it is a ``GradScaler``, or else its ``scaler``."""
     scaler = getattr(source, "scaler", source)
     state = getattr(scaler, "state", None)
     if not isinstance(state, dict) or "consecutive_skips" not in state:
@@ -18,7 +18,7 @@ def scaler_of(source: Any) -> Any:
 
 
 def scale_of(source: Any) -> float:
-    """Return a loss scale, or that of a scaler; this reads from the device."""
+    """Return a loss scale as is, or read that of a scaler from the device."""
     if isinstance(source, mx.array):
         source = source.item()
     elif not isinstance(source, (int, float)):

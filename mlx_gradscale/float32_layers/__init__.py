@@ -1,4 +1,4 @@
-"""Layers that compute in float32 inside of a half-precision model, and their search."""
+"""Find and set the layers of a half-precision model that compute in float32."""
 
 from .layers import Float32Layers, float32_layers, list_float32_layers
 from .report import Float32Search, Reason, Row

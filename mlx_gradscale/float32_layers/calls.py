@@ -1,8 +1,8 @@
-"""The modules of a model, and the interception of their calls.
+"""List the modules of a model and intercept their calls.
 
-Python looks a call up on the type, so an intercepted module gets a subclass of its own;
-the classes of other modules stay as they are. Float32 layers, probes and dtype reports
-are handlers on top of this one mechanism.
+Python looks up ``__call__`` on the type, so each intercepted module gets its own
+subclass; the classes of other modules do not change. Float32 layers, probes and dtype
+reports are handlers built on this mechanism.
 """
 
 import types
@@ -15,21 +15,21 @@ import mlx.nn as nn
 
 from ..core.trees import restore, snapshot
 
-# How modules are called; a tied embedding is also the output layer.
+# The methods that call a module; a tied embedding is also the output layer.
 _METHODS = ("__call__", "as_linear")
-# The module that these return takes over the handlers.
+# The modules that these methods return inherit the handlers.
 _CONVERSIONS = ("to_quantized", "to_lora")
-# Where a module keeps its handlers: an attribute, so that no tree of arrays has it.
+# The attribute that stores the handlers, so that they are not in any tree of arrays.
 _HANDLERS = "_call_handlers"
 
-# Is given the module, the function to call and its arguments; returns the outputs.
+# Called with the module, the function to call and its arguments; returns the outputs.
 Handler = Callable[
     [nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 ]
 
 
 def ordered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module with its path, in the order of definition."""
+    """Return every module with its path, in definition order."""
     found: list[tuple[str, nn.Module]] = []
     _collect_modules(model, "", (), found)
     return found
@@ -50,29 +50,29 @@ def _collect_modules(
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Tell whether a path is that of a module or lies inside of it."""
+    """Return whether a path belongs to a module or to something inside it."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def owner_of(paths: Iterable[str], parameter: str) -> str:
-    """Return which of these paths of modules holds a parameter, maybe in a list."""
+    """Return the module path that contains a parameter, possibly in a list."""
     return max((path for path in paths if is_inside(parameter, path)), key=len)
 
 
 def has_method(cls: type, method: str) -> bool:
-    """Tell whether a class of modules, or one of its bases, defines a method."""
-    # Not hasattr: every class has a __call__, that of its metaclass.
+    """Return whether a module class, or one of its bases, defines a method."""
+    # Not hasattr, because every class has the __call__ of its metaclass.
     return any(method in vars(each) for each in cls.__mro__)
 
 
 def get_handlers(module: nn.Module) -> tuple[Handler, ...]:
-    """Return the handlers of a module, the innermost first."""
+    """Return the handlers of a module, innermost first."""
     handlers: tuple[Handler, ...] = vars(module).get(_HANDLERS, ())
     return handlers
 
 
 def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
-    """Let each call of a module go through handlers; none restores its class."""
+    """Route each call of a module through handlers; without any, restore its class."""
     is_intercepted = isinstance(type(module), _Transparent)
     if handlers and not is_intercepted:
         object.__setattr__(module, "__class__", _intercepted(type(module)))
@@ -87,12 +87,12 @@ def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
 def handled(
     model: nn.Module, make_handler: Callable[[str, nn.Module], Handler]
 ) -> Iterator[None]:
-    """Let every module go through a handler; restore the model afterwards.
+    """Route every module through a handler, and restore the model on exit.
 
     Args:
         model (nn.Module): The model.
-        make_handler (Callable): Is given path and module; a shared module has the first
-            of its paths.
+        make_handler (Callable): Called with path and module; a shared module is passed
+            with the first of its paths.
     """
     seen = set()
     with preserved(model):
@@ -106,20 +106,20 @@ def handled(
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore a model and the random state afterwards; run without ``mx.compile``."""
+    """Disable ``mx.compile``; restore the model and the random state on exit."""
     saved = snapshot(model)
     attributes = [(m, type(m), dict(vars(m))) for _, m in ordered_modules(model)]
     random_state: Any = mx.random.state
     high, low = random_state[0].tolist()
     compiles = _is_compile_enabled()
     try:
-        # Inside of a compiled function a layer's values cannot be seen.
+        # A layer's values cannot be read inside a compiled function.
         mx.disable_compile()
         yield
     finally:
         if compiles:
             mx.enable_compile()
-        # A key is its seed in two halves.
+        # A key is the seed in two halves.
         mx.random.seed(high << 32 | low)
         restore(saved)
         for module, cls, own in attributes:
@@ -129,19 +129,19 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def _is_compile_enabled() -> bool:
-    # MLX has no function for that: count how often a function is traced.
+    # MLX has no API for this, so count how often a function is traced.
     traces = iter(range(3))
     compiled = mx.compile(lambda x: x + next(traces))
     return [compiled(mx.array(0)).item() for _ in range(2)] == [0, 0]
 
 
 class _Transparent(type):
-    """Makes the class of an intercepted module pass for the original class.
+    """Metaclass that makes an intercepted module's class pass for the original.
 
-    It compares equal to the original, for code that looks ``type(layer)`` up in a table
-    (mlx-lm's GPTQ). Its ``__call__`` reads and writes the original's, because mlx-lm's
-    ``grad_checkpoint`` replaces ``type(layer).__call__`` to reach every layer of a
-    class. Python itself calls the intercepting method all the same.
+    The class compares equal to the original, for code that looks up ``type(layer)`` in
+    a table (mlx-lm's GPTQ). Its ``__call__`` reads and writes the original's, because
+    mlx-lm's ``grad_checkpoint`` replaces ``type(layer).__call__`` to reach every layer
+    of a class. Python itself still calls the intercepting method.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -186,7 +186,7 @@ def _intercepted(cls: type) -> type:
         return method
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # A subclass without a name of its own cannot be pickled: rebuild it.
+        # A subclass that cannot be imported by name cannot be pickled, so rebuild it.
         own: Any = super(subclass, self)
         make, args, *rest = own.__reduce_ex__(max(2, protocol))
         args = tuple(cls if arg is subclass else arg for arg in args)
@@ -207,7 +207,7 @@ def _intercepted(cls: type) -> type:
 
 
 def _computes_in_float32(module: nn.Module) -> bool:
-    # The core asks modules for this: it leaves their parameters in float32.
+    # The core checks this to leave the parameters of these modules in float32.
     return any(getattr(h, "computes_in_float32", False) for h in get_handlers(module))
 
 

@@ -1,4 +1,4 @@
-"""Cast the parameters and arguments of one call to float32, and back afterwards."""
+"""Cast the parameters and arguments of a call to float32, and cast back afterwards."""
 
 import copy
 import dataclasses
@@ -18,18 +18,18 @@ from ..core.trees import Writes, commit, items, leaves, slots
 
 @contextmanager
 def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
-    """Hold all half-precision arrays of a module in float32 within a ``with`` block.
+    """Upcast all half-precision arrays of a module to float32 in a ``with`` block.
 
     Yields the first half-precision dtype found, or None.
     """
     trainable = {id(x) for x in leaves(module.trainable_parameters())}
-    # A tuple cannot be written to; its arrays stay as they are.
+    # A tuple is immutable, so its arrays are not cast.
     places = [
         (container, key, container[key])
         for _, container, key in slots(module)
         if container[key].dtype in HALF and not isinstance(container, tuple)
     ]
-    # By id: a tied weight is one array in several places, and is cast once.
+    # Keyed by id: a tied weight is one array in several places and is cast once.
     new = {id(old): old for _, _, old in places}
     parameters = [old for old in new.values() if id(old) in trainable]
     if parameters:
@@ -43,8 +43,8 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
         writes = []
         for container, key, old in places:
             now = container[key]
-            # A forward pass may update buffers, such as a running mean. If it replaced
-            # a parameter, that was mx.checkpoint, which updates the model.
+            # A forward pass may update buffers, such as a running mean. Only
+            # mx.checkpoint, which updates the model, replaces a parameter.
             is_buffer = id(old) not in trainable and isinstance(now, mx.array)
             is_updated = is_buffer and now is not new[id(old)]
             writes.append(
@@ -54,7 +54,7 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
 
 
 def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.array]:
-    """Return the parameters; their gradients restore the module on their way out.
+    """Return the parameters; computing their gradients restores the module.
 
     A checkpointed layer runs again in the backward pass and leaves its float32
     parameters in the model, long after the forward pass has restored it.
@@ -74,11 +74,11 @@ def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.
 
 
 class ArgumentCast:
-    """The arguments of one call, with half-precision arrays in float32.
+    """The arguments of one call, with half-precision arrays upcast to float32.
 
-    A module may write to the lists, dicts and caches that it receives, so these are
-    not copied: arrays in lists and dicts are replaced during the call, other objects
-    are left alone. Arrays that the call stores in any of them stay float32.
+    A module may write to the lists, dicts and caches that it receives, so they are not
+    copied: arrays in lists and dicts are replaced during the call, and other objects
+    are left unchanged. Arrays that the call stores in any of them stay float32.
 
     Attributes:
         args (tuple): The positional arguments for the call.
@@ -96,7 +96,7 @@ class ArgumentCast:
             self.dtype = self.dtype or value.dtype
             return value.astype(mx.float32)
         if isinstance(value, tuple) and not is_opaque(value):
-            # Of this tuple alone: a list in it is not copied.
+            # Map over this tuple only: a list inside it must not be copied.
             return tree_map(self._upcast, value, is_leaf=lambda x: x is not value)
         if type(value) in (list, dict):
             for key, old in list(items(value)):
@@ -107,14 +107,14 @@ class ArgumentCast:
         return value
 
     def restore(self) -> None:
-        """Put the original arrays back into lists and dicts."""
+        """Restore the original arrays in lists and dicts."""
         for holder, key, old, new in self._replaced:
             if any(k == key and x is new for k, x in items(holder)):
                 holder[key] = old
 
 
 def downcast(outputs: Any, dtype: mx.Dtype) -> Any:
-    """Return the outputs of a call with float32 arrays in ``dtype``."""
+    """Downcast the float32 arrays among the outputs of a call to ``dtype``."""
     return tree_map(partial(_downcast_leaf, dtype), outputs, is_leaf=is_opaque)
 
 
@@ -124,7 +124,7 @@ def _downcast_leaf(dtype: mx.Dtype, x: Any) -> Any:
     if isinstance(x, (nn.Module, type)):
         return x
     if isinstance(x, dict):
-        # A subclass; copy.copy keeps the class and its attributes.
+        # For a subclass, copy.copy keeps the class and its attributes.
         result: Any = copy.copy(x)
         result.update(downcast(dict(x), dtype))
         return result
@@ -132,7 +132,7 @@ def _downcast_leaf(dtype: mx.Dtype, x: Any) -> Any:
         result = copy.copy(x)
         for field in dataclasses.fields(x):
             value = downcast(getattr(x, field.name), dtype)
-            # A frozen dataclass refuses setattr.
+            # A frozen dataclass does not allow setattr.
             object.__setattr__(result, field.name, value)
         return result
     return x

@@ -15,13 +15,13 @@ from .search import find_float32_layers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find the layers of an mlx-lm model that must be float32, and write them.
+    """Find the layers of an mlx-lm model that must be float32, and save them.
 
     Args:
-        arguments (list): Default: those of the process.
+        arguments (list): Default: the arguments of the process.
 
     Returns:
-        int: 0, or 1 if no layers help or an argument is wrong.
+        int: 0, or 1 if no layers help or an argument is invalid.
     """
     expected = (OSError, ValueError, TypeError, ImportError)
     return run_command(lambda: _search(arguments), expected, "mlx_gradscale float16: ")
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
-    """Return model, loss function and batches, as mlx-lm's trainer makes them."""
+    """Return model, loss function and batches, as mlx-lm's trainer creates them."""
     import mlx_lm
     from mlx_lm.tuner.datasets import CacheDataset, load_local_dataset
     from mlx_lm.tuner.trainer import default_loss, iterate_batches
@@ -94,7 +94,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
         CacheDataset(data), options.batch_size, options.max_seq_length, seed=0
     )
     first = list(islice(batches, options.batches))
-    # Before the adapters, which mlx-lm makes in float32.
+    # Cast before adding the adapters, which mlx-lm creates in float32.
     model.set_dtype(mx.float16)
     if options.fine_tune_type == "lora":
         model.freeze()

@@ -1,7 +1,7 @@
-"""Find where the first bad value of a run was made, and why it is not finite.
+"""Find where the first bad value of a run was computed, and why it is non-finite.
 
-``explain_overflow`` and the search for float32 layers share this. To the search, a
-value that is far from float32's is bad, too.
+Shared by ``explain_overflow`` and the search for float32 layers. The search also treats
+values that are far from the float32 ones as bad.
 """
 
 import math
@@ -20,12 +20,12 @@ from .trial import Batch, Run, Setting, Value
 
 @dataclass(frozen=True)
 class Place:
-    """Where a bad value was made.
+    """Where a bad value was computed.
 
     Attributes:
         layer (str or None): The path of the layer; "" is the model, None the loss
             function.
-        text (str): The same in words.
+        text (str): A description in words.
         value (Value): The value.
     """
 
@@ -35,7 +35,7 @@ class Place:
 
 
 def first_forward(run: Run, is_bad: Callable[[Value], bool]) -> Place | None:
-    """Return where the first bad value of the forward pass was made."""
+    """Return where the first bad value of the forward pass was computed."""
     value = next((value for value in run.forward if is_bad(value)), None)
     if value is None:
         return None
@@ -47,7 +47,7 @@ def first_forward(run: Run, is_bad: Callable[[Value], bool]) -> Place | None:
 
 
 def first_backward(run: Run, is_bad: Callable[[Value], bool]) -> Place | None:
-    """Return where the first bad value of the backward pass was made."""
+    """Return where the first bad value of the backward pass was computed."""
     # The gradient of a weight is ready after the gradient of its layer's output.
     ready: dict[str, int] = {}
     first = end = len(run.backward)
@@ -78,13 +78,13 @@ def _name(path: str | None) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why the loss or the gradients of a run are not finite.
+    """Why the loss or the gradients of a run are non-finite.
 
     Attributes:
         cause (str): "batch", "arguments", "parameters", "forward", "loss" or
             "gradients".
-        layer (str or None): The path of the layer at fault, if it is one.
-        text (str): Where the first bad value is, in words.
+        layer (str or None): The path of the layer at fault, if any.
+        text (str): The location of the first bad value, in words.
         leaves (list): The non-finite arguments, parameters or gradients.
     """
 
@@ -95,13 +95,13 @@ class Fault:
 
 
 def find_fault(setting: Setting, batch: Batch, run: Run) -> Fault | None:
-    """Return the first cause, in the order in which values are computed, or None."""
+    """Return the first cause, in the order of computation, or None."""
     if run.is_finite:
         return None
     loss_is_finite = math.isfinite(run.loss)
     arguments = _named_arguments(batch)
     found = nonfinite(arguments)
-    # -inf is a mask.
+    # Treat -inf as a mask.
     leaves = [leaf for leaf in found if leaf.nan or leaf.positive_inf]
     if leaves:
         return Fault("batch", leaves=leaves)
@@ -123,8 +123,8 @@ def find_fault(setting: Setting, batch: Batch, run: Run) -> Fault | None:
     ]
 
     def is_bad(value: Value) -> bool:
-        # If the loss is finite, only a value with a gradient can have spoiled one; and
-        # -inf without a gradient is a mask.
+        # If the loss is finite, only a value with a gradient can have made a gradient
+        # non-finite, and -inf without a gradient is a mask.
         if value.has_gradient:
             return not value.is_finite
         return not loss_is_finite and bool(value.nan or value.positive_inf)
@@ -141,7 +141,7 @@ def find_fault(setting: Setting, batch: Batch, run: Run) -> Fault | None:
 
 
 def too_large_arguments(setting: Setting, batch: Batch) -> dict[str, float]:
-    """Return what arguments reach that the cast to ``compute_dtype`` makes infinite."""
+    """Return the extreme value of each argument that overflows ``compute_dtype``."""
     dtype = setting.compute_dtype
     if dtype is None or not setting.cast_inputs:
         return {}
@@ -150,7 +150,7 @@ def too_large_arguments(setting: Setting, batch: Batch) -> dict[str, float]:
         if mx.issubdtype(x.dtype, mx.floating) and x.size:
             low, high = float(mx.min(x)), float(mx.max(x))
             reached = max(low, high, key=abs)
-            # An additive mask may be -1e9 where it masks, and is 0 elsewhere.
+            # An additive mask may be -1e9 at masked positions, and is 0 elsewhere.
             if high != 0.0 and mx.isinf(mx.array(reached).astype(dtype)).item():
                 found[path] = reached
     return found

@@ -1,4 +1,4 @@
-"""Let chosen layers of a half-precision model compute in float32."""
+"""Make selected layers of a half-precision model compute in float32."""
 
 import os
 from collections.abc import Callable
@@ -17,24 +17,24 @@ from .casting import ArgumentCast, downcast, upcast_parameters
 from .where import Chain, resolve, save_float32_layers
 
 _STATISTICS = ("running_mean", "running_var")
-# Where a BatchNorm in a float32 layer notes the dtype that its statistics had.
+# Where a BatchNorm in a float32 layer stores the original dtype of its statistics.
 _OWN_DTYPE = "_statistics_dtype"
-# Few and small: they stay alive even if something replaces them in the model.
+# Few and small, because they stay alive even if replaced in the model.
 _MAX_NEIGHBOURS = 4
 
-# Whether the code that runs now was called by a float32 layer.
+# Whether the current code was called by a float32 layer.
 is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
 
 
 @dataclass(eq=False)
 class Float32Call:
-    """Calls one module in float32: the handler of a float32 layer.
+    """The handler of a float32 layer, which calls its module in float32.
 
     Attributes:
         entries (tuple): The entries of ``where`` that name it.
-        casts_back (bool): Whether outputs return to half precision.
-        neighbours (tuple): Modules outside of the float32 layers. Their dtype is the
-            model's where neither arguments nor parameters of this module show it.
+        casts_back (bool): Whether outputs are cast back to half precision.
+        neighbours (tuple): Modules outside the float32 layers. They provide the model's
+            dtype if neither arguments nor parameters of this module do.
     """
 
     entries: tuple[str, ...]
@@ -49,7 +49,7 @@ class Float32Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call the function in float32, unless a float32 layer around it does."""
+        """Call the function in float32, unless an enclosing float32 layer does."""
         if is_inside_layer.get():
             return function(*args, **kwargs)
         arguments = ArgumentCast(args, kwargs)
@@ -75,7 +75,7 @@ class Float32Layers:
     """The layers that :func:`float32_layers` changed.
 
     Attributes:
-        where (list): The layers, as :func:`float32_layers` takes them.
+        where (list): The layers, in the format of :func:`float32_layers`.
         paths (list): The paths of the modules.
     """
 
@@ -85,11 +85,11 @@ class Float32Layers:
     _previous: list[str] = field(repr=False)
 
     def undo(self) -> None:
-        """Return to the float32 layers that the model had before, usually none."""
+        """Restore the previous float32 layers of the model, usually none."""
         float32_layers(self._model, self._previous)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the layers to a ``.json`` file that :func:`float32_layers` takes."""
+        """Write the layers to a ``.json`` file for :func:`float32_layers`."""
         save_float32_layers(path, self.where)
 
     def __enter__(self) -> "Float32Layers":
@@ -100,43 +100,44 @@ class Float32Layers:
 
 
 def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
-    """Let some layers of a half-precision model compute in float32.
+    """Make selected layers of a half-precision model compute in float32.
 
     For these layers, arguments and parameters are cast to float32 for the duration of
     each call, and outputs are cast back. Parameters keep their names and dtypes, so
     saving, loading, freezing, LoRA, quantization, copying, pickling and gradient
     checkpointing work as before. Only the running statistics of a BatchNorm become
-    float32. In a float32 model nothing changes, except with ``compute_dtype``, where
-    the parameters of these layers are not cast.
+    float32. A float32 model does not change, except that with ``compute_dtype`` the
+    parameters of these layers are not cast.
 
-    A call replaces the choice of an earlier call: ``float32_layers(model, [])`` returns
-    the model to normal. Compile a step again if the layers change after compilation.
+    Each call replaces the layers selected by an earlier call, and
+    ``float32_layers(model, [])`` restores the original model. Recompile a step if the
+    layers change after compilation.
 
-    Where a value too large for float16 passes from layer to layer, as in a residual
-    stream, name the first and the last layer of a chain: ``"layers.3 to norm"`` are
+    If a value too large for float16 passes from layer to layer, as in a residual
+    stream, name the first and the last layer of a chain: ``"layers.3 to norm"`` selects
     these two and every layer that the model defines between them. They pass float32 to
-    each other, and only the last casts back. ``"head to the loss"`` does not cast back
-    at all, so that the loss is computed in float32.
+    each other, and only the last one casts back. ``"head to the loss"`` does not cast
+    back at all, so that the loss is computed in float32.
 
-    The layers get a subclass of their class: ``isinstance``, ``type(layer) ==
-    nn.Linear`` and tables keyed by type work, ``type(layer) is nn.Linear`` is False.
-    Only calls are intercepted, and ``as_linear`` of a tied embedding; a method of
-    another name runs in half precision. Arrays that a float32 layer stores in a cache
-    or a list stay float32.
+    Each layer gets a subclass of its class: ``isinstance``, ``type(layer) ==
+    nn.Linear`` and tables keyed by type work, but ``type(layer) is nn.Linear`` is
+    False. Only calls, and ``as_linear`` of a tied embedding, are intercepted; other
+    methods run in half precision. Arrays that a float32 layer stores in a cache or a
+    list stay float32.
 
     Args:
-        model (nn.Module): The model. It is changed in place.
+        model (nn.Module): The model. It is modified in place.
         where (str, list, Callable or Path): A path such as ``"layers.3.mlp"``, a glob
-            such as ``"*.mlp"``, a chain as above, or a list of these; a function of
-            path and module that returns True; the result of
-            :func:`find_float32_layers`, or the ``.json`` file it was saved to.
+            such as ``"*.mlp"``, a chain as above, or a list of these; a predicate of
+            path and module; the result of :func:`find_float32_layers`, or the
+            ``.json`` file it was saved to.
 
     Returns:
-        Float32Layers: Its ``undo()`` reverts the change, also at the end of a ``with``
-        block.
+        Float32Layers: Call its ``undo()`` to revert the change, or use it as a context
+        manager.
 
     Raises:
-        ValueError: An entry names no module. The model is unchanged.
+        ValueError: If an entry does not match any module. The model is unchanged.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -162,14 +163,14 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     for _, module in modules:
         own = [calls[id(module)]] if id(module) in calls else []
         others = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
-        # The casts come first, innermost, so that probes see half precision outside.
+        # The casts come first, innermost, so that outer probes see half precision.
         set_handlers(module, (*own, *others))
         _cast_statistics(module, id(module) in inside)
     return Float32Layers([chain.entry for chain in chains], paths, model, previous)
 
 
 def list_float32_layers(model: nn.Module) -> list[str]:
-    """Return the float32 layers of a model, as :func:`float32_layers` takes them.
+    """Return the float32 layers of a model, in the format of :func:`float32_layers`.
 
     Example:
         >>> import mlx.nn as nn
@@ -188,12 +189,12 @@ def list_float32_layers(model: nn.Module) -> list[str]:
 def _make_calls(
     chains: list[Chain], neighbours: tuple[nn.Module, ...]
 ) -> dict[int, Float32Call]:
-    """Return the handler of each layer, by the id of its module."""
+    """Return the handler of each layer, by module id."""
     calls: dict[int, Float32Call] = {}
     for chain in chains:
         last = None if chain.reaches_loss else chain.layers[-1][1]
         for _, module in chain.layers:
-            # In two chains, a layer may be the last of only one of them.
+            # A layer in two chains may be the last of only one of them.
             call = calls.setdefault(id(module), Float32Call((), True, neighbours))
             call.entries = (*call.entries, chain.entry)
             call.casts_back = call.casts_back and module is last
@@ -201,7 +202,7 @@ def _make_calls(
 
 
 def _find_neighbours(model: nn.Module, paths: list[str]) -> tuple[nn.Module, ...]:
-    """Return small modules with parameters, neither inside nor around these paths."""
+    """Return small modules with parameters, not inside or around these paths."""
     found = [
         module
         for path, module in ordered_modules(model)
@@ -218,7 +219,7 @@ def _own_arrays(module: nn.Module) -> list[mx.array]:
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
-    """Keep a BatchNorm's running statistics in float32, or in their own dtype again."""
+    """Cast a BatchNorm's running statistics to float32, or back to their own dtype."""
     if not isinstance(module, nn.BatchNorm) or "running_mean" not in module:
         return
     if to_float32 and module.running_mean.dtype in HALF:

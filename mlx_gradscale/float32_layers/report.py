@@ -29,11 +29,11 @@ class Reason:
     """Why a layer has to be float32.
 
     Attributes:
-        entry (str): The layer, or chain of layers, as ``float32_layers`` takes it.
+        entry (str): The layer or chain, in the format of ``float32_layers``.
         source (str or None): The path of the layer that computed the value; None for
             the loss function.
-        why (str): In words.
-        by_size (bool): Whether a value between layers is too large, or close to that.
+        why (str): The reason in words.
+        by_size (bool): Whether a value between layers is too large, or nearly so.
     """
 
     entry: str
@@ -50,10 +50,10 @@ class Row:
         layer (str): Its path; "" is the model.
         forward (float): The largest magnitude that the layer computed.
         backward (float): The largest gradient that it returns, times the loss scale.
-        is_float32 (bool): Whether it is among the float32 layers, or inside of one.
-        why (str): The reason, where this layer computed the value.
-        overflows_inside (bool): Whether it overflows between its input and its output,
-            whose values may be small.
+        is_float32 (bool): Whether it is a float32 layer, or inside one.
+        why (str): The reason, if this layer computed the value.
+        overflows_inside (bool): Whether an intermediate result overflows, even if the
+            input and output are small.
     """
 
     layer: str
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def headroom(self) -> float:
-        """How many times its values may double before they overflow float16."""
+        """How many times its values can double before they overflow float16."""
         largest = max(self.forward, self.backward)
         return math.log2(LARGEST / largest) if largest > 0 else math.inf
 
@@ -75,15 +75,14 @@ class Float32Search:
     """The result of :func:`find_float32_layers`; print it to read it.
 
     Attributes:
-        where (list): The layers, as ``float32_layers`` takes them; it takes this
-            object, too.
-        reasons (list): Why each is among them.
-        rows (list): The largest values of every layer, in the order of the calls.
-        problem (str): Why no layers help; "" if ``where`` was checked to suffice.
+        where (list): The layers, in the format of ``float32_layers``, which also
+            accepts this object.
+        reasons (list): The reason for each layer.
+        rows (list): The largest values of every layer, in call order.
+        problem (str): Why no layers help; "" if ``where`` was verified to suffice.
         losses (list): The loss of each batch, in float32 and with ``where``.
         scale (float): The smallest loss scale that was needed.
-        float16_parameters (float): The share of parameters outside of the float32
-            layers.
+        float16_parameters (float): The share of parameters outside the float32 layers.
     """
 
     where: list[str]
@@ -96,11 +95,11 @@ class Float32Search:
 
     @property
     def is_whole_model(self) -> bool:
-        """Whether only the whole model in float32 is enough."""
+        """Whether nothing less than the whole model in float32 is enough."""
         return any(not entry.partition(TO)[0] for entry in self.where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the layers to a ``.json`` file that ``float32_layers`` takes."""
+        """Write the layers to a ``.json`` file for ``float32_layers``."""
         if self.problem:
             raise ValueError(f"There is nothing to save: {self.problem}")
         reasons = [
@@ -125,7 +124,7 @@ class Float32Search:
             ]
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
         lines.append(f"Loss {', '.join(losses)}; loss scale {power(self.scale)}.")
-        # Of many rows, those with the least headroom.
+        # If there are many rows, show those with the least headroom.
         least = sorted(self.rows, key=lambda r: (not r.why, r.headroom))[:_MAX_ROWS]
         shown = [_cells(row) for row in self.rows if row in least]
         head = ("layer", "largest", "gradient", "headroom", "dtype")
@@ -149,7 +148,7 @@ def make_report(
     reasons: Sequence[Reason],
     problem: str = "",
 ) -> Float32Search:
-    """Put together what a search found."""
+    """Build the report of a search."""
     chains = resolve(setting.model, [reason.entry for reason in reasons])
     where = [chain.entry for chain in chains]
     inside = [path for chain in chains for path, _ in chain.layers]

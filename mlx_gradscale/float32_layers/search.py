@@ -24,12 +24,12 @@ from .report import LARGEST, Float32Search, Reason, make_report
 from .trial import Batch, Call, Run, Setting, Value, is_one_of, run
 from .where import THE_LOSS, TO, resolve, resolve_paths
 
-# Relative distance from float32. Rounding makes less of a value between two layers, a
-# sum that overflowed more. The second is tried where nothing is as far as the first.
+# Relative distance from float32. Rounding of a value between two layers causes less, a
+# sum that overflowed causes more. The second is tried if nothing exceeds the first.
 _FAR, _SUSPICIOUS = 0.25, 0.05
-# Additive masks have such magnitudes.
+# Additive masks have magnitudes like this.
 _MASK = 1e4
-# Gradients are rounded more often than the loss: in both passes.
+# Gradients are rounded more often than the loss, namely in both passes.
 _GRADIENT_TOLERANCE = 10
 _MAX_SCALE, _MIN_SCALE = 2.0**16, 2.0**-40
 
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 class NoCureFound(Exception):
-    """The reason why no layers in float32 make the model train in float16."""
+    """Raised with the reason why no float32 layers make the model train in float16."""
 
 
 def find_float32_layers(
@@ -50,33 +50,33 @@ def find_float32_layers(
     margin: float = 2.0,
     tolerance: float = 0.02,
 ) -> Float32Search:
-    """Find which layers must compute in float32, and check that they suffice.
+    """Find which layers must compute in float32, and verify that they suffice.
 
-    Runs every batch in float32 and in half precision, forward and backward. Where a
-    value between layers comes within ``margin`` of 65504, the layers from its source to
-    its last reader become float32; so does a layer whose output is not finite or far
-    from float32's. In the end loss and gradients have to agree with float32.
+    Runs every batch in float32 and in half precision, forward and backward. If a value
+    between layers comes within ``margin`` of 65504, the layers from its source to its
+    last reader become float32, as does a layer whose output is non-finite or far from
+    the float32 output. Finally, loss and gradients must agree with float32.
 
     The model is unchanged afterwards: pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
     at level INFO.
 
     Args:
-        model (nn.Module): The model, in half precision or to be run with
+        model (nn.Module): The model, either in half precision or for use with
             ``compute_dtype``.
         loss_fn (Callable): As for ``nn.value_and_grad``, without ``scale_loss``.
-        batches (Iterable): Each is the arguments of ``loss_fn``: a tuple, a dict of
+        batches (Iterable): Arguments of ``loss_fn`` for each batch: a tuple, a dict of
             keywords, or a single argument. A few typical batches suffice.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         cast_inputs (bool): As for ``GradScaler.value_and_grad``.
-        margin (float): How many times larger values may become in training before
-            they overflow. Default: ``2.0``.
-        tolerance (float): The allowed relative distance of the loss from float32's.
-            All gradients together may be ten times as far. Default: ``0.02``.
+        margin (float): By what factor values may grow during training before they
+            overflow. Default: ``2.0``.
+        tolerance (float): The allowed relative distance of the loss from the float32
+            loss. All gradients together may be ten times as far. Default: ``0.02``.
 
     Returns:
         Float32Search: The layers, the reason for each, and the largest values of every
-        layer. If no layers help, it says why.
+        layer. If no layers help, its ``problem`` says why.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -120,14 +120,14 @@ def find_float32_layers(
 def _as_batch(batch: Any) -> Batch:
     if isinstance(batch, (tuple, list)):
         return Batch(tuple(batch))
-    # A model is a dict, too.
+    # A model is also a dict.
     return Batch((), batch) if type(batch) is dict else Batch((batch,))
 
 
 def search_batches(
     setting: Setting, batches: Sequence[Batch], margin: float, tolerance: float
 ) -> Float32Search:
-    """Search as :func:`find_float32_layers`, with checked arguments."""
+    """Like :func:`find_float32_layers`, for validated arguments."""
     search = Search(setting, margin, tolerance)
     problem = ""
     try:
@@ -141,7 +141,7 @@ def search_batches(
 
 
 class Search:
-    """The layers found so far, and the batches that were tried with them."""
+    """The layers found so far, and the batches tried with them."""
 
     def __init__(self, setting: Setting, margin: float = 2.0, tolerance: float = 0.02):
         self.setting = setting
@@ -151,16 +151,16 @@ class Search:
         self.halves: list[Run] = []
         self._limit = LARGEST / margin
         self._tolerance = tolerance
-        # What the loss function passes in is in half precision already.
+        # Arguments passed in by the loss function are already in half precision.
         self._given: list[float] = []
 
     @property
     def where(self) -> list[str]:
-        """The layers found so far, without layers inside of others."""
+        """The layers found so far, without layers nested in others."""
         return self._outermost(self.reasons)
 
     def add(self, batch: Batch, name: str) -> None:
-        """Run a batch in float32, and add the layers whose values are too large."""
+        """Run a batch in float32 and add the layers whose values are too large."""
         _logger.info("%s in float32", name)
         reference = run(self.setting, batch, in_float32=True)
         self._check(batch, reference, name)
@@ -171,13 +171,13 @@ class Search:
         self._cover_large_values(calls)
 
     def finish(self) -> None:
-        """Add layers until all batches agree with float32; leave out needless ones."""
+        """Add layers until all batches agree with float32; drop unnecessary ones."""
         tried = None
         while tried != self.where:
             tried = self.where
             pairs = zip(self.batches, self.references, strict=True)
             self.halves = [self._grow(batch, reference) for batch, reference in pairs]
-        # The last one was needed with all the others there.
+        # The last one was needed in addition to all the others.
         for reason in [each for each in self.reasons[:-1] if not each.by_size]:
             others = [each for each in self.reasons if each is not reason]
             where, halves = self._outermost(others), []
@@ -189,7 +189,7 @@ class Search:
                 self.reasons, self.halves = others, halves
 
     def _check(self, batch: Batch, reference: Run, name: str) -> None:
-        """Raise if no layers can help, before anything is blamed on float16."""
+        """Raise if no layers can help, before blaming float16."""
         fault = find_fault(self.setting, batch, reference)
         if fault is None:
             for path, reached in too_large_arguments(self.setting, batch).items():
@@ -213,7 +213,7 @@ class Search:
             f"{name} is not finite in float32 either. {why.get(fault.cause, other)}"
         )
 
-    # Values between layers, whose size is known from float32.
+    # Values between layers, whose size is known from the float32 run.
 
     def _cover_large_values(self, call: Call) -> None:
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
@@ -246,7 +246,7 @@ class Search:
             return self._name_chain(children[first : last + 1]), source
         if call.path:
             return call.path, source
-        # It passes through the whole model, to the loss function.
+        # The value passes through the whole model to the loss function.
         return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}", source
 
     def _name_chain(self, calls: list[Call]) -> str:
@@ -259,7 +259,7 @@ class Search:
         large = [v.magnitude for v in values if v.magnitude >= self._limit]
         return any(not is_one_of(x, self._given) for x in large)
 
-    # Faults inside of layers, seen where half precision departs from float32.
+    # Faults inside layers, detected where half precision deviates from float32.
 
     def _grow(self, batch: Batch, reference: Run) -> Run:
         while True:
@@ -282,7 +282,7 @@ class Search:
             self.reasons.append(Reason(path, path, why))
 
     def _first_fault(self, half: Run, reference: Run) -> tuple[Place | None, str]:
-        """Return where half precision departs from float32, None for the loss."""
+        """Return where half precision deviates from float32, None for the loss."""
         pairs = _pair(half.forward, reference.forward)
         loss_is_off = self._is_lossy(half, reference, gradients=False)
         for distance in (_FAR, _SUSPICIOUS) if loss_is_off else (_FAR,):
@@ -306,9 +306,9 @@ class Search:
         return place, f"{place.text}: {_how_far(place.value, pairs)}, {at_scale}"
 
     def _give_the_loss_float32(self, batch: Batch, reference: Run, why: str) -> None:
-        """Let one of the last layers pass float32 to the loss function."""
+        """Make one of the last layers pass float32 to the loss function."""
         paths = [value.path for value in reference.forward if value.side == "output"]
-        # A tied embedding is called twice: its first output would be float32, too.
+        # A tied embedding is called twice: its first output would also be float32.
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for path in [*single[:8], ""]:
@@ -326,7 +326,7 @@ class Search:
 
     def _is_lossy(self, half: Run, reference: Run, gradients: bool = True) -> bool:
         off = abs(half.loss - reference.loss)
-        # Not the other way round, for a loss that is NaN.
+        # Negated so that a NaN loss counts as off.
         if not off <= self._tolerance * max(abs(reference.loss), 1e-6):
             return True
         allowed = _GRADIENT_TOLERANCE * self._tolerance
@@ -334,7 +334,7 @@ class Search:
         return gradients and not (half.has_finite_gradients and is_close)
 
     def _run_scaled(self, batch: Batch, reference: Run, where: Sequence[str]) -> Run:
-        """Run in half precision, at the scale that a dynamic scaler would find."""
+        """Run in half precision at the scale that a dynamic scaler would find."""
         inside = self._paths(where)
         outside = [
             value.largest
@@ -367,7 +367,7 @@ class Search:
 
 
 def _is_bad(references: dict[int, Value], distance: float, value: Value) -> bool:
-    """Tell whether a value is not finite or far from its reference, and matters."""
+    """Return whether a value that matters is non-finite or far from its reference."""
     reference = references.get(id(value))
     if reference is None or not reference.is_finite:
         return False
@@ -379,7 +379,7 @@ def _is_bad(references: dict[int, Value], distance: float, value: Value) -> bool
 
 
 def _pair(values: list[Value], references: list[Value]) -> dict[int, Value]:
-    """Return the reference of each value, by the id of the value."""
+    """Return the reference of each value, by value id."""
     waiting: dict[tuple[str, str], list[Value]] = {}
     for value in references:
         waiting.setdefault((value.path, value.side), []).append(value)

@@ -1,4 +1,4 @@
-"""Run one batch forward and backward, and measure the values at every layer's edges."""
+"""Run a batch forward and backward, and measure inputs and outputs of every layer."""
 
 import math
 import warnings
@@ -21,24 +21,24 @@ from ..files.text import dtype_name
 from .calls import Handler, handled, ordered_modules, owner_of
 from .layers import float32_layers
 
-# Sums with random signs: from 64 of them the distance of two arrays is known to some
-# 20 percent, without the arrays.
+# Sums with random signs: 64 of them give the distance between two arrays to about 20
+# percent, without storing the arrays.
 _SUMS = 64
 
 
 @dataclass(eq=False)
 class Value:
-    """An array that entered or left a layer, or its gradient: its size, not itself.
+    """Statistics of a layer's input or output, or of its gradient.
 
     Attributes:
         path (str): The path of the layer; "" is the whole model.
         caller (str or None): The layer that called it; None for the loss function.
         side (str): "input" or "output".
-        dtype (Dtype): Of the array.
+        dtype (Dtype): The dtype of the array.
         count (int): The number of elements.
-        measured (array): What :func:`measure` returned, lazy until :meth:`read`.
-        has_gradient (bool): Whether a gradient came back through it.
-        nan, positive_inf, negative_inf (int): How many elements are not finite.
+        measured (array): The result of :func:`measure`, lazy until :meth:`read`.
+        has_gradient (bool): Whether it received a gradient.
+        nan, positive_inf, negative_inf (int): The number of non-finite elements.
         largest (float): The largest finite magnitude.
         maximum (float): The largest finite value; a mask of -1e9 has none.
         sums (np.ndarray): Sums of the finite elements with random signs.
@@ -59,7 +59,7 @@ class Value:
     sums: np.ndarray = field(default_factory=lambda: np.zeros(_SUMS))
 
     def read(self, row: np.ndarray, scale: float = 1.0) -> None:
-        """Fill in what was measured, with the loss scale taken out."""
+        """Fill in the measured values, divided by the loss scale."""
         self.nan, self.positive_inf, self.negative_inf = map(int, row[:3])
         self.largest, self.maximum = float(row[3]) / scale, float(row[4]) / scale
         self.sums = row[5:].astype(np.float64) / scale
@@ -72,7 +72,7 @@ class Value:
 
     @property
     def magnitude(self) -> float:
-        """The largest magnitude that matters: a mask of -1e9 does not."""
+        """The largest magnitude that matters, ignoring masks such as -1e9."""
         return self.largest if self.has_gradient else self.maximum
 
     def distance(self, other: "Value") -> float:
@@ -86,14 +86,14 @@ class Value:
 
 
 def relative_distance(pairs: list[tuple[Value, Value]]) -> float:
-    """Return how far the first values of pairs are from the second, all together."""
+    """Return the joint relative distance between the two values of all pairs."""
     norm = sum(float(np.square(b.sums).sum()) for _, b in pairs)
     off = sum(float(np.square(a.sums - b.sums).sum()) for a, b in pairs)
     return (off / norm) ** 0.5 if norm else float(off > 0)
 
 
 def measure(x: mx.array) -> mx.array:
-    """Return counts of NaN and inf, the largest values and the sums, lazily."""
+    """Lazily compute counts of NaN and inf, the largest values and the sums."""
     if not x.size:
         return mx.zeros(5 + _SUMS)
     nan, positive, negative = mx.isnan(x), mx.isposinf(x), mx.isneginf(x)
@@ -106,7 +106,7 @@ def measure(x: mx.array) -> mx.array:
 
 
 def _signs(count: int) -> mx.array:
-    # A hash of the index: random numbers would have to be stored for the next run.
+    # Hash the index: random numbers would have to be stored for the next run.
     bits = mx.arange(count, dtype=mx.uint32) * mx.array(2654435761, mx.uint32)
     bits = (bits ^ (bits >> 15)) * mx.array(2246822519, mx.uint32)
     return 1.0 - 2.0 * ((bits >> 16) & 1).astype(mx.float32)
@@ -114,7 +114,7 @@ def _signs(count: int) -> mx.array:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer, or of the loss function, whose path is None."""
+    """One call of a layer, or of the loss function, which has path None."""
 
     path: str | None
     inputs: list[Value] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Call:
     def largest_made(self) -> float:
         """Return the largest magnitude that this call computed itself.
 
-        Its arguments, and what it passes from one call to the next, are not its own.
+        Arguments, and values passed on from one call to the next, do not count.
         """
         own = [value.magnitude for value in self.outputs]
         known = [value.magnitude for value in self.inputs]
@@ -135,28 +135,28 @@ class Call:
         return max(own, default=0.0)
 
     def descendants(self) -> "Iterator[Call]":
-        """Yield all calls within this one."""
+        """Yield all calls nested in this one."""
         for child in self.children:
             yield child
             yield from child.descendants()
 
 
 def is_one_of(x: float, others: list[float]) -> bool:
-    """Tell whether a magnitude is that of another array, passed on."""
+    """Return whether a magnitude matches that of another array, passed on."""
     return any(abs(x - other) <= 1e-3 * abs(other) for other in others)
 
 
 class Run:
-    """One forward and backward pass, with the loss scale taken out of all values.
+    """One forward and backward pass, with all values unscaled.
 
     Attributes:
         loss (float): The loss.
         scale (float): The loss scale of the backward pass.
-        forward (list): The values at the edges of layers, in the order of the calls.
+        forward (list): The inputs and outputs of layers, in call order.
         backward (list): Their gradients, in the order of the backward pass.
         gradients (dict): The gradients of parameters by path; their ``caller`` is the
             module of the parameter.
-        loss_call (Call): The call of the loss function, with all others in it.
+        loss_call (Call): The call of the loss function, containing all others.
     """
 
     def __init__(self, paths: list[str], scale: float = 1.0):
@@ -181,19 +181,19 @@ class Run:
         return math.isfinite(self.loss) and self.has_finite_gradients
 
     def gradient_distance(self, other: "Run") -> float:
-        """Return the relative distance of all gradients together to another run's."""
+        """Return the joint relative distance of all gradients to another run's."""
         return relative_distance(
             [(value, other.gradients[path]) for path, value in self.gradients.items()]
         )
 
     def read(self, loss: mx.array, gradients: Any) -> None:
-        """Evaluate everything, and keep the sizes of the unscaled gradients."""
+        """Evaluate everything, and keep the statistics of the unscaled gradients."""
         for path, x in flatten(gradients):
             if is_floating(x):
                 owner, size = owner_of(self._paths, path), measure(x)
                 value = Value(path, owner, "gradient", x.dtype, x.size, size, True)
                 self.gradients[path] = value
-        # So that they are not kept until the end.
+        # Free the gradients early.
         gradients.clear()
         unscaled = [*self.forward, *self.gradients.values()]
         values = unscaled + self.backward
@@ -203,7 +203,7 @@ class Run:
         self.loss = float(loss)
 
     def mark_end_of_forward(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the loss function: the forward pass ends where it returns."""
+        """Wrap the loss function to record when the forward pass ends."""
 
         def marked_loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = loss_fn(*args, **kwargs)
@@ -213,7 +213,7 @@ class Run:
         return marked_loss_fn
 
     def make_handler(self, path: str) -> Handler:
-        """Return the handler that measures what goes in and out of one layer."""
+        """Return the handler that measures the inputs and outputs of one layer."""
 
         def handle(_: Any, function: Any, args: Any, kwargs: Any) -> Any:
             call, caller = Call(path), self._running[-1].path
@@ -221,7 +221,7 @@ class Run:
                 self._running[-1].children.append(call)
             elif caller is None and path:
                 # A checkpointed layer runs again in the backward pass, where its caller
-                # is unknown: take the module around it.
+                # is unknown: use the enclosing module.
                 caller = owner_of([p for p in self._paths if p != path], path)
             args, kwargs = self._tap((args, kwargs), call, caller, "input")
             self._running.append(call)
@@ -263,7 +263,7 @@ class Run:
 
 @contextmanager
 def probed(model: nn.Module, scale: float = 1.0) -> Iterator[Run]:
-    """Measure the layers of a model, which is unchanged afterwards."""
+    """Measure the layers of a model, and restore it on exit."""
     run = Run([path for path, _ in ordered_modules(model)], scale)
     with handled(model, lambda path, _: run.make_handler(path)):
         yield run
@@ -279,7 +279,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Setting:
-    """What to run, with the options of ``GradScaler.value_and_grad``."""
+    """The model and loss to run, with the options of ``GradScaler.value_and_grad``."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -296,12 +296,12 @@ def run(
     scale: float = 1.0,
     in_float32: bool = False,
 ) -> Run:
-    """Run a batch forward and backward, and leave the model unchanged.
+    """Run a batch forward and backward without changing the model.
 
     Args:
-        setting (Setting): What to run.
+        setting (Setting): The model, loss function and options.
         batch (Batch): The arguments of the loss function.
-        where (list, optional): The float32 layers. Default: those of the model.
+        where (list, optional): The float32 layers. Default: the model's current ones.
         scale (float): The loss scale. Default: ``1.0``.
         in_float32 (bool): Run the whole model in float32. Default: ``False``.
     """
@@ -327,7 +327,7 @@ def run(
 def differentiate(
     setting: Setting, batch: Batch, scale: float = 1.0
 ) -> tuple[mx.array, Any]:
-    """Return the loss and its unscaled gradients, lazily and without warnings."""
+    """Lazily compute the loss and its unscaled gradients, without warnings."""
     loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
         setting.model,
         setting.loss_fn,
@@ -336,7 +336,7 @@ def differentiate(
         cast_inputs=setting.cast_inputs,
     )
     with warnings.catch_warnings():
-        # The reports say what is wrong; warnings of trial runs would repeat it.
+        # The reports say what is wrong; warnings from trial runs would repeat it.
         warnings.simplefilter("ignore")
         outputs, grads = loss_and_grad(*batch.args, **batch.kwargs)
     return loss_of(outputs), grads

@@ -1,4 +1,4 @@
-"""Resolve which layers ``where`` means: paths, globs, chains, a predicate, a file."""
+"""Resolve ``where`` to layers: paths, globs, chains, a predicate or a file."""
 
 import difflib
 import json
@@ -13,23 +13,23 @@ import mlx.nn as nn
 from ..files.atomic import atomic_write
 from .calls import has_method, is_inside, ordered_modules
 
-# "layers.3 to norm": no path has a space in it.
+# As in "layers.3 to norm"; paths do not contain spaces.
 TO = " to "
 THE_LOSS = "the loss"
 
 _FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
-# A thousand layers with their reasons are some 200 kB.
+# A thousand layers with their reasons take about 200 kB.
 _MAX_BYTES = 2**22
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers that pass float32 to each other, in the order of their calls.
+    """Layers that pass float32 to each other, in call order.
 
     Attributes:
         entry (str): The entry of ``where`` that names them.
         layers (tuple): Paths and modules.
-        reaches_loss (bool): Whether the last layer passes float32 on, too.
+        reaches_loss (bool): Whether the last layer also passes float32 on.
     """
 
     entry: str
@@ -38,10 +38,10 @@ class Chain:
 
 
 def resolve(model: nn.Module, where: Any) -> list[Chain]:
-    """Return the layers that ``where`` names, without layers inside of others.
+    """Return the layers that ``where`` names, without layers nested in others.
 
     Raises:
-        ValueError: An entry names no layer of the model.
+        ValueError: If an entry does not match any layer of the model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
@@ -107,14 +107,14 @@ def _chains(modules: dict[str, nn.Module], entry: str) -> list[Chain]:
     paths = found[0]
     for matches in found[1:]:
         between = _between(modules, paths[-1], matches[0])
-        # A layer that the chain names has its place where it is named.
+        # A layer named by the chain keeps the position where it is named.
         paths = [*paths, *(path for path in between if path not in named), *matches]
     layers = tuple((path, modules[path]) for path in paths)
     return [Chain(entry, layers, reaches_loss)]
 
 
 def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
-    """Return the layers that a model defines between two layers."""
+    """Return the layers that a model defines between two others."""
     paths = list(modules)
     found: list[str] = []
     for path in paths[paths.index(first) + 1 : paths.index(last)]:
@@ -141,12 +141,12 @@ def save_float32_layers(
     layers: Iterable[str],
     reasons: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write layers to a ``.json`` file that ``float32_layers`` takes.
+    """Write layers to a ``.json`` file for ``float32_layers``.
 
     Args:
-        path (str): Ends in ``.json``.
+        path (str): Must end in ``.json``.
         layers (list): Paths, globs and chains, as for ``float32_layers``.
-        reasons (list): Rows for people to read; nothing reads them back.
+        reasons (list): Human-readable rows, which are not read back.
     """
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
@@ -161,7 +161,7 @@ def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:
     """Read the layers that :func:`save_float32_layers` wrote.
 
     Raises:
-        ValueError: The file is not such a list.
+        ValueError: If the file does not contain such a list.
     """
     with open(path, "rb") as file:
         data = file.read(_MAX_BYTES + 1)

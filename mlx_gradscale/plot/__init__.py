@@ -1,4 +1,4 @@
-"""Pictures of runs, gradients and headroom. They need the extra ``plot``."""
+"""Plots of runs, gradients and headroom. They require the ``plot`` extra."""
 
 from .gradients import plot_gradients
 from .headroom import plot_headroom

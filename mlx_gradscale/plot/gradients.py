@@ -1,4 +1,4 @@
-"""The pictures of a gradient histogram: bars over all values, or a map over leaves."""
+"""Plots of a gradient histogram: bars over all values, or a map over leaves."""
 
 import math
 import os
@@ -10,17 +10,17 @@ from .style import new_figure, power_of_two, save_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What float16 makes of a magnitude, by power of two: below 2**-25 it rounds to zero,
-# below 2**-14 it loses bits, from 2**16 on it is inf.
+# How float16 represents a magnitude, by power of two: below 2**-25 it rounds to zero,
+# below 2**-14 it loses bits, from 2**16 up it is inf.
 _BANDS = (
     ("underflow", -math.inf, -25, "lost"),
     ("subnormal", -25, -14, "subnormal"),
     ("normal", -14, 16, "normal"),
     ("overflow", 16, math.inf, "lost"),
 )
-# Powers that the two outer bands span: room for their names, and a limit for tails.
+# Powers that the two outer bands span: room for their labels, and a limit for tails.
 _NARROWEST, _WIDEST = 11, 40
-# Names of leaves that fit beside a map of 14 inches.
+# The number of leaf names that fit beside a 14-inch map.
 _MOST_NAMES = 72
 
 
@@ -32,16 +32,16 @@ def plot_gradients(
     layers: bool = False,
     dark: bool = False,
 ) -> "Figure":
-    """Draw where gradients lie in float16's range, without and with loss scaling.
+    """Plot gradients over float16's range, without and with loss scaling.
 
     Args:
         gradients (Any): A tree of unscaled gradients, or a histogram from
             :func:`~mlx_gradscale.diagnostics.gradient_histogram`.
-        path (str, optional): Write the picture to this ``.png``, ``.svg`` or ``.pdf``.
+        path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
         scale (float, optional): The loss scale of the second panel. Default: the
             scale of the histogram, or its best one if that is 1.
         layers (bool): Draw a map with one row per leaf. Default: ``False``.
-        dark (bool): Use colours for a dark page. Default: ``False``.
+        dark (bool): Use colours for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.
@@ -117,7 +117,7 @@ def _draw_map(histogram: GradientHistogram, scale: float, dark: bool) -> "Figure
 
 
 def _limits(histogram: GradientHistogram, scale: float) -> tuple[int, int]:
-    """Return the powers to show: all of float16, and all that hold a gradient."""
+    """Return the powers to show: all of float16, and all that contain a gradient."""
     powers = [*histogram.by_power(), *histogram.by_power(scale)]
     low = max(min(-25 - _NARROWEST, *powers), -25 - _WIDEST)
     high = min(max(16 + _NARROWEST, max(powers) + 1), 16 + _WIDEST)
@@ -133,7 +133,7 @@ def _draw_bands(
     height: float,
     **text: Any,
 ) -> None:
-    """Draw float16's ranges behind the values, with their names at a height."""
+    """Draw float16's ranges behind the values, with labels at a given height."""
     for name, first, last, color in _BANDS:
         start, end = max(first, limits[0]), min(last, limits[1])
         axes.axvspan(start, end, color=colors[color], lw=0, zorder=0)
@@ -148,7 +148,7 @@ def _draw_bands(
 
 
 def _percent(share: float) -> str:
-    """Write a share so that only a true zero reads as zero."""
+    """Format a share so that only an exact zero reads as zero."""
     if share == 0:
         return "0"
     return "<0.01%" if share < 1e-4 else f"{share:.2%}"

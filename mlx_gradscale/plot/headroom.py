@@ -1,4 +1,4 @@
-"""The picture of a search for float32 layers: how near each layer is to 65504."""
+"""Plot of a search for float32 layers: how close each layer comes to 65504."""
 
 import math
 import os
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..float32_layers import Float32Search, Row
 
 _LARGEST = 65504.0
-# As a power of two, where the axis is linear; and float16's smallest number.
+# Exponents, because the axis is linear: float16's largest and smallest numbers.
 _LIMIT, _LOWEST = math.log2(_LARGEST), -24.0
 _MOST_NAMES = 40
 
@@ -23,16 +23,16 @@ def plot_headroom(
     *,
     dark: bool = False,
 ) -> "Figure":
-    """Draw the largest value of each layer against float16's largest, 65504.
+    """Plot the largest value of each layer against float16's largest, 65504.
 
-    A second panel shows the model with the float32 layers that the search found. A
-    layer whose output fits but which overflows in an intermediate result, such as the
-    mean of squares in a norm, is marked by a cross above the limit.
+    A second panel shows the model with the float32 layers found by the search. A layer
+    whose output fits but which overflows in an intermediate result, such as the mean of
+    squares in a norm, is marked with a cross above the limit.
 
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
-        path (str, optional): Write the picture to this ``.png``, ``.svg`` or ``.pdf``.
-        dark (bool): Use colours for a dark page. Default: ``False``.
+        path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
+        dark (bool): Use colours for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.
@@ -83,7 +83,7 @@ def plot_headroom(
 
 
 def _labelled(count: int, at_fault: list[int]) -> list[int]:
-    """Return whose names to write: the layers at fault, and of the others what fits."""
+    """Return the layers to label: those at fault, and as many others as fit."""
     apart = math.ceil(count / _MOST_NAMES)
     others = range(0, count, apart)
     return at_fault + [i for i in others if all(abs(i - j) >= apart for j in at_fault)]

@@ -1,4 +1,4 @@
-"""The picture of a run over its steps, and the command ``mlx_gradscale plot``."""
+"""Plot of a run over its steps, and the command ``mlx_gradscale plot``."""
 
 import argparse
 import math
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
-# More lines than this would be a wall of red; the marks on the scale remain.
+# More lines than this would be a wall of red; the markers on the scale remain.
 _MOST_LINES = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the history in a file: ``mlx_gradscale plot run.csv -o run.png``.
+    """Plot the history in a file: ``mlx_gradscale plot run.csv -o run.png``.
 
     Args:
         arguments (list, optional): Default: the arguments of the process.
@@ -56,12 +56,12 @@ def plot_history(
     *,
     dark: bool = False,
 ) -> "Figure":
-    """Draw loss, loss scale and gradient norm, and mark every skipped step.
+    """Plot loss, loss scale and gradient norm, and mark every skipped step.
 
     Args:
         history (ScaleHistory or str): The history, or its ``.csv`` or ``.jsonl`` file.
-        path (str, optional): Write the picture to this ``.png``, ``.svg`` or ``.pdf``.
-        dark (bool): Use colours for a dark page. Default: ``False``.
+        path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
+        dark (bool): Use colours for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.
@@ -102,8 +102,8 @@ def plot_history(
 def _draw_scale(
     axes: Any, records: list[ScaleRecord], skipped: Any, colors: dict[str, str]
 ) -> None:
-    # Powers on a linear axis: matplotlib's logarithmic one leaves a scale that moves
-    # between two powers with one label.
+    # Exponents on a linear axis: matplotlib's logarithmic axis shows only one label for
+    # a scale that moves between two powers.
     steps, powers = zip(*((r.step, math.log2(r.scale)) for r in records), strict=True)
     axes.step(steps, powers, where="post", color=colors["line"], lw=1.6)
     if skipped:
@@ -118,7 +118,7 @@ def _draw_values(
     axes: Any, records: list[ScaleRecord], name: str, colors: dict[str, str]
 ) -> None:
     values = [getattr(record, name) for record in records]
-    # matplotlib leaves a gap at NaN, but cannot place inf.
+    # matplotlib leaves a gap at NaN, but cannot draw inf.
     values = [math.nan if x is None or not math.isfinite(x) else x for x in values]
     axes.plot([r.step for r in records], values, color=colors["line"], lw=1.2)
     finite = [x for x in values if math.isfinite(x)]

@@ -1,4 +1,4 @@
-"""The style of every picture: colours, fonts, powers of two, and how it is saved."""
+"""The style of all plots: colours, fonts, powers of two, and saving."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from ..files.atomic import atomic_write
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# By role, on a light and on a dark page: GitHub's own colours, so that a picture in a
+# By role, for a light and a dark background: GitHub's own colours, so that a plot in a
 # README blends in. The last two of eight digits are the opacity.
 _COLORS = {
     "page": ("#ffffff", "#0d1117"),
@@ -52,7 +52,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 def new_figure(
     rows: int, columns: int, size: tuple[float, float], dark: bool
 ) -> Iterator[tuple["Figure", list[Any], dict[str, str]]]:
-    """Yield a figure, its axes and its colours by role; draw inside the block."""
+    """Yield a figure, its axes and its colours by role; draw inside the ``with``."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ def new_figure(
         ) from error
     colors = {role: pair[dark] for role, pair in _COLORS.items()}
     colored = {key: colors[role] for role, keys in _COLORED.items() for key in keys}
-    # A figure made without pyplot opens no window and leaves nothing global behind.
+    # A figure created without pyplot opens no window and leaves no global state.
     with matplotlib.rc_context(_SETTINGS | colored):
         figure = Figure(figsize=size, dpi=130, layout="constrained")
         share: Any = {"sharex": columns == 1, "sharey": columns > 1}
@@ -71,7 +71,7 @@ def new_figure(
 
 
 def save_figure(figure: "Figure", path: str | os.PathLike[str] | None) -> "Figure":
-    """Write the figure to a file, if there is a path, and return it."""
+    """Save the figure if a path is given, and return it."""
     if path is not None:
         path = Path(path)
         formats = figure.canvas.get_supported_filetypes()
@@ -79,7 +79,7 @@ def save_figure(figure: "Figure", path: str | os.PathLike[str] | None) -> "Figur
             raise ValueError(
                 f"Cannot draw to {path.name!r}. Use one of .{', .'.join(formats)}."
             )
-        # In memory first: matplotlib's errors would hide that the disk is full.
+        # Draw in memory first: matplotlib's errors would hide that the disk is full.
         data = io.BytesIO()
         figure.savefig(data, format=path.suffix[1:])
         with atomic_write(path) as file:
@@ -94,7 +94,7 @@ def show_powers(axis: Any) -> None:
 
 
 def power_of_two(exponent: float, _position: object = None) -> str:
-    """Write a power of two, in text and as a tick formatter.
+    """Format a power of two, in text and as a tick formatter.
 
     Example:
         >>> power_of_two(16), power_of_two(-24)

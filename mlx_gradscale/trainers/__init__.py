@@ -1,1 +1,1 @@
-"""Loss scaling inside trainers that build their own loop, mlx-lm's command first."""
+"""Loss scaling inside trainers with their own training loop, such as mlx-lm's."""

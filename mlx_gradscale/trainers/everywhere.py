@@ -1,14 +1,14 @@
-"""``everywhere()``: loss scaling in a trainer that makes its own optimizer and loss.
+"""``everywhere()``: loss scaling in a trainer that creates its own optimizer and loss.
 
-Inside, three things of MLX are replaced, in all threads:
+Inside the context, three parts of MLX are replaced, in all threads:
 
-- A gradient (``nn.value_and_grad``, ``mx.value_and_grad``, ``mx.grad``) is computed
-  from a scaled loss and returned unscaled, in float32. It moves the scale there and
-  then, so the scale adapts whatever the trainer does with the gradient.
-- A step (``Optimizer.update``, ``apply_gradients``) goes through a ``GuardedOptimizer``
-  with master weights, beside the trainer's optimizer. That one stays as it is: its
-  state, its pickles and its learning rate are the trainer's.
-- ``mx.compile`` also lists our state where a function computes gradients or steps.
+- Gradients (``nn.value_and_grad``, ``mx.value_and_grad``, ``mx.grad``) are computed
+  from a scaled loss and returned unscaled, in float32. They update the scale
+  immediately, so it adapts no matter what the trainer does with the gradients.
+- Steps (``Optimizer.update``, ``apply_gradients``) go through a ``GuardedOptimizer``
+  with master weights, alongside the trainer's optimizer, which does not change: its
+  state, its pickles and its learning rate belong to the trainer.
+- ``mx.compile`` also captures our state if a function computes gradients or steps.
 """
 
 import sys
@@ -36,13 +36,13 @@ _Function = Callable[..., Any]
 
 @dataclass(eq=False)
 class Everywhere:
-    """What happens inside one ``with everywhere()``."""
+    """The scalers and guarded steps of one ``with everywhere()`` block."""
 
     make_scaler: Callable[[], GradScaler] | None
     compute_dtype: mx.Dtype | None
     float32_layers: Any
     arguments: dict[str, Any]
-    #: What compiled functions have to list.
+    #: The state that compiled functions have to capture.
     state: list[Any] = field(default_factory=list)
     _has_warned: bool = False
     _gradients: list[host.Gradients] = field(default_factory=list)
@@ -50,17 +50,17 @@ class Everywhere:
 
     @property
     def scalers(self) -> list[GradScaler]:
-        """One for each model, and one for all parameter trees that are no model."""
+        """One scaler per model, and one for all parameter trees without a model."""
         return [each.scaler for each in self._gradients]
 
     def report(self) -> list[str]:
-        """Return a line for each scaler and each optimizer that was used."""
+        """Return one line for each scaler and each optimizer in use."""
         counts = ((each.name, *each.n_steps()) for each in self._steps)
         lines = [f"{name}: {n} steps applied, {bad} skipped" for name, n, bad in counts]
         return [each.report() for each in self._gradients] + lines
 
     def warn_at_end(self) -> None:
-        """Warn about whatever was not trained, or not guarded."""
+        """Warn if an optimizer did not train, or if no step was guarded."""
         for each in self._steps:
             warn_if_untrained(each.name, *each.n_steps())
         if self._gradients and not self._steps:
@@ -70,7 +70,7 @@ class Everywhere:
             )
 
     def has_work(self, tree: Any, is_model: bool = True) -> bool:
-        """Return whether this computes in half precision; warn once of a model."""
+        """Return whether this runs in half precision; warn once if a model does not."""
         has_half = any(
             isinstance(x, mx.array) and x.dtype in HALF for x in leaves(tree)
         )
@@ -87,10 +87,10 @@ class Everywhere:
     def differentiate(
         self, model: Any, fn: _Function, scaled: _Function, args: Any, kwargs: Any
     ) -> Any:
-        """Return the loss and unscaled gradients, and move the scale by them.
+        """Return the loss and unscaled gradients, and update the scale from them.
 
         ``scaled`` returns the ``value_and_grad`` of ``fn`` for a scaler and a dtype.
-        Without a model, ``fn`` is differentiated by its first argument.
+        Without a model, ``fn`` is differentiated with respect to its first argument.
         """
         owner = self if model is None else model
         found = next((x for x in self._gradients if x.owner() is owner), None)
@@ -123,7 +123,7 @@ class Everywhere:
         return scaler
 
     def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
-        """Return the new parameters, or the old ones."""
+        """Return the new parameters, or the old ones if the step is skipped."""
         trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
         steps = next((x for x in self._steps if x.owner() is optimizer), None)
         is_ready = steps is not None and steps.is_ready(trained)
@@ -145,9 +145,9 @@ class Everywhere:
         self.state[:] = [part.state for part in parts]
 
     def after_call(self, state: Any) -> None:
-        """Outside of a trace, evaluate our state; warn about a run that is stuck."""
+        """Outside a trace, evaluate our state and warn if every step is skipped."""
         if not host.thread.traces:
-            # The trainer does not, and unread counters would become a long graph.
+            # The trainer does not do this, and the graph of the counters would grow.
             mx.async_eval(state)
             for each in self._gradients:
                 each.watch.look(each.scaler.state, warn_user)
@@ -160,15 +160,15 @@ def find_first_scale(
     *batch: Any,
     compute_dtype: mx.Dtype | None = None,
 ) -> None:
-    """Find the scale on the first batch, so that a short run loses no steps to it.
+    """Find the scale on the first batch, so that a short run does not lose steps.
 
-    From 65536, at one halving per step, a run of 42 steps lost 13 of them. If the loss
-    is not finite at any scale, the scale stays; skipped steps are reported later.
+    Starting from 65536 and halving once per step, a run of 42 steps lost 13 of them. If
+    no scale makes the loss finite, the scale stays; skipped steps are reported later.
     """
     from ..diagnostics import calibrate
 
     with suppress(ValueError):
-        # Headroom of two powers: later gradients may be four times as large.
+        # A headroom of two powers, because later gradients may be four times as large.
         options: Any = {"compute_dtype": compute_dtype, "headroom": 2}
         scale = calibrate(scaler, model, loss_fn, *batch, **options)
         scaler.update(min(scale, 2.0**16))
@@ -196,23 +196,22 @@ def everywhere(
     float32_layers: Any = None,
     **arguments: Any,
 ) -> Iterator[Everywhere]:
-    """Train with loss scaling in a trainer that makes its own optimizer and loss.
+    """Add loss scaling to a trainer that creates its own optimizer and loss.
 
-    Inside, gradients of half-precision models come from a scaled loss, unscaled and in
-    float32, and every optimizer of ``mlx.optimizers`` keeps float32 master weights and
-    skips steps that are not finite. This holds in all threads, for optimizers that were
-    made earlier, and in functions that the trainer compiles, whose first call runs
-    uncompiled. Afterwards everything is as before. It warns at the end if nothing was
-    trained.
+    Inside the context, gradients of half-precision models are computed from a scaled
+    loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
+    float32 master weights and skips non-finite steps. This applies to all threads, to
+    existing optimizers, and to functions that the trainer compiles, whose first call
+    runs uncompiled. On exit, MLX is restored, with a warning if nothing was trained.
 
-    It does not reach a trainer that updates weights without an optimizer of
-    ``mlx.optimizers``, compiled its step before, or imported ``compile`` or
-    ``value_and_grad`` from ``mlx.core`` by name before.
+    It does not affect a trainer that updates weights without an ``mlx.optimizers``
+    optimizer, or that compiled its step or imported ``compile`` or ``value_and_grad``
+    from ``mlx.core`` by name before entering the context.
 
     Args:
         make_scaler (Callable, optional): Returns the scaler for each model. Default: a
             ``GradScaler`` whose scale is found on the first batch.
-        compute_dtype (Dtype, optional): Compute in this dtype with models in float32.
+        compute_dtype (Dtype, optional): Compute in this dtype for float32 models.
             Default: the model's own dtype.
         float32_layers (Any, optional): Layers that compute in float32, as for
             :func:`mlx_gradscale.float32_layers`, or ``"auto"`` to find them on the
@@ -221,8 +220,8 @@ def everywhere(
             :class:`LossScaleOptimizer`.
 
     Yields:
-        Everywhere: Its ``scalers`` are the scalers in use, its ``report()`` says how
-        many gradients overflowed and how many steps were taken.
+        Everywhere: ``scalers`` are the scalers in use; ``report()`` says how many
+        gradients overflowed and how many steps were applied.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -237,7 +236,7 @@ def everywhere(
         >>> here.report()[-1]
         'AdamW: 1 steps applied, 0 skipped'
     """
-    # Raises here if an argument is wrong, not in the trainer's first step.
+    # Raise here if an argument is invalid, not in the trainer's first step.
     GuardedOptimizer(SGD(0.0), **arguments)
     here = Everywhere(make_scaler, compute_dtype, float32_layers, arguments)
     with _lock:
@@ -271,7 +270,7 @@ def _replace_functions() -> None:
 
 
 def _is_core(namespace: dict[str, Any]) -> bool:
-    """Return whether these are the globals of our own scalers and optimizers."""
+    """Return whether these globals belong to our own scalers and optimizers."""
     return str(namespace.get("__name__")).startswith("mlx_gradscale.core")
 
 
@@ -317,7 +316,7 @@ def _grad(original: _Function) -> _Function:
 
 
 def _gradient(plain: _Function, model: Any, fn: _Function, scaled: _Function) -> Any:
-    # What scale_loss() or value_and_grad() of a scaler returned is scaled already.
+    # A function from scale_loss() or value_and_grad() of a scaler is already scaled.
     is_scaled = _is_core(getattr(fn, "__globals__", {}))
 
     @wraps(fn)
@@ -336,7 +335,7 @@ def _gradient(plain: _Function, model: Any, fn: _Function, scaled: _Function) ->
 def _apply_gradients(original: _Function) -> _Function:
     def apply_gradients(self: Optimizer, gradients: Any, parameters: Any) -> Any:
         here = host.current()
-        # A LossScaleOptimizer that the trainer uses steps its inner optimizer.
+        # A LossScaleOptimizer in the trainer steps its own inner optimizer.
         is_guarded = _is_core(sys._getframe(1).f_globals)
         if here is None or is_guarded or not here.has_work(parameters):
             with host.busy():

@@ -1,7 +1,7 @@
-"""What ``everywhere()`` keeps of a trainer: gradients, optimizers, compiled functions.
+"""State of ``everywhere()`` for a trainer: gradients, optimizers, compiled functions.
 
-What a first gradient or step creates must not be created in a trace. So a trace in
-which something is missing is left, and that one call runs as plain Python.
+The first gradient or step creates state, which must not happen in a trace. If state is
+missing, the trace is aborted, and that one call runs as plain Python.
 """
 
 import threading
@@ -25,24 +25,24 @@ from ..core.trees import flatten
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        #: Computes a gradient or takes a step of ours: what is called is MLX's own.
+        #: Whether our own gradient or step is running, which needs MLX's own functions.
         self.is_busy = False
         self.traces: list[Compiled] = []
 
 
 thread = _Thread()
-#: Every ``Everywhere`` that is entered; the last one counts.
+#: The stack of entered ``Everywhere`` contexts; the last one is active.
 entered: list[Any] = []
 
 
 def current() -> Any:
-    """Return the ``Everywhere`` that is in force, or None."""
+    """Return the active ``Everywhere``, or None."""
     return entered[-1] if entered and not thread.is_busy else None
 
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """Call MLX's own functions in this thread."""
+    """Use MLX's own functions in this thread within a ``with`` block."""
     before, thread.is_busy = thread.is_busy, True
     try:
         yield
@@ -51,7 +51,7 @@ def busy() -> Iterator[None]:
 
 
 class Gradients:
-    """The scaler of one model, and how many gradients were computed with it."""
+    """The scaler of one model, with a count of the gradients computed with it."""
 
     def __init__(self, owner: Any, scaler: GradScaler):
         self.owner = weakref.ref(owner)
@@ -60,26 +60,26 @@ class Gradients:
         self.state: dict[str, Any] = {"scaler": scaler.state, "count": mx.array(0)}
 
     def count(self, gradients: Any) -> None:
-        """Move the scale by whether the gradients are finite."""
+        """Update the scale according to whether the gradients are finite."""
         finite, state = all_finite(gradients), self.scaler.state
         state.update(count_step(state, finite))
         state.update(next_scale(state, finite))
         self.state["count"] = self.state["count"] + 1
 
     def report(self) -> str:
-        """Return a line about the scale."""
+        """Return one line about the scale."""
         scale, bad = self.scaler.get_scale(), self.scaler.skipped_steps.item()
         count = self.state["count"].item()
         return f"loss scale {scale:g}, {bad} of {count} gradients overflowed"
 
 
 class Steps:
-    """The guard of one optimizer, and how many steps were taken with it."""
+    """The guard of one optimizer, with a count of the steps taken with it."""
 
     def __init__(self, optimizer: Optimizer, arguments: dict[str, Any]):
         self.owner = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
-        # A twin with the same attributes: nothing of ours keeps the trainer's alive.
+        # A twin that shares all attributes, so that we do not keep the trainer's alive.
         twin = object.__new__(type(optimizer))
         twin.__dict__ = vars(optimizer)
         self._guarded: Any = GuardedOptimizer(twin, **arguments)
@@ -89,12 +89,12 @@ class Steps:
         self._paths: set[str] = set()
 
     def is_ready(self, parameters: Any) -> bool:
-        """Return whether there is state for these, and the trainer has not moved it."""
+        """Return whether these have state that the trainer has not replaced."""
         is_same = list(map(id, self._states())) == list(map(id, self._prepared))
         return is_same and self._paths.issuperset(dict(flatten(parameters)))
 
     def prepare(self, parameters: Any) -> None:
-        """Create what steps with these parameters need, and keep what there is."""
+        """Create the state for steps with these parameters; existing state is kept."""
         self._guarded.init(parameters)
         self._prepared = self._states()
         self._paths.update(dict(flatten(parameters)))
@@ -103,31 +103,31 @@ class Steps:
         return [part.state for part in single_optimizers(self._guarded.optimizer)]
 
     def take(self, gradients: Any, parameters: Any) -> Any:
-        """Return the new parameters, or the old ones, and count the step."""
+        """Count the step; return the new parameters, or the old ones if skipped."""
         self._count["count"] = self._count["count"] + 1
         return self._guarded.apply_gradients(gradients, parameters)
 
     @property
     def state(self) -> list[Any]:
-        """What compiled functions have to list."""
+        """The state that compiled functions have to capture."""
         if self.owner() is None:
-            # The counts stay, for the report.
+            # Keep the counts for the report.
             self._guarded, self._prepared = None, []
         return [self._count, self._guarded.state if self._guarded else {}]
 
     def n_steps(self) -> tuple[int, int]:
-        """Return how many steps were applied, and how many skipped."""
+        """Return the numbers of applied and skipped steps."""
         skipped: Any = self._scaler.skipped_steps.item()
         total: Any = self._count["count"].item()
         return total - skipped, skipped
 
 
 class _LeaveTrace(BaseException):
-    """Something is missing in a trace."""
+    """Raised to abort a trace that lacks state."""
 
 
 def leave_trace_unless(is_known: bool, context: Any) -> None:
-    """Leave a trace in which something is not known, or our state is not listed."""
+    """Abort a trace if state is missing or is not captured by the trace."""
     if is_known and all(trace.context is context for trace in thread.traces):
         return
     for trace in thread.traces:
@@ -137,7 +137,7 @@ def leave_trace_unless(is_known: bool, context: Any) -> None:
 
 
 class Compiled:
-    """A function that a trainer compiled: what replaces ``mx.compile`` returns it."""
+    """A function compiled by a trainer; the replaced ``mx.compile`` returns it."""
 
     def __init__(
         self,
@@ -157,14 +157,14 @@ class Compiled:
         update_wrapper(self, function)
 
     def list_state(self, context: Any) -> None:
-        """Compile the function again, with the state of ``everywhere()`` as well."""
+        """Recompile the function with the state of ``everywhere()`` as well."""
         if self.context is not context:
             self.context = context
             captured = [[each, context.state] for each in self._captured]
             self._compiled = self._compile(*captured)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled function, or the function if its trace was left."""
+        """Call the compiled function, or the original if its trace was aborted."""
         if current() is None:
             return self._plain(*args, **kwargs)
         undo = remember(self._captured, self.context.state if self.context else [])
@@ -180,7 +180,7 @@ class Compiled:
             is_traced = True
         finally:
             thread.traces.pop()
-        # Old arrays that it holds could not be reused in the evaluation.
+        # MLX could not reuse the memory of the old arrays that it references.
         del undo
         if not is_traced:
             return self._function(*args, **kwargs)

@@ -25,7 +25,7 @@ _INSTALL = (
     f"This command was tested with mlx-lm {_TESTED}: pip install mlx-lm=={_TESTED}"
 )
 _DTYPES = ("float16", "bfloat16", "float32")
-# No defaults, so that a YAML file can set them.
+# No defaults here, so that a YAML file can set them.
 _FLAGS: dict[str, dict[str, Any]] = {
     "dtype": {"choices": _DTYPES, "help": "Train in this dtype."},
     "loss-scale": {
@@ -62,14 +62,14 @@ _FLAGS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fine-tune as ``mlx_lm.lora`` does, with loss scaling and master weights.
+    """Fine-tune like ``mlx_lm.lora``, with loss scaling and master weights.
 
     Args:
         argv (list, optional): Default: the arguments of the process.
 
     Returns:
-        int: 0, or 1 after an error, which is printed in one line. Wrong arguments exit
-        with 2.
+        int: 0, or 1 after an error, which is printed on one line. Invalid arguments
+        exit with 2.
     """
     return run_command(lambda: _fine_tune(argv))
 
@@ -92,7 +92,7 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         is_ours = str(frame.f_globals.get("__name__")).startswith("mlx_gradscale.")
         if isinstance(error, BrokenPipeError) or not is_ours:
-            raise  # an error of mlx-lm keeps its traceback
+            raise  # errors from mlx-lm keep their traceback
         print(f"mlx_gradscale lora: {printable(error)}", file=sys.stderr)
         return 1
     return 0
@@ -102,7 +102,7 @@ def _import_host() -> Any:
     """Return ``mlx_lm.lora``, or raise an ``ImportError`` that says what to install."""
     try:
         host = import_module("mlx_lm.lora")
-        import_module(f"{__package__}.lora_training")  # what it needs of mlx-lm
+        import_module(f"{__package__}.lora_training")  # its imports from mlx-lm
         for name in ("main", "build_parser", "run", "load", "train", "evaluate"):
             getattr(host, name)
     except (ImportError, AttributeError) as error:
@@ -126,7 +126,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def read_options(arguments: Any) -> SimpleNamespace:
-    """Return our options, checked. Some may come from a YAML file.
+    """Return our validated options, some of which may come from a YAML file.
 
     Returns:
         SimpleNamespace: The flags by name. ``loss_scale`` is ``"dynamic"`` or a number,
@@ -148,12 +148,12 @@ def read_options(arguments: Any) -> SimpleNamespace:
     if layers and not layers.is_file():
         raise ValueError(f"float32_layers: there is no file {layers}.")
     options.loss_scale = _loss_scale(options.loss_scale)
-    wrap_optimizer(SGD(0.0), options)  # raises if another value is wrong
+    wrap_optimizer(SGD(0.0), options)  # raises if another value is invalid
     return options
 
 
 def _loss_scale(given: Any) -> str | float:
-    # In YAML, off is False and on is True.
+    # YAML reads off as False and on as True.
     if given is None or given is True or given == "dynamic":
         return "dynamic"
     if given is False or given == "off":
@@ -171,7 +171,7 @@ def _loss_scale(given: Any) -> str | float:
 def wrap_optimizer(
     optimizer: Optimizer, options: SimpleNamespace
 ) -> LossScaleOptimizer:
-    """Return mlx-lm's optimizer with loss scaling and master weights."""
+    """Wrap mlx-lm's optimizer with loss scaling and master weights."""
     scale, world = options.loss_scale, mx.distributed.init()
     is_dynamic, is_group = scale == "dynamic", world.size() > 1
     return LossScaleOptimizer(
@@ -216,7 +216,7 @@ def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    # Some models of mlx-lm name weights that stay as they are, such as a router's.
+    # Some mlx-lm models exclude weights from casting, such as those of a router.
     is_cast = getattr(model, "cast_predicate", lambda path: True)
 
     def cast(path: str, x: mx.array) -> mx.array:
@@ -233,7 +233,7 @@ def _draw(history: Path) -> None:
     picture = history.with_suffix(".png")
     try:
         plot_history(history, picture)
-    except ImportError as error:  # no reason to fail after all the training
+    except ImportError as error:  # not a reason to fail after training
         print(f"No picture of the history was drawn: {printable(error)}")
     else:
         print(f"The history is in {history}, and drawn in {picture}.")

@@ -1,7 +1,7 @@
 """mlx-lm's training loop with loss scaling, checkpoints and a history.
 
-A loop of our own around mlx-lm's loss, batches, validation and progress bar: mlx-lm's
-cannot start in the middle, and keeps the loss of each step to itself.
+This is a separate loop around mlx-lm's loss, batches, validation and progress bar:
+mlx-lm's own loop cannot start in the middle and does not expose the loss of each step.
 """
 
 import time
@@ -32,7 +32,7 @@ from .everywhere import find_first_scale, warn_if_untrained
 from .lora import wrap_optimizer
 
 FOLDER = "checkpoint"
-# What decides which rows are in which batch.
+# The options that determine which rows are in which batch.
 _SAME = ("seed", "batch_size", "max_seq_length", "grad_accumulation_steps")
 
 
@@ -41,7 +41,7 @@ class Training:
 
     Args:
         options (SimpleNamespace): Our options.
-        arguments (Any): mlx-lm's.
+        arguments (Any): The arguments of mlx-lm.
     """
 
     def __init__(self, options: SimpleNamespace, arguments: Any):
@@ -62,7 +62,7 @@ class Training:
         val_dataset: Any = None,
         training_callback: Any = None,
     ) -> None:
-        """Take the place of mlx-lm's ``train``."""
+        """Replacement for mlx-lm's ``train``."""
         self.was_called = True
         self._world = mx.distributed.init()
         self._model, self._args, self._rows = model, args, len(train_dataset)
@@ -100,7 +100,7 @@ class Training:
         warn_if_untrained(type(optimizer).__name__, applied, skipped)
 
     def choose_float32_layers(self, model: nn.Module) -> None:
-        """Let the layers that ``--float32-layers`` names compute in float32."""
+        """Make the layers given by ``--float32-layers`` compute in float32."""
         if self._options.float32_layers is not None:
             from .. import float32_layers
 
@@ -157,7 +157,7 @@ class Training:
                 self._save_adapters(numbered)
                 ui.report_save(numbered)
             is_due |= it % args.steps_per_save == 0 or is_last
-            # In between, the gradients of micro-batches would have to be saved too.
+            # Between updates, the accumulated gradients would have to be saved too.
             if is_due and is_update:
                 is_due = False
                 self._save_checkpoint()
@@ -245,7 +245,7 @@ class Training:
         self._trained_tokens = saved["trained_tokens"]
         self._batches.resume(saved["position"])
         if not self._arguments.lr_schedule:
-            # The command's learning rate counts, not that of the checkpoint.
+            # The learning rate of the command overrides that of the checkpoint.
             was = self.optimizer.learning_rate.item()
             self.optimizer.learning_rate = self._arguments.learning_rate
             now = self.optimizer.learning_rate.item()
@@ -258,11 +258,11 @@ class Training:
 
 
 class Batches:
-    """mlx-lm's training batches, from a position that can be saved.
+    """mlx-lm's training batches, with a position that can be saved.
 
-    mlx-lm draws the order of an epoch from NumPy's global generator, and validation
-    draws from it as well. So a position is the generator when the epoch began, the
-    number of batches since, and the generator now.
+    mlx-lm draws the order of an epoch from NumPy's global generator, which validation
+    also uses. A position therefore consists of the generator state at the start of the
+    epoch, the number of batches since, and the current generator state.
 
     Args:
         iterate_epoch (Callable): Returns the batches of one epoch.
@@ -282,7 +282,7 @@ class Batches:
         return batch
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches without end."""
+        """Yield batches indefinitely."""
         while True:
             saved, self._saved = self._saved, None
             if saved is not None:
@@ -302,7 +302,7 @@ class Batches:
         return {"epoch": self._epoch, "batch": self._batch, "now": _generator()}
 
     def resume(self, position: dict[str, Any]) -> None:
-        """Continue after a position that :meth:`position` returned."""
+        """Resume after a position returned by :meth:`position`."""
         self._saved = position
 
 

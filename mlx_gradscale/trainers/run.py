@@ -1,4 +1,4 @@
-"""``mlx_gradscale run``: a training script inside :func:`everywhere`, unchanged."""
+"""``mlx_gradscale run``: run an unmodified training script in :func:`everywhere`."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (list, optional): Default: the arguments of the process.
 
     Returns:
-        int: 0. A script that exits does so with its own code, after the summary.
+        int: 0. A script that exits keeps its own exit code, after the summary.
     """
     options = _parse(argv)
     dtype, layers = options.compute_dtype, options.float32_layers
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    # As Python does: the script's folder, or for a module the current one.
+    # Like Python, use the script's folder, or the current one for a module.
     folder = "" if options.module else os.path.dirname(options.script)
     path = [os.path.abspath(folder), *sys.path]
     with patch.multiple(sys, argv=[options.script, *options.arguments], path=path):
