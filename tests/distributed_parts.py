@@ -5,7 +5,8 @@ import hashlib
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from helpers import Traced, batch, bits, kernels, mse
+from support.graphs import kernels
+from support.helpers import Traced, batch, bits, mse
 
 
 def overflows(steps, ranks):

@@ -259,7 +259,7 @@ def broken_weight(model, x):
 
 
 HOPELESS = {
-    "weights": (broken_weight, "Return to weights .*: layers.1.weight"),
+    "weights": (broken_weight, "Go back to a checkpoint .*: layers.1.weight"),
     "batch": (
         lambda model, x: x * INF,
         r"Repair the samples .*: args\[0\]",

@@ -80,5 +80,4 @@ def wrong(model: nn.Module, folder: Path) -> None:
     GradScaler("cuda")  # type: ignore[arg-type]
     LossScaleOptimizer(GradScaler())  # type: ignore[arg-type]
     save_checkpoint(folder, model)  # type: ignore[call-arg]
-    float32_layers(model, 3)  # type: ignore[arg-type]
     GradScaler().scle  # type: ignore[attr-defined]  # noqa: B018
