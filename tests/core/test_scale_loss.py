@@ -1,4 +1,4 @@
-"""``scale_loss``: unscaled gradients for whoever differentiates, on both classes."""
+"""``scale_loss``: unscaled gradients for other trainers, on both classes."""
 
 import math
 from typing import NamedTuple

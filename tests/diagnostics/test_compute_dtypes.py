@@ -73,7 +73,7 @@ def test_layer_by_itself_is_named():
     assert "by itself" in str(report)
 
 
-def test_two_models_are_told_apart():
+def test_two_models_are_distinguished():
     class Generator(Mlp):
         pass
 

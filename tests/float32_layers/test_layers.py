@@ -1,4 +1,4 @@
-"""Layers that compute in float32 inside of a float16 model, and all else as before."""
+"""Layers that compute in float32 inside a float16 model, and all else as before."""
 
 import copy
 import gc

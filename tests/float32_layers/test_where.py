@@ -63,7 +63,7 @@ def paths(where):
         ("*.mlp", [f"shelf.{b}.mlp" for b in ("blocks.0", "blocks.1", "blocks.2")]
             + [f"shelf.by_name.{b}.mlp" for b in "ab"]),
         ("shelf.blocks.[01].attn", ["shelf.blocks.0.attn", "shelf.blocks.1.attn"]),
-        # Layers inside of a float32 layer are float32 already.
+        # Layers inside a float32 layer are float32 already.
         ("shelf.blocks.0*", ["shelf.blocks.0"]),
         (["shelf.blocks.0.mlp", "shelf.blocks.0", "norm"], ["shelf.blocks.0", "norm"]),
         (["norm", "norm"], ["norm"]),

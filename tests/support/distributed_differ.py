@@ -1,4 +1,4 @@
-"""What one rank does in test_differ.py: differ, and write what it is told.
+"""What one rank does in test_differ.py: differ, and write the message it gets.
 
 python distributed_differ.py FOLDER
 """

@@ -43,7 +43,7 @@ def counts(name, dtypes=DTYPES, **ranks):
     Args:
         name (str): Which of OPTIMIZERS.
         dtypes (tuple): Of the parameter.
-        **ranks: What LossScaleOptimizer is told of a group.
+        **ranks: The distributed arguments of LossScaleOptimizer.
     """
     found = {}
     for dtype, masters, norm, gradients in itertools.product(

@@ -1,4 +1,4 @@
-"""Loops as people write them, inside of ``everywhere()``: near float32, or reported.
+"""Loops as people write them, inside ``everywhere()``: near float32, or reported.
 
 Each test is a host that failed once (mlx-examples, nanoGPT ports, PPO, GRPO, mflux).
 """

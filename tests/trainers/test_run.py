@@ -57,7 +57,7 @@ def test_the_summary_comes_after_an_exception_of_the_script(tmp_path, capsys):
     assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
 
 
-def test_a_script_whose_steps_were_all_skipped_is_told_so(tmp_path, capsys):
+def test_a_script_whose_steps_were_all_skipped_says_so(tmp_path, capsys):
     script = SCRIPT.replace(".mean()", ".mean() * mx.inf") + "sys.exit()\n"
     with (
         pytest.warns(UserWarning, match="Nothing was trained: all 3 steps of SGD"),
