@@ -138,11 +138,10 @@ def _groups(values: list[mx.array]) -> list[list[mx.array]]:
 
 def _join_all(operation: Join, values: list[mx.array]) -> mx.array:
     while len(values) > _JOIN:
-        starts = range(0, len(values), _JOIN)
-        # mx.contiguous ends a kernel and copies nothing. Without it the levels would
-        # fuse into several kernels of different shapes, each to be built.
-        joined = (_join(operation, values[i : i + _JOIN]) for i in starts)
-        values = list(map(mx.contiguous, joined))
+        # mx.contiguous ends a kernel and copies nothing. With it, all of these joins
+        # are the same kernel, which is built only once.
+        joined = mx.contiguous(_join(operation, values[:_JOIN]))
+        values = [*values[_JOIN:], joined]
     return _join(operation, values)
 
 

@@ -315,29 +315,24 @@ class _ScaledCall:
     def __init__(self, owner: Backward, scale: mx.array):
         self._owner = owner
         self._scale = scale
-        self._inverse = 1.0 / scale
         self.n_unscaled = 0
 
     def scaled(self, loss: mx.array) -> Any:
         """Return the loss in float32; its gradient is scaled."""
-        identity = mx.custom_function(lambda loss, scale: loss)
 
-        @identity.vjp
-        def scale_gradient(primals: Any, cotangent: mx.array, _: Any) -> Any:
+        def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
             self._owner.note_backward(self)
-            return cotangent * primals[1], mx.zeros_like(primals[1])
+            return cotangent * scale
 
-        return identity(loss.astype(mx.float32), self._scale)
+        return _with_gradient(loss.astype(mx.float32), self._scale, scale_gradient)
 
     def unscaled(self, x: Any) -> Any:
         """Return a floating-point array; its gradient is unscaled, in float32."""
         if not isinstance(x, mx.array) or not is_floating(x):
             return x
-        identity = mx.custom_function(lambda x, inverse: x)
         n_passes = 0
 
-        @identity.vjp
-        def unscale_gradient(primals: Any, cotangent: mx.array, _: Any) -> Any:
+        def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> mx.array:
             nonlocal n_passes
             n_passes += 1
             if n_passes > 1:
@@ -347,9 +342,19 @@ class _ScaledCall:
                     "the loss without loss scaling."
                 )
             self.n_unscaled += 1
-            return unscale_leaf(cotangent, primals[1]), mx.zeros_like(primals[1])
+            return unscale_leaf(cotangent, inverse)
 
-        return identity(x, self._inverse)
+        return _with_gradient(x, 1.0 / self._scale, unscale_gradient)
+
+
+def _with_gradient(
+    x: mx.array, factor: mx.array, gradient: Callable[[mx.array, mx.array], mx.array]
+) -> Any:
+    """Return ``x``, with ``gradient(cotangent, factor)`` in its backward pass."""
+    identity = mx.custom_function(lambda x, factor: x)
+    zero = mx.zeros_like(factor)
+    identity.vjp(lambda primals, cotangent, _: (gradient(cotangent, primals[1]), zero))
+    return identity(x, factor)
 
 
 @mx.compile

@@ -26,7 +26,7 @@ from .optimizers import (
     split_paths,
 )
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot
+from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot, walk
 
 Stored = dict[str, mx.array]
 # An optimizer, its unscaled gradients and the new float32 parameters, by path.
@@ -164,9 +164,10 @@ def plan(
             arrays.stored[path] = masters.stored(path, parameter) if masters else {}
     if not arrays.gradients:
         return result
-    others: list[Any] = []
-    places = slots(optimizer.state, others)
-    is_own = not others and is_builtin(optimizer)
+    places = slots(optimizer.state)
+    old = [box[key] for _, box, key in places]
+    # An optimizer that keeps Python values in its state cannot be compiled.
+    is_own = len(places) == len(walk(optimizer.state)) and is_builtin(optimizer)
 
     def make_layout() -> _Layout:
         # MLX's own trees mark a frozen leaf with an empty dict.
@@ -175,22 +176,16 @@ def plan(
         )
         return _Layout(structure, inspected.scaled, is_own)
 
+    state: list[mx.array] = []
+    new: dict[str, tuple[mx.array, Stored]] = {}
     if is_own:
         split = split_paths(optimizer, gradients)
         traced_for = list(arrays.gradients), inspected.scaled, split
         run = autocompiled(lambda: partial(_run, make_layout()), optimizer, traced_for)
-    else:
-        run = partial(_run, make_layout(), optimizer)
-    is_applied = None
-    if not is_own:
-        # Tracers inside mx.compile have no value.
-        with suppress(ValueError, RuntimeError):
-            is_applied = bool(inspected.applied.item())
-    state: list[mx.array] = []
-    new: dict[str, tuple[mx.array, Stored]] = {}
-    if is_applied is None:
-        old = [box[key] for _, box, key in places]
         state, new = run(old, scheduled_values(optimizer), arrays)
+    elif (is_applied := _read(inspected.applied)) is None:
+        values = scheduled_values(optimizer)
+        state, new = _run(make_layout(), optimizer, old, values, arrays)
     elif is_applied:
         new = _run_on_host(make_layout(), optimizer, arrays)
     for (_, box, key), x in zip(places, state, strict=False):
@@ -200,6 +195,13 @@ def plan(
         for name, x in stored.items():
             result.writes.append((masters.state[name], path, x))  # type: ignore[union-attr]
     return result
+
+
+def _read(flag: mx.array) -> bool | None:
+    """Read a flag from the device; return None for a tracer of ``mx.compile``."""
+    with suppress(ValueError, RuntimeError):
+        return bool(flag.item())
+    return None
 
 
 def _run(
@@ -228,7 +230,15 @@ def _run(
                 "cannot be skipped inside mx.compile. Do not compile the step, or "
                 "create all keys in init_single()."
             )
-        flags, untouched = each_use(arrays.applied), set()
+        # A parameter and its moments share a flag, so that their kernel reads only one.
+        flags = dict(zip(arrays.gradients, each_use(arrays.applied), strict=False))
+        owners = {
+            id(x): path
+            for part, _, _ in steps
+            for path, own in _arrays_by_owner(part.state, set()).items()
+            for x in own
+        }
+        untouched: set[int] = set()
         selected: list[mx.array] = []
         now = {where: (box, key) for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
@@ -239,7 +249,8 @@ def _run(
                 box[key] = old
                 untouched.add(id(old))
             else:
-                box[key] = mx.where(next(flags), box[key], old)
+                flag = flags.get(owners[id(box[key])], arrays.applied)
+                box[key] = mx.where(flag, box[key], old)
             selected.append(box[key])
         new = {}
         for part, gradients, stepped in steps:
@@ -248,7 +259,7 @@ def _run(
             for path, gradient in gradients.items():
                 old_values = arrays.parameters[path], arrays.stored[path], masters[path]
                 new_values = stepped[path], gradient, moments.get(path, [])
-                new[path] = _select_parameter(*old_values, next(flags), *new_values)
+                new[path] = _select_parameter(*old_values, flags[path], *new_values)
         return selected, new
 
 

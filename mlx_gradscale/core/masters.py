@@ -21,7 +21,7 @@ this, the weight has been replaced since, and is its own master.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -122,12 +122,9 @@ class Masters:
             "written": {},
             "remainders": {},
         }
-        # Stored by name, because a Dtype cannot be pickled.
-        self._dtypes: dict[str, str] = {}
 
     def add(self, path: str, weight: mx.array) -> None:
         """Create a master weight for a half-precision parameter unless it has one."""
-        self._dtypes[path] = str(weight.dtype).rpartition(".")[2]
         if path not in self.state[self._names[0]]:
             self.set(path, weight.astype(mx.float32), weight)
 
@@ -155,27 +152,3 @@ class Masters:
         if path not in self.state[self._names[0]]:
             return to_float32(weight)
         return joined_master(weight, self.stored(path, weight)).master
-
-    def convert_loaded(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert the master weights in the leaves of a saved state to this kind."""
-        if self.kind == "float32" and any(p.startswith("remainders.") for p in loaded):
-            raise ValueError(
-                'This state was saved with masters="remainder", and this optimizer has '
-                'masters="float32". Use the same kind, or save_checkpoint() and '
-                "restore_checkpoint(), which convert it."
-            )
-        found = dict(loaded)
-        for path in self.state[self._names[0]]:
-            master = found.pop(f"masters.{path}", None)
-            written = found.pop(f"written.{path}", None)
-            if master is not None:
-                weight = master.astype(getattr(mx, self._dtypes[path]))
-                new = entries(master, weight, self._names)
-                # A file may lack the bits, or contain those of the other half dtype.
-                if (
-                    "written" in new
-                    and getattr(written, "dtype", 0) == _BITS[weight.dtype]
-                ):
-                    new["written"] = written
-                found |= {f"{name}.{path}": x for name, x in new.items()}
-        return found

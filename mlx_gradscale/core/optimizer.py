@@ -114,18 +114,10 @@ class LossScaleOptimizer(Optimizer):
     # The loss
 
     def value_and_grad(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any],
-        compute_dtype: mx.Dtype | None = None,
-        *,
-        keep: Callable[[str, mx.array], bool] | None = None,
-        cast_inputs: bool = True,
+        self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: :meth:`GradScaler.value_and_grad`."""
-        return self.scaler.value_and_grad(
-            model, loss_fn, compute_dtype, keep=keep, cast_inputs=cast_inputs
-        )
+        """Like ``nn.value_and_grad``: see :meth:`GradScaler.value_and_grad`."""
+        return self.scaler.value_and_grad(model, loss_fn, *args, **kwargs)
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
@@ -169,18 +161,12 @@ class LossScaleOptimizer(Optimizer):
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
 
-    def update(
-        self, model: nn.Module, gradients: Any, weight: float | mx.array | None = None
-    ) -> None:
+    def update(self, model: nn.Module, gradients: Any) -> None:
         """Update the model's parameters in place, or skip the step.
 
         Args:
             model (nn.Module): The model to update.
-            gradients (Any): Unscaled gradients from any source. With ``average``, a
-                rank without gradients passes ``{}``.
-            weight (float or array, optional): With ``average``, the weight of this
-                rank, for example its number of micro-batches. Default: 1, or 0
-                without gradients.
+            gradients (Any): Unscaled gradients from any source.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -189,26 +175,24 @@ class LossScaleOptimizer(Optimizer):
             )
         if self._needs_init():
             self.init(model.trainable_parameters())
-        self._plan(gradients, model, weight).commit_to_model()
+        self._plan(gradients, model).commit_to_model()
         self._scaler._end_iteration()
 
-    def apply_gradients(
-        self, gradients: Any, parameters: Any, weight: float | mx.array | None = None
-    ) -> Any:
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
         """Like :meth:`update`, for a tree of parameters.
 
         The tree must contain every parameter that has a gradient. Returns the new
         parameters, in the structure of ``gradients``.
         """
-        new = self._plan(gradients, parameters, weight).commit()
+        new = self._plan(gradients, parameters).commit()
         self._scaler._end_iteration()
         return new
 
-    def _plan(self, gradients: Any, parameters: Any, weight: Any) -> Plan:
+    def _plan(self, gradients: Any, parameters: Any) -> Plan:
         scaler = self._scaler
         gradients = scaler._unscaled(gradients, self, self.optimizer)
-        if self._ranks.average or weight is not None:
-            gradients = self._ranks.averaged(gradients, parameters, weight)
+        if self._ranks.average:
+            gradients = self._ranks.averaged(gradients)
         leaves = match(gradients, parameters)
         if self._needs_init():
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
@@ -258,11 +242,6 @@ class LossScaleOptimizer(Optimizer):
     def scaler(self) -> GradScaler:
         """The scaler, fixed at construction."""
         return self._scaler
-
-    @property
-    def master_kind(self) -> str:
-        """How master weights are stored: ``"float32"`` or ``"remainder"``."""
-        return self._masters.kind
 
     @property
     def step(self) -> mx.array:
@@ -348,7 +327,6 @@ class LossScaleOptimizer(Optimizer):
             else:
                 self._adopt(loaded)
                 self._is_loaded = True
-            self.scaler._note_loaded()
         else:
             self._set_inner(state)
 
@@ -378,7 +356,13 @@ class LossScaleOptimizer(Optimizer):
 
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array of the state, or raise without replacing any."""
-        loaded = self._masters.convert_loaded(loaded)
+        other = "remainders." if self._masters.kind == "float32" else "masters."
+        if any(path.startswith(other) for path in loaded):
+            raise ValueError(
+                f"This optimizer has masters={self._masters.kind!r} and the state was "
+                "saved with the other kind. Use the same kind, or save_checkpoint() "
+                "and restore_checkpoint(), which convert it."
+            )
         here = {
             ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
         }
@@ -428,11 +412,6 @@ class LossScaleOptimizer(Optimizer):
         # Only called for attributes that this object does not have.
         if name.startswith("_") or "optimizer" not in vars(self):
             raise AttributeError(name)
-        if not hasattr(self.optimizer, name):
-            inner = type(self.optimizer).__name__
-            raise AttributeError(
-                f"Neither LossScaleOptimizer nor {inner} has {name!r}."
-            )
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -496,7 +475,9 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
         raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
     if not isinstance(there, mx.array):
         raise TypeError(f"{path!r} must be an array, got {there!r}.")
-    if (here.shape, here.dtype) != (there.shape, there.dtype):
+    # The bits of a weight may have been written in the other half-precision dtype.
+    is_cast = here.dtype != there.dtype and not path.startswith("written.")
+    if here.shape != there.shape or is_cast:
         raise ValueError(
             f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
             f"{here.dtype} of shape {here.shape} in this optimizer."

@@ -173,11 +173,7 @@ def autocompiled(
     The function is compiled from the first step on: a compiled step may round
     differently, and a resumed run must continue bit-identically. It stays uncompiled
     only while settings change at every step, since compiling takes longer than a step.
-
-    Args:
-        make_run (Callable): Returns the function. It takes the optimizer and arrays.
-        optimizer (Optimizer): The optimizer. Its settings are part of the trace.
-        structure (Any): Everything else that the trace depends on.
+    The trace depends on the optimizer's settings and on ``structure``.
     """
     fingerprint = _fingerprint(optimizer, structure)
     if fingerprint is None:

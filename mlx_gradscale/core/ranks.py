@@ -5,14 +5,14 @@ until it makes another call or exits.
 """
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx.utils import tree_map_with_path
 
 from .finite import all_finite_times, global_norm, is_floating
 from .trees import flatten
@@ -20,9 +20,6 @@ from .trees import flatten
 Group = mx.distributed.Group
 Sharded = Callable[[str, mx.array], bool] | bool
 ByPath = dict[str, mx.array]
-
-# Same bucket size as nn.average_gradients.
-_BUCKET_BYTES = 32 * 2**20
 
 
 def is_single(group: Group | None) -> bool:
@@ -67,17 +64,16 @@ class Ranks:
         """Return whether a gradient, or its parameter, is a shard."""
         return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
-    def averaged(self, gradients: Any, like: Any, weight: Any) -> Any:
-        """Return the unscaled gradients averaged over the group, except shards."""
-        if not self.average:
-            raise ValueError("weight= has no effect without average=True.")
-
-        def is_averaged(path: str, x: mx.array) -> bool:
-            return not self.is_shard(path, x)
-
-        return average_gradients(
-            gradients, self.group, weight=weight, like=like, only=is_averaged
-        )
+    def averaged(self, gradients: Any) -> Any:
+        """Return the gradients averaged over the group, except shards."""
+        own = {
+            path: x
+            for path, x in sorted(flatten(gradients), key=itemgetter(0))
+            if is_floating(x) and not self.is_shard(path, x)
+        }
+        means = nn.average_gradients(list(own.values()), self.group)
+        mean_of = dict(zip(own, means, strict=True))
+        return tree_map_with_path(lambda path, x: mean_of.get(path, x), gradients)
 
     def all_finite(
         self,
@@ -152,93 +148,3 @@ def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
         return finite
     n_bad = mx.logical_not(finite).astype(mx.int32)
     return mx.distributed.all_sum(n_bad, group=group) == 0
-
-
-def average_gradients(
-    gradients: Any,
-    group: Group | None = None,
-    *,
-    weight: float | mx.array | None = None,
-    like: Any = None,
-    only: Callable[[str, mx.array], bool] | None = None,
-) -> Any:
-    """Average the gradients over the ranks, in their own dtype.
-
-    Unlike ``nn.average_gradients``, it supports ranks without gradients and weighted
-    ranks. The mean is bit-identical on every rank, and non-finite wherever a gradient
-    on any rank is.
-
-    Args:
-        gradients (Any): A tree with the same structure on every rank, or an empty one,
-            which stands for zeros.
-        group (Group, optional): Default: the global group.
-        weight (float or array, optional): The weight of this rank, for example its
-            number of micro-batches. Default: 1, or 0 for an empty tree.
-        like (Any, optional): A model or parameters that provide the shapes for an
-            empty tree.
-        only (Callable, optional): Called with path and gradient; returns whether to
-            average it. Default: all floating-point gradients.
-    """
-    group = mx.distributed.init() if group is None else group
-    if is_single(group):
-        return gradients
-    if not tree_flatten(gradients):
-        if like is None:
-            raise ValueError(
-                "This rank has no gradients, and the shapes of the others' are "
-                "unknown. Pass like=model.trainable_parameters()."
-            )
-        if isinstance(like, nn.Module):
-            like = like.trainable_parameters()
-        # Zeros that depend on the parameters keep successive lazy steps in order.
-        gradients = tree_map(lambda p: mx.depends(mx.zeros_like(p), p), like)
-        weight = 0.0 if weight is None else weight
-    found = {path: x for path, x in tree_flatten(gradients) if is_floating(x)}
-    if only is not None:
-        found = {path: x for path, x in found.items() if only(path, x)}
-    if weight is not None:
-        weight = mx.array(weight, mx.float32)
-        found = {path: (x * weight).astype(x.dtype) for path, x in found.items()}
-    # The weight is sent along with the gradients, so that every rank makes the same
-    # calls whether or not it was given.
-    found[""] = mx.array(1.0) if weight is None else weight
-    sums = _sum_over(found, group)
-    total = sums.pop("")
-    total = mx.where(total > 0, total, 1.0)
-    return tree_map_with_path(
-        lambda path, x: (sums[path] / total).astype(x.dtype) if path in sums else x,
-        gradients,
-    )
-
-
-def _sum_over(values: dict[str, mx.array], group: Group) -> dict[str, mx.array]:
-    sums: dict[str, mx.array] = {}
-    last = None
-    for paths in _buckets(values):
-        flat = mx.concatenate([values[path].reshape(-1) for path in paths])
-        if last is not None:
-            # The evaluation order depends on the graph, and a rank without gradients
-            # has a different graph. Only a dependency keeps the ranks in step.
-            (flat,) = mx.depends([flat], [last])
-        last = mx.distributed.all_sum(flat, group=group)
-        start = 0
-        for path in paths:
-            end = start + values[path].size
-            sums[path] = last[start:end].reshape(values[path].shape)
-            start = end
-    return sums
-
-
-def _buckets(values: dict[str, mx.array]) -> Iterator[list[str]]:
-    # In reverse, because the gradients of the last layers are ready first, and sorted,
-    # so that the order in which a rank built its tree does not matter.
-    bucket: list[str] = []
-    n_bytes = 0
-    for path in sorted(values, key=lambda p: (str(values[p].dtype), p), reverse=True):
-        is_full = n_bytes >= _BUCKET_BYTES
-        if bucket and (is_full or values[path].dtype != values[bucket[0]].dtype):
-            yield bucket
-            bucket, n_bytes = [], 0
-        bucket.append(path)
-        n_bytes += values[path].nbytes
-    yield bucket

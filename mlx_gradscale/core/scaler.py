@@ -120,6 +120,8 @@ class GradScaler:
         self._begin()
         defaults = {name: default for name, (_, default) in rule.FIELDS.items()}
         self._fill(defaults | values)
+        # Whether to warn about gradients that were never scaled.
+        self._scales = init_scale != 1 or dynamic
 
     def _begin(self) -> None:
         self._backward = Backward(self._state)
@@ -131,11 +133,6 @@ class GradScaler:
             self._state[name] = rule.as_array(name, value)
         # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
-        self._note_loaded()
-
-    def _note_loaded(self) -> None:
-        # Whether to warn about gradients that were never scaled.
-        self._scales = self.get_scale() != 1 or self.is_dynamic()
 
     @property
     def state(self) -> dict[str, mx.array]:
@@ -411,7 +408,6 @@ class GradScaler:
         if new_scale is not None:
             self._state["scale"] = rule.clamp(self._state, _as_scale(new_scale))
             self._state["skips_since_update"] = mx.array(0)
-            self._scales |= isinstance(new_scale, mx.array) or new_scale != 1
             self._end_iteration()
             return
         # Steps are counted in the state, so that compiled steps count as well.
@@ -488,7 +484,6 @@ class GradScaler:
     def set_dynamic(self, dynamic: bool) -> None:
         """Make the scale dynamic or constant, even for already compiled steps."""
         self._set("dynamic", dynamic)
-        self._scales |= dynamic
 
     def _get(self, name: str) -> Any:
         return rule.read_field(name, self._state[name])
@@ -545,18 +540,15 @@ class GradScaler:
         self.load_state_dict(load_state(path))
 
     def __repr__(self) -> str:
-        name = type(self).__name__
         if not self._enabled:
-            return f"{name}(enabled=False)"
+            return "GradScaler(enabled=False)"
         try:
             values = rule.read(self._state)
         except (RuntimeError, ValueError):  # inside mx.compile there are no values
-            return f"{name}(being traced)"
-        usual = {k: default for k, (_, default) in rule.SETTINGS.items()}
-        changed = {k: values[k] for k in usual if values[k] != usual[k]}
-        shown = {"scale": values["scale"]} | changed
-        shown["skipped_steps"] = values["skipped_steps"]
-        return f"{name}({', '.join(f'{k}={x}' for k, x in shown.items())})"
+            return "GradScaler(being traced)"
+        usual = {name: default for name, (_, default) in rule.SETTINGS.items()}
+        shown = ["scale", *(k for k in usual if values[k] != usual[k]), "skipped_steps"]
+        return f"GradScaler({', '.join(f'{k}={values[k]}' for k in shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:

@@ -31,47 +31,33 @@ def items(tree: Any) -> Any:
     return tree.items() if isinstance(tree, dict) else enumerate(tree)
 
 
-# Helpers are module-level functions, because a recursive closure is a reference cycle
-# that would keep gradients alive until the garbage collector runs.
-
-
-def slots(tree: Any, others: list[Any] | None = None) -> list[Slot]:
-    """List every array of a tree or model with its location.
-
-    Leaves that are not arrays are appended to ``others``.
-    """
-    found: list[Slot] = []
-    _collect_slots(tree, (), found, [] if others is None else others)
+def walk(tree: Any) -> list[tuple[Slot, Any]]:
+    """List every leaf of a tree or model, with its location."""
+    found: list[tuple[Slot, Any]] = []
+    _walk(tree, (), found)
     return found
 
 
-def _collect_slots(
-    tree: Any, path: tuple[Any, ...], found: list[Slot], others: list[Any]
-) -> None:
+# A recursive closure would be a reference cycle, which keeps gradients alive until the
+# garbage collector runs.
+def _walk(tree: Any, path: tuple[Any, ...], found: list[tuple[Slot, Any]]) -> None:
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, mx.array):
-            found.append(((*path, key), tree, key))
-        elif isinstance(value, CONTAINERS):
-            _collect_slots(value, (*path, key), found, others)
+        if isinstance(value, CONTAINERS):
+            _walk(value, (*path, key), found)
         else:
-            others.append(value)
+            found.append((((*path, key), tree, key), value))
+
+
+def slots(tree: Any) -> list[Slot]:
+    """List the location of every array of a tree or model."""
+    return [slot for slot, value in walk(tree) if isinstance(value, mx.array)]
 
 
 def flatten(tree: Any) -> list[tuple[str, Any]]:
-    """Return (dotted path, leaf) pairs like MLX's ``tree_flatten``, but faster."""
+    """Return (dotted path, leaf) pairs, like MLX's ``tree_flatten``, but faster."""
     if not isinstance(tree, CONTAINERS):
         return [("", tree)]
-    found: list[tuple[str, Any]] = []
-    _collect_pairs(tree, "", found)
-    return found
-
-
-def _collect_pairs(tree: Any, prefix: str, found: list[tuple[str, Any]]) -> None:
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if type(value) is not mx.array and isinstance(value, CONTAINERS):
-            _collect_pairs(value, f"{prefix}{key}.", found)
-        else:
-            found.append((f"{prefix}{key}", value))
+    return [(".".join(map(str, path)), value) for (path, _, _), value in walk(tree)]
 
 
 def leaves(tree: Any) -> list[Any]:
