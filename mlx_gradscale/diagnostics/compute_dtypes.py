@@ -124,11 +124,6 @@ def compute_dtypes(
         >>> report.first.path, report.first.argument
         ('layers.0', 'x')
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"compute_dtypes(model, loss_fn, *batch) takes a model first, got "
-            f"{type(model).__name__}."
-        )
     arguments: dict[int, str] = {}
     calls: list[LayerDtypes] = []
     forward: list[LayerDtypes] = []

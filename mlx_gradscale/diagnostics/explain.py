@@ -65,15 +65,6 @@ class OverflowReport:
             None if no layers help or none are needed.
         line (str): The line of code that fixes it, and where to put it; "" if none
             does.
-
-    Example:
-        >>> import mlx.core as mx, mlx.nn as nn
-        >>> from mlx_gradscale.diagnostics import explain_overflow
-        >>> model = nn.Linear(2, 1)
-        >>> report = explain_overflow(model, lambda x: mx.log(model(x) * 0).sum(),
-        ...                           mx.ones((1, 2)))
-        >>> report.cause, report.loss_is_finite, report.scaling_helps
-        ('loss', False, False)
     """
 
     cause: str
@@ -154,8 +145,7 @@ def explain_overflow(
     """
     setting = Setting(model, loss_fn, compute_dtype, cast_inputs, keep)
     arguments = Batch(batch, named)
-    is_scaled = hasattr(loss_fn, "has_scaled_gradient")
-    if is_scaled and scale is not None:
+    if scale is not None and hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "This loss function comes from scale_loss() and has its own scale: leave "
             "scale= out, or pass the original function."
@@ -186,12 +176,12 @@ def explain_overflow(
 
 
 def _line_to_paste(found: Float32Search) -> str:
-    argument = found.where[0] if len(found.where) == 1 else found.where
-    whole_model = f"{WHOLE_MODEL}\n" if found.is_whole_model else ""
-    return (
-        f"{whole_model}Add this line before the first step, and before the step is "
-        f"compiled:\n    mlx_gradscale.float32_layers(model, {argument!r})"
-    )
+    where = found.where[0] if len(found.where) == 1 else found.where
+    lines = [
+        "Add this line before the first step, and before the step is compiled:",
+        f"    mlx_gradscale.float32_layers(model, {where!r})",
+    ]
+    return "\n".join([WHOLE_MODEL, *lines] if found.is_whole_model else lines)
 
 
 def overflow_table(grads: Any, limit: int | None = 20) -> str:
