@@ -7,9 +7,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from distributed_parts import overflows
 from kernel_arguments import BOUND
 from reference import Reference
+from support.distributed_parts import overflows
 from support.ring import mlx_launch, run_ranks
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer

@@ -10,10 +10,10 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from distributed_parts import Deep, message
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.distributed import broadcast
+from support.distributed_parts import Deep, message
 
 
 def differ(group):

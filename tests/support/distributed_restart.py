@@ -10,12 +10,12 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from distributed_parts import compiled_step, fingerprint
 from helpers import Mlp, batch, mse
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.distributed import assert_in_sync, from_rank_0
+from support.distributed_parts import compiled_step, fingerprint
 
 OVERFLOWS = (2, 7, 11)
 

@@ -11,15 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from distributed_parts import (
-    Deep,
-    all_reduces,
-    compiled_step,
-    fingerprint,
-    message,
-    overflows,
-    rank_batch,
-)
 from helpers import (
     INF,
     Mlp,
@@ -40,6 +31,15 @@ from mlx_gradscale.distributed import (
     average_gradients,
     broadcast,
     from_rank_0,
+)
+from support.distributed_parts import (
+    Deep,
+    all_reduces,
+    compiled_step,
+    fingerprint,
+    message,
+    overflows,
+    rank_batch,
 )
 
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}

@@ -5,6 +5,7 @@ import hashlib
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+
 from support.graphs import kernels
 from support.helpers import Traced, batch, bits, mse
 
