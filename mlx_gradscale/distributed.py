@@ -5,7 +5,6 @@ calls, in the same order, or the others block until it makes another call or exi
 """
 
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,9 +53,10 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
             each = (f"rank {rank} has {x}" for rank, x in enumerate(found))
             lines.append(f"The ranks differ in {path!r}: {', '.join(each)}.")
     if lines:
-        more = [f"There are {len(lines) - _LISTED} more."] * (len(lines) > _LISTED)
-        advice = "Load the last checkpoint on all ranks, with from_rank_0()."
-        raise RuntimeError("\n".join([*lines[:_LISTED], *more, advice]))
+        if len(lines) > _LISTED:
+            lines[_LISTED:] = [f"There are {len(lines) - _LISTED} more."]
+        lines.append("Load the last checkpoint on all ranks, with from_rank_0().")
+        raise RuntimeError("\n".join(lines))
 
 
 def broadcast(tree: Any, group: Group | None = None) -> Any:
@@ -155,18 +155,13 @@ def _decode(plan: Any, found: Iterator[mx.array], group: Group) -> Any:
         return plan
     [(kind, content)] = plan.items()
     if kind == "array":
-        shape, name = content
-        return _receive(shape, dtype_named(name), next(found, None), group)
+        shape, dtype = content[0], dtype_named(content[1])
+        x = next(found, mx.zeros(shape, dtype))
+        if x.size:
+            # Summed as bytes, with zeros on other ranks: exact for all dtypes and NaN.
+            total = mx.distributed.all_sum(_bytes(x), group=group)
+            mx.eval(total)
+            x = total.view(dtype).reshape(shape)
+        return x
     children = [_decode(child, found, group) for child in content]
     return {"dict": dict, "list": list, "tuple": tuple}[kind](children)
-
-
-def _receive(
-    shape: list[int], dtype: mx.Dtype, mine: mx.array | None, group: Group
-) -> mx.array:
-    # Summed as bytes, with zeros on other ranks: exact for all dtypes, -0.0 and NaN.
-    n_bytes = math.prod(shape) * dtype.size
-    sent = mx.zeros(n_bytes, mx.uint8) if mine is None else _bytes(mine)
-    total = mx.distributed.all_sum(sent, group=group) if n_bytes else sent
-    mx.eval(total)
-    return total.view(dtype).reshape(shape)

@@ -76,10 +76,15 @@ class DtypeReport:
             name = f"{layer.model}: {name}" if len(models) > 1 else name
             rows.append([name, *map(_names, (own, layer.inputs, layer.outputs))])
         lines = [align(rows, left=4)]
-        if self.first is None:
-            lines.append("All layers compute in half precision.")
-        else:
+        if self.first is not None:
             lines.append(_promotion_message(self.first))
+        elif any(layer.parameters is not None for layer in self.layers):
+            lines.append("All layers with half-precision parameters compute in it.")
+        else:
+            lines.append(
+                "No layer computes in half precision. Pass compute_dtype=mx.float16, "
+                "or call model.set_dtype(mx.float16)."
+            )
         if self.half_statistics:
             lines.append(
                 f"The running statistics of {', '.join(self.half_statistics)} are in "

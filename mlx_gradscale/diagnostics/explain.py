@@ -22,27 +22,26 @@ from .reading import scale_of
 _SMALLER = 2.0**-40
 
 _ADVICE = {
-    "nothing": "Loss and gradients are finite. If training skipped this batch, pass "
-    "compute_dtype= as there, and scale= as it was then.",
-    "batch": "The batch holds values that are not finite. No loss scale helps: leave "
-    "such samples out, or repair them.",
-    "arguments": "Arguments are finite, but not after the cast to compute_dtype. No "
-    "loss scale helps: normalise them; or leave arguments alone with "
-    "value_and_grad(..., cast_inputs=False), and cast in the loss function what the "
-    "model needs.",
-    "parameters": "Parameters are not finite. No loss scale helps: return to an "
-    "earlier checkpoint.",
-    "forward": "The forward pass overflows. Loss scaling works on gradients and cannot "
-    "help: let the layers that make and read this value compute in float32, make their "
-    "inputs smaller, or compute in bfloat16.",
-    "loss": "The model's outputs are finite. Loss scaling cannot help: compute the "
-    "loss in float32, from logits.astype(mx.float32), and look for a logarithm or a "
-    "division of zero.",
+    "nothing": "The gradients are finite too. If training skipped this batch, pass the "
+    "compute_dtype= that training uses, and the scale= of that step.",
+    "batch": "The batch contains non-finite values, which no loss scale can fix. "
+    "Remove or repair these samples.",
+    "arguments": "The arguments are finite, but overflow in compute_dtype, which no "
+    "loss scale can fix. Normalise them; or call value_and_grad(..., "
+    "cast_inputs=False), and cast in the loss function what the model needs.",
+    "parameters": "Parameters are non-finite, which no loss scale can fix. Go back to "
+    "an earlier checkpoint.",
+    "forward": "The forward pass overflows. Loss scaling affects only gradients and "
+    "cannot help. Compute the layers that produce and read this value in float32, make "
+    "their inputs smaller, or compute in bfloat16.",
+    "loss": "The model's outputs are finite, so loss scaling cannot help. Compute the "
+    "loss in float32, from logits.astype(mx.float32), and look for a logarithm of zero "
+    "or a division by zero.",
     "gradients": "Only gradients overflow. A smaller loss scale helps, and a dynamic "
     "scaler finds it by itself.",
-    "derivative": "The gradients are not finite at any loss scale: a derivative itself "
-    "is infinite or NaN, such as that of sqrt or of a norm at zero. Loss scaling "
-    "cannot help: add an epsilon there.",
+    "derivative": "The gradients are non-finite at any loss scale: a derivative itself "
+    "is infinite or NaN, such as that of sqrt or of a norm at zero. Add an epsilon "
+    "there.",
 }
 
 
@@ -91,7 +90,7 @@ class OverflowReport:
         if self.loss_is_finite:
             first = f"The loss is finite, {self.loss:.6g}, {scale}."
         else:
-            first = f"The loss itself is {self.loss}, {scale}: every step is skipped."
+            first = f"The loss itself is {self.loss}, {scale}: the step is skipped."
         lines = [first, _ADVICE[self.cause], self.where, self.line]
         if self.leaves:
             lines.append(overflow_table(self.leaves))

@@ -55,9 +55,16 @@ def test_nothing_is_promoted(how):
     options = {"compute_dtype": mx.float16} if how == "compute_dtype" else {}
     report = compute_dtypes(model, mse(model), *batch(dtype=mx.float16), **options)
     assert report.first is None
-    assert "All layers compute in half precision." in str(report)
+    assert "All layers with half-precision parameters" in str(report)
     paths = [layer.path for layer in report.layers]
     assert ("layers.0" in paths) == (how != "float32 layer")
+
+
+def test_model_without_half_precision_is_reported_as_such():
+    model = Mlp()
+    report = compute_dtypes(model, mse(model), *batch())
+    assert report.first is None
+    assert "No layer computes in half precision" in str(report)
 
 
 def test_layer_by_itself_is_named():

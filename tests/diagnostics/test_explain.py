@@ -68,7 +68,7 @@ def test_finite_batch_is_reported_as_such():
     assert report.loss_is_finite
     assert not report.scaling_helps
     assert str(report).startswith("The loss is finite, ")
-    assert "pass compute_dtype=" in str(report)
+    assert "compute_dtype= that training uses" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_nonfinite_loss_is_reported_first():
     report = explain(model, 300.0, lambda x: model(x).square().sum())
     assert (report.cause, report.layer) == ("loss", None)
     assert str(report).startswith("The loss itself is inf, at a loss scale of 2^0: ")
-    assert "compute the loss in float32" in str(report)
+    assert "Compute the loss in float32" in str(report)
 
 
 def test_loss_reduced_in_float16_cannot_take_a_scale_of_65536():

@@ -180,6 +180,7 @@ def test_rank_0_brings_everybody_back(ranks):
         assert report["kinds"]
         assert "no such file.safetensors" in report["missing"]
         assert ("Rank 0 could not load" in report["missing"]) == (rank > 0)
+        assert "is not JSON serializable" in report["unsupported"]
         assert report["after"] == 1
 
 

@@ -374,7 +374,7 @@ def drift(group):
         "half": [mx.array(-0.0, mx.bfloat16), {}, (mx.array(True), None)],
         "wide": mx.array(np.array([2**63 + 1], np.uint64)),
         "empty": mx.zeros((0, 3), mx.float16),
-        "numbers": {"scale": 1e300, "steps": 2**53 + 1, "name": "x"},
+        "numbers": {"scale": 1e300, "steps": 2**53 + 1, "name": "x", 1: True},
     }
     got = from_rank_0(lambda: tree if rank == 0 else 1 / 0, group)
     found["tree"] = fingerprint(got) == fingerprint(tree)
@@ -386,6 +386,7 @@ def drift(group):
     found["missing"] = message(
         lambda: from_rank_0(lambda: mx.load(str(missing)), group)
     )
+    found["unsupported"] = message(lambda: from_rank_0(lambda: {"x": group}, group))
     found["after"] = from_rank_0(lambda: 1 + rank, group)
     return found
 
