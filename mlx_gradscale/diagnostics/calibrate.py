@@ -77,10 +77,8 @@ def calibrate(
     if group.size() > 1:
         # If only one rank raised, the others would wait for it.
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))
-    if problem is not None:
-        raise problem
     if scale == 0.0:
-        raise ValueError("calibrate() failed on another rank.")
+        raise problem or ValueError("calibrate() failed on another rank.")
     scaler.update(scale)
     return scale
 
