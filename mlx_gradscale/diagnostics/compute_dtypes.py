@@ -79,7 +79,7 @@ class DtypeReport:
         if self.first is not None:
             lines.append(_promotion_message(self.first))
         elif any(layer.parameters is not None for layer in self.layers):
-            lines.append("All layers with half-precision parameters compute in it.")
+            lines.append("No layer with half-precision parameters computes in float32.")
         else:
             lines.append(
                 "No layer computes in half precision. Pass compute_dtype=mx.float16, "

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 
     from ..float32_layers import Float32Search, Row
 
-_LARGEST = 65504.0
 # Exponents, because the axis is linear: float16's largest and smallest numbers.
-_LIMIT, _LOWEST = math.log2(_LARGEST), -24.0
+_LIMIT, _LOWEST = math.log2(65504.0), -24.0
 _MOST_NAMES = 40
 
 
@@ -83,13 +82,13 @@ def _draw(
         ("forward", "forward", "line", "o"),
         ("backward", backward, "second", "^"),
     ):
-        values = {i: getattr(row, name) for i, row in enumerate(rows)}
-        powers = {i: math.log2(x) for i, x in values.items() if 0 < x < math.inf}
-        lost = [values[i] > _LARGEST and i not in in_float32 for i in powers]
-        shown = [colors["alarm" if x else color] for x in lost]
-        look: Any = {"marker": marker, "zorder": 3}
-        axes.scatter(list(powers), list(powers.values()), s=14, c=shown, **look)
-        axes.plot([], [], color=colors[color], ls="", ms=4, label=label, **look)
+        values = ((i, getattr(row, name)) for i, row in enumerate(rows))
+        powers = {i: math.log2(x) for i, x in values if 0 < x < math.inf}
+        lost = {i: p for i, p in powers.items() if p > _LIMIT and i not in in_float32}
+        look: Any = {"ls": "", "marker": marker, "ms": 4}
+        points = [*powers], [*powers.values()]
+        axes.plot(*points, color=colors[color], label=label, **look)
+        axes.plot([*lost], [*lost.values()], color=colors["alarm"], **look)
         top = max([top, *powers.values()])
     inside = [i for i, row in enumerate(rows) if row.overflows_inside and not cured]
     if inside:
