@@ -90,7 +90,7 @@ class GradientHistogram:
         """Return {p: count of magnitudes from 2**p to 2**(p + 1)} at a scale.
 
         Magnitudes are first rounded to float16's 11 bits, so that overflows start at
-        2**16.
+        2**16. Subnormals of float32 count as 2**-127, before scaling.
         """
         shift = round(math.log2(scale / self.scale))
         powers = self.bins[1:_INF]

@@ -71,10 +71,9 @@ class ScaleHistory:
             data = _read(self._path) if self._path.exists() else b""
             records = _parse(self._path, data)
             self._step = records[-1].step if records else 0
-            with open(self._path, "ab") as file:
-                file.truncate(data.rfind(b"\n") + 1)
-                if self._path.suffix == ".csv" and b"\n" not in data:
-                    file.write(f"{_HEADER}\n".encode())
+            self._end = data.rfind(b"\n") + 1
+            is_new_table = self._path.suffix == ".csv" and not self._end
+            self._append(self._path, f"{_HEADER}\n" if is_new_table else "")
 
     def record(
         self,
@@ -120,10 +119,17 @@ class ScaleHistory:
             given = (None if x is None else float(x) for x in numbers)
             new.append(ScaleRecord(step, float(scale), bool(applied), *given))
         if self._path is not None:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("".join(_format(self._path, record) for record in new))
+            lines = [_format(self._path, record) for record in new]
+            self._append(self._path, "".join(lines))
         self._pending.clear()
         self._records += new
+
+    def _append(self, path: Path, text: str) -> None:
+        with open(path, "ab") as file:
+            # A crash or a full disk may have left part of a line.
+            file.truncate(self._end)
+            file.write(text.encode())
+        self._end += len(text.encode())
 
     def __enter__(self) -> "ScaleHistory":
         return self
