@@ -43,11 +43,6 @@ class LayerDtypes:
     outputs: tuple[mx.Dtype, ...]
     argument: str | None = None
 
-    @property
-    def is_promoted(self) -> bool:
-        """Whether it returned float32 despite half-precision parameters."""
-        return self.parameters is not None and mx.float32 in self.outputs
-
 
 @dataclass(frozen=True)
 class DtypeReport:
@@ -65,7 +60,8 @@ class DtypeReport:
     @property
     def first(self) -> LayerDtypes | None:
         """The first layer with half-precision parameters that returned float32."""
-        return next((layer for layer in self.layers if layer.is_promoted), None)
+        half = (layer for layer in self.layers if layer.parameters is not None)
+        return next((layer for layer in half if mx.float32 in layer.outputs), None)
 
     def __str__(self) -> str:
         models = {layer.model for layer in self.layers}

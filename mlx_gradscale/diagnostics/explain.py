@@ -62,8 +62,6 @@ class OverflowReport:
         cure (list or None): The layers that must be float32 to make loss and gradients
             of this batch finite, in the format of ``float32_layers`` and already tried.
             None if no layers help or none are needed.
-        line (str): The line of code that fixes it, and where to put it; "" if none
-            does.
     """
 
     cause: str
@@ -73,7 +71,6 @@ class OverflowReport:
     scale: float
     leaves: list[NonFinite] = field(default_factory=list)
     cure: list[str] | None = None
-    line: str = ""
 
     @property
     def loss_is_finite(self) -> bool:
@@ -84,6 +81,19 @@ class OverflowReport:
     def scaling_helps(self) -> bool:
         """Whether a smaller loss scale makes the gradients finite."""
         return self.cause == "gradients"
+
+    @property
+    def line(self) -> str:
+        """The line of code that fixes it, and where to put it; "" if none does."""
+        if self.cure is None:
+            return ""
+        where = self.cure[0] if len(self.cure) == 1 else self.cure
+        lines = [WHOLE_MODEL] if Float32Search(self.cure).is_whole_model else []
+        lines += [
+            "Add this line before the first step, and before the step is compiled:",
+            f"    mlx_gradscale.float32_layers(model, {where!r})",
+        ]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         scale = f"at a loss scale of {power(self.scale)}"
@@ -159,7 +169,7 @@ def explain_overflow(
         smaller = max(number * _SMALLER, SMALLEST_SCALE)
         if not run(setting, arguments, scale=smaller).is_finite:
             cause = "derivative"
-    cure, line = None, ""
+    cure = None
     if cause in ("forward", "loss"):
         original = inspect.unwrap(
             loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
@@ -167,20 +177,10 @@ def explain_overflow(
         # A model that skips steps may have unusual weights: allow a large distance.
         setting = replace(setting, loss_fn=original)
         found = search_batches(setting, [arguments], margin=1.0, tolerance=0.1)
-        if found.where:
-            cure, line = found.where, _line_to_paste(found)
+        cure = found.where or None
     return OverflowReport(
-        cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure, line
+        cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure
     )
-
-
-def _line_to_paste(found: Float32Search) -> str:
-    where = found.where[0] if len(found.where) == 1 else found.where
-    lines = [
-        "Add this line before the first step, and before the step is compiled:",
-        f"    mlx_gradscale.float32_layers(model, {where!r})",
-    ]
-    return "\n".join([WHOLE_MODEL, *lines] if found.is_whole_model else lines)
 
 
 def overflow_table(grads: Any, limit: int | None = 20) -> str:
