@@ -1,6 +1,6 @@
 """``compile_step``: ``mx.compile`` for training steps that can fail or be skipped."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from typing import Any
@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .core.notices import warn_user
 from .core.scaler import SkipWatch
-from .core.trees import CONTAINERS, items, restore, snapshot
+from .core.trees import restore, snapshot
 
 
 def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
@@ -41,7 +41,8 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
         array(30, dtype=int32)
     """
     compiled = mx.compile(step, inputs=state, outputs=state)
-    watched = [(each, SkipWatch()) for each in _scaler_states(state)]
+    dicts = [tree for tree, _ in snapshot(state) if isinstance(tree, dict)]
+    watched = [(tree, SkipWatch()) for tree in dicts if "consecutive_skips" in tree]
 
     @wraps(step)
     def compiled_step(*args: Any, **kwargs: Any) -> Any:
@@ -71,11 +72,3 @@ def remember(*trees: Any) -> Callable[[], None]:
             mx.random.seed(first << 32 | second)
 
     return undo
-
-
-def _scaler_states(tree: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(tree, dict) and "consecutive_skips" in tree:
-        yield tree
-    elif isinstance(tree, CONTAINERS):
-        for _, value in items(tree):
-            yield from _scaler_states(value)

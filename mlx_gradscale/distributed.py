@@ -53,9 +53,10 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
             each = (f"rank {rank} has {x}" for rank, x in enumerate(found))
             lines.append(f"The ranks differ in {path!r}: {', '.join(each)}.")
     if lines:
-        more = [f"There are {len(lines) - _LISTED} more."] * (len(lines) > _LISTED)
-        advice = "Load the last checkpoint on all ranks, with from_rank_0()."
-        raise RuntimeError("\n".join([*lines[:_LISTED], *more, advice]))
+        if len(lines) > _LISTED:
+            lines[_LISTED:] = [f"There are {len(lines) - _LISTED} more."]
+        lines.append("Load the last checkpoint on all ranks, with from_rank_0().")
+        raise RuntimeError("\n".join(lines))
 
 
 def broadcast(tree: Any, group: Group | None = None) -> Any:
@@ -81,7 +82,7 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
 
     Args:
         load (Callable): Returns a tree (dict, list, tuple) of arrays, Python numbers,
-            strings and None.
+            strings and None; anything else raises a TypeError.
         group (Group, optional): Default: the global group.
 
     Example:
@@ -98,21 +99,21 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     if is_single(group):
         return load()
     found: list[mx.array] = []
-    error, plan = None, None
+    text, error = "", None
     if group.rank() == 0:
         try:
-            plan = _encode(load(), found)
+            text = json.dumps(_encode(load(), found))
             # Evaluate here, because a file that cannot be read fails only then.
             mx.eval(found)
         except Exception as e:
             error = e
     failure = error and f"{type(error).__name__}: {error}"
-    plan, failure = _gather([plan, failure], group)[0]
+    text, failure = _gather([text, failure], group)[0]
     if error is not None:
         raise error
     if failure is not None:
         raise RuntimeError(f"Rank 0 could not load: {failure}")
-    return _decode(plan, iter(found), group)
+    return _decode(json.loads(text), iter(found), group)
 
 
 def _describe(x: mx.array) -> str:
@@ -140,40 +141,27 @@ def _encode(tree: Any, found: list[mx.array]) -> Any:
     """Return a tree in JSON form, with shapes and dtypes in place of arrays."""
     if isinstance(tree, mx.array):
         found.append(tree)
-        return {"array": [list(tree.shape), dtype_name(tree)]}
+        return {"array": [tree.shape, dtype_name(tree)]}
     if isinstance(tree, dict):
-        for key in tree:
-            if not isinstance(key, str):
-                raise TypeError(f"The keys of a dict must be strings, got {key!r}.")
-        return {"dict": {key: _encode(x, found) for key, x in tree.items()}}
+        return {"dict": [_encode(item, found) for item in tree.items()]}
     if isinstance(tree, (list, tuple)):
         kind = "list" if isinstance(tree, list) else "tuple"
         return {kind: [_encode(x, found) for x in tree]}
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return {"value": tree}
-    raise TypeError(f"Expected a tree of arrays, numbers and strings, got {tree!r}.")
+    return tree
 
 
 def _decode(plan: Any, found: Iterator[mx.array], group: Group) -> Any:
+    if not isinstance(plan, dict):
+        return plan
     [(kind, content)] = plan.items()
     if kind == "array":
-        return _receive(content[0], dtype_named(content[1]), next(found, None), group)
-    if kind == "dict":
-        return {key: _decode(child, found, group) for key, child in content.items()}
-    if kind == "value":
-        return content
+        shape, dtype = content[0], dtype_named(content[1])
+        x = next(found, mx.zeros(shape, dtype))
+        if x.size:
+            # Summed as bytes, with zeros on other ranks: exact for all dtypes and NaN.
+            total = mx.distributed.all_sum(_bytes(x), group=group)
+            mx.eval(total)
+            x = total.view(dtype).reshape(shape)
+        return x
     children = [_decode(child, found, group) for child in content]
-    return children if kind == "list" else tuple(children)
-
-
-def _receive(
-    shape: list[int], dtype: mx.Dtype, mine: mx.array | None, group: Group
-) -> mx.array:
-    size = int(np.prod(shape, dtype=np.int64))
-    if size == 0:
-        return mx.zeros(shape, dtype)
-    # Summed as bytes, with zeros on other ranks: exact for all dtypes, -0.0 and NaN.
-    sent = mx.zeros(size * dtype.size, mx.uint8) if mine is None else _bytes(mine)
-    total = mx.distributed.all_sum(sent, group=group)
-    mx.eval(total)
-    return total.view(dtype).reshape(shape)
+    return {"dict": dict, "list": list, "tuple": tuple}[kind](children)

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten
 
 from .core.finite import is_floating
 from .core.masters import to_float32
@@ -45,14 +44,11 @@ class EMA:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        decay: float = 0.999,
+        self, model: nn.Module, optimizer: Optimizer | None = None, decay: float = 0.999
     ):
-        if not isinstance(decay, Real) or not 0 <= decay < 1:
+        if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
-        self._optimizer: Optimizer | None = optimizer
+        self._optimizer = optimizer
         # 1 - decay, because float32 cannot tell a decay near 1 from 1. The weights are
         # copied, because ``weight += 1`` modifies an array in place.
         self._state: dict[str, Any] = {
@@ -102,20 +98,15 @@ class EMA:
             new = average + rate * (now[path] - average)
             averages[path] = new if applied is None else mx.where(applied, new, average)
 
-    def weights(self, model: nn.Module) -> Any:
-        """Return the average as a tree for ``model.update``, in the model's dtypes."""
-        averages = self._state["weights"]
-        return tree_map_with_path(
-            lambda path, x: averages[path].astype(x.dtype) if path in averages else x,
-            model.trainable_parameters(),
-        )
-
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """Load the average into the model for evaluation or export; restore on exit."""
         own = model.trainable_parameters()
+        dtypes = {path: x.dtype for path, x in tree_flatten(own)}
+        averages = self._state["weights"].items()
         try:
-            model.update(self.weights(model))
+            average = [(path, x.astype(dtypes[path])) for path, x in averages]
+            model.load_weights(average, strict=False)
             yield
         finally:
             model.update(own)

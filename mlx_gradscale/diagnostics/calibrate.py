@@ -1,5 +1,6 @@
 """Find a loss scale on one batch, before the first step."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,13 @@ from ..float32_layers.calls import preserved
 from ..float32_layers.trial import Batch, Setting, differentiate
 from .reading import scaler_of
 
-# Powers of two: a float32 loss never needs more than the first, and no scale below the
-# second helps.
-_LARGEST, _SMALLEST = 24, -24
+# Powers of two: no scale below the first helps, and a float32 loss never needs more
+# than the last.
+_POWERS = range(-24, 25)
+_ADVICE = (
+    " at any loss scale. Call explain_overflow() of mlx_gradscale.diagnostics to find "
+    "out why."
+)
 
 
 def calibrate(
@@ -28,7 +33,7 @@ def calibrate(
     """Set the scale to the largest that does not overflow on one batch.
 
     Without calibration, a run finds its scale by skipping steps. Model, optimizer and
-    random state are unchanged. It takes about seven forward and backward passes and
+    random state are unchanged. It takes about six forward and backward passes and
     waits for each of them: call it before training, not in a step.
 
     Args:
@@ -62,52 +67,32 @@ def calibrate(
     scaler = scaler_of(source)
     if not scaler.is_enabled():
         return 1.0
+    setting = Setting(model, loss_fn, compute_dtype)
     scale, problem = 0.0, None
     try:
-        scale = _largest_scale(model, loss_fn, batch, compute_dtype) * 2.0**-headroom
+        scale = _largest_scale(setting, Batch(batch)) * 2.0**-headroom
     except ValueError as error:
         problem = error
     group = group or mx.distributed.init()
     if group.size() > 1:
         # If only one rank raised, the others would wait for it.
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))
-    if problem is not None:
-        raise problem
     if scale == 0.0:
-        raise ValueError("calibrate() failed on another rank.")
+        raise problem or ValueError("calibrate() failed on another rank.")
     scaler.update(scale)
     return scale
 
 
-def _largest_scale(
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    batch: tuple[Any, ...],
-    compute_dtype: mx.Dtype | None,
-) -> float:
-    def fits(power: int) -> bool:
-        with preserved(model):
-            loss, gradients = differentiate(setting, Batch(batch), 2.0**power)
+def _largest_scale(setting: Setting, batch: Batch) -> float:
+    def overflows(power: int) -> bool:
+        with preserved(setting.model):
+            loss, gradients = differentiate(setting, batch, 2.0**power)
             if not all_finite([loss]).item():
-                raise ValueError(
-                    f"The loss of this batch is {loss.item()}, which no scale cures. "
-                    "explain_overflow() of mlx_gradscale.diagnostics finds where it "
-                    "begins."
-                )
-            return bool(all_finite(gradients).item())
+                raise ValueError(f"The loss of this batch is {loss.item()}{_ADVICE}")
+            return not all_finite(gradients).item()
 
-    setting = Setting(model, loss_fn, compute_dtype)
     # A batch that overflows at one scale overflows at every larger one.
-    low, high = _SMALLEST, _LARGEST
-    if not fits(low):
-        raise ValueError(
-            "The gradients of this batch are not finite at any scale. "
-            "explain_overflow() of mlx_gradscale.diagnostics finds where they begin."
-        )
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return 2.0**low
+    fitting = bisect_left(_POWERS, True, key=overflows)
+    if not fitting:
+        raise ValueError(f"The gradients of this batch are not finite{_ADVICE}")
+    return 2.0 ** _POWERS[fitting - 1]

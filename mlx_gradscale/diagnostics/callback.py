@@ -8,8 +8,6 @@ import mlx.core as mx
 from ..files.text import power
 from .reading import scaler_of
 
-_COUNTS = ("skipped_steps", "consecutive_skips")
-
 
 class LossScaleCallback:
     """Add loss scale, skipped steps and gradient norm to mlx-lm's reports.
@@ -65,11 +63,12 @@ class LossScaleCallback:
             self.wrapped_callback.on_val_loss_report(val_info)
 
     def _read(self) -> dict[str, Any]:
-        state = self._scaler.state
+        names = ("scale", "skipped_steps", "consecutive_skips")
+        lazy = {name: self._scaler.state[name] for name in names}
+        lazy["loss_scale"] = lazy.pop("scale")
         norm = getattr(self._optimizer, "grad_norm", None)
-        lazy = {"loss_scale": state["scale"], **{name: state[name] for name in _COUNTS}}
         if norm is not None:
-            lazy["grad_norm"] = mx.array(norm)
+            lazy["grad_norm"] = norm
         mx.eval(lazy)
         return {name: x.item() for name, x in lazy.items()}
 

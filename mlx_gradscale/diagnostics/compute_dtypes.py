@@ -43,11 +43,6 @@ class LayerDtypes:
     outputs: tuple[mx.Dtype, ...]
     argument: str | None = None
 
-    @property
-    def is_promoted(self) -> bool:
-        """Whether it returned float32 despite half-precision parameters."""
-        return self.parameters is not None and mx.float32 in self.outputs
-
 
 @dataclass(frozen=True)
 class DtypeReport:
@@ -65,7 +60,8 @@ class DtypeReport:
     @property
     def first(self) -> LayerDtypes | None:
         """The first layer with half-precision parameters that returned float32."""
-        return next((layer for layer in self.layers if layer.is_promoted), None)
+        half = (layer for layer in self.layers if layer.parameters is not None)
+        return next((layer for layer in half if mx.float32 in layer.outputs), None)
 
     def __str__(self) -> str:
         models = {layer.model for layer in self.layers}
@@ -76,10 +72,15 @@ class DtypeReport:
             name = f"{layer.model}: {name}" if len(models) > 1 else name
             rows.append([name, *map(_names, (own, layer.inputs, layer.outputs))])
         lines = [align(rows, left=4)]
-        if self.first is None:
-            lines.append("All layers compute in half precision.")
-        else:
+        if self.first is not None:
             lines.append(_promotion_message(self.first))
+        elif any(layer.parameters is not None for layer in self.layers):
+            lines.append("No layer with half-precision parameters computes in float32.")
+        else:
+            lines.append(
+                "No layer computes in half precision. Pass compute_dtype=mx.float16, "
+                "or call model.set_dtype(mx.float16)."
+            )
         if self.half_statistics:
             lines.append(
                 f"The running statistics of {', '.join(self.half_statistics)} are in "
@@ -124,11 +125,6 @@ def compute_dtypes(
         >>> report.first.path, report.first.argument
         ('layers.0', 'x')
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"compute_dtypes(model, loss_fn, *batch) takes a model first, got "
-            f"{type(model).__name__}."
-        )
     arguments: dict[int, str] = {}
     calls: list[LayerDtypes] = []
     forward: list[LayerDtypes] = []

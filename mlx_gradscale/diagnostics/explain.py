@@ -22,27 +22,26 @@ from .reading import scale_of
 _SMALLER = 2.0**-40
 
 _ADVICE = {
-    "nothing": "Loss and gradients are finite. If training skipped this batch, pass "
-    "compute_dtype= as there, and scale= as it was then.",
-    "batch": "The batch holds values that are not finite. No loss scale helps: leave "
-    "such samples out, or repair them.",
-    "arguments": "Arguments are finite, but not after the cast to compute_dtype. No "
-    "loss scale helps: normalise them; or leave arguments alone with "
-    "value_and_grad(..., cast_inputs=False), and cast in the loss function what the "
-    "model needs.",
-    "parameters": "Parameters are not finite. No loss scale helps: return to an "
-    "earlier checkpoint.",
-    "forward": "The forward pass overflows. Loss scaling works on gradients and cannot "
-    "help: let the layers that make and read this value compute in float32, make their "
-    "inputs smaller, or compute in bfloat16.",
-    "loss": "The model's outputs are finite. Loss scaling cannot help: compute the "
-    "loss in float32, from logits.astype(mx.float32), and look for a logarithm or a "
-    "division of zero.",
+    "nothing": "The gradients are finite too. If training skipped this batch, pass the "
+    "compute_dtype= that training uses, and the scale= of that step.",
+    "batch": "The batch contains non-finite values, which no loss scale can fix. "
+    "Remove or repair these samples.",
+    "arguments": "The arguments are finite, but overflow in compute_dtype, which no "
+    "loss scale can fix. Normalise them; or call value_and_grad(..., "
+    "cast_inputs=False), and cast in the loss function what the model needs.",
+    "parameters": "Parameters are non-finite, which no loss scale can fix. Go back to "
+    "an earlier checkpoint.",
+    "forward": "The forward pass overflows. Loss scaling affects only gradients and "
+    "cannot help. Compute the layers that produce and read this value in float32, make "
+    "their inputs smaller, or compute in bfloat16.",
+    "loss": "The model's outputs are finite, so loss scaling cannot help. Compute the "
+    "loss in float32, from logits.astype(mx.float32), and look for a logarithm of zero "
+    "or a division by zero.",
     "gradients": "Only gradients overflow. A smaller loss scale helps, and a dynamic "
     "scaler finds it by itself.",
-    "derivative": "The gradients are not finite at any loss scale: a derivative itself "
-    "is infinite or NaN, such as that of sqrt or of a norm at zero. Loss scaling "
-    "cannot help: add an epsilon there.",
+    "derivative": "The gradients are non-finite at any loss scale: a derivative itself "
+    "is infinite or NaN, such as that of sqrt or of a norm at zero. Add an epsilon "
+    "there.",
 }
 
 
@@ -63,17 +62,6 @@ class OverflowReport:
         cure (list or None): The layers that must be float32 to make loss and gradients
             of this batch finite, in the format of ``float32_layers`` and already tried.
             None if no layers help or none are needed.
-        line (str): The line of code that fixes it, and where to put it; "" if none
-            does.
-
-    Example:
-        >>> import mlx.core as mx, mlx.nn as nn
-        >>> from mlx_gradscale.diagnostics import explain_overflow
-        >>> model = nn.Linear(2, 1)
-        >>> report = explain_overflow(model, lambda x: mx.log(model(x) * 0).sum(),
-        ...                           mx.ones((1, 2)))
-        >>> report.cause, report.loss_is_finite, report.scaling_helps
-        ('loss', False, False)
     """
 
     cause: str
@@ -83,7 +71,6 @@ class OverflowReport:
     scale: float
     leaves: list[NonFinite] = field(default_factory=list)
     cure: list[str] | None = None
-    line: str = ""
 
     @property
     def loss_is_finite(self) -> bool:
@@ -95,12 +82,25 @@ class OverflowReport:
         """Whether a smaller loss scale makes the gradients finite."""
         return self.cause == "gradients"
 
+    @property
+    def line(self) -> str:
+        """The line of code that fixes it, and where to put it; "" if none does."""
+        if self.cure is None:
+            return ""
+        where = self.cure[0] if len(self.cure) == 1 else self.cure
+        lines = [WHOLE_MODEL] if Float32Search(self.cure).is_whole_model else []
+        lines += [
+            "Add this line before the first step, and before the step is compiled:",
+            f"    mlx_gradscale.float32_layers(model, {where!r})",
+        ]
+        return "\n".join(lines)
+
     def __str__(self) -> str:
         scale = f"at a loss scale of {power(self.scale)}"
         if self.loss_is_finite:
             first = f"The loss is finite, {self.loss:.6g}, {scale}."
         else:
-            first = f"The loss itself is {self.loss}, {scale}: every step is skipped."
+            first = f"The loss itself is {self.loss}, {scale}: the step is skipped."
         lines = [first, _ADVICE[self.cause], self.where, self.line]
         if self.leaves:
             lines.append(overflow_table(self.leaves))
@@ -154,8 +154,7 @@ def explain_overflow(
     """
     setting = Setting(model, loss_fn, compute_dtype, cast_inputs, keep)
     arguments = Batch(batch, named)
-    is_scaled = hasattr(loss_fn, "has_scaled_gradient")
-    if is_scaled and scale is not None:
+    if scale is not None and hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "This loss function comes from scale_loss() and has its own scale: leave "
             "scale= out, or pass the original function."
@@ -170,7 +169,7 @@ def explain_overflow(
         smaller = max(number * _SMALLER, SMALLEST_SCALE)
         if not run(setting, arguments, scale=smaller).is_finite:
             cause = "derivative"
-    cure, line = None, ""
+    cure = None
     if cause in ("forward", "loss"):
         original = inspect.unwrap(
             loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
@@ -178,19 +177,9 @@ def explain_overflow(
         # A model that skips steps may have unusual weights: allow a large distance.
         setting = replace(setting, loss_fn=original)
         found = search_batches(setting, [arguments], margin=1.0, tolerance=0.1)
-        if found.where:
-            cure, line = found.where, _line_to_paste(found)
+        cure = found.where or None
     return OverflowReport(
-        cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure, line
-    )
-
-
-def _line_to_paste(found: Float32Search) -> str:
-    argument = found.where[0] if len(found.where) == 1 else found.where
-    whole_model = f"{WHOLE_MODEL}\n" if found.is_whole_model else ""
-    return (
-        f"{whole_model}Add this line before the first step, and before the step is "
-        f"compiled:\n    mlx_gradscale.float32_layers(model, {argument!r})"
+        cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure
     )
 
 

@@ -1,6 +1,7 @@
 """Count gradients by power of two, between underflow and overflow."""
 
 import math
+from bisect import bisect
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
@@ -16,21 +17,15 @@ from .reading import scale_of
 # Powers of two in float16: values from 2**-25 up do not round to zero, values from
 # 2**-14 up have all 11 bits, and 2**15 is the largest power.
 ROUNDS_UP, NORMAL, LARGEST = -25, -14, 15
-# The powers of float32 including subnormals, and one more, because numbers just below
-# 2**128 round up to it in 11 bits. Bins: zero, the powers, inf, NaN.
-LOWEST, HIGHEST = -149, 128
-_INF = HIGHEST - LOWEST + 2
+# Bins: zero, the exponents of float32, inf and NaN. All subnormals of float32 share the
+# first power, because they underflow in float16 at any scale. Numbers just below 2**128
+# round up to the last one in 11 bits.
+_FIRST, _LAST = -127, 128
+_INF = _LAST - _FIRST + 2
 _BINS = _INF + 2
 # The range of powers of two for a scale.
 _SMALLEST_POWER = round(math.log2(SMALLEST_SCALE))
 _LARGEST_POWER = round(math.log2(LARGEST_SCALE))
-# For each dtype: integer dtype for its bits, number of mantissa bits, and power of the
-# smallest subnormal.
-_LAYOUTS = {
-    mx.float16: (mx.uint16, 10, -24),
-    mx.bfloat16: (mx.uint16, 7, -133),
-    mx.float32: (mx.uint32, 23, -149),
-}
 # Gradients fill about twenty bins. Using 64 copies of each avoids contention of atomic
 # additions on a GPU, and takes a sixth longer on a CPU.
 _LANES = 64
@@ -62,7 +57,7 @@ class GradientHistogram:
     """Counts of gradients by power of two, from :func:`gradient_histogram`.
 
     Attributes:
-        bins (np.ndarray): Counts of zero, of the powers of two from -149 up, of inf and
+        bins (np.ndarray): Counts of zero, of the powers of two from -127 up, of inf and
             of NaN among the given values.
         scale (float): The loss scale of the given values.
         leaves (dict): The histogram of each leaf, by path.
@@ -95,12 +90,12 @@ class GradientHistogram:
         """Return {p: count of magnitudes from 2**p to 2**(p + 1)} at a scale.
 
         Magnitudes are first rounded to float16's 11 bits, so that overflows start at
-        2**16.
+        2**16. Subnormals of float32 count as 2**-127, before scaling.
         """
         shift = round(math.log2(scale / self.scale))
         powers = self.bins[1:_INF]
         found = np.flatnonzero(powers)
-        return {int(i) + LOWEST + shift: int(powers[i]) for i in found}
+        return {int(i) + _FIRST + shift: int(powers[i]) for i in found}
 
     def at(self, scale: float) -> Shares:
         """Return the shares that survive in float16 at a loss scale.
@@ -109,24 +104,11 @@ class GradientHistogram:
             scale (float): The loss scale, rounded to the nearest power of two.
         """
         size = max(self.size, 1)
-        counts = dict.fromkeys(("underflow", "subnormal", "normal", "overflow"), 0)
+        counts = [0, 0, 0, 0]
         for p, count in self.by_power(scale).items():
-            counts[_kind(p)] += count
-        return Shares(
-            zero=int(self.bins[0]) / size,
-            nonfinite=self.nonfinite / size,
-            **{kind: count / size for kind, count in counts.items()},
-        )
-
-    @property
-    def unscaled(self) -> Shares:
-        """The shares in float16 without loss scaling."""
-        return self.at(1.0)
-
-    @property
-    def scaled(self) -> Shares:
-        """The shares in float16 at :attr:`scale`."""
-        return self.at(self.scale)
+            counts[bisect((ROUNDS_UP, NORMAL, LARGEST + 1), p)] += count
+        every = (int(self.bins[0]), *counts, self.nonfinite)
+        return Shares(*(count / size for count in every))
 
     @property
     def best_scale(self) -> float | None:
@@ -150,10 +132,10 @@ class GradientHistogram:
             underflow = sum(n for q, n in missing.items() if q > NORMAL - ROUNDS_UP)
             return underflow, sum(q * n for q, n in missing.items() if q > 0)
 
-        bottom, least = top, lost(top)
-        while bottom > _SMALLEST_POWER and lost(bottom - 1) == least:
-            bottom -= 1
-        return 2.0 ** ((bottom + top) // 2)
+        # A larger scale never loses more, up to the largest that does not overflow.
+        least = lost(top)
+        best = [p for p in range(_SMALLEST_POWER, top + 1) if lost(p) == least]
+        return 2.0 ** ((best[0] + top) // 2)
 
     def __str__(self) -> str:
         scales = {"without scaling": 1.0}
@@ -187,7 +169,7 @@ def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
         >>> from mlx_gradscale.diagnostics import gradient_histogram
         >>> grads = {"w": mx.array([0.0, 2.0**-30, 2.0**-20, 1.0])}
         >>> histogram = gradient_histogram(grads)
-        >>> histogram.unscaled.underflow, histogram.at(2.0**15).underflow
+        >>> histogram.at(1.0).underflow, histogram.at(2.0**15).underflow
         (0.25, 0.0)
         >>> histogram.best_scale
         32768.0
@@ -205,14 +187,6 @@ def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
     return GradientHistogram(table.sum(axis=0), scale, parts)
 
 
-def _kind(p: int) -> str:
-    if p < ROUNDS_UP:
-        return "underflow"
-    if p < NORMAL:
-        return "subnormal"
-    return "normal" if p <= LARGEST else "overflow"
-
-
 @mx.compile
 def _count(leaves: list[mx.array]) -> mx.array:
     return mx.stack([_count_leaf(x) for x in leaves])
@@ -221,29 +195,16 @@ def _count(leaves: list[mx.array]) -> mx.array:
 def _count_leaf(x: mx.array) -> mx.array:
     if x.dtype == mx.complex64:
         x = x.reshape(-1).view(mx.float32)
-    if x.dtype not in _LAYOUTS:
-        x = x.astype(mx.float32)
     x = x.reshape(1) if x.ndim == 0 else x
-    lanes = mx.arange(x.shape[-1], dtype=mx.uint32) & (_LANES - 1)
-    bins = mx.zeros((_LANES * _BINS,), mx.int32)
-    bins = bins.at[_bin(x) + lanes * _BINS].add(mx.array(1, mx.int32))
-    return bins.reshape(_LANES, _BINS).sum(axis=0)
-
-
-def _bin(x: mx.array) -> mx.array:
-    # Use integers throughout, because a GPU may flush subnormals to zero.
-    dtype, mantissa, smallest = _LAYOUTS[x.dtype]
-    sign = 8 * x.dtype.size - 1
-    bits = x.view(dtype).astype(mx.uint32) & ((1 << sign) - 1)
+    # Integers from here on, because a GPU may flush subnormals to zero.
+    bits = x.astype(mx.float32).view(mx.uint32) & 0x7FFFFFFF
+    infinite = 0x7F800000
     # Adding half of the last bit rounds to float16's 10 mantissa bits: values from
     # 65520 up become 2**16, where float16 overflows.
-    half = 1 << (mantissa - 11) if mantissa > 10 else 0
-    normal = ((bits + half) >> mantissa) + (smallest + mantissa - LOWEST)
-    # The mantissa of a subnormal is its value in units of the smallest one. Converted
-    # to float32 it is normal, and its exponent gives the power.
-    own = (bits.astype(mx.float32).view(mx.uint32) + half) >> 23
-    subnormal = own - (127 - (smallest - LOWEST) - 1)
-    index = mx.where(bits < (1 << mantissa), subnormal, normal)
-    infinite = ((1 << (sign - mantissa)) - 1) << mantissa
+    index = ((bits + (1 << 12)) >> 23) + 1
     index = mx.where(bits >= infinite, _INF + (bits > infinite), index)
-    return mx.where(bits == 0, 0, index)
+    index = mx.where(bits == 0, 0, index)
+    lanes = mx.arange(x.shape[-1], dtype=mx.uint32) & (_LANES - 1)
+    bins = mx.zeros((_LANES * _BINS,), mx.int32)
+    bins = bins.at[index + lanes * _BINS].add(mx.array(1, mx.int32))
+    return bins.reshape(_LANES, _BINS).sum(axis=0)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from ..files.atomic import atomic_write
+from ..files.paths import open_file
 from .reading import scaler_of
 
 
@@ -35,8 +34,6 @@ class ScaleRecord:
 
 
 _HEADER = ",".join(field.name for field in fields(ScaleRecord))
-# The errors that reading a malformed line may raise.
-_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 class ScaleHistory:
@@ -65,13 +62,18 @@ class ScaleHistory:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, every: int = 50):
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every must be a positive integer, got {every!r}.")
         self._every = every
         self._path = None if path is None else Path(path)
         self._records: list[ScaleRecord] = []
         self._pending: list[tuple[int, list[Any]]] = []
-        self._step = _continue_file(self._path) if self._path else 0
+        self._step = 0
+        if self._path is not None:
+            data = _read(self._path) if self._path.exists() else b""
+            records = _parse(self._path, data)
+            self._step = records[-1].step if records else 0
+            self._end = data.rfind(b"\n") + 1
+            is_new_table = self._path.suffix == ".csv" and not self._end
+            self._append(self._path, f"{_HEADER}\n" if is_new_table else "")
 
     def record(
         self,
@@ -113,14 +115,21 @@ class ScaleHistory:
         mx.eval([values for _, values in self._pending])
         new = []
         for step, values in self._pending:
-            scale, applied, grad_norm, loss = map(_number, values)
-            assert scale is not None
-            new.append(ScaleRecord(step, scale, bool(applied), grad_norm, loss))
+            scale, applied, *numbers = values
+            given = (None if x is None else float(x) for x in numbers)
+            new.append(ScaleRecord(step, float(scale), bool(applied), *given))
         if self._path is not None:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write("".join(_line(self._path, record) for record in new))
+            lines = [_format(self._path, record) for record in new]
+            self._append(self._path, "".join(lines))
         self._pending.clear()
         self._records += new
+
+    def _append(self, path: Path, text: str) -> None:
+        with open(path, "ab") as file:
+            # A crash or a full disk may have left part of a line.
+            file.truncate(self._end)
+            file.write(text.encode())
+        self._end += len(text.encode())
 
     def __enter__(self) -> "ScaleHistory":
         return self
@@ -133,13 +142,6 @@ class ScaleHistory:
             if kind is None:
                 raise
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all records to a new ``.csv`` or ``.jsonl`` file."""
-        path = Path(path)
-        lines = [_line(path, record) for record in self.records]
-        with atomic_write(path) as file:
-            file.write((_header(path) + "".join(lines)).encode())
-
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ScaleHistory":
         """Read a history from a file.
@@ -148,7 +150,7 @@ class ScaleHistory:
             ScaleHistory: A history with these records, not attached to a file.
         """
         history = cls()
-        history._records = _read_records(Path(path), Path(path).read_bytes())
+        history._records = _parse(Path(path), _read(Path(path)))
         if history._records:
             history._step = history._records[-1].step
         return history
@@ -174,57 +176,48 @@ class ScaleHistory:
         return self.records[index]
 
 
-def _number(x: Any) -> float | None:
-    if isinstance(x, mx.array):
-        # 0.1, not 0.10000000149011612: the shortest text for this float32.
-        return float(str(np.float32(float(x))))
-    return None if x is None else float(x)
+def _read(path: Path) -> bytes:
+    with open(path, "rb", opener=open_file) as file:
+        return file.read()
 
 
-def _continue_file(path: Path) -> int:
-    """Create a file, or prepare an existing one for appending; return its last step."""
-    header = _header(path).encode()
-    data = path.read_bytes() if path.exists() else b""
-    records = _read_records(path, data)
-    end = data.rfind(b"\n") + 1
-    with open(path, "r+b" if data else "wb") as file:
-        # A crash may have truncated the last line.
-        file.truncate(end)
-        file.seek(end)
-        file.write(b"" if end else header)
-    return records[-1].step if records else 0
-
-
-def _read_records(path: Path, data: bytes) -> list[ScaleRecord]:
-    header = _header(path)
-    start = header or '{"step":'
-    if not data.startswith(start.encode()[: len(data)]):
-        raise ValueError(
-            f"{path} is not a history: it does not begin with {start.strip()!r}. Use "
-            "another file name."
-        )
-    lines = data[: data.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines()
+def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
+    """Return the records; if a run went back to an earlier step, the later ones."""
+    if path.suffix not in (".csv", ".jsonl"):
+        raise ValueError(f"A history ends in .csv or .jsonl, got {path.name!r}.")
+    # A crash may have cut off the last line, but not the only one.
+    text = data[: data.rfind(b"\n") + 1 or None].decode("utf-8", "replace")
     records: list[ScaleRecord] = []
-    for i, line in enumerate(lines[bool(header) :], start=1 + bool(header)):
+    for i, line in enumerate(text.splitlines(), start=1):
+        if line == _HEADER:
+            continue
         try:
-            record = _parse(path, line)
-        except _MALFORMED as error:
+            record = _parse_line(path, line)
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             raise ValueError(
-                f"{path}, line {i} is no record: {line[:100]!r}"
-            ) from error
+                f"{path} is not a history: line {i} is {line[:100]!r}. Use another "
+                "file name."
+            ) from None
         while records and records[-1].step >= record.step:
             records.pop()
         records.append(record)
     return records
 
 
-def _header(path: Path) -> str:
-    if path.suffix not in (".csv", ".jsonl"):
-        raise ValueError(f"A history ends in .csv or .jsonl, got {path.name!r}.")
-    return f"{_HEADER}\n" if path.suffix == ".csv" else ""
+def _parse_line(path: Path, line: str) -> ScaleRecord:
+    if path.suffix == ".csv":
+        row = dict(zip(_HEADER.split(","), line.split(","), strict=True))
+    else:
+        row = json.loads(line)
+    step, scale = int(float(row["step"])), float(row["scale"])
+    if not 0 < scale < math.inf:
+        raise ValueError(line)
+    texts = (row.get("grad_norm"), row.get("loss"))
+    numbers = [None if x in (None, "") else float(x) for x in texts]
+    return ScaleRecord(step, scale, bool(int(row["applied"])), *numbers)
 
 
-def _line(path: Path, record: ScaleRecord) -> str:
+def _format(path: Path, record: ScaleRecord) -> str:
     row = asdict(record)
     if path.suffix == ".csv":
         row["applied"] = int(record.applied)
@@ -234,18 +227,3 @@ def _line(path: Path, record: ScaleRecord) -> str:
         if isinstance(x, float) and not math.isfinite(x):
             row[name] = str(x)
     return json.dumps(row) + "\n"
-
-
-def _parse(path: Path, line: str) -> ScaleRecord:
-    if path.suffix == ".csv":
-        step, scale, applied, *rest = line.split(",")
-        found = int(step), float(scale), {"0": False, "1": True}[applied]
-        grad_norm, loss = (cell or None for cell in rest)
-    else:
-        row = json.loads(line)
-        found = row["step"], float(row["scale"]), row["applied"]
-        grad_norm, loss = row.get("grad_norm"), row.get("loss")
-    if [type(x) for x in found] != [int, float, bool] or abs(found[0]) >= 2**63:
-        raise ValueError(line)
-    numbers = [None if x is None else float(x) for x in (grad_norm, loss)]
-    return ScaleRecord(*found, *numbers)

@@ -4,16 +4,15 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from .style import new_figure, power_of_two, save_figure, show_powers
+from .style import POWER, label_powers, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..float32_layers import Float32Search, Row
 
-_LARGEST = 65504.0
 # Exponents, because the axis is linear: float16's largest and smallest numbers.
-_LIMIT, _LOWEST = math.log2(_LARGEST), -24.0
+_LIMIT, _LOWEST = math.log2(65504.0), -24.0
 _MOST_NAMES = 40
 
 
@@ -53,72 +52,57 @@ def plot_headroom(
     rows = [row for row in search.rows if row.layer] or list(search.rows)
     if not rows:
         raise ValueError(f"There is nothing to draw. {search.problem}".strip())
-    lost = [i for i, row in enumerate(rows) if row.forward > _LARGEST]
-    inside = [i for i, row in enumerate(rows) if row.overflows_inside]
-    inside = [i for i in inside if i not in lost]
-    text = f"all in float16: {len(lost + inside)} of {len(rows)} layers overflow"
-    if inside:
-        text += f", {len(inside)} of them inside" if lost else " inside"
-    titles = [text]
+    lost = [i for i, row in enumerate(rows) if row.overflows_inside or row.headroom < 0]
+    titles = [f"all in float16: {len(lost)} of {len(rows)} layers overflow"]
     if search.where:
         share = f"{search.float16_parameters:.1%}"
         titles += [f"with float32 layers: {share} of the parameters stay float16"]
-    shown = _labelled(len(rows), lost + inside)
+    # Label the layers at fault, and as many others as fit.
+    apart = math.ceil(len(rows) / _MOST_NAMES)
+    others = range(0, len(rows), apart)
+    shown = lost + [i for i in others if all(abs(i - j) >= apart for j in lost)]
     names = [rows[i].layer for i in shown]
     size = (9.0, 0.9 + 2.4 * len(titles) + 0.055 * max(map(len, names)))
-    with new_figure(len(titles), 1, size, dark) as (figure, panels, colors):
-        for axes, text in zip(panels, titles, strict=True):
-            cured = axes is not panels[0]
-            _draw_limit(axes, rows, colors)
-            _draw_values(axes, rows, search.scale, cured, colors)
-            if inside and not cured:
-                style: Any = {"color": colors["alarm"], "ms": 6, "zorder": 4}
-                above = [_LIMIT + 1.5] * len(inside)
-                axes.plot(inside, above, "X", label="overflows inside", **style)
-            axes.legend(loc="lower left", ncols=3)
-            axes.set_title(text)
+    with new_figure(len(titles), size, dark, path) as (figure, panels, colors):
+        for axes, title in zip(panels, titles, strict=True):
+            _draw(axes, rows, search.scale, axes is not panels[0], colors)
+            axes.set_title(title)
         panels[-1].set_xticks(shown, names, rotation=90, fontsize=7)
         figure.supylabel("largest magnitude", fontsize=9)
-    return save_figure(figure, path)
+    return figure
 
 
-def _labelled(count: int, at_fault: list[int]) -> list[int]:
-    """Return the layers to label: those at fault, and as many others as fit."""
-    apart = math.ceil(count / _MOST_NAMES)
-    others = range(0, count, apart)
-    return at_fault + [i for i in others if all(abs(i - j) >= apart for j in at_fault)]
-
-
-def _draw_limit(axes: Any, rows: list["Row"], colors: dict[str, str]) -> None:
-    values = [x for row in rows for x in (row.forward, row.backward) if x > 0]
-    powers = [_LIMIT, *(math.log2(x) for x in values if math.isfinite(x))]
-    top = max(powers) + 3
-    axes.set_ylim(max(min(powers) - 2, _LOWEST), top)
-    axes.set_xlim(-0.8, len(rows) - 0.2)
-    show_powers(axes.yaxis)
-    axes.grid(False, axis="x")
-    axes.axhspan(_LIMIT, top, color=colors["lost"], lw=0, zorder=0)
-    axes.axhline(_LIMIT, color=colors["alarm"], lw=1.0, zorder=1)
-    place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
-    axes.text(1.005, _LIMIT, "65504", color=colors["alarm"], **place)
-
-
-def _draw_values(
+def _draw(
     axes: Any, rows: list["Row"], scale: float, cured: bool, colors: dict[str, str]
 ) -> None:
-    backward = f"backward, loss scale {power_of_two(math.log2(scale))}"
+    top = _LIMIT
+    in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
+    backward = f"backward, loss scale {POWER.format(x=math.log2(scale))}"
     for name, label, color, marker in (
         ("forward", "forward", "line", "o"),
         ("backward", backward, "second", "^"),
     ):
-        values = {i: getattr(row, name) for i, row in enumerate(rows)}
-        powers = {i: math.log2(x) for i, x in values.items() if 0 < x < math.inf}
-        lost = [values[i] > _LARGEST and not cured for i in powers]
-        shown = [colors["alarm" if x else color] for x in lost]
-        look: Any = {"marker": marker, "zorder": 3}
-        axes.scatter(list(powers), list(powers.values()), s=14, c=shown, **look)
-        axes.plot([], [], color=colors[color], ls="", ms=4, label=label, **look)
-    in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
+        values = ((i, getattr(row, name)) for i, row in enumerate(rows))
+        powers = {i: math.log2(x) for i, x in values if 0 < x < math.inf}
+        lost = {i: p for i, p in powers.items() if p > _LIMIT and i not in in_float32}
+        look: Any = {"ls": "", "marker": marker, "ms": 4}
+        points = [*powers], [*powers.values()]
+        axes.plot(*points, color=colors[color], label=label, **look)
+        axes.plot([*lost], [*lost.values()], color=colors["alarm"], **look)
+        top = max([top, *powers.values()])
+    inside = [i for i, row in enumerate(rows) if row.overflows_inside and not cured]
+    if inside:
+        look = {"color": colors["alarm"], "ms": 6, "label": "overflows inside"}
+        axes.plot(inside, [_LIMIT + 1.5] * len(inside), "X", **look)
     for i in in_float32:
-        text = "in float32" if i == in_float32[0] else None
-        axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=text)
+        label = "in float32" if i == in_float32[0] else ""
+        axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=label)
+    axes.set_xlim(-0.8, len(rows) - 0.2)
+    axes.set_ylim(max(axes.get_ylim()[0], _LOWEST), top + 3)
+    axes.axhspan(_LIMIT, top + 3, color=colors["lost"], lw=0, zorder=0)
+    axes.axhline(_LIMIT, color=colors["alarm"], lw=1.0, zorder=1)
+    place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
+    axes.text(1.005, _LIMIT, "65504", color=colors["alarm"], **place)
+    label_powers(axes.yaxis)
+    axes.grid(False, axis="x")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)

@@ -25,8 +25,6 @@ _COLORS = {
     "lost": ("#e3631b59", "#e3631b73"),
     "subnormal": ("#f2c94c59", "#c9a2275c"),
     "normal": ("#8c959f26", "#8b949e33"),
-    "few": ("#b6d7ff", "#1f4b7a"),
-    "many": ("#0a3069", "#ddf4ff"),
 }
 _COLORED = {
     "page": ("axes.facecolor", "figure.facecolor", "savefig.facecolor"),
@@ -38,21 +36,24 @@ _SETTINGS = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
+    "axes.titlesize": 10,
     "font.size": 9,
     "grid.linewidth": 0.5,
     "legend.fontsize": 8,
     "legend.frameon": False,
 }
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+# A power of two by its exponent x, in text and as a tick formatter.
+POWER = "$2^{{{x:.0f}}}$"
 
 
 @contextlib.contextmanager
 def new_figure(
-    rows: int, columns: int, size: tuple[float, float], dark: bool
+    rows: int,
+    size: tuple[float, float],
+    dark: bool,
+    path: str | os.PathLike[str] | None,
 ) -> Iterator[tuple["Figure", list[Any], dict[str, str]]]:
-    """Yield a figure, its axes and its colours by role; draw inside the ``with``."""
+    """Yield a figure, its axes and its colours by role; save the figure on exit."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -65,39 +66,17 @@ def new_figure(
     # A figure created without pyplot opens no window and leaves no global state.
     with matplotlib.rc_context(_SETTINGS | colored):
         figure = Figure(figsize=size, dpi=130, layout="constrained")
-        share: Any = {"sharex": columns == 1, "sharey": columns > 1}
-        panels = figure.subplots(rows, columns, squeeze=False, **share)
+        panels = figure.subplots(rows, squeeze=False, sharex=True)
         yield figure, list(panels.flat), colors
+        if path is not None:
+            # Draw in memory first, so that an error leaves no file.
+            data = io.BytesIO()
+            figure.savefig(data, format=Path(path).suffix[1:])
+            with atomic_write(path) as file:
+                file.write(data.getbuffer())
 
 
-def save_figure(figure: "Figure", path: str | os.PathLike[str] | None) -> "Figure":
-    """Save the figure if a path is given, and return it."""
-    if path is not None:
-        path = Path(path)
-        formats = figure.canvas.get_supported_filetypes()
-        if path.suffix[1:] not in formats:
-            raise ValueError(
-                f"Cannot draw to {path.name!r}. Use one of .{', .'.join(formats)}."
-            )
-        # Draw in memory first: matplotlib's errors would hide that the disk is full.
-        data = io.BytesIO()
-        figure.savefig(data, format=path.suffix[1:])
-        with atomic_write(path) as file:
-            file.write(data.getbuffer())
-    return figure
-
-
-def show_powers(axis: Any) -> None:
+def label_powers(axis: Any) -> None:
     """Label an axis of exponents with whole powers of two."""
     axis.get_major_locator().set_params(integer=True)
-    axis.set_major_formatter(power_of_two)
-
-
-def power_of_two(exponent: float, _position: object = None) -> str:
-    """Format a power of two, in text and as a tick formatter.
-
-    Example:
-        >>> power_of_two(16), power_of_two(-24)
-        ('2¹⁶', '2⁻²⁴')
-    """
-    return "2" + f"{exponent:.0f}".translate(_SUPERSCRIPT)
+    axis.set_major_formatter(POWER)

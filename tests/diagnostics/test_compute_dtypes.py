@@ -3,11 +3,10 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from support.helpers import Mlp, batch, bits, mse
 
 from mlx_gradscale import float32_layers
 from mlx_gradscale.diagnostics import compute_dtypes
-
-from .small import Mlp, batch, bits, mse
 
 
 class Masked(nn.Module):
@@ -41,7 +40,7 @@ def test_first_promoted_layer_is_named_and_the_model_unchanged():
 
 
 def test_argument_that_promotes_is_named():
-    model = Mlp(mx.float16)
+    model = Mlp(dtype=mx.float16)
     report = compute_dtypes(model, mse(model), *batch())
     assert report.first.argument == "x"
     assert "because argument 'x' of the loss function is float32" in str(report)
@@ -50,15 +49,22 @@ def test_argument_that_promotes_is_named():
 
 @pytest.mark.parametrize("how", ["half model", "compute_dtype", "float32 layer"])
 def test_nothing_is_promoted(how):
-    model = Mlp(mx.float32 if how == "compute_dtype" else mx.float16)
+    model = Mlp(dtype=mx.float32 if how == "compute_dtype" else mx.float16)
     if how == "float32 layer":
         float32_layers(model, "layers.0")
     options = {"compute_dtype": mx.float16} if how == "compute_dtype" else {}
-    report = compute_dtypes(model, mse(model), *batch(mx.float16), **options)
+    report = compute_dtypes(model, mse(model), *batch(dtype=mx.float16), **options)
     assert report.first is None
-    assert "All layers compute in half precision." in str(report)
+    assert "No layer with half-precision parameters computes in float32." in str(report)
     paths = [layer.path for layer in report.layers]
     assert ("layers.0" in paths) == (how != "float32 layer")
+
+
+def test_model_without_half_precision_is_reported_as_such():
+    model = Mlp()
+    report = compute_dtypes(model, mse(model), *batch())
+    assert report.first is None
+    assert "No layer computes in half precision" in str(report)
 
 
 def test_layer_by_itself_is_named():
@@ -68,7 +74,7 @@ def test_layer_by_itself_is_named():
 
     model = nn.Sequential(Casts(8, 8))
     model.set_dtype(mx.float16)
-    report = compute_dtypes(model, lambda x: model(x).sum(), batch(mx.float16)[0])
+    report = compute_dtypes(model, lambda x: model(x).sum(), batch(dtype=mx.float16)[0])
     assert report.first.path == "layers.0"
     assert "by itself" in str(report)
 
@@ -77,7 +83,7 @@ def test_two_models_are_distinguished():
     class Generator(Mlp):
         pass
 
-    generator, critic = Generator(), Mlp(mx.float16)
+    generator, critic = Generator(), Mlp(dtype=mx.float16)
 
     def loss_fn(critic, generator, noise):
         return critic(mx.tile(generator(noise), (1, 8))).astype(mx.float32).mean()
@@ -94,7 +100,7 @@ def test_two_models_are_distinguished():
 def test_all_batchnorms_with_half_statistics_are_named():
     model = nn.Sequential(nn.BatchNorm(8), nn.Linear(8, 8), nn.BatchNorm(8))
     model.set_dtype(mx.float16)
-    x = batch(mx.float16)[0]
+    x = batch(dtype=mx.float16)[0]
 
     def loss_fn(x):
         return model(x).astype(mx.float32).mean()
@@ -105,8 +111,3 @@ def test_all_batchnorms_with_half_statistics_are_named():
     # The cure that the report prints.
     float32_layers(model, lambda path, layer: isinstance(layer, nn.BatchNorm))
     assert compute_dtypes(model, loss_fn, x).half_statistics == ()
-
-
-def test_model_comes_first():
-    with pytest.raises(TypeError, match="takes a model first, got function"):
-        compute_dtypes(mse(None), Mlp())

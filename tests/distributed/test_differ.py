@@ -1,4 +1,4 @@
-"""Ranks that are about to train different things say so, all of them, at ``init()``."""
+"""If ranks would train different things, ``init()`` raises on every rank."""
 
 import pytest
 from support.ring import run_ranks
@@ -6,7 +6,7 @@ from support.ring import run_ranks
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What three ranks were told, of which the last one differs."""
+    """Return the errors of three ranks, of which the last one differs."""
     folder = tmp_path_factory.mktemp("differ") / "reports"
     codes, found, output = run_ranks(3, folder, "distributed_differ.py")
     assert codes == [0, 0, 0], output
@@ -32,5 +32,5 @@ def test_every_rank_raises_if_one_of_them_differs(found, case):
 
 
 @pytest.mark.parametrize("case", ["nothing", "broadcast", "shards"])
-def test_ranks_that_may_train_together_do(found, case):
+def test_ranks_that_agree_do_not_raise(found, case):
     assert [report[case] for report in found] == [None] * 3

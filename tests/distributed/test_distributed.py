@@ -1,4 +1,4 @@
-"""The same decision on every rank, in real processes over MLX's ring on loopback."""
+"""Every rank makes the same decision, in real processes over MLX's ring backend."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,9 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from distributed_parts import overflows
-from kernel_arguments import BOUND
-from reference import Reference
+from support.distributed_parts import overflows
+from support.kernel_arguments import BOUND
+from support.reference import Reference
 from support.ring import mlx_launch, run_ranks
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
@@ -30,13 +30,13 @@ CHECKS = [
     "drift",
     "calibrated",
 ]
-# Fewer steps: ranks that wait are ranks that spin, and there may be two cores.
+# Fewer steps, because ranks that wait spin, and there may be only two cores.
 CHECKS_OF_FOUR = ["data parallel short", "tensor parallel", "uneven", "drift"]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What two ranks found, in one launch for all the tests."""
+    """Return the findings of two ranks, from one launch for all tests."""
     folder = tmp_path_factory.mktemp("two") / "reports"
     codes, found, output = run_ranks(2, folder, "distributed_worker.py", *CHECKS)
     assert codes == [0, 0], output
@@ -45,7 +45,7 @@ def two(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """The same of four ranks. Not by mlx.launch, which spins for each of them."""
+    """Return those of four ranks."""
     folder = tmp_path_factory.mktemp("four") / "reports"
     codes, found, output = run_ranks(
         4, folder, "distributed_worker.py", *CHECKS_OF_FOUR
@@ -62,7 +62,7 @@ def ranks(request):
 
 
 def equal(found, check):
-    """The report that all ranks agree on."""
+    """Return the report of a check, which must be equal on all ranks."""
     first, *others = [report[check] for report in found]
     for other in others:
         assert other == first
@@ -83,21 +83,21 @@ def check_data_parallel(report, ranks, steps):
     assert report["traces"] == 1
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_both(two):
+def test_overflow_on_one_rank_skips_the_step_on_both(two):
     check_data_parallel(equal(two, "data parallel"), 2, 200)
 
 
-def test_an_overflow_on_one_rank_skips_the_step_with_remainders_too(two):
+def test_overflow_on_one_rank_skips_the_step_with_remainders(two):
     check_data_parallel(equal(two, "data parallel remainder"), 2, 50)
     report = equal(two, "sharded remainder")
     assert report == {"skipped": 1, "same": True, "moved": True}
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all_four(four):
+def test_overflow_on_one_rank_skips_the_step_on_all_four(four):
     check_data_parallel(equal(four, "data parallel short"), 4, 50)
 
 
-def test_a_loop_of_ones_own_with_unscale_average_and_clip(two):
+def test_scaler_in_an_own_loop_decides_with_one_all_reduce(two):
     report = equal(two, "own loop")
     skipped = overflows(40, 2).any(axis=1).sum()
     assert 0 < skipped == report["skipped"]
@@ -106,7 +106,7 @@ def test_a_loop_of_ones_own_with_unscale_average_and_clip(two):
     assert report["all_reduces"] == 2
 
 
-def test_ranks_with_gradients_of_their_own_or_none_decide_together(two):
+def test_ranks_with_other_gradients_or_none_decide_together(two):
     for rank, report in enumerate(report["decide"] for report in two):
         for case, (scale, all_reduces, moved) in report.items():
             bad = case.endswith("True")
@@ -118,7 +118,7 @@ def test_ranks_with_gradients_of_their_own_or_none_decide_together(two):
         assert len(report) == 10
 
 
-def test_shards_are_clipped_and_skipped_as_the_whole_model(ranks):
+def test_shards_are_clipped_and_skipped_like_the_whole_model(ranks):
     reports = [report["tensor parallel"] for report in ranks]
     for report in reports:
         norms, expected = zip(*report["norms"], strict=True)
@@ -135,7 +135,7 @@ def test_shards_cost_one_all_reduce_besides_the_layers_own(two):
     assert report["all_reduces"] == report["all_reduces_without_group"] + 1
 
 
-def test_uneven_micro_batches_and_a_rank_without_any(ranks):
+def test_uneven_micro_batches_are_averaged_by_weight(ranks):
     assert equal(ranks, "uneven")["error"] < 1e-6
 
 
@@ -148,7 +148,7 @@ def test_many_buckets_of_mixed_dtypes_keep_their_order(two):
 def test_communication_does_not_grow_with_the_parameters(two):
     report = dict(equal(two, "counted"))
     assert 10 < report.pop("buffers") <= 22 < BOUND
-    # For 4 and for 26 parameters. The weight of a rank rides along in float32.
+    # For 4 and for 26 parameters. The weight of a rank is sent with its gradients.
     assert report == {
         "none None": [0, 0],
         "none 1.0": [0, 0],
@@ -159,7 +159,7 @@ def test_communication_does_not_grow_with_the_parameters(two):
     }
 
 
-def test_drift_is_caught_with_rank_and_name(ranks):
+def test_assert_in_sync_names_leaf_and_rank(ranks):
     last = len(ranks) - 1
     for report in (report["drift"] for report in ranks):
         assert report["scaler"].startswith(
@@ -173,13 +173,14 @@ def test_drift_is_caught_with_rank_and_name(ranks):
         assert "There are 12 more." in report["many"]
 
 
-def test_rank_0_brings_everybody_back(ranks):
+def test_from_rank_0_restores_every_rank_or_raises_on_all(ranks):
     for rank, report in enumerate(report["drift"] for report in ranks):
         assert report["scale"] == 65536.0
         assert report["tree"]
         assert report["kinds"]
         assert "no such file.safetensors" in report["missing"]
         assert ("Rank 0 could not load" in report["missing"]) == (rank > 0)
+        assert "is not JSON serializable" in report["unsupported"]
         assert report["after"] == 1
 
 
@@ -191,7 +192,7 @@ def test_calibrate_finds_one_scale_for_all_ranks(two):
         assert own[rank] in report["bad"]
 
 
-def test_a_rank_dies_and_training_resumes_from_the_checkpoint(tmp_path):
+def test_training_resumes_from_the_checkpoint_after_a_rank_died(tmp_path):
     worker, checkpoint = "distributed_restart.py", tmp_path / "run.safetensors"
 
     def train(n, stop, *dies):
@@ -227,12 +228,12 @@ def test_a_rank_dies_and_training_resumes_from_the_checkpoint(tmp_path):
         )
 
 
-def test_the_example_runs_under_mlx_launch(tmp_path):
+def test_example_runs_under_mlx_launch(tmp_path):
     output = mlx_launch(2, tmp_path / "run", EXAMPLE, "--steps", "40")
     assert "2 ranks, in sync" in output, output
 
 
-def test_a_group_of_one_talks_to_nobody():
+def test_group_of_one_does_not_communicate():
     group = mx.distributed.init()
     assert group.size() == 1
     for options in ({}, {"average": True}, {"sharded": True}):

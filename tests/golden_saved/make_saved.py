@@ -73,9 +73,8 @@ def main(folder: Path) -> None:
     convert(["--torch-path", f"{folder}/run.pt", "--mlx-path", f"{folder}/run"])
     (folder / "run.pt").unlink()
     for suffix in ("csv", "jsonl"):
-        history = ScaleHistory()
-        history.record(optimizer, loss=mx.array(0.5))
-        history.save(folder / f"history.{suffix}")
+        with ScaleHistory(folder / f"history.{suffix}") as history:
+            history.record(optimizer, loss=mx.array(0.5))
     float32_layers(model, ["layers.0"]).save(folder / "float32_layers.json")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from distributed_parts import fingerprint
 
 from mlx_gradscale import (
     GradScaler,
@@ -20,6 +19,7 @@ from mlx_gradscale import (
 )
 from mlx_gradscale.distributed import assert_in_sync
 from support.checkpoint_runs import Run
+from support.distributed_parts import fingerprint
 
 
 class Net(nn.Module):

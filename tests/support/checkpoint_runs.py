@@ -10,10 +10,10 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from distributed_parts import fingerprint
 from helpers import Traced, batch, multi
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, restore_checkpoint
+from support.distributed_parts import fingerprint
 
 
 class Net(nn.Module):

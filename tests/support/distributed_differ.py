@@ -1,4 +1,4 @@
-"""What one rank does in test_differ.py: differ, and write the message it gets.
+"""One rank of test_differ.py: differ, and write down the errors.
 
 python distributed_differ.py FOLDER
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from distributed_parts import Deep, message
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.distributed import broadcast
+from support.distributed_parts import Deep, message
 
 
 def differ(group):
-    """Everything in which the last rank can differ, one after the other."""
+    """Let the last rank differ in one thing after the other; return the errors."""
     odd = group.rank() == group.size() - 1
     found = {}
 
@@ -49,7 +49,7 @@ def differ(group):
     init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
     mx.random.seed(group.rank())
     init("shards", Deep(1), average=False, sharded=True)
-    # No collective in a constructor: what one rank makes alone must not wait.
+    # A scaler constructed on one rank alone must not wait for the others.
     if odd:
         GradScaler(group=group)
     return found

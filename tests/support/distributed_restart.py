@@ -1,4 +1,4 @@
-"""What one rank does in the restart test of test_distributed.py: train, and save.
+"""One rank of the restart test in test_distributed.py: train and save.
 
 python distributed_restart.py FOLDER CHECKPOINT STOP [RANK_THAT_DIES STEP]
 """
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from distributed_parts import compiled_step, fingerprint
-from helpers import Mlp, batch, mse
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.distributed import assert_in_sync, from_rank_0
+from support.distributed_parts import compiled_step, fingerprint
+from support.helpers import Mlp, batch, mse
 
 OVERFLOWS = (2, 7, 11)
 
 
 def share(step, group):
-    """This rank's part of the step's eight samples, of which one may overflow."""
+    """Return this rank's part of eight samples, of which one may overflow."""
     x, y = batch(step, 8, mx.float16)
     if step in OVERFLOWS:
         x[5] = x[5] * 30000
@@ -29,7 +29,7 @@ def share(step, group):
 
 
 def save(path, tree):
-    """Write beside and rename: a process that dies leaves the last file whole."""
+    """Write to another file and rename it, so that the last file stays whole."""
     beside = path.with_name(f"beside-{path.name}")
     mx.save_safetensors(str(beside), dict(tree_flatten(tree)))
     os.replace(beside, path)
@@ -63,7 +63,7 @@ def main(folder, checkpoint, stop, dies=-1, dies_at=-1):
     try:
         for i in range(start, stop):
             if rank == dies and i == dies_at:
-                # Halfway: its gradients are there, the others wait for them.
+                # The other ranks wait for its gradients.
                 loss_and_grad = optimizer.value_and_grad(model, mse(model))
                 mx.eval(loss_and_grad(*share(i, group)))
                 os._exit(9)

@@ -1,4 +1,4 @@
-"""What one rank does in test_distributed.py: run checks, write a JSON of findings.
+"""One rank of test_distributed.py: run checks and write the findings as JSON.
 
 python distributed_worker.py FOLDER CHECK...
 """
@@ -11,25 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from distributed_parts import (
-    Deep,
-    all_reduces,
-    compiled_step,
-    fingerprint,
-    message,
-    overflows,
-    rank_batch,
-)
-from helpers import (
-    INF,
-    Mlp,
-    Traced,
-    batch,
-    gradients_like,
-    most_buffers,
-    mse,
-    parameters,
-)
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
@@ -40,6 +21,25 @@ from mlx_gradscale.distributed import (
     average_gradients,
     broadcast,
     from_rank_0,
+)
+from support.distributed_parts import (
+    Deep,
+    all_reduces,
+    compiled_step,
+    fingerprint,
+    message,
+    overflows,
+    rank_batch,
+)
+from support.graphs import most_buffers
+from support.helpers import (
+    INF,
+    Mlp,
+    Traced,
+    batch,
+    gradients_like,
+    mse,
+    parameters,
 )
 
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
@@ -72,7 +72,7 @@ def data_parallel(group, steps=200, masters="float32"):
 
 
 def own_loop(group, steps=40):
-    """GradScaler by hand: unscale, average, clip, step, update, all compiled."""
+    """A loop with a GradScaler that averages and clips, compiled as a whole."""
     model, scaler = Mlp(), GradScaler(**SCALER, group=group)
     optimizer = optim.AdamW(1e-2)
     loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
@@ -103,7 +103,7 @@ def own_loop(group, steps=40):
 
 
 def decide(group):
-    """Gradients of its own on every rank, none at all on rank 0, no averaging."""
+    """Different gradients on every rank, none on rank 0, without averaging."""
     rank, last = group.rank(), group.size() - 1
     found = {}
     for bad in (False, True):
@@ -210,7 +210,7 @@ def tensor_parallel(group, steps=12):
         "layers.1.weight": whole.layers[1].weight[:, ends][:, : 16 // group.size()],
         "layers.1.bias": whole.layers[1].bias,
     }
-    # The layers' own all-reduce remains; not evaluated, on no rank.
+    # Only the layers' own all-reduce remains. No rank evaluates it.
     step, state, _ = trainer(cut)
     loss = step(x, y, mx.array(1.0))
     return {
@@ -269,7 +269,7 @@ def uneven(group):
         optimizer.update(model, grads, weight=len(seeds[rank]))
         together = mean(whole, expected, [seed for part in seeds for seed in part])
         expected.update(whole, together)
-    # And without a weight, a rank without gradients does not count.
+    # Without a weight, a rank without gradients does not count.
     grads = mean(model, optimizer, [] if rank == 0 else [7])
     optimizer.update(model, grads)
     expected.update(whole, mean(whole, expected, [7]))
@@ -289,7 +289,7 @@ def buckets(group):
     normal, core_ranks._BUCKET_BYTES = core_ranks._BUCKET_BYTES, 64
     try:
         mean = average_gradients({} if rank == 1 else trees[rank], group, like=like)
-        # As bad as it gets: the ranks want their results in opposite order.
+        # The worst case: the ranks evaluate their results in opposite order.
         for _, x in tree_flatten(mean)[:: 1 if rank else -1]:
             mx.eval(x)
     finally:
@@ -337,13 +337,13 @@ def count_of(depth, max_grad_norm, ranks):
     before = tree_map(lambda x: x, [x, y, model.state, optimizer.state])
     mx.eval(before)
     loss = step.compiled(x, y)
-    # Not evaluated: every rank throws the same graph away.
+    # Not evaluated, on any rank.
     after = [loss, model.parameters(), optimizer.state]
     return all_reduces(after), most_buffers(before, after)
 
 
 def drift(group):
-    """Ranks that differ are told apart, and rank 0's state is one call away."""
+    """assert_in_sync finds differences, and from_rank_0 removes them."""
     rank, last = group.rank(), group.size() - 1
     found = {}
     scaler = GradScaler(group=group)
@@ -374,7 +374,7 @@ def drift(group):
         "half": [mx.array(-0.0, mx.bfloat16), {}, (mx.array(True), None)],
         "wide": mx.array(np.array([2**63 + 1], np.uint64)),
         "empty": mx.zeros((0, 3), mx.float16),
-        "numbers": {"scale": 1e300, "steps": 2**53 + 1, "name": "x"},
+        "numbers": {"scale": 1e300, "steps": 2**53 + 1, "name": "x", 1: True},
     }
     got = from_rank_0(lambda: tree if rank == 0 else 1 / 0, group)
     found["tree"] = fingerprint(got) == fingerprint(tree)
@@ -386,6 +386,7 @@ def drift(group):
     found["missing"] = message(
         lambda: from_rank_0(lambda: mx.load(str(missing)), group)
     )
+    found["unsupported"] = message(lambda: from_rank_0(lambda: {"x": group}, group))
     found["after"] = from_rank_0(lambda: 1 + rank, group)
     return found
 

@@ -8,10 +8,10 @@ from pathlib import Path
 sys.modules["torch"] = None
 
 import mlx.core as mx  # noqa: E402
-from distributed_parts import fingerprint  # noqa: E402
 
 from mlx_gradscale.trainers import lora_training  # noqa: E402
 from mlx_gradscale.trainers.lora import main  # noqa: E402
+from support.distributed_parts import fingerprint  # noqa: E402
 
 
 class Kept(lora_training.Training):

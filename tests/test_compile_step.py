@@ -1,11 +1,11 @@
-"""``compile_step``: restored after a failed trace, and warned of skipped steps."""
+"""compile_step restores everything after a failed trace, and warns of skipped steps."""
 
 import warnings
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from helpers import INF, Mlp, batch, bits, mse
+from support.helpers import INF, Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, compile_step
 
@@ -30,7 +30,7 @@ def make_step(gain=1.0):
 
 
 @pytest.mark.parametrize("error", [ValueError("a typo"), KeyboardInterrupt()])
-def test_a_trace_that_raises_leaves_everything_as_it_was(error):
+def test_trace_that_raises_leaves_everything_unchanged(error):
     step, failures, state = make_step()
     before, key = bits(state), mx.random.state[0].tolist()
     failures.append(error)
@@ -43,7 +43,7 @@ def test_a_trace_that_raises_leaves_everything_as_it_was(error):
     assert bits(state) != before
 
 
-def test_a_loop_that_reads_nothing_is_warned_after_skipping_every_step():
+def test_loop_that_skips_every_step_is_warned_without_reading_anything():
     def run(step):
         for i in range(100):
             step(*batch(i, 8, mx.float16))
@@ -54,7 +54,7 @@ def test_a_loop_that_reads_nothing_is_warned_after_skipping_every_step():
     assert found[0].filename == __file__
 
 
-def test_a_healthy_loop_is_not_warned():
+def test_healthy_loop_is_not_warned():
     step, *_ = make_step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

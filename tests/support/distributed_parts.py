@@ -1,27 +1,28 @@
-"""Pieces that the workers of test_distributed.py and their judge share."""
+"""Functions that the tests of ranks and their workers share."""
 
 import hashlib
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+
 from support.graphs import kernels
 from support.helpers import Traced, batch, bits, mse
 
 
 def overflows(steps, ranks):
-    """Which rank overflows in which step: (steps, ranks) of bool."""
+    """Return which rank overflows in which step, as bools of shape (steps, ranks)."""
     return np.random.default_rng(7).random((steps, ranks)) < 0.05
 
 
 def rank_batch(step, rank, overflow, n=4):
-    """A rank's own batch; its gradients overflow in float16 where they are to."""
+    """Return a rank's own batch, whose gradients overflow in float16 if asked to."""
     x, y = batch(1000 * rank + step, n, mx.float16)
     return (x * 1000, y) if overflow else (x, y)
 
 
 def fingerprint(tree):
-    """One text for a whole tree, equal only if it is bit-identical."""
+    """Return a hash of a tree, equal only if the tree is bit-identical."""
     return hashlib.sha256(
         repr(sorted(bits(_arrays(tree)).items())).encode()
     ).hexdigest()
@@ -36,12 +37,12 @@ def _arrays(tree):
 
 
 def all_reduces(outputs):
-    """How many all-reduces computing ``outputs`` takes."""
+    """Return the number of all-reduces in the graph of ``outputs``."""
     return sum("AllReduce" in name for name in kernels(outputs))
 
 
 def compiled_step(model, optimizer):
-    """One compiled training step that evaluates; ``.compiled`` does not."""
+    """Return a compiled training step that evaluates; ``.compiled`` does not."""
     loss_and_grad = optimizer.value_and_grad(model, mse(model))
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]
@@ -64,7 +65,7 @@ def compiled_step(model, optimizer):
 
 
 def message(function):
-    """What a function raises, or None."""
+    """Return the error that a function raises as text, or None."""
     try:
         function()
     except Exception as error:
@@ -73,7 +74,7 @@ def message(function):
 
 
 class Deep(nn.Module):
-    """As many parameters as one likes."""
+    """A model of any depth."""
 
     def __init__(self, depth):
         super().__init__()
