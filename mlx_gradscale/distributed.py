@@ -13,11 +13,11 @@ import mlx.core as mx
 import numpy as np
 
 from .core.finite import arrays
-from .core.ranks import Group, average_gradients, is_single
+from .core.ranks import Group, is_single
 from .core.trees import flatten
 from .files.text import dtype_name, dtype_named
 
-__all__ = ["assert_in_sync", "average_gradients", "broadcast", "from_rank_0"]
+__all__ = ["assert_in_sync", "broadcast", "from_rank_0"]
 
 _LISTED = 8
 

@@ -319,7 +319,7 @@ class LossScaleOptimizer(Optimizer):
         elif any(str(key).partition(".")[0] == "scaler" for key in state):
             # The current setting for clipping takes precedence.
             loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
-            _check_loaded(loaded, self.scaler.state)
+            self.scaler._note_loaded(_check_loaded(loaded, self.scaler.state))
             # Evaluate now, while the file exists, and not inside a trace.
             mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
             if self._initialized:
@@ -484,8 +484,10 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
         )
 
 
-def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> None:
-    """Raise if a loaded state is unusable; clamp its scales in place."""
+def _check_loaded(
+    loaded: dict[str, Any], scaler_state: dict[str, mx.array]
+) -> dict[str, Any]:
+    """Raise if a loaded state is unusable; clamp its scales, and return its fields."""
     constants = (bool, int, float, str, type(None))
     for path, x in loaded.items():
         is_constant = path.startswith("optimizer.") and isinstance(x, constants)
@@ -504,3 +506,4 @@ def _check_loaded(loaded: dict[str, Any], scaler_state: dict[str, mx.array]) -> 
     others.pop("grad_norm", None)
     for leaf in nonfinite(others):
         raise ValueError(f"{leaf.path!r} in the state holds NaN or inf.")
+    return usable

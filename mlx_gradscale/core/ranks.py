@@ -5,7 +5,7 @@ until it makes another call or exits.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +20,9 @@ from .trees import flatten
 Group = mx.distributed.Group
 Sharded = Callable[[str, mx.array], bool] | bool
 ByPath = dict[str, mx.array]
+
+# Same bucket size as nn.average_gradients.
+_BUCKET_BYTES = 32 * 2**20
 
 
 def is_single(group: Group | None) -> bool:
@@ -65,15 +68,24 @@ class Ranks:
         return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
     def averaged(self, gradients: Any) -> Any:
-        """Return the gradients averaged over the group, except shards."""
+        """Return the gradients averaged over the group, except shards.
+
+        Each bucket waits for the one before. Otherwise a rank that reads something the
+        others do not, such as the norm on rank 0, could send buckets in another order.
+        """
         own = {
             path: x
-            for path, x in sorted(flatten(gradients), key=itemgetter(0))
+            for path, x in flatten(gradients)
             if is_floating(x) and not self.is_shard(path, x)
         }
-        means = nn.average_gradients(list(own.values()), self.group)
-        mean_of = dict(zip(own, means, strict=True))
-        return tree_map_with_path(lambda path, x: mean_of.get(path, x), gradients)
+        means: ByPath = {}
+        last: list[mx.array] = []
+        for paths in _buckets(own):
+            values = [own[path] for path in paths]
+            values = mx.depends(values, last) if last else values
+            last = nn.average_gradients(values, self.group, all_reduce_size=2**62)
+            means.update(zip(paths, last, strict=True))
+        return tree_map_with_path(lambda path, x: means.get(path, x), gradients)
 
     def all_finite(
         self,
@@ -148,3 +160,19 @@ def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
         return finite
     n_bad = mx.logical_not(finite).astype(mx.int32)
     return mx.distributed.all_sum(n_bad, group=group) == 0
+
+
+def _buckets(values: ByPath) -> Iterator[list[str]]:
+    # In reverse, because the gradients of the last layers are ready first, and sorted,
+    # so that the order in which a rank built its tree does not matter.
+    bucket: list[str] = []
+    n_bytes = 0
+    for path in sorted(values, key=lambda p: (str(values[p].dtype), p), reverse=True):
+        is_full = n_bytes >= _BUCKET_BYTES
+        if bucket and (is_full or values[path].dtype != values[bucket[0]].dtype):
+            yield bucket
+            bucket, n_bytes = [], 0
+        bucket.append(path)
+        n_bytes += values[path].nbytes
+    if bucket:
+        yield bucket

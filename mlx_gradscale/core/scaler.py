@@ -120,8 +120,6 @@ class GradScaler:
         self._begin()
         defaults = {name: default for name, (_, default) in rule.FIELDS.items()}
         self._fill(defaults | values)
-        # Whether to warn about gradients that were never scaled.
-        self._scales = init_scale != 1 or dynamic
 
     def _begin(self) -> None:
         self._backward = Backward(self._state)
@@ -133,6 +131,11 @@ class GradScaler:
             self._state[name] = rule.as_array(name, value)
         # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
+        self._note_loaded(values)
+
+    def _note_loaded(self, values: dict[str, Any]) -> None:
+        # Whether to warn about gradients that were never scaled.
+        self._scales = values["scale"] != 1 or values["dynamic"]
 
     @property
     def state(self) -> dict[str, mx.array]:

@@ -185,7 +185,7 @@ def test_attributes_of_the_optimizer_inside_are_read_and_set_through_the_wrapper
     assert inner.betas == [0.8, 0.9]
     optimizer.note = "mine"
     assert not hasattr(inner, "note")
-    with pytest.raises(AttributeError, match="Neither LossScaleOptimizer nor AdamW"):
+    with pytest.raises(AttributeError, match="AdamW.*nonsense"):
         optimizer.nonsense  # noqa: B018
     assert pickle.loads(pickle.dumps(optimizer)).weight_decay == 0.0
 
@@ -219,19 +219,6 @@ def test_dynamic_can_be_set_also_for_a_compiled_step():
 def test_an_argument_that_the_wrapper_lacks_is_refused_by_name(name):
     with pytest.raises(TypeError, match=name):
         LossScaleOptimizer(optim.AdamW(1e-3), **{name: 0.1})
-
-
-@pytest.mark.parametrize("weight", [0.0, 2.0, mx.array(1.0)])
-def test_a_weight_without_average_is_refused(weight):
-    optimizer, model = wrapped(optim.SGD(1.0)), Mlp()
-    grads = tree_map(mx.ones_like, model.trainable_parameters())
-    optimizer.init(model.trainable_parameters())
-    before = bits(model.parameters())
-    with pytest.raises(ValueError, match="weight= has no effect without average"):
-        optimizer.update(model, grads, weight=weight)
-    with pytest.raises(ValueError, match="weight= has no effect without average"):
-        optimizer.apply_gradients(grads, model.parameters(), weight)
-    assert bits(model.parameters()) == before
 
 
 def test_averaging_and_shards_need_a_group():

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map
 from support.graphs import address
 from support.helpers import INF, Mlp, batch, mse, same, uncompiled
 from support.optimizer_helpers import HALVES, Training, rounded, wrapped
@@ -192,19 +192,6 @@ def test_the_written_bits_share_the_memory_of_the_weights(compiled):
             address(written[p]) for p, _ in weights
         ]
         training.run([seed], bad=(1,))
-
-
-def test_a_state_without_the_written_bits_resumes_exactly():
-    training, other = Training(), Training()
-    training.run(range(3))
-    state = dict(tree_flatten(training.optimizer.state))
-    short = {k: x for k, x in state.items() if not k.startswith("written.")}
-    assert len(short) < len(state)
-    other.model.update(tree_map(lambda x: x, training.model.parameters()))
-    other.optimizer.state = tree_unflatten(list(short.items()))
-    for each in (training, other):
-        each.run(range(3, 6))
-    assert other.everything() == training.everything()
 
 
 @uncompiled

@@ -18,7 +18,6 @@ from mlx_gradscale.core import ranks as core_ranks
 from mlx_gradscale.diagnostics import calibrate
 from mlx_gradscale.distributed import (
     assert_in_sync,
-    average_gradients,
     broadcast,
     from_rank_0,
 )
@@ -81,7 +80,7 @@ def own_loop(group, steps=40):
 
     def step(x, y):
         loss, grads = loss_and_grad(x, y)
-        grads = average_gradients(grads, group)
+        grads = nn.average_gradients(grads, group)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         scaler.minimize(optimizer, model, grads)
         return loss
@@ -246,58 +245,19 @@ def sharded_remainder(group, steps=6):
     }
 
 
-def uneven(group):
-    """Rank r has r + 1 micro-batches, then rank 0 has none; against one process."""
-    rank, size = group.rank(), group.size()
-    mx.random.seed(5)
-    model, whole = Mlp(), Mlp()
-    whole.update(model.parameters())
-    optimizer = LossScaleOptimizer(
-        optim.SGD(0.1), GradScaler(**SCALER), group=group, average=True
-    )
-    optimizer.init(model.trainable_parameters())
-    expected = LossScaleOptimizer(optim.SGD(0.1), GradScaler(**SCALER))
-
-    def mean(model, optimizer, seeds):
-        grads_of = optimizer.value_and_grad(model, mse(model))
-        grads = [grads_of(*batch(seed))[1] for seed in seeds]
-        return tree_map(lambda *g: sum(g) / len(g), *grads) if grads else {}
-
-    for first in (1, 0):
-        seeds = [[10 * r + k for k in range(r + first)] for r in range(size)]
-        grads = mean(model, optimizer, seeds[rank])
-        optimizer.update(model, grads, weight=len(seeds[rank]))
-        together = mean(whole, expected, [seed for part in seeds for seed in part])
-        expected.update(whole, together)
-    # Without a weight, a rank without gradients does not count.
-    grads = mean(model, optimizer, [] if rank == 0 else [7])
-    optimizer.update(model, grads)
-    expected.update(whole, mean(whole, expected, [7]))
-    differences = tree_map(lambda a, b: mx.abs(a - b).max(), model, whole)
-    return {
-        "error": max(x.item() for _, x in tree_flatten(differences)),
-        "state": fingerprint([model.parameters(), optimizer.state]),
-    }
-
-
 def buckets(group):
-    """Many buckets of mixed dtypes, on ranks of which one has no gradients."""
-    rank, size = group.rank(), group.size()
+    """Many buckets of mixed dtypes, evaluated in opposite order on two ranks."""
     like = {"half": parameters(mx.float16), "full": parameters()}
-    trees = [gradients_like(like, seed) for seed in range(size)]
+    trees = [gradients_like(like, seed) for seed in range(group.size())]
     trees = [tree_map(lambda p, g: g.astype(p.dtype), like, tree) for tree in trees]
     normal, core_ranks._BUCKET_BYTES = core_ranks._BUCKET_BYTES, 64
     try:
-        mean = average_gradients({} if rank == 1 else trees[rank], group, like=like)
-        # The worst case: the ranks evaluate their results in opposite order.
-        for _, x in tree_flatten(mean)[:: 1 if rank else -1]:
+        mean = core_ranks.Ranks(group, average=True).averaged(trees[group.rank()])
+        for _, x in tree_flatten(mean)[:: 1 if group.rank() else -1]:
             mx.eval(x)
     finally:
         core_ranks._BUCKET_BYTES = normal
-    others = [tree for r, tree in enumerate(trees) if r != 1]
-    expected = tree_map(
-        lambda *g: sum(x.astype(mx.float32) for x in g) / len(g), *others
-    )
+    expected = tree_map(lambda *g: sum(g) / len(g), *trees)
     differences = tree_map(
         lambda a, b: mx.abs(a - b).max() if a.size else mx.array(0.0), mean, expected
     )
@@ -412,7 +372,6 @@ CHECKS = {
     "own loop": own_loop,
     "decide": decide,
     "tensor parallel": tensor_parallel,
-    "uneven": uneven,
     "buckets": buckets,
     "counted": counted,
     "drift": drift,
