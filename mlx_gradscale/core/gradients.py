@@ -43,10 +43,7 @@ class Casting(NamedTuple):
             )
         is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
         if dtype is not None and not is_dtype:
-            raise ValueError(
-                "compute_dtype must be a floating dtype of MLX, such as mx.float16, "
-                f"got {dtype!r}."
-            )
+            raise ValueError(f"compute_dtype must be a floating dtype, got {dtype!r}.")
 
     def parameters(self, model: nn.Module, parameters: Any) -> Any:
         """Return the trainable parameters, cast for the forward pass."""
@@ -235,9 +232,10 @@ class Backward:
         floating = [x for x in leaves(model.parameters()) if is_floating(x)]
         if floating and all(x.dtype in HALF for x in floating):
             self.warn_once(
-                f"The model has {floating[0].dtype} parameters and float32 inputs, so "
-                "MLX computes in float32. Cast the inputs, or pass compute_dtype=. "
-                "mlx_gradscale.diagnostics.compute_dtypes() shows the layers."
+                f"{type(model).__name__} has {floating[0].dtype} parameters and "
+                "float32 inputs, so MLX computes in float32. Cast the inputs, or pass "
+                "compute_dtype=. mlx_gradscale.diagnostics.compute_dtypes() shows the "
+                "layers."
             )
 
 

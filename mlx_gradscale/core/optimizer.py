@@ -244,22 +244,6 @@ class LossScaleOptimizer(Optimizer):
         return self._scaler
 
     @property
-    def step(self) -> mx.array:
-        """The number of applied steps."""
-        step: mx.array = next(single_optimizers(self.optimizer)).step
-        return step
-
-    @property
-    def learning_rate(self) -> mx.array:
-        """The inner optimizer's learning rate."""
-        learning_rate: mx.array = self.optimizer.learning_rate
-        return learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: float | mx.array) -> None:
-        self.optimizer.learning_rate = learning_rate
-
-    @property
     def max_grad_norm(self) -> float | None:
         """The maximum gradient norm. Setting it also affects a compiled step."""
         value: Any = self._state["max_grad_norm"].item()

@@ -221,11 +221,10 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
         )
     missing = [key for key in TORCH_KEYS if key not in state_dict]
     if missing:
-        hint = ""
-        for key, value in state_dict.items():
-            if isinstance(value, dict) and TORCH_KEYS.keys() <= value.keys():
-                hint = f" It is a whole checkpoint: load its {key!r}."
-        raise KeyError(f"The state dict has no {', '.join(missing)}.{hint}")
+        raise KeyError(
+            f"The state dict has no {', '.join(missing)}. If this is a whole "
+            "checkpoint, load the part that holds the scaler."
+        )
     fresh = {name: default for name, (_, default) in VALUES.items()}
     given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
     own = {k: _as_number(state_dict[k]) for k in _OWN_KEYS if k in state_dict}

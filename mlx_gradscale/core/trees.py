@@ -90,16 +90,13 @@ def _match(
         try:
             parameter = parameters[key]
         except (KeyError, IndexError, TypeError):
-            raise ValueError(
-                f"There is a gradient for {path!r} but no such parameter. Pass "
-                "gradients and parameters of the same model."
-            ) from None
+            parameter = None
         if is_container and isinstance(parameter, CONTAINERS):
             _match(gradient, parameter, f"{path}.", found)
         elif is_container or not isinstance(parameter, mx.array):
             raise ValueError(
-                f"The gradients and the parameters differ in structure at {path!r}. "
-                "Pass gradients and parameters of the same model."
+                f"There is a gradient for {path!r}, but no such parameter. Pass "
+                "gradients and parameters of the same model."
             )
         elif not isinstance(gradient, mx.array):
             raise TypeError(

@@ -173,10 +173,10 @@ def test_integer_and_empty_leaves_and_bare_containers_pass_through():
 @pytest.mark.parametrize(
     ("gradients", "message"),
     [
-        ({"x": mx.ones(2)}, "'x' but no such parameter"),
-        ({"w": {"x": mx.ones(2)}}, "differ in structure at 'w'"),
-        ({"list": [mx.ones(2)] * 3}, r"'list\.2' but no such parameter"),
-        ({"list": mx.ones(2)}, "differ in structure at 'list'"),
+        ({"x": mx.ones(2)}, "'x', but no such parameter"),
+        ({"w": {"x": mx.ones(2)}}, "'w', but no such parameter"),
+        ({"list": [mx.ones(2)] * 3}, r"'list\.2', but no such parameter"),
+        ({"list": mx.ones(2)}, "'list', but no such parameter"),
         ({"w": mx.ones(3)}, r"'w' has shape \(3,\)"),
         ({"w": 1.0}, "'w' must be an array"),
         ({"w": None}, "'w' must be an array"),

@@ -185,7 +185,7 @@ def test_attributes_of_the_optimizer_inside_are_read_and_set_through_the_wrapper
     assert inner.betas == [0.8, 0.9]
     optimizer.note = "mine"
     assert not hasattr(inner, "note")
-    with pytest.raises(AttributeError, match="AdamW.*nonsense"):
+    with pytest.raises(AttributeError, match=r"AdamW.*nonsense"):
         optimizer.nonsense  # noqa: B018
     assert pickle.loads(pickle.dumps(optimizer)).weight_decay == 0.0
 

@@ -132,9 +132,9 @@ def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
     }
 
 
-def test_a_whole_checkpoint_is_refused_with_the_key_of_its_scaler():
+def test_a_whole_checkpoint_is_refused():
     scaler = GradScaler()
-    with pytest.raises(KeyError, match="load its 'scaler'"):
+    with pytest.raises(KeyError, match="load the part that holds the scaler"):
         scaler.load_state_dict({"epoch": 3, "scaler": scaler.state_dict()})
 
 
