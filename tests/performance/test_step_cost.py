@@ -59,7 +59,7 @@ MOVED = {
     "AdamW, float32": 33.0,
     "AdamW, float32, max_grad_norm": 33.0,
     "AdamW, float16, float32 master weights": 34.5,
-    "AdamW, float16, remainders": 36.5,
+    "AdamW, float16, remainders": 28.5,
     "AdamW, float32 computed in float16": 28.5,
     "SGD with momentum, float32": 25.0,
     "Lion, float32": 25.0,
