@@ -16,7 +16,6 @@ from packed_moments import PackedAdamW, check_resume
 from support.checkpoint_runs import KINDS, Run, choose_compilation, half, scaler
 
 from mlx_gradscale import (
-    GradScaler,
     LossScaleOptimizer,
     restore_checkpoint,
     save_checkpoint,
@@ -232,7 +231,7 @@ def test_mismatch_of_the_wrapper_is_named_and_changes_nothing(tmp_path):
     before = state_of(other), bits(other.optimizer.state)
     with (
         pytest.warns(
-            UserWarning, match="schedule for learning_rate, this one for n"
+            UserWarning, match=r"schedules for \['learning_rate'\], this one for \[\]"
         ) as w,
         pytest.raises(ValueError, match=r"max_grad_norm=1\.0, this one has 2\.0"),
     ):
@@ -257,9 +256,6 @@ def test_checkpoint_with_a_scaler_needs_the_scaler(tmp_path):
     save_checkpoint(tmp_path / "run", *run.parts)
     with pytest.raises(ValueError, match="Pass the scaler too"):
         restore_checkpoint(tmp_path / "run", *run.parts[:2])
-    disabled = GradScaler(enabled=False)
-    with pytest.raises(ValueError, match="the saved scaler was enabled"):
-        restore_checkpoint(tmp_path / "run", *run.parts[:2], disabled)
 
 
 @pytest.mark.parametrize("place", ["weight", "master"])
