@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..files.atomic import atomic_write
+from ..files.paths import open_file
 from .reading import scaler_of
 
 
@@ -148,7 +149,7 @@ class ScaleHistory:
             ScaleHistory: A history with these records, not attached to a file.
         """
         history = cls()
-        history._records = _read_records(Path(path), Path(path).read_bytes())
+        history._records = _read_records(Path(path), _read_bytes(path))
         if history._records:
             history._step = history._records[-1].step
         return history
@@ -184,7 +185,7 @@ def _number(x: Any) -> float | None:
 def _continue_file(path: Path) -> int:
     """Create a file, or prepare an existing one for appending; return its last step."""
     header = _header(path).encode()
-    data = path.read_bytes() if path.exists() else b""
+    data = _read_bytes(path) if path.exists() else b""
     records = _read_records(path, data)
     end = data.rfind(b"\n") + 1
     with open(path, "r+b" if data else "wb") as file:
@@ -193,6 +194,11 @@ def _continue_file(path: Path) -> int:
         file.seek(end)
         file.write(b"" if end else header)
     return records[-1].step if records else 0
+
+
+def _read_bytes(path: str | os.PathLike[str]) -> bytes:
+    with open(path, "rb", opener=open_file) as file:
+        return file.read()
 
 
 def _read_records(path: Path, data: bytes) -> list[ScaleRecord]:
