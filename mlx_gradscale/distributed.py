@@ -6,7 +6,7 @@ calls, in the same order, or the others block until it makes another call or exi
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from .core.finite import arrays
 from .core.ranks import Group, average_gradients, is_single
 from .core.trees import flatten
 from .files.text import dtype_name, dtype_named
+from .files.trees import decode, encode
 
 __all__ = ["assert_in_sync", "average_gradients", "broadcast", "from_rank_0"]
 
@@ -98,21 +99,27 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     if is_single(group):
         return load()
     found: list[mx.array] = []
-    error, plan = None, None
+    error, tree = None, None
     if group.rank() == 0:
         try:
-            plan = _encode(load(), found)
+            tree = encode(load(), found)
             # Evaluate here, because a file that cannot be read fails only then.
             mx.eval(found)
         except Exception as e:
             error = e
     failure = error and f"{type(error).__name__}: {error}"
-    plan, failure = _gather([plan, failure], group)[0]
+    kinds = [[list(x.shape), dtype_name(x)] for x in found]
+    tree, kinds, failure = _gather([tree, kinds, failure], group)[0]
     if error is not None:
         raise error
     if failure is not None:
         raise RuntimeError(f"Rank 0 could not load: {failure}")
-    return _decode(plan, iter(found), group)
+    mine: list[mx.array | None] = [*found] or [None] * len(kinds)
+    received = {
+        str(i): _receive(shape, dtype_named(name), x, group)
+        for i, ((shape, name), x) in enumerate(zip(kinds, mine, strict=True))
+    }
+    return decode(tree, received)
 
 
 def _describe(x: mx.array) -> str:
@@ -134,36 +141,6 @@ def _gather(value: Any, group: Group) -> list[Any]:
     row = np.frombuffer(text.ljust(max(sizes)), np.uint8)[None]
     rows = np.array(mx.distributed.all_gather(mx.array(row), group=group))
     return [json.loads(x.tobytes()[:n]) for x, n in zip(rows, sizes, strict=True)]
-
-
-def _encode(tree: Any, found: list[mx.array]) -> Any:
-    """Return a tree in JSON form, with shapes and dtypes in place of arrays."""
-    if isinstance(tree, mx.array):
-        found.append(tree)
-        return {"array": [list(tree.shape), dtype_name(tree)]}
-    if isinstance(tree, dict):
-        for key in tree:
-            if not isinstance(key, str):
-                raise TypeError(f"The keys of a dict must be strings, got {key!r}.")
-        return {"dict": {key: _encode(x, found) for key, x in tree.items()}}
-    if isinstance(tree, (list, tuple)):
-        kind = "list" if isinstance(tree, list) else "tuple"
-        return {kind: [_encode(x, found) for x in tree]}
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return {"value": tree}
-    raise TypeError(f"Expected a tree of arrays, numbers and strings, got {tree!r}.")
-
-
-def _decode(plan: Any, found: Iterator[mx.array], group: Group) -> Any:
-    [(kind, content)] = plan.items()
-    if kind == "array":
-        return _receive(content[0], dtype_named(content[1]), next(found, None), group)
-    if kind == "dict":
-        return {key: _decode(child, found, group) for key, child in content.items()}
-    if kind == "value":
-        return content
-    children = [_decode(child, found, group) for child in content]
-    return children if kind == "list" else tuple(children)
 
 
 def _receive(
