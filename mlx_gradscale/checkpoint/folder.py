@@ -90,7 +90,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     run = Path(path)
     while True:
-        is_save = (run / _JSON).exists()
+        is_save = not _saves(run) and (run / _JSON).exists()
         save = run if is_save else latest_checkpoint(run)
         try:
             return _read_save(save)

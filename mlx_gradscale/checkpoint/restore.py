@@ -118,12 +118,12 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
 def _restore_scaler(
     saved: dict[str, mx.array] | None, scaler: GradScaler | None
 ) -> None:
-    if saved is None or scaler is None:
-        if saved is not None:
-            raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
-        if scaler is not None:
-            raise ValueError("it holds no state of a GradScaler. Do not pass a scaler.")
+    if saved is None and scaler is None:
         return
+    if saved is None:
+        raise ValueError("it holds no state of a GradScaler. Do not pass a scaler.")
+    if scaler is None:
+        raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
     _check_names("the scaler", FIELDS, saved)
     torch_keys = {key: saved[name] for key, name in TORCH_KEYS.items()}
     scaler.load_state_dict(saved | torch_keys)

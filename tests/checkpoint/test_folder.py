@@ -77,7 +77,13 @@ def test_numbers_beyond_six_digits_are_ordered_as_numbers(tmp_path):
 
 
 def test_other_files_in_the_folder_are_left_alone(tmp_path):
-    theirs = {"template.pt", "model.safetensors", ".save.tmp", "save-2", "save-000002"}
+    theirs = {
+        "training.json",
+        "model.safetensors",
+        ".save.tmp",
+        "save-2",
+        "save-000002",
+    }
     for name in theirs:
         (tmp_path / name).write_text("mine")
     (tmp_path / ".save-other.0123456789abcdef.tmp").mkdir()

@@ -44,7 +44,9 @@ def started(kind, steps=6):
 
 
 @each_kind
-def test_restored_run_repeats_the_same_steps_without_tracing_again(kind, tmp_path):
+def test_run_restored_in_place_or_into_fresh_objects_continues_bit_identically(
+    kind, tmp_path
+):
     run = started(kind)
     before = run.fingerprint()
     save_checkpoint(tmp_path / "run", *run.parts, step=6)
@@ -55,13 +57,6 @@ def test_restored_run_repeats_the_same_steps_without_tracing_again(kind, tmp_pat
     assert run.train(6, 12) == expected
     if "compiled" in kind:
         assert run.traced.count == traces <= 2  # MLX's own state is made in the first
-
-
-@each_kind
-def test_fresh_objects_continue_bit_identically(kind, tmp_path):
-    run = started(kind)
-    save_checkpoint(tmp_path / "run", *run.parts)
-    expected = run.train(6, 12)
     mx.random.seed(1)
     for steps in (0, 2):
         other = started(kind, steps)
