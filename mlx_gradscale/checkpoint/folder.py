@@ -114,7 +114,8 @@ def describe_error(error: Exception) -> str:
 def encode_extra(extra: Mapping[str, Any]) -> tuple[Any, dict[str, mx.array]]:
     """Return the values for ``training.json``, and the arrays in them by number."""
     arrays: list[mx.array] = []
-    encoded = encode(extra, arrays)
+    # from_rank_0() encodes the tuple around it, too.
+    encoded = encode(extra, arrays, depth=1)
     if len(json.dumps(encoded)) > LONGEST_JSON // 2:
         raise ValueError(
             f"The extra values take more than {LONGEST_JSON // 2:,} bytes of JSON. "

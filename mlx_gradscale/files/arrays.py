@@ -169,4 +169,4 @@ def _place(name: str, entry: Any) -> TensorPlace:
             and place.end - place.start == math.prod(place.shape) * place.dtype.size
         ):
             return place
-    raise ValueError(f"MLX has no such array: {name!r:.80}: {shorten(entry)}.")
+    raise ValueError(f"{name!r:.80} does not describe an MLX array: {shorten(entry)}.")

@@ -3,33 +3,22 @@
 import json
 
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
 from helpers import bits
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoint_writers import nested, small
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
+from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.ema import EMA
 from mlx_gradscale.files.trees import decode, encode
 
 
-def parts():
-    return nn.Linear(2, 1), optim.SGD(0.1)
-
-
 def saved_and_restored(path, **extra):
-    save_checkpoint(path, *parts(), **extra)
-    return restore_checkpoint(path, *parts())
-
-
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
+    save_checkpoint(path, *small(), **extra)
+    return restore_checkpoint(path, *small())
 
 
 TEXT = st.text(st.characters(), max_size=9)
@@ -62,6 +51,18 @@ def test_arrays_anywhere_in_a_value_come_back_bit_identical(tmp_path):
     assert repr(found["worst"]) == "nan"
 
 
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"x": x}])
+def test_deepest_value_is_restored_on_any_number_of_ranks(wrap, tmp_path):
+    value = None
+    for _ in range(98):
+        value = wrap(value)
+    assert saved_and_restored(tmp_path, it=value) == {"it": value}
+    text = json.dumps(encode(read_checkpoint(tmp_path), []))  # as from_rank_0 does
+    assert decode(json.loads(text), {str(i): None for i in range(99)})[3]["it"] == value
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        save_checkpoint(tmp_path, *small(), it=wrap(value))
+
+
 LOOP = []
 LOOP.append(LOOP)
 REFUSED = {
@@ -72,24 +73,24 @@ REFUSED = {
     "loop": (LOOP, ValueError, "nested more than 100 deep"),
     "int": (1 << 20_000, ValueError, "4300 digits"),
     "bytes": (b"bytes", TypeError, "is a bytes"),
-    "function": ([{"x": parts}], TypeError, "is a function"),
+    "function": ([{"x": small}], TypeError, "is a function"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_value_that_could_not_be_read_is_refused_before_writing(kind, tmp_path):
     value, error, sentence = REFUSED[kind]
-    save_checkpoint(tmp_path / "run", *parts(), step=1)
+    save_checkpoint(tmp_path / "run", *small(), step=1)
     with pytest.raises(error, match=sentence):
-        save_checkpoint(tmp_path / "run", *parts(), it=value)
+        save_checkpoint(tmp_path / "run", *small(), it=value)
     with pytest.raises(error, match=sentence):
-        save_checkpoint(tmp_path / "new", *parts(), it=value)
-    assert restore_checkpoint(tmp_path / "run", *parts()) == {"step": 1}
+        save_checkpoint(tmp_path / "new", *small(), it=value)
+    assert restore_checkpoint(tmp_path / "run", *small()) == {"step": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_moving_average_resumes_from_extra(tmp_path):
-    model, optimizer = parts()
+    model, optimizer = small()
     ema = EMA(model, optimizer, decay=0.9)
     model.weight = model.weight + 1
     ema.update(model)

@@ -11,6 +11,7 @@ import mlx.optimizers as optim
 import pytest
 from helpers import bits
 from support.checkpoint_runs import KINDS
+from support.checkpoint_writers import nested, small
 
 from mlx_gradscale import (
     GradScaler,
@@ -30,21 +31,8 @@ def _not_compiled():
     mx.enable_compile()
 
 
-def small(value=0.0):
-    model = nn.Linear(2, 2)
-    model.weight = mx.full((2, 2), float(value))
-    return model, optim.SGD(0.1)
-
-
 def step_in(folder):
     return restore_checkpoint(folder, *small())["step"]
-
-
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 def names(folder):

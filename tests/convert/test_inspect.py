@@ -105,3 +105,14 @@ def test_errors_are_one_line_and_limits_can_be_raised(tmp_path, capsys):
     assert "--limit operations=..." in capsys.readouterr().err
     assert main([str(tmp_path / "a.pt"), "--limit", "operations=1e6"]) == 0
     assert main([str(tmp_path / "a.pt"), "--limit", "patience=3"]) == 1
+
+
+def test_link_in_a_folder_is_listed_and_not_followed(tmp_path):
+    (tmp_path / "secret.json").write_text('{"key": 1}')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a.json").symlink_to("../secret.json")
+    (entry,) = describe(tmp_path / "run")["entries"]
+    assert entry == {
+        "name": "a.json",
+        "value": "a symbolic link, which is not followed",
+    }
