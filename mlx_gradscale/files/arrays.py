@@ -9,8 +9,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 import mlx.core as mx
@@ -58,7 +58,8 @@ def read_arrays(
     Raises:
         ValueError: It is not a valid safetensors file.
     """
-    with _header(path, opener) as (file, places, metadata):
+    with open(path, "rb", opener=opener) as file:
+        places, metadata = _load_header(file)
         arrays = {}
         for name, place in places.items():
             # Use integers as wide as the elements: MLX cannot hold 2**31 single bytes.
@@ -76,8 +77,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorPlace]:
     Raises:
         ValueError: It is not a valid safetensors file.
     """
-    with _header(path, open_file) as (_, places, _):
-        return places
+    with open(path, "rb", opener=open_file) as file:
+        return _load_header(file)[0]
 
 
 def write_arrays(
@@ -118,20 +119,16 @@ def bytes_of(x: mx.array) -> memoryview:
     return memoryview(words).cast("B") if x.size else memoryview(b"")
 
 
-@contextmanager
-def _header(
-    path: str | os.PathLike[str], opener: Callable[[str, int], int]
-) -> Iterator[tuple[BinaryIO, dict[str, TensorPlace], dict[str, str]]]:
-    """Open a file, and return the places of its tensors in order, and the metadata."""
-    with open(path, "rb", opener=opener) as file:
-        try:
-            yield file, *_read_header(file)
-        except ValueError as error:
-            text = f"{os.fspath(path)} is not a safetensors file: {error}"
-            raise ValueError(text) from error
+def _load_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    """Return the places of the tensors, in file order, and the metadata."""
+    try:
+        return _parse_header(file)
+    except ValueError as error:
+        text = f"{os.fspath(file.name)} is not a safetensors file: {error}"
+        raise ValueError(text) from error
 
 
-def _read_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+def _parse_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str]]:
     size = os.fstat(file.fileno()).st_size - _LENGTH.size
     length = _LENGTH.unpack(file.read(_LENGTH.size))[0] if size > 0 else 1
     if length > size:
