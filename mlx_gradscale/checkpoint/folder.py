@@ -19,6 +19,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from ..files.text import list_some, shorten
 from ..files.trees import decode, encode
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
+_SAVE = re.compile("save-([0-9]{6,})")
 _FORMAT = {"format": "mlx_gradscale", "version": 1}
 # Errors caused by JSON that save_checkpoint did not write.
 UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
@@ -71,10 +73,10 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
         >>> latest_checkpoint(folder).name
         'save-000001'
     """
-    found = _saves(Path(path))
-    if not found:
+    saves = [*_saves(Path(path)).values()]
+    if not saves:
         raise FileNotFoundError(f"There is no checkpoint in {os.fspath(path)}.")
-    return found[-1]
+    return saves[-1]
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -99,7 +101,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             if is_save or save == latest_checkpoint(run):
                 raise ValueError(f"{save} is incomplete: {error}.") from error
         except (ValueError, *UNEXPECTED) as error:
-            older = [other.name for other in _saves(run) if other != save]
+            older = [x.name for x in _saves(run).values() if x != save]
             advice = f" Older checkpoints: {list_some(older)}." if older else ""
             text = f"{save} is damaged: {describe_error(error)}{advice}"
             raise ValueError(text) from error
@@ -143,29 +145,22 @@ def write_checkpoint(
             file.write(json.dumps(_FORMAT | content).encode())
         _rename_to_next(folder, run)
         sync(run)
-    for old in _saves(run)[:-keep]:
+    for old in [*_saves(run).values()][:-keep]:
         discard(old)
 
 
-def _saves(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first. Links are not followed."""
-    try:
-        with os.scandir(run) as entries:
-            names = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    saves = filter(re.compile("save-[0-9]{6,}").fullmatch, names)
-    return [run / name for name in sorted(saves, key=_number)]
-
-
-def _number(name: str) -> int:
-    return int(name.partition("-")[2])
+def _saves(run: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by number, oldest first, without links."""
+    found = {}
+    for entry in os.scandir(run) if run.is_dir() else ():
+        match = _SAVE.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            found[int(match[1])] = run / entry.name
+    return dict(sorted(found.items()))
 
 
 def _rename_to_next(folder: Path, run: Path) -> None:
-    number = max((_number(save.name) for save in _saves(run)), default=0)
-    while True:
-        number += 1
+    for number in count(max(_saves(run), default=0) + 1):
         target = run / f"save-{number:06}"
         try:
             folder.rename(target)
