@@ -51,7 +51,7 @@ def random_arrays(shapes: Shapes, dtype: mx.Dtype = mx.float32) -> list[mx.array
     for shape in shapes:
         size = math.prod(shape)
         values = mx.tile(drawn, -(-size // drawn.size))[:size]
-        # The product is a new array: leaves that share a buffer would stay in the cache.
+        # The product is a new array: leaves that share a buffer stay in the cache.
         arrays.append((values * 0.01).reshape(shape).astype(dtype))
         mx.eval(arrays[-1])
     return arrays

@@ -17,6 +17,8 @@ COMMANDS = {
     "plot": ("plot", "draw the history of a run"),
     "run": ("trainers.run", "run a training script with loss scaling"),
 }
+_HELP = ["usage: mlx_gradscale COMMAND ...; see COMMAND --help"]
+_HELP += [f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,26 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         int: The command's exit code, or 2 if there is no such command.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments[0] if arguments else None
-    if name not in COMMANDS:
-        return run_command(lambda: _print_help(name))
-    module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
-    return int(module.main(arguments[1:]))
-
-
-def _print_help(word: str | None) -> int:
-    if word == "--version":
-        print(f"mlx_gradscale {__version__}, MLX {version('mlx')}")
-        return 0
-    lines = ["usage: mlx_gradscale COMMAND ...; see COMMAND --help"]
-    lines += [f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()]
-    if word in ("-h", "--help"):
-        print("\n".join(lines))
-        return 0
-    if word is not None:
-        lines.insert(0, f"There is no command {word!r}.")
-    print("\n".join(lines), file=sys.stderr)
+    name, *arguments = [*(sys.argv[1:] if argv is None else argv), ""]
+    if name in COMMANDS:
+        module = importlib.import_module(f"mlx_gradscale.{COMMANDS[name][0]}")
+        return int(module.main(arguments[:-1]))
+    texts = {
+        "--version": f"mlx_gradscale {__version__}, MLX {version('mlx')}",
+        "--help": "\n".join(_HELP),
+        "-h": "\n".join(_HELP),
+    }
+    if name in texts:
+        return run_command(lambda: print(texts[name]))
+    problem = [f"There is no command {name!r}."] if name else []
+    print("\n".join([*problem, *_HELP]), file=sys.stderr)
     return 2
 
 

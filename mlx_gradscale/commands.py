@@ -7,9 +7,6 @@ from contextlib import suppress
 
 from .files.text import printable
 
-# How shells report Ctrl-C and a closed pipe: 128 plus the signal.
-_INTERRUPTED, _PIPE_CLOSED = 130, 141
-
 
 def run_command(
     work: Callable[[], int | None],
@@ -26,8 +23,8 @@ def run_command(
         flags (dict, optional): Maps argument names in errors to command-line flags.
 
     Returns:
-        int: The exit code of ``work``; 1 after a printed error, 130 after Ctrl-C, 141
-        if the output pipe was closed (``| head``).
+        int: The exit code of ``work``; 1 after a printed error, or 128 plus the signal
+        as in a shell: 130 after Ctrl-C, 141 if the output pipe was closed.
 
     Example:
         >>> run_command(lambda: print("done"))
@@ -42,12 +39,12 @@ def run_command(
                 sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return 130
     except BrokenPipeError:
         # Otherwise Python would try to flush the rest at exit and report an error.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
+        return 141
     except expected as error:
         text = " ".join(str(error).split()) or type(error).__name__
         for argument, flag in (flags or {}).items():

@@ -6,7 +6,7 @@ calls, in the same order, or the others block until it makes another call or exi
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from .core.finite import arrays
 from .core.ranks import Group, is_single
 from .core.trees import flatten
 from .files.text import dtype_name, dtype_named
+from .files.trees import decode, encode
 
 __all__ = ["assert_in_sync", "broadcast", "from_rank_0"]
 
@@ -99,21 +100,26 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     if is_single(group):
         return load()
     found: list[mx.array] = []
-    text, error = "", None
+    error, tree = None, None
     if group.rank() == 0:
         try:
-            text = json.dumps(_encode(load(), found))
+            tree = encode(load(), found)
             # Evaluate here, because a file that cannot be read fails only then.
             mx.eval(found)
         except Exception as e:
             error = e
     failure = error and f"{type(error).__name__}: {error}"
-    text, failure = _gather([text, failure], group)[0]
+    kinds = [[list(x.shape), dtype_name(x)] for x in found]
+    tree, kinds, failure = _gather([tree, kinds, failure], group)[0]
     if error is not None:
         raise error
     if failure is not None:
         raise RuntimeError(f"Rank 0 could not load: {failure}")
-    return _decode(json.loads(text), iter(found), group)
+    received = {}
+    for i, (shape, name) in enumerate(kinds):
+        x = found[i] if found else mx.zeros(shape, dtype_named(name))
+        received[str(i)] = _sum_of_bytes(x, group)
+    return decode(tree, received)
 
 
 def _describe(x: mx.array) -> str:
@@ -137,31 +143,10 @@ def _gather(value: Any, group: Group) -> list[Any]:
     return [json.loads(x.tobytes()[:n]) for x, n in zip(rows, sizes, strict=True)]
 
 
-def _encode(tree: Any, found: list[mx.array]) -> Any:
-    """Return a tree in JSON form, with shapes and dtypes in place of arrays."""
-    if isinstance(tree, mx.array):
-        found.append(tree)
-        return {"array": [tree.shape, dtype_name(tree)]}
-    if isinstance(tree, dict):
-        return {"dict": [_encode(item, found) for item in tree.items()]}
-    if isinstance(tree, (list, tuple)):
-        kind = "list" if isinstance(tree, list) else "tuple"
-        return {kind: [_encode(x, found) for x in tree]}
-    return tree
-
-
-def _decode(plan: Any, found: Iterator[mx.array], group: Group) -> Any:
-    if not isinstance(plan, dict):
-        return plan
-    [(kind, content)] = plan.items()
-    if kind == "array":
-        shape, dtype = content[0], dtype_named(content[1])
-        x = next(found, mx.zeros(shape, dtype))
-        if x.size:
-            # Summed as bytes, with zeros on other ranks: exact for all dtypes and NaN.
-            total = mx.distributed.all_sum(_bytes(x), group=group)
-            mx.eval(total)
-            x = total.view(dtype).reshape(shape)
+def _sum_of_bytes(x: mx.array, group: Group) -> mx.array:
+    # Exact for all dtypes, -0.0 and NaN, because all ranks but one have zeros.
+    if not x.size:
         return x
-    children = [_decode(child, found, group) for child in content]
-    return {"dict": dict, "list": list, "tuple": tuple}[kind](children)
+    total = mx.distributed.all_sum(_bytes(x), group=group)
+    mx.eval(total)
+    return total.view(x.dtype).reshape(x.shape)

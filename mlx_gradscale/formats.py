@@ -9,8 +9,7 @@ values that a state does not contain.
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,22 +17,19 @@ from .core.scale import FIELDS, SETTINGS, TORCH_KEYS, from_state_dict, to_state_
 
 __all__ = ["FORMATS", "Format", "FormatWarning", "read_state", "recognise"]
 
-_OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
-_TYPES = {key: type(FIELDS[name][1]) for key, name in TORCH_KEYS.items()} | {
-    name: type(FIELDS[name][1]) for name in _OWN_KEYS
-}
+_OWN_KEYS = {name: name for name in FIELDS if name not in TORCH_KEYS.values()}
+_TYPES = {key: type(FIELDS[name][1]) for key, name in (TORCH_KEYS | _OWN_KEYS).items()}
 
 
 class FormatWarning(UserWarning):
     """Warning about scaler state that a format does not contain."""
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """One framework's scaler state.
 
     Attributes:
-        required (frozenset): The keys that distinguish this format from the others.
+        required (set): The keys that distinguish this format from the others.
         fields (dict): Our key -> its key.
         assumed (dict): Our key -> the framework's default, for keys missing from its
             state.
@@ -41,10 +37,19 @@ class Format:
             that are not plain copies.
     """
 
-    required: frozenset[str]
+    required: set[str]
     fields: dict[str, str]
-    assumed: dict[str, Any] = field(default_factory=dict)
+    assumed: dict[str, Any]
     compute: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
+
+
+def _megatron(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    # It counts down the remaining overflows; we count up the used ones.
+    left = state.get("hysteresis_tracker", state.get("cur_hysteresis"))
+    if left is None:
+        return {"hysteresis": 1}
+    used = found["hysteresis"] - _number(left, int, "the hysteresis")
+    return {"backoff_tracker": min(max(used, 0), found["hysteresis"])}
 
 
 def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -54,57 +59,46 @@ def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     # same step; right after an overflow that would be -1, so use 0.
     window, last = found["growth_interval"], state.get("last_overflow_iter")
     overflow = -1 if last is None else _number(last, int, "last_overflow_iter")
-    since = _number(state["cur_iter"], int, "cur_iter") - overflow - 1
-    return {
+    since = _number(state.get("cur_iter"), int, "cur_iter") - overflow - 1
+    return _megatron(state, found) | {
         "backoff_factor": 1.0 / found["growth_factor"] if found["growth_factor"] else 0,
         "_growth_tracker": (since - 1) % window if since > 0 and window > 0 else 0,
-        **_hysteresis("cur_hysteresis", state, found),
     }
 
 
-def _hysteresis(
-    key: str, state: dict[str, Any], found: dict[str, Any]
-) -> dict[str, Any]:
-    # They count down the remaining budget; we count up the used part.
-    if state.get(key) is None:
-        return {"hysteresis": 1}
-    used = found["hysteresis"] - _number(state[key], int, key)
-    return {"backoff_tracker": min(max(used, 0), found["hysteresis"])}
-
-
-_USUAL = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+_USUAL: dict[str, Any] = {"growth_factor": 2.0, "growth_interval": 1000}
+_USUAL |= {"min_scale": 1.0, "hysteresis": 2}
 
 FORMATS: dict[str, Format] = {
     "torch": Format(
-        frozenset(TORCH_KEYS), {key: key for key in (*TORCH_KEYS, *_OWN_KEYS)}
+        {*TORCH_KEYS}, {key: key for key in TORCH_KEYS} | _OWN_KEYS, assumed={}
     ),
     "megatron": Format(
-        frozenset({"scale", "growth_tracker", "hysteresis_tracker"}),
+        {"scale", "growth_tracker", "hysteresis_tracker"},
         {"scale": "scale", "_growth_tracker": "growth_tracker"},
-        assumed=_USUAL | {"growth_interval": 1000, "min_scale": 1.0, "hysteresis": 2},
-        compute=lambda state, found: _hysteresis("hysteresis_tracker", state, found),
+        _USUAL | {"backoff_factor": 0.5},
+        _megatron,
     ),
     "apex": Format(
-        frozenset({"loss_scale", "unskipped"}),
+        {"loss_scale", "unskipped"},
         {"scale": "loss_scale", "_growth_tracker": "unskipped"},
-        assumed=_USUAL | {"max_scale": 2.0**24},
+        {
+            "growth_factor": 2.0,
+            "growth_interval": 2000,
+            "backoff_factor": 0.5,
+            "max_scale": 2.0**24,
+        },
     ),
     "deepspeed": Format(
-        frozenset({"cur_scale", "cur_iter"}),
+        {"cur_scale", "cur_iter"},
         {
             "scale": "cur_scale",
             "growth_factor": "scale_factor",
             "growth_interval": "scale_window",
             "dynamic": "dynamic_loss_scale",
         },
-        assumed={
-            "growth_factor": 2.0,
-            "growth_interval": 1000,
-            "dynamic": True,
-            "min_scale": 1.0,
-            "hysteresis": 2,
-        },
-        compute=_deepspeed,
+        _USUAL | {"dynamic": True},
+        _deepspeed,
     ),
 }
 
@@ -137,16 +131,14 @@ def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
     Unless it is named like a scaler, only PyTorch's format counts, because the keys of
     the other formats are common words.
     """
+    known = FORMATS.values() if is_named else [FORMATS["torch"]]
     try:
-        values = _flat(state) if is_named else state
-        is_known = (
-            bool(recognise(state)) if is_named else TORCH_KEYS.keys() <= state.keys()
-        )
+        values = _flat(state)
     except ValueError:
         return False
-    return is_known and not any(
-        isinstance(x, (Mapping, list, tuple)) for x in values.values()
-    )
+    has_keys = any(row.required <= values.keys() for row in known)
+    containers = (Mapping, list, tuple)
+    return has_keys and not any(isinstance(x, containers) for x in values.values())
 
 
 def read_state(
@@ -193,17 +185,10 @@ def read_state(
     given = {key: _number(value, _TYPES[key], key) for key, value in settings.items()}
     found = row.assumed | held
     if row.compute is not None:
-        try:
-            found |= row.compute(values, found | given)
-        except KeyError as error:
-            raise ValueError(f"This {name} scaler state has no {error}.") from None
+        found |= row.compute(values, found | given)
     found |= given
-    for key in TORCH_KEYS:
-        if key not in found:
-            lacking = row.fields.get(key, key)
-            raise ValueError(
-                f"This {name} scaler state has no {lacking!r}: give {key}=..."
-            )
+    for key in TORCH_KEYS.keys() - found.keys():
+        raise ValueError(f"This {name} scaler state has no {key!r}: give {key}=...")
     guessed = [
         f"{key}={value!r}"
         for key, value in row.assumed.items()
@@ -239,8 +224,7 @@ def _number(value: Any, kind: type, key: str) -> Any:
     if array.size != 1 or array.dtype.kind not in "biuf":
         raise ValueError(f"{key} must be one number, not {str(value)[:60]!r}.")
     number = array.reshape(()).item()
-    if kind is not float and not math.isfinite(number):
-        raise ValueError(f"{key} must be finite, not {number!r}.")
-    if kind is not float and number != kind(number):
+    is_exact = kind is float or (math.isfinite(number) and number == kind(number))
+    if not is_exact:
         raise ValueError(f"{key} must be of type {kind.__name__}, not {number!r}.")
     return kind(number)

@@ -6,9 +6,9 @@ It reads shapes and dtypes, not the tensors themselves.
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from .commands import run_command
 from .convert.command import LIMIT_FLAGS, read_limits
 from .files.arrays import read_header
 from .files.paths import read_json
-from .files.text import dtype_name, printable, shorten, size, table
-from .torch_checkpoint import Limits, Placeholder, TensorShape, plain_value
+from .files.text import dtype_name, printable, shorten, table
+from .torch_checkpoint import Limits, TensorShape, plain_value
 
 __all__ = ["describe", "main", "render"]
 
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, RuntimeError, MemoryError)
-_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors", ".json")
 _SHORT_LIST, _MOST_ROWS, _DEEPEST = 8, 20_000, 12
 
 
@@ -70,36 +70,31 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
     Returns:
         dict: ``path``, and ``entries`` with one entry for each value: its ``name``, and
-        either ``shape``, ``dtype`` and ``bytes`` of a tensor, or its ``value``.
+        either ``shape`` and ``dtype`` of a tensor, or its ``value``.
     """
     path = Path(path)
-    entries: list[dict[str, Any]] = []
-    for name, value in _contents(path, limits).items():
-        for entry in _entries(value, (name,) if name else (), 0):
-            if len(entries) == _MOST_ROWS:
-                entries.append({"name": "...", "value": "and more"})
-                return {"path": str(path), "entries": entries}
-            entries.append(entry)
+    is_folder = path.is_dir() and not (path / ".metadata").is_file()
+    content = _read_folder(path, limits) if is_folder else _read(path, limits)
+    entries = list(islice(_entries(content, ()), _MOST_ROWS + 1))
+    if len(entries) > _MOST_ROWS:
+        entries[-1] = {"name": "...", "value": "and more"}
     return {"path": str(path), "entries": entries}
 
 
-def _contents(path: Path, limits: Limits | None) -> dict[str, Any]:
-    """Return the values in a file, or in each file of a folder."""
-    if not path.is_dir():
-        return {"": _read(path, limits)}
-    if (path / ".metadata").is_file():
-        return {"": torch_checkpoint.shapes(path, limits)}
-    found = {}
-    if any(path.glob("save-*")):
-        newest = latest_checkpoint(path)
-        found = {f"{newest.name}/{f.name}": f for f in sorted(newest.iterdir())}
-    found |= {f.name: f for f in sorted(path.iterdir()) if f.is_file()}
-    known = {
-        n: f for n, f in found.items() if f.suffix in (*_TORCH, ".safetensors", ".json")
+def _read_folder(path: Path, limits: Limits | None) -> dict[str, Any]:
+    """Read each file of a folder, and of the newest checkpoint in it."""
+    newest = [latest_checkpoint(path)] if any(path.glob("save-*")) else []
+    files = [file for folder in (*newest, path) for file in sorted(folder.iterdir())]
+    found = {
+        str(file.relative_to(path)): "a symbolic link, which is not followed"
+        if file.is_symlink()
+        else _read(file, limits)
+        for file in files
+        if file.suffix in _SUFFIXES and not file.is_dir()
     }
-    if not known:
+    if not found:
         raise ValueError(f"{path} holds no PyTorch, safetensors or JSON file.")
-    return {name: _read(file, limits) for name, file in known.items()}
+    return found
 
 
 def _read(path: Path, limits: Limits | None) -> Any:
@@ -114,72 +109,59 @@ def _read(path: Path, limits: Limits | None) -> Any:
         raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
 
 
-def _entries(value: Any, path: tuple[Any, ...], depth: int) -> Iterator[dict[str, Any]]:
-    name = "/".join(shorten(str(key)[:200]) for key in path) or "the file itself"
+def _entries(value: Any, path: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    name = "/".join(path) or "the file itself"
     if isinstance(value, TensorShape):
-        total = math.prod(value.shape) * _item_size(value.dtype)
-        shape = list(value.shape)
-        yield {"name": name, "shape": shape, "dtype": value.dtype, "bytes": total}
+        yield {"name": name, "shape": list(value.shape), "dtype": value.dtype}
         return
     plain = plain_value(value)
-    if isinstance(plain, dict) and plain and depth < _DEEPEST:
-        for key, item in plain.items():
-            yield from _entries(item, (*path, key), depth + 1)
-    elif isinstance(plain, (list, tuple)) and depth < _DEEPEST and _is_nested(plain):
-        for i, item in enumerate(plain):
-            yield from _entries(item, (*path, i), depth + 1)
-    else:
+    pairs: Any = ()
+    if isinstance(plain, dict):
+        pairs = plain.items()
+    elif isinstance(plain, (list, tuple)) and not all(map(_is_plain, plain)):
+        pairs = enumerate(plain)
+    if not pairs or len(path) == _DEEPEST:
         yield {"name": name, "value": _shown(plain)}
+    else:
+        for key, item in pairs:
+            yield from _entries(item, (*path, shorten(str(key)[:200])))
 
 
-def _is_nested(value: Sequence[Any]) -> bool:
-    kinds = (dict, list, tuple, TensorShape, Placeholder)
-    return any(isinstance(item, kinds) for item in value)
-
-
-def _item_size(dtype: str) -> int:
-    """Return the bytes per element, from the number of bits in a dtype's name."""
-    bits = re.search(r"\d+", dtype)
-    return max(int(bits[0]) // 8, 1) if bits else 1
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, bytes))
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON cannot represent it
-    if isinstance(value, (bool, int, float, type(None))):
-        return value
     if isinstance(value, (list, tuple, set, frozenset)) and len(value) > _SHORT_LIST:
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
-    return shorten(value[:200] if isinstance(value, str) else str(value)[:200])
+    if isinstance(value, float) and math.isfinite(value):  # JSON has no inf and NaN
+        return value
+    is_number = value is None or isinstance(value, int)
+    return value if is_number else shorten(str(value)[:200])
 
 
 def render(found: dict[str, Any]) -> str:
     """Format the description as text.
 
     Example:
-        >>> entry = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32",
-        ...          "bytes": 24}
+        >>> entry = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32"}
         >>> print(render({"path": "a.pt", "entries": [entry]}))
-        a.pt: 1 tensors, 24 B
+        a.pt: 1 tensors, 6 elements
         <BLANKLINE>
         name       value
         fc.weight  float32 2x3
     """
-    tensors = [entry for entry in found["entries"] if "shape" in entry]
-    total = size(sum(entry["bytes"] for entry in tensors))
-    rows = [
-        (
-            entry["name"],
-            f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
-            if "shape" in entry
-            else entry["value"],
-        )
-        for entry in found["entries"]
-    ]
-    head = printable(f"{found['path']}: {len(tensors)} tensors, {total}")
-    return "\n".join([head, "", table(("name", "value"), rows)])
+    rows, sizes = [], []
+    for entry in found["entries"]:
+        value = entry.get("value")
+        if "shape" in entry:
+            sizes.append(math.prod(entry["shape"]))
+            value = f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
+        rows.append((entry["name"], value))
+    head = f"{found['path']}: {len(sizes)} tensors, {sum(sizes):,} elements"
+    return "\n".join([printable(head), "", table(("name", "value"), rows)])
 
 
 if __name__ == "__main__":

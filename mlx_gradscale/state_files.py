@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .files.arrays import dump_arrays, load_arrays
+from .files.arrays import read_arrays, write_arrays
 from .files.atomic import atomic_write
 from .files.paths import open_file
 
@@ -28,19 +28,20 @@ def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
             ``.pt.gz``.
         state (dict): The numbers by name.
     """
-    suffix, is_gzip = _format(path)
-    buffer = io.BytesIO()
-    if suffix == ".json":
-        buffer.write((json.dumps(state, indent=2) + "\n").encode())
-    elif suffix == ".safetensors":
-        dump_arrays(buffer, {name: mx.array(x) for name, x in state.items()})
+    suffix = _suffix(path)
+    if suffix == ".safetensors":
+        write_arrays(path, {name: mx.array(x) for name, x in state.items()})
+        return
+    if suffix.startswith(".json"):
+        data = (json.dumps(state, indent=2) + "\n").encode()
     else:
         from . import torch_checkpoint
 
+        buffer = io.BytesIO()
         torch_checkpoint.save(buffer, state)
-    data = buffer.getvalue()
+        data = buffer.getvalue()
     with atomic_write(path) as file:
-        file.write(gzip.compress(data, mtime=0) if is_gzip else data)
+        file.write(gzip.compress(data, mtime=0) if suffix.endswith(".gz") else data)
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -49,11 +50,11 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: If the file does not contain the state of a scaler.
     """
-    suffix, is_gzip = _format(path)
+    suffix = _suffix(path)
     with open(path, "rb", opener=open_file) as file:
         try:
-            source: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
-            state = _decode(source.read(_LARGEST + 1), suffix)
+            source: Any = gzip.GzipFile(fileobj=file) if suffix[-1] == "z" else file
+            state = _decode(source.read(_LARGEST + 1), path, suffix)
         except (ValueError, RuntimeError, OSError, EOFError, zlib.error) as error:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
     if not isinstance(state, dict):
@@ -63,29 +64,26 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     return state
 
 
-def _decode(data: bytes, suffix: str) -> Any:
+def _decode(data: bytes, path: str | os.PathLike[str], suffix: str) -> Any:
     if len(data) > _LARGEST:
         raise ValueError(
             "it holds more than the state of a GradScaler. To load it from a whole "
             'checkpoint, use load_state_dict(torch_checkpoint.load(path)["scaler"]).'
         )
-    if suffix == ".json":
-        return json.loads(data)
     if suffix == ".safetensors":
-        arrays, _ = load_arrays(io.BytesIO(data), len(data))
-        if any(x.size != 1 for x in arrays.values()):
-            raise ValueError("it holds tensors, not the numbers of a GradScaler.")
-        return {name: x.item() for name, x in arrays.items()}
+        return {name: x.item() for name, x in read_arrays(path)[0].items()}
+    if suffix.startswith(".json"):
+        return json.loads(data)
     from . import torch_checkpoint
 
     return torch_checkpoint.load(data)
 
 
-def _format(path: str | os.PathLike[str]) -> tuple[str, bool]:
+def _suffix(path: str | os.PathLike[str]) -> str:
     name = Path(path).name
-    if not name.endswith(_SUFFIXES):
-        raise ValueError(
-            f"The format of {name!r} is unknown. Use one of {', '.join(_SUFFIXES)}."
-        )
-    is_gzip = name.endswith(".gz")
-    return Path(name.removesuffix(".gz")).suffix, is_gzip
+    for suffix in _SUFFIXES:
+        if name.endswith(suffix):
+            return suffix
+    raise ValueError(
+        f"The format of {name!r} is unknown. Use one of {', '.join(_SUFFIXES)}."
+    )

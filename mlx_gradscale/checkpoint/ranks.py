@@ -6,18 +6,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..core.trees import flatten
-from ..distributed import assert_in_sync
-
 Group = mx.distributed.Group
 
 
-def group_of(group: Group | None, *owners: Any) -> Group:
-    """Return the given group, the optimizer's or scaler's, or the global group."""
-    for known in (group, *(getattr(owner, "group", None) for owner in owners)):
-        if known is not None:
-            return cast(Group, known)
-    return mx.distributed.init()
+def group_of(*owners: Any) -> Group:
+    """Return the group of the optimizer or the scaler, or the global group."""
+    groups = (getattr(owner, "group", None) for owner in owners)
+    return next(filter(None, groups), None) or mx.distributed.init()
 
 
 @contextmanager
@@ -34,19 +29,6 @@ def together(group: Group, caller: str) -> Iterator[None]:
         raise error
     if any(failed):
         raise RuntimeError(f"{caller}() failed on rank {failed.index(1)}.")
-
-
-def check_copies(tree: Any, group: Group) -> None:
-    """Raise on every rank if an array differs between ranks."""
-    arrays = {path: x for path, x in flatten(tree) if isinstance(x, mx.array)}
-    try:
-        assert_in_sync(arrays, group)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "The ranks do not hold the same values, and one checkpoint is written for "
-            "all: gather a sharded model first, or synchronise ranks that drifted "
-            f"apart.\n{error}"
-        ) from None
 
 
 def random_keys(group: Group) -> list[list[int]]:

@@ -2,8 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -20,16 +19,17 @@ from ..core.trees import commit, flatten, restore, snapshot
 from ..distributed import from_rank_0
 from ..files.text import dtype_name, list_some, shorten
 from . import ranks
-from .encoding import arrange
 from .folder import UNEXPECTED, Checkpoint, describe_error, read_checkpoint
 from .save import (
     STATE,
+    UNSAVED,
     batch_statistics,
     check_arguments,
     describe_optimizer,
     fingerprint,
     places_in,
 )
+from .strides import arrange
 
 _Places = dict[str, tuple[Any, Any]]
 
@@ -39,8 +39,6 @@ def restore_checkpoint(
     model: nn.Module,
     optimizer: Optimizer,
     scaler: GradScaler | None = None,
-    *,
-    group: mx.distributed.Group | None = None,
 ) -> dict[str, Any]:
     """Restore model, optimizer and scaler from :func:`save_checkpoint`.
 
@@ -60,7 +58,6 @@ def restore_checkpoint(
             frozen weights that were not saved must be the same.
         optimizer (Optimizer): Same classes and settings; initialised or not.
         scaler (GradScaler, optional): As for :func:`save_checkpoint`.
-        group (mx.distributed.Group, optional): As for :func:`save_checkpoint`.
 
     Returns:
         dict: The ``extra`` of :func:`save_checkpoint`.
@@ -78,41 +75,28 @@ def restore_checkpoint(
         3
     """
     scaler = check_arguments(model, optimizer, scaler)
-    group = ranks.group_of(group, optimizer, scaler)
+    group = ranks.group_of(optimizer, scaler)
     saved = Checkpoint(*from_rank_0(lambda: read_checkpoint(path), group))
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     owners = [optimizer, *single_optimizers(inner)]
-    states = [] if scaler is None else [scaler.state]
-    before = snapshot(model, *map(vars, owners), *states)
+    before = snapshot(model, *map(vars, owners), scaler.state if scaler else {})
     try:
-        with _together(path, group):
+        with ranks.together(group, "restore_checkpoint"):
             seed = ranks.seed_of(saved.description["random"], group)
             _restore_model(saved, model)
             _check_settings(saved.description, optimizer)
-            _restore_scaler(saved, scaler)
+            _restore_scaler(saved.scaler, scaler)
         # All ranks now hold equal weights, which an optimizer may compare in init().
-        with _together(path, group):
+        with ranks.together(group, "restore_checkpoint"):
             _restore_optimizer(saved, model, optimizer)
-    except BaseException:
+    except BaseException as error:
         restore(before)
-        raise
+        if not isinstance(error, (ValueError, *UNEXPECTED)):
+            raise
+        text = f"Cannot restore {os.fspath(path)}: {describe_error(error)} "
+        raise ValueError(f"{text}Nothing was changed.") from error
     mx.random.seed(seed)
     return saved.extra
-
-
-@contextmanager
-def _together(
-    path: str | os.PathLike[str], group: mx.distributed.Group
-) -> Iterator[None]:
-    """Raise an error in this block on every rank, as an error of the checkpoint."""
-    with ranks.together(group, "restore_checkpoint"):
-        try:
-            yield
-        except (ValueError, *UNEXPECTED) as error:
-            raise ValueError(
-                f"Cannot restore {os.fspath(path)}: {describe_error(error)} Nothing "
-                "was changed."
-            ) from error
 
 
 def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
@@ -128,40 +112,34 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
                 f"{shorten(name)} is frozen and was not saved, and is not the one of "
                 "the saved run. Load the same base model first."
             )
-    new = _arranged(weights, saved.description["orders"]["model"])
-    _write(places_in(model), new)
+    _write(places_in(model), weights, saved.description["strides"]["model"])
 
 
-def _restore_scaler(saved: Checkpoint, scaler: GradScaler | None) -> None:
-    if scaler is None:
-        if saved.scaler is not None:
-            raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
+def _restore_scaler(
+    saved: dict[str, mx.array] | None, scaler: GradScaler | None
+) -> None:
+    if saved is None and scaler is None:
         return
-    if saved.scaler is None:
+    if saved is None:
         raise ValueError("it holds no state of a GradScaler. Do not pass a scaler.")
-    if scaler.is_enabled() != saved.description["enabled"]:
-        was = "enabled" if saved.description["enabled"] else "disabled"
-        raise ValueError(f"the saved scaler was {was}. Build this one the same way.")
-    _check_names("the scaler", FIELDS, saved.scaler)
-    torch_keys = {key: saved.scaler[name] for key, name in TORCH_KEYS.items()}
-    scaler.load_state_dict(saved.scaler | torch_keys)
+    if scaler is None:
+        raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
+    _check_names("the scaler", FIELDS, saved)
+    torch_keys = {key: saved[name] for key, name in TORCH_KEYS.items()}
+    scaler.load_state_dict(saved | torch_keys)
 
 
 def _restore_optimizer(
     saved: Checkpoint, model: nn.Module, optimizer: Optimizer
 ) -> None:
-    state = _arranged(saved.optimizer, saved.description["orders"]["optimizer"])
+    state, weights = dict(saved.optimizer), dict(flatten(model.parameters()))
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
-    places = places_in(optimizer.state)
-    if state.keys() - places.keys():
+    if state.keys() - places_in(optimizer.state).keys():
         optimizer.init(model.trainable_parameters())  # keeps existing state
-        places = places_in(optimizer.state)
-    weights = dict(flatten(model.parameters()))
+    places = places_in(optimizer.state)
     if is_wrapper:
+        places = {k: x for k, x in places.items() if not k.startswith(UNSAVED)}
         _convert_masters(state, places, weights)
-        others = ("scaler.", "max_grad_norm")  # already restored, and a setting
-        places = {k: x for k, x in places.items() if not k.startswith(others)}
-        state = {k: x for k, x in state.items() if not k.startswith(others)}
     _add_late_places(places, state, weights)
     _check_names("the optimizer", places, state)
     for path, (container, key) in places.items():
@@ -173,24 +151,23 @@ def _restore_optimizer(
             # MLX's optimizers may change the dtype of their state in the first steps;
             # a LossScaleOptimizer keeps it in float32.
             _check_kind(path, own, value, is_free=not is_wrapper)
-    _write(places, state)
+    _write(places, state, saved.description["strides"]["optimizer"])
+    written = optimizer.state["written"] if is_wrapper else {}
+    for name in written.keys() & weights.keys():
+        if weights[name].dtype in HALF:
+            written[name] = half_bits(weights[name])
 
 
 def _convert_masters(
     state: dict[str, Any], places: _Places, weights: Mapping[str, mx.array]
 ) -> None:
     """Convert a saved state to the optimizer's kind of master weights."""
-    for path, (container, key) in places.items():
+    for path in places:
         part, _, name = path.partition(".")
-        weight = weights.get(name)
-        if weight is None:
-            continue
-        if part == "written":
-            state[path] = half_bits(weight) if weight.dtype in HALF else container[key]
-        elif part == "masters" and f"remainders.{name}" in state:
-            state[path] = join(weight, state.pop(f"remainders.{name}")).master
+        if part == "masters" and f"remainders.{name}" in state:
+            state[path] = join(weights[name], state.pop(f"remainders.{name}")).master
         elif part == "remainders" and f"masters.{name}" in state:
-            state[path] = remainder_of(state.pop(f"masters.{name}"), weight)
+            state[path] = remainder_of(state.pop(f"masters.{name}"), weights[name])
 
 
 def _add_late_places(
@@ -205,16 +182,15 @@ def _add_late_places(
             places[path] = containers[parent], key
 
 
-def _arranged(values: Mapping[str, Any], orders: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: arrange(x, orders.get(name)) if isinstance(x, mx.array) else x
+def _write(
+    places: _Places, values: Mapping[str, Any], strides: Mapping[str, Any]
+) -> None:
+    new = {
+        name: arrange(x, strides.get(name)) if isinstance(x, mx.array) else x
         for name, x in values.items()
     }
-
-
-def _write(places: _Places, values: Mapping[str, Any]) -> None:
-    mx.eval([x for x in values.values() if isinstance(x, mx.array)])
-    commit((*places[name], x) for name, x in values.items())
+    mx.eval([x for x in new.values() if isinstance(x, mx.array)])
+    commit((*places[name], x) for name, x in new.items())
 
 
 def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
@@ -249,9 +225,9 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
         names = new["values"].keys() & old["values"].keys()
         pairs += [(name, old["values"][name], new["values"][name]) for name in names]
         if old["schedules"] != new["schedules"]:
-            was, now = (list_some(x["schedules"]) or "nothing" for x in (old, new))
+            was, now = shorten(old["schedules"]), new["schedules"]
             warnings.warn(
-                f"The saved {new['class']} had a schedule for {was}, this one for "
+                f"The saved {new['class']} had schedules for {was}, this one for "
                 f"{now}. Schedules are not saved.",
                 stacklevel=3,
             )

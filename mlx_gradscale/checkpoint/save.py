@@ -11,18 +11,22 @@ from mlx.optimizers import Optimizer
 
 from ..core.finite import all_finite, nonfinite
 from ..core.optimizer import LossScaleOptimizer
-from ..core.optimizers import single_optimizers
+from ..core.optimizers import needs_init, single_optimizers
 from ..core.scale import FIELDS
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, flatten, items, slots
+from ..distributed import assert_in_sync
 from ..files.arrays import bytes_of
 from ..files.text import dtype_name
 from . import ranks
-from .encoding import encode_extra, memory_orders
-from .folder import write_checkpoint
+from .folder import encode_extra, write_checkpoint
+from .strides import find_strides
 
 # Types that an optimizer may keep in its state.
 STATE = (mx.array, bool, int, float)
+# Entries of a LossScaleOptimizer's state that are not saved: the scaler is saved by
+# itself, max_grad_norm is a setting, and the others are copies of the weights' bits.
+UNSAVED = ("scaler.", "max_grad_norm", "written.")
 # Bytes to checksum of a frozen weight that is not saved. Another base model differs in
 # every tensor, and reading 4 GB of weights would take seconds in each save.
 _SAMPLE = 2**16
@@ -36,7 +40,6 @@ def save_checkpoint(
     *,
     keep: int = 1,
     frozen: bool | None = None,
-    group: mx.distributed.Group | None = None,
     **extra: Any,
 ) -> None:
     """Save a run: model, optimizer, scaler, random state and any extra values.
@@ -50,8 +53,9 @@ def save_checkpoint(
     is.
 
     In distributed training, all ranks must call this; rank 0 writes. Trainable
-    parameters and states must be equal on all ranks. The random state is saved for
-    every rank; ``extra`` and buffers such as BatchNorm's statistics are rank 0's.
+    parameters and states must be equal on all ranks, so gather a sharded model first.
+    The random state is saved for every rank; ``extra`` and buffers such as BatchNorm's
+    statistics are rank 0's.
 
     Args:
         path (str): The folder of the run. It is created if necessary.
@@ -63,8 +67,6 @@ def save_checkpoint(
         frozen (bool, optional): Whether to save frozen parameters. If not, the model
             must have the same ones on restore. Default: ``True``, or ``False`` for a
             model with LoRA layers.
-        group (mx.distributed.Group, optional): The ranks that train together. Default:
-            the group of the optimizer or scaler, otherwise the global group.
         **extra (Any): Other values that the loop needs, such as the step or the data
             position: None, bool, int, float, str, list, tuple, dict with string keys,
             and arrays, in any combination.
@@ -85,35 +87,33 @@ def save_checkpoint(
     scaler = check_arguments(model, optimizer, scaler)
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
-    group = ranks.group_of(group, optimizer, scaler)
-    if isinstance(optimizer, LossScaleOptimizer) and not optimizer._initialized:
+    group = ranks.group_of(optimizer, scaler)
+    if isinstance(optimizer, LossScaleOptimizer) and needs_init(optimizer.optimizer):
         optimizer.init(model.trainable_parameters())
-    states = {"optimizer": optimizer.state, "scaler": scaler.state if scaler else {}}
     with ranks.together(group, "save_checkpoint"):
         weights, others = _split_weights(model, frozen)
         state, numbers = _optimizer_state(optimizer)
-        orders = {"model": memory_orders(weights), "optimizer": memory_orders(state)}
+        strides = {"model": find_strides(weights), "optimizer": find_strides(state)}
         if isinstance(optimizer, LossScaleOptimizer):
             state |= _current_masters(model, optimizer)
         _check_finite(model, state)
         arrays = {f"optimizer.{path}": x for path, x in state.items()}
-        if scaler is not None and not isinstance(optimizer, LossScaleOptimizer):
+        if scaler is not None:
             arrays |= {f"scaler.{name}": scaler.state[name] for name in FIELDS}
         encoded, extra_arrays = encode_extra(extra)
-        arrays |= {f"extra.{name}": x for name, x in extra_arrays.items()}
-        mx.eval(arrays)
+        mx.eval(arrays, extra_arrays)
         description = {
             **describe_optimizer(optimizer),
-            "enabled": scaler is not None and scaler.is_enabled(),
             "numbers": numbers,
             "frozen": {name: fingerprint(x) for name, x in others.items()},
-            "orders": orders,
+            "strides": strides,
             "extra": encoded,
         }
-    ranks.check_copies({"model": model.trainable_parameters(), **states}, group)
+    assert_in_sync({"model": model.trainable_parameters()} | arrays, group)
     description["random"] = ranks.random_keys(group)
     with ranks.together(group, "save_checkpoint"):
         if group.rank() == 0:
+            arrays |= extra_arrays
             write_checkpoint(Path(path), weights, arrays, description, keep)
 
 
@@ -121,14 +121,14 @@ def check_arguments(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
 ) -> GradScaler | None:
     """Raise for arguments of the wrong type; return the run's scaler."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected an mlx.nn.Module, got {type(model).__name__}.")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"Expected an optimizer of mlx.optimizers, got {type(optimizer).__name__}."
-        )
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"Expected a GradScaler, got {type(scaler).__name__}.")
+    arguments = {
+        "an mlx.nn.Module": (model, nn.Module),
+        "an optimizer of mlx.optimizers": (optimizer, Optimizer),
+        "a GradScaler": (scaler, GradScaler | None),
+    }
+    for expected, (value, kind) in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"Expected {expected}, got {type(value).__name__}.")
     if isinstance(optimizer, LossScaleOptimizer):
         if scaler not in (None, optimizer.scaler):
             raise ValueError(
@@ -186,11 +186,10 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     return {"wrapped": is_wrapper, "max_grad_norm": norm, "settings": settings}
 
 
-def fingerprint(x: mx.array) -> list[Any]:
+def fingerprint(x: mx.array) -> str:
     """Return the dtype, shape and CRC-32 of the first 64 kB of an array."""
-    sample = x.reshape(-1)[: _SAMPLE // x.dtype.size]
-    checksum = zlib.crc32(bytes_of(sample)) if x.size else 0
-    return [dtype_name(x), list(x.shape), checksum]
+    checksum = zlib.crc32(bytes_of(x.reshape(-1)[: _SAMPLE // x.dtype.size]))
+    return f"{dtype_name(x)} {x.shape} {checksum:08x}"
 
 
 def _is_plain(value: Any) -> bool:
@@ -226,9 +225,7 @@ def _optimizer_state(
             )
     found = {p: box[key] for p, (box, key) in places_in(optimizer.state).items()}
     if isinstance(optimizer, LossScaleOptimizer):
-        # A setting, and a copy of the weights' bits.
-        others = ("max_grad_norm", "written.")
-        found = {path: x for path, x in found.items() if not path.startswith(others)}
+        found = {path: x for path, x in found.items() if not path.startswith(UNSAVED)}
     arrays = {path: x for path, x in found.items() if isinstance(x, mx.array)}
     return arrays, {path: x for path, x in found.items() if path not in arrays}
 

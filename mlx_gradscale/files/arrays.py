@@ -2,15 +2,15 @@
 
 MLX's reader does not check that shapes match the data (products that wrap around 2**64
 cause a segmentation fault) or that tensors do not overlap. Its writer does not support
-empty or float64 arrays.
+float64 arrays.
 """
 
 import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ import numpy as np
 
 from .atomic import atomic_write
 from .paths import LONGEST_JSON, open_file, parse_json
+from .text import shorten
 
 _LENGTH = struct.Struct("<Q")
 _DTYPES = {
@@ -50,15 +51,24 @@ class TensorPlace(NamedTuple):
 
 
 def read_arrays(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str], opener: Callable[[str, int], int] = open_file
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Read a safetensors file and return its arrays and metadata.
 
     Raises:
         ValueError: It is not a valid safetensors file.
     """
-    with _opened(path) as file:
-        return load_arrays(file, os.fstat(file.fileno()).st_size)
+    with open(path, "rb", opener=opener) as file:
+        places, metadata = _load_header(file)
+        arrays = {}
+        for name, place in places.items():
+            # Use integers as wide as the elements: MLX cannot hold 2**31 single bytes.
+            width = place.dtype.size
+            data = np.fromfile(file, f"u{width}", (place.end - place.start) // width)
+            words = mx.array(data).view(place.dtype, stream=mx.cpu)
+            arrays[name] = words.reshape(place.shape)
+            mx.eval(arrays[name])
+        return arrays, metadata
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, TensorPlace]:
@@ -67,8 +77,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorPlace]:
     Raises:
         ValueError: It is not a valid safetensors file.
     """
-    with _opened(path) as file:
-        return _load_header(file, os.fstat(file.fileno()).st_size)[0]
+    with open(path, "rb", opener=open_file) as file:
+        return _load_header(file)[0]
 
 
 def write_arrays(
@@ -85,86 +95,49 @@ def write_arrays(
         >>> read_arrays(path)
         ({'w': array([0, 0], dtype=float32)}, {'format': 'mlx'})
     """
-    with atomic_write(path) as file:
-        dump_arrays(file, arrays, metadata)
-
-
-def load_arrays(file: Any, size: int) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Read a safetensors file of known size sequentially."""
-    places, metadata = _load_header(file, size)
-    arrays = {}
-    for name, place in places.items():
-        # Use integers as wide as the elements: MLX cannot hold 2**31 single bytes.
-        width = place.dtype.size
-        data: Any = np.empty((place.end - place.start) // width, f"u{width}")
-        view, done = memoryview(data.view(np.uint8)), 0
-        while done < len(view):
-            count = file.readinto(view[done:])
-            if not count:
-                raise ValueError("the file is cut off.")
-            done += count
-        words = mx.array(data)
-        arrays[name] = words.view(place.dtype, stream=mx.cpu).reshape(place.shape)
-        mx.eval(arrays[name])
-    return arrays, metadata
-
-
-def dump_arrays(
-    file: BinaryIO,
-    arrays: Mapping[str, mx.array],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a safetensors file to an open file sequentially."""
     if "__metadata__" in arrays:
         raise ValueError("No array can be named '__metadata__' in a safetensors file.")
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, x in arrays.items():
         start, end = end, end + x.nbytes
-        header[name] = {
-            "dtype": _CODES[x.dtype],
-            "shape": list(x.shape),
-            "data_offsets": [start, end],
-        }
+        place = {"shape": list(x.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _CODES[x.dtype], **place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    file.write(_LENGTH.pack(len(text)) + text)
-    for x in arrays.values():
-        if x.size:
+    with atomic_write(path) as file:
+        file.write(_LENGTH.pack(len(text)) + text)
+        for x in arrays.values():
             file.write(bytes_of(x))
 
 
 def bytes_of(x: mx.array) -> memoryview:
-    """Return the bytes of a non-empty array in row-major order."""
+    """Return the bytes of an array in row-major order."""
     flat = mx.contiguous(x, stream=mx.cpu).reshape(-1, stream=mx.cpu)
     words: Any = flat.view(_WORDS[x.dtype.size], stream=mx.cpu)
     mx.eval(words)
-    return memoryview(words).cast("B")
+    return memoryview(words).cast("B") if x.size else memoryview(b"")
 
 
-@contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    with open(path, "rb", opener=open_file) as file:
-        try:
-            yield file
-        except ValueError as error:
-            text = f"{os.fspath(path)} is not a safetensors file: {error}"
-            raise ValueError(text) from error
-
-
-def _load_header(file: Any, size: int) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+def _load_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str]]:
     """Return the places of the tensors, in file order, and the metadata."""
-    start = file.read(_LENGTH.size)
-    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
-    if length > size - len(start):
+    try:
+        return _parse_header(file)
+    except ValueError as error:
+        text = f"{os.fspath(file.name)} is not a safetensors file: {error}"
+        raise ValueError(text) from error
+
+
+def _parse_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    size = os.fstat(file.fileno()).st_size - _LENGTH.size
+    length = _LENGTH.unpack(file.read(_LENGTH.size))[0] if size > 0 else 1
+    if length > size:
         raise ValueError("its header reaches outside the file.")
     header = parse_json(file.read(min(length, LONGEST_JSON + 1)))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object.")
     metadata = header.pop("__metadata__", None) or {}  # MLX writes null for none
-    if not isinstance(metadata, dict) or not all(
-        isinstance(x, str) for x in metadata.values()
-    ):
+    if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
         raise ValueError("its metadata is not a dict of texts.")
     found = [(name, _place(name, entry)) for name, entry in header.items()]
     places = dict(sorted(found, key=lambda item: item[1][2:]))
@@ -173,25 +146,24 @@ def _load_header(file: Any, size: int) -> tuple[dict[str, TensorPlace], dict[str
         if place.start != end:
             raise ValueError(f"{name!r:.80} overlaps another tensor, or leaves a gap.")
         end = place.end
-    if end != size - len(start) - length:
+    if end != size - length:
         raise ValueError("its tensors do not end where the file does.")
     return places, metadata
 
 
 def _place(name: str, entry: Any) -> TensorPlace:
     """Parse one header entry, checking it with Python's unbounded integers."""
-    try:
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        start, end = entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(
-            f"its entry {name!r:.80} is incomplete, or has a dtype unknown to MLX."
-        ) from None
-    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise ValueError(f"{name!r:.80} has a shape or place that is not a number.")
-    # MLX stores a dimension in 32 bits.
-    if len(shape) > 32 or any(n >= 2**31 for n in shape):
-        raise ValueError(f"{name!r:.80} has a shape that MLX cannot hold.")
-    if end - start != math.prod(shape) * dtype.size:
-        raise ValueError(f"{name!r:.80} has another size than its shape.")
-    return TensorPlace(dtype, shape, start, end)
+    with suppress(TypeError, KeyError, ValueError):
+        place = TensorPlace(
+            _DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"]
+        )
+        numbers = (*place.shape, place.start, place.end)
+        if (
+            all(type(number) is int and number >= 0 for number in numbers)
+            # MLX stores a dimension in 32 bits.
+            and all(number < 2**31 for number in place.shape)
+            and len(place.shape) <= 32
+            and place.end - place.start == math.prod(place.shape) * place.dtype.size
+        ):
+            return place
+    raise ValueError(f"{name!r:.80} does not describe an MLX array: {shorten(entry)}.")

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,8 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
         ...
         IsADirectoryError: [Errno 21] Is a directory: '.'
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    try:
-        refuse_special(path, os.fstat(descriptor).st_mode)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    _refuse_special(path)
+    return os.open(path, flags)
 
 
 def open_inside(path: str | os.PathLike[str], flags: int) -> int:
@@ -37,8 +33,8 @@ def open_inside(path: str | os.PathLike[str], flags: int) -> int:
     return open_file(path, flags | os.O_NOFOLLOW)
 
 
-def refuse_special(path: str | os.PathLike[str], mode: int) -> None:
-    """Raise if a file mode belongs to a pipe, a device or a socket."""
+def _refuse_special(path: str | os.PathLike[str]) -> None:
+    mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
         raise OSError(f"{os.fspath(path)} is {kind}, not a file: give another path.")
@@ -53,7 +49,7 @@ def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"There is no folder {folder}: create it first.")
     if path.exists():
-        refuse_special(path, path.stat().st_mode)
+        _refuse_special(path)
         if not overwrite:
             raise FileExistsError(
                 f"{path} already exists: pass --overwrite (overwrite=True)."
@@ -70,14 +66,10 @@ def check_name(name: object, what: str) -> str:
         ...
         ValueError: index.json names the file '../.bashrc', which is not a plain name.
     """
-    if (
-        not isinstance(name, str)
-        or name in ("", ".", "..")
-        or not name.isprintable()
-        or set(name) & set("/\\")
-    ):
+    text = name if isinstance(name, str) else ""
+    if text in ("", ".", "..") or not text.isprintable() or {*text} & {*"/\\"}:
         raise ValueError(f"{what} names the file {name!r}, which is not a plain name.")
-    return name
+    return text
 
 
 def contains(outer: Path, inner: Path) -> bool:
@@ -109,9 +101,11 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("its JSON text is nested too deeply.") from None
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(
+    path: str | os.PathLike[str], opener: Callable[[str, int], int] = open_file
+) -> Any:
     """Read a JSON file within the limits of :func:`parse_json`."""
-    with open(path, "rb", opener=open_file) as file:
+    with open(path, "rb", opener=opener) as file:
         data = file.read(LONGEST_JSON + 1)
     try:
         return parse_json(data)

@@ -1,4 +1,4 @@
-"""Human-readable text: tables, sizes, dtype names."""
+"""Human-readable text: tables, numbers, dtype names."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -65,27 +65,8 @@ def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        padded = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
-
-
-def size(number: int) -> str:
-    """Return a human-readable number of bytes.
-
-    Example:
-        >>> size(512), size(3_400_000)
-        ('512 B', '3.4 MB')
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number} B"
+    columns = [f"{{:{'<' if i < left else '>'}{n}}}" for i, n in enumerate(widths)]
+    return "\n".join("  ".join(columns).format(*row).rstrip() for row in cells)
 
 
 def dtype_name(of: mx.array | mx.Dtype) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..files.atomic import atomic_write
+from ..files.paths import open_file
 from .calls import has_method, is_inside, ordered_modules
 
 # As in "layers.3 to norm"; paths do not contain spaces.
@@ -163,7 +164,7 @@ def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         ValueError: If the file does not contain such a list.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_file) as file:
         data = file.read(_MAX_BYTES + 1)
     try:
         content = json.loads(data) if len(data) <= _MAX_BYTES else None

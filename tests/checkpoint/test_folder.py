@@ -11,6 +11,7 @@ import mlx.optimizers as optim
 import pytest
 from helpers import bits
 from support.checkpoint_runs import KINDS
+from support.checkpoint_writers import nested, small
 
 from mlx_gradscale import (
     GradScaler,
@@ -20,7 +21,7 @@ from mlx_gradscale import (
 )
 from mlx_gradscale.checkpoint import latest_checkpoint, read_checkpoint
 
-FILES = ["checksums.json", "model.safetensors", "training.json", "training.safetensors"]
+FILES = ["model.safetensors", "training.json", "training.safetensors"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +31,8 @@ def _not_compiled():
     mx.enable_compile()
 
 
-def small(value=0.0):
-    model = nn.Linear(2, 2)
-    model.weight = mx.full((2, 2), float(value))
-    return model, optim.SGD(0.1)
-
-
 def step_in(folder):
     return restore_checkpoint(folder, *small())["step"]
-
-
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 def names(folder):
@@ -77,7 +65,13 @@ def test_numbers_beyond_six_digits_are_ordered_as_numbers(tmp_path):
 
 
 def test_other_files_in_the_folder_are_left_alone(tmp_path):
-    theirs = {"template.pt", "model.safetensors", ".save.tmp", "save-2", "save-000002"}
+    theirs = {
+        "training.json",
+        "model.safetensors",
+        ".save.tmp",
+        "save-2",
+        "save-000002",
+    }
     for name in theirs:
         (tmp_path / name).write_text("mine")
     (tmp_path / ".save-other.0123456789abcdef.tmp").mkdir()
@@ -152,8 +146,7 @@ def test_every_flipped_bit_is_an_error_or_harmless(name, tmp_path):
             assert step_in(tmp_path) == 1
         except ValueError:
             continue
-        # Only white space between the checksums, or a name that nobody reads.
-        assert name == "checksums.json"
+        assert name == "training.json"  # as 1E-5 for 1e-5
     file.write_bytes(data)
     assert step_in(tmp_path) == 1
 
@@ -254,23 +247,20 @@ def test_lora_checkpoint_holds_adapters_and_needs_the_same_base_model(tmp_path):
 def rewrite(folder, change):
     """Edit training.json, with a checksum that matches: not damage but malice."""
     path = folder / "training.json"
-    text = change(json.loads(path.read_text()))
-    data = text if isinstance(text, bytes) else json.dumps(text).encode()
+    content = json.loads(path.read_text())
+    new = change(content["run"])
+    crc32 = zlib.crc32(json.dumps(content["run"]).encode())
+    data = json.dumps(content | {"crc32": crc32}).encode() if new is None else new
     path.write_bytes(data)
-    sums = json.loads((folder / "checksums.json").read_text())
-    sums["training.json"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    (folder / "checksums.json").write_text(json.dumps(sums))
 
 
 def put(*path):
     *parents, last, value = path
 
-    def change(text):
-        inner = text
+    def change(run):
         for key in parents:
-            inner = inner[key]
-        inner[last] = value
-        return text
+            run = run[key]
+        run[last] = value
 
     return change
 
@@ -278,30 +268,35 @@ def put(*path):
 LONG = "\x1b[2J" + "x" * 10**6
 HOSTILE = {
     "no settings": put("settings", None),
-    "a list": lambda text: [1],
-    "another version": put("version", 2),
-    "a deep nest": lambda text: b"[" * 10**5,
-    "a long text": lambda text: b" " * 2**24 + b"{}",
-    "no UTF-8": lambda text: b"\xff{}",
-    "long names": put("frozen", LONG, ["float32", [2], 0]),
+    "a list": lambda run: b"[1]",
+    "another version": lambda run: b'{"format": "mlx_gradscale", "version": 2}',
+    "no run": lambda run: b'{"format": "mlx_gradscale", "version": 1}',
+    "a deep nest": lambda run: b"[" * 10**5,
+    "a long text": lambda run: b" " * 2**24 + b"{}",
+    "no UTF-8": lambda run: b"\xff{}",
+    "no checksums": put("checksums", {"../model.safetensors": 0}),
+    "long names": put("frozen", LONG, "float32 (2,) 00000000"),
     "long class": put("settings", 0, "class", LONG),
     "deep setting": put("settings", 0, "values", {"betas": nested(500)}),
     "frozen is no list": put("frozen", "layers.0.bias", 5),
-    "frozen of no dtype": put("frozen", "layers.0.bias", [LONG, [2], 0]),
+    "frozen of no dtype": put("frozen", "layers.0.bias", LONG),
     "no keys": put("random", []),
     "large keys": put("random", [[2**40, 1]]),
     "text as keys": put("random", [["a", "b"]]),
     "three keys": put("random", [[1, 2, 3]]),
     "extra is a number": put("extra", 7),
-    "extra of no arrays": put("extra", "arrays", [["step"]]),
-    "extra of a wild path": put("extra", "tuples", [["a", 1, []]]),
+    "extra of no array": put("extra", {"dict": {"step": {"array": "0"}}}),
+    "extra of no tuple": put("extra", {"dict": {"step": {"tuple": 5}}}),
+    "extra of two tags": put("extra", {"dict": {}, "tuple": []}),
     "number is text": put("numbers", "step", "text"),
     "number is a nest": put("numbers", "step", [[1]]),
-    "order is too short": put("orders", "model", "layers.0.weight", [0]),
-    "order is double": put("orders", "model", "layers.0.weight", [0, 0]),
-    "order is negative": put("orders", "model", "layers.0.weight", [-1, 0]),
-    "order is text": put("orders", "model", "layers.0.weight", "01"),
-    "order of a moment": put("orders", "optimizer", "layers.0.weight.m", [1, 2**62]),
+    "too few strides": put("strides", "model", "layers.0.weight", [1]),
+    "strides that overlap": put("strides", "model", "layers.0.weight", [1, 1]),
+    "negative strides": put("strides", "model", "layers.0.weight", [-8, 1]),
+    "strides with gaps": put("strides", "model", "layers.0.weight", [16, 1]),
+    "strides are text": put("strides", "model", "layers.0.weight", "81"),
+    "large strides": put("strides", "optimizer", "layers.0.weight.m", [1, 2**62]),
+    "endless stride": put("strides", "optimizer", "layers.2.weight.m", [2**70, 1]),
 }
 
 

@@ -16,7 +16,6 @@ from packed_moments import PackedAdamW, check_resume
 from support.checkpoint_runs import KINDS, Run, choose_compilation, half, scaler
 
 from mlx_gradscale import (
-    GradScaler,
     LossScaleOptimizer,
     restore_checkpoint,
     save_checkpoint,
@@ -45,7 +44,9 @@ def started(kind, steps=6):
 
 
 @each_kind
-def test_restored_run_repeats_the_same_steps_without_tracing_again(kind, tmp_path):
+def test_run_restored_in_place_or_into_fresh_objects_continues_bit_identically(
+    kind, tmp_path
+):
     run = started(kind)
     before = run.fingerprint()
     save_checkpoint(tmp_path / "run", *run.parts, step=6)
@@ -56,13 +57,6 @@ def test_restored_run_repeats_the_same_steps_without_tracing_again(kind, tmp_pat
     assert run.train(6, 12) == expected
     if "compiled" in kind:
         assert run.traced.count == traces <= 2  # MLX's own state is made in the first
-
-
-@each_kind
-def test_fresh_objects_continue_bit_identically(kind, tmp_path):
-    run = started(kind)
-    save_checkpoint(tmp_path / "run", *run.parts)
-    expected = run.train(6, 12)
     mx.random.seed(1)
     for steps in (0, 2):
         other = started(kind, steps)
@@ -232,7 +226,7 @@ def test_mismatch_of_the_wrapper_is_named_and_changes_nothing(tmp_path):
     before = state_of(other), bits(other.optimizer.state)
     with (
         pytest.warns(
-            UserWarning, match="schedule for learning_rate, this one for n"
+            UserWarning, match=r"schedules for \['learning_rate'\], this one for \[\]"
         ) as w,
         pytest.raises(ValueError, match=r"max_grad_norm=1\.0, this one has 2\.0"),
     ):
@@ -257,9 +251,6 @@ def test_checkpoint_with_a_scaler_needs_the_scaler(tmp_path):
     save_checkpoint(tmp_path / "run", *run.parts)
     with pytest.raises(ValueError, match="Pass the scaler too"):
         restore_checkpoint(tmp_path / "run", *run.parts[:2])
-    disabled = GradScaler(enabled=False)
-    with pytest.raises(ValueError, match="the saved scaler was enabled"):
-        restore_checkpoint(tmp_path / "run", *run.parts[:2], disabled)
 
 
 @pytest.mark.parametrize("place", ["weight", "master"])

@@ -22,7 +22,7 @@ def by_name(path):
 def test_pytorch_checkpoint_is_listed_with_shapes_and_values(capsys):
     text = said(capsys, GOLDEN / "conv_adamw.pt")
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[0].endswith("conv_adamw.pt: 46 tensors, 6.8 kB")
+    assert lines[0].endswith("conv_adamw.pt: 46 tensors, 1,691 elements")
     assert "model/features.0.weight float32 4x2x3x3" in lines
     assert "optimizer/param_groups/0/lr 0.01" in lines
     assert "optimizer/state/0/step float32 scalar" in lines
@@ -34,7 +34,7 @@ def test_json_says_the_same(capsys):
     found = json.loads(said(capsys, GOLDEN / "conv_adamw.pt", "--json"))
     assert found == describe(GOLDEN / "conv_adamw.pt")
     (tensor,) = [e for e in found["entries"] if e["name"] == "model/features.0.weight"]
-    assert (tensor["shape"], tensor["bytes"]) == ([4, 2, 3, 3], 288)
+    assert (tensor["shape"], tensor["dtype"]) == ([4, 2, 3, 3], "float32")
 
 
 def test_no_tensor_is_read(tmp_path):
@@ -105,3 +105,14 @@ def test_errors_are_one_line_and_limits_can_be_raised(tmp_path, capsys):
     assert "--limit operations=..." in capsys.readouterr().err
     assert main([str(tmp_path / "a.pt"), "--limit", "operations=1e6"]) == 0
     assert main([str(tmp_path / "a.pt"), "--limit", "patience=3"]) == 1
+
+
+def test_link_in_a_folder_is_listed_and_not_followed(tmp_path):
+    (tmp_path / "secret.json").write_text('{"key": 1}')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a.json").symlink_to("../secret.json")
+    (entry,) = describe(tmp_path / "run")["entries"]
+    assert entry == {
+        "name": "a.json",
+        "value": "a symbolic link, which is not followed",
+    }

@@ -22,6 +22,7 @@ DIFFERENCES = {
     "norm": "settings of the optimizer or the scaler",
     "masters": "settings of the optimizer or the scaler",
     "optimizer": "settings of the optimizer or the scaler",
+    "decay": "settings of the optimizer or the scaler",
 }
 
 

@@ -1,6 +1,7 @@
 """A release stops where tag, version, changelog and repository do not agree."""
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
@@ -57,3 +58,20 @@ def test_readme_has_no_relative_links_on_pypi():
         f'[a]({ADDRESS}/blob/v1/docs/x.md) [b](https://b) <img src="{ADDRESS}/raw/v1/'
         'p.png"> [c](#here)'
     )
+
+
+@pytest.mark.parametrize(
+    "path", [*(ROOT / ".github" / "workflows").iterdir()], ids=lambda path: path.name
+)
+def test_workflow_pins_actions_by_commit_and_has_least_permissions(path):
+    text = path.read_text()
+    assert "\npermissions:\n  contents: read\n\n" in text  # for every job, by default
+    writes = {"deploy": ["pages", "id-token"], "publish": ["id-token"]}
+    for job in re.split(r"\n(?=  \w+:\n)", text.partition("\njobs:\n")[2]):
+        name = job.split(":")[0].strip()
+        assert re.findall(r"([\w-]+): write", job) == writes.get(name, [])
+    actions = re.findall(r"uses: (.*)", text)
+    assert actions
+    for action in actions:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", action)
+    assert text.count("actions/checkout@") == text.count("persist-credentials: false")

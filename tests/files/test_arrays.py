@@ -1,6 +1,5 @@
 """Safetensors files: what is written comes back, what is hostile is an error."""
 
-import io
 import json
 import random
 import struct
@@ -10,12 +9,7 @@ import numpy as np
 import pytest
 from helpers import bits
 
-from mlx_gradscale.files.arrays import (
-    load_arrays,
-    read_arrays,
-    read_header,
-    write_arrays,
-)
+from mlx_gradscale.files.arrays import read_arrays, read_header, write_arrays
 
 DTYPES = [
     *(mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32),
@@ -144,7 +138,7 @@ def test_file_without_a_header_is_an_error(data, tmp_path):
         read_arrays(tmp_path / "a")
 
 
-def test_mutated_files_load_or_raise_value_error():
+def test_mutated_files_load_or_raise_value_error(tmp_path):
     chosen = random.Random(5)
     good = file_of({"a": entry(), "b": entry([2, 0], "I8", [8, 8])})
     header = len(good) - 8
@@ -153,8 +147,9 @@ def test_mutated_files_load_or_raise_value_error():
         data = bytearray(good)
         for _ in range(chosen.randint(1, 4)):
             data[chosen.randrange(header)] = chosen.choice(b'0123456789[]{}-,":.eF\xff')
+        (tmp_path / "a").write_bytes(data)
         try:
-            found, _ = load_arrays(io.BytesIO(data), len(data))
+            found, _ = read_arrays(tmp_path / "a")
         except ValueError:
             n_errors += 1
         else:

@@ -1,9 +1,14 @@
 """Names and paths of files, and JSON within bounds."""
 
 import os
+import signal
 
+import mlx.nn as nn
 import pytest
 
+from mlx_gradscale import GradScaler, float32_layers, torch_checkpoint
+from mlx_gradscale.diagnostics import ScaleHistory
+from mlx_gradscale.files.arrays import read_arrays
 from mlx_gradscale.files.paths import (
     check_file,
     check_name,
@@ -11,6 +16,7 @@ from mlx_gradscale.files.paths import (
     parse_json,
     read_json,
 )
+from mlx_gradscale.inspect import describe
 
 
 @pytest.mark.parametrize(
@@ -61,3 +67,36 @@ def test_json_file_is_read_within_its_bound(tmp_path):
         file.truncate(2**40)  # a terabyte of zeros
     with pytest.raises(ValueError, match="more than 16,777,216"):
         read_json(tmp_path / "sparse.json")
+
+
+READERS = {
+    "a.csv": [ScaleHistory, ScaleHistory.load],
+    "a.jsonl": [ScaleHistory, ScaleHistory.load],
+    "a.json": [
+        read_json,
+        describe,
+        GradScaler().load,
+        lambda path: float32_layers(nn.Linear(1, 1), path),
+    ],
+    "a.json.gz": [GradScaler().load],
+    "a.safetensors": [read_arrays, describe, GradScaler().load],
+    "a.pt": [torch_checkpoint.load, torch_checkpoint.shapes, GradScaler().load],
+}
+
+
+def time_out(*_):
+    raise TimeoutError("A reader waits for a pipe.")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_pipe_is_an_error_for_every_reader_and_not_waited_for(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    previous = signal.signal(signal.SIGALRM, time_out)
+    signal.alarm(20)
+    try:
+        for read in READERS[name]:
+            with pytest.raises((OSError, ValueError), match="pipe"):
+                read(tmp_path / name)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)

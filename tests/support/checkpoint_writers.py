@@ -50,10 +50,17 @@ class FaultPoints:
             self.act()
 
 
-def small(value):
+def small(value=0.0):
     model = nn.Linear(2, 2)
     model.weight = mx.full((2, 2), float(value))
     return model, optim.SGD(0.1)
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def killed(folder):

@@ -47,6 +47,7 @@ def differ(group):
     init("norm", max_grad_norm=1.0 if odd else None)
     init("masters", masters="remainder" if odd else "float32")
     init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
+    init("decay", inner=optim.AdamW(1e-2, weight_decay=0.1 if odd else 0.01))
     mx.random.seed(group.rank())
     init("shards", Deep(1), average=False, sharded=True)
     # A scaler constructed on one rank alone must not wait for the others.
