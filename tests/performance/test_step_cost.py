@@ -107,21 +107,26 @@ def test_applied_and_skipped_steps_share_one_trace(name):
     assert scaler["skipped_steps"].item() == 2
 
 
-KEPT = {
-    "float32, MLX's AdamW": 12,
-    "float32": 12,
-    "float32, max_grad_norm": 12,
-    "float32 computed in float16": 12,
-    "float16, float32 master weights": 14,
-    "float16, remainders": 12,
+# Bytes per parameter: kept between steps, and beyond that at the peak of an update, as
+# on a GPU. An update writes new arrays for all that is kept, and the check joins eight
+# leaves into one, which takes half a byte for float32.
+MEMORY = {
+    "AdamW, float32, MLX alone": (12, 12),
+    "AdamW, float32": (12, 12.5),
+    "AdamW, float32, max_grad_norm": (12, 12.5),
+    "AdamW, float16, float32 master weights": (14, 14.25),
+    "AdamW, float16, remainders": (12, 12.25),
+    "AdamW, float32 computed in float16": (12, 12.25),
 }
 
 
 @pytest.mark.parametrize("name", peak_memory.RUNS)
-def test_a_run_keeps_no_more_bytes_per_parameter_than_promised(name):
-    kept, peak = peak_memory.bytes_per_parameter(name, width=128)
-    assert kept == pytest.approx(KEPT[name], abs=0.1)
-    assert peak > kept
+def test_a_step_takes_no_more_bytes_per_parameter_than_promised(name, monkeypatch):
+    monkeypatch.setattr(guard, "casts_first", lambda: False)
+    most_kept, most_added = MEMORY[name]
+    kept, _ = peak_memory.whole_step(name, width=128)
+    assert kept == pytest.approx(most_kept, abs=0.1)
+    assert peak_memory.update(name) <= most_added + 0.01
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX keeps kernels elsewhere.")
