@@ -334,7 +334,7 @@ def drift(group):
         "half": [mx.array(-0.0, mx.bfloat16), {}, (mx.array(True), None)],
         "wide": mx.array(np.array([2**63 + 1], np.uint64)),
         "empty": mx.zeros((0, 3), mx.float16),
-        "numbers": {"scale": 1e300, "steps": 2**53 + 1, "name": "x", 1: True},
+        "numbers": {"scale": 1e300, "steps": 2**53 + 1, "name": "x", "flag": True},
     }
     got = from_rank_0(lambda: tree if rank == 0 else 1 / 0, group)
     found["tree"] = fingerprint(got) == fingerprint(tree)
