@@ -35,12 +35,14 @@ class Fault:
             loss function or no layer.
         text (str): The location of the first bad value, in words.
         leaves (list): The non-finite arguments, parameters or gradients.
+        detail (str): The first bad value without its location.
     """
 
     cause: str
     layer: str | None = None
     text: str = ""
     leaves: list[NonFinite] = field(default_factory=list)
+    detail: str = ""
 
 
 def find_fault(setting: Setting, batch: Batch, run: Run) -> Fault | None:
@@ -113,7 +115,7 @@ def first_fault(
         what = f"{min(off, 9.99):.0%} away from float32"
     if reference is not None and cause == "gradients":
         what += f", at a loss scale of {power(run.scale)}"
-    return Fault(cause, layer, f"First in {place}: {what}.", leaves)
+    return Fault(cause, layer, f"First in {place}: {what}.", leaves, what)
 
 
 def _first_backward(run: Run, is_bad: Callable[[Value], bool]) -> Value | None:

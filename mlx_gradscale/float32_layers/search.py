@@ -270,23 +270,25 @@ class _Search:
                     f"{distance:.0%} away from those of float32: pass "
                     f"tolerance={tolerance:.2g} to accept that."
                 )
-            why, path = fault.text, fault.layer
+            path = fault.layer
             if path is None:
-                why = why or f"the loss is {half.loss:.4g}, not {reference.loss:.4g}"
-                self._give_the_loss_float32(batch, reference, why)
+                self._give_the_loss_float32(batch, reference, half.loss)
                 continue
             inside = self._paths(self.reasons)
             while is_inside(path, *inside):
                 if not path:
                     raise NoCureFound(
-                        f"With the whole model in float32: {why} Look at the loss "
-                        "function: it, or the model, casts to half precision itself."
+                        "The whole model in float32 is not enough either. "
+                        f"{fault.text} Look for a cast to half precision in the model "
+                        "or in the loss function."
                     )
                 path = owner_of(called - {path}, path)
-            self.reasons[path] = why
+            is_output = fault.cause == "forward" and path == fault.layer
+            self.reasons[path] = fault.detail if is_output else fault.text
 
-    def _give_the_loss_float32(self, batch: Batch, reference: Run, why: str) -> None:
+    def _give_the_loss_float32(self, batch: Batch, reference: Run, loss: float) -> None:
         """Make one of the last layers pass float32 to the loss function."""
+        off = f"The loss is {loss:.4g} instead of {reference.loss:.4g}"
         paths = [value.path for value in reference.forward if value.side == "output"]
         # A tied embedding is called twice: its first output would also be float32.
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
@@ -297,11 +299,11 @@ class _Search:
                 break
             half = self._run_scaled(batch, [*self.reasons, entry])
             if not self._is_lossy(half, reference, gradients=False):
-                self.reasons[entry] = f"{why} in half precision"
+                self.reasons[entry] = f"{off} in half precision"
                 return
         raise NoCureFound(
-            f"{why}, also if it is computed from float32: look at the loss function, "
-            "which casts to half precision itself or divides by zero."
+            f"{off}, also if it is computed from float32 outputs. Look for a cast to "
+            "half precision or a division by zero in the loss function."
         )
 
     def _is_lossy(self, half: Run, reference: Run, gradients: bool = True) -> bool:

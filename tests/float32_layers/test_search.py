@@ -283,7 +283,7 @@ HOPELESS = {
         lambda model, loss_fn: (lambda x: (loss_fn(x) * 1e9).astype(HALF), X),
         "a cast to half precision",
     ),
-    "cast in the model": (cast_in_the_model, "With the whole model in float32"),
+    "cast in the model": (cast_in_the_model, "whole model in float32 is not enough"),
 }
 
 
