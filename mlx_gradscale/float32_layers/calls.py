@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..core.trees import restore, snapshot
 
@@ -28,30 +29,19 @@ Handler = Callable[
 ]
 
 
-def ordered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def ordered_modules(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
     """Return every module with its path, in definition order."""
-    found: list[tuple[str, nn.Module]] = []
-    _collect_modules(model, "", (), found)
+    found = [(path, model)]
+    children = tree_flatten(model.children(), is_leaf=nn.Module.is_module)
+    for name, child in children:
+        if isinstance(child, nn.Module):
+            found += ordered_modules(child, f"{path}.{name}" if path else name)
     return found
 
 
-def _collect_modules(
-    tree: Any, path: str, above: tuple[int, ...], found: list[tuple[str, nn.Module]]
-) -> None:
-    if id(tree) in above:
-        return
-    if isinstance(tree, nn.Module):
-        found.append((path, tree))
-    above = (*above, id(tree))
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, (dict, list)):
-            name = f"{path}.{key}" if path else str(key)
-            _collect_modules(value, name, above, found)
-
-
-def is_inside(path: str, outer: str) -> bool:
-    """Return whether a path belongs to a module or to something inside it."""
-    return not outer or path == outer or path.startswith(f"{outer}.")
+def is_inside(path: str, *outer: str) -> bool:
+    """Return whether a path is that of one of the modules, or inside one of them."""
+    return any(not each or f"{path}.".startswith(f"{each}.") for each in outer)
 
 
 def owner_of(paths: Iterable[str], parameter: str) -> str:
@@ -89,18 +79,13 @@ def handled(
 ) -> Iterator[None]:
     """Route every module through a handler, and restore the model on exit.
 
-    Args:
-        model (nn.Module): The model.
-        make_handler (Callable): Called with path and module; a shared module is passed
-            with the first of its paths.
+    A module with several paths gets one handler, made for the first path.
     """
-    seen = set()
+    modules = {id(m): (path, m) for path, m in reversed(ordered_modules(model))}
     with preserved(model):
-        for path, module in ordered_modules(model):
-            if id(module) not in seen:
-                seen.add(id(module))
-                handler = make_handler(path, module)
-                set_handlers(module, (*get_handlers(module), handler))
+        for path, module in modules.values():
+            handler = make_handler(path, module)
+            set_handlers(module, (*get_handlers(module), handler))
         yield
 
 
@@ -171,17 +156,13 @@ def _intercepted(cls: type) -> type:
     def intercept(name: str) -> Callable[..., Any]:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             function = getattr(super(subclass, self), name)
+            if name in _CONVERSIONS:
+                module = function(*args, **kwargs)
+                set_handlers(module, get_handlers(self))
+                return module
             for handler in get_handlers(self):
                 function = _bind(handler, self, function)
             return function(*args, **kwargs)
-
-        return method
-
-    def convert(name: str) -> Callable[..., Any]:
-        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            module = getattr(super(subclass, self), name)(*args, **kwargs)
-            set_handlers(module, get_handlers(self))
-            return module
 
         return method
 
@@ -192,8 +173,8 @@ def _intercepted(cls: type) -> type:
         args = tuple(cls if arg is subclass else arg for arg in args)
         return (_rebuild, (make, args), *rest)
 
-    body: dict[str, Any] = {m: intercept(m) for m in _METHODS if has_method(cls, m)}
-    body |= {m: convert(m) for m in _CONVERSIONS if has_method(cls, m)}
+    names = [name for name in _METHODS + _CONVERSIONS if has_method(cls, name)]
+    body: dict[str, Any] = {name: intercept(name) for name in names}
     body |= {"__reduce_ex__": reduce, "__doc__": cls.__doc__}
     body["computes_in_float32"] = property(_computes_in_float32)
     body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__")}

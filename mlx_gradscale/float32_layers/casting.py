@@ -79,14 +79,10 @@ class ArgumentCast:
     A module may write to the lists, dicts and caches that it receives, so they are not
     copied: arrays in lists and dicts are replaced during the call, and other objects
     are left unchanged. Arrays that the call stores in any of them stay float32.
-
-    Attributes:
-        args (tuple): The positional arguments for the call.
-        kwargs (dict): The keyword arguments for the call.
-        dtype (Dtype or None): The first half-precision dtype among the arguments.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        # The first half-precision dtype among the arguments.
         self.dtype: mx.Dtype | None = None
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
         self.args, self.kwargs = self._upcast(args), self._upcast(kwargs)
@@ -121,15 +117,8 @@ def downcast(outputs: Any, dtype: mx.Dtype) -> Any:
 def _downcast_leaf(dtype: mx.Dtype, x: Any) -> Any:
     if isinstance(x, mx.array):
         return x.astype(dtype) if x.dtype == mx.float32 else x
-    if isinstance(x, (nn.Module, type)):
-        return x
-    if isinstance(x, dict):
-        # For a subclass, copy.copy keeps the class and its attributes.
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
         result: Any = copy.copy(x)
-        result.update(downcast(dict(x), dtype))
-        return result
-    if dataclasses.is_dataclass(x):
-        result = copy.copy(x)
         for field in dataclasses.fields(x):
             value = downcast(getattr(x, field.name), dtype)
             # A frozen dataclass does not allow setattr.

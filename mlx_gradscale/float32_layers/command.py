@@ -15,14 +15,7 @@ from .search import find_float32_layers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find the layers of an mlx-lm model that must be float32, and save them.
-
-    Args:
-        arguments (list): Default: the arguments of the process.
-
-    Returns:
-        int: 0, or 1 if no layers help or an argument is invalid.
-    """
+    """Find the layers of an mlx-lm model that must be float32, and save them."""
     expected = (OSError, ValueError, TypeError, ImportError)
     return run_command(lambda: _search(arguments), expected, "mlx_gradscale float16: ")
 

@@ -1,7 +1,7 @@
-"""Find where the first bad value of a run was computed, and why it is non-finite.
+"""Find where the first bad value of a run was computed, and why.
 
-Shared by ``explain_overflow`` and the search for float32 layers. The search also treats
-values that are far from the float32 ones as bad.
+``explain_overflow`` and the search for float32 layers share this. The search compares
+the run with one in float32, and values far from that are bad as well.
 """
 
 import math
@@ -13,147 +13,158 @@ from mlx.utils import tree_flatten
 
 from ..core.finite import NonFinite, nonfinite
 from ..core.gradients import is_opaque
-from ..files.text import dtype_name
+from ..files.text import dtype_name, power
 from .calls import ordered_modules, owner_of
-from .trial import Batch, Run, Setting, Value
+from .trial import Batch, Run, Setting, Value, relative_distance
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where a bad value was computed.
-
-    Attributes:
-        layer (str or None): The path of the layer; "" is the model, None the loss
-            function.
-        text (str): A description in words.
-        value (Value): The value.
-    """
-
-    layer: str | None
-    text: str
-    value: Value
-
-
-def first_forward(run: Run, is_bad: Callable[[Value], bool]) -> Place | None:
-    """Return where the first bad value of the forward pass was computed."""
-    value = next((value for value in run.forward if is_bad(value)), None)
-    if value is None:
-        return None
-    if value.side == "output":
-        return Place(value.path, f"the output of {_name(value.path)}", value)
-    caller = _name(value.caller)
-    text = f"what {caller} passes to {_name(value.path)}; {caller} computed it in its "
-    return Place(value.caller, f"{text}own code", value)
-
-
-def first_backward(run: Run, is_bad: Callable[[Value], bool]) -> Place | None:
-    """Return where the first bad value of the backward pass was computed."""
-    # The gradient of a weight is ready after the gradient of its layer's output.
-    ready: dict[str, int] = {}
-    first = end = len(run.backward)
-    for i, value in enumerate(run.backward):
-        if value.side == "output":
-            ready.setdefault(value.path, i)
-        if is_bad(value):
-            first = i
-            break
-    bad = [value for value in run.gradients.values() if is_bad(value)]
-    bad.sort(key=lambda value: ready.get(value.caller or "", first))
-    if bad and (ready.get(bad[0].caller or "", first) < first or first == end):
-        text = f"the gradient of the parameter {bad[0].path}"
-        return Place(bad[0].caller, text, bad[0])
-    if first == end:
-        return None
-    value = run.backward[first]
-    if value.side == "input":
-        text = f"the gradient that {_name(value.path)} returns"
-        return Place(value.path, text, value)
-    text = f"the gradient that {_name(value.caller)} returns to {_name(value.path)}"
-    return Place(value.caller, text, value)
-
-
-def _name(path: str | None) -> str:
-    return "the loss function" if path is None else path or "the model"
+# Relative distance from float32. Rounding of a value between two layers causes less, a
+# sum that overflowed causes more.
+FAR = 0.25
+# Additive masks have magnitudes like this.
+_MASK = 1e4
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why the loss or the gradients of a run are non-finite.
+    """Why the loss or the gradients of a run are non-finite or off.
 
     Attributes:
         cause (str): "batch", "arguments", "parameters", "forward", "loss" or
             "gradients".
-        layer (str or None): The path of the layer at fault, if any.
+        layer (str or None): The path of the layer at fault; "" is the model, None the
+            loss function or no layer.
         text (str): The location of the first bad value, in words.
         leaves (list): The non-finite arguments, parameters or gradients.
+        detail (str): The first bad value without its location.
     """
 
     cause: str
     layer: str | None = None
     text: str = ""
     leaves: list[NonFinite] = field(default_factory=list)
+    detail: str = ""
 
 
 def find_fault(setting: Setting, batch: Batch, run: Run) -> Fault | None:
-    """Return the first cause, in the order of computation, or None."""
+    """Return why a run is non-finite, in the order of computation, or None."""
     if run.is_finite:
         return None
-    loss_is_finite = math.isfinite(run.loss)
     arguments = _named_arguments(batch)
-    found = nonfinite(arguments)
     # Treat -inf as a mask.
-    leaves = [leaf for leaf in found if leaf.nan or leaf.positive_inf]
+    leaves = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
     if leaves:
         return Fault("batch", leaves=leaves)
-    large = {} if loss_is_finite else too_large_arguments(setting, batch)
-    dtype = setting.compute_dtype
-    if large and dtype is not None:
-        leaves = nonfinite({path: arguments[path].astype(dtype) for path in large})
-        reached = ", ".join(f"{path} reaches {x:.6g}" for path, x in large.items())
-        limit = f"{dtype_name(dtype)} ends at {mx.finfo(dtype).max:.6g}"
-        return Fault("arguments", None, f"{reached}; {limit}.", leaves)
+    dtype = setting.compute_dtype if setting.cast_inputs else None
+    if dtype is not None and not math.isfinite(run.loss):
+        large = {p: x for p, x in arguments.items() if _is_too_large(x, dtype)}
+        if large:
+            leaves = nonfinite({path: x.astype(dtype) for path, x in large.items()})
+            reached = (f"{path} reaches {_extreme(x):.6g}" for path, x in large.items())
+            limit = f"{dtype_name(dtype)} ends at {mx.finfo(dtype).max:.6g}"
+            return Fault("arguments", None, f"{', '.join(reached)}; {limit}.", leaves)
     leaves = nonfinite(setting.model.parameters())
     if leaves:
         paths = [path for path, _ in ordered_modules(setting.model)]
         return Fault("parameters", owner_of(paths, leaves[0].path), leaves=leaves)
+    return first_fault(run)
+
+
+def first_fault(
+    run: Run,
+    reference: Run | None = None,
+    loss_is_off: bool | None = None,
+    distance: float = FAR,
+) -> Fault:
+    """Return where the first bad value of a run was computed.
+
+    Bad values are non-finite, or at least ``distance`` away from a run in float32.
+    """
+    if loss_is_off is None:
+        loss_is_off = not math.isfinite(run.loss)
+    references = {} if reference is None else _pair(run, reference)
+
+    def is_bad(value: Value) -> bool:
+        other = references.get(id(value))
+        if reference is not None and (other is None or not other.is_finite):
+            return False
+        is_far = other is not None and relative_distance([(value, other)]) >= distance
+        if value.has_gradient:
+            return not value.is_finite or is_far
+        # Only the loss depends on it, and -inf or -1e9 is a mask.
+        is_mask = other is not None and other.largest > _MASK > other.maximum
+        is_nan_or_inf = bool(value.nan or value.positive_inf)
+        return bool(loss_is_off) and (is_nan_or_inf or (is_far and not is_mask))
+
     leaves = [
         NonFinite(path, (x.count,), x.dtype, x.nan, x.positive_inf, x.negative_inf)
         for path, x in run.gradients.items()
         if not x.is_finite
     ]
-
-    def is_bad(value: Value) -> bool:
-        # If the loss is finite, only a value with a gradient can have made a gradient
-        # non-finite, and -inf without a gradient is a mask.
-        if value.has_gradient:
-            return not value.is_finite
-        return not loss_is_finite and bool(value.nan or value.positive_inf)
-
-    cause, place = "forward", first_forward(run, is_bad)
-    if place is None and not loss_is_finite:
+    cause = "forward"
+    found = next((value for value in run.forward if is_bad(value)), None)
+    if found is None and loss_is_off:
         return Fault("loss", leaves=leaves)
-    if place is None:
-        cause, place = "gradients", first_backward(run, lambda v: not v.is_finite)
-    if place is None:
+    if found is None:
+        cause, found = "gradients", _first_backward(run, is_bad)
+    if found is None:
         return Fault(cause, leaves=leaves)
-    text = f"First in {place.text}: {place.value}."
-    return Fault(cause, place.layer, text, leaves)
+    layer, place = _origin(found, cause)
+    what = str(found)
+    if found.is_finite:
+        off = relative_distance([(found, references[id(found)])])
+        what = f"{min(off, 9.99):.0%} away from float32"
+    if reference is not None and cause == "gradients":
+        what += f", at a loss scale of {power(run.scale)}"
+    return Fault(cause, layer, f"First in {place}: {what}.", leaves, what)
 
 
-def too_large_arguments(setting: Setting, batch: Batch) -> dict[str, float]:
-    """Return the extreme value of each argument that overflows ``compute_dtype``."""
-    dtype = setting.compute_dtype
-    if dtype is None or not setting.cast_inputs:
-        return {}
-    found = {}
-    for path, x in _named_arguments(batch).items():
-        if mx.issubdtype(x.dtype, mx.floating) and x.size:
-            low, high = float(mx.min(x)), float(mx.max(x))
-            reached = max(low, high, key=abs)
-            # An additive mask may be -1e9 at masked positions, and is 0 elsewhere.
-            if high != 0.0 and mx.isinf(mx.array(reached).astype(dtype)).item():
-                found[path] = reached
-    return found
+def _first_backward(run: Run, is_bad: Callable[[Value], bool]) -> Value | None:
+    # The gradient of a weight is ready after the gradient of its layer's output.
+    ready: dict[str | None, int] = {}
+    for i, value in enumerate(run.backward):
+        if value.side == "output":
+            ready.setdefault(value.path, i)
+    values: list[tuple[float, Value]] = [*enumerate(run.backward)]
+    end = len(values)
+    values += [(ready.get(x.caller, end) + 0.5, x) for x in run.gradients.values()]
+    values.sort(key=lambda pair: pair[0])
+    return next((value for _, value in values if is_bad(value)), None)
+
+
+def _origin(value: Value, cause: str) -> tuple[str | None, str]:
+    """Return the layer that computed a value, and a description of the value."""
+    path, caller = _name(value.path), _name(value.caller)
+    if value.side == "gradient":
+        return value.caller, f"the gradient of the parameter {value.path}"
+    if cause == "gradients" and value.side == "input":
+        return value.path, f"the gradient that {path} returns"
+    if cause == "gradients":
+        return value.caller, f"the gradient that {caller} returns to {path}"
+    if value.side == "output":
+        return value.path, f"the output of {path}"
+    text = f"what {caller} passes to {path}; {caller} computed it in its own code"
+    return value.caller, text
+
+
+def _name(path: str | None) -> str:
+    return "the loss function" if path is None else path or "the model"
+
+
+def _pair(run: Run, reference: Run) -> dict[int, Value]:
+    """Return the value in the reference run for each value, by id."""
+    pairs = {id(x): reference.gradients[path] for path, x in run.gradients.items()}
+    for values, others in (
+        (run.forward, reference.forward),
+        (run.backward, reference.backward),
+    ):
+        waiting: dict[tuple[str, str], list[Value]] = {}
+        for value in others:
+            waiting.setdefault((value.path, value.side), []).append(value)
+        for value in values:
+            same = waiting.get((value.path, value.side))
+            if same:
+                pairs[id(value)] = same.pop(0)
+    return pairs
 
 
 def _named_arguments(batch: Batch) -> dict[str, mx.array]:
@@ -161,3 +172,15 @@ def _named_arguments(batch: Batch) -> dict[str, mx.array]:
     tree = {f"args[{i}]": x for i, x in enumerate(batch.args)} | batch.kwargs
     leaves = tree_flatten(tree, is_leaf=is_opaque)
     return {path: x for path, x in leaves if isinstance(x, mx.array)}
+
+
+def _is_too_large(x: mx.array, dtype: mx.Dtype) -> bool:
+    if not mx.issubdtype(x.dtype, mx.floating) or not x.size:
+        return False
+    # An additive mask may be -1e9 at masked positions, and is 0 elsewhere.
+    is_mask = mx.max(x).item() == 0
+    return not is_mask and bool(mx.isinf(x.astype(dtype)).any().item())
+
+
+def _extreme(x: mx.array) -> float:
+    return max(float(mx.min(x)), float(mx.max(x)), key=abs)

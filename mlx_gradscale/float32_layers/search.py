@@ -1,9 +1,8 @@
-"""Find the fewest layers that must be float32 for a model to train in float16."""
+"""Find the layers that must be float32 for a model to train in float16."""
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,25 +11,18 @@ from mlx.utils import tree_flatten
 
 from ..core.gradients import refuse_scaled
 from ..core.masters import HALF
-from .calls import is_inside
-from .faults import (
-    Place,
-    find_fault,
-    first_backward,
-    first_forward,
-    too_large_arguments,
-)
-from .report import LARGEST, Float32Search, Reason, make_report
-from .trial import Batch, Call, Run, Setting, Value, is_one_of, run
-from .where import THE_LOSS, TO, resolve, resolve_paths
+from ..files.text import list_some
+from .calls import is_inside, owner_of
+from .faults import find_fault, first_fault
+from .report import LARGEST, Float32Search, Row
+from .trial import Batch, Call, Run, Setting, Value, run
+from .where import THE_LOSS, TO, resolve
 
-# Relative distance from float32. Rounding of a value between two layers causes less, a
-# sum that overflowed causes more. The second is tried if nothing exceeds the first.
-_FAR, _SUSPICIOUS = 0.25, 0.05
-# Additive masks have magnitudes like this.
-_MASK = 1e4
+# A smaller distance from float32, tried if the loss is off but no value is far off.
+_SUSPICIOUS = 0.05
 # Gradients are rounded more often than the loss, namely in both passes.
 _GRADIENT_TOLERANCE = 10
+# The loss scale is lowered in steps of 2^8 until the gradients are finite.
 _MAX_SCALE, _MIN_SCALE = 2.0**16, 2.0**-40
 
 _logger = logging.getLogger(__name__)
@@ -128,90 +120,86 @@ def search_batches(
     setting: Setting, batches: Sequence[Batch], margin: float, tolerance: float
 ) -> Float32Search:
     """Like :func:`find_float32_layers`, for validated arguments."""
-    search = Search(setting, margin, tolerance)
-    problem = ""
+    search = _Search(setting, margin, tolerance)
     try:
         for i, batch in enumerate(batches):
             search.add(batch, f"batch {i + 1}")
-        search.finish()
+        search.verify()
     except NoCureFound as error:
-        search.reasons, problem = [], str(error)
-    runs = search.references, search.halves
-    return make_report(setting, *runs, search.reasons, problem)
+        search.reasons = {}
+        return search.report(str(error))
+    return search.report()
 
 
-class Search:
+class _Search:
     """The layers found so far, and the batches tried with them."""
 
-    def __init__(self, setting: Setting, margin: float = 2.0, tolerance: float = 0.02):
+    def __init__(self, setting: Setting, margin: float, tolerance: float):
         self.setting = setting
-        self.reasons: list[Reason] = []
-        self.batches: list[Batch] = []
-        self.references: list[Run] = []
+        self.reasons: dict[str, str] = {}
+        self.references: list[tuple[Batch, Run]] = []
         self.halves: list[Run] = []
         self._limit = LARGEST / margin
         self._tolerance = tolerance
         # Arguments passed in by the loss function are already in half precision.
         self._given: list[float] = []
 
-    @property
-    def where(self) -> list[str]:
-        """The layers found so far, without layers nested in others."""
-        return self._outermost(self.reasons)
-
     def add(self, batch: Batch, name: str) -> None:
         """Run a batch in float32 and add the layers whose values are too large."""
         _logger.info("%s in float32", name)
         reference = run(self.setting, batch, in_float32=True)
-        self._check(batch, reference, name)
-        self.batches.append(batch)
-        self.references.append(reference)
+        fault = find_fault(self.setting, batch, reference)
+        if fault is not None:
+            leaves = list_some(leaf.path for leaf in fault.leaves)
+            why = {
+                "batch": f"Repair or drop samples with NaN or inf: {leaves}.",
+                "parameters": "Go back to an earlier checkpoint, because these "
+                f"parameters are NaN or inf: {leaves}.",
+            }
+            other = (
+                f"{fault.text} The loss is {reference.loss}. Look for a logarithm, a "
+                "division or a root of zero, and for a cast to half precision."
+            )
+            raise NoCureFound(
+                f"{name} is not finite in float32 either. {why.get(fault.cause, other)}"
+            )
+        self.references.append((batch, reference))
         calls = reference.loss_call
         self._given = [v.magnitude for call in calls.children for v in call.inputs]
         self._cover_large_values(calls)
 
-    def finish(self) -> None:
-        """Add layers until all batches agree with float32; drop unnecessary ones."""
+    def verify(self) -> None:
+        """Add layers until all batches agree with float32."""
         tried = None
-        while tried != self.where:
-            tried = self.where
-            pairs = zip(self.batches, self.references, strict=True)
-            self.halves = [self._grow(batch, reference) for batch, reference in pairs]
-        # The last one was needed in addition to all the others.
-        for reason in [each for each in self.reasons[:-1] if not each.by_size]:
-            others = [each for each in self.reasons if each is not reason]
-            where, halves = self._outermost(others), []
-            for batch, reference in zip(self.batches, self.references, strict=True):
-                halves.append(self._run_scaled(batch, reference, where))
-                if self._is_lossy(halves[-1], reference):
-                    break
-            else:
-                self.reasons, self.halves = others, halves
+        while tried != list(self.reasons):
+            tried = list(self.reasons)
+            self.halves = [self._grow(*each) for each in self.references]
 
-    def _check(self, batch: Batch, reference: Run, name: str) -> None:
-        """Raise if no layers can help, before blaming float16."""
-        fault = find_fault(self.setting, batch, reference)
-        if fault is None:
-            for path, reached in too_large_arguments(self.setting, batch).items():
-                raise NoCureFound(
-                    f"{path} of {name} reaches {reached:.6g} and is not finite after "
-                    "the cast to compute_dtype: normalise it, or pass "
-                    "cast_inputs=False."
-                )
-            return
-        leaves = ", ".join(leaf.path for leaf in fault.leaves[:5])
-        why = {
-            "batch": f"Repair the samples with NaN or inf, or drop them: {leaves}.",
-            "parameters": "Go back to a checkpoint from before these weights became "
-            f"NaN or inf: {leaves}.",
-        }
-        other = (
-            f"{fault.text} The loss is {reference.loss}. Look for a logarithm, a "
-            "division or a root of zero, and for a cast to half precision."
-        )
-        raise NoCureFound(
-            f"{name} is not finite in float32 either. {why.get(fault.cause, other)}"
-        )
+    def report(self, problem: str = "") -> Float32Search:
+        """Return the layers found, and the largest values of all layers."""
+        where = [chain.entry for chain in resolve(self.setting.model, self.reasons)]
+        inside = self._paths(where)
+        scale = min((half.scale for half in self.halves), default=1.0)
+        runs = [reference for _, reference in self.references]
+        seen = [value for run in runs for value in run.forward]
+        forward = _largest((value.path, value.magnitude) for value in seen)
+        returned = [x for run in runs for x in run.backward if x.side == "input"]
+        backward = _largest((value.path, value.largest * scale) for value in returned)
+        rows = [
+            Row(
+                path,
+                largest,
+                backward.get(path, 0.0),
+                is_inside(path, *inside),
+                self.reasons[path] if path in where else "",
+                path in where and largest <= LARGEST,
+            )
+            for path, largest in forward.items()
+        ]
+        losses = [(a.loss, b.loss) for a, b in zip(runs, self.halves, strict=False)]
+        reasons = {entry: self.reasons[entry] for entry in where}
+        share = 1.0 - self._share(inside)
+        return Float32Search(where, reasons, rows, problem, losses, scale, share)
 
     # Values between layers, whose size is known from the float32 run.
 
@@ -220,108 +208,102 @@ class Search:
         for child in call.children:
             if child not in large:
                 self._cover_large_values(child)
-        inside = self._paths(self.where) if large else []
-        if all(any(is_inside(c.path or "", p) for p in inside) for c in large):
+        inside = self._paths(self.reasons)
+        if all(is_inside(c.path or "", *inside) for c in large):
             return
-        entry, source = self._chain_for(call, call.children.index(large[0]))
-        edges = [v for child in call.children for v in child.inputs + child.outputs]
-        largest = max(value.magnitude for value in edges)
+        entry = self._chain_for(call, call.children.index(large[0]))
+        largest = max(v.magnitude for c in large for v in c.inputs + c.outputs)
         above = "above 65504" if largest > LARGEST else "close to 65504"
-        why = f"values of {largest:.3g}, {above}"
-        self.reasons.append(Reason(entry, source, why, by_size=True))
+        self.reasons[entry] = f"values of {largest:.3g}, {above}"
 
-    def _chain_for(self, call: Call, first: int) -> tuple[str, str | None]:
-        """Return the shortest chain for large values of a call, and their source."""
+    def _chain_for(self, call: Call, first: int) -> str:
+        """Return the shortest chain for the large values between a call's children."""
         children = call.children
-        is_made_between = self._is_large(children[first].inputs)
-        source = call.path if is_made_between else children[first].path
-        if is_made_between and call.path is not None:
-            if self._share(call.path) <= 0.5 or first == 0:
-                return call.path, source
+        if self._is_large(children[first].inputs) and call.path is not None:
+            # The code of this layer made the value, between its children.
+            if self._share([call.path]) <= 0.5 or first == 0:
+                return call.path
             first -= 1
         readers = [i for i, c in enumerate(children) if self._is_large(c.inputs)]
         makers = [i for i, c in enumerate(children) if self._is_large(c.outputs)]
         last = max([*readers, *(i + 1 for i in makers)])
         if last < len(children):
-            return self._name_chain(children[first : last + 1]), source
+            return self._name_chain(children[first : last + 1])
         if call.path:
-            return call.path, source
+            return call.path
         # The value passes through the whole model to the loss function.
-        return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}", source
+        return f"{self._name_chain(children[first:])}{TO}{THE_LOSS}"
 
     def _name_chain(self, calls: list[Call]) -> str:
         paths = list(dict.fromkeys(call.path or "" for call in calls))
-        short = TO.join([paths[0], paths[-1]]) if len(paths) > 1 else paths[0]
-        is_exact = self._paths([short]) == paths
-        return short if is_exact else TO.join(paths)
+        short = TO.join(dict.fromkeys([paths[0], paths[-1]]))
+        return short if self._paths([short]) == paths else TO.join(paths)
 
     def _is_large(self, values: list[Value]) -> bool:
         large = [v.magnitude for v in values if v.magnitude >= self._limit]
-        return any(not is_one_of(x, self._given) for x in large)
+        given = self._given
+        return any(all(abs(x - y) > 1e-3 * abs(y) for y in given) for x in large)
 
     # Faults inside layers, detected where half precision deviates from float32.
 
     def _grow(self, batch: Batch, reference: Run) -> Run:
+        """Add layers until this batch agrees with float32."""
+        called = {"", *(value.path for value in reference.forward)}
         while True:
-            half = self._run_scaled(batch, reference, self.where)
+            half = self._run_scaled(batch, [*self.reasons])
             if not self._is_lossy(half, reference):
                 return half
-            place, why = self._first_fault(half, reference)
-            if place is None or place.layer is None:
-                self._give_the_loss_float32(batch, reference, why)
+            cause = find_fault(self.setting, batch, half)
+            if cause is not None and cause.cause == "arguments":
+                raise NoCureFound(
+                    f"{cause.text} Normalise it, or pass cast_inputs=False."
+                )
+            loss_is_off = self._is_lossy(half, reference, gradients=False)
+            fault = first_fault(half, reference, loss_is_off)
+            if fault.cause == "loss":
+                fault = first_fault(half, reference, loss_is_off, _SUSPICIOUS)
+            if fault.cause == "gradients" and not fault.text:
+                distance = half.gradient_distance(reference)
+                tolerance = distance / _GRADIENT_TOLERANCE * 1.5
+                raise NoCureFound(
+                    "Nothing overflows, but rounding moves the gradients "
+                    f"{distance:.0%} away from those of float32: pass "
+                    f"tolerance={tolerance:.2g} to accept that."
+                )
+            path = fault.layer
+            if path is None:
+                self._give_the_loss_float32(batch, reference, half.loss)
                 continue
-            path = place.layer
-            inside = self._paths(self.where)
-            while any(is_inside(path, each) for each in inside):
+            inside = self._paths(self.reasons)
+            while is_inside(path, *inside):
                 if not path:
                     raise NoCureFound(
-                        f"With the whole model in float32: {why}. Look at the loss "
-                        "function: it, or the model, casts to half precision itself."
+                        "The whole model in float32 is not enough either. "
+                        f"{fault.text} Look for a cast to half precision in the model "
+                        "or in the loss function."
                     )
-                path = _caller_of(reference, path)
-            self.reasons.append(Reason(path, path, why))
+                path = owner_of(called - {path}, path)
+            is_output = fault.cause == "forward" and path == fault.layer
+            self.reasons[path] = fault.detail if is_output else fault.text
 
-    def _first_fault(self, half: Run, reference: Run) -> tuple[Place | None, str]:
-        """Return where half precision deviates from float32, None for the loss."""
-        pairs = _pair(half.forward, reference.forward)
-        loss_is_off = self._is_lossy(half, reference, gradients=False)
-        for distance in (_FAR, _SUSPICIOUS) if loss_is_off else (_FAR,):
-            place = first_forward(half, partial(_is_bad, pairs, distance))
-            if place:
-                return place, _how_far(place.value, pairs)
-        if loss_is_off:
-            return None, f"the loss is {half.loss:.4g}, not {reference.loss:.4g}"
-        pairs = _pair(half.backward, reference.backward)
-        pairs |= {id(x): reference.gradients[p] for p, x in half.gradients.items()}
-        place = first_backward(half, partial(_is_bad, pairs, _FAR))
-        if place is None:
-            distance = half.gradient_distance(reference)
-            allowed = _GRADIENT_TOLERANCE * self._tolerance
-            raise NoCureFound(
-                f"Nothing overflows, but rounding moves the gradients {distance:.0%} "
-                f"away from those of float32, and {allowed:.0%} are allowed: pass "
-                f"tolerance={distance / _GRADIENT_TOLERANCE * 1.5:.2g} to accept that."
-            )
-        at_scale = f"in the backward pass at a loss scale of {half.scale:g}"
-        return place, f"{place.text}: {_how_far(place.value, pairs)}, {at_scale}"
-
-    def _give_the_loss_float32(self, batch: Batch, reference: Run, why: str) -> None:
+    def _give_the_loss_float32(self, batch: Batch, reference: Run, loss: float) -> None:
         """Make one of the last layers pass float32 to the loss function."""
+        off = f"The loss is {loss:.4g} instead of {reference.loss:.4g}"
         paths = [value.path for value in reference.forward if value.side == "output"]
         # A tied embedding is called twice: its first output would also be float32.
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for path in [*single[:8], ""]:
             entry = f"{path}{TO}{THE_LOSS}"
-            if any(reason.entry == entry for reason in self.reasons):
+            if entry in self.reasons:
                 break
-            half = self._run_scaled(batch, reference, [*self.where, entry])
+            half = self._run_scaled(batch, [*self.reasons, entry])
             if not self._is_lossy(half, reference, gradients=False):
-                self.reasons.append(Reason(entry, path, f"{why} in half precision"))
+                self.reasons[entry] = f"{off} in half precision"
                 return
         raise NoCureFound(
-            f"{why}, also if it is computed from float32: look at the loss function, "
-            "which casts to half precision itself or divides by zero."
+            f"{off}, also if it is computed from float32 outputs. Look for a cast to "
+            "half precision or a division by zero in the loss function."
         )
 
     def _is_lossy(self, half: Run, reference: Run, gradients: bool = True) -> bool:
@@ -333,70 +315,30 @@ class Search:
         is_close = half.gradient_distance(reference) <= allowed
         return gradients and not (half.has_finite_gradients and is_close)
 
-    def _run_scaled(self, batch: Batch, reference: Run, where: Sequence[str]) -> Run:
-        """Run in half precision at the scale that a dynamic scaler would find."""
-        inside = self._paths(where)
-        outside = [
-            value.largest
-            for value in [*reference.backward, *reference.gradients.values()]
-            if not any(is_inside(value.path, each) for each in inside)
-        ]
-        largest = max(outside, default=0.0)
-        power = math.floor(math.log2(self._limit / largest)) if largest > 0 else 16
-        scale = min(max(2.0**power, _MIN_SCALE), _MAX_SCALE)
+    def _run_scaled(self, batch: Batch, where: Sequence[str]) -> Run:
+        """Run in half precision at a scale that a dynamic scaler would find."""
+        scale = _MAX_SCALE
         while True:
             _logger.info("in half precision with float32 layers %s", where)
             half = run(self.setting, batch, where, scale=scale)
             overflows = math.isfinite(half.loss) and not half.has_finite_gradients
             if not overflows or scale <= _MIN_SCALE:
                 return half
-            scale = max(scale * 2.0**-8, _MIN_SCALE)
+            scale *= 2.0**-8
 
-    def _outermost(self, reasons: Sequence[Reason]) -> list[str]:
-        chains = resolve(self.setting.model, [reason.entry for reason in reasons])
-        return [chain.entry for chain in chains]
+    def _paths(self, where: Iterable[str]) -> list[str]:
+        chains = resolve(self.setting.model, where)
+        return [path for chain in chains for path, _ in chain.layers]
 
-    def _paths(self, where: Sequence[str]) -> list[str]:
-        return resolve_paths(self.setting.model, where)
-
-    def _share(self, path: str) -> float:
-        parameters = tree_flatten(self.setting.model.parameters())
-        total = sum(x.size for _, x in parameters)
-        inside = sum(x.size for p, x in parameters if is_inside(p, path))
-        return float(inside / max(total, 1))
+    def _share(self, paths: Sequence[str]) -> float:
+        """Return the share of parameters that are in these modules."""
+        sizes = {p: x.size for p, x in tree_flatten(self.setting.model.parameters())}
+        inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
+        return float(inside / max(sum(sizes.values()), 1))
 
 
-def _is_bad(references: dict[int, Value], distance: float, value: Value) -> bool:
-    """Return whether a value that matters is non-finite or far from its reference."""
-    reference = references.get(id(value))
-    if reference is None or not reference.is_finite:
-        return False
-    is_far = value.distance(reference) >= distance
-    if reference.has_gradient:
-        return not value.is_finite or is_far
-    is_mask = reference.largest > _MASK and reference.maximum < _MASK
-    return bool(value.nan or value.positive_inf) or (is_far and not is_mask)
-
-
-def _pair(values: list[Value], references: list[Value]) -> dict[int, Value]:
-    """Return the reference of each value, by value id."""
-    waiting: dict[tuple[str, str], list[Value]] = {}
-    for value in references:
-        waiting.setdefault((value.path, value.side), []).append(value)
-    pairs = {}
-    for value in values:
-        same = waiting.get((value.path, value.side))
-        if same:
-            pairs[id(value)] = same.pop(0)
-    return pairs
-
-
-def _how_far(value: Value, references: dict[int, Value]) -> str:
-    if not value.is_finite:
-        return str(value)
-    return f"{min(value.distance(references[id(value)]), 9.99):.0%} away from float32"
-
-
-def _caller_of(reference: Run, path: str) -> str:
-    callers = [value.caller for value in reference.forward if value.path == path]
-    return (callers[0] if callers else path.rpartition(".")[0]) or ""
+def _largest(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for path, magnitude in pairs:
+        found[path] = max(magnitude, found.get(path, 0.0))
+    return found

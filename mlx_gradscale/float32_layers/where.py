@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..files.atomic import atomic_write
-from ..files.paths import open_file
+from ..files.paths import read_json
 from .calls import has_method, is_inside, ordered_modules
 
 # As in "layers.3 to norm"; paths do not contain spaces.
@@ -19,22 +19,15 @@ TO = " to "
 THE_LOSS = "the loss"
 
 _FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
-# A thousand layers with their reasons take about 200 kB.
-_MAX_BYTES = 2**22
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers that pass float32 to each other, in call order.
-
-    Attributes:
-        entry (str): The entry of ``where`` that names them.
-        layers (tuple): Paths and modules.
-        reaches_loss (bool): Whether the last layer also passes float32 on.
-    """
+    """Layers that pass float32 to each other, and the entry that names them."""
 
     entry: str
     layers: tuple[tuple[str, nn.Module], ...]
+    # Whether the last layer also passes float32 on.
     reaches_loss: bool = False
 
 
@@ -58,21 +51,15 @@ def resolve(model: nn.Module, where: Any) -> list[Chain]:
                 f"{path or 'The model'!r} has no __call__ of its own: name the modules "
                 f"inside of it, for example '{path}{'.' if path else ''}*'."
             )
-    outermost = []
-    for chain in chains.values():
-        layers = tuple(
-            (path, module)
-            for path, module in chain.layers
-            if not any(path != other and is_inside(path, other) for other in every)
-        )
-        if layers:
-            outermost.append(replace(chain, layers=layers))
-    return outermost
+    return [
+        replace(chain, layers=layers)
+        for chain in chains.values()
+        if (layers := tuple(x for x in chain.layers if _is_outermost(x[0], every)))
+    ]
 
 
-def resolve_paths(model: nn.Module, where: Any) -> list[str]:
-    """Return the paths of the layers that ``where`` names."""
-    return [path for chain in resolve(model, where) for path, _ in chain.layers]
+def _is_outermost(path: str, paths: list[str]) -> bool:
+    return not any(path != other and is_inside(path, other) for other in paths)
 
 
 def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
@@ -119,9 +106,9 @@ def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
     paths = list(modules)
     found: list[str] = []
     for path in paths[paths.index(first) + 1 : paths.index(last)]:
-        is_part = any(is_inside(path, outer) for outer in (first, *found))
         is_called = has_method(type(modules[path]), "__call__")
-        if is_called and not is_part and not is_inside(last, path):
+        is_part = is_inside(path, first, *found) or is_inside(last, path)
+        if is_called and not is_part:
             found.append(path)
     return found
 
@@ -140,20 +127,18 @@ def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
 def save_float32_layers(
     path: str | os.PathLike[str],
     layers: Iterable[str],
-    reasons: Sequence[dict[str, Any]] = (),
+    reasons: Mapping[str, str] | None = None,
 ) -> None:
     """Write layers to a ``.json`` file for ``float32_layers``.
 
     Args:
         path (str): Must end in ``.json``.
         layers (list): Paths, globs and chains, as for ``float32_layers``.
-        reasons (list): Human-readable rows, which are not read back.
+        reasons (dict, optional): Why each of them is float32; not read back.
     """
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
-    content: dict[str, Any] = {**_FORMAT, "layers": list(layers)}
-    if reasons:
-        content["reasons"] = list(reasons)
+    content = {**_FORMAT, "layers": list(layers), "reasons": dict(reasons or {})}
     with atomic_write(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
@@ -164,12 +149,7 @@ def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         ValueError: If the file does not contain such a list.
     """
-    with open(path, "rb", opener=open_file) as file:
-        data = file.read(_MAX_BYTES + 1)
-    try:
-        content = json.loads(data) if len(data) <= _MAX_BYTES else None
-    except (ValueError, RecursionError):
-        content = None
+    content = read_json(path)
     if isinstance(content, dict) and _FORMAT.items() <= content.items():
         layers: Any = content.get("layers")
         if isinstance(layers, list) and all(isinstance(x, str) for x in layers):

