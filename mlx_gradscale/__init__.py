@@ -12,10 +12,11 @@ except ImportError as error:
 from ._version import __version__
 from .checkpoint import restore_checkpoint, save_checkpoint
 from .compile_step import compile_step
-from .core.finite import NonFinite, all_finite, nonfinite
+from .core.finite import all_finite
 from .core.optimizer import GuardedOptimizer, LossScaleOptimizer
 from .core.scaler import GradScaler
 from .float32_layers import find_float32_layers, float32_layers
+from .nonfinite import NonFinite, nonfinite
 from .trainers.everywhere import everywhere
 
 __all__ = [

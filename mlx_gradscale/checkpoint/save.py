@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from ..core.finite import all_finite, nonfinite
+from ..core.finite import all_finite
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import needs_init, single_optimizers
 from ..core.scale import FIELDS
@@ -18,6 +18,7 @@ from ..core.trees import CONTAINERS, flatten, items, slots
 from ..distributed import assert_in_sync
 from ..files.arrays import bytes_of
 from ..files.text import dtype_name
+from ..nonfinite import nonfinite
 from . import ranks
 from .folder import encode_extra, write_checkpoint
 from .strides import find_strides

@@ -1,12 +1,10 @@
-"""Finite checks, the global norm, and reports of non-finite leaves."""
+"""Finite checks and the global norm of gradients, on the device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from .trees import flatten, leaves
 
@@ -23,23 +21,6 @@ _BITS = {
 # take 0.3 times as long as with one reduction per leaf.
 _JOIN = 8
 Join = Callable[[mx.array, mx.array], mx.array]
-
-
-@dataclass(frozen=True)
-class NonFinite:
-    """A leaf that contains NaN or inf, as reported by :func:`nonfinite`."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    nan: int
-    positive_inf: int
-    negative_inf: int
-
-    @property
-    def count(self) -> int:
-        """The number of non-finite values."""
-        return self.nan + self.positive_inf + self.negative_inf
 
 
 def all_finite(tree: Any) -> mx.array:
@@ -165,35 +146,3 @@ def arrays(tree: Any) -> list[mx.array]:
 def is_floating(x: mx.array) -> bool:
     """Return whether ``x`` can hold NaN or inf."""
     return mx.issubdtype(x.dtype, mx.inexact)
-
-
-def nonfinite(tree: Any) -> list[NonFinite]:
-    """List the leaves of ``tree`` that contain NaN or inf, with counts.
-
-    This reads from the device, once for the whole tree. Call it after a skipped step,
-    not on every step.
-
-    Example:
-        >>> import mlx.core as mx
-        >>> from mlx_gradscale import nonfinite
-        >>> grads = {"a": mx.ones(3), "b": [mx.array([float("inf"), 1.0])]}
-        >>> [(r.path, r.nan, r.positive_inf) for r in nonfinite(grads)]
-        [('b.0', 0, 1)]
-    """
-    arrays(tree)
-    found = [(path, x) for path, x in flatten(tree) if is_floating(x)]
-    if not found:
-        return []
-    counts = np.array(mx.stack([_count_nonfinite(x) for _, x in found]))
-    return [
-        NonFinite(path, x.shape, x.dtype, *map(int, row))
-        for (path, x), row in zip(found, counts, strict=True)
-        if row.any()
-    ]
-
-
-def _count_nonfinite(x: mx.array) -> mx.array:
-    if x.dtype == mx.complex64:
-        return _count_nonfinite(mx.real(x)) + _count_nonfinite(mx.imag(x))
-    kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
-    return mx.stack([mx.sum(kind) for kind in kinds])

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from .finite import is_floating, nonfinite
+from .finite import all_finite, is_floating
 from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
@@ -488,6 +488,7 @@ def _check_loaded(
     # The gradient norm of a skipped step may be inf.
     others = {k: x for k, x in loaded.items() if isinstance(x, mx.array)}
     others.pop("grad_norm", None)
-    for leaf in nonfinite(others):
-        raise ValueError(f"{leaf.path!r} in the state holds NaN or inf.")
+    for path, x in others.items():
+        if not all_finite(x):
+            raise ValueError(f"{path!r} in the state holds NaN or inf.")
     return usable

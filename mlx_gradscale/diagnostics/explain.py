@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..core.finite import NonFinite, nonfinite
 from ..core.scale import SMALLEST_SCALE
 from ..files.text import align, dtype_name, power
 from ..float32_layers.faults import find_fault
 from ..float32_layers.report import WHOLE_MODEL, Float32Search
 from ..float32_layers.search import search_batches
 from ..float32_layers.trial import Batch, Setting, run
+from ..nonfinite import NonFinite, nonfinite
 from .reading import scale_of
 
 # Small enough that the scale can no longer cause an overflow.

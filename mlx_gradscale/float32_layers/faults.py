@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..core.finite import NonFinite, nonfinite
 from ..core.gradients import is_opaque
 from ..files.text import dtype_name, power
+from ..nonfinite import NonFinite, nonfinite
 from .calls import ordered_modules, owner_of
 from .trial import Batch, Run, Setting, Value, relative_distance
 
