@@ -1,14 +1,9 @@
 """``everywhere()``: loss scaling in a trainer that creates its own optimizer and loss.
 
-Inside the context, three parts of MLX are replaced, in all threads:
-
-- Gradients (``nn.value_and_grad``, ``mx.value_and_grad``, ``mx.grad``) are computed
-  from a scaled loss and returned unscaled, in float32. They update the scale
-  immediately, so it adapts no matter what the trainer does with the gradients.
-- Steps (``Optimizer.update``, ``apply_gradients``) go through a ``GuardedOptimizer``
-  with master weights, alongside the trainer's optimizer, which does not change: its
-  state, its pickles and its learning rate belong to the trainer.
-- ``mx.compile`` also captures our state if a function computes gradients or steps.
+In all threads, gradients come from a scaled loss and update its scale immediately, so
+that it adapts no matter what the trainer does with them. Steps go through a
+``GuardedOptimizer`` alongside the trainer's own optimizer, whose state, pickles and
+learning rate stay the trainer's. Functions that the trainer compiles capture our state.
 """
 
 import sys
@@ -35,7 +30,7 @@ from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, flatten, leaves
 
-_Function = Callable[..., Any]
+_Fn = Callable[..., Any]
 
 
 @contextmanager
@@ -244,7 +239,7 @@ class Everywhere:
         with suppress(ValueError):  # MLX does not evaluate inside a trace
             mx.async_eval(self.state)
 
-    def new_scaler(self, model: Any, loss_fn: _Function, batch: Any) -> GradScaler:
+    def new_scaler(self, model: Any, loss_fn: _Fn, batch: Any) -> GradScaler:
         """Return a scaler; without a model, it is that of all parameter trees."""
         from .. import find_float32_layers, float32_layers
 
@@ -262,11 +257,7 @@ class Everywhere:
 
 
 def find_first_scale(
-    scaler: GradScaler,
-    model: nn.Module,
-    loss_fn: _Function,
-    batch: Any,
-    compute_dtype: mx.Dtype | None = None,
+    scaler: GradScaler, model: nn.Module, loss_fn: _Fn, batch: Any, dtype: Any = None
 ) -> None:
     """Find the scale on the first batch, so that a short run does not lose steps.
 
@@ -275,10 +266,11 @@ def find_first_scale(
     """
     from ..diagnostics import calibrate
 
-    # A headroom of two powers, because later gradients may be four times as large.
-    options: Any = {"compute_dtype": compute_dtype, "headroom": 2}
     with suppress(ValueError):
-        scale = calibrate(scaler, model, loss_fn, *batch, **options)
+        # A headroom of two powers, for gradients that are four times as large later.
+        scale = calibrate(
+            scaler, model, loss_fn, *batch, compute_dtype=dtype, headroom=2
+        )
         scaler.update(min(scale, 2.0**16))
 
 
@@ -331,7 +323,7 @@ def _replace_functions() -> None:
         setattr(owner, name, _replacement(original, partial(ours, original)))
 
 
-def _replacement(original: _Function, ours: _Function) -> _Function:
+def _replacement(original: _Fn, ours: _Fn) -> _Fn:
     """Return a function that is ours for a trainer, MLX's own for MLX and for us."""
 
     @wraps(original)
@@ -343,16 +335,16 @@ def _replacement(original: _Function, ours: _Function) -> _Function:
     return replacement
 
 
-def _model_gradient(original: _Function, model: nn.Module, fn: _Function) -> _Function:
-    def scaled(scaler: GradScaler, dtype: mx.Dtype | None) -> _Function:
+def _model_gradient(original: _Fn, model: nn.Module, fn: _Fn) -> _Fn:
+    def scaled(scaler: GradScaler, dtype: mx.Dtype | None) -> _Fn:
         return scaler.value_and_grad(model, fn, dtype)
 
     return _gradient(original(model, fn), fn, scaled, model)
 
 
 def _tree_gradient(
-    original: _Function, fun: _Function, argnums: Any = None, argnames: Any = ()
-) -> _Function:
+    original: _Fn, fun: _Fn, argnums: Any = None, argnames: Any = ()
+) -> _Fn:
     def scaled(scaler: GradScaler, _: Any) -> Any:
         return original(scaler.scale_loss(fun))
 
@@ -361,14 +353,12 @@ def _tree_gradient(
     return _gradient(plain, fun, scaled, None) if is_first else plain
 
 
-def _grad(_: _Function, fun: _Function, *args: Any, **kwargs: Any) -> _Function:
+def _grad(_: _Fn, fun: _Fn, *args: Any, **kwargs: Any) -> _Fn:
     value_and_grad = _tree_gradient(mx.value_and_grad, fun, *args, **kwargs)
     return wraps(fun)(lambda *args, **kwargs: value_and_grad(*args, **kwargs)[1])
 
 
-def _gradient(
-    plain: _Function, fn: _Function, scaled: _Function, model: Any
-) -> _Function:
+def _gradient(plain: _Fn, fn: _Fn, scaled: _Fn, model: Any) -> _Fn:
     @wraps(fn)
     def gradient_fn(*args: Any, **kwargs: Any) -> Any:
         here, tree = _current(), model
@@ -391,17 +381,13 @@ def _gradient(
     return gradient_fn
 
 
-def _apply_gradients(
-    original: _Function, self: Optimizer, gradients: Any, parameters: Any
-) -> Any:
+def _apply_gradients(original: _Fn, self: Any, gradients: Any, parameters: Any) -> Any:
     here = _entered[-1]
     step = here.step if here.has_work(parameters) else original
     return step(self, gradients, parameters)
 
 
-def _update(
-    original: _Function, self: Optimizer, model: nn.Module, gradients: Any
-) -> None:
+def _update(original: _Fn, self: Any, model: nn.Module, gradients: Any) -> None:
     here = _entered[-1]
     if here.has_work(model):
         model.update(here.step(self, gradients, model))
@@ -410,12 +396,12 @@ def _update(
 
 
 def _compile(
-    original: _Function,
-    fun: _Function,
+    original: _Fn,
+    fun: _Fn,
     inputs: Any = None,
     outputs: Any = None,
     shapeless: bool = False,
-) -> _Function:
+) -> _Fn:
     """Compile a function that also captures our state, once it has trained.
 
     Until then it runs uncompiled: the first gradients and steps create state, for which
@@ -423,7 +409,7 @@ def _compile(
     """
     plain = original(fun, inputs, outputs, shapeless)
     captured = {id(x): x for x in (inputs, outputs) if x is not None}
-    trained: tuple[Everywhere, _Function] | None = None
+    trained: tuple[Everywhere, _Fn] | None = None
 
     @wraps(fun)
     def compiled(*args: Any, **kwargs: Any) -> Any:

@@ -16,12 +16,6 @@ from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from .everywhere import everywhere
 
-_NOTHING = (
-    "Nothing to report: no half-precision gradient went through mlx_gradscale run. "
-    "Either the script scales its own loss, or no model is in half precision (see "
-    "--compute-dtype)."
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script or a module with loss scaling and master weights.
@@ -46,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as error:
             exit_code = error
         finally:
-            print(*(here.report() or [_NOTHING]), sep="\n", file=sys.stderr)
+            lines = here.report() or [
+                "Nothing to report: no gradient was scaled. Either the script scales "
+                "its own loss, or no model is in half precision (see --compute-dtype)."
+            ]
+            print(*lines, sep="\n", file=sys.stderr)
     if exit_code is not None:
         raise exit_code
     return 0

@@ -280,7 +280,7 @@ def test_a_wrong_flag_is_an_error_of_the_parser(capsys):
     ("flags", "sentence"),
     [
         (["--loss-scale", "much"], "loss_scale must be dynamic, off or a positive"),
-        (["--loss-scale", "0"], "loss_scale must be dynamic, off or a positive"),
+        (["--loss-scale", "0"], "scale must be positive and finite"),
         (["--max-grad-norm", "-1"], "max_grad_norm must be a positive number, got -1"),
         (["--history", "run.txt"], "history must be a .csv or .jsonl file"),
         (["--float32-layers", "none.json"], "there is no file none.json"),
