@@ -6,6 +6,7 @@ that it adapts no matter what the trainer does with them. Steps go through a
 learning rate stay the trainer's. Functions that the trainer compiles capture our state.
 """
 
+import os
 import sys
 import threading
 import weakref
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -233,8 +235,11 @@ class Everywhere:
         return new
 
     def evaluate_state(self) -> None:
-        """List and evaluate our state, whose graph would grow: the trainer does not."""
-        # Again each time, because a trainer may replace the state of its optimizer.
+        """List our state for compiled functions, and evaluate it.
+
+        The trainer evaluates only its own arrays, so the graph of ours would grow.
+        """
+        # A trainer may have replaced the state of its optimizer.
         self.state[:] = [each.state for each in self._parts]
         with suppress(ValueError):  # MLX does not evaluate inside a trace
             mx.async_eval(self.state)
@@ -286,6 +291,10 @@ def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
 
 # What is replaced. MLX's original is the first argument of each replacement.
 
+# The folders of MLX and of this package.
+_OWN_FOLDERS = tuple(
+    f"{Path(file).parents[1]}{os.sep}" for file in (nn.__file__, __file__)
+)
 _lock = threading.Lock()
 _originals: list[tuple[Any, str, Any]] = []
 #: The contexts that were entered; the last one is active.
@@ -324,13 +333,13 @@ def _replace_functions() -> None:
 
 
 def _replacement(original: _Fn, ours: _Fn) -> _Fn:
-    """Return a function that is ours for a trainer, MLX's own for MLX and for us."""
+    """Return a function that replaces MLX's original, but not for MLX and ourselves."""
 
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        is_trainer = caller not in ("mlx", "mlx_gradscale") and _current() is not None
-        return (ours if is_trainer else original)(*args, **kwargs)
+        is_own = sys._getframe(1).f_code.co_filename.startswith(_OWN_FOLDERS)
+        is_plain = is_own or _current() is None
+        return (original if is_plain else ours)(*args, **kwargs)
 
     return replacement
 
@@ -402,10 +411,10 @@ def _compile(
     outputs: Any = None,
     shapeless: bool = False,
 ) -> _Fn:
-    """Compile a function that also captures our state, once it has trained.
+    """Compile a function that trains over our state as well.
 
-    Until then it runs uncompiled: the first gradients and steps create state, for which
-    they need the values of a batch.
+    It runs uncompiled until it has trained once: finding the first scale takes the
+    values of a batch, and only then is it known which functions need our state.
     """
     plain = original(fun, inputs, outputs, shapeless)
     captured = {id(x): x for x in (inputs, outputs) if x is not None}

@@ -201,21 +201,6 @@ def _checkpoint_once(module):
     return once
 
 
-def test_a_run_that_is_done_can_be_given_more_iterations(place, tmp_path, capsys):
-    def run(*more):
-        given = arguments(place, tmp_path / "a", "--iters", *more)
-        return main([*given, "--history", str(tmp_path / "run.csv")])
-
-    assert run("6") == 0
-    assert run("6", "--resume") == 0
-    assert len(losses(tmp_path / "run.csv")) == 6
-    assert run("9", "--resume") == 0
-    assert [step for step, *_ in losses(tmp_path / "run.csv")] == list(range(1, 10))
-    capsys.readouterr()
-    assert run("9", "--resume") == 0
-    assert "All 9 iterations are done." in capsys.readouterr().out
-
-
 def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
     place, tmp_path, capsys
 ):
@@ -226,11 +211,15 @@ def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
 
     for name in ("same", "slower", "refused"):
         assert run(name, "--iters", "2")[0] == 0
+    # A run that is done can be given more iterations.
+    _, said = run("same", "--iters", "2", "--resume")
+    assert "All 2 iterations are done." in said.out
     _, said = run("same", "--iters", "4", "--resume")
     assert "The learning rate" not in said.out
     _, said = run("slower", "--iters", "4", "--resume", "--learning-rate", "1e-5")
     assert "The learning rate was 0.001 and is now 1e-05." in said.out
     same, slower = (losses(tmp_path / f"{n}.csv") for n in ("same", "slower"))
+    assert [step for step, *_ in same] == [1, 2, 3, 4]
     # The third loss is that of the weights before the first step at the new rate.
     assert same[:3] == slower[:3]
     assert slower[3][1] > same[3][1]
@@ -322,19 +311,6 @@ def test_no_scale_and_a_scale_that_stays(scale, place, tmp_path):
     assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
     wanted = 1.0 if scale == "off" else 128.0
     assert [(s, ok) for *_, s, ok in losses(history)] == [(wanted, True)] * 2
-
-
-def test_remainders_train_as_masters_do_and_resume(place, tmp_path):
-    found = {}
-    for kind in ("float32", "remainder"):
-        history = tmp_path / f"{kind}.csv"
-        flags = ("--masters", kind, "--history", history, "--save-every", "2")
-        given = arguments(place, tmp_path / kind, *FULL, *flags)
-        assert main([*given, "--iters", "2"]) == 0
-        assert main([*given, "--iters", "4", "--resume"]) == 0
-        found[kind] = [loss for _, loss, *_ in losses(history)]
-    assert found["remainder"] == pytest.approx(found["float32"], rel=1e-5)
-    assert len(set(found["remainder"])) == 4
 
 
 def test_float32_layers_are_those_of_the_model_that_is_trained(
