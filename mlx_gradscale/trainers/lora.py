@@ -4,6 +4,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,13 +80,10 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
     try:
         host = _import_host()
         build_parser, run = host.build_parser, host.run
-        ours: dict[str, Any] = {
-            "build_parser": lambda: _add_flags(build_parser()),
-            "run": lambda args, *rest: _run(host, run, args, *rest),
-        }
         with (
             patch.object(sys, "argv", ["mlx_gradscale lora", *arguments]),
-            patch.multiple(host, **ours),
+            patch.object(host, "build_parser", lambda: _add_flags(build_parser())),
+            patch.object(host, "run", partial(_run, host, run)),
         ):
             host.main()
     except (ImportError, OSError, ValueError) as error:
@@ -199,12 +197,11 @@ def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
             training.choose_float32_layers(model)
         return evaluate(*args, model=model, **kwargs)
 
-    ours: dict[str, Any] = {
-        "load": load_in_dtype,
-        "evaluate": evaluate_in_float32,
-        "train": training.train,
-    }
-    with patch.multiple(host, **ours):
+    with (
+        patch.object(host, "load", load_in_dtype),
+        patch.object(host, "evaluate", evaluate_in_float32),
+        patch.object(host, "train", training.train),
+    ):
         run(args, *rest)
     if args.train and not training.was_called:
         raise ImportError(f"mlx-lm did not call train() of this command. {_INSTALL}")
@@ -234,7 +231,3 @@ def _draw(history: Path) -> None:
         print(f"No picture of the history was drawn: {printable(error)}")
     else:
         print(f"The history is in {history}, and drawn in {picture}.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
