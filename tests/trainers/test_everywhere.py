@@ -83,12 +83,21 @@ def test_a_wrong_argument_raises_before_anything_is_replaced():
 
 def test_compute_dtype_leaves_the_weights_of_the_trainer_in_float32():
     wanted, *_ = train(mx.float32)
-    with everywhere(compute_dtype=mx.float16, max_grad_norm=0.5) as here:
+    with everywhere(compute_dtype=mx.float16) as here:
         found, model, _ = train(mx.float32)
     assert found == pytest.approx(wanted, rel=0.02)
     assert found != wanted
     assert {x.dtype for x in model.layers[0].values()} == {mx.float32}
     assert here.report()[1] == "AdamW: 6 steps applied, 0 skipped"
+
+
+def test_max_grad_norm_clips_the_steps_of_the_trainer():
+    mx.random.seed(3)
+    before = bits(Mlp(dtype=mx.float16).parameters())
+    for norm, is_same in ((1e-9, True), (1e9, False)):
+        with everywhere(max_grad_norm=norm):
+            _, model, _ = train(make=lambda: optim.SGD(1.0), steps=1)
+        assert (bits(model.parameters()) == before) is is_same
 
 
 def several():
@@ -187,9 +196,14 @@ def test_a_model_without_half_precision_is_reported_once_and_left_alone():
 
 def test_a_gradient_inside_of_a_loss_is_not_scaled():
     def penalized(model):
+        def inner(parameters, x):
+            model.update(parameters)
+            return model(x).astype(mx.float32).sum()
+
         def loss_fn(x, y):
-            slope = mx.grad(lambda x: model(x).astype(mx.float32).sum())(x)
-            return mse(model)(x, y) + 0.1 * mx.square(slope).astype(mx.float32).mean()
+            slope = mx.grad(inner)(model.trainable_parameters(), x)
+            slope = slope["layers"][0]["weight"].astype(mx.float32)
+            return mse(model)(x, y) + 1e-3 * mx.square(slope).mean()
 
         return loss_fn
 

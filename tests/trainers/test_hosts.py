@@ -226,19 +226,43 @@ def test_gradients_of_a_parameter_tree_as_in_functional_code(compiled, has_value
 def test_a_learning_rate_and_a_loaded_state_reach_a_compiled_step():
     def train(dtype):
         model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
-        step = make_step(model, optimizer)
-        compiled = compile_over([model.state, optimizer.state], step)
-        loop(model, compiled, dtype, 10)
+        state = [model.state, optimizer.state]
+        step = compile_over(state, make_step(model, optimizer))
+        loop(model, step, dtype, 10)
         saved = tree_map(mx.array, optimizer.state)
         optimizer.state["learning_rate"] = mx.array(0.0)
         before = bits(model.parameters())
-        loop(model, compiled, dtype, 5)
+        loop(model, step, dtype, 5)
         assert bits(model.parameters()) == before
         # As a host resumes: the optimizer gets the dict that was saved after 10 steps.
-        optimizer.state = saved
-        loss = loop(model, compile_over([model.state, saved], step), dtype, 10)
+        optimizer.state = state[1] = saved
+        loss = loop(model, step, dtype, 10)
         assert optimizer.step.item() == 20
         return loss
+
+    assert follows_float32(train)[1] == "AdamW: 25 steps applied, 0 skipped"
+
+
+def test_gradients_of_other_arguments_than_the_first_are_those_of_mlx():
+    tree, x = {"w": mx.ones(2, mx.float16)}, mx.full(2, 3.0, mx.float16)
+    with everywhere() as here:
+        grads = mx.grad(lambda tree, x: (tree["w"] * x).sum(), argnums=1)(tree, x)
+    assert (grads.tolist(), grads.dtype) == ([1.0, 1.0], mx.float16)
+    assert not here.scalers
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_that_is_unfrozen_during_the_run_is_trained(compiled):
+    def train(dtype):
+        model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
+        step = make_step(model, optimizer)
+        if compiled:
+            step = compile_over([model.state, optimizer.state], step)
+        model.layers[0].freeze()
+        loop(model, step, dtype, 5)
+        model.unfreeze()
+        optimizer.init(model.trainable_parameters())
+        return loop(model, step, dtype, 20)
 
     assert follows_float32(train)[1] == "AdamW: 25 steps applied, 0 skipped"
 
