@@ -165,8 +165,13 @@ def test_a_killed_run_resumes_bit_identically(
         main([*given, "--history", str(tmp_path / f"{name}.csv")])
         return losses(tmp_path / f"{name}.csv")
 
+    def shown():
+        return re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+
     monkeypatch.setattr(lora_training, "grad_checkpoint", _checkpoint_once(trainer))
     whole = run("whole")
+    validated = re.findall(r"val (\d\.\d+)", shown())
+    assert len(validated) == 5
     record = ScaleHistory.record
 
     def killed(self, source, step, **values):
@@ -179,11 +184,12 @@ def test_a_killed_run_resumes_bit_identically(
         with pytest.raises(Killed):
             run("killed")
     assert losses(tmp_path / "killed.csv") == whole[:8]
-    capsys.readouterr()
+    shown()
     assert run("killed", "--resume") == whole
+    output = shown()
+    assert re.findall(r"val (\d\.\d+)", output) == validated[2:]
     # The progress bar counts on.
-    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert "100% ·    20/20" in shown
+    assert "100% ·    20/20" in output
     files = [f"{name}/adapters.safetensors" for name in ("whole", "killed")]
     one, other = (mx.load(str(tmp_path / file)) for file in files)
     assert all(mx.array_equal(one[name], other[name]) for name in one)
