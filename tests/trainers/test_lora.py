@@ -359,12 +359,24 @@ def test_another_mlx_lm_is_an_error_that_says_what_to_install(
     assert "mlx-lm is missing or has changed" in capsys.readouterr().err
 
 
-def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch):
-    def lost(model, *batch):
+def multiply_loss(monkeypatch, factor):
+    def multiplied(model, *batch):
         loss, tokens = trainer.default_loss(model, *batch)
-        return loss * float("inf"), tokens
+        return loss * factor, tokens
 
-    monkeypatch.setattr(lora_training, "default_loss", lost)
+    monkeypatch.setattr(lora_training, "default_loss", multiplied)
+
+
+def test_no_step_is_lost_to_finding_the_scale(place, tmp_path, monkeypatch):
+    multiply_loss(monkeypatch, 1e4)
+    history = tmp_path / "run.csv"
+    flags = ("--iters", "2", "--history", history)
+    assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
+    assert [(s < 65536, ok) for *_, s, ok in losses(history)] == [(True, True)] * 2
+
+
+def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch):
+    multiply_loss(monkeypatch, float("inf"))
     with pytest.warns(UserWarning, match="Nothing was trained: all 3 steps of Adam"):
         assert main(arguments(place, tmp_path / "a", "--iters", "3")) == 0
 
