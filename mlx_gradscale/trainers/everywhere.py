@@ -1,22 +1,21 @@
 """``everywhere()``: loss scaling in a trainer that creates its own optimizer and loss.
 
-Inside the context, three parts of MLX are replaced, in all threads:
-
-- Gradients (``nn.value_and_grad``, ``mx.value_and_grad``, ``mx.grad``) are computed
-  from a scaled loss and returned unscaled, in float32. They update the scale
-  immediately, so it adapts no matter what the trainer does with the gradients.
-- Steps (``Optimizer.update``, ``apply_gradients``) go through a ``GuardedOptimizer``
-  with master weights, alongside the trainer's optimizer, which does not change: its
-  state, its pickles and its learning rate belong to the trainer.
-- ``mx.compile`` also captures our state if a function computes gradients or steps.
+In all threads, gradients come from a scaled loss and update its scale immediately, so
+that it adapts no matter what the trainer does with them. Steps go through a
+``GuardedOptimizer`` alongside the trainer's own optimizer, whose state, pickles and
+learning rate stay the trainer's. Functions that the trainer compiles capture our state.
 """
 
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,168 +23,16 @@ import mlx.nn as nn
 from mlx.optimizers import SGD, MultiOptimizer, Optimizer
 from mlx.utils import tree_map
 
+from ..compile_step import compile_step
+from ..core.finite import all_finite
 from ..core.masters import HALF
 from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
+from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
-from ..core.trees import CONTAINERS, leaves
-from . import host
+from ..core.trees import CONTAINERS, flatten, leaves
 
-_Function = Callable[..., Any]
-
-
-@dataclass(eq=False)
-class Everywhere:
-    """The scalers and guarded steps of one ``with everywhere()`` block."""
-
-    make_scaler: Callable[[], GradScaler] | None
-    compute_dtype: mx.Dtype | None
-    float32_layers: Any
-    arguments: dict[str, Any]
-    #: The state that compiled functions have to capture.
-    state: list[Any] = field(default_factory=list)
-    _has_warned: bool = False
-    _gradients: list[host.Gradients] = field(default_factory=list)
-    _steps: list[host.Steps] = field(default_factory=list)
-
-    @property
-    def scalers(self) -> list[GradScaler]:
-        """One scaler per model, and one for all parameter trees without a model."""
-        return [each.scaler for each in self._gradients]
-
-    def report(self) -> list[str]:
-        """Return one line for each scaler and each optimizer in use."""
-        counts = ((each.name, *each.n_steps()) for each in self._steps)
-        lines = [f"{name}: {n} steps applied, {bad} skipped" for name, n, bad in counts]
-        return [each.report() for each in self._gradients] + lines
-
-    def warn_at_end(self) -> None:
-        """Warn if an optimizer did not train, or if no step was guarded."""
-        for each in self._steps:
-            warn_if_untrained(each.name, *each.n_steps())
-        if self._gradients and not self._steps:
-            warn_user(
-                "Gradients were computed, but no optimizer of mlx.optimizers took a "
-                "step: whatever updates the weights is not guarded."
-            )
-
-    def has_work(self, tree: Any, is_model: bool = True) -> bool:
-        """Return whether this runs in half precision; warn once if a model does not."""
-        has_half = any(
-            isinstance(x, mx.array) and x.dtype in HALF for x in leaves(tree)
-        )
-        if has_half or (is_model and self.compute_dtype is not None):
-            return True
-        if is_model and not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                "This model has no half-precision parameters, so there is nothing to "
-                "scale. Cast it with model.set_dtype(mx.float16), or use compute_dtype."
-            )
-        return False
-
-    def differentiate(
-        self, model: Any, fn: _Function, scaled: _Function, args: Any, kwargs: Any
-    ) -> Any:
-        """Return the loss and unscaled gradients, and update the scale from them.
-
-        ``scaled`` returns the ``value_and_grad`` of ``fn`` for a scaler and a dtype.
-        Without a model, ``fn`` is differentiated with respect to its first argument.
-        """
-        owner = self if model is None else model
-        found = next((x for x in self._gradients if x.owner() is owner), None)
-        host.leave_trace_unless(found is not None, self)
-        with host.busy():
-            if found is None:
-                scaler = self._new_scaler(model, partial(fn, **kwargs), args)
-                found = host.Gradients(owner, scaler)
-                self._gradients.append(found)
-                self._list_state()
-            compute = scaled(found.scaler, self.compute_dtype)
-            value, gradients = compute(*args, **kwargs)
-            found.count(gradients)
-            self.after_call(found.state)
-        return value, gradients
-
-    def _new_scaler(self, model: Any, fn: _Function, batch: Any) -> GradScaler:
-        from .. import find_float32_layers, float32_layers
-
-        dtype, where = self.compute_dtype, self.float32_layers
-        if where is not None and model is not None:
-            if where == "auto":
-                where = find_float32_layers(model, fn, [batch], compute_dtype=dtype)
-            float32_layers(model, where)
-        if self.make_scaler is not None:
-            return self.make_scaler()
-        scaler = GradScaler(2.0**10)
-        if model is not None:
-            find_first_scale(scaler, model, fn, *batch, compute_dtype=dtype)
-        return scaler
-
-    def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
-        """Return the new parameters, or the old ones if the step is skipped."""
-        trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
-        steps = next((x for x in self._steps if x.owner() is optimizer), None)
-        is_ready = steps is not None and steps.is_ready(trained)
-        host.leave_trace_unless(is_ready, self)
-        with host.busy():
-            if steps is None:
-                steps = host.Steps(optimizer, self.arguments)
-                self._steps.append(steps)
-            if not is_ready:
-                steps.prepare(trained)
-                self._list_state()
-            result = steps.take(gradients, parameters)
-            if not host.thread.traces:
-                mx.async_eval(steps.state)
-        return result
-
-    def _list_state(self) -> None:
-        parts: list[Any] = [*self._gradients, *self._steps]
-        self.state[:] = [part.state for part in parts]
-
-    def after_call(self, state: Any) -> None:
-        """Outside a trace, evaluate our state and warn if every step is skipped."""
-        if not host.thread.traces:
-            # The trainer does not do this, and the graph of the counters would grow.
-            mx.async_eval(state)
-            for each in self._gradients:
-                each.watch.look(each.scaler.state, warn_user)
-
-
-def find_first_scale(
-    scaler: GradScaler,
-    model: nn.Module,
-    loss_fn: _Function,
-    *batch: Any,
-    compute_dtype: mx.Dtype | None = None,
-) -> None:
-    """Find the scale on the first batch, so that a short run does not lose steps.
-
-    Starting from 65536 and halving once per step, a run of 42 steps lost 13 of them. If
-    no scale makes the loss finite, the scale stays; skipped steps are reported later.
-    """
-    from ..diagnostics import calibrate
-
-    with suppress(ValueError):
-        # A headroom of two powers, because later gradients may be four times as large.
-        options: Any = {"compute_dtype": compute_dtype, "headroom": 2}
-        scale = calibrate(scaler, model, loss_fn, *batch, **options)
-        scaler.update(min(scale, 2.0**16))
-
-
-def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
-    """Warn if every step of an optimizer was skipped."""
-    if skipped and not applied:
-        warn_user(
-            f"Nothing was trained: all {skipped} steps of {name} were skipped, because "
-            "their gradients were not finite. "
-            "mlx_gradscale.diagnostics.explain_overflow says where it begins."
-        )
-
-
-_lock = threading.Lock()
-_originals: list[tuple[Any, str, Any]] = []
+_Fn = Callable[..., Any]
 
 
 @contextmanager
@@ -195,18 +42,20 @@ def everywhere(
     compute_dtype: mx.Dtype | None = None,
     float32_layers: Any = None,
     **arguments: Any,
-) -> Iterator[Everywhere]:
+) -> Iterator["Everywhere"]:
     """Add loss scaling to a trainer that creates its own optimizer and loss.
 
     Inside the context, gradients of half-precision models are computed from a scaled
     loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
     float32 master weights and skips non-finite steps. This applies to all threads, to
-    existing optimizers, and to functions that the trainer compiles, whose first call
-    runs uncompiled. On exit, MLX is restored, with a warning if nothing was trained.
+    existing optimizers and to functions that the trainer compiles, which run uncompiled
+    until they have trained once. On exit, MLX is restored, with a warning if nothing
+    was trained.
 
     It does not affect a trainer that updates weights without an ``mlx.optimizers``
     optimizer, or that compiled its step or imported ``compile`` or ``value_and_grad``
-    from ``mlx.core`` by name before entering the context.
+    from ``mlx.core`` by name before entering the context. Gradients of a parameter tree
+    are scaled if the tree is the first argument.
 
     Args:
         make_scaler (Callable, optional): Returns the scaler for each model. Default: a
@@ -240,21 +89,235 @@ def everywhere(
     GuardedOptimizer(SGD(0.0), **arguments)
     here = Everywhere(make_scaler, compute_dtype, float32_layers, arguments)
     with _lock:
-        if not host.entered:
+        if not _entered:
             _replace_functions()
-        host.entered.append(here)
+        _entered.append(here)
     try:
         yield here
     finally:
         with _lock:
-            host.entered.remove(here)
-            while _originals and not host.entered:
+            _entered.remove(here)
+            while _originals and not _entered:
                 setattr(*_originals.pop())
     here.warn_at_end()
 
 
+class _Part:
+    """Our state for one model or one optimizer, with a count of its uses."""
+
+    def __init__(self, owner: Any, scaler: GradScaler):
+        self.owner = weakref.ref(owner)
+        self.scaler = scaler
+        self.count = {"count": mx.array(0)}
+
+    @property
+    def state(self) -> list[Any]:
+        """The state that compiled functions have to capture."""
+        return [self.count, self.scaler.state]
+
+    def n_applied_and_skipped(self) -> tuple[int, int]:
+        skipped: Any = self.scaler.skipped_steps.item()
+        total: Any = self.count["count"].item()
+        return total - skipped, skipped
+
+
+class _Gradients(_Part):
+    """The scaler of one model."""
+
+    def update_scale(self, gradients: Any) -> None:
+        # Check the scaled arrays, if known: the unscaled ones may never be computed.
+        sources = [getattr(g, "source", None) or (g,) for g in leaves(gradients)]
+        finite, state = all_finite([x for x, *_ in sources]), self.scaler.state
+        state.update(count_step(state, finite) | next_scale(state, finite))
+        self.count["count"] += 1
+
+    def __str__(self) -> str:
+        n, bad = self.n_applied_and_skipped()
+        scale = f"loss scale {self.scaler.get_scale():g}"
+        return f"{scale}, {bad} of {n + bad} gradients overflowed"
+
+
+class _Steps(_Part):
+    """The guard of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, arguments: dict[str, Any]):
+        # A twin that shares all attributes, so that we do not keep the trainer's alive.
+        twin = object.__new__(type(optimizer))
+        twin.__dict__ = vars(optimizer)
+        self._guarded: Any = GuardedOptimizer(twin, **arguments)
+        super().__init__(optimizer, self._guarded.scaler)
+        self.name = type(optimizer).__name__
+        self._paths: set[str] = set()
+
+    @property
+    def state(self) -> list[Any]:
+        if self.owner() is None:
+            self._guarded = None  # the counts stay for the report
+        return [*super().state, self._guarded.state if self._guarded else {}]
+
+    def take(self, gradients: Any, parameters: Any) -> Any:
+        trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
+        paths = {path for path, _ in flatten(trained)}
+        if not paths <= self._paths:
+            self._guarded.init(trained)
+            self._paths |= paths
+        self.count["count"] += 1
+        return self._guarded.apply_gradients(gradients, parameters)
+
+    def __str__(self) -> str:
+        n, bad = self.n_applied_and_skipped()
+        return f"{self.name}: {n} steps applied, {bad} skipped"
+
+
+@dataclass(eq=False)
+class Everywhere:
+    """The scalers and guarded steps of one ``with everywhere()`` block."""
+
+    make_scaler: Callable[[], GradScaler] | None
+    compute_dtype: mx.Dtype | None
+    float32_layers: Any
+    arguments: dict[str, Any]
+    #: The state that compiled functions have to capture.
+    state: list[Any] = field(default_factory=list)
+    #: The number of gradients and steps that ran as Python code.
+    n_calls: int = 0
+    _parts: list[Any] = field(default_factory=list)
+    _has_warned: bool = False
+
+    @property
+    def scalers(self) -> list[GradScaler]:
+        """One scaler per model, and one for all parameter trees without a model."""
+        return [each.scaler for each in self._parts if isinstance(each, _Gradients)]
+
+    def report(self) -> list[str]:
+        """Return one line for each scaler and each optimizer in use."""
+        return [str(each) for each in self._parts]
+
+    def warn_at_end(self) -> None:
+        """Warn if an optimizer did not train, or if no step was guarded."""
+        steps = [each for each in self._parts if isinstance(each, _Steps)]
+        for each in steps:
+            warn_if_untrained(each.name, *each.n_applied_and_skipped())
+        if self._parts and not steps:
+            warn_user(
+                "Gradients were computed, but no optimizer of mlx.optimizers took a "
+                "step: whatever updates the weights is not guarded."
+            )
+
+    def has_work(self, tree: Any, is_model: bool = True) -> bool:
+        """Return whether this runs in half precision; warn once if a model does not."""
+        dtypes = {x.dtype for x in leaves(tree) if isinstance(x, mx.array)}
+        if not dtypes.isdisjoint(HALF) or (is_model and self.compute_dtype is not None):
+            return True
+        if is_model and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                "This model has no half-precision parameters, so there is nothing to "
+                "scale. Cast it with model.set_dtype(mx.float16), or use compute_dtype."
+            )
+        return False
+
+    def part_of(self, owner: Any, make: Callable[[], _Part]) -> Any:
+        """Return our state for a model or an optimizer, which ``make`` creates."""
+        self.n_calls += 1
+        found = next((each for each in self._parts if each.owner() is owner), None)
+        if found is None:
+            found = make()
+            self._parts.append(found)
+        return found
+
+    def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
+        """Return the new parameters, or the old ones if the step is skipped."""
+        with _busy():
+            part = self.part_of(optimizer, lambda: _Steps(optimizer, self.arguments))
+            new = part.take(gradients, parameters)
+            self.evaluate_state()
+        return new
+
+    def evaluate_state(self) -> None:
+        """List our state for compiled functions, and evaluate it.
+
+        The trainer evaluates only its own arrays, so the graph of ours would grow.
+        """
+        # A trainer may have replaced the state of its optimizer.
+        self.state[:] = [each.state for each in self._parts]
+        with suppress(ValueError):  # MLX does not evaluate inside a trace
+            mx.async_eval(self.state)
+
+    def new_scaler(self, model: Any, loss_fn: _Fn, batch: Any) -> GradScaler:
+        """Return a scaler; without a model, it is that of all parameter trees."""
+        from .. import find_float32_layers, float32_layers
+
+        dtype, where = self.compute_dtype, self.float32_layers
+        if where == "auto" and model is not None:
+            where = find_float32_layers(model, loss_fn, [batch], compute_dtype=dtype)
+        if where is not None and model is not None:
+            float32_layers(model, where)
+        if self.make_scaler is not None:
+            return self.make_scaler()
+        scaler = GradScaler(2.0**10)
+        if model is not None:
+            find_first_scale(scaler, model, loss_fn, batch, dtype)
+        return scaler
+
+
+def find_first_scale(
+    scaler: GradScaler, model: nn.Module, loss_fn: _Fn, batch: Any, dtype: Any = None
+) -> None:
+    """Find the scale on the first batch, so that a short run does not lose steps.
+
+    Starting from 65536 and halving once per step, a run of 42 steps lost 13 of them. If
+    no scale makes the loss finite, the scale stays; skipped steps are reported later.
+    """
+    from ..diagnostics import calibrate
+
+    with suppress(ValueError):
+        # A headroom of two powers, for gradients that are four times as large later.
+        scale = calibrate(
+            scaler, model, loss_fn, *batch, compute_dtype=dtype, headroom=2
+        )
+        scaler.update(min(scale, 2.0**16))
+
+
+def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
+    """Warn if every step of an optimizer was skipped."""
+    if skipped and not applied:
+        warn_user(
+            f"Nothing was trained: all {skipped} steps of {name} were skipped, because "
+            "their gradients were not finite. "
+            "mlx_gradscale.diagnostics.explain_overflow says where it begins."
+        )
+
+
+# What is replaced. MLX's original is the first argument of each replacement.
+
+# The folders of MLX and of this package.
+_OWN_FOLDERS = tuple(
+    f"{Path(file).parents[1]}{os.sep}" for file in (nn.__file__, __file__)
+)
+_lock = threading.Lock()
+_originals: list[tuple[Any, str, Any]] = []
+#: The contexts that were entered; the last one is active.
+_entered: list[Everywhere] = []
+#: Whether our own gradient or step is running, which needs MLX's own functions.
+_is_busy = ContextVar("is_busy", default=False)
+
+
+def _current() -> Everywhere | None:
+    return _entered[-1] if _entered and not _is_busy.get() else None
+
+
+@contextmanager
+def _busy() -> Iterator[None]:
+    token = _is_busy.set(True)
+    try:
+        yield
+    finally:
+        _is_busy.reset(token)
+
+
 def _replace_functions() -> None:
-    for owner, name, make_replacement in (
+    for owner, name, ours in (
         (mx, "compile", _compile),
         (mx, "grad", _grad),
         (mx, "value_and_grad", _tree_gradient),
@@ -266,92 +329,113 @@ def _replace_functions() -> None:
     ):
         original = getattr(owner, name)
         _originals.append((owner, name, original))
-        setattr(owner, name, wraps(original)(make_replacement(original)))
+        setattr(owner, name, _replacement(original, partial(ours, original)))
 
 
-def _is_core(namespace: dict[str, Any]) -> bool:
-    """Return whether these globals belong to our own scalers and optimizers."""
-    return str(namespace.get("__name__")).startswith("mlx_gradscale.core")
+def _replacement(original: _Fn, ours: _Fn) -> _Fn:
+    """Return a function that replaces MLX's original, but not for MLX and ourselves."""
+
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        is_own = sys._getframe(1).f_code.co_filename.startswith(_OWN_FOLDERS)
+        is_plain = is_own or _current() is None
+        return (original if is_plain else ours)(*args, **kwargs)
+
+    return replacement
 
 
-def _compile(original: _Function) -> _Function:
-    def compile_fn(fun: _Function, *args: Any, **kwargs: Any) -> Any:
-        if host.current() is None:
-            return original(fun, *args, **kwargs)
-        return host.Compiled(original, fun, *args, **kwargs)
+def _model_gradient(original: _Fn, model: nn.Module, fn: _Fn) -> _Fn:
+    def scaled(scaler: GradScaler, dtype: mx.Dtype | None) -> _Fn:
+        return scaler.value_and_grad(model, fn, dtype)
 
-    return compile_fn
+    return _gradient(original(model, fn), fn, scaled, model)
 
 
-def _model_gradient(original: _Function) -> _Function:
-    def value_and_grad(model: nn.Module, fn: _Function) -> Any:
-        def scaled(scaler: GradScaler, dtype: mx.Dtype | None) -> Any:
-            return scaler.value_and_grad(model, fn, dtype)
+def _tree_gradient(
+    original: _Fn, fun: _Fn, argnums: Any = None, argnames: Any = ()
+) -> _Fn:
+    def scaled(scaler: GradScaler, _: Any) -> Any:
+        return original(scaler.scale_loss(fun))
 
-        return _gradient(original(model, fn), model, fn, scaled)
-
-    return value_and_grad
-
-
-def _tree_gradient(original: _Function) -> _Function:
-    def value_and_grad(fun: _Function, *options: Any, **named_options: Any) -> Any:
-        def scaled(scaler: GradScaler, _: Any) -> Any:
-            return original(scaler.scale_loss(fun))
-
-        plain = original(fun, *options, **named_options)
-        has_options = options or named_options
-        return plain if has_options else _gradient(plain, None, fun, scaled)
-
-    return value_and_grad
+    plain = original(fun, argnums, argnames)
+    is_first = argnums in (None, 0) and not argnames
+    return _gradient(plain, fun, scaled, None) if is_first else plain
 
 
-def _grad(original: _Function) -> _Function:
-    def grad(fun: _Function, *options: Any, **named_options: Any) -> Any:
-        if options or named_options:
-            return original(fun, *options, **named_options)
-        value_and_grad = mx.value_and_grad(fun)
-        return wraps(fun)(lambda *args, **kwargs: value_and_grad(*args, **kwargs)[1])
-
-    return grad
+def _grad(_: _Fn, fun: _Fn, *args: Any, **kwargs: Any) -> _Fn:
+    value_and_grad = _tree_gradient(mx.value_and_grad, fun, *args, **kwargs)
+    return wraps(fun)(lambda *args, **kwargs: value_and_grad(*args, **kwargs)[1])
 
 
-def _gradient(plain: _Function, model: Any, fn: _Function, scaled: _Function) -> Any:
-    # A function from scale_loss() or value_and_grad() of a scaler is already scaled.
-    is_scaled = _is_core(getattr(fn, "__globals__", {}))
-
+def _gradient(plain: _Fn, fn: _Fn, scaled: _Fn, model: Any) -> _Fn:
     @wraps(fn)
     def gradient_fn(*args: Any, **kwargs: Any) -> Any:
-        here, tree = host.current(), model
+        here, tree = _current(), model
         if model is None:
             tree = args[0] if args and isinstance(args[0], CONTAINERS) else ()
-        if here is None or is_scaled or not here.has_work(tree, model is not None):
-            with host.busy():
+        is_scaled = hasattr(fn, "has_scaled_gradient")  # comes from scale_loss()
+        with _busy():
+            if here is None or is_scaled or not here.has_work(tree, model is not None):
                 return plain(*args, **kwargs)
-        return here.differentiate(model, fn, scaled, args, kwargs)
+            here.evaluate_state()
+            owner, loss_fn = here if model is None else model, partial(fn, **kwargs)
+            part = here.part_of(
+                owner, lambda: _Gradients(owner, here.new_scaler(model, loss_fn, args))
+            )
+            compute = scaled(part.scaler, here.compute_dtype)
+            value, gradients = compute(*args, **kwargs)
+            part.update_scale(gradients)
+            return value, gradients
 
     return gradient_fn
 
 
-def _apply_gradients(original: _Function) -> _Function:
-    def apply_gradients(self: Optimizer, gradients: Any, parameters: Any) -> Any:
-        here = host.current()
-        # A LossScaleOptimizer in the trainer steps its own inner optimizer.
-        is_guarded = _is_core(sys._getframe(1).f_globals)
-        if here is None or is_guarded or not here.has_work(parameters):
-            with host.busy():
-                return original(self, gradients, parameters)
-        return here.step(self, gradients, parameters)
-
-    return apply_gradients
+def _apply_gradients(original: _Fn, self: Any, gradients: Any, parameters: Any) -> Any:
+    here = _entered[-1]
+    step = here.step if here.has_work(parameters) else original
+    return step(self, gradients, parameters)
 
 
-def _update(original: _Function) -> _Function:
-    def apply(self: Optimizer, gradients: Any, model: nn.Module) -> Any:
-        return original(self, model, gradients)
+def _update(original: _Fn, self: Any, model: nn.Module, gradients: Any) -> None:
+    here = _entered[-1]
+    if here.has_work(model):
+        model.update(here.step(self, gradients, model))
+    else:
+        original(self, model, gradients)
 
-    def update(self: Optimizer, model: nn.Module, gradients: Any) -> None:
-        new = _apply_gradients(apply)(self, gradients, model)
-        if new is not None:
-            model.update(new)
 
-    return update
+def _compile(
+    original: _Fn,
+    fun: _Fn,
+    inputs: Any = None,
+    outputs: Any = None,
+    shapeless: bool = False,
+) -> _Fn:
+    """Compile a function that trains over our state as well.
+
+    It runs uncompiled until it has trained once: finding the first scale takes the
+    values of a batch, and only then is it known which functions need our state.
+    """
+    plain = original(fun, inputs, outputs, shapeless)
+    captured = {id(x): x for x in (inputs, outputs) if x is not None}
+    trained: tuple[Everywhere, _Fn] | None = None
+
+    @wraps(fun)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        nonlocal trained
+        here = _current()
+        if here is None or shapeless:
+            return plain(*args, **kwargs)
+        if trained is None or trained[0] is not here:
+            n_calls = here.n_calls
+            result = fun(*args, **kwargs)
+            if here.n_calls > n_calls:
+                state = [*captured.values(), here.state]
+                trained = here, compile_step(fun, state)
+            return result
+        here.evaluate_state()
+        result = trained[1](*args, **kwargs)
+        here.evaluate_state()
+        return result
+
+    return compiled

@@ -4,7 +4,8 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module, metadata
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,13 +80,10 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
     try:
         host = _import_host()
         build_parser, run = host.build_parser, host.run
-        ours: dict[str, Any] = {
-            "build_parser": lambda: _add_flags(build_parser()),
-            "run": lambda args, *rest: _run(host, run, args, *rest),
-        }
         with (
             patch.object(sys, "argv", ["mlx_gradscale lora", *arguments]),
-            patch.multiple(host, **ours),
+            patch.object(host, "build_parser", lambda: _add_flags(build_parser())),
+            patch.object(host, "run", partial(_run, host, run)),
         ):
             host.main()
     except (ImportError, OSError, ValueError) as error:
@@ -101,15 +99,15 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
 def _import_host() -> Any:
     """Return ``mlx_lm.lora``, or raise an ``ImportError`` that says what to install."""
     try:
-        host = import_module("mlx_lm.lora")
-        import_module(f"{__package__}.lora_training")  # its imports from mlx-lm
-        for name in ("main", "build_parser", "run", "load", "train", "evaluate"):
-            getattr(host, name)
-    except (ImportError, AttributeError) as error:
+        from mlx_lm import lora
+        from mlx_lm.lora import build_parser, evaluate, load, main, run, train  # noqa: F401
+
+        from . import lora_training  # noqa: F401
+    except ImportError as error:
         raise ImportError(
             f"mlx-lm is missing or has changed ({error}). {_INSTALL}"
         ) from None
-    return host
+    return lora
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -139,12 +137,12 @@ def read_options(arguments: Any) -> SimpleNamespace:
         raise ValueError(f"dtype must be one of {choices}, not {options.dtype}.")
     options.dtype = options.dtype and getattr(mx, options.dtype)
     options.masters = options.masters or "float32"
-    for name in ("history", "float32_layers"):
-        path = getattr(options, name)
-        setattr(options, name, path and Path(path))
-    history, layers = options.history, options.float32_layers
+    options.history = history = options.history and Path(options.history)
     if history and history.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"history must be a .csv or .jsonl file, not {history}.")
+    options.float32_layers = layers = options.float32_layers and Path(
+        options.float32_layers
+    )
     if layers and not layers.is_file():
         raise ValueError(f"float32_layers: there is no file {layers}.")
     options.loss_scale = _loss_scale(options.loss_scale)
@@ -154,18 +152,15 @@ def read_options(arguments: Any) -> SimpleNamespace:
 
 def _loss_scale(given: Any) -> str | float:
     # YAML reads off as False and on as True.
-    if given is None or given is True or given == "dynamic":
+    name = str(given).lower()
+    if name in ("none", "dynamic", "true"):
         return "dynamic"
-    if given is False or given == "off":
-        return 1.0
     try:
-        scale = float(given)
-        GradScaler(scale, dynamic=False)
+        return 1.0 if name in ("off", "false") else float(given)
     except ValueError:
         raise ValueError(
             f"loss_scale must be dynamic, off or a positive number, not {given}."
         ) from None
-    return scale
 
 
 def wrap_optimizer(
@@ -173,10 +168,10 @@ def wrap_optimizer(
 ) -> LossScaleOptimizer:
     """Wrap mlx-lm's optimizer with loss scaling and master weights."""
     scale, world = options.loss_scale, mx.distributed.init()
-    is_dynamic, is_group = scale == "dynamic", world.size() > 1
+    is_group = world.size() > 1
     return LossScaleOptimizer(
         optimizer,
-        GradScaler() if is_dynamic else GradScaler(scale, dynamic=False),
+        GradScaler() if scale == "dynamic" else GradScaler(scale, dynamic=False),
         max_grad_norm=options.max_grad_norm,
         masters=options.masters,
         group=world if is_group else None,
@@ -202,12 +197,11 @@ def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
             training.choose_float32_layers(model)
         return evaluate(*args, model=model, **kwargs)
 
-    ours: dict[str, Any] = {
-        "load": load_in_dtype,
-        "evaluate": evaluate_in_float32,
-        "train": training.train,
-    }
-    with patch.multiple(host, **ours):
+    with (
+        patch.object(host, "load", load_in_dtype),
+        patch.object(host, "evaluate", evaluate_in_float32),
+        patch.object(host, "train", training.train),
+    ):
         run(args, *rest)
     if args.train and not training.was_called:
         raise ImportError(f"mlx-lm did not call train() of this command. {_INSTALL}")
@@ -237,7 +231,3 @@ def _draw(history: Path) -> None:
         print(f"No picture of the history was drawn: {printable(error)}")
     else:
         print(f"The history is in {history}, and drawn in {picture}.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,13 +7,14 @@ mlx-lm's own loop cannot start in the middle and does not expose the loss of eac
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.cli_ui import TrainUI, rprint
@@ -48,7 +49,8 @@ class Training:
         self._options = options
         self._arguments = arguments
         self._folder = Path(arguments.adapter_path) / FOLDER
-        self._iteration = self._trained_tokens = 0
+        # The position in the run. Each epoch has its own order of batches.
+        self._iteration = self._epoch = self._batch = self._trained_tokens = 0
         #: Whether mlx-lm has called :meth:`train`.
         self.was_called = False
 
@@ -65,7 +67,7 @@ class Training:
         """Replacement for mlx-lm's ``train``."""
         self.was_called = True
         self._world = mx.distributed.init()
-        self._model, self._args, self._rows = model, args, len(train_dataset)
+        self._model, self._args = model, args
         maybe_set_recommended_wired_limit()
         if args.grad_checkpoint:
             grad_checkpoint(model.layers[0])
@@ -73,20 +75,13 @@ class Training:
         self.optimizer = wrap_optimizer(optimizer, self._options)
         self.optimizer.init(model.trainable_parameters())
         self._callback = LossScaleCallback(self.optimizer, training_callback)
-        self._batches = Batches(
-            lambda: iterate_batches(
-                dataset=train_dataset,
-                batch_size=args.batch_size,
-                max_seq_length=args.max_seq_length,
-                comm_group=self._world,
-            )
-        )
+        self._dataset = train_dataset
         model.train()
         if self._options.resume:
             self._resume()
         elif self._options.loss_scale == "dynamic":
-            scaler, batch = self.optimizer.scaler, self._batches.first()
-            find_first_scale(scaler, model, default_loss, model, *batch)
+            batch = model, *next(self._iterate_epoch())
+            find_first_scale(self.optimizer.scaler, model, default_loss, batch)
         history: Any = nullcontext()
         if self._options.history and self._world.rank() == 0:
             history = ScaleHistory(self._options.history)
@@ -105,6 +100,24 @@ class Training:
             from .. import float32_layers
 
             float32_layers(model, self._options.float32_layers)
+
+    def _iterate_epoch(self) -> Iterator[Any]:
+        batches: Iterator[Any] = iterate_batches(
+            dataset=self._dataset,
+            batch_size=self._args.batch_size,
+            max_seq_length=self._args.max_seq_length,
+            seed=self._arguments.seed + self._epoch,
+            comm_group=self._world,
+        )
+        return batches
+
+    def _iterate(self) -> Iterator[Any]:
+        """Yield batches indefinitely, from the position on."""
+        while True:
+            for batch in islice(self._iterate_epoch(), self._batch, None):
+                self._batch += 1
+                yield batch
+            self._epoch, self._batch = self._epoch + 1, 0
 
     def _make_step(self) -> Callable[..., Any]:
         model, optimizer = self._model, self.optimizer
@@ -125,7 +138,7 @@ class Training:
         return compile_step(step, [model.state, optimizer.state, mx.random.state])
 
     def _loop(self, ui: TrainUI, val_dataset: Any) -> None:
-        args, step, batches = self._args, self._make_step(), iter(self._batches)
+        args, step, batches = self._args, self._make_step(), self._iterate()
         is_due, grads = False, None
         losses = tokens = mx.array(0.0)
         n_steps, seconds = 0, 0.0
@@ -164,6 +177,7 @@ class Training:
 
     def _validate(self, ui: TrainUI, it: int, dataset: Any) -> None:
         args, start = self._args, time.perf_counter()
+        seed = self._arguments.seed + it  # the same batches in a resumed run
         total = len(dataset) // args.batch_size
         if args.val_batches != -1:
             total = min(total, args.val_batches)
@@ -174,6 +188,7 @@ class Training:
                 batch_size=args.batch_size,
                 num_batches=args.val_batches,
                 max_seq_length=args.max_seq_length,
+                iterate_batches=partial(iterate_batches, seed=seed),
                 progress_callback=advance,
             )
         self._model.train()
@@ -215,14 +230,15 @@ class Training:
             self.optimizer,
             frozen=False,
             iteration=self._iteration,
+            epoch=self._epoch,
+            batch=self._batch,
             trained_tokens=self._trained_tokens,
-            position=self._batches.position(),
             same=self._same(),
         )
 
     def _same(self) -> dict[str, Any]:
         settings = {name: getattr(self._arguments, name) for name in _SAME}
-        ours = {"rows": self._rows, "loss_scale": self._options.loss_scale}
+        ours = {"rows": len(self._dataset), "loss_scale": self._options.loss_scale}
         return settings | ours
 
     def _resume(self) -> None:
@@ -241,9 +257,8 @@ class Training:
                     f"{now}. Resume with {was}, or start a new run from its weights "
                     "with --resume-adapter-file."
                 )
-        self._iteration = saved["iteration"]
-        self._trained_tokens = saved["trained_tokens"]
-        self._batches.resume(saved["position"])
+        self._iteration, self._epoch = saved["iteration"], saved["epoch"]
+        self._batch, self._trained_tokens = saved["batch"], saved["trained_tokens"]
         if not self._arguments.lr_schedule:
             # The learning rate of the command overrides that of the checkpoint.
             was = self.optimizer.learning_rate.item()
@@ -255,63 +270,3 @@ class Training:
             rprint(
                 f"All {self._iteration} iterations are done. Raise --iters for more."
             )
-
-
-class Batches:
-    """mlx-lm's training batches, with a position that can be saved.
-
-    mlx-lm draws the order of an epoch from NumPy's global generator, which validation
-    also uses. A position therefore consists of the generator state at the start of the
-    epoch, the number of batches since, and the current generator state.
-
-    Args:
-        iterate_epoch (Callable): Returns the batches of one epoch.
-    """
-
-    def __init__(self, iterate_epoch: Callable[[], Iterator[Any]]):
-        self._iterate_epoch = iterate_epoch
-        self._epoch: list[Any] = []
-        self._batch = 0
-        self._saved: dict[str, Any] | None = None
-
-    def first(self) -> Any:
-        """Return a batch without moving the position."""
-        now = _generator()
-        batch = next(self._iterate_epoch())
-        _set_generator(now)
-        return batch
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield batches indefinitely."""
-        while True:
-            saved, self._saved = self._saved, None
-            if saved is not None:
-                _set_generator(saved["epoch"])
-            self._epoch, batches = _generator(), self._iterate_epoch()
-            self._batch = 0 if saved is None else saved["batch"]
-            for _ in range(self._batch):
-                next(batches)
-            if saved is not None:
-                _set_generator(saved["now"])
-            for batch in batches:
-                self._batch += 1
-                yield batch
-
-    def position(self) -> dict[str, Any]:
-        """Return the position after the last batch."""
-        return {"epoch": self._epoch, "batch": self._batch, "now": _generator()}
-
-    def resume(self, position: dict[str, Any]) -> None:
-        """Resume after a position returned by :meth:`position`."""
-        self._saved = position
-
-
-def _generator() -> list[Any]:
-    state: Any = np.random.get_state()  # noqa: NPY002 - mlx-lm's
-    name, key, *others = state
-    return [name, mx.array(key), *others]
-
-
-def _set_generator(state: list[Any]) -> None:
-    name, key, *others = state
-    np.random.set_state((name, np.array(key), *others))  # noqa: NPY002 - mlx-lm's

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parse(argv)
     dtype, layers = options.compute_dtype, options.float32_layers
-    exit_: SystemExit | None = None
+    exit_code: SystemExit | None = None
     with everywhere(
         options.init_scale and partial(GradScaler, options.init_scale),
         compute_dtype=dtype and getattr(mx, dtype),
@@ -38,16 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _run(options)
         except SystemExit as error:
-            exit_ = error
+            exit_code = error
         finally:
             lines = here.report() or [
-                "Nothing to report: no half-precision gradient went through "
-                "mlx_gradscale run. Either the script scales its own loss, or no model "
-                "is in half precision (see --compute-dtype)."
+                "Nothing to report: no gradient was scaled. Either the script scales "
+                "its own loss, or no model is in half precision (see --compute-dtype)."
             ]
             print(*lines, sep="\n", file=sys.stderr)
-    if exit_ is not None:
-        raise exit_
+    if exit_code is not None:
+        raise exit_code
     return 0
 
 

@@ -4,7 +4,6 @@ Each test is a host that failed once (mlx-examples, nanoGPT ports, PPO, GRPO, mf
 """
 
 import contextlib
-import math
 from functools import partial
 
 import mlx.core as mx
@@ -128,7 +127,8 @@ def test_two_optimizers_on_one_model_as_with_muon_and_adam(compiled):
     ]
 
 
-def test_two_models_with_two_optimizers_in_the_order_of_ppo():
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_two_models_with_two_optimizers_in_the_order_of_ppo(compiled):
     def train(dtype):
         actor, critic = Mlp(dtype=dtype), Mlp(dtype=dtype)
         optimizers = optim.Adam(1e-2), optim.Adam(3e-3)
@@ -141,6 +141,9 @@ def test_two_models_with_two_optimizers_in_the_order_of_ppo():
             optimizers[0].update(actor, first)
             return one + other
 
+        if compiled:
+            parts = (actor, critic, *optimizers)
+            step = compile_over([part.state for part in parts], step)
         return loop(critic, step, dtype)
 
     report = follows_float32(train)
@@ -220,6 +223,50 @@ def test_gradients_of_a_parameter_tree_as_in_functional_code(compiled, has_value
     assert follows_float32(train)[1].startswith("Adam: 30 steps applied")
 
 
+def test_a_learning_rate_and_a_loaded_state_reach_a_compiled_step():
+    def train(dtype):
+        model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
+        state = [model.state, optimizer.state]
+        step = compile_over(state, make_step(model, optimizer))
+        loop(model, step, dtype, 10)
+        saved = tree_map(mx.array, optimizer.state)
+        optimizer.state["learning_rate"] = mx.array(0.0)
+        before = bits(model.parameters())
+        loop(model, step, dtype, 5)
+        assert bits(model.parameters()) == before
+        # As a host resumes: the optimizer gets the dict that was saved after 10 steps.
+        optimizer.state = state[1] = saved
+        loss = loop(model, step, dtype, 10)
+        assert optimizer.step.item() == 20
+        return loss
+
+    assert follows_float32(train)[1] == "AdamW: 25 steps applied, 0 skipped"
+
+
+def test_gradients_of_other_arguments_than_the_first_are_those_of_mlx():
+    tree, x = {"w": mx.ones(2, mx.float16)}, mx.full(2, 3.0, mx.float16)
+    with everywhere() as here:
+        grads = mx.grad(lambda tree, x: (tree["w"] * x).sum(), argnums=1)(tree, x)
+    assert (grads.tolist(), grads.dtype) == ([1.0, 1.0], mx.float16)
+    assert not here.scalers
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_that_is_unfrozen_during_the_run_is_trained(compiled):
+    def train(dtype):
+        model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
+        step = make_step(model, optimizer)
+        if compiled:
+            step = compile_over([model.state, optimizer.state], step)
+        model.layers[0].freeze()
+        loop(model, step, dtype, 5)
+        model.unfreeze()
+        optimizer.init(model.trainable_parameters())
+        return loop(model, step, dtype, 20)
+
+    assert follows_float32(train)[1] == "AdamW: 25 steps applied, 0 skipped"
+
+
 def test_an_optimizer_that_was_made_at_import_time():
     def train(dtype):
         model, optimizer = Mlp(dtype=dtype), AT_IMPORT[dtype]
@@ -262,25 +309,18 @@ def test_a_host_that_leaves_out_bad_steps_itself_still_trains(guard):
     assert here.scalers[0].skipped_steps.item() >= 10
 
 
-def test_a_host_that_aborts_at_the_first_overflow_as_grpo_gets_through():
-    model = Mlp(dtype=mx.float16)
-    with everywhere() as here:
-        loss_fn = lambda x, y: 1e3 * mse(model)(x, y)  # noqa: E731
-        loop(model, make_step(model, Host("raise"), loss_fn), mx.float16, 5)
-    assert here.report()[1] == "AdamW: 5 steps applied, 0 skipped"
-
-
-def test_no_step_is_lost_to_finding_the_scale():
+def test_no_step_is_lost_to_finding_the_scale_and_grpo_does_not_abort():
     def train(dtype):
         model = Mlp(dtype=dtype)
         loss_fn = lambda x, y: 1e3 * mse(model)(x, y)  # noqa: E731
-        return loop(model, make_step(model, optim.Adam(1e-2), loss_fn), dtype, 10)
+        # As mlx-lm-lora's GRPO, it raises at the first overflow.
+        return loop(model, make_step(model, Host("raise"), loss_fn), dtype, 10)
 
     scale, *rest = follows_float32(train)
     assert scale.endswith("0 of 10 gradients overflowed")
-    assert rest == ["Adam: 10 steps applied, 0 skipped"]
+    assert rest == ["AdamW: 10 steps applied, 0 skipped"]
     # From 65536, one halving per step is too slow for a run this short.
-    with pytest.warns(UserWarning, match="all 10 steps"), everywhere(GradScaler):
+    with pytest.raises(ArithmeticError), everywhere(GradScaler):
         train(mx.float16)
 
 
@@ -345,23 +385,3 @@ def test_accumulated_gradients_and_the_hosts_own_clipping():
         return loss.item()
 
     assert follows_float32(train)[1] == "AdamW: 10 steps applied, 0 skipped"
-
-
-def test_statistics_of_batch_norm_survive_an_overflow():
-    class Normalized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm(8)
-            self.set_dtype(mx.float16)
-
-        def __call__(self, x):
-            return self.norm(self.first(x)).sum(axis=1, keepdims=True)
-
-    model, optimizer = Normalized(), optim.Adam(1e-3)
-    with everywhere():
-        step = make_step(model, optimizer)
-        for i in range(6):
-            x, y = batch(i, dtype=mx.float16)
-            step(x * (INF if i == 3 else 1), y)
-    assert math.isfinite(model.norm.running_mean.sum().item())
-    assert optimizer.step.item() == 5

@@ -165,8 +165,13 @@ def test_a_killed_run_resumes_bit_identically(
         main([*given, "--history", str(tmp_path / f"{name}.csv")])
         return losses(tmp_path / f"{name}.csv")
 
+    def shown():
+        return re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+
     monkeypatch.setattr(lora_training, "grad_checkpoint", _checkpoint_once(trainer))
     whole = run("whole")
+    validated = re.findall(r"val (\d\.\d+)", shown())
+    assert len(validated) == 5
     record = ScaleHistory.record
 
     def killed(self, source, step, **values):
@@ -179,11 +184,12 @@ def test_a_killed_run_resumes_bit_identically(
         with pytest.raises(Killed):
             run("killed")
     assert losses(tmp_path / "killed.csv") == whole[:8]
-    capsys.readouterr()
+    shown()
     assert run("killed", "--resume") == whole
+    output = shown()
+    assert re.findall(r"val (\d\.\d+)", output) == validated[2:]
     # The progress bar counts on.
-    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert "100% ·    20/20" in shown
+    assert "100% ·    20/20" in output
     files = [f"{name}/adapters.safetensors" for name in ("whole", "killed")]
     one, other = (mx.load(str(tmp_path / file)) for file in files)
     assert all(mx.array_equal(one[name], other[name]) for name in one)
@@ -201,21 +207,6 @@ def _checkpoint_once(module):
     return once
 
 
-def test_a_run_that_is_done_can_be_given_more_iterations(place, tmp_path, capsys):
-    def run(*more):
-        given = arguments(place, tmp_path / "a", "--iters", *more)
-        return main([*given, "--history", str(tmp_path / "run.csv")])
-
-    assert run("6") == 0
-    assert run("6", "--resume") == 0
-    assert len(losses(tmp_path / "run.csv")) == 6
-    assert run("9", "--resume") == 0
-    assert [step for step, *_ in losses(tmp_path / "run.csv")] == list(range(1, 10))
-    capsys.readouterr()
-    assert run("9", "--resume") == 0
-    assert "All 9 iterations are done." in capsys.readouterr().out
-
-
 def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
     place, tmp_path, capsys
 ):
@@ -226,11 +217,15 @@ def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
 
     for name in ("same", "slower", "refused"):
         assert run(name, "--iters", "2")[0] == 0
+    # A run that is done can be given more iterations.
+    _, said = run("same", "--iters", "2", "--resume")
+    assert "All 2 iterations are done." in said.out
     _, said = run("same", "--iters", "4", "--resume")
     assert "The learning rate" not in said.out
     _, said = run("slower", "--iters", "4", "--resume", "--learning-rate", "1e-5")
     assert "The learning rate was 0.001 and is now 1e-05." in said.out
     same, slower = (losses(tmp_path / f"{n}.csv") for n in ("same", "slower"))
+    assert [step for step, *_ in same] == [1, 2, 3, 4]
     # The third loss is that of the weights before the first step at the new rate.
     assert same[:3] == slower[:3]
     assert slower[3][1] > same[3][1]
@@ -280,7 +275,7 @@ def test_a_wrong_flag_is_an_error_of_the_parser(capsys):
     ("flags", "sentence"),
     [
         (["--loss-scale", "much"], "loss_scale must be dynamic, off or a positive"),
-        (["--loss-scale", "0"], "loss_scale must be dynamic, off or a positive"),
+        (["--loss-scale", "0"], "scale must be positive and finite"),
         (["--max-grad-norm", "-1"], "max_grad_norm must be a positive number, got -1"),
         (["--history", "run.txt"], "history must be a .csv or .jsonl file"),
         (["--float32-layers", "none.json"], "there is no file none.json"),
@@ -324,19 +319,6 @@ def test_no_scale_and_a_scale_that_stays(scale, place, tmp_path):
     assert [(s, ok) for *_, s, ok in losses(history)] == [(wanted, True)] * 2
 
 
-def test_remainders_train_as_masters_do_and_resume(place, tmp_path):
-    found = {}
-    for kind in ("float32", "remainder"):
-        history = tmp_path / f"{kind}.csv"
-        flags = ("--masters", kind, "--history", history, "--save-every", "2")
-        given = arguments(place, tmp_path / kind, *FULL, *flags)
-        assert main([*given, "--iters", "2"]) == 0
-        assert main([*given, "--iters", "4", "--resume"]) == 0
-        found[kind] = [loss for _, loss, *_ in losses(history)]
-    assert found["remainder"] == pytest.approx(found["float32"], rel=1e-5)
-    assert len(set(found["remainder"])) == 4
-
-
 def test_float32_layers_are_those_of_the_model_that_is_trained(
     place, tmp_path, monkeypatch
 ):
@@ -377,12 +359,24 @@ def test_another_mlx_lm_is_an_error_that_says_what_to_install(
     assert "mlx-lm is missing or has changed" in capsys.readouterr().err
 
 
-def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch):
-    def lost(model, *batch):
+def multiply_loss(monkeypatch, factor):
+    def multiplied(model, *batch):
         loss, tokens = trainer.default_loss(model, *batch)
-        return loss * float("inf"), tokens
+        return loss * factor, tokens
 
-    monkeypatch.setattr(lora_training, "default_loss", lost)
+    monkeypatch.setattr(lora_training, "default_loss", multiplied)
+
+
+def test_no_step_is_lost_to_finding_the_scale(place, tmp_path, monkeypatch):
+    multiply_loss(monkeypatch, 1e4)
+    history = tmp_path / "run.csv"
+    flags = ("--iters", "2", "--history", history)
+    assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
+    assert [(s < 65536, ok) for *_, s, ok in losses(history)] == [(True, True)] * 2
+
+
+def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch):
+    multiply_loss(monkeypatch, float("inf"))
     with pytest.warns(UserWarning, match="Nothing was trained: all 3 steps of Adam"):
         assert main(arguments(place, tmp_path / "a", "--iters", "3")) == 0
 

@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from helpers import bits
 from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
@@ -107,21 +106,3 @@ def test_64_micro_batches_do_not_overflow_by_being_added_up(tmp_path):
     fit(model, optimizer, tmp_path, loss, 64, **options)
     assert optimizer.step.item() == 1
     assert optimizer.scaler.skipped_steps.item() == 0
-
-
-def test_an_overflow_changes_nothing_and_training_recovers(tmp_path):
-    model = lora_trainer.make_model(full=True)
-    optimizer = LossScaleOptimizer(
-        optim.AdamW(3e-3), GradScaler(init_scale=2.0**30), max_grad_norm=1.0
-    )
-    optimizer.init(model.trainable_parameters())
-    fit(model, optimizer, tmp_path, optimizer.scale_loss(default_loss), iters=3)
-    # 2**30 overflows every float16 gradient: three skipped steps, nothing changed.
-    fresh = lora_trainer.make_model(full=True)
-    assert optimizer.scaler.skipped_steps.item() == 3
-    assert optimizer.step.item() == 0
-    assert bits(model.parameters()) == bits(fresh.parameters())
-    reports = fit(model, optimizer, tmp_path, optimizer.scale_loss(default_loss), 36)
-    assert optimizer.scaler.last_step_applied.item()
-    assert optimizer.step.item() > 15
-    assert reports.validation[-1] < reports.validation[0] - 0.3

@@ -44,16 +44,13 @@ def test_a_script_needs_no_change(tmp_path, capsys):
     assert (sys.argv, sys.path) == before
 
 
-def test_the_summary_comes_before_the_scripts_own_exit_code(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        run(tmp_path, SCRIPT + "sys.exit(7)\n", arguments=("0.1",))
-    assert exit_.value.code == 7
-    assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
-
-
-def test_the_summary_comes_after_an_exception_of_the_script(tmp_path, capsys):
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path, SCRIPT + "1 / 0\n", arguments=("0.1",))
+@pytest.mark.parametrize(
+    ("end", "error"), [("sys.exit(7)", SystemExit(7)), ("1 / 0", ZeroDivisionError())]
+)
+def test_the_summary_comes_however_a_script_ends(end, error, tmp_path, capsys):
+    with pytest.raises(type(error)) as raised:
+        run(tmp_path, SCRIPT + end, arguments=("0.1",))
+    assert getattr(raised.value, "code", None) == getattr(error, "code", None)
     assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
 
 
@@ -72,7 +69,7 @@ def test_a_script_whose_steps_were_all_skipped_says_so(tmp_path, capsys):
 def test_an_optimizer_that_never_steps_is_not_in_the_summary(tmp_path, capsys):
     script = "import mlx.optimizers as optim\noptimizer = optim.SGD(0.1)\n"
     assert run(tmp_path, script) == 0
-    assert capsys.readouterr().err.startswith("Nothing to report: no half-precision")
+    assert capsys.readouterr().err.startswith("Nothing to report: no gradient")
 
 
 def test_a_script_whose_model_stays_float32_computes_in_float16(tmp_path, capsys):
@@ -83,6 +80,27 @@ def test_a_script_whose_model_stays_float32_computes_in_float16(tmp_path, capsys
     lines = capsys.readouterr().out.replace("mlx.core.", "").splitlines()
     assert set(lines[:-1]) == {"float16"}
     assert lines[-1].endswith("float32 float32")
+
+
+TWO_MODELS = (
+    SCRIPT
+    + """
+other = Linear(4, 1)
+other.set_dtype(mx.float16)
+value_and_grad(other, lambda x: other(x).astype(mx.float32).mean())(x)
+optim.AdamW(0.1).update(other, {"weight": mx.ones((1, 4))})
+"""
+)
+
+
+def test_the_summary_has_a_line_for_each_scaler_and_each_optimizer(tmp_path, capsys):
+    assert run(tmp_path, TWO_MODELS, "--init-scale", "8", arguments=("0.1",)) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "loss scale 8, 0 of 3 gradients overflowed",
+        "SGD: 3 steps applied, 0 skipped",
+        "loss scale 8, 0 of 1 gradients overflowed",
+        "AdamW: 1 steps applied, 0 skipped",
+    ]
 
 
 OVERFLOWING = """
