@@ -210,7 +210,7 @@ class Training:
             {
                 "iteration": self._iteration,
                 "train_loss": loss,
-                "learning_rate": self.optimizer.learning_rate.item(),
+                "learning_rate": float(self.optimizer.learning_rate),
                 "iterations_per_second": n_steps / seconds,
                 "tokens_per_second": tokens / seconds,
                 "trained_tokens": self._trained_tokens,
@@ -261,9 +261,9 @@ class Training:
         self._batch, self._trained_tokens = saved["batch"], saved["trained_tokens"]
         if not self._arguments.lr_schedule:
             # The learning rate of the command overrides that of the checkpoint.
-            was = self.optimizer.learning_rate.item()
+            was = float(self.optimizer.learning_rate)
             self.optimizer.learning_rate = self._arguments.learning_rate
-            now = self.optimizer.learning_rate.item()
+            now = float(self.optimizer.learning_rate)
             if was != now:
                 rprint(f"The learning rate was {was:g} and is now {now:g}.")
         if self._arguments.iters <= self._iteration:
