@@ -26,7 +26,7 @@ from .optimizers import (
     split_paths,
 )
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot, walk
+from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot
 
 Stored = dict[str, mx.array]
 # An optimizer, its unscaled gradients and the new float32 parameters, by path.
@@ -167,7 +167,7 @@ def plan(
     places = slots(optimizer.state)
     old = [box[key] for _, box, key in places]
     # An optimizer that keeps Python values in its state cannot be compiled.
-    is_own = len(places) == len(walk(optimizer.state)) and is_builtin(optimizer)
+    is_own = len(places) == len(flatten(optimizer.state)) and is_builtin(optimizer)
 
     def make_layout() -> _Layout:
         # MLX's own trees mark a frozen leaf with an empty dict.

@@ -31,11 +31,20 @@ def items(tree: Any) -> Any:
     return tree.items() if isinstance(tree, dict) else enumerate(tree)
 
 
-def walk(tree: Any) -> list[tuple[Slot, Any]]:
-    """List every leaf of a tree or model, with its location."""
+def slots(tree: Any) -> list[Slot]:
+    """List the location of every array of a tree or model."""
     found: list[tuple[Slot, Any]] = []
     _walk(tree, (), found)
-    return found
+    return [slot for slot, value in found if isinstance(value, mx.array)]
+
+
+def flatten(tree: Any) -> list[tuple[str, Any]]:
+    """Return (dotted path, leaf) pairs, like MLX's ``tree_flatten``, but faster."""
+    if not isinstance(tree, CONTAINERS):
+        return [("", tree)]
+    found: list[tuple[Slot, Any]] = []
+    _walk(tree, (), found)
+    return [(".".join(map(str, path)), value) for (path, _, _), value in found]
 
 
 # A recursive closure would be a reference cycle, which keeps gradients alive until the
@@ -46,18 +55,6 @@ def _walk(tree: Any, path: tuple[Any, ...], found: list[tuple[Slot, Any]]) -> No
             _walk(value, (*path, key), found)
         else:
             found.append((((*path, key), tree, key), value))
-
-
-def slots(tree: Any) -> list[Slot]:
-    """List the location of every array of a tree or model."""
-    return [slot for slot, value in walk(tree) if isinstance(value, mx.array)]
-
-
-def flatten(tree: Any) -> list[tuple[str, Any]]:
-    """Return (dotted path, leaf) pairs, like MLX's ``tree_flatten``, but faster."""
-    if not isinstance(tree, CONTAINERS):
-        return [("", tree)]
-    return [(".".join(map(str, path)), value) for (path, _, _), value in walk(tree)]
 
 
 def leaves(tree: Any) -> list[Any]:
