@@ -135,15 +135,15 @@ def copy_tree(value: Any, depth: int = 0) -> Any:
 
 def convert_tree(tree: Any, folder: Path, model: nn.Module | None) -> None:
     """Convert a tree in both directions, without a file in the first."""
-    options = Options(keep_layout=("*",)) if model is None else Options()
+    options = Options(layouts={"*": "same"}) if model is None else Options()
     template, _ = make_template(TorchFiles(tree), model, options)
     weights, flat = template.weights(), template.optimizer_state()
-    mx.eval(weights, flat or {})
+    mx.eval(weights, flat)
     template.scaler_state()
     if model is not None:
         model.load_weights(list(weights.items()), strict=False)
         run = gather(model)
-        if template.optimizer is not None:
+        if template.groups:
             run.optimizer = flat
             run.settings = _settings(template)
         write_template(folder / "out.pt", template, run, options, overwrite=True)
@@ -152,7 +152,7 @@ def convert_tree(tree: Any, folder: Path, model: nn.Module | None) -> None:
 
 
 def _settings(template: Any) -> list[dict[str, Any]]:
-    from mlx_gradscale.convert.optimizer_state import mlx_settings
+    from mlx_gradscale.convert.optimizers import mlx_settings
 
     return mlx_settings(template.build_optimizer())
 

@@ -25,7 +25,7 @@ from ..formats import FORMATS
 from .folder import read_torch
 from .load import make_scaler
 from .optimizer_table import ACCEPTABLE, OPTIMIZERS
-from .options import Options
+from .options import LAYOUT_DIMENSIONS, Options
 from .save import MlxRun, read_template, write_template
 from .template import TEMPLATE, Template, make_template, to_object
 from .tree import ConvertError, list_some
@@ -58,24 +58,21 @@ _CHOICES = {
         "what double precision becomes; by default it is an error",
     ),
 }
-_PATTERNS = {
-    "--conv": "convolution weights",
-    "--conv-transpose": "weights of transposed convolutions",
-    "--split-qkv": "fused attention weights to split in three",
-    "--transpose": "weights that are (in, out) in PyTorch, as GPT-2's",
-    "--keep-layout": "tensors of 3 and more dimensions to leave as they are",
-    "--drop": "tensors that the MLX model does not have",
-}
 # Repeatable flags, with their metavar and help text.
 _MANY = {
     "--rename": (
         "OLD=NEW",
         "a regular expression on PyTorch names, and its replacement after the last =",
     ),
-    **{
-        flag: ("PATTERN", f"{text}: a shell pattern on PyTorch names")
-        for flag, text in _PATTERNS.items()
-    },
+    "--layout": (
+        "PATTERN=LAYOUT",
+        "a shell pattern on PyTorch names, and the layout of these tensors: "
+        + ", ".join(LAYOUT_DIMENSIONS),
+    ),
+    "--drop": (
+        "PATTERN",
+        "a shell pattern on the names of tensors that the MLX model does not have",
+    ),
     "--accept": (
         "SETTING",
         "convert in spite of this difference, and drop the setting: a key of the "
@@ -175,9 +172,9 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         return
     model = _Weights(template.weights())
     optimizer, scaler = Optimizer(), make_scaler(template)
-    if template.optimizer is not None:
+    if template.groups:
         optimizer = template.build_optimizer()
-        optimizer.state = tree_unflatten([*(template.optimizer_state() or {}).items()])
+        optimizer.state = tree_unflatten([*template.optimizer_state().items()])
     # If the process is killed in between, the checkpoint has no template rather than
     # the wrong one.
     (path / TEMPLATE).unlink(missing_ok=True)
@@ -185,7 +182,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     template.drop_tensors()
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
     how = "Its weights are in model.safetensors of the save-* folder."
-    if template.optimizer is not None:
+    if template.groups:
         how = (
             "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
             f"{str(path)!r}); restore_checkpoint({str(path)!r}, model, optimizer"
@@ -267,11 +264,12 @@ def _read_run(saved: Checkpoint) -> MlxRun:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    patterns = {flag[2:].replace("-", "_") for flag in _PATTERNS}
     keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
         rename=[_rename(text) for text in arguments.rename] or None,
+        layouts=dict(_split("--layout", text) for text in arguments.layout),
+        drop=tuple(arguments.drop),
         keys={section: key for section, key in keys.items() if key is not None},
         names=tuple(names) if names is not None else None,
         optimizer=arguments.optimizer,
@@ -280,7 +278,6 @@ def _options(arguments: argparse.Namespace) -> Options:
         scaler_format=arguments.scaler_format,
         float64=getattr(mx, arguments.float64) if arguments.float64 else None,
         limits=read_limits(arguments.limit),
-        **{name: tuple(getattr(arguments, name)) for name in patterns},
     )
 
 
@@ -297,11 +294,16 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
         ) from None
 
 
-def _rename(text: str) -> tuple[str, str]:
+def _split(flag: str, text: str) -> tuple[str, str]:
     # Split at the last "=": a pattern may contain one, as in (?=...), but no name does.
     old, equals, new = text.rpartition("=")
     if not equals:
-        raise ConvertError(f"--rename {text}: give it as OLD=NEW.")
+        raise ConvertError(f"{flag} {text}: give it as {_MANY[flag][0]}.")
+    return old, new
+
+
+def _rename(text: str) -> tuple[str, str]:
+    old, new = _split("--rename", text)
     try:
         re.compile(old).sub(new, "")  # checks the replacement even without a match
     except (re.error, IndexError) as error:
@@ -399,7 +401,7 @@ def _describe(template: Template, source: Path, target: Path) -> str:
     lines = [f"{source} -> {target} (nothing is written)"]
     if rows:
         lines += ["", table(("PyTorch", "MLX", "layout", "shape", "dtype"), rows)]
-    for group in template.optimizer.groups if template.optimizer else ():
+    for group in template.groups:
         count = len(group.names)
         lines.append(f"{group.kind}: {count} parameters, at step {group.step}")
     if template.scaler is not None:

@@ -13,8 +13,7 @@ from ..core.masters import HALF, to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from .folder import read_torch
-from .names import apply_sanitize
-from .optimizer_state import Rate
+from .optimizers import Rate
 from .options import Options
 from .template import Template, make_template
 from .tree import ConvertError, list_some
@@ -88,12 +87,11 @@ def load_torch(
     options = options or Options()
     template, notes = make_template(read_torch(path, options), model, options)
     weights = template.weights()
-    if template.plan.sanitized is not None:
-        apply_sanitize(model, template.plan.sanitized)
+    template.plan.change_model()
     scaler = make_scaler(template)
     optimizer: Optimizer | None = None
     names: list[str] | None = None
-    if template.optimizer is not None:
+    if template.groups:
         optimizer = template.build_optimizer(learning_rate)
         names = _load_optimizer(optimizer, template, model, learning_rate is not None)
     elif loss_scaling or learning_rate is not None:
@@ -133,7 +131,7 @@ def _load_optimizer(
     optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
 ) -> list[str]:
     """Load the state into a new optimizer; return the parameters that have state."""
-    flat = template.optimizer_state() or {}
+    flat = template.optimizer_state()
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
     names = [name for name, _ in tree_flatten(trainable)]

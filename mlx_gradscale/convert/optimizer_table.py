@@ -8,7 +8,7 @@ accepts it by name.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.optimizers as optim
 
@@ -26,8 +26,7 @@ class OptimizerSpec:
         slots (dict): PyTorch's state name -> MLX's.
         settings (dict): PyTorch's group key -> MLX's constructor argument.
         required (frozenset): Group keys that are always present.
-        refused (dict): Group key -> (values that turn it off, what differs).
-        forbidden (frozenset): Group keys that are never present.
+        refused (dict): Group key -> (the value that turns it off, what differs).
         forced (dict): Constructor arguments that make MLX match PyTorch.
         has_step (bool): Whether PyTorch keeps a step count.
         note (str): A sentence that is always shown to the user.
@@ -39,7 +38,6 @@ class OptimizerSpec:
     settings: dict[str, str]
     required: frozenset[str]
     refused: dict[str, tuple[Any, str]]
-    forbidden: frozenset[str] = frozenset()
     forced: dict[str, Any] = field(default_factory=dict)
     has_step: bool = True
     note: str = ""
@@ -57,7 +55,7 @@ _COMMON = SCHEDULED | {
 }
 _MAXIMIZE = {
     "maximize": (
-        (False,),
+        False,
         "MLX only minimizes: negate the loss and set maximize to False",
     )
 }
@@ -65,7 +63,7 @@ _MAXIMIZE = {
 
 def _l2(name: str) -> dict[str, tuple[Any, str]]:
     text = f"PyTorch adds weight_decay * w to the gradient (L2); MLX's {name} does not"
-    return {"weight_decay": ((0,), text)} | _MAXIMIZE
+    return {"weight_decay": (0, text)} | _MAXIMIZE
 
 
 def _settings(*names: str) -> dict[str, str]:
@@ -74,7 +72,7 @@ def _settings(*names: str) -> dict[str, str]:
 
 _ADAM_REFUSED = {
     "amsgrad": (
-        (False,),
+        False,
         "amsgrad divides by the largest second moment so far, which MLX's Adam does "
         "not keep",
     )
@@ -82,7 +80,6 @@ _ADAM_REFUSED = {
 _ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
     "required": frozenset({"betas", "eps", "amsgrad"}),
-    "forbidden": frozenset({"momentum_decay"}),
     "forced": {"bias_correction": True},
     "ignored": frozenset({"decoupled_weight_decay"}),
 }
@@ -114,9 +111,9 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         settings=_settings("alpha", "eps"),
         required=frozenset({"alpha", "centered", "momentum"}),
         refused={
-            "momentum": ((0,), "MLX's RMSprop has no momentum"),
+            "momentum": (0, "MLX's RMSprop has no momentum"),
             "centered": (
-                (False,),
+                False,
                 "centered subtracts the squared mean gradient under the root, which "
                 "MLX's RMSprop does not keep",
             ),
@@ -129,7 +126,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         settings=_settings("eps"),
         required=frozenset({"lr_decay", "eps", "initial_accumulator_value"}),
         refused=_l2("Adagrad")
-        | {"lr_decay": ((0,), "MLX's Adagrad takes a schedule in its place")},
+        | {"lr_decay": (0, "MLX's Adagrad takes a schedule in its place")},
         ignored=frozenset({"initial_accumulator_value"}),
     ),
     "Adadelta": OptimizerSpec(
@@ -145,12 +142,11 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         slots={"exp_avg": "m"},
         settings=_settings("betas", "weight_decay"),
         required=frozenset({"betas", "weight_decay"}),
-        forbidden=frozenset({"eps"}),
         refused={
-            "caution": ((False,), "MLX's Lion has no cautious masking"),
-            "cautious_factor": ((1,), "MLX's Lion has no cautious masking"),
+            "caution": (False, "MLX's Lion has no cautious masking"),
+            "cautious_factor": (1, "MLX's Lion has no cautious masking"),
             "corrected_weight_decay": (
-                (False,),
+                False,
                 "MLX's Lion decays by lr * weight_decay",
             ),
         }
@@ -160,30 +156,6 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         "decoupled_weight_decay=True. If so, do not continue it in MLX, whose Lion "
         "decays by lr * weight_decay.",
     ),
-    "Muon": OptimizerSpec(
-        optim.Muon,
-        slots={"momentum_buffer": "v"},
-        settings=_settings("momentum", "nesterov", "ns_steps"),
-        required=frozenset({"momentum", "ns_steps", "ns_coefficients"}),
-        forbidden=frozenset({"dampening"}),
-        refused={
-            "weight_decay": (
-                (0,),
-                "PyTorch's Muon decays the weights directly, MLX's adds weight_decay "
-                "* w to the gradient before the orthogonalization",
-            ),
-            "ns_coefficients": (
-                ((3.4445, -4.775, 2.0315),),
-                "MLX's Muon has fixed coefficients",
-            ),
-            "adjust_lr_fn": (("original",), "MLX's Muon scales as 'original' does"),
-        },
-        forced={"weight_decay": 0.0},
-        has_step=False,
-        note="Muon: PyTorch orthogonalizes in bfloat16 and MLX in the gradient's own "
-        "precision, so updates differ by about 1e-2.",
-        ignored=frozenset({"eps"}),
-    ),
 }
 # Values that --accept takes in addition to group keys.
 ACCEPTABLE = tuple(
@@ -192,13 +164,6 @@ ACCEPTABLE = tuple(
         | {"bias_correction", "dampening"}
     )
 )
-
-
-class Difference(NamedTuple):
-    """A difference between PyTorch and MLX; the user accepts it by ``key``."""
-
-    key: str
-    text: str
 
 
 def recognise(
@@ -244,7 +209,10 @@ def _fits(spec: OptimizerSpec, groups: Sequence[Group], held: set[str]) -> bool:
     return (
         not extra
         and not missing
-        and all(spec.required <= set(g) and not spec.forbidden & set(g) for g in groups)
+        and all(
+            spec.required <= set(group) and ("eps" in group) == ("eps" in spec.settings)
+            for group in groups
+        )
     )
 
 
@@ -263,37 +231,33 @@ def _adam_or_adamw(groups: Sequence[Group]) -> str:
 
 def torch_differences(
     name: str, group: Group, is_complete: bool = True
-) -> list[Difference]:
+) -> dict[str, str]:
     """Return the differences between MLX's update and a PyTorch group's.
 
-    The group is complete if every parameter already has state.
+    Each is a sentence, with the key by which the user accepts it. The group is complete
+    if every parameter already has state.
     """
     spec = OPTIMIZERS[name]
-    found = [
-        Difference(key, f"{name} has {key}={plain_setting(group[key])!r}: {text}.")
+    found = {
+        f"{name} has {key}={plain_setting(group[key])!r}: {text}.": key
         for key, (off, text) in spec.refused.items()
-        if plain_setting(group.get(key)) not in (*off, None)
-    ]
+        if plain_setting(group.get(key)) not in (off, None)
+    }
     known = {*spec.settings, *spec.required, *spec.refused, *spec.ignored, *_COMMON}
-    found += [
-        Difference(
-            key,
-            f"The optimizer's groups have {key!r}, which PyTorch's {name} does not "
-            "have: it may be another optimizer, and MLX ignores the key.",
-        )
+    found |= {
+        f"The optimizer's groups have {key!r}, which PyTorch's {name} does not have: "
+        "it may be another optimizer, and MLX ignores the key.": key
         for key in group
         if key not in known
-    ]
+    }
     has_momentum = name == "SGD" and number(group.get("momentum", 0))
     dampening = number(group.get("dampening", 0)) if has_momentum else 0
     if dampening and (dampening < 0 or not is_complete):
-        found.append(
-            Difference(
-                "dampening",
-                f"SGD has dampening={dampening!r} and no momentum buffer yet: PyTorch "
-                "starts it with the whole gradient, MLX with (1 - dampening) of it.",
-            )
+        text = (
+            f"SGD has dampening={dampening!r} and no momentum buffer yet: PyTorch "
+            "starts it with the whole gradient, MLX with (1 - dampening) of it."
         )
+        found[text] = "dampening"
     return found
 
 
@@ -304,7 +268,7 @@ def plain_setting(value: Any) -> Any:
     return number(value)
 
 
-def mlx_differences(name: str, settings: Mapping[str, Any]) -> list[Difference]:
+def mlx_differences(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the differences between PyTorch's update and an MLX optimizer's."""
     spec = OPTIMIZERS[name]
     mine = spec.mlx.__name__
@@ -314,37 +278,24 @@ def mlx_differences(name: str, settings: Mapping[str, Any]) -> list[Difference]:
             f"holds {name}: give a checkpoint of that optimizer as the template, or "
             "leave the optimizer out."
         )
-    found = []
-    if "bias_correction" in spec.forced and not settings.get("bias_correction", True):
-        found.append(
-            Difference(
-                "bias_correction",
-                f"MLX's {mine} ran without bias correction, which is its default, and "
-                f"PyTorch's always corrects: next time build it as {mine}(..., "
-                "bias_correction=True). If accepted, moments and step count stay, and "
-                "PyTorch's updates differ from MLX's in the first thousands of steps.",
-            )
-        )
-    if name == "Muon" and settings.get("weight_decay"):
-        found.append(
-            Difference(
-                "weight_decay",
-                f"MLX's Muon ran with weight_decay={settings['weight_decay']}, which "
-                "it adds to the gradient; PyTorch's decays the weights directly.",
-            )
-        )
-    return found
+    if "bias_correction" not in spec.forced or settings.get("bias_correction", True):
+        return {}
+    text = (
+        f"MLX's {mine} ran without bias correction, which is its default, and "
+        f"PyTorch's always corrects: next time build it as {mine}(..., "
+        "bias_correction=True). If accepted, moments and step count stay, and "
+        "PyTorch's updates differ from MLX's in the first thousands of steps."
+    )
+    return {text: "bias_correction"}
 
 
-def check_differences(found: Iterable[Difference], accept: Iterable[str]) -> list[str]:
+def check_differences(found: Mapping[str, str], accept: Iterable[str]) -> list[str]:
     """Raise on differences that were not accepted; return notes on the others."""
-    accepted = set(accept)
-    found = list(dict.fromkeys(found))
-    bad = [each for each in found if each.key not in accepted]
+    bad = {text: key for text, key in found.items() if key not in set(accept)}
     if bad:
-        keys = ", ".join(dict.fromkeys(each.key for each in bad))
+        keys = ", ".join(dict.fromkeys(bad.values()))
         raise ConvertError(
-            " ".join(each.text for each in bad) + " To convert all the same and "
-            f"leave it out, accept it by name: {keys} (accept=..., --accept)."
+            f"{' '.join(bad)} To convert all the same and leave it out, accept it by "
+            f"name: {keys} (accept=..., --accept)."
         )
-    return [each.text for each in found]
+    return list(found)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from .. import formats
 from ..files.text import dtype_name
 from ..torch_checkpoint import Placeholder
-from .optimizer_section import is_flat, is_nested
+from .groups import is_flat, is_nested
 from .tree import ConvertError, Path, find_key, get, is_tensor, list_some, show, walk
 
 # Among several state dicts (say, a model and its average), the one with such a name is
@@ -35,14 +35,17 @@ _MOMENTS = {
 _MASTERS = re.compile(r"fp32|float32|master", re.IGNORECASE)
 
 
+# Model and optimizer states are at most this deep.
+_DEEPEST = 4
+
+
 @dataclass
 class Sections:
-    """Paths of a model's state dict, optimizers and scaler, and of other models."""
+    """Paths of a model's state dict, its optimizers and the scaler, and notes."""
 
     model: Path | None = None
     optimizers: list[Path] = field(default_factory=list)
     scaler: Path | None = None
-    others: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -56,16 +59,12 @@ def find_sections(
         if text is not None:
             parts = text.split(",") if name == "optimizer" else [text]
             given[name] = [_named(checkpoint, name, key) for key in parts if key]
-    models, optimizers = there["model"], there["optimizer"]
+    models, scalers = there["model"], given.get("scaler", there["scaler"])
     chosen = given.get("model")
     if chosen is None:
         chosen = _choose_model(models, there["mixed"])
-    scalers = given.get("scaler", there["scaler"])
-    found = Sections(chosen[0] if chosen else None)
-    found.optimizers = given.get("optimizer", optimizers)
-    found.others = [path for path in models if path != found.model]
-    is_clear = "optimizer" in given or len(optimizers) < 2
-    if not is_clear and len(_trained(models)) > 1:
+    optimizers = given.get("optimizer", there["optimizer"])
+    if len(optimizers) > 1 and "optimizer" not in given and len(_trained(models)) > 1:
         raise ConvertError(
             f"The checkpoint holds {len(optimizers)} optimizers, "
             f"{list_some(map(show, optimizers))}, and several models: say which "
@@ -76,41 +75,44 @@ def find_sections(
             f"The checkpoint holds {len(scalers)} scalers, "
             f"{list_some(map(show, scalers))}: choose one with --scaler-key."
         )
+    found = Sections(chosen[0] if chosen else None, optimizers)
     found.scaler = scalers[0] if scalers else None
     if found.model is None and "model" not in given:
         _refuse_without_model(checkpoint, found)
-    loose = _loose_moments(checkpoint, found)
-    if loose and not found.optimizers and "optimizer" not in given:
+    used = {*optimizers, found.model}
+    loose = [path for path in there["optimizer"] if path not in used]
+    loose += [path for path in there["moments"] if path not in used]
+    if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
-            f"{loose[0]} looks like an optimizer's state, but not like a state_dict() "
-            "(state and param_groups). Save optimizer.state_dict(), or leave it out "
-            "with --optimizer-key ''; it then goes back unchanged."
+            f"{show(loose[0])} looks like an optimizer's state, but not like a "
+            "state_dict() (state and param_groups). Save optimizer.state_dict(), or "
+            "leave it out with --optimizer-key ''; it then goes back unchanged."
         )
-    found.notes = _notes(checkpoint, found, loose)
+    others = [path for path in models if path != found.model]
+    found.notes = _notes(checkpoint, found, others, loose)
     return found
 
 
 def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {
-        name: [] for name in ("model", "optimizer", "scaler", "mixed")
-    }
+    """Return the paths of everything that looks like a section, by kind."""
+    found: dict[str, list[Path]] = {"optimizer": [], **{kind: [] for kind in _KINDS}}
     inside: set[Path] = set()  # contents of a section are not sections themselves
-    for path, value in walk(checkpoint, 4):
-        if _is_within(path, inside):
+    for path, value in walk(checkpoint):
+        if not isinstance(value, dict) or is_within(path, inside):
             continue
         if is_nested(value):
             found["optimizer"].append(path)
             # There may be a scaler next to these (mmengine).
             inside |= {(*path, "state"), (*path, "param_groups")}
             continue
-        for name, is_kind in _KINDS.items():
-            if is_kind(path, value):
-                found[name].append(path)
-                inside |= {path} if name != "mixed" else set()
+        for kind, is_kind in _KINDS.items():
+            if (len(path) <= _DEEPEST or kind == "moments") and is_kind(path, value):
+                found[kind].append(path)
+                inside |= {path} if kind != "mixed" else set()
                 break
     # An optimizer's dict does not contain a model (DeepSpeed's float32 groups).
     optimizers = set(found["optimizer"])
-    found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
+    found["model"] = [m for m in found["model"] if not is_within(m, optimizers)]
     return found
 
 
@@ -153,15 +155,20 @@ def _is_scaler(path: Path, value: Any) -> bool:
     PyTorch's five keys are sufficient. Other frameworks' keys are common words, so
     their tables are consulted only for entries named like a scaler.
     """
-    if not isinstance(value, dict) or not value:
+    if not value:
         return False
     is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
     return formats.is_state(value, is_named)
 
 
+def _has_moments(path: Path, value: Any) -> bool:
+    return any(str(key)[-80:].rpartition(".")[2] in _MOMENTS for key in value)
+
+
 _KINDS: dict[str, Callable[[Path, Any], bool]] = {
     "optimizer": lambda path, value: is_flat(value),
     "scaler": _is_scaler,
+    "moments": _has_moments,
     "model": _is_model,
     "mixed": _is_mixed_model,
 }
@@ -228,38 +235,28 @@ def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
         )
 
 
-def _loose_moments(checkpoint: Any, found: Sections) -> list[str]:
-    """Return the paths of optimizer states outside all sections."""
-    sections = {*found.optimizers, *([found.model] if found.model else [])}
-    places: list[str] = []
-    for path, value in walk(checkpoint):
-        if not isinstance(value, dict) or _is_within(path, sections):
-            continue
-        words = {str(key)[-80:].rpartition(".")[2] for key in value}
-        if is_nested(value) or is_flat(value) or words & _MOMENTS:
-            places.append(show(path))
-            sections.add(path)
-    return places
-
-
-def _is_within(path: Path, sections: Iterable[Path]) -> bool:
+def is_within(path: Path, sections: Collection[Path]) -> bool:
+    """Return whether a path is one of these, or inside one of them."""
     return any(path[:i] in sections for i in range(len(path) + 1))
 
 
-def _notes(checkpoint: Any, found: Sections, loose: list[str]) -> list[str]:
+def _notes(
+    checkpoint: Any, found: Sections, others: list[Path], loose: list[Path]
+) -> list[str]:
     notes = []
-    if found.others and found.model is not None:
+    if others and found.model is not None:
         notes.append(
             f"{show(found.model)} is taken for the trained model. Also a model, and "
-            f"left unchanged: {list_some(map(show, found.others))} (--model-key "
-            "chooses another)."
+            f"left unchanged: {list_some(map(show, others))} (--model-key chooses "
+            "another)."
         )
     if loose:
         notes.append(
-            f"{list_some(loose)}: an optimizer's state that is not converted. It goes "
-            "back unchanged beside newer weights, so make a new optimizer in PyTorch."
+            f"{list_some(map(show, loose))}: an optimizer's state that is not "
+            "converted. It goes back unchanged beside newer weights, so make a new "
+            "optimizer in PyTorch."
         )
-    masters = _masters(checkpoint, found)
+    masters = _masters(checkpoint, found, others)
     if masters:
         notes.append(
             f"The model's weights are in half precision, and {list_some(masters)} "
@@ -271,7 +268,7 @@ def _notes(checkpoint: Any, found: Sections, loose: list[str]) -> list[str]:
     return notes
 
 
-def _masters(checkpoint: Any, found: Sections) -> list[str]:
+def _masters(checkpoint: Any, found: Sections, others: list[Path]) -> list[str]:
     """Return the paths of float32 copies of a half-precision model."""
     held = {} if found.model is None else get(checkpoint, found.model)
     half = sum(
@@ -279,10 +276,10 @@ def _masters(checkpoint: Any, found: Sections) -> list[str]:
         for x in held.values()
         if is_tensor(x) and dtype_name(x) in ("float16", "bfloat16")
     )
-    used = {(*path, "state") for path in found.optimizers} | set(found.others)
+    used = {(*path, "state") for path in found.optimizers} | set(others)
     sizes: dict[Path, int] = {}
     for path, value in walk(checkpoint) if half else ():
-        if not is_tensor(value) or path[:-1] == found.model or _is_within(path, used):
+        if not is_tensor(value) or path[:-1] == found.model or is_within(path, used):
             continue
         if dtype_name(value) == "float32":
             named = [i for i, key in enumerate(path) if _MASTERS.search(str(key)[:80])]

@@ -7,9 +7,9 @@ from support.convert_runs import Small, small
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch
+from mlx_gradscale.convert.groups import read_groups
 from mlx_gradscale.convert.layouts import make_plan
-from mlx_gradscale.convert.optimizer_section import OptimizerSection
-from mlx_gradscale.convert.order import parameter_names
+from mlx_gradscale.convert.order import Order
 
 
 def named(**shapes):
@@ -31,11 +31,9 @@ def find(state, tensors, model=None, is_ordered=True, **options):
     """The names by index, and notes; a safetensors file's are not in order."""
     if not is_ordered:
         tensors = dict(sorted(tensors.items()))
-    plan, section = make_plan(tensors, model), OptimizerSection(state)
-    (found,), notes = parameter_names(
-        [section], tensors, plan, Options(**options), model, is_ordered
-    )
-    return found, notes
+    order = Order(read_groups(state), tensors, make_plan(tensors, model))
+    found, notes = order.find(Options(**options), model, is_ordered)
+    return dict(zip(order.indices, found, strict=True)), notes
 
 
 LAYERS = named(a__weight=(3, 2), a__bias=(3,), n__weight=(3,), n__bias=(3,),
@@ -102,9 +100,6 @@ def test_safetensors_file_does_not_tell_the_order():
     state, _ = adam_state([["a", "b"]], named(a=(3,), b=(3,)))
     with pytest.raises(ConvertError, match=r"safetensors.*--names"):
         find(state, named(a=(3,), b=(3,)), is_ordered=False)
-    tensors = named(a=(3,), b=(4,))
-    state, want = adam_state([["b", "a"]], tensors)
-    assert find(state, tensors, is_ordered=False) == (want, [])
 
 
 class Pair(nn.Module):

@@ -6,19 +6,16 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
 
+from .groups import MOST_STEPS, Group, Index, need
 from .layouts import Entry
-from .optimizer_section import Index, OptimizerSection, is_number, need
 from .optimizer_table import (
-    OPTIMIZERS,
     SCHEDULED,
-    Difference,
-    OptimizerSpec,
     check_differences,
     mlx_differences,
     plain_setting,
@@ -26,124 +23,79 @@ from .optimizer_table import (
     torch_differences,
 )
 from .options import Options
-from .tree import ConvertError, Write, as_leaf, list_some, number
+from .tree import ConvertError, as_leaf, list_some, number
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
 
 
-@dataclass
-class TorchGroup:
-    """A parameter group of an optimizer, with the parameters that MLX has.
-
-    Attributes:
-        section (OptimizerSection): The optimizer's state dict.
-        number (int): Index of the group in the optimizer.
-        kind (str): A key of :data:`OPTIMIZERS`.
-        names (dict): Index in the optimizer's state -> PyTorch parameter name.
-        step (int): The step count at conversion.
-    """
-
-    section: OptimizerSection
-    number: int
-    kind: str
-    names: dict[Index, str]
-    step: int = 0
-
-    @property
-    def spec(self) -> OptimizerSpec:
-        """The optimizer's row in the table."""
-        return OPTIMIZERS[self.kind]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The PyTorch group."""
-        return self.section.groups[self.number]
-
-    def lacks_state(self, index: Index) -> bool:
-        """Return whether PyTorch has no state for a parameter yet."""
-        slots = self.section.slots(index)
-        return any(slots.get(slot) is None for slot in self.spec.slots)
-
-    def check(self) -> None:
-        """Raise on settings that are not numbers."""
-        for key in (*self.spec.settings, *SCHEDULED):
-            value = self.settings.get(key)
-            if key == "betas":
-                pair = value if isinstance(value, (list, tuple)) else ()
-                is_right = len(pair) == 2 and all(map(is_number, pair))
-                need(is_right, key, "two numbers", value)
-            elif value is not None or key in self.spec.settings:
-                need(is_number(value), key, "a number", value)
+def set_kind(groups: Sequence[Group], options: Options) -> None:
+    """Recognise the optimizer that the groups belong to, or raise."""
+    settings = [group.settings for group in groups]
+    states = groups[0].states.values() if groups else ()
+    slots = {slot for slots in states for slot in slots}
+    kind = recognise(settings, slots, options.optimizer)
+    for group in groups:
+        group.kind = kind
+        group.check_settings()
 
 
-@dataclass
-class OptimizerPlan:
-    """PyTorch's groups as one MLX optimizer, or as the parts of a MultiOptimizer."""
+def check_groups(
+    groups: Sequence[Group], entries: Mapping[str, Entry], options: Options
+) -> list[str]:
+    """Check that MLX can continue the groups, set their steps, and return notes.
 
-    sections: list[OptimizerSection]
-    groups: list[TorchGroup]
-    is_single: bool
-
-    def prefixes(self) -> list[str]:
-        """Return the key prefix of each group's MLX state."""
-        return [
-            "" if self.is_single else f"states.{i}." for i in range(len(self.groups))
-        ]
-
-
-def plan_optimizer(
-    sections: Sequence[OptimizerSection],
-    names: Sequence[Mapping[Index, str]],
-    entries: Mapping[str, Entry],
-    options: Options,
-) -> tuple[OptimizerPlan, list[str]]:
-    """Plan the conversion of a model's optimizers and check that MLX supports them.
-
-    ``names`` maps, for each optimizer, parameter indices to PyTorch names.
+    Their names lose the parameters that MLX does not have.
     """
     if options.step is not None and options.step < 0:
         raise ConvertError(f"--step {options.step}: a count cannot be negative.")
-    groups: list[TorchGroup] = []
-    found: list[Difference] = []
+    found: dict[str, str] = {}
     torch_only: list[str] = []
-    for section, own in zip(sections, names, strict=True):
-        kind = kind_of(section, options)
-        for i, settings in enumerate(section.groups):
-            members = {n: own[n] for n in settings["params"] if own[n] in entries}
-            torch_only += [own[n] for n in settings["params"] if n not in members]
-            group = TorchGroup(section, i, kind, members)
-            group.check()
-            is_complete = not any(map(group.lacks_state, members))
-            found += torch_differences(kind, settings, is_complete)
-            groups.append(group)
+    for group in groups:
+        torch_only += [name for name in group.names.values() if name not in entries]
+        group.names = {i: name for i, name in group.names.items() if name in entries}
+        is_complete = not any(map(group.lacks_state, group.names))
+        found |= torch_differences(group.kind, group.settings, is_complete)
     _set_steps(groups, options.step or 0)
-    # Groups with the same update rule and schedule become one optimizer.
-    signatures = {
-        repr((g.kind, constructor_args(g.kind, g.settings)))
-        + repr([number(g.settings.get(key)) for key in sorted(SCHEDULED)])
-        for g in groups
-    }
-    is_single = len(signatures) == len({g.step for g in groups}) == 1
-    plan = OptimizerPlan([*sections], groups, is_single)
-    notes = [g.spec.note for g in groups if g.spec.note]
+    notes = [group.spec.note for group in groups if group.spec.note]
     notes += check_differences(found, options.accept)
-    return plan, notes + _plan_notes(plan, torch_only, options)
+    if torch_only:
+        notes.append(
+            f"The optimizer state of {list_some(torch_only)} goes back unchanged, as "
+            "the MLX model has no such parameters."
+        )
+    fresh = [
+        name
+        for group in groups
+        for index, name in group.names.items()
+        if group.spec.has_step and group.step and group.lacks_state(index)
+    ]
+    if fresh:
+        notes.append(
+            f"{list_some(fresh, 3)} had no optimizer state in PyTorch, as frozen "
+            "parameters have: freeze them in the MLX model, too, before loading. If "
+            "they are trained, they start with zero moments, and with the step count "
+            "of the rest."
+        )
+    kinds = {group.kind for group in groups if not group.spec.has_step}
+    if kinds and options.step is None:
+        said = " and ".join(sorted(kinds))
+        notes.append(f"{said} keeps no step count: MLX's starts at 0 (--step).")
+    if any("max_momentum" in group.settings for group in groups):
+        notes.append(  # from OneCycleLR and CyclicLR
+            "PyTorch's schedule moves the momentum (or betas[0]) as well: in MLX it "
+            "stays as it is now, unless you set it before each step."
+        )
+    return notes
 
 
-def kind_of(section: OptimizerSection, options: Options) -> str:
-    """Return the key of :data:`OPTIMIZERS` for a state dict, or raise."""
-    slots = {slot for slots in section.states.values() for slot in slots}
-    return recognise(section.groups, slots, options.optimizer)
-
-
-def _set_steps(groups: Sequence[TorchGroup], default: int) -> None:
+def _set_steps(groups: Sequence[Group], default: int) -> None:
     """Read the step count of each group; MLX has one per group, not per parameter."""
     known: list[int | None] = []
     for group in groups:
         counts: dict[int, str] = {}
         for index, name in group.names.items():
-            step = group.section.slots(index).get("step")
+            step = group.slots(index).get("step")
             if step is not None:
                 counts.setdefault(int(number(step)), name)
         if len(counts) > 1:
@@ -160,53 +112,38 @@ def _set_steps(groups: Sequence[TorchGroup], default: int) -> None:
         group.step = filler if step is None else step
 
 
-def _plan_notes(
-    plan: OptimizerPlan, torch_only: list[str], options: Options
-) -> list[str]:
-    notes = []
-    if torch_only:
-        notes.append(
-            f"The optimizer state of {list_some(torch_only)} goes back unchanged, as "
-            "the MLX model has no such parameters."
-        )
-    fresh = [
-        name
-        for group in plan.groups
-        for index, name in group.names.items()
-        if group.spec.has_step and group.step and group.lacks_state(index)
+def split(groups: Sequence[Group]) -> list[tuple[str, Group]]:
+    """Return the groups with the prefix of each one's MLX state.
+
+    Groups with the same update rule, schedule and step become one MLX optimizer, with
+    an empty prefix. Others are the parts of a ``MultiOptimizer``.
+    """
+    signatures = {
+        repr((g.kind, g.step, constructor_args(g)))
+        + repr([number(g.settings.get(key)) for key in sorted(SCHEDULED)])
+        for g in groups
+    }
+    is_single = len(signatures) == 1
+    return [
+        ("" if is_single else f"states.{i}.", group) for i, group in enumerate(groups)
     ]
-    if fresh:
-        notes.append(
-            f"{list_some(fresh, 3)} had no optimizer state in PyTorch, as frozen "
-            "parameters have: freeze them in the MLX model, too, before loading. If "
-            "they are trained, they start with zero moments, and with the step count "
-            "of the rest."
-        )
-    kinds = {group.kind for group in plan.groups if not group.spec.has_step}
-    if kinds and options.step is None:
-        said = " and ".join(sorted(kinds))
-        notes.append(f"{said} keeps no step count: MLX's starts at 0 (--step).")
-    if any("max_momentum" in group.settings for group in plan.groups):
-        notes.append(  # from OneCycleLR and CyclicLR
-            "PyTorch's schedule moves the momentum (or betas[0]) as well: in MLX it "
-            "stays as it is now, unless you set it before each step."
-        )
-    return notes
 
 
 def to_mlx(
-    plan: OptimizerPlan, entries: Mapping[str, Entry], tensors: Mapping[str, mx.array]
+    groups: Sequence[Group],
+    entries: Mapping[str, Entry],
+    tensors: Mapping[str, mx.array],
 ) -> dict[str, mx.array]:
     """Return the flat MLX state, with zeros for parameters without state."""
     flat: dict[str, mx.array] = {}
-    for group, prefix in zip(plan.groups, plan.prefixes(), strict=True):
+    for prefix, group in split(groups):
         rate = number(group.settings["lr"])
         flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
         flat[f"{prefix}learning_rate"] = mx.array(rate, mx.float32)
         for index, name in group.names.items():
             like = tensors[name]
             for theirs, ours in group.spec.slots.items():
-                moment = group.section.slots(index).get(theirs)
+                moment = group.slots(index).get(theirs)
                 moment = mx.zeros_like(like) if moment is None else moment
                 what = f"{theirs} of {name}"
                 need(isinstance(moment, mx.array), what, "a tensor", moment)
@@ -222,54 +159,55 @@ def to_mlx(
 
 
 def to_torch(
-    plan: OptimizerPlan,
+    groups: Sequence[Group],
     entries: Mapping[str, Entry],
     flat: Mapping[str, mx.array],
     settings: Sequence[Mapping[str, Any]],
     accept: Iterable[str] = (),
-) -> tuple[list[Write], list[str]]:
-    """Return the writes that update PyTorch's state dicts from MLX, and notes.
+) -> list[str]:
+    """Write MLX's state into PyTorch's state dicts, and return notes.
 
     ``flat`` is ``tree_flatten(optimizer.state)`` as a dict; ``settings`` holds those of
     each MLX optimizer (:func:`mlx_settings`).
     """
-    wanted = 1 if plan.is_single else len(plan.groups)
-    if len(settings) != wanted:
+    parts = split(groups)
+    is_single = not parts[0][0]
+    if len(settings) != (1 if is_single else len(groups)):
+        wanted = "one optimizer" if is_single else f"a MultiOptimizer of {len(groups)}"
         raise ConvertError(
-            f"The MLX optimizer has {len(settings)} parts, and PyTorch's "
-            f"{len(plan.groups)} parameter groups need "
-            f"{'one optimizer' if wanted == 1 else f'a MultiOptimizer of {wanted}'}."
+            f"The MLX optimizer has {len(settings)} parts, and PyTorch's {len(groups)} "
+            f"parameter groups need {wanted}."
         )
-    writes: list[Write] = []
-    found: list[Difference] = []
+    found: dict[str, str] = {}
     rates: list[str] = []
-    for i, (group, prefix) in enumerate(zip(plan.groups, plan.prefixes(), strict=True)):
-        used = settings[0 if plan.is_single else i]
+    for i, (prefix, group) in enumerate(parts):
+        used = settings[0 if is_single else i]
         step = float(number(_required(flat, f"{prefix}step")))
-        if not 0 <= step < 2**53:
+        if not 0 <= step < MOST_STEPS:
             raise ConvertError(
                 f"The MLX optimizer's {prefix}step is {step}, which is no count."
             )
-        found += mlx_differences(group.kind, used)
-        rate = number(_required(flat, f"{prefix}learning_rate"))
-        changed = _changed_settings(group, used, used.get("next_rate", rate))
-        for key, value in changed.items():
-            writes += group.section.write_setting(group.number, key, value)
-        if used.get("has_schedule"):
-            rates.append(f"{number((group.settings | changed)['lr']):.6g}")
+        found |= mlx_differences(group.kind, used)
         for index, name in group.names.items():
             slots = _torch_slots(group, index, entries[name], flat, prefix, int(step))
-            if slots and group.spec.has_step:
-                count = _torch_step(group.section, index, int(step))
-                slots = {"step": count} | slots
-            writes += group.section.write_state(index, slots)
+            group.write_slots(index, slots)
+        rate = used.get("next_rate", number(_required(flat, f"{prefix}learning_rate")))
+        for key, value in _changed_settings(group, used, rate).items():
+            group.write_setting(key, value)
+        if used.get("has_schedule"):
+            rates.append(f"{number(rate):.6g}")
     notes = check_differences(found, accept)
     if rates:
         notes.append(
             "MLX's learning rate schedule is not converted: PyTorch gets its rate for "
             f"the next step, {', '.join(dict.fromkeys(rates))}."
         )
-    return writes, notes
+    return notes + [
+        f"PyTorch's {entry.torch} gets the optimizer state of "
+        f"{' and '.join(entry.copies[0])}, not of {' and '.join(other)}."
+        for entry in entries.values()
+        for other in entry.copies[1:]
+    ]
 
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:
@@ -282,7 +220,7 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 
 
 def _torch_slots(
-    group: TorchGroup,
+    group: Group,
     index: Index,
     entry: Entry,
     flat: Mapping[str, mx.array],
@@ -290,7 +228,7 @@ def _torch_slots(
     step: int,
 ) -> dict[str, Any]:
     """Return the slots to write, or none if PyTorch's are already correct."""
-    old, slots = group.section.slots(index), group.spec.slots
+    old, slots = group.slots(index), group.spec.slots
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
     if not any(key in flat for key in keys):  # frozen in MLX
         if any(old.get(s) is not None and not _is_array(old[s]) for s in slots):
@@ -313,12 +251,13 @@ def _torch_slots(
         is_zero = not any(mx.any(x).item() for x in new.values())
         if is_zero and not has_moved and not is_dampened:
             return {}
-    return {slot: as_leaf(x, old.get(slot)) for slot, x in new.items()}
+    count = {"step": _torch_step(group, index, step)} if group.spec.has_step else {}
+    return count | {slot: as_leaf(x, old.get(slot)) for slot, x in new.items()}
 
 
-def _torch_step(section: OptimizerSection, index: Index, step: int) -> Any:
+def _torch_step(group: Group, index: Index, step: int) -> Any:
     """Return a step count as PyTorch wrote it: a number or a one-element array."""
-    known = [section.slots(index), *section.states.values()]
+    known = chain([group.slots(index)], group.states.values())
     steps = (slots.get("step") for slots in known)
     like = next((each for each in steps if each is not None), mx.array(0.0))
     if isinstance(like, mx.array):
@@ -327,11 +266,11 @@ def _torch_step(section: OptimizerSection, index: Index, step: int) -> Any:
 
 
 def _changed_settings(
-    group: TorchGroup, used: Mapping[str, Any], rate: float
+    group: Group, used: Mapping[str, Any], rate: float
 ) -> dict[str, Any]:
     """Return the settings that have changed since PyTorch, in PyTorch's types."""
     settings, changed = group.settings, {}
-    expected = constructor_args(group.kind, settings)
+    expected = constructor_args(group)
     for theirs, ours in group.spec.settings.items():
         if theirs != "lr" and ours in used and used[ours] != expected[ours]:
             is_tuple = isinstance(settings[theirs], tuple)
@@ -345,9 +284,9 @@ def _changed_settings(
             changed[key] = mx.array(value, settings[key].dtype)
     for key, (off, _) in group.spec.refused.items():  # accepted settings stay off
         value = plain_setting(settings.get(key))
-        if key not in group.spec.settings and value not in (*off, None):
+        if key not in group.spec.settings and value not in (off, None):
             is_plain = isinstance(value, (bool, int, float))
-            changed[key] = type(value)(off[0]) if is_plain else off[0]
+            changed[key] = type(value)(off) if is_plain else off
     return changed
 
 
@@ -355,16 +294,16 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, mx.array)
 
 
-def constructor_args(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
+def constructor_args(group: Group) -> dict[str, Any]:
     """Return MLX constructor arguments equivalent to a PyTorch group's settings."""
-    spec = OPTIMIZERS[kind]
-    out = {ours: plain_setting(group[theirs]) for theirs, ours in spec.settings.items()}
+    spec, held = group.spec, group.settings
+    out = {ours: plain_setting(held[theirs]) for theirs, ours in spec.settings.items()}
     out = {key: [*x] if isinstance(x, tuple) else x for key, x in out.items()}
     return out | spec.forced
 
 
 def build(
-    plan: OptimizerPlan,
+    groups: Sequence[Group],
     entries: Mapping[str, Entry],
     learning_rate: Rate | Sequence[Rate] | None = None,
 ) -> optim.Optimizer:
@@ -372,13 +311,10 @@ def build(
 
     If the groups differ, it is a ``MultiOptimizer``.
     """
-    groups = plan.groups[:1] if plan.is_single else plan.groups
-    rates = _rates([group.settings for group in groups], learning_rate)
+    groups = [g for prefix, g in split(groups) if prefix] or groups[:1]
     parts = [
-        group.spec.mlx(
-            **constructor_args(group.kind, group.settings) | {"learning_rate": rate}
-        )
-        for group, rate in zip(groups, rates, strict=True)
+        group.spec.mlx(**constructor_args(group) | {"learning_rate": rate})
+        for group, rate in zip(groups, _rates(groups, learning_rate), strict=True)
     ]
     if len(parts) == 1:
         return parts[0]
@@ -387,8 +323,8 @@ def build(
     return optim.MultiOptimizer(parts, filters)
 
 
-def _rates(groups: Sequence[Mapping[str, Any]], given: Any) -> list[Rate]:
-    own: list[Rate] = [number(group["lr"]) for group in groups]
+def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
+    own: list[Rate] = [number(group.settings["lr"]) for group in groups]
     if given is None:
         return own
     if isinstance(given, (list, tuple)):
@@ -400,7 +336,10 @@ def _rates(groups: Sequence[Mapping[str, Any]], given: Any) -> list[Rate]:
             )
         return [*given]
     # In the first step of a warmup all rates are 0, and only these distinguish groups.
-    first = [number(group.get("initial_lr") or group["lr"]) for group in groups]
+    first = [
+        number(group.settings.get("initial_lr") or group.settings["lr"])
+        for group in groups
+    ]
     for rates in (own, first):
         if len(set(rates)) > 1:
             raise ValueError(
