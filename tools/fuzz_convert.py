@@ -23,7 +23,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_gradscale.convert.folder import TorchFiles
 from mlx_gradscale.convert.options import Options
 from mlx_gradscale.convert.save import gather, write_template
 from mlx_gradscale.convert.template import from_object, make_template, to_object
@@ -136,7 +135,7 @@ def copy_tree(value: Any, depth: int = 0) -> Any:
 def convert_tree(tree: Any, folder: Path, model: nn.Module | None) -> None:
     """Convert a tree in both directions, without a file in the first."""
     options = Options(layouts={"*": "same"}) if model is None else Options()
-    template, _ = make_template(TorchFiles(tree), model, options)
+    template, _ = make_template(tree, model, options)
     weights, flat = template.weights(), template.optimizer_state()
     mx.eval(weights, flat)
     template.scaler_state()
@@ -160,7 +159,7 @@ def _settings(template: Any) -> list[dict[str, Any]]:
 def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
     """Damage a template and try to fill it."""
     model = Net()
-    template, _ = make_template(TorchFiles(tree), model, Options())
+    template, _ = make_template(tree, model, Options())
     run = gather(model)
     run.optimizer, run.settings = template.optimizer_state(), _settings(template)
     template.drop_tensors()

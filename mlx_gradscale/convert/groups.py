@@ -99,13 +99,14 @@ class Group:
 
     def check_settings(self) -> None:
         """Raise on settings that are not numbers."""
-        for key in (*self.spec.settings, *SCHEDULED):
+        needed = ("lr", *self.spec.settings)
+        for key in (*needed, *SCHEDULED):
             value = self.settings.get(key)
             if key == "betas":
                 pair = value if isinstance(value, (list, tuple)) else ()
                 is_right = len(pair) == 2 and all(map(_is_number, pair))
                 need(is_right, key, "two numbers", value)
-            elif value is not None or key in self.spec.settings:
+            elif value is not None or key in needed:
                 need(_is_number(value), key, "a number", value)
 
 

@@ -24,33 +24,21 @@ LAYOUTS = (*AXES, _FUSED)
 
 @dataclass(frozen=True)
 class Entry:
-    """One PyTorch tensor: its MLX names and layout.
-
-    A fused tensor has several names. So does a tied one whose names are separate
-    parameters in MLX: all of them get its values, and the first is converted back.
-    """
+    """One PyTorch tensor: its MLX names (several if it is fused) and layout."""
 
     torch: str
     mlx: tuple[str, ...]
     layout: str = "same"
 
-    @property
-    def copies(self) -> list[tuple[str, ...]]:
-        """The MLX names of each copy; more than one if MLX unties a tied tensor."""
-        count = 3 if self.layout == _FUSED else 1
-        return [self.mlx[i : i + count] for i in range(0, len(self.mlx), count)]
-
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
         """Convert a PyTorch tensor, weight or moment, to MLX arrays."""
         if self.layout == _FUSED:
-            arrays = list(mx.split(tensor, 3))
-        else:
-            arrays = [mx.transpose(tensor, AXES[self.layout](tensor.ndim))]
-        return dict(zip(self.mlx, arrays * len(self.copies), strict=True))
+            return dict(zip(self.mlx, mx.split(tensor, 3), strict=True))
+        return {self.mlx[0]: mx.transpose(tensor, AXES[self.layout](tensor.ndim))}
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """Convert MLX arrays, weights or moments, to the PyTorch tensor."""
-        held = [arrays[name] for name in self.copies[0]]
+        held = [arrays[name] for name in self.mlx]
         try:
             if self.layout == _FUSED:
                 return mx.concatenate(held)
@@ -89,21 +77,6 @@ class Plan:
     def notes(self) -> list[str]:
         """Return notes for the user on names and tensors."""
         notes = []
-        untied = {e.torch: e.copies for e in self.entries.values() if e.copies[1:]}
-        tied = [f"{a} = {name}" for a, name in self.tied.items() if name not in untied]
-        if tied:
-            notes.append(
-                f"Tied weights are kept once: {list_some(tied)}. For an MLX model with "
-                "a parameter of its own there, give the model (--model)."
-            )
-        for name, copies in untied.items():
-            said = " and ".join(", ".join(copy) for copy in copies)
-            notes.append(
-                f"{name} is one tensor in PyTorch under several names, and {said} are "
-                "different parameters in the MLX model: all get its values and its "
-                "optimizer state, but they will train apart, and then there is no way "
-                "back. To keep them tied, use one array (embedding.as_linear)."
-            )
         if any(n.endswith(".lora_a") for e in self.entries.values() for n in e.mlx):
             notes.append(
                 "LoRA adapters of PEFT: mlx-lm multiplies them by the scale in its "
@@ -155,8 +128,13 @@ def make_plan(
         entry = _entry(name, shapes[name], names, options)
         if owner is not None:
             plan.tied[name] = owner
-            if entry is not None and model is not None:
-                plan.entries[owner] = _with_copy(plan.entries[owner], entry)
+            if entry and model is not None and entry.mlx != plan.entries[owner].mlx:
+                raise ConvertError(
+                    f"{owner} and {name} are one tensor in PyTorch, and two parameters "
+                    f"in the MLX model ({plan.entries[owner].mlx[0]}, {entry.mlx[0]}), "
+                    "which would train apart: tie them in the MLX model "
+                    "(embedding.as_linear), or untie them in PyTorch before saving."
+                )
         elif entry is not None:
             owners[id(tensors[name])] = name
             plan.entries[name] = entry
@@ -170,19 +148,6 @@ def make_plan(
     lost = [n for n in lost if n not in plan.tied]
     _check_names(plan, lost, names.known, is_partial=is_adapter(shapes))
     return plan
-
-
-def _with_copy(entry: Entry, alias: Entry) -> Entry:
-    """Return the entry of a tied tensor that is a separate parameter in MLX."""
-    if alias.mlx in entry.copies:
-        return entry
-    if alias.layout != entry.layout:
-        raise ConvertError(
-            f"{alias.torch} and {entry.torch} are one tensor in PyTorch, but have "
-            f"different layouts in MLX ({alias.layout}, {entry.layout}): untie them "
-            "in PyTorch before saving."
-        )
-    return Entry(entry.torch, entry.mlx + alias.mlx, entry.layout)
 
 
 def _entry(name: str, shape: Shape, names: Names, options: Options) -> Entry | None:

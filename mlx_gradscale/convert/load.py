@@ -85,7 +85,7 @@ def load_torch(
         array([[1, 1]], dtype=float32)
     """
     options = options or Options()
-    template, notes = make_template(read_torch(path, options), model, options)
+    template, notes = read_run(path, model, options)
     weights = template.weights()
     template.plan.change_model()
     scaler = make_scaler(template)
@@ -112,6 +112,17 @@ def load_torch(
     kept = [e.torch for e in entries if set(e.mlx) & set(rounded)]
     template.drop_tensors(kept, names)
     return TorchRun(optimizer, scaler, template, notes)
+
+
+def read_run(
+    path: str | os.PathLike[str], model: nn.Module | None, options: Options
+) -> tuple[Template, list[str]]:
+    """Read a PyTorch checkpoint as a template, with its tensors, and notes."""
+    checkpoint, files, left = read_torch(path, options)
+    template, notes = make_template(checkpoint, model, options, files)
+    if left:
+        notes.append(f"Left out, as too large or no plain files: {list_some(left)}.")
+    return template, notes
 
 
 def make_scaler(template: Template) -> GradScaler | None:

@@ -14,7 +14,7 @@ import mlx.optimizers as optim
 
 from .tree import ConvertError, list_some, number
 
-Group = Mapping[str, Any]
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,131 +24,116 @@ class OptimizerSpec:
     Attributes:
         mlx (type): MLX's class.
         slots (dict): PyTorch's state name -> MLX's.
-        settings (dict): PyTorch's group key -> MLX's constructor argument.
-        required (frozenset): Group keys that are always present.
-        refused (dict): Group key -> (the value that turns it off, what differs).
+        settings (tuple): Group keys that are also MLX's constructor arguments.
+        required (set): Group keys that are always present.
+        refused (dict): Group key -> what differs, unless it is off.
         forced (dict): Constructor arguments that make MLX match PyTorch.
         has_step (bool): Whether PyTorch keeps a step count.
         note (str): A sentence that is always shown to the user.
-        ignored (frozenset): Other group keys that have no effect in MLX.
     """
 
     mlx: type[optim.Optimizer]
     slots: dict[str, str]
-    settings: dict[str, str]
-    required: frozenset[str]
-    refused: dict[str, tuple[Any, str]]
+    settings: tuple[str, ...]
+    required: set[str]
+    refused: dict[str, str]
     forced: dict[str, Any] = field(default_factory=dict)
     has_step: bool = True
     note: str = ""
-    ignored: frozenset[str] = frozenset()
 
 
 # Group keys written by the schedules in torch.optim.lr_scheduler.
-SCHEDULED = frozenset(
-    {*("initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum")}
+SCHEDULED = (
+    "initial_lr",
+    "min_lr",
+    "max_lr",
+    "swa_lr",
+    "base_momentum",
+    "max_momentum",
 )
-# Other group keys in torch.optim 1.6 to 2.13 that do not change the update rule.
-_COMMON = SCHEDULED | {
-    *("params", "param_names", "name"),
+# Other group keys in torch.optim 1.6 to 2.13 that do not change MLX's update.
+_IGNORED = {
+    *("lr", "params", "param_names", "name", *SCHEDULED),
     *("foreach", "capturable", "differentiable", "fused"),
+    *("decoupled_weight_decay", "initial_accumulator_value"),
 }
-_MAXIMIZE = {
-    "maximize": (
-        False,
-        "MLX only minimizes: negate the loss and set maximize to False",
-    )
+# The values that turn settings off, where it is not 0 or False.
+_OFF = {"cautious_factor": 1}
+_MAXIMIZE = {"maximize": "MLX only minimizes: negate the loss and set it to False"}
+_AMSGRAD = {
+    "amsgrad": "amsgrad divides by the largest second moment so far, which MLX's Adam "
+    "does not keep"
 }
-
-
-def _l2(name: str) -> dict[str, tuple[Any, str]]:
-    text = f"PyTorch adds weight_decay * w to the gradient (L2); MLX's {name} does not"
-    return {"weight_decay": (0, text)} | _MAXIMIZE
-
-
-def _settings(*names: str) -> dict[str, str]:
-    return {"lr": "learning_rate"} | {name: name for name in names}
-
-
-_ADAM_REFUSED = {
-    "amsgrad": (
-        False,
-        "amsgrad divides by the largest second moment so far, which MLX's Adam does "
-        "not keep",
-    )
-} | _MAXIMIZE
+_L2 = {
+    "weight_decay": "PyTorch adds weight_decay * w to the gradient (L2), MLX does not"
+}
+_CAUTIOUS = "MLX's Lion has no cautious masking"
 _ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
-    "required": frozenset({"betas", "eps", "amsgrad"}),
+    "required": {"betas", "eps", "amsgrad"},
     "forced": {"bias_correction": True},
-    "ignored": frozenset({"decoupled_weight_decay"}),
 }
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "Adam": OptimizerSpec(
         optim.Adam,
-        settings=_settings("betas", "eps"),
-        refused=_ADAM_REFUSED | _l2("Adam"),
+        settings=("betas", "eps"),
+        refused=_AMSGRAD | _L2 | _MAXIMIZE,
         **_ADAM,
     ),
     "AdamW": OptimizerSpec(
         optim.AdamW,
-        settings=_settings("betas", "eps", "weight_decay"),
-        refused=_ADAM_REFUSED,
+        settings=("betas", "eps", "weight_decay"),
+        refused=_AMSGRAD | _MAXIMIZE,
         **_ADAM,
     ),
     "SGD": OptimizerSpec(
         optim.SGD,
         slots={"momentum_buffer": "v"},
-        settings=_settings("momentum", "weight_decay", "dampening", "nesterov"),
-        required=frozenset({"momentum", "dampening", "nesterov"}),
+        settings=("momentum", "weight_decay", "dampening", "nesterov"),
+        required={"momentum", "dampening", "nesterov"},
         refused=_MAXIMIZE,
         has_step=False,
     ),
     "RMSprop": OptimizerSpec(
         optim.RMSprop,
         slots={"square_avg": "v"},
-        settings=_settings("alpha", "eps"),
-        required=frozenset({"alpha", "centered", "momentum"}),
+        settings=("alpha", "eps"),
+        required={"alpha", "centered", "momentum"},
         refused={
-            "momentum": (0, "MLX's RMSprop has no momentum"),
-            "centered": (
-                False,
-                "centered subtracts the squared mean gradient under the root, which "
-                "MLX's RMSprop does not keep",
-            ),
+            "momentum": "MLX's RMSprop has no momentum",
+            "centered": "centered subtracts the squared mean gradient under the root, "
+            "which MLX's RMSprop does not keep",
         }
-        | _l2("RMSprop"),
+        | _L2
+        | _MAXIMIZE,
     ),
     "Adagrad": OptimizerSpec(
         optim.Adagrad,
         slots={"sum": "v"},
-        settings=_settings("eps"),
-        required=frozenset({"lr_decay", "eps", "initial_accumulator_value"}),
-        refused=_l2("Adagrad")
-        | {"lr_decay": (0, "MLX's Adagrad takes a schedule in its place")},
-        ignored=frozenset({"initial_accumulator_value"}),
+        settings=("eps",),
+        required={"lr_decay", "eps", "initial_accumulator_value"},
+        refused={"lr_decay": "MLX's Adagrad takes a schedule in its place"}
+        | _L2
+        | _MAXIMIZE,
     ),
     "Adadelta": OptimizerSpec(
         optim.AdaDelta,
         slots={"square_avg": "v", "acc_delta": "u"},
-        settings=_settings("rho", "eps"),
-        required=frozenset({"rho", "eps"}),
-        refused=_l2("AdaDelta"),
+        settings=("rho", "eps"),
+        required={"rho", "eps"},
+        refused=_L2 | _MAXIMIZE,
     ),
     # google/automl, lion-pytorch and timm share this layout: a single exp_avg.
     "Lion": OptimizerSpec(
         optim.Lion,
         slots={"exp_avg": "m"},
-        settings=_settings("betas", "weight_decay"),
-        required=frozenset({"betas", "weight_decay"}),
+        settings=("betas", "weight_decay"),
+        required={"betas", "weight_decay"},
         refused={
-            "caution": (False, "MLX's Lion has no cautious masking"),
-            "cautious_factor": (1, "MLX's Lion has no cautious masking"),
-            "corrected_weight_decay": (
-                False,
-                "MLX's Lion decays by lr * weight_decay",
-            ),
+            "caution": _CAUTIOUS,
+            "cautious_factor": _CAUTIOUS,
+            "corrected_weight_decay": "MLX's Lion decays by lr * weight_decay",
         }
         | _MAXIMIZE,
         has_step=False,
@@ -157,17 +142,10 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         "decays by lr * weight_decay.",
     ),
 }
-# Values that --accept takes in addition to group keys.
-ACCEPTABLE = tuple(
-    sorted(
-        {key for spec in OPTIMIZERS.values() for key in spec.refused}
-        | {"bias_correction", "dampening"}
-    )
-)
 
 
 def recognise(
-    groups: Sequence[Group], slots: Iterable[str], name: str | None = None
+    groups: Sequence[Settings], slots: Iterable[str], name: str | None = None
 ) -> str:
     """Return the key of :data:`OPTIMIZERS` that a state dict belongs to.
 
@@ -177,28 +155,24 @@ def recognise(
     if not groups:
         raise ConvertError("The optimizer state has no parameter groups.")
     held = set(slots)
-    keys = f"its groups have {list_some(sorted(groups[0]), 20)} and its state has "
-    keys += list_some(sorted(held), 20) or "nothing"
     fits = [n for n, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
-    if name is not None:
-        if name not in fits:
-            raise ConvertError(
-                f"The optimizer state is not that of {name}: {keys}. Known are "
-                f"{', '.join(OPTIMIZERS)}."
-            )
-        return name
-    if set(fits) == {"Adam", "AdamW"}:
-        return _adam_or_adamw(groups)
-    if len(fits) == 1:
+    if name in fits:
+        return str(name)
+    if name is None and len(fits) == 1:
         return fits[0]
+    if name is None and fits == ["Adam", "AdamW"]:
+        return _adam_or_adamw(groups)
+    what = f"not that of {name}" if name else "of no known kind"
     raise ConvertError(
-        f"The optimizer state is of none of the known kinds: {keys}. Known are "
+        f"The optimizer state is {what}: its groups have "
+        f"{list_some(sorted(groups[0]), 20)} and its state has "
+        f"{list_some(sorted(held), 20) or 'nothing'}. Known are "
         f"{', '.join(OPTIMIZERS)}; leave it out with keys={{'optimizer': ''}} "
         "(--optimizer-key '', or the key of another one). It then goes back unchanged."
     )
 
 
-def _fits(spec: OptimizerSpec, groups: Sequence[Group], held: set[str]) -> bool:
+def _fits(spec: OptimizerSpec, groups: Sequence[Settings], held: set[str]) -> bool:
     extra = held - set(spec.slots) - {"step"}
     # amsgrad, centered and RMSprop's momentum add their own slots. They are refused
     # later, by name.
@@ -206,17 +180,13 @@ def _fits(spec: OptimizerSpec, groups: Sequence[Group], held: set[str]) -> bool:
         {"momentum_buffer"} if "square_avg" in spec.slots else set()
     )
     missing = set(spec.slots) - held if held - {"step"} else set()
-    return (
-        not extra
-        and not missing
-        and all(
-            spec.required <= set(group) and ("eps" in group) == ("eps" in spec.settings)
-            for group in groups
-        )
+    return not (extra or missing) and all(
+        spec.required <= set(group) and ("eps" in group) == ("eps" in spec.settings)
+        for group in groups
     )
 
 
-def _adam_or_adamw(groups: Sequence[Group]) -> str:
+def _adam_or_adamw(groups: Sequence[Settings]) -> str:
     flags = [group.get("decoupled_weight_decay") for group in groups]
     if all(flag is True for flag in flags) or all(flag is False for flag in flags):
         return "AdamW" if flags[0] else "Adam"
@@ -229,8 +199,24 @@ def _adam_or_adamw(groups: Sequence[Group]) -> str:
     )
 
 
+def plain_setting(value: Any) -> Any:
+    """Return a setting with Python numbers, and tuples as lists."""
+    if isinstance(value, (list, tuple)):
+        return [number(item) for item in value]
+    return number(value)
+
+
+def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
+    """Return the settings that MLX has not, as key -> the value that turns it off."""
+    return {
+        key: _OFF.get(key, 0)
+        for key in spec.refused
+        if plain_setting(group.get(key)) not in (_OFF.get(key, 0), None)
+    }
+
+
 def torch_differences(
-    name: str, group: Group, is_complete: bool = True
+    name: str, group: Settings, is_complete: bool = True
 ) -> dict[str, str]:
     """Return the differences between MLX's update and a PyTorch group's.
 
@@ -239,11 +225,10 @@ def torch_differences(
     """
     spec = OPTIMIZERS[name]
     found = {
-        f"{name} has {key}={plain_setting(group[key])!r}: {text}.": key
-        for key, (off, text) in spec.refused.items()
-        if plain_setting(group.get(key)) not in (off, None)
+        f"{name} has {key}={plain_setting(group[key])!r}: {spec.refused[key]}.": key
+        for key in refused_settings(spec, group)
     }
-    known = {*spec.settings, *spec.required, *spec.refused, *spec.ignored, *_COMMON}
+    known = {*spec.settings, *spec.required, *spec.refused, *_IGNORED}
     found |= {
         f"The optimizer's groups have {key!r}, which PyTorch's {name} does not have: "
         "it may be another optimizer, and MLX ignores the key.": key
@@ -261,14 +246,7 @@ def torch_differences(
     return found
 
 
-def plain_setting(value: Any) -> Any:
-    """Return a setting with Python numbers, and lists as tuples."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(number, value))
-    return number(value)
-
-
-def mlx_differences(name: str, settings: Mapping[str, Any]) -> dict[str, str]:
+def mlx_differences(name: str, settings: Settings) -> dict[str, str]:
     """Return the differences between PyTorch's update and an MLX optimizer's."""
     spec = OPTIMIZERS[name]
     mine = spec.mlx.__name__

@@ -20,6 +20,7 @@ from .optimizer_table import (
     mlx_differences,
     plain_setting,
     recognise,
+    refused_settings,
     torch_differences,
 )
 from .options import Options
@@ -202,12 +203,7 @@ def to_torch(
             "MLX's learning rate schedule is not converted: PyTorch gets its rate for "
             f"the next step, {', '.join(dict.fromkeys(rates))}."
         )
-    return notes + [
-        f"PyTorch's {entry.torch} gets the optimizer state of "
-        f"{' and '.join(entry.copies[0])}, not of {' and '.join(other)}."
-        for entry in entries.values()
-        for other in entry.copies[1:]
-    ]
+    return notes
 
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:
@@ -270,11 +266,10 @@ def _changed_settings(
 ) -> dict[str, Any]:
     """Return the settings that have changed since PyTorch, in PyTorch's types."""
     settings, changed = group.settings, {}
-    expected = constructor_args(group)
-    for theirs, ours in group.spec.settings.items():
-        if theirs != "lr" and ours in used and used[ours] != expected[ours]:
-            is_tuple = isinstance(settings[theirs], tuple)
-            changed[theirs] = tuple(used[ours]) if is_tuple else used[ours]
+    for key in group.spec.settings:
+        if key in used and used[key] != plain_setting(settings[key]):
+            is_tuple = isinstance(settings[key], tuple)
+            changed[key] = tuple(used[key]) if is_tuple else used[key]
     # Compare with a tolerance: a schedule may have run on another device or compiled,
     # and MLX's learning rate is float32.
     if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
@@ -282,11 +277,10 @@ def _changed_settings(
     for key, value in changed.items():
         if _is_array(settings[key]):
             changed[key] = mx.array(value, settings[key].dtype)
-    for key, (off, _) in group.spec.refused.items():  # accepted settings stay off
-        value = plain_setting(settings.get(key))
-        if key not in group.spec.settings and value not in (off, None):
-            is_plain = isinstance(value, (bool, int, float))
-            changed[key] = type(value)(off) if is_plain else off
+    for key, off in refused_settings(group.spec, settings).items():
+        value = plain_setting(settings[key])  # accepted settings stay off
+        is_plain = isinstance(value, (bool, int, float))
+        changed[key] = type(value)(off) if is_plain else off
     return changed
 
 
@@ -296,10 +290,8 @@ def _is_array(value: Any) -> bool:
 
 def constructor_args(group: Group) -> dict[str, Any]:
     """Return MLX constructor arguments equivalent to a PyTorch group's settings."""
-    spec, held = group.spec, group.settings
-    out = {ours: plain_setting(held[theirs]) for theirs, ours in spec.settings.items()}
-    out = {key: [*x] if isinstance(x, tuple) else x for key, x in out.items()}
-    return out | spec.forced
+    own = {key: plain_setting(group.settings[key]) for key in group.spec.settings}
+    return own | group.spec.forced | {"learning_rate": number(group.settings["lr"])}
 
 
 def build(

@@ -18,7 +18,6 @@ from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from . import optimizers
 from .folder import TRAINER, read_torch, write_torch
-from .layouts import Entry
 from .names import is_adapter
 from .options import Options
 from .sections import fingerprint
@@ -105,10 +104,10 @@ def read_template(
     """Return a template, reading a PyTorch checkpoint or ``template.pt`` if needed."""
     if isinstance(like, Template):
         return like
-    read = read_torch(like, options)
-    if is_template(read.checkpoint):
-        return from_object(read.checkpoint)
-    return make_template(read, model, options)[0]
+    checkpoint, files, _ = read_torch(like, options)
+    if is_template(checkpoint):
+        return from_object(checkpoint)
+    return make_template(checkpoint, model, options, files)[0]
 
 
 def write_template(
@@ -124,9 +123,7 @@ def write_template(
     with unchanged(template.checkpoint):
         notes, stale = _fill(template, run, options.accept, step)
         if not dry_run:
-            write_torch(
-                path, template.checkpoint, template.files, template.is_folder, overwrite
-            )
+            write_torch(path, template.checkpoint, template.files, overwrite)
             template.is_reported = True
     return notes, stale
 
@@ -228,7 +225,6 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
             "of the same model as the template."
         )
     for name, entry in entries.items():
-        _check_copies(entry, weights)
         tensor, leaf = entry.to_torch(weights), held[name]
         if tuple(tensor.shape) != tuple(leaf.shape):
             raise ConvertError(
@@ -246,19 +242,6 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
 def _is_rounding(tensor: mx.array, leaf: mx.array) -> bool:
     rounded = leaf if leaf.dtype == tensor.dtype else leaf.astype(tensor.dtype)
     return bool(mx.array_equal(rounded, tensor, equal_nan=True).item())
-
-
-def _check_copies(entry: Entry, weights: Mapping[str, mx.array]) -> None:
-    first, *others = entry.copies
-    for other in others:
-        for a, b in zip(first, other, strict=True):
-            if not mx.array_equal(weights[a], weights[b], equal_nan=True).item():
-                raise ConvertError(
-                    f"{a} and {b} are one tensor in PyTorch ({entry.torch}) and have "
-                    "different values in MLX: tie them in the MLX model "
-                    "(embedding.as_linear) before training, or give both the same "
-                    "values."
-                )
 
 
 def _fill_scaler(template: Template, state: Mapping[str, Any]) -> list[str]:
@@ -342,7 +325,7 @@ def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str
         if template.age.get(path) == fingerprint(x) and _may_count(path, x)
     }
     # Random states and data positions.
-    names = [*found, *filter(_STATE_FILES.search, template.files)]
+    names = [*found, *filter(_STATE_FILES.search, template.files or ())]
     if not names:
         return []
     note = (

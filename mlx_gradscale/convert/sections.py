@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,7 @@ _MOMENTS = {
     *("square_avg", "acc_delta"),
 }
 _MASTERS = re.compile(r"fp32|float32|master", re.IGNORECASE)
-
-
-# Model and optimizer states are at most this deep.
+# Models, optimizers and scalers are at most this deep.
 _DEEPEST = 4
 
 
@@ -95,35 +93,46 @@ def find_sections(
 
 def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
     """Return the paths of everything that looks like a section, by kind."""
-    found: dict[str, list[Path]] = {"optimizer": [], **{kind: [] for kind in _KINDS}}
+    kinds = ("optimizer", "scaler", "moments", "model", "mixed")
+    found: dict[str, list[Path]] = {kind: [] for kind in kinds}
     inside: set[Path] = set()  # contents of a section are not sections themselves
     for path, value in walk(checkpoint):
-        if not isinstance(value, dict) or is_within(path, inside):
+        if not isinstance(value, dict) or _is_within(path, inside):
             continue
-        if is_nested(value):
-            found["optimizer"].append(path)
-            # There may be a scaler next to these (mmengine).
+        kind = _kind_of(path, value)
+        if kind is None or (len(path) > _DEEPEST and kind != "moments"):
+            continue
+        found[kind].append(path)
+        if is_nested(value):  # there may be a scaler next to these (mmengine)
             inside |= {(*path, "state"), (*path, "param_groups")}
-            continue
-        for kind, is_kind in _KINDS.items():
-            if (len(path) <= _DEEPEST or kind == "moments") and is_kind(path, value):
-                found[kind].append(path)
-                inside |= {path} if kind != "mixed" else set()
-                break
+        elif kind != "mixed":
+            inside.add(path)
     # An optimizer's dict does not contain a model (DeepSpeed's float32 groups).
     optimizers = set(found["optimizer"])
-    found["model"] = [m for m in found["model"] if not is_within(m, optimizers)]
+    found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
     return found
 
 
-def _is_model(path: Path, value: Any) -> bool:
-    """Return whether this is a dict of named tensors, at least one floating-point.
-
-    It may also hold the results of ``torch.nn.Module.get_extra_state``.
-    """
-    return _has_weights(value) and all(
-        is_tensor(x) or key.endswith("_extra_state") for key, x in value.items()
-    )
+def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
+    """Return what a dict is: a key of :func:`_candidates`, or None."""
+    if is_nested(value) or is_flat(value):
+        return "optimizer"
+    # PyTorch's five keys are sufficient for a scaler. Other frameworks' keys are common
+    # words, so their tables are consulted only for entries named like a scaler.
+    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
+    if value and formats.is_state(value, is_named):
+        return "scaler"
+    if any(str(key)[-80:].rpartition(".")[2] in _MOMENTS for key in value):
+        return "moments"
+    if not _has_weights(value):
+        return None
+    # The results of torch.nn.Module.get_extra_state may be anything.
+    if all(is_tensor(x) or k.endswith("_extra_state") for k, x in value.items()):
+        return "model"
+    # Tensors among other values: at the top level that is torchtitan's layout; deeper,
+    # a model's name is required.
+    is_model = any("." in key or key in ("weight", "bias") for key in value)
+    return "mixed" if (path[-1] in _MODEL_NAMES if path else is_model) else None
 
 
 def _has_weights(value: Any) -> bool:
@@ -135,43 +144,6 @@ def _has_weights(value: Any) -> bool:
             for x in value.values()
         )
     )
-
-
-def _is_mixed_model(path: Path, value: Any) -> bool:
-    """Return whether a dict holds a model's tensors among other values.
-
-    At the top level that is torchtitan's layout; deeper, a model's name is required.
-    """
-    if not _has_weights(value):
-        return False
-    if path:
-        return path[-1] in _MODEL_NAMES
-    return any("." in key or key in ("weight", "bias") for key in value)
-
-
-def _is_scaler(path: Path, value: Any) -> bool:
-    """Return whether a dict is a scaler's state.
-
-    PyTorch's five keys are sufficient. Other frameworks' keys are common words, so
-    their tables are consulted only for entries named like a scaler.
-    """
-    if not value:
-        return False
-    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
-    return formats.is_state(value, is_named)
-
-
-def _has_moments(path: Path, value: Any) -> bool:
-    return any(str(key)[-80:].rpartition(".")[2] in _MOMENTS for key in value)
-
-
-_KINDS: dict[str, Callable[[Path, Any], bool]] = {
-    "optimizer": lambda path, value: is_flat(value),
-    "scaler": _is_scaler,
-    "moments": _has_moments,
-    "model": _is_model,
-    "mixed": _is_mixed_model,
-}
 
 
 def _trained(models: list[Path]) -> list[Path]:
@@ -235,8 +207,7 @@ def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
         )
 
 
-def is_within(path: Path, sections: Collection[Path]) -> bool:
-    """Return whether a path is one of these, or inside one of them."""
+def _is_within(path: Path, sections: Collection[Path]) -> bool:
     return any(path[:i] in sections for i in range(len(path) + 1))
 
 
@@ -279,7 +250,7 @@ def _masters(checkpoint: Any, found: Sections, others: list[Path]) -> list[str]:
     used = {(*path, "state") for path in found.optimizers} | set(others)
     sizes: dict[Path, int] = {}
     for path, value in walk(checkpoint) if half else ():
-        if not is_tensor(value) or path[:-1] == found.model or is_within(path, used):
+        if not is_tensor(value) or path[:-1] == found.model or _is_within(path, used):
             continue
         if dtype_name(value) == "float32":
             named = [i for i, key in enumerate(path) if _MASTERS.search(str(key)[:80])]
@@ -288,20 +259,16 @@ def _masters(checkpoint: Any, found: Sections, others: list[Path]) -> list[str]:
     return [show(path) for path, size in sizes.items() if size >= half]
 
 
-def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]:
-    """Return the entries outside all sections, by path."""
+def entries_beside(checkpoint: Any, sections: Collection[Path]) -> dict[Path, Any]:
+    """Return the entries next to the sections, by path."""
     taken = set(sections)
-    above = {path[:i] for path in taken for i in range(len(path))} - taken
-
-    def inside(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            here = (*path, key)
-            if here in above:
-                yield from inside(here, item)
-            elif here not in taken:
-                yield here, item
-
-    return dict(inside((), checkpoint)) if () in above else {}
+    above = {path[:i] for path in taken for i in range(len(path))}
+    known, deepest = above | taken, max(map(len, taken), default=0)
+    return {
+        path: value
+        for path, value in walk(checkpoint, deepest, leaves=True)
+        if path and path[:-1] in above and path not in known
+    }
 
 
 def fingerprint(value: Any) -> str:

@@ -17,7 +17,6 @@ import mlx.nn as nn
 from .. import formats, torch_checkpoint
 from ..torch_checkpoint import TensorShape
 from . import optimizers
-from .folder import TorchFiles
 from .groups import MOST_STEPS, Group, read_groups
 from .layouts import LAYOUTS, Entry, Plan, make_plan, model_notes
 from .options import Options
@@ -39,8 +38,8 @@ class Template:
     Attributes:
         checkpoint (Any): The PyTorch object. Tensors that MLX holds are
             ``TensorShape`` leaves.
-        is_folder (bool): Whether it is a folder, as a dict by file name.
-        files (dict): The bytes of a folder's other files.
+        files (dict, optional): For a folder, the bytes of the files that are not in
+            ``checkpoint``.
         model (tuple, optional): The path of the model's state dict.
         optimizers (list): The paths of its optimizers' state dicts.
         scaler (tuple, optional): The path of the scaler's state.
@@ -52,8 +51,7 @@ class Template:
     """
 
     checkpoint: Any
-    is_folder: bool = False
-    files: dict[str, mx.array] = field(default_factory=dict)
+    files: dict[str, mx.array] | None = None
     model: Path | None = None
     optimizers: list[Path] = field(default_factory=list)
     scaler: Path | None = None
@@ -131,19 +129,24 @@ class Template:
         beside = entries_beside(self.checkpoint, taken)
         return {show(path): value for path, value in beside.items()}
 
+    def set_age(self) -> None:
+        """Take the fingerprints by which a later change of an entry shows."""
+        beside = self.entries_beside()
+        self.age = {path: fingerprint(x) for path, x in beside.items()}
+
 
 def make_template(
-    read: TorchFiles, model: nn.Module | None, options: Options
+    checkpoint: Any,
+    model: nn.Module | None,
+    options: Options,
+    files: dict[str, mx.array] | None = None,
 ) -> tuple[Template, list[str]]:
-    """Find the sections of a checkpoint and map them to MLX."""
-    checkpoint = read.checkpoint
+    """Find the sections of a checkpoint and map them to MLX; also return notes."""
     if is_template(checkpoint):
         raise ConvertError("This is a template: give the PyTorch checkpoint itself.")
     found = find_sections(checkpoint, options.keys)
-    template = Template(checkpoint, read.is_folder, read.files, found.model)
-    template.optimizers, template.scaler = found.optimizers, found.scaler
-    notes = [*read.notes, *found.notes]
-    tensors = template.tensors()
+    template = Template(checkpoint, files, found.model, found.optimizers, found.scaler)
+    notes, tensors = found.notes, template.tensors()
     if found.model is not None:
         empty = [n for n, x in tensors.items() if not isinstance(x, mx.array)]
         if empty:
@@ -167,7 +170,7 @@ def make_template(
         template.groups += groups
     if template.groups and found.model is not None:
         # A safetensors file does not preserve PyTorch's order of tensors.
-        file = str(found.model[0]) if read.is_folder else ""
+        file = str(found.model[0]) if files is not None else ""
         is_ordered = not file.endswith(".safetensors")
         order = Order(template.groups, tensors, template.plan)
         names, doubts = order.find(options, model, is_ordered)
@@ -182,34 +185,29 @@ def make_template(
         state = get(checkpoint, found.scaler)
         template.scaler_format = options.scaler_format or formats.recognise(state)
         notes += template.scaler_state()[1]
-    beside = template.entries_beside()
-    template.age = {path: fingerprint(x) for path, x in beside.items()}
-    return template, notes + _schedule_notes(template, beside)
+    template.set_age()
+    schedules = [
+        path
+        for path, value in template.entries_beside().items()
+        for state in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(state, dict) and "last_epoch" in state
+    ]
+    if schedules:
+        notes.append(
+            f"{list_some(schedules)}: a PyTorch schedule, which MLX does not run. Give "
+            "a schedule of the optimizer's step to load_torch(..., learning_rate=...)."
+        )
+    return template, notes
 
 
-def _schedule_notes(template: Template, beside: Mapping[str, Any]) -> list[str]:
-    at = [f", the optimizer at step {group.step}" for group in template.groups[:1]]
-    notes = []
-    for path, value in beside.items():
-        for state in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(state, dict) and "last_epoch" in state:
-                epoch = str(number(state["last_epoch"]))[:20]
-                notes.append(
-                    f"{path}: a PyTorch schedule (last_epoch {epoch}{''.join(at)}), "
-                    "which MLX does not run. Give a schedule of the optimizer's step "
-                    "to load_torch(..., learning_rate=lambda step: ...)."
-                )
-    return notes[:8]
-
-
-_STORED = ("checkpoint", "is_folder", "files", "model", "optimizers", "scaler")
+_STORED = ("checkpoint", "files", "model", "optimizers", "scaler", "scaler_format")
 
 
 def to_object(template: Template) -> dict[str, Any]:
     """Return a template as plain values, for ``torch_checkpoint.save``."""
     return {
         _VERSION: 1,
-        **{name: getattr(template, name) for name in (*_STORED, "scaler_format")},
+        **{name: getattr(template, name) for name in _STORED},
         "entries": {e.torch: (e.layout, e.mlx) for e in template.plan.entries.values()},
         "tied": template.plan.tied,
         "groups": [(g.kind, g.names, g.step) for g in template.groups],
@@ -233,16 +231,18 @@ def from_object(value: Mapping[str, Any]) -> Template:
 
 
 def _parse(value: Mapping[str, Any]) -> Template:
-    template = Template(*(value[name] for name in (*_STORED, "scaler_format")))
+    template = Template(*(value[name] for name in _STORED))
     entries, tied = template.plan.entries, template.plan.tied
     for name, (layout, mlx_names) in value["entries"].items():
-        entry = entries[name] = Entry(name, tuple(mlx_names), layout)
-        _expect(layout in LAYOUTS and mlx_names and type(name) is str)
+        entries[name] = Entry(name, tuple(mlx_names), layout)
+        _expect(layout in LAYOUTS and type(name) is str)
         _expect(all(type(n) is str for n in mlx_names))
-        _expect(len({len(copy) for copy in entry.copies}) == 1)
+        _expect(len(mlx_names) == (3 if layout == "split_qkv" else 1))
     tied |= value["tied"]
     _expect(all(owner in entries for owner in tied.values()))
-    _expect(all(isinstance(x, mx.array) for x in template.files.values()))
+    if template.files is not None:
+        _expect(isinstance(template.checkpoint, dict))
+        _expect(all(isinstance(x, mx.array) for x in template.files.values()))
     for path in (template.model, template.scaler):
         if path is not None:
             held = get(template.checkpoint, path)
@@ -258,8 +258,7 @@ def _parse(value: Mapping[str, Any]) -> Template:
         _expect(all(name in entries for name in group.names.values()))
         _expect(group.names.keys() <= set(group.settings["params"]))
         group.check_settings()
-    beside = template.entries_beside()
-    template.age = {path: fingerprint(x) for path, x in beside.items()}
+    template.set_age()
     return template
 
 

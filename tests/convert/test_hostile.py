@@ -12,7 +12,6 @@ from support.convert_runs import Small, forward, paths, small, usual
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch, main
-from mlx_gradscale.convert.folder import TorchFiles
 from mlx_gradscale.convert.save import MlxRun, write_template
 from mlx_gradscale.convert.template import TEMPLATE, make_template
 
@@ -78,7 +77,7 @@ def test_bomb_ends_in_seconds(name):
     start = time.process_time()
     said = ""
     try:
-        template, _ = make_template(TorchFiles(checkpoint), None, Options())
+        template, _ = make_template(checkpoint, None, Options())
         template.optimizer_state()
         write_template(
             "", template, MlxRun(template.weights()), Options(), dry_run=True

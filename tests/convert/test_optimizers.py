@@ -263,7 +263,9 @@ def test_no_optimizer_of_pytorch_is_taken_for_another(cls):
         if cls.__name__ in OPTIMIZERS:
             assert recognise(held["param_groups"], slots) == cls.__name__
         else:
-            with pytest.raises(ConvertError, match=r"known kinds.*--optimizer-key ''"):
+            with pytest.raises(
+                ConvertError, match=r"no known kind.*--optimizer-key ''"
+            ):
                 recognise(held["param_groups"], slots)
 
 
