@@ -132,20 +132,19 @@ def copy_tree(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def convert_tree(tree: Any, folder: Path, model: nn.Module | None) -> None:
+def convert_tree(tree: Any, folder: Path) -> None:
     """Convert a tree in both directions, without a file in the first."""
-    options = Options(layouts={"*": "same"}) if model is None else Options()
+    model, options = Net(), Options()
     template, _ = make_template(tree, model, options)
     weights, flat = template.weights(), template.optimizer_state()
     mx.eval(weights, flat)
     template.scaler_state()
-    if model is not None:
-        model.load_weights(list(weights.items()), strict=False)
-        run = gather(model)
-        if template.groups:
-            run.optimizer = flat
-            run.settings = _settings(template)
-        write_template(folder / "out.pt", template, run, options, overwrite=True)
+    model.load_weights(list(weights.items()), strict=False)
+    run = gather(model)
+    if template.groups:
+        run.optimizer = flat
+        run.settings = _settings(template)
+    write_template(folder / "out.pt", template, run, options, overwrite=True)
     template.drop_tensors()
     from_object(to_object(template))
 
@@ -176,10 +175,8 @@ def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
         try:
             if number % 4 == 3:
                 fill_damaged_template(good_checkpoint(), folder, rng)
-            elif number % 4 == 2:
-                convert_tree(mutate(good_checkpoint(), rng), folder, None)
             else:
-                convert_tree(mutate(good_checkpoint(), rng), folder, Net())
+                convert_tree(mutate(good_checkpoint(), rng), folder)
             outcome = "converted"
         except EXPECTED as error:
             outcome = type(error).__name__

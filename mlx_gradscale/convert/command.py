@@ -97,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's argument parser."""
     made = argparse.ArgumentParser(
         prog="mlx_gradscale convert",
-        epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run",
+        epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run "
+        "--model my_model:Net",
         description="Convert a training run between PyTorch and MLX: model, optimizer "
         "and GradScaler state. The path that exists is read, the other is written.",
     )
@@ -193,7 +194,7 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     """Write an mlx_gradscale checkpoint as a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
     run = _read_run(read_checkpoint(folder))
-    model = _model(arguments.model) if arguments.like else None
+    model = _model(arguments.model)
     is_save = folder.name.startswith("save-")  # one of a run's checkpoints
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
     if not like.exists():

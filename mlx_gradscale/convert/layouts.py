@@ -91,16 +91,13 @@ class Plan:
 
 
 def make_plan(
-    tensors: Mapping[str, mx.array],
-    model: nn.Module | None = None,
-    options: Options | None = None,
+    tensors: Mapping[str, mx.array], model: nn.Module, options: Options | None = None
 ) -> Plan:
     """Plan the conversion of a PyTorch state dict.
 
-    With an MLX model, names and layouts come from its layers (``layers`` of an
-    ``nn.Sequential`` is added, convolutions are transposed, a fused attention
-    weight is split) and every shape is checked. Without one, only ``options.rename``
-    changes names, and every tensor with 3 or more dimensions needs a layout.
+    Names and layouts come from the model's layers (``layers`` of an ``nn.Sequential``
+    is added, convolutions are transposed, a fused attention weight is split), and
+    every shape is checked.
 
     Example:
         >>> tensors = {"0.weight": mx.zeros((8, 3, 5, 5)), "0.bias": mx.zeros(8)}
@@ -128,7 +125,7 @@ def make_plan(
         entry = _entry(name, shapes[name], names, options)
         if owner is not None:
             plan.tied[name] = owner
-            if entry and model is not None and entry.mlx != plan.entries[owner].mlx:
+            if entry and entry.mlx != plan.entries[owner].mlx:
                 raise ConvertError(
                     f"{owner} and {name} are one tensor in PyTorch, and two parameters "
                     f"in the MLX model ({plan.entries[owner].mlx[0]}, {entry.mlx[0]}), "
@@ -156,8 +153,6 @@ def _entry(name: str, shape: Shape, names: Names, options: Options) -> Entry | N
         return None
     new, learned = found
     chosen = options.layout(name, len(shape)) or learned
-    if names.known is None:
-        return _entry_without_model(name, new, chosen, shape)
     target = names.known.get(new)
     if target is None:
         return None
@@ -185,24 +180,6 @@ def _mlx_shapes(shape: Shape, layout: str) -> tuple[Shape, ...]:
     return (tuple(shape[axis] for axis in axes),)
 
 
-def _entry_without_model(
-    name: str, new: str, chosen: str | None, shape: Shape
-) -> Entry:
-    if new.split(".", 1)[0].isdigit():
-        raise ConvertError(
-            f"{name} starts with a number, which no MLX module's parameter does: give "
-            r"the MLX model, or a rename such as '^(\d+)\.=layers.\1.'."
-        )
-    is_fused = name.rpartition(".")[2] in ("in_proj_weight", "in_proj_bias")
-    if chosen is None and (is_fused or len(shape) > 2):
-        raise ConvertError(
-            f"{name} has shape {shape} and no layout: give the MLX model (--model), or "
-            "the layout by a pattern (--layout PATTERN=conv, =conv_transpose, or =same "
-            "to leave it unchanged)."
-        )
-    return Entry(name, (new,), chosen or "same")
-
-
 def _layout_of_unknown(name: str, shape: Shape, target: Target) -> str:
     """Keep the layout of a custom layer, unless another layout matches as well."""
     others = [_mlx_shapes(shape, layout) for layout in ("conv", "conv_transpose")]
@@ -216,7 +193,7 @@ def _layout_of_unknown(name: str, shape: Shape, target: Target) -> str:
 
 
 def _check_names(
-    plan: Plan, lost: list[str], known: dict[str, Target] | None, is_partial: bool
+    plan: Plan, lost: list[str], known: dict[str, Target], is_partial: bool
 ) -> None:
     taken: dict[str, str] = {}
     for entry in plan.entries.values():
@@ -227,14 +204,14 @@ def _check_names(
                     "renames that keep them apart."
                 )
             taken[name] = entry.torch
-    wanted = {n for target in (known or {}).values() for n in target.mlx}
+    wanted = {n for target in known.values() for n in target.mlx}
     if is_partial:  # the base model is elsewhere
         wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
-        if lost and known is not None and not wanted:
+        if lost and not wanted:
             raise ConvertError(
                 "The checkpoint holds LoRA adapters, and the MLX model has no LoRA "
-                "layers: add them first (mlx_lm.tuner.utils.linear_to_lora_layers), or "
-                "leave --model out of the command."
+                "layers: add them first (mlx_lm.tuner.utils.linear_to_lora_layers). "
+                "The command takes a function that does so: --model MODULE:NAME."
             )
     missing = [name for name in sorted(wanted) if name not in taken]
     said = f"the MLX model has no place for {list_some(lost)}" if lost else ""

@@ -62,13 +62,13 @@ class Names:
     Attributes:
         new (dict): PyTorch name -> MLX name, and the layout where the name implies it;
             None if the model's ``sanitize`` drops the tensor.
-        known (dict, optional): The names that the model accepts.
+        known (dict): The names that the model accepts.
         change_model (Callable): Makes the changes of ``sanitize`` to the model. Gemma
             3 loses its ``lm_head`` if the checkpoint has none.
     """
 
     new: dict[str, tuple[str, str | None] | None]
-    known: dict[str, Target] | None = None
+    known: dict[str, Target]
     change_model: Callable[[], None] = lambda: None
 
 
@@ -106,28 +106,19 @@ def is_adapter(names: Collection[str]) -> bool:
 
 
 def find_names(
-    shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module | None
+    shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
 ) -> Names:
-    """Find the MLX name of each tensor.
-
-    Without a model, wrappers are stripped if every name has one.
-    """
-    if model is None:
-        is_wrapped = all(unwrap(name) != name for name in shapes)
-        strip = unwrap if is_wrapped else str
-        return Names({name: from_peft(strip(rename(name))) for name in shapes})
+    """Find the MLX name of each tensor."""
     has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
-    known = None if has_sanitize else known_names(model)
-    best, best_hits = Names({}), -1
+    known = known_names(model)
+    best, best_hits = Names({}, known), -1
     for candidate in _rename_candidates(rename):
         plain = {name: from_peft(candidate(name)) for name in shapes}
         names = Names({**plain}, known)
         if has_sanitize:
             names = _after_sanitize(model, plain, shapes)
-        hits = sum(
-            new is not None and new[0] in (names.known or ())
-            for new in names.new.values()
-        )
+        found = [new[0] for new in names.new.values() if new is not None]
+        hits = sum(new in names.known for new in found)
         if hits > best_hits:  # the first of equals: strip as little as possible
             best, best_hits = names, hits
         if hits == len(shapes):

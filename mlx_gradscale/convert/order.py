@@ -41,7 +41,7 @@ class Order:
         self.saved = [list(group.settings.get("param_names", ())) for group in groups]
 
     def find(
-        self, options: Options, model: nn.Module | None = None, is_ordered: bool = True
+        self, options: Options, model: nn.Module, is_ordered: bool = True
     ) -> tuple[list[str], list[str]]:
         """Return the PyTorch name of each parameter, group by group.
 
@@ -68,7 +68,7 @@ class Order:
             return found, self._exchange_notes(found)
         try:
             found = self._deal(self._candidates(self._mlx_order(model)))
-        except ConvertError:  # no model, or its layers are in another order
+        except ConvertError:  # the model's layers are in another order
             raise ConvertError(
                 "The model was read from a safetensors file, which does not keep the "
                 "order of its tensors, and the MLX model does not give it either. "
@@ -117,7 +117,7 @@ class Order:
             )
         return found
 
-    def _mlx_order(self, model: nn.Module | None) -> list[str]:
+    def _mlx_order(self, model: nn.Module) -> list[str]:
         """Return PyTorch's names in the order PyTorch would list the parameters.
 
         A module's own parameters come first, weight before bias, followed by those of
@@ -125,7 +125,7 @@ class Order:
         """
         # mlx-lm orders some layers differently from Transformers (Llama's gate, down
         # and up, GPT-2's norms).
-        if model is None or hasattr(model, "sanitize"):
+        if hasattr(model, "sanitize"):
             raise ConvertError("No known order.")
         entries = self.plan.entries
         names = [name for name, _ in tree_flatten(model.parameters())]

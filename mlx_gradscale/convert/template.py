@@ -154,9 +154,13 @@ def make_template(
                 f"{list_some(empty)} has a shape and no values, as in a template: give "
                 "the PyTorch checkpoint."
             )
+        if model is None:
+            raise ConvertError(
+                f"Give the MLX model (--model) for {show(found.model) or 'the weights'}"
+                ": names, layouts and shapes come from it."
+            )
         template.plan = make_plan(tensors, model, options)
-        notes += template.plan.notes()
-        notes += model_notes(model) if model is not None else []
+        notes += template.plan.notes() + model_notes(model)
     elif model is not None and options.keys.get("model") != "":
         raise ConvertError("The checkpoint holds no model's state dict.")
     elif found.optimizers:
@@ -168,7 +172,7 @@ def make_template(
         groups = read_groups(get(checkpoint, path))
         optimizers.set_kind(groups, options)
         template.groups += groups
-    if template.groups and found.model is not None:
+    if template.groups and model is not None and found.model is not None:
         # A safetensors file does not preserve PyTorch's order of tensors.
         file = str(found.model[0]) if files is not None else ""
         is_ordered = not file.endswith(".safetensors")

@@ -108,7 +108,7 @@ def test_weights_can_go_to_safetensors_and_more_cannot(tmp_path, capsys):
 
 def test_float64_needs_a_decision(tmp_path, capsys):
     torch = pytest.importorskip("torch")
-    model = {"fc.weight": torch.ones(2, 3, dtype=torch.float64)}
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 2)}).double().state_dict()
     torch.save({"model": model}, tmp_path / "a.pt")
     where = paths(tmp_path)
     assert "--float64 float32" in fails(capsys, *where)

@@ -12,7 +12,7 @@ from support.convert_runs import Small, fails, forward, identical, small
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.convert import ConvertError, Options, load_torch, main, save_torch
+from mlx_gradscale.convert import ConvertError, Options, load_torch, save_torch
 from mlx_gradscale.convert.folder import read_torch
 from mlx_gradscale.torch_checkpoint import Placeholder
 
@@ -250,8 +250,8 @@ def test_peft_lora_of_a_trainer_continues_in_mlx_and_comes_back(tmp_path, recwar
 def test_peft_lora_by_the_command_and_its_errors(tmp_path, capsys):
     names, weights = peft_folder(tmp_path / "in")
     (tmp_path / "names").write_text("\n".join(names))
-    paths = ["--torch-path", str(tmp_path / "in"), "--mlx-path", str(tmp_path / "run")]
-    assert main([*paths, "--names", str(tmp_path / "names")]) == 0
+    flags = ["--names", str(tmp_path / "names"), "--model", f"{__name__}:lora_model"]
+    forward(tmp_path / "in", tmp_path / "run", *flags)
     saved = read_checkpoint(tmp_path / "run").weights
     lora = [n for n, _ in tree_flatten(lora_model().trainable_parameters())]
     assert sorted(saved) == sorted(lora)

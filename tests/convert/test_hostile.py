@@ -1,6 +1,7 @@
 """Checkpoints made to do harm: one error, in bounded time and memory."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.convert_runs import Small, forward, paths, small, usual
+from support.convert_runs import SMALL, Holder, Small, paths, small, usual
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch, main
@@ -77,7 +78,8 @@ def test_bomb_ends_in_seconds(name):
     start = time.process_time()
     said = ""
     try:
-        template, _ = make_template(checkpoint, None, Options())
+        model = Holder(checkpoint.get("model", small()[0]))
+        template, _ = make_template(checkpoint, model, Options())
         template.optimizer_state()
         write_template(
             "", template, MlxRun(template.weights()), Options(), dry_run=True
@@ -94,7 +96,7 @@ def test_command_bounds_the_memory_of_a_bomb(tmp_path):
         "import re, resource, sys\n"
         "from mlx_gradscale.convert import main\n"
         f"code = main(['--torch-path', {str(tmp_path / 'a.pt')!r}, '--mlx-path', "
-        f"{str(tmp_path / 'run')!r}])\n"
+        f"{str(tmp_path / 'run')!r}, *{SMALL!r}])\n"
         "try:\n"  # ru_maxrss would be the parent's on Linux
         "    text = open('/proc/self/status').read()\n"
         "    print(int(re.search(r'VmHWM:\\s*(\\d+)', text)[1]) * 1024)\n"
@@ -104,7 +106,7 @@ def test_command_bounds_the_memory_of_a_bomb(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False,
-        timeout=120, cwd=ROOT,
+        timeout=120, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("error: The optimizer's state is damaged")
@@ -152,7 +154,7 @@ def test_damaged_value_is_an_error_that_names_it(place, value, tmp_path):
 
 
 def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
-    forward(*[Path(p) for p in paths(tmp_path, usual())[1::2]])
+    assert main(paths(tmp_path, usual())) == 0
     held = pt.load(tmp_path / "run" / TEMPLATE)
     for key, value in (
         ("entries", {"fc.weight": ("evil", ("fc.weight",))}),
@@ -174,7 +176,7 @@ def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
 
 
 def test_template_is_not_taken_for_a_checkpoint(tmp_path, capsys):
-    forward(*[Path(p) for p in paths(tmp_path, usual())[1::2]])
+    assert main(paths(tmp_path, usual())) == 0
     file = str(tmp_path / "run" / TEMPLATE)
     assert main(["--torch-path", file, "--mlx-path", str(tmp_path / "b")]) == 1
     assert "This is a template" in capsys.readouterr().err

@@ -41,9 +41,10 @@ def test_bare_state_dict_and_bare_scaler_convert(tmp_path):
     model, _, scaler = small()
     there_and_back(tmp_path, model)
     pt.save(tmp_path / "s.pt", scaler)
-    forward(tmp_path / "s.pt", tmp_path / "s")
+    where = ["--mlx-path", str(tmp_path / "s"), "--torch-path"]
+    assert main([*where, str(tmp_path / "s.pt")]) == 0
     assert read_checkpoint(tmp_path / "s").scaler["scale"].item() == 512.0
-    forward(tmp_path / "s2.pt", tmp_path / "s")
+    assert main([*where, str(tmp_path / "s2.pt")]) == 0
     identical(pt.load(tmp_path / "s2.pt"), scaler)
 
 

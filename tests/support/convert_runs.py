@@ -14,6 +14,7 @@ from golden_convert.data import (
     WIDTH,
     batch,
 )
+from mlx.utils import tree_unflatten
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import main
@@ -85,6 +86,15 @@ class Small(nn.Module):
         self.fc = nn.Linear(size, 2)
 
 
+class Holder(nn.Module):
+    """A model with these parameters and no layers."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        for name, value in tree_unflatten(list(tensors.items())).items():
+            self[name] = value
+
+
 MODELS = {"conv": ConvNet, "transformer": Transformer}
 
 
@@ -127,11 +137,12 @@ def compare(weights, want):
         )
 
 
+SMALL = ("--model", f"{__name__}:Small")
+
+
 def forward(torch_path, mlx_path, *flags):
-    assert (
-        main(["--torch-path", str(torch_path), "--mlx-path", str(mlx_path), *flags])
-        == 0
-    )
+    where = ["--torch-path", str(torch_path), "--mlx-path", str(mlx_path)]
+    assert main([*where, *SMALL, *flags]) == 0
 
 
 def identical(a, b):
@@ -207,7 +218,13 @@ def shapes_of_checkpoints():
 def paths(tmp_path, checkpoint=None):
     if checkpoint is not None:
         torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
-    return ["--torch-path", str(tmp_path / "a.pt"), "--mlx-path", str(tmp_path / "run")]
+    where = [
+        "--torch-path",
+        str(tmp_path / "a.pt"),
+        "--mlx-path",
+        str(tmp_path / "run"),
+    ]
+    return [*where, *SMALL]
 
 
 def usual():
