@@ -13,7 +13,16 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .names import AXES, Names, Shape, Target, find_names, is_adapter
+from .names import (
+    AXES,
+    CONVOLUTIONS,
+    TRANSPOSED,
+    Names,
+    Shape,
+    Target,
+    find_names,
+    is_adapter,
+)
 from .options import Options
 from .tree import ConvertError, list_some
 
@@ -128,8 +137,7 @@ def make_plan(
             if entry and entry.mlx != plan.entries[owner].mlx:
                 raise ConvertError(
                     f"{owner} and {name} are one tensor in PyTorch, and two parameters "
-                    f"in the MLX model ({plan.entries[owner].mlx[0]}, {entry.mlx[0]}), "
-                    "which would train apart: tie them in the MLX model "
+                    "in the MLX model, which would train apart: tie them there "
                     "(embedding.as_linear), or untie them in PyTorch before saving."
                 )
         elif entry is not None:
@@ -230,20 +238,13 @@ def _check_names(
 # Names that PyTorch stores in place of a plain weight, and what to do about them.
 _REWRITTEN = {
     re.compile(r"(^|\.)parametrizations\.|\w_orig$|\bweight_g$"): "Weights that are "
-    "parametrized, pruned or have a weight or spectral norm are not converted: remove "
-    "that in PyTorch before saving (torch.nn.utils.parametrize.remove_parametrizations,"
-    " prune.remove, remove_weight_norm, remove_spectral_norm). The optimizer's state "
-    "is then of the old parameters: leave it out (--optimizer-key '').",
+    "parametrized, pruned or normed are not converted: call remove_parametrizations, "
+    "prune.remove, remove_weight_norm or remove_spectral_norm (torch.nn.utils) before "
+    "saving, and leave the optimizer out (--optimizer-key '').",
     re.compile(r"(weight|bias)_[ih]h_l\d"): "PyTorch's recurrent layers (RNN, LSTM, "
-    "GRU) have two biases where MLX's have one, and are not converted: set their "
-    "weights in MLX by hand, and convert the rest with --drop and an MLX model "
-    "without them.",
+    "GRU) have two biases where MLX's have one, and are not converted: convert the "
+    "rest with --drop and an MLX model without them.",
 }
-
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 def model_notes(model: nn.Module) -> list[str]:
@@ -260,17 +261,15 @@ def model_notes(model: nn.Module) -> list[str]:
                 f"{name}: a GroupNorm without pytorch_compatible=True groups other "
                 "channels than PyTorch's. Build it with pytorch_compatible=True."
             )
-        elif isinstance(module, _CONVOLUTIONS):
+        elif isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
             channels = module.weight.shape[0]
         elif isinstance(module, nn.Linear):
             inputs = module.weight.shape[1]
             if channels and inputs > channels and inputs % channels == 0:
                 notes.append(
                     f"{name} has {inputs} inputs, and the convolution before it "
-                    f"{channels} channels: if its input is flattened in between, "
-                    "PyTorch flattens with the channels first and MLX with the "
-                    "channels last. In the MLX model move them first: "
-                    "mx.moveaxis(x, -1, 1).flatten(1)."
+                    f"{channels} channels. PyTorch flattens with the channels first: do"
+                    " the same in the MLX model, mx.moveaxis(x, -1, 1).flatten(1)."
                 )
             channels = 0
     return notes

@@ -40,10 +40,8 @@ AXES: dict[str, Callable[[int], Shape]] = {
     # (in, out, *kernel) <-> (out, *kernel, in)
     "conv_transpose": lambda n: (*range(1, n), 0),
 }
-_LAYER_LAYOUTS: dict[tuple[type[nn.Module], ...], str] = {
-    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear): "conv",
-    (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d): "conv_transpose",
-}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -146,9 +144,10 @@ def known_names(model: nn.Module) -> dict[str, Target]:
         words = name.split(".")
         owner = modules.get(".".join(words[:-1]))
         layout = None if array.ndim > 2 else "same"
-        for kinds, special in _LAYER_LAYOUTS.items():
-            if isinstance(owner, kinds) and words[-1] == "weight":
-                layout = special
+        if words[-1] == "weight" and isinstance(owner, (*CONVOLUTIONS, nn.Bilinear)):
+            layout = "conv"
+        elif words[-1] == "weight" and isinstance(owner, TRANSPOSED):
+            layout = "conv_transpose"
         target = Target((name,), (array.shape,), layout)
         known[name] = target
         known.setdefault(_torch_spelling(words, modules), target)

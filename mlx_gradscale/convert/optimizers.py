@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 
+from ..torch_checkpoint import TensorShape
 from .groups import MOST_STEPS, Group, Index, need
 from .layouts import Entry
 from .optimizer_table import (
@@ -73,10 +74,9 @@ def check_groups(
     ]
     if fresh:
         notes.append(
-            f"{list_some(fresh, 3)} had no optimizer state in PyTorch, as frozen "
-            "parameters have: freeze them in the MLX model, too, before loading. If "
-            "they are trained, they start with zero moments, and with the step count "
-            "of the rest."
+            f"{list_some(fresh, 3)} had no optimizer state in PyTorch. If they are "
+            "frozen there, freeze them in the MLX model before loading; otherwise they "
+            "start with zero moments."
         )
     kinds = {group.kind for group in groups if not group.spec.has_step}
     if kinds and options.step is None:
@@ -103,8 +103,7 @@ def _set_steps(groups: Sequence[Group], default: int) -> None:
             said = [f"{name} at {step}" for step, name in sorted(counts.items())]
             raise ConvertError(
                 f"The parameters of a group are at different steps ({list_some(said)}),"
-                " and MLX keeps one count for all. Put them in groups of their own, or "
-                "bring them to one count before saving."
+                " and MLX keeps one count. Put them in groups of their own."
             )
         known.append(next(iter(counts), None))
     seen = {step for step in known if step is not None}
@@ -119,15 +118,17 @@ def split(groups: Sequence[Group]) -> list[tuple[str, Group]]:
     Groups with the same update rule, schedule and step become one MLX optimizer, with
     an empty prefix. Others are the parts of a ``MultiOptimizer``.
     """
-    signatures = {
-        repr((g.kind, g.step, constructor_args(g)))
-        + repr([number(g.settings.get(key)) for key in sorted(SCHEDULED)])
+    rules = [
+        (
+            g.kind,
+            g.step,
+            constructor_args(g),
+            *(number(g.settings.get(key)) for key in SCHEDULED),
+        )
         for g in groups
-    }
-    is_single = len(signatures) == 1
-    return [
-        ("" if is_single else f"states.{i}.", group) for i, group in enumerate(groups)
     ]
+    is_single = all(rule == rules[0] for rule in rules)
+    return [("" if is_single else f"states.{i}.", g) for i, g in enumerate(groups)]
 
 
 def to_mlx(
@@ -151,8 +152,7 @@ def to_mlx(
                 if moment.shape != like.shape:
                     raise ConvertError(
                         f"{what} has shape {moment.shape}, the parameter {like.shape}: "
-                        "the names are in another order. Give them with names=... "
-                        "(--names)."
+                        "give the names in the optimizer's order (--names)."
                     )
                 for mlx_name, array in entries[name].to_mlx(moment).items():
                     flat[f"{prefix}{mlx_name}.{ours}"] = array
@@ -227,7 +227,7 @@ def _torch_slots(
     old, slots = group.slots(index), group.spec.slots
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
     if not any(key in flat for key in keys):  # frozen in MLX
-        if any(old.get(s) is not None and not _is_array(old[s]) for s in slots):
+        if any(isinstance(old.get(slot), TensorShape) for slot in slots):
             raise ConvertError(
                 f"{entry.mlx[0]} has no state in the MLX optimizer, and had one when "
                 "it was loaded: give the optimizer that was trained."
@@ -275,17 +275,13 @@ def _changed_settings(
     if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
         changed["lr"] = rate
     for key, value in changed.items():
-        if _is_array(settings[key]):
+        if isinstance(settings[key], mx.array):
             changed[key] = mx.array(value, settings[key].dtype)
     for key, off in refused_settings(group.spec, settings).items():
         value = plain_setting(settings[key])  # accepted settings stay off
         is_plain = isinstance(value, (bool, int, float))
         changed[key] = type(value)(off) if is_plain else off
     return changed
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, mx.array)
 
 
 def constructor_args(group: Group) -> dict[str, Any]:
@@ -323,21 +319,16 @@ def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
         if len(given) != len(groups):
             raise ValueError(
                 f"learning_rate has {len(given)} entries and the MLX optimizer "
-                f"{len(groups)} parts: give one for each parameter group; groups with "
-                "equal settings are one part."
+                f"{len(groups)} parts: give one for each."
             )
         return [*given]
-    # In the first step of a warmup all rates are 0, and only these distinguish groups.
-    first = [
-        number(group.settings.get("initial_lr") or group.settings["lr"])
-        for group in groups
-    ]
-    for rates in (own, first):
-        if len(set(rates)) > 1:
-            raise ValueError(
-                f"The parameter groups have different learning rates ({rates}): give "
-                "learning_rate as a list, a number or schedule for each in this order."
-            )
+    # In the first step of a warmup all rates are 0, and only initial_lr differs.
+    first = [number(group.settings.get("initial_lr")) for group in groups]
+    if len({*zip(own, first, strict=True)}) > 1:
+        raise ValueError(
+            f"The parameter groups have different learning rates ({own}): give "
+            "learning_rate as a list, a number or schedule for each in this order."
+        )
     return [given] * len(groups)
 
 

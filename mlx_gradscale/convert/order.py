@@ -70,15 +70,14 @@ class Order:
             found = self._deal(self._candidates(self._mlx_order(model)))
         except ConvertError:  # the model's layers are in another order
             raise ConvertError(
-                "The model was read from a safetensors file, which does not keep the "
-                "order of its tensors, and the MLX model does not give it either. "
-                f"{_advice()}"
+                "A safetensors file does not keep the order of its tensors, and the "
+                f"MLX model does not give it either. {_advice()}"
             ) from None
         return found, [
             "The optimizer does not name its parameters, and a safetensors file does "
-            "not keep their order: the order of the MLX model's layers was taken, and "
-            "all shapes match. If PyTorch's model has its layers in another order, "
-            f"moments of one shape are now exchanged. To be sure: {_advice()}"
+            "not keep their order: the order of the MLX model's layers was taken. If "
+            "PyTorch's is another one, moments of one shape are now exchanged. To be "
+            f"sure: {_advice()}"
         ]
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
@@ -186,9 +185,8 @@ class Order:
         if flat and may_skip:
             return (
                 f"The optimizer keeps {len(self.indices)} flat tensors for the model's "
-                f"{len(names)}, as DeepSpeed, ZeRO and fairseq do in half precision. "
-                "Such a state is not converted: leave it out with --optimizer-key '', "
-                "or save the optimizer of an unflattened float32 model."
+                f"{len(names)}, as DeepSpeed, ZeRO and fairseq do in half precision: "
+                "leave such a state out with --optimizer-key ''."
             )
         how_many = "More than one order" if ways else "No order"
         return (
@@ -210,19 +208,16 @@ class Order:
         if not alike:
             return []
         return [
-            "The optimizer does not name its parameters: the model's order was taken, "
-            f"as in optimizer(model.parameters()). {list_some(alike, 3)} have the "
-            "shapes of others, so if the optimizer was given another order, their "
-            f"moments are now exchanged. To be sure: {_advice()}"
+            "The optimizer does not name its parameters: the model's order was taken. "
+            f"{list_some(alike, 3)} have the shapes of others, so if the optimizer was "
+            f"given another order, moments are now exchanged. To be sure: {_advice()}"
         ]
 
 
 def _advice(some_are_left: bool = False) -> str:
-    trained = "[name for name, p in model.named_parameters() if p.requires_grad]"
-    every = "[name for name, _ in model.named_parameters()]"
-    names = trained if some_are_left else every
+    which = " if p.requires_grad" if some_are_left else ""
     return (
-        "Save the optimizer with named parameters "
-        "(optimizer(model.named_parameters())), or give the names in the optimizer's "
-        f"order, group by group: names=... (--names FILE), from {names}."
+        "Save the optimizer with named parameters (optimizer(model.named_parameters()))"
+        ", or give the names in the optimizer's order, group by group: names=... "
+        f"(--names FILE), from [name for name, p in model.named_parameters(){which}]."
     )

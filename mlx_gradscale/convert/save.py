@@ -245,28 +245,28 @@ def _is_rounding(tensor: mx.array, leaf: mx.array) -> bool:
 
 
 def _fill_scaler(template: Template, state: Mapping[str, Any]) -> list[str]:
-    held = get(template.checkpoint, template.scaler or ())
-    if template.scaler_format == "torch":
-        for key, x in state.items():
-            if type(held.get(key)) is not type(x) or held[key] != x:
-                held[key] = x
-        own = [key for key in state if key not in TORCH_KEYS]
-        return [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
+    held, kind = get(template.checkpoint, template.scaler or ()), template.scaler_format
     inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
     held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
-    row = formats.FORMATS[template.scaler_format or "torch"]
-    updated = [
-        (theirs, state[ours])
-        for ours, theirs in row.fields.items()
-        if theirs in held and ours in state
-    ]
-    for key, x in updated:
-        held[key] = as_leaf(mx.array(x), held[key]) if is_tensor(held[key]) else x
-    names = list_some([key for key, _ in updated])
-    return [
-        f"The scaler's state is {template.scaler_format}'s: {names} are updated, and "
-        "its other entries unchanged."
-    ]
+    fields = formats.FORMATS[kind or "torch"].fields
+    updated = {
+        theirs: state[ours]
+        for ours, theirs in fields.items()
+        if ours in state and (theirs in held or kind == "torch")
+    }
+    for key, x in updated.items():
+        old = held.get(key)
+        if is_tensor(old) and kind != "torch":
+            held[key] = as_leaf(mx.array(x), old)
+        elif type(old) is not type(x) or old != x:
+            held[key] = x
+    if kind != "torch":
+        return [
+            f"The scaler's state is {kind}'s: {list_some(updated)} are updated, and "
+            "its other entries unchanged."
+        ]
+    own = [key for key in updated if key not in TORCH_KEYS]
+    return [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
 
 
 def _move_trainer(

@@ -160,9 +160,9 @@ def _choose_model(models: list[Path], mixed: list[Path]) -> list[Path]:
     if len(fits) != 1:
         raise ConvertError(
             f"The checkpoint holds {len(models)} models, {list_some(map(show, models))}"
-            ": choose one with --model-key, and its optimizer with --optimizer-key. "
-            "Convert the others in calls of their own; on the way back, the second "
-            "call takes the first one's output as its template (--like)."
+            ": choose one with --model-key, and its optimizer with --optimizer-key. On "
+            "the way back, the template of the second is the first one's output "
+            "(--like)."
         )
     return fits
 
@@ -198,12 +198,11 @@ def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
             raise ConvertError(f"{show(path) or 'The file'}: {what}.")
     if found.scaler is None or found.optimizers:
         has = "an optimizer but no model" if found.optimizers else "no model"
+        keys = list_some(checkpoint) if isinstance(checkpoint, dict) else "none"
         raise ConvertError(
-            f"The checkpoint holds {has} that could be recognised; at its top it has "
-            f"{list_some(checkpoint) if isinstance(checkpoint, dict) else 'no'} keys. "
-            "Name the model with --model-key. If it is in another file, copy that into "
-            "one folder with the optimizer's, as model.safetensors and optimizer.pt, "
-            "and give the folder."
+            f"The checkpoint holds {has} that could be recognised; its keys are {keys}."
+            " Name the model with --model-key. If it is in another file, copy both into"
+            " one folder, as model.safetensors and optimizer.pt, and give the folder."
         )
 
 
@@ -231,10 +230,9 @@ def _notes(
     if masters:
         notes.append(
             f"The model's weights are in half precision, and {list_some(masters)} "
-            "holds float32 tensors of their size, which look like master weights. They "
-            "are not read, and go back unchanged: a program that loads them over the "
-            "weights would undo the steps made in MLX. Save the model in float32 to "
-            "convert it."
+            "holds float32 tensors of their size, probably master weights. They go back"
+            " unchanged: a program that loads them over the weights would undo the "
+            "steps made in MLX. Save the model in float32 to convert it."
         )
     return notes
 

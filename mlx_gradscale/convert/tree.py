@@ -83,16 +83,14 @@ def find_key(tree: Any, key: str) -> Path:
     """
     path: Path = ()
     for word in key.split("/"):
-        is_list = isinstance(tree, (list, tuple))
-        step: Any = int(word) if is_list and word.isdigit() else word
-        if not (
-            (is_list and isinstance(step, int) and step < len(tree))
-            or (isinstance(tree, dict) and step in tree)
-        ):
-            there = list_some(tree) if isinstance(tree, dict) else "no keys"
+        keys = [*tree] if isinstance(tree, dict) else []
+        if isinstance(tree, (list, tuple)):
+            keys = [*range(len(tree))]
+        step = int(word) if keys and keys[0] == 0 and word.isdigit() else word
+        if step not in keys:
             raise ConvertError(
                 f"The checkpoint has no {word!r} in {show(path) or 'it'}, which has "
-                f"{there}."
+                f"{list_some(keys) or 'no keys'}."
             )
         tree, path = tree[step], (*path, step)
     return path
