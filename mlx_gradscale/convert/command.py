@@ -383,7 +383,7 @@ def _describe(template: Template, source: Path, target: Path) -> str:
     lines = [f"{printable(source)} -> {printable(target)} (nothing is written)"]
     lines += ["", table(("PyTorch", "MLX", "layout"), rows)] if rows else []
     for group in template.groups:
-        count = len(group.names)
+        count = len(group.entries)
         lines.append(f"{group.kind}: {count} parameters, at step {group.step}")
     if template.scaler is not None:
         lines.append(f"scaler: {template.scaler_format}'s state")

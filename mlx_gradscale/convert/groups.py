@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ..files.text import shorten
 from ..torch_checkpoint import TensorShape
+from .layouts import Entry
 from .optimizer_table import OPTIMIZERS, SCHEDULED, OptimizerSpec
 from .tree import ConvertError, is_tensor, number
 
@@ -35,7 +36,7 @@ class Group:
         states (dict): Index -> slots, such as ``exp_avg``, of all groups.
         is_flat (bool): Whether ``held`` is flattened.
         kind (str): A key of :data:`OPTIMIZERS`.
-        names (dict): Index -> PyTorch name, of the parameters that MLX has.
+        entries (dict): Index -> the parameter, for those that MLX has.
         step (int): The step count at conversion.
     """
 
@@ -44,7 +45,7 @@ class Group:
     states: Mapping[Index, dict[str, Any]]
     is_flat: bool = False
     kind: str = ""
-    names: dict[Index, str] = field(default_factory=dict)
+    entries: dict[Index, Entry] = field(default_factory=dict)
     step: int = 0
 
     @property

@@ -90,9 +90,13 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "SGD": OptimizerSpec(
         optim.SGD,
         slots={"momentum_buffer": "v"},
-        settings=("momentum", "weight_decay", "dampening", "nesterov"),
+        settings=("momentum", "weight_decay", "nesterov"),
         required={"momentum", "dampening", "nesterov"},
-        refused=_MAXIMIZE,
+        refused={
+            "dampening": "PyTorch starts the momentum with the whole gradient, MLX "
+            "with (1 - dampening) of it"
+        }
+        | _MAXIMIZE,
         has_step=False,
     ),
     "RMSprop": OptimizerSpec(
@@ -215,13 +219,10 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
     }
 
 
-def torch_differences(
-    name: str, group: Settings, is_complete: bool = True
-) -> dict[str, str]:
+def torch_differences(name: str, group: Settings) -> dict[str, str]:
     """Return the differences between MLX's update and a PyTorch group's.
 
-    Each is a sentence, with the key by which the user accepts it. The group is complete
-    if every parameter already has state.
+    Each is a sentence, with the key by which the user accepts it.
     """
     spec = OPTIMIZERS[name]
     found = {
@@ -235,14 +236,6 @@ def torch_differences(
         for key in group
         if key not in known
     }
-    has_momentum = name == "SGD" and number(group.get("momentum", 0))
-    dampening = number(group.get("dampening", 0)) if has_momentum else 0
-    if dampening and (dampening < 0 or not is_complete):
-        text = (
-            f"SGD has dampening={dampening!r} and no momentum buffer yet: PyTorch "
-            "starts it with the whole gradient, MLX with (1 - dampening) of it."
-        )
-        found[text] = "dampening"
     return found
 
 
@@ -256,15 +249,19 @@ def mlx_differences(name: str, settings: Settings) -> dict[str, str]:
             f"holds {name}: give a checkpoint of that optimizer as the template, or "
             "leave the optimizer out."
         )
-    if "bias_correction" not in spec.forced or settings.get("bias_correction", True):
-        return {}
-    text = (
-        f"MLX's {mine} ran without bias correction, which is its default, and "
-        f"PyTorch's always corrects: next time build it as {mine}(..., "
-        "bias_correction=True). If accepted, moments and step count stay, and "
-        "PyTorch's updates differ from MLX's in the first thousands of steps."
-    )
-    return {text: "bias_correction"}
+    found = {
+        f"MLX's {mine} ran with {key}={settings[key]!r}: {spec.refused[key]}.": key
+        for key in refused_settings(spec, settings)
+    }
+    if "bias_correction" in spec.forced and not settings.get("bias_correction", True):
+        text = (
+            f"MLX's {mine} ran without bias correction, which is its default, and "
+            f"PyTorch's always corrects: next time build it as {mine}(..., "
+            "bias_correction=True). If accepted, PyTorch's updates differ from MLX's "
+            "in the first thousands of steps."
+        )
+        found[text] = "bias_correction"
+    return found
 
 
 def check_differences(found: Mapping[str, str], accept: Iterable[str]) -> list[str]:

@@ -42,34 +42,38 @@ def set_kind(groups: Sequence[Group], options: Options) -> None:
         group.check_settings()
 
 
-def check_groups(
-    groups: Sequence[Group], entries: Mapping[str, Entry], options: Options
+def plan_groups(
+    groups: Sequence[Group],
+    names: Sequence[str],
+    entries: Mapping[str, Entry],
+    options: Options,
 ) -> list[str]:
-    """Check that MLX can continue the groups, set their steps, and return notes.
+    """Set the parameters and steps of the groups, and return notes.
 
-    Their names lose the parameters that MLX does not have.
+    ``names`` are the PyTorch names of all parameters, group by group. Differences
+    between PyTorch and MLX raise, unless they are accepted.
     """
     if options.step is not None and options.step < 0:
         raise ConvertError(f"--step {options.step}: a count cannot be negative.")
     found: dict[str, str] = {}
-    torch_only: list[str] = []
+    left = iter(names)
     for group in groups:
-        torch_only += [name for name in group.names.values() if name not in entries]
-        group.names = {i: name for i, name in group.names.items() if name in entries}
-        is_complete = not any(map(group.lacks_state, group.names))
-        found |= torch_differences(group.kind, group.settings, is_complete)
+        own = dict(zip(group.settings["params"], left, strict=False))
+        group.entries = {i: entries[name] for i, name in own.items() if name in entries}
+        found |= torch_differences(group.kind, group.settings)
     _set_steps(groups, options.step or 0)
     notes = [group.spec.note for group in groups if group.spec.note]
     notes += check_differences(found, options.accept)
+    torch_only = [name for name in names if name not in entries]
     if torch_only:
         notes.append(
             f"The optimizer state of {list_some(torch_only)} goes back unchanged, as "
             "the MLX model has no such parameters."
         )
     fresh = [
-        name
+        entry.torch
         for group in groups
-        for index, name in group.names.items()
+        for index, entry in group.entries.items()
         if group.spec.has_step and group.step and group.lacks_state(index)
     ]
     if fresh:
@@ -95,10 +99,10 @@ def _set_steps(groups: Sequence[Group], default: int) -> None:
     known: list[int | None] = []
     for group in groups:
         counts: dict[int, str] = {}
-        for index, name in group.names.items():
+        for index, entry in group.entries.items():
             step = group.slots(index).get("step")
             if step is not None:
-                counts.setdefault(int(number(step)), name)
+                counts.setdefault(int(number(step)), entry.torch)
         if len(counts) > 1:
             said = [f"{name} at {step}" for step, name in sorted(counts.items())]
             raise ConvertError(
@@ -132,9 +136,7 @@ def split(groups: Sequence[Group]) -> list[tuple[str, Group]]:
 
 
 def to_mlx(
-    groups: Sequence[Group],
-    entries: Mapping[str, Entry],
-    tensors: Mapping[str, mx.array],
+    groups: Sequence[Group], tensors: Mapping[str, mx.array]
 ) -> dict[str, mx.array]:
     """Return the flat MLX state, with zeros for parameters without state."""
     flat: dict[str, mx.array] = {}
@@ -142,26 +144,25 @@ def to_mlx(
         rate = number(group.settings["lr"])
         flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
         flat[f"{prefix}learning_rate"] = mx.array(rate, mx.float32)
-        for index, name in group.names.items():
-            like = tensors[name]
+        for index, entry in group.entries.items():
+            like = tensors[entry.torch]
             for theirs, ours in group.spec.slots.items():
                 moment = group.slots(index).get(theirs)
                 moment = mx.zeros_like(like) if moment is None else moment
-                what = f"{theirs} of {name}"
+                what = f"{theirs} of {entry.torch}"
                 need(isinstance(moment, mx.array), what, "a tensor", moment)
                 if moment.shape != like.shape:
                     raise ConvertError(
                         f"{what} has shape {moment.shape}, the parameter {like.shape}: "
                         "give the names in the optimizer's order (--names)."
                     )
-                for mlx_name, array in entries[name].to_mlx(moment).items():
+                for mlx_name, array in entry.to_mlx(moment).items():
                     flat[f"{prefix}{mlx_name}.{ours}"] = array
     return flat
 
 
 def to_torch(
     groups: Sequence[Group],
-    entries: Mapping[str, Entry],
     flat: Mapping[str, mx.array],
     settings: Sequence[Mapping[str, Any]],
     accept: Iterable[str] = (),
@@ -189,8 +190,8 @@ def to_torch(
                 f"The MLX optimizer's {prefix}step is {step}, which is no count."
             )
         found |= mlx_differences(group.kind, used)
-        for index, name in group.names.items():
-            slots = _torch_slots(group, index, entries[name], flat, prefix, int(step))
+        for index in group.entries:
+            slots = _torch_slots(group, index, flat, prefix, int(step))
             group.write_slots(index, slots)
         rate = used.get("next_rate", number(_required(flat, f"{prefix}learning_rate")))
         for key, value in _changed_settings(group, used, rate).items():
@@ -216,15 +217,10 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 
 
 def _torch_slots(
-    group: Group,
-    index: Index,
-    entry: Entry,
-    flat: Mapping[str, mx.array],
-    prefix: str,
-    step: int,
+    group: Group, index: Index, flat: Mapping[str, mx.array], prefix: str, step: int
 ) -> dict[str, Any]:
     """Return the slots to write, or none if PyTorch's are already correct."""
-    old, slots = group.slots(index), group.spec.slots
+    entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
     if not any(key in flat for key in keys):  # frozen in MLX
         if any(isinstance(old.get(slot), TensorShape) for slot in slots):
@@ -239,16 +235,16 @@ def _torch_slots(
         )
         for theirs, ours in slots.items()
     }
-    if group.lacks_state(index):
-        # PyTorch starts a missing momentum buffer with the undampened gradient, MLX
-        # with the dampened one. They agree if the buffer is written as zeros.
-        is_dampened = number(group.settings.get("dampening", 0))
-        has_moved = group.spec.has_step and step != group.step
-        is_zero = not any(mx.any(x).item() for x in new.values())
-        if is_zero and not has_moved and not is_dampened:
-            return {}
+    has_moved = group.spec.has_step and step != group.step
+    is_zero = group.lacks_state(index) and not any(map(_has_values, new.values()))
+    if is_zero and not has_moved:
+        return {}
     count = {"step": _torch_step(group, index, step)} if group.spec.has_step else {}
     return count | {slot: as_leaf(x, old.get(slot)) for slot, x in new.items()}
+
+
+def _has_values(array: mx.array) -> bool:
+    return bool(mx.any(array).item())
 
 
 def _torch_step(group: Group, index: Index, step: int) -> Any:
@@ -291,9 +287,7 @@ def constructor_args(group: Group) -> dict[str, Any]:
 
 
 def build(
-    groups: Sequence[Group],
-    entries: Mapping[str, Entry],
-    learning_rate: Rate | Sequence[Rate] | None = None,
+    groups: Sequence[Group], learning_rate: Rate | Sequence[Rate] | None = None
 ) -> optim.Optimizer:
     """Build the MLX optimizer that resumes from PyTorch's groups.
 
@@ -306,7 +300,7 @@ def build(
     ]
     if len(parts) == 1:
         return parts[0]
-    members = [{n for t in g.names.values() for n in entries[t].mlx} for g in groups]
+    members = [{n for e in group.entries.values() for n in e.mlx} for group in groups]
     filters = [lambda path, _, own=own: path in own for own in members[:-1]]
     return optim.MultiOptimizer(parts, filters)
 

@@ -181,9 +181,8 @@ def _fill(
     if run.optimizer is None:
         notes += _remove_optimizers(template)
     elif template.groups:
-        entries = template.plan.entries
         notes += optimizers.to_torch(
-            template.groups, entries, run.optimizer, run.settings, accept
+            template.groups, run.optimizer, run.settings, accept
         )
     else:
         notes.append("The template has no place for the optimizer's state.")

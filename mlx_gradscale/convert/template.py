@@ -80,7 +80,7 @@ class Template:
 
     def optimizer_state(self) -> dict[str, mx.array]:
         """Return the flat MLX optimizer state, empty if there is no optimizer."""
-        return optimizers.to_mlx(self.groups, self.plan.entries, self.tensors())
+        return optimizers.to_mlx(self.groups, self.tensors())
 
     def scaler_state(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Return the ``GradScaler.state_dict``, if there is one, and notes."""
@@ -96,7 +96,7 @@ class Template:
         """Return the MLX optimizer, without its state."""
         if not self.groups:
             raise ConvertError("The checkpoint has no optimizer.")
-        return optimizers.build(self.groups, self.plan.entries, learning_rate)
+        return optimizers.build(self.groups, learning_rate)
 
     def drop_tensors(
         self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
@@ -116,8 +116,8 @@ class Template:
                 held[name] = shapes.setdefault(id(x), TensorShape.of(x))
         owned = None if optimizer_names is None else set(optimizer_names)
         for group in self.groups:
-            for index, name in group.names.items():
-                if owned is None or self.plan.entries[name].mlx[0] in owned:
+            for index, entry in group.entries.items():
+                if owned is None or entry.mlx[0] in owned:
                     group.drop_tensors(index)
 
     def entries_beside(self) -> dict[str, Any]:
@@ -178,12 +178,8 @@ def make_template(
         is_ordered = not file.endswith(".safetensors")
         order = Order(template.groups, tensors, template.plan)
         names, doubts = order.find(options, model, is_ordered)
-        left = iter(names)
-        for group in template.groups:
-            group.names = {index: next(left) for index in group.settings["params"]}
-        notes += optimizers.check_groups(
-            template.groups, template.plan.entries, options
-        )
+        entries = template.plan.entries
+        notes += optimizers.plan_groups(template.groups, names, entries, options)
         notes += doubts
     if found.scaler is not None:
         state = get(checkpoint, found.scaler)
@@ -214,7 +210,10 @@ def to_object(template: Template) -> dict[str, Any]:
         **{name: getattr(template, name) for name in _STORED},
         "entries": {e.torch: (e.layout, e.mlx) for e in template.plan.entries.values()},
         "tied": template.plan.tied,
-        "groups": [(g.kind, g.names, g.step) for g in template.groups],
+        "groups": [
+            (g.kind, g.step, {i: e.torch for i, e in g.entries.items()})
+            for g in template.groups
+        ],
     }
 
 
@@ -257,10 +256,10 @@ def _parse(value: Mapping[str, Any]) -> Template:
     for path in template.optimizers:
         template.groups += read_groups(get(template.checkpoint, path))
     for group, stored in zip(template.groups, value["groups"], strict=True):
-        group.kind, group.names, group.step = stored
+        group.kind, group.step, names = stored
+        group.entries = {index: entries[name] for index, name in names.items()}
         _expect(type(group.step) is int and 0 <= group.step < MOST_STEPS)
-        _expect(all(name in entries for name in group.names.values()))
-        _expect(group.names.keys() <= set(group.settings["params"]))
+        _expect(names.keys() <= set(group.settings["params"]))
         group.check_settings()
     template.set_age()
     return template
