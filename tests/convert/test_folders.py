@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.convert_runs import Small, fails, forward, identical, small
+from support.convert_runs import Small, fails, forward, identical, small, small_adam
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
@@ -19,21 +19,10 @@ from mlx_gradscale.torch_checkpoint import Placeholder
 NAMES = ("fc.weight", "fc.bias")
 
 
-def adam():
-    weights = {"fc.weight": mx.ones((2, 3)), "fc.bias": mx.zeros(2)}
-    state = {
-        i: {"step": mx.array(3.0), "exp_avg": x + 1, "exp_avg_sq": x + 2}
-        for i, x in enumerate(weights.values())
-    }
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
-             "amsgrad": False, "params": [0, 1]}  # fmt: skip
-    return weights, {"state": state, "param_groups": [group]}
-
-
 def trainer_folder(path, schedule=True):
     """As Transformers' Trainer writes it, with its own objects."""
     path.mkdir()
-    weights, optimizer = adam()
+    weights, optimizer, _ = small_adam()
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
     pt.save(path / "optimizer.pt", optimizer)
     if schedule:
@@ -100,7 +89,7 @@ def test_step_sets_a_trainers_count_and_needs_one(tmp_path):
     save_torch(tmp_path / "out", model, run.optimizer, like=run.template, step=9)
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert state["global_step"] == 9
-    pt.save(tmp_path / "a.pt", {"model": adam()[0]})
+    pt.save(tmp_path / "a.pt", {"model": small_adam()[0]})
     plain = load_torch(tmp_path / "a.pt", model)
     with pytest.raises(ConvertError, match="the template has none"):
         save_torch(tmp_path / "b.pt", model, like=plain.template, step=9)
@@ -213,7 +202,7 @@ def peft_folder(path):
         i: {"step": mx.array(3.0), "exp_avg": x * 2, "exp_avg_sq": x * x}
         for i, x in enumerate(weights.values())
     }
-    group = adam()[1]["param_groups"][0] | {"params": list(range(8))}
+    group = small_adam()[2] | {"params": list(range(8))}
     pt.save(path / "optimizer.pt", {"state": state, "param_groups": [group]})
     return names, weights
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.convert_runs import Holder, Small, paths, small, usual
+from support.convert_runs import Holder, Small, paths, sgd, small, usual
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch, main
@@ -17,11 +17,6 @@ from mlx_gradscale.convert.save import MlxRun, write_template
 from mlx_gradscale.convert.template import TEMPLATE, make_template
 
 ROOT = Path(__file__).parents[2]
-
-
-def sgd(params, **more):
-    return {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0,
-            "nesterov": False, "params": params, **more}  # fmt: skip
 
 
 def bombs():

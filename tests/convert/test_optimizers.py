@@ -219,16 +219,6 @@ def test_lion_that_may_decay_otherwise_is_reported(tmp_path):
     assert any("decoupled_weight_decay=True" in note for note in mine.run.notes)
 
 
-@EVERY
-def test_optimizer_is_recognised_by_its_keys(kind):
-    held = Side(kind).steps(range(1)).optimizer.state_dict()
-    slots = {slot for state in held["state"].values() for slot in state}
-    want = kind.split()[0]
-    assert recognise(held["param_groups"], slots) == want
-    with pytest.raises(ConvertError, match="is not that of"):
-        recognise(held["param_groups"], slots, "Lion" if want != "Lion" else "Adam")
-
-
 @pytest.mark.parametrize(
     "cls",
     [

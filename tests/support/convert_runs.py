@@ -172,16 +172,7 @@ def small(seed=0):
             0: {"momentum_buffer": weight * 2},
             1: {"momentum_buffer": mx.array([3.0, 4.0])},
         },
-        "param_groups": [
-            {
-                "lr": 0.1,
-                "momentum": 0.9,
-                "dampening": 0,
-                "weight_decay": 0,
-                "nesterov": False,
-                "params": [0, 1],
-            }
-        ],
+        "param_groups": [sgd([0, 1])],
     }
     scaler = {
         "scale": 512.0,
@@ -191,6 +182,23 @@ def small(seed=0):
         "_growth_tracker": 7,
     }
     return model, optimizer, scaler
+
+
+def small_adam():
+    """The same model with an Adam state at step 3, and its only group."""
+    weights = {"fc.weight": mx.ones((2, 3)), "fc.bias": mx.zeros(2)}
+    state = {
+        i: {"step": mx.array(3.0), "exp_avg": x + 1, "exp_avg_sq": x + 2}
+        for i, x in enumerate(weights.values())
+    }
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
+             "amsgrad": False, "params": [0, 1]}  # fmt: skip
+    return weights, {"state": state, "param_groups": [group]}, group
+
+
+def sgd(params, **more):
+    return {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0,
+            "nesterov": False, "params": params, **more}  # fmt: skip
 
 
 def shapes_of_checkpoints():
