@@ -3,6 +3,7 @@
 from collections import OrderedDict
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import pytest
 from support.convert_runs import (
     Small,
@@ -260,6 +261,11 @@ def test_flattened_and_named_states_of_torch_distributed_convert(nested, tmp_pat
         assert back["param_groups"][0]["lr"] == 0.5
     else:
         assert [back[f"param_groups.{n}.lr"] for n in names] == [0.5, 0.5]
+    other, mine = optim.SGD(0.5, momentum=0.9), Small()
+    mine.fc.freeze(keys=["bias"])
+    other.init(mine.trainable_parameters())
+    with pytest.raises(ConvertError, match="had one when it was loaded"):
+        save_torch(tmp_path / "d.pt", mine, other, like=run.template)
 
 
 def test_numbers_that_became_texts_are_numbers(tmp_path):
