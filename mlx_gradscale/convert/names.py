@@ -9,6 +9,7 @@ which input, and which of its axes, it came from.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -128,12 +129,8 @@ def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str],
     """Yield functions that may map PyTorch's names to the model's, simplest first."""
     yield rename
     for prefix in ("", *_PREFIXES):
-
-        def strip(name: str, prefix: str = prefix) -> str:
-            return unwrap(name).removeprefix(prefix)
-
-        yield lambda name, strip=strip: strip(rename(name))  # type: ignore[misc]
-        yield lambda name, strip=strip: rename(strip(name))  # type: ignore[misc]
+        yield partial(lambda p, name: unwrap(rename(name)).removeprefix(p), prefix)
+        yield partial(lambda p, name: rename(unwrap(name).removeprefix(p)), prefix)
 
 
 def known_names(model: nn.Module) -> dict[str, Target]:

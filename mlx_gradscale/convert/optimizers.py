@@ -236,15 +236,11 @@ def _torch_slots(
         for theirs, ours in slots.items()
     }
     has_moved = group.spec.has_step and step != group.step
-    is_zero = group.lacks_state(index) and not any(map(_has_values, new.values()))
-    if is_zero and not has_moved:
+    is_same = group.lacks_state(index) and not has_moved
+    if is_same and not any(mx.any(x).item() for x in new.values()):
         return {}
     count = {"step": _torch_step(group, index, step)} if group.spec.has_step else {}
     return count | {slot: as_leaf(x, old.get(slot)) for slot, x in new.items()}
-
-
-def _has_values(array: mx.array) -> bool:
-    return bool(mx.any(array).item())
 
 
 def _torch_step(group: Group, index: Index, step: int) -> Any:
