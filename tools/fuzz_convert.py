@@ -23,7 +23,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_gradscale.convert.folder import TorchFiles
 from mlx_gradscale.convert.options import Options
 from mlx_gradscale.convert.save import gather, write_template
 from mlx_gradscale.convert.template import from_object, make_template, to_object
@@ -133,26 +132,25 @@ def copy_tree(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def convert_tree(tree: Any, folder: Path, model: nn.Module | None) -> None:
+def convert_tree(tree: Any, folder: Path) -> None:
     """Convert a tree in both directions, without a file in the first."""
-    options = Options(keep_layout=("*",)) if model is None else Options()
-    template, _ = make_template(TorchFiles(tree), model, options)
+    model, options = Net(), Options()
+    template, _ = make_template(tree, model, options)
     weights, flat = template.weights(), template.optimizer_state()
-    mx.eval(weights, flat or {})
+    mx.eval(weights, flat)
     template.scaler_state()
-    if model is not None:
-        model.load_weights(list(weights.items()), strict=False)
-        run = gather(model)
-        if template.optimizer is not None:
-            run.optimizer = flat
-            run.settings = _settings(template)
-        write_template(folder / "out.pt", template, run, options, overwrite=True)
+    model.load_weights(list(weights.items()), strict=False)
+    run = gather(model)
+    if template.groups:
+        run.optimizer = flat
+        run.settings = _settings(template)
+    write_template(folder / "out.pt", template, run, options, overwrite=True)
     template.drop_tensors()
     from_object(to_object(template))
 
 
 def _settings(template: Any) -> list[dict[str, Any]]:
-    from mlx_gradscale.convert.optimizer_state import mlx_settings
+    from mlx_gradscale.convert.optimizers import mlx_settings
 
     return mlx_settings(template.build_optimizer())
 
@@ -160,7 +158,7 @@ def _settings(template: Any) -> list[dict[str, Any]]:
 def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
     """Damage a template and try to fill it."""
     model = Net()
-    template, _ = make_template(TorchFiles(tree), model, Options())
+    template, _ = make_template(tree, model, Options())
     run = gather(model)
     run.optimizer, run.settings = template.optimizer_state(), _settings(template)
     template.drop_tensors()
@@ -177,10 +175,8 @@ def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
         try:
             if number % 4 == 3:
                 fill_damaged_template(good_checkpoint(), folder, rng)
-            elif number % 4 == 2:
-                convert_tree(mutate(good_checkpoint(), rng), folder, None)
             else:
-                convert_tree(mutate(good_checkpoint(), rng), folder, Net())
+                convert_tree(mutate(good_checkpoint(), rng), folder)
             outcome = "converted"
         except EXPECTED as error:
             outcome = type(error).__name__

@@ -20,14 +20,13 @@ from ..commands import run_command
 from ..core.masters import join
 from ..core.scale import FIELDS, to_state_dict
 from ..files.paths import contains, read_json
-from ..files.text import dtype_name, printable, table
+from ..files.text import printable, table
 from ..formats import FORMATS
-from .folder import read_torch
-from .load import make_scaler
-from .optimizer_table import ACCEPTABLE, OPTIMIZERS
-from .options import Options
+from .load import make_scaler, read_run
+from .optimizer_table import OPTIMIZERS
+from .options import LAYOUT_DIMENSIONS, Options
 from .save import MlxRun, read_template, write_template
-from .template import TEMPLATE, Template, make_template, to_object
+from .template import TEMPLATE, Template, to_object
 from .tree import ConvertError, list_some
 
 _EXPECTED = (
@@ -41,47 +40,41 @@ _FLAGS = LIMIT_FLAGS | {
     f"float64=mx.{name}": f"--float64 {name}" for name in ("float32", "float64")
 }
 _SECTIONS = ("model", "optimizer", "scaler")
-_PATHS = {
+# Flags that may be repeated, with the form of their values.
+_MANY = {
+    "--rename": "OLD=NEW",
+    "--layout": "PATTERN=LAYOUT",
+    "--drop": "PATTERN",
+    "--accept": "SETTING",
+    "--limit": "NAME=NUMBER",
+}
+_HELP = {
     "--torch-path": "a .pt file, or a folder of Accelerate or Transformers' Trainer",
     "--mlx-path": "a folder for save_checkpoint and restore_checkpoint",
     "--like": "to PyTorch: a checkpoint of the same model as the template, for a run "
     "that did not come from PyTorch",
     "--names": "a file with the optimizer's parameters in order, one PyTorch name a "
     "line",
-}
-_CHOICES = {
-    "--to": (("mlx", "torch"), "needed where both paths exist"),
-    "--optimizer": (tuple(OPTIMIZERS), "default: known by its keys"),
-    "--scaler-format": (tuple(FORMATS), "default: known by its keys"),
-    "--float64": (
-        ("float32", "float64"),
-        "what double precision becomes; by default it is an error",
-    ),
-}
-_PATTERNS = {
-    "--conv": "convolution weights",
-    "--conv-transpose": "weights of transposed convolutions",
-    "--split-qkv": "fused attention weights to split in three",
-    "--transpose": "weights that are (in, out) in PyTorch, as GPT-2's",
-    "--keep-layout": "tensors of 3 and more dimensions to leave as they are",
-    "--drop": "tensors that the MLX model does not have",
-}
-# Repeatable flags, with their metavar and help text.
-_MANY = {
-    "--rename": (
-        "OLD=NEW",
-        "a regular expression on PyTorch names, and its replacement after the last =",
-    ),
-    **{
-        flag: ("PATTERN", f"{text}: a shell pattern on PyTorch names")
-        for flag, text in _PATTERNS.items()
-    },
-    "--accept": (
-        "SETTING",
-        "convert in spite of this difference, and drop the setting: a key of the "
-        "optimizer's groups, or one of " + ", ".join(ACCEPTABLE),
-    ),
-    "--limit": ("NAME=NUMBER", "raise a limit of the reader that an error names"),
+    "--to": "needed where both paths exist",
+    "--optimizer": "default: known by its keys",
+    "--scaler-format": "default: known by its keys",
+    "--float64": "what double precision becomes; by default it is an error",
+    "--rename": "a regular expression on PyTorch names, and its replacement after the "
+    "last =",
+    "--layout": "a shell pattern on PyTorch names, and the layout of these tensors: "
+    + ", ".join(LAYOUT_DIMENSIONS),
+    "--drop": "a shell pattern on the names of tensors that the MLX model does not "
+    "have",
+    "--accept": "convert in spite of this difference, which an error names, and drop "
+    "the setting",
+    "--limit": "raise a limit of the reader that an error names",
+    "--model": "the MLX model, or a function that makes it, for names, layouts and "
+    "shapes; or an mlx-lm model's folder or config.json. MODULE:NAME runs the "
+    "module's code, which nothing else here does with any file",
+    "--step": "the step count, where the optimizer keeps none; to PyTorch, the "
+    "global_step of a Trainer's folder",
+    "--overwrite": "replace what is there",
+    "--dry-run": "write nothing",
 }
 
 
@@ -104,56 +97,49 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's argument parser."""
     made = argparse.ArgumentParser(
         prog="mlx_gradscale convert",
-        epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run",
+        epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run "
+        "--model my_model:Net",
         description="Convert a training run between PyTorch and MLX: model, optimizer "
         "and GradScaler state. The path that exists is read, the other is written.",
     )
-    for flag, text in _PATHS.items():
-        needed = flag.endswith("-path")
-        made.add_argument(flag, type=Path, metavar="PATH", required=needed, help=text)
-    for flag, (choices, text) in _CHOICES.items():
-        made.add_argument(flag, choices=choices, help=text)
-    for flag, (metavar, text) in _MANY.items():
-        made.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
+
+    def add(flag: str, **settings: Any) -> None:
+        made.add_argument(flag, help=_HELP[flag], **settings)
+
+    for flag in ("--torch-path", "--mlx-path"):
+        add(flag, type=Path, metavar="PATH", required=True)
+    for flag in ("--like", "--names"):
+        add(flag, type=Path, metavar="PATH")
+    add("--to", choices=("mlx", "torch"))
+    add("--optimizer", choices=tuple(OPTIMIZERS))
+    add("--scaler-format", choices=tuple(FORMATS))
+    add("--float64", choices=("float32", "float64"))
+    for flag, form in _MANY.items():
+        add(flag, action="append", default=[], metavar=form)
     for name in _SECTIONS:
         text = f"where the {name} is in the checkpoint; '' leaves it out"
         made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
-    made.add_argument(
-        "--model",
-        metavar="MODULE:NAME or PATH",
-        help="the MLX model, or a function that makes it, for names, layouts and "
-        "shapes; or an mlx-lm model's folder or config.json. MODULE:NAME runs the "
-        "module's code, which nothing else here does with any file",
-    )
-    made.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="the step count, where the optimizer keeps none; to PyTorch, the "
-        "global_step of a Trainer's folder",
-    )
-    made.add_argument("--overwrite", action="store_true", help="replace what is there")
-    made.add_argument("--dry-run", action="store_true", help="write nothing")
+    add("--model", metavar="MODULE:NAME or PATH")
+    add("--step", type=int, metavar="N")
+    for flag in ("--overwrite", "--dry-run"):
+        add(flag, action="store_true")
     return made
 
 
 def _convert(arguments: argparse.Namespace) -> None:
     """Write the side that does not exist yet, or the one given by ``--to``."""
     torch_path, mlx_path = arguments.torch_path, arguments.mlx_path
-    sources = {"mlx": torch_path, "torch": mlx_path}
-    there = [side for side, source in sources.items() if source.exists()]
-    if not there:
+    sides = {"mlx": torch_path.exists(), "torch": mlx_path.exists()}
+    if arguments.to is None and sides["mlx"] == sides["torch"]:
+        if sides["mlx"]:
+            raise ConvertError("Both paths exist: give --to mlx or --to torch.")
         raise FileNotFoundError(f"Neither {torch_path} nor {mlx_path} exists.")
-    if len(there) == 2 and arguments.to is None:
-        raise ConvertError("Both paths exist: give --to mlx or --to torch.")
-    target = arguments.to or there[0]
-    if target not in there:
-        raise FileNotFoundError(f"There is no {sources[target]} to read.")
     if contains(mlx_path, torch_path) or contains(torch_path, mlx_path):
         raise ConvertError(
             f"--torch-path {torch_path} and --mlx-path {mlx_path} are the same, or one "
             "is inside the other: give separate paths."
         )
+    target = arguments.to or ("mlx" if sides["mlx"] else "torch")
     (_to_mlx if target == "mlx" else _to_torch)(arguments)
 
 
@@ -164,28 +150,28 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         raise FileExistsError(f"{path} is a file: --mlx-path must be a folder.")
     if path.is_dir() and any(path.iterdir()) and not arguments.overwrite:
         raise FileExistsError(f"{path} already exists: pass --overwrite.")
-    read = read_torch(arguments.torch_path, options)
-    template, notes = make_template(read, _model(arguments.model), options)
-    others = [*template.age, *template.files]
+    model = _model(arguments.model)
+    template, notes = read_run(arguments.torch_path, model, options)
+    others = [*template.age, *(template.files or ())]
     if others:
         notes.append(f"Kept unchanged in {TEMPLATE}: {list_some(others)}.")
     _print_notes(notes)
     if arguments.dry_run:
         print(_describe(template, arguments.torch_path, path))
         return
-    model = _Weights(template.weights())
+    weights = _Weights(template.weights())
     optimizer, scaler = Optimizer(), make_scaler(template)
-    if template.optimizer is not None:
+    if template.groups:
         optimizer = template.build_optimizer()
-        optimizer.state = tree_unflatten([*(template.optimizer_state() or {}).items()])
+        optimizer.state = tree_unflatten([*template.optimizer_state().items()])
     # If the process is killed in between, the checkpoint has no template rather than
     # the wrong one.
     (path / TEMPLATE).unlink(missing_ok=True)
-    save_checkpoint(path, model, optimizer, scaler)
+    save_checkpoint(path, weights, optimizer, scaler)
     template.drop_tensors()
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
     how = "Its weights are in model.safetensors of the save-* folder."
-    if template.optimizer is not None:
+    if template.groups:
         how = (
             "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
             f"{str(path)!r}); restore_checkpoint({str(path)!r}, model, optimizer"
@@ -208,7 +194,7 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     """Write an mlx_gradscale checkpoint as a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
     run = _read_run(read_checkpoint(folder))
-    model = _model(arguments.model) if arguments.like else None
+    model = _model(arguments.model)
     is_save = folder.name.startswith("save-")  # one of a run's checkpoints
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
     if not like.exists():
@@ -267,11 +253,12 @@ def _read_run(saved: Checkpoint) -> MlxRun:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    patterns = {flag[2:].replace("-", "_") for flag in _PATTERNS}
     keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
         rename=[_rename(text) for text in arguments.rename] or None,
+        layouts=dict(_split("--layout", text) for text in arguments.layout),
+        drop=tuple(arguments.drop),
         keys={section: key for section, key in keys.items() if key is not None},
         names=tuple(names) if names is not None else None,
         optimizer=arguments.optimizer,
@@ -280,7 +267,6 @@ def _options(arguments: argparse.Namespace) -> Options:
         scaler_format=arguments.scaler_format,
         float64=getattr(mx, arguments.float64) if arguments.float64 else None,
         limits=read_limits(arguments.limit),
-        **{name: tuple(getattr(arguments, name)) for name in patterns},
     )
 
 
@@ -297,11 +283,16 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
         ) from None
 
 
-def _rename(text: str) -> tuple[str, str]:
+def _split(flag: str, text: str) -> tuple[str, str]:
     # Split at the last "=": a pattern may contain one, as in (?=...), but no name does.
     old, equals, new = text.rpartition("=")
     if not equals:
-        raise ConvertError(f"--rename {text}: give it as OLD=NEW.")
+        raise ConvertError(f"{flag} {text}: give it as {_MANY[flag]}.")
+    return old, new
+
+
+def _rename(text: str) -> tuple[str, str]:
+    old, new = _split("--rename", text)
     try:
         re.compile(old).sub(new, "")  # checks the replacement even without a match
     except (re.error, IndexError) as error:
@@ -385,23 +376,15 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 def _describe(template: Template, source: Path, target: Path) -> str:
     """Describe a conversion for ``--dry-run``."""
-    tensors = template.tensors()
     rows = [
-        (
-            entry.torch,
-            ", ".join(entry.mlx),
-            entry.layout,
-            "x".join(map(str, tensors[entry.torch].shape)) or "scalar",
-            dtype_name(tensors[entry.torch].dtype),
-        )
+        (entry.torch, ", ".join(entry.mlx), entry.layout)
         for entry in template.plan.entries.values()
     ]
-    lines = [f"{source} -> {target} (nothing is written)"]
-    if rows:
-        lines += ["", table(("PyTorch", "MLX", "layout", "shape", "dtype"), rows)]
-    for group in template.optimizer.groups if template.optimizer else ():
-        count = len(group.names)
+    lines = [f"{printable(source)} -> {printable(target)} (nothing is written)"]
+    lines += ["", table(("PyTorch", "MLX", "layout"), rows)] if rows else []
+    for group in template.groups:
+        count = len(group.entries)
         lines.append(f"{group.kind}: {count} parameters, at step {group.step}")
     if template.scaler is not None:
         lines.append(f"scaler: {template.scaler_format}'s state")
-    return "\n".join(printable(line) for line in "\n".join(lines).splitlines())
+    return "\n".join(lines)

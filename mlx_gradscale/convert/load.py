@@ -13,8 +13,7 @@ from ..core.masters import HALF, to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from .folder import read_torch
-from .names import apply_sanitize
-from .optimizer_state import Rate
+from .optimizers import Rate
 from .options import Options
 from .template import Template, make_template
 from .tree import ConvertError, list_some
@@ -86,14 +85,13 @@ def load_torch(
         array([[1, 1]], dtype=float32)
     """
     options = options or Options()
-    template, notes = make_template(read_torch(path, options), model, options)
+    template, notes = read_run(path, model, options)
     weights = template.weights()
-    if template.plan.sanitized is not None:
-        apply_sanitize(model, template.plan.sanitized)
+    template.plan.change_model()
     scaler = make_scaler(template)
     optimizer: Optimizer | None = None
     names: list[str] | None = None
-    if template.optimizer is not None:
+    if template.groups:
         optimizer = template.build_optimizer(learning_rate)
         names = _load_optimizer(optimizer, template, model, learning_rate is not None)
     elif loss_scaling or learning_rate is not None:
@@ -116,6 +114,17 @@ def load_torch(
     return TorchRun(optimizer, scaler, template, notes)
 
 
+def read_run(
+    path: str | os.PathLike[str], model: nn.Module | None, options: Options
+) -> tuple[Template, list[str]]:
+    """Read a PyTorch checkpoint as a template, with its tensors, and notes."""
+    checkpoint, files, left = read_torch(path, options)
+    template, notes = make_template(checkpoint, model, options, files)
+    if left:
+        notes.append(f"Left out, as too large or no plain files: {list_some(left)}.")
+    return template, notes
+
+
 def make_scaler(template: Template) -> GradScaler | None:
     """Return a scaler with the template's state, or None if it has none."""
     state, _ = template.scaler_state()
@@ -133,7 +142,7 @@ def _load_optimizer(
     optimizer: Optimizer, template: Template, model: nn.Module, keep_rate: bool
 ) -> list[str]:
     """Load the state into a new optimizer; return the parameters that have state."""
-    flat = template.optimizer_state() or {}
+    flat = template.optimizer_state()
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
     names = [name for name, _ in tree_flatten(trainable)]

@@ -2,14 +2,14 @@
 
 Wrappers (DistributedDataParallel, torch.compile, FSDP, Lightning) add words to names,
 PEFT has its own names, and mlx-lm models have a ``sanitize`` that converts from
-Transformers' names. It is called with marked arrays, so that each output shows which
-input it came from.
+Transformers' names. It is called once with marked arrays, so that each output shows
+which input, and which of its axes, it came from.
 """
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,22 +18,31 @@ from mlx.utils import tree_flatten
 
 from .tree import ConvertError
 
-# Words added by torch.compile, FullyShardedDataParallel, activation checkpointing.
-_PRIVATE_WORDS = r"_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
-# DistributedDataParallel's "module" may also be one of the user's own modules.
-_WRAPPERS = re.compile(rf"(^|(?<=\.))(module|{_PRIVATE_WORDS})\.")
-_PRIVATE = re.compile(rf"(^|(?<=\.))({_PRIVATE_WORDS})\.")
+Shape = tuple[int, ...]
+
+# Words added by DistributedDataParallel, torch.compile, FullyShardedDataParallel and
+# activation checkpointing.
+_WRAPPERS = re.compile(
+    r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 # The usual attribute of a LightningModule; GPT-2 with a head in Transformers.
 _PREFIXES = ("model.", "transformer.")
 # base_model.model.<path>.lora_A[.<adapter>].weight
 _PEFT = "base_model.model."
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight")
-DROPPED = "dropped"  # in place of a layout: the model's sanitize drops the tensor
 
-_LAYER_LAYOUTS: dict[tuple[type[nn.Module], ...], str] = {
-    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear): "conv",
-    (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d): "conv_transpose",
+# Layout -> the PyTorch axis behind each of MLX's n axes.
+AXES: dict[str, Callable[[int], Shape]] = {
+    "same": lambda n: tuple(range(n)),
+    # (in, out) <-> (out, in): Transformers' Conv1D, PEFT's LoRA
+    "transpose": lambda n: (1, 0, *range(2, n)),
+    # (out, in, *kernel) <-> (out, *kernel, in); nn.Bilinear: (out, in1, in2)
+    "conv": lambda n: (0, *range(2, n), 1),
+    # (in, out, *kernel) <-> (out, *kernel, in)
+    "conv_transpose": lambda n: (*range(1, n), 0),
 }
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,25 @@ class Target:
     """Parameters of the model: their names, shapes, and layout."""
 
     mlx: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
     layout: str | None  # None: not one of MLX's own layers
+
+
+@dataclass
+class Names:
+    """The MLX names of a state dict.
+
+    Attributes:
+        new (dict): PyTorch name -> MLX name, and the layout where the name implies it;
+            None if the model's ``sanitize`` drops the tensor.
+        known (dict): The names that the model accepts.
+        change_model (Callable): Makes the changes of ``sanitize`` to the model. Gemma
+            3 loses its ``lm_head`` if the checkpoint has none.
+    """
+
+    new: dict[str, tuple[str, str | None] | None]
+    known: dict[str, Target]
+    change_model: Callable[[], None] = lambda: None
 
 
 def unwrap(name: str) -> str:
@@ -78,64 +104,33 @@ def is_adapter(names: Collection[str]) -> bool:
     )
 
 
-def new_names(
-    shapes: Mapping[str, tuple[int, ...]],
-    rename: Callable[[str], str],
-    model: nn.Module | None,
-    known: Collection[str],
-    is_lightning: bool = False,
-) -> tuple[dict[str, tuple[str, str | None]], dict[str, tuple[int, ...]] | None]:
-    """Find the MLX name of each tensor, and its layout where the name implies it.
-
-    ``known`` holds the names that the model accepts. Without a model, the ``model.``
-    prefix is stripped from a Lightning checkpoint if all names have it. The second
-    result is the names and shapes passed to the model's ``sanitize``, if it was called.
-    """
-    if model is None:
-        strip = _unwrapper(list(shapes), rename, is_lightning)
-        return {name: from_peft(strip(name)) for name in shapes}, None
-    best: dict[str, tuple[str, str | None]] = {}
-    asked: dict[str, tuple[int, ...]] | None = None
-    best_hits = -1
+def find_names(
+    shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
+) -> Names:
+    """Find the MLX name of each tensor."""
+    has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
+    known = known_names(model)
+    best, best_hits = Names({}, known), -1
     for candidate in _rename_candidates(rename):
-        out = {name: from_peft(candidate(name)) for name in shapes}
-        renamed = None
-        if hasattr(model, "sanitize") and not is_adapter(shapes):
-            plain = [name for name, (_, layout) in out.items() if layout is None]
-            renamed = {out[name][0]: shapes[name] for name in plain}
-            found = probe_sanitize(model, renamed)
-            for name in plain:
-                out[name] = found.get(out[name][0], (out[name][0], DROPPED))
-        hits = sum(new in known for new, _ in out.values())
+        plain = {name: from_peft(candidate(name)) for name in shapes}
+        names = Names({**plain}, known)
+        if has_sanitize:
+            names = _after_sanitize(model, plain, shapes)
+        found = [new[0] for new in names.new.values() if new is not None]
+        hits = sum(new in names.known for new in found)
         if hits > best_hits:  # the first of equals: strip as little as possible
-            best, best_hits, asked = out, hits, renamed
+            best, best_hits = names, hits
         if hits == len(shapes):
             break
-    return best, asked
-
-
-def _unwrapper(
-    names: list[str], rename: Callable[[str], str], is_lightning: bool
-) -> Callable[[str], str]:
-    """Return a function that strips wrappers, without a model to compare with."""
-    prefix = ""
-    for word in ("module.", "model." if is_lightning else ""):
-        start = prefix + word
-        if word and all(_PRIVATE.sub("", rename(n)).startswith(start) for n in names):
-            prefix = start
-    return lambda name: _PRIVATE.sub("", rename(name)).removeprefix(prefix)
+    return best
 
 
 def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:
     """Yield functions that may map PyTorch's names to the model's, simplest first."""
     yield rename
     for prefix in ("", *_PREFIXES):
-
-        def strip(name: str, prefix: str = prefix) -> str:
-            return unwrap(name).removeprefix(prefix)
-
-        yield lambda name, strip=strip: strip(rename(name))  # type: ignore[misc]
-        yield lambda name, strip=strip: rename(strip(name))  # type: ignore[misc]
+        yield partial(lambda p, name: unwrap(rename(name)).removeprefix(p), prefix)
+        yield partial(lambda p, name: rename(unwrap(name).removeprefix(p)), prefix)
 
 
 def known_names(model: nn.Module) -> dict[str, Target]:
@@ -146,9 +141,10 @@ def known_names(model: nn.Module) -> dict[str, Target]:
         words = name.split(".")
         owner = modules.get(".".join(words[:-1]))
         layout = None if array.ndim > 2 else "same"
-        for kinds, special in _LAYER_LAYOUTS.items():
-            if isinstance(owner, kinds) and words[-1] == "weight":
-                layout = special
+        if words[-1] == "weight" and isinstance(owner, (*CONVOLUTIONS, nn.Bilinear)):
+            layout = "conv"
+        elif words[-1] == "weight" and isinstance(owner, TRANSPOSED):
+            layout = "conv_transpose"
         target = Target((name,), (array.shape,), layout)
         known[name] = target
         known.setdefault(_torch_spelling(words, modules), target)
@@ -186,22 +182,52 @@ def _fused_names(
     return known
 
 
-# Marks are spaced far apart, so that a sum or product is not mistaken for a mark.
-_APART = 1009
-_LAYOUTS_BY_AXES = {
-    **{tuple(range(n)): "same" for n in range(6)},
-    (1, 0): "transpose",
-    **{(0, *range(2, n), 1): "conv" for n in (3, 4, 5)},
-    **{(*range(1, n), 0): "conv_transpose" for n in (3, 4, 5)},
-}
+def _after_sanitize(
+    model: nn.Module,
+    plain: Mapping[str, tuple[str, str | None]],
+    shapes: Mapping[str, Shape],
+) -> Names:
+    """Return the names after ``sanitize``, which does not see LoRA adapters."""
+    asked = {new: shapes[name] for name, (new, layout) in plain.items() if not layout}
+    before = _contents(model)
+    try:
+        found = probe_sanitize(model, asked)
+        after, known = _contents(model), known_names(model)
+    finally:
+        _restore(before)
+    new = {
+        name: (new, layout) if layout else found.get(new)
+        for name, (new, layout) in plain.items()
+    }
+    return Names(new, known, lambda: _restore(after))
+
+
+# Contents of a model's modules: parameters and submodules, other attributes.
+_Contents = list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
+
+
+def _contents(model: nn.Module) -> _Contents:
+    return [(m, dict(m), dict(vars(m))) for m in model.modules()]
+
+
+def _restore(contents: _Contents) -> None:
+    for module, children, attributes in contents:
+        dict.clear(module)
+        dict.update(module, children)
+        vars(module).clear()
+        vars(module).update(attributes)
+
+
+# Marks are odd multiples of this, so that a sum or a double is not taken for a mark.
+_APART = 101
 
 
 def probe_sanitize(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+    model: nn.Module, shapes: Mapping[str, Shape]
 ) -> dict[str, tuple[str, str | None]]:
     """Find the new name and the layout of each tensor that ``sanitize`` keeps.
 
-    The model is not changed. Anything beyond renaming and transposing is an error.
+    Anything beyond renaming and transposing is an error.
 
     Example:
         >>> class Model(nn.Module):
@@ -210,102 +236,61 @@ def probe_sanitize(
         >>> probe_sanitize(Model(), {"w": (2, 3)})
         {'w': ('model.w', 'transpose')}
     """
-    names = {_APART * (i + 1): name for i, name in enumerate(shapes)}
-    # The marks are broadcast, not stored.
-    marked = {
-        name: mx.broadcast_to(mx.array(mark, mx.float32), shapes[name])
-        for mark, name in names.items()
-    }
-    renamed: dict[str, str] = {}
-    with _unchanged(model):
-        results = _sanitize(model, marked)
-    for new, array in results.items():
-        mark = _first(array)
-        old = None if mark is None else names.get(mark)
-        if old is None or array.size != marked[old].size or old in renamed:
+    marks = {name: _APART * (2 * i + 1) for i, name in enumerate(shapes)}
+    names = {mark: name for name, mark in marks.items()}
+    marked = {name: _mark(marks[name], shape) for name, shape in shapes.items()}
+    found: dict[str, tuple[str, str | None]] = {}
+    for new, array in _sanitize(model, marked).items():
+        is_array = isinstance(array, mx.array) and array.size > 0
+        old = names.get(_at(array, {})) if is_array else None
+        axes = () if old is None else _trace_axes(array, marks[old], shapes[old])
+        layout = next((kind for kind, of in AXES.items() if of(len(axes)) == axes), "")
+        if old is None or axes == (-1,) or not layout or old in found:
             what = f"{old} becomes {new}" if old else f"{new} is computed"
             raise ConvertError(
                 f"The sanitize of {type(model).__name__} does more than rename and "
                 f"transpose: {what}. Give names and layouts by hand (--rename, "
-                "--transpose), with the model as MODULE:NAME."
+                "--layout), with the model as MODULE:NAME."
             )
-        renamed[old] = new
-    axes = _trace_axes(model, {name: shapes[name] for name in renamed}, renamed)
-    out: dict[str, tuple[str, str | None]] = {}
-    for name, new in renamed.items():
-        if axes[name] not in _LAYOUTS_BY_AXES:
-            raise ConvertError(f"{name} becomes {new} with its axes as {axes[name]}.")
-        out[name] = (new, _LAYOUTS_BY_AXES[axes[name]])
-    return out
+        found[old] = (new, layout)
+    return found
 
 
-def known_after_sanitize(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Target]:
-    """Return the names that a model accepts after it has sanitized these weights.
+def _mark(mark: int, shape: Shape) -> mx.array:
+    """Return an array with ``mark`` at 0 and ``mark + a + 1`` at 1 along axis a.
 
-    Gemma 3's ``sanitize`` removes ``lm_head`` where the checkpoint has none.
+    It is a view of a small buffer: the steps along the axes are 1, 2, 3 and so on.
     """
-    with _unchanged(model):
-        apply_sanitize(model, shapes)
-        return known_names(model)
+    if 0 in shape:
+        return mx.zeros(shape)
+    size = sum((n - 1) * (axis + 1) for axis, n in enumerate(shape)) + 1
+    buffer = mx.arange(size).astype(mx.float32) + mark
+    return mx.as_strided(buffer, shape, [axis + 1 for axis in range(len(shape))])
 
 
-def apply_sanitize(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Let ``sanitize`` modify the model, as when loading with mlx-lm."""
-    zeros = {n: mx.broadcast_to(mx.array(0.0), s) for n, s in shapes.items()}
-    _sanitize(model, zeros)
+def _at(array: mx.array, index: Mapping[int, int]) -> Any:
+    return array[tuple(index.get(axis, 0) for axis in range(array.ndim))].item()
 
 
-def _trace_axes(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], renamed: Mapping[str, str]
-) -> dict[str, tuple[int, ...]]:
-    """Return the input axis that each output axis came from."""
-    found: dict[str, dict[int, int]] = {name: {} for name in shapes}
-    for axis in range(max(map(len, shapes.values()), default=0)):
-        with _unchanged(model):
-            results = _sanitize(model, {n: _ramp(s, axis) for n, s in shapes.items()})
-        for name, shape in shapes.items():
-            # Axes of size 1 cannot be told apart, and need not be.
-            if axis < len(shape) and shape[axis] > 1:
-                found[name][_varying_axis(results[renamed[name]])] = axis
-    out = {}
-    for name, shape in shapes.items():
-        rest = iter([a for a in range(len(shape)) if a not in found[name].values()])
-        out[name] = tuple(
-            found[name][a] if a in found[name] else next(rest, -1)
-            for a in range(len(shape))
-        )
-    return out
-
-
-def _ramp(shape: tuple[int, ...], axis: int) -> mx.array:
-    if axis >= len(shape):
-        return mx.broadcast_to(mx.array(0.0), shape)
-    ramp = mx.arange(shape[axis]).astype(mx.float32)
-    return mx.broadcast_to(
-        ramp.reshape([-1 if a == axis else 1 for a in range(len(shape))]), shape
+def _trace_axes(array: mx.array, mark: int, shape: Shape) -> Shape:
+    """Return the input axis behind each output axis; (-1,) if there is none."""
+    found = {
+        axis: int(_at(array, {axis: 1})) - mark - 1
+        for axis, size in enumerate(array.shape)
+        if size > 1
+    }
+    # Axes of size 1 cannot be told apart, and need not be.
+    rest = iter([a for a in range(len(shape)) if a not in found.values()])
+    axes = tuple(
+        found[axis] if axis in found else next(rest, -1) for axis in range(array.ndim)
     )
+    is_moved = sorted(axes) == [*range(len(shape))] and array.shape == tuple(
+        shape[a] for a in axes
+    )
+    return axes if is_moved else (-1,)
 
 
-def _varying_axis(array: mx.array) -> int:
-    for axis in range(array.ndim):
-        if array.shape[axis] > 1:
-            at = [0] * array.ndim
-            at[axis] = 1
-            if array[tuple(at)].item() != 0:
-                return axis
-    return -1
-
-
-def _first(array: Any) -> int | None:
-    if not isinstance(array, mx.array) or not array.size:
-        return None
-    value: Any = array.reshape(-1)[0].item()
-    return int(value) if value == int(value) else None
-
-
-def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, Any]:
     try:
         try:
             return dict(model.sanitize(dict(weights)))
@@ -324,17 +309,3 @@ def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.ar
             f"The sanitize of {type(model).__name__} raised {type(error).__name__}: "
             f"{error}"
         ) from error
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo a probe's changes to the model's modules and attributes."""
-    saved = [(m, dict(m), dict(vars(m))) for m in model.modules()]
-    try:
-        yield
-    finally:
-        for module, children, attributes in saved:
-            dict.clear(module)
-            dict.update(module, children)
-            vars(module).clear()
-            vars(module).update(attributes)

@@ -8,13 +8,13 @@ accepts it by name.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.optimizers as optim
 
 from .tree import ConvertError, list_some, number
 
-Group = Mapping[str, Any]
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,135 +24,120 @@ class OptimizerSpec:
     Attributes:
         mlx (type): MLX's class.
         slots (dict): PyTorch's state name -> MLX's.
-        settings (dict): PyTorch's group key -> MLX's constructor argument.
-        required (frozenset): Group keys that are always present.
-        refused (dict): Group key -> (values that turn it off, what differs).
-        forbidden (frozenset): Group keys that are never present.
+        settings (tuple): Group keys that are also MLX's constructor arguments.
+        required (set): Group keys that are always present.
+        refused (dict): Group key -> what differs, unless it is off.
         forced (dict): Constructor arguments that make MLX match PyTorch.
         has_step (bool): Whether PyTorch keeps a step count.
         note (str): A sentence that is always shown to the user.
-        ignored (frozenset): Other group keys that have no effect in MLX.
     """
 
     mlx: type[optim.Optimizer]
     slots: dict[str, str]
-    settings: dict[str, str]
-    required: frozenset[str]
-    refused: dict[str, tuple[Any, str]]
-    forbidden: frozenset[str] = frozenset()
+    settings: tuple[str, ...]
+    required: set[str]
+    refused: dict[str, str]
     forced: dict[str, Any] = field(default_factory=dict)
     has_step: bool = True
     note: str = ""
-    ignored: frozenset[str] = frozenset()
 
 
 # Group keys written by the schedules in torch.optim.lr_scheduler.
-SCHEDULED = frozenset(
-    {*("initial_lr", "min_lr", "max_lr", "swa_lr", "base_momentum", "max_momentum")}
+SCHEDULED = (
+    "initial_lr",
+    "min_lr",
+    "max_lr",
+    "swa_lr",
+    "base_momentum",
+    "max_momentum",
 )
-# Other group keys in torch.optim 1.6 to 2.13 that do not change the update rule.
-_COMMON = SCHEDULED | {
-    *("params", "param_names", "name"),
+# Other group keys in torch.optim 1.6 to 2.13 that do not change MLX's update.
+_IGNORED = {
+    *("lr", "params", "param_names", "name", *SCHEDULED),
     *("foreach", "capturable", "differentiable", "fused"),
+    *("decoupled_weight_decay", "initial_accumulator_value"),
 }
-_MAXIMIZE = {
-    "maximize": (
-        (False,),
-        "MLX only minimizes: negate the loss and set maximize to False",
-    )
+# The values that turn settings off, where it is not 0 or False.
+_OFF = {"cautious_factor": 1}
+_MAXIMIZE = {"maximize": "MLX only minimizes: negate the loss and set it to False"}
+_AMSGRAD = {
+    "amsgrad": "amsgrad divides by the largest second moment so far, which MLX's Adam "
+    "does not keep"
 }
-
-
-def _l2(name: str) -> dict[str, tuple[Any, str]]:
-    text = f"PyTorch adds weight_decay * w to the gradient (L2); MLX's {name} does not"
-    return {"weight_decay": ((0,), text)} | _MAXIMIZE
-
-
-def _settings(*names: str) -> dict[str, str]:
-    return {"lr": "learning_rate"} | {name: name for name in names}
-
-
-_ADAM_REFUSED = {
-    "amsgrad": (
-        (False,),
-        "amsgrad divides by the largest second moment so far, which MLX's Adam does "
-        "not keep",
-    )
-} | _MAXIMIZE
+_L2 = {
+    "weight_decay": "PyTorch adds weight_decay * w to the gradient (L2), MLX does not"
+}
+_CAUTIOUS = "MLX's Lion has no cautious masking"
 _ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
-    "required": frozenset({"betas", "eps", "amsgrad"}),
-    "forbidden": frozenset({"momentum_decay"}),
+    "required": {"betas", "eps", "amsgrad"},
     "forced": {"bias_correction": True},
-    "ignored": frozenset({"decoupled_weight_decay"}),
 }
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "Adam": OptimizerSpec(
         optim.Adam,
-        settings=_settings("betas", "eps"),
-        refused=_ADAM_REFUSED | _l2("Adam"),
+        settings=("betas", "eps"),
+        refused=_AMSGRAD | _L2 | _MAXIMIZE,
         **_ADAM,
     ),
     "AdamW": OptimizerSpec(
         optim.AdamW,
-        settings=_settings("betas", "eps", "weight_decay"),
-        refused=_ADAM_REFUSED,
+        settings=("betas", "eps", "weight_decay"),
+        refused=_AMSGRAD | _MAXIMIZE,
         **_ADAM,
     ),
     "SGD": OptimizerSpec(
         optim.SGD,
         slots={"momentum_buffer": "v"},
-        settings=_settings("momentum", "weight_decay", "dampening", "nesterov"),
-        required=frozenset({"momentum", "dampening", "nesterov"}),
-        refused=_MAXIMIZE,
+        settings=("momentum", "weight_decay", "nesterov"),
+        required={"momentum", "dampening", "nesterov"},
+        refused={
+            "dampening": "PyTorch starts the momentum with the whole gradient, MLX "
+            "with (1 - dampening) of it"
+        }
+        | _MAXIMIZE,
         has_step=False,
     ),
     "RMSprop": OptimizerSpec(
         optim.RMSprop,
         slots={"square_avg": "v"},
-        settings=_settings("alpha", "eps"),
-        required=frozenset({"alpha", "centered", "momentum"}),
+        settings=("alpha", "eps"),
+        required={"alpha", "centered", "momentum"},
         refused={
-            "momentum": ((0,), "MLX's RMSprop has no momentum"),
-            "centered": (
-                (False,),
-                "centered subtracts the squared mean gradient under the root, which "
-                "MLX's RMSprop does not keep",
-            ),
+            "momentum": "MLX's RMSprop has no momentum",
+            "centered": "centered subtracts the squared mean gradient under the root, "
+            "which MLX's RMSprop does not keep",
         }
-        | _l2("RMSprop"),
+        | _L2
+        | _MAXIMIZE,
     ),
     "Adagrad": OptimizerSpec(
         optim.Adagrad,
         slots={"sum": "v"},
-        settings=_settings("eps"),
-        required=frozenset({"lr_decay", "eps", "initial_accumulator_value"}),
-        refused=_l2("Adagrad")
-        | {"lr_decay": ((0,), "MLX's Adagrad takes a schedule in its place")},
-        ignored=frozenset({"initial_accumulator_value"}),
+        settings=("eps",),
+        required={"lr_decay", "eps", "initial_accumulator_value"},
+        refused={"lr_decay": "MLX's Adagrad takes a schedule in its place"}
+        | _L2
+        | _MAXIMIZE,
     ),
     "Adadelta": OptimizerSpec(
         optim.AdaDelta,
         slots={"square_avg": "v", "acc_delta": "u"},
-        settings=_settings("rho", "eps"),
-        required=frozenset({"rho", "eps"}),
-        refused=_l2("AdaDelta"),
+        settings=("rho", "eps"),
+        required={"rho", "eps"},
+        refused=_L2 | _MAXIMIZE,
     ),
     # google/automl, lion-pytorch and timm share this layout: a single exp_avg.
     "Lion": OptimizerSpec(
         optim.Lion,
         slots={"exp_avg": "m"},
-        settings=_settings("betas", "weight_decay"),
-        required=frozenset({"betas", "weight_decay"}),
-        forbidden=frozenset({"eps"}),
+        settings=("betas", "weight_decay"),
+        required={"betas", "weight_decay"},
         refused={
-            "caution": ((False,), "MLX's Lion has no cautious masking"),
-            "cautious_factor": ((1,), "MLX's Lion has no cautious masking"),
-            "corrected_weight_decay": (
-                (False,),
-                "MLX's Lion decays by lr * weight_decay",
-            ),
+            "caution": _CAUTIOUS,
+            "cautious_factor": _CAUTIOUS,
+            "corrected_weight_decay": "MLX's Lion decays by lr * weight_decay",
         }
         | _MAXIMIZE,
         has_step=False,
@@ -160,49 +145,11 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         "decoupled_weight_decay=True. If so, do not continue it in MLX, whose Lion "
         "decays by lr * weight_decay.",
     ),
-    "Muon": OptimizerSpec(
-        optim.Muon,
-        slots={"momentum_buffer": "v"},
-        settings=_settings("momentum", "nesterov", "ns_steps"),
-        required=frozenset({"momentum", "ns_steps", "ns_coefficients"}),
-        forbidden=frozenset({"dampening"}),
-        refused={
-            "weight_decay": (
-                (0,),
-                "PyTorch's Muon decays the weights directly, MLX's adds weight_decay "
-                "* w to the gradient before the orthogonalization",
-            ),
-            "ns_coefficients": (
-                ((3.4445, -4.775, 2.0315),),
-                "MLX's Muon has fixed coefficients",
-            ),
-            "adjust_lr_fn": (("original",), "MLX's Muon scales as 'original' does"),
-        },
-        forced={"weight_decay": 0.0},
-        has_step=False,
-        note="Muon: PyTorch orthogonalizes in bfloat16 and MLX in the gradient's own "
-        "precision, so updates differ by about 1e-2.",
-        ignored=frozenset({"eps"}),
-    ),
 }
-# Values that --accept takes in addition to group keys.
-ACCEPTABLE = tuple(
-    sorted(
-        {key for spec in OPTIMIZERS.values() for key in spec.refused}
-        | {"bias_correction", "dampening"}
-    )
-)
-
-
-class Difference(NamedTuple):
-    """A difference between PyTorch and MLX; the user accepts it by ``key``."""
-
-    key: str
-    text: str
 
 
 def recognise(
-    groups: Sequence[Group], slots: Iterable[str], name: str | None = None
+    groups: Sequence[Settings], slots: Iterable[str], name: str | None = None
 ) -> str:
     """Return the key of :data:`OPTIMIZERS` that a state dict belongs to.
 
@@ -212,28 +159,24 @@ def recognise(
     if not groups:
         raise ConvertError("The optimizer state has no parameter groups.")
     held = set(slots)
-    keys = f"its groups have {list_some(sorted(groups[0]), 20)} and its state has "
-    keys += list_some(sorted(held), 20) or "nothing"
     fits = [n for n, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
-    if name is not None:
-        if name not in fits:
-            raise ConvertError(
-                f"The optimizer state is not that of {name}: {keys}. Known are "
-                f"{', '.join(OPTIMIZERS)}."
-            )
-        return name
-    if set(fits) == {"Adam", "AdamW"}:
-        return _adam_or_adamw(groups)
-    if len(fits) == 1:
+    if name in fits:
+        return str(name)
+    if name is None and len(fits) == 1:
         return fits[0]
+    if name is None and fits == ["Adam", "AdamW"]:
+        return _adam_or_adamw(groups)
+    what = f"not that of {name}" if name else "of no known kind"
     raise ConvertError(
-        f"The optimizer state is of none of the known kinds: {keys}. Known are "
+        f"The optimizer state is {what}: its groups have "
+        f"{list_some(sorted(groups[0]), 20)} and its state has "
+        f"{list_some(sorted(held), 20) or 'nothing'}. Known are "
         f"{', '.join(OPTIMIZERS)}; leave it out with keys={{'optimizer': ''}} "
         "(--optimizer-key '', or the key of another one). It then goes back unchanged."
     )
 
 
-def _fits(spec: OptimizerSpec, groups: Sequence[Group], held: set[str]) -> bool:
+def _fits(spec: OptimizerSpec, groups: Sequence[Settings], held: set[str]) -> bool:
     extra = held - set(spec.slots) - {"step"}
     # amsgrad, centered and RMSprop's momentum add their own slots. They are refused
     # later, by name.
@@ -241,14 +184,13 @@ def _fits(spec: OptimizerSpec, groups: Sequence[Group], held: set[str]) -> bool:
         {"momentum_buffer"} if "square_avg" in spec.slots else set()
     )
     missing = set(spec.slots) - held if held - {"step"} else set()
-    return (
-        not extra
-        and not missing
-        and all(spec.required <= set(g) and not spec.forbidden & set(g) for g in groups)
+    return not (extra or missing) and all(
+        spec.required <= set(group) and ("eps" in group) == ("eps" in spec.settings)
+        for group in groups
     )
 
 
-def _adam_or_adamw(groups: Sequence[Group]) -> str:
+def _adam_or_adamw(groups: Sequence[Settings]) -> str:
     flags = [group.get("decoupled_weight_decay") for group in groups]
     if all(flag is True for flag in flags) or all(flag is False for flag in flags):
         return "AdamW" if flags[0] else "Adam"
@@ -261,50 +203,43 @@ def _adam_or_adamw(groups: Sequence[Group]) -> str:
     )
 
 
-def torch_differences(
-    name: str, group: Group, is_complete: bool = True
-) -> list[Difference]:
-    """Return the differences between MLX's update and a PyTorch group's.
-
-    The group is complete if every parameter already has state.
-    """
-    spec = OPTIMIZERS[name]
-    found = [
-        Difference(key, f"{name} has {key}={plain_setting(group[key])!r}: {text}.")
-        for key, (off, text) in spec.refused.items()
-        if plain_setting(group.get(key)) not in (*off, None)
-    ]
-    known = {*spec.settings, *spec.required, *spec.refused, *spec.ignored, *_COMMON}
-    found += [
-        Difference(
-            key,
-            f"The optimizer's groups have {key!r}, which PyTorch's {name} does not "
-            "have: it may be another optimizer, and MLX ignores the key.",
-        )
-        for key in group
-        if key not in known
-    ]
-    has_momentum = name == "SGD" and number(group.get("momentum", 0))
-    dampening = number(group.get("dampening", 0)) if has_momentum else 0
-    if dampening and (dampening < 0 or not is_complete):
-        found.append(
-            Difference(
-                "dampening",
-                f"SGD has dampening={dampening!r} and no momentum buffer yet: PyTorch "
-                "starts it with the whole gradient, MLX with (1 - dampening) of it.",
-            )
-        )
-    return found
-
-
 def plain_setting(value: Any) -> Any:
-    """Return a setting with Python numbers, and lists as tuples."""
+    """Return a setting with Python numbers, and tuples as lists."""
     if isinstance(value, (list, tuple)):
-        return tuple(map(number, value))
+        return [number(item) for item in value]
     return number(value)
 
 
-def mlx_differences(name: str, settings: Mapping[str, Any]) -> list[Difference]:
+def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
+    """Return the settings that MLX has not, as key -> the value that turns it off."""
+    return {
+        key: _OFF.get(key, 0)
+        for key in spec.refused
+        if plain_setting(group.get(key)) not in (_OFF.get(key, 0), None)
+    }
+
+
+def torch_differences(name: str, group: Settings) -> dict[str, str]:
+    """Return the differences between MLX's update and a PyTorch group's.
+
+    Each is a sentence, with the key by which the user accepts it.
+    """
+    spec = OPTIMIZERS[name]
+    found = {
+        f"{name} has {key}={plain_setting(group[key])!r}: {spec.refused[key]}.": key
+        for key in refused_settings(spec, group)
+    }
+    known = {*spec.settings, *spec.required, *spec.refused, *_IGNORED}
+    found |= {
+        f"The optimizer's groups have {key!r}, which PyTorch's {name} does not have: "
+        "it may be another optimizer, and MLX ignores the key.": key
+        for key in group
+        if key not in known
+    }
+    return found
+
+
+def mlx_differences(name: str, settings: Settings) -> dict[str, str]:
     """Return the differences between PyTorch's update and an MLX optimizer's."""
     spec = OPTIMIZERS[name]
     mine = spec.mlx.__name__
@@ -314,37 +249,28 @@ def mlx_differences(name: str, settings: Mapping[str, Any]) -> list[Difference]:
             f"holds {name}: give a checkpoint of that optimizer as the template, or "
             "leave the optimizer out."
         )
-    found = []
+    found = {
+        f"MLX's {mine} ran with {key}={settings[key]!r}: {spec.refused[key]}.": key
+        for key in refused_settings(spec, settings)
+    }
     if "bias_correction" in spec.forced and not settings.get("bias_correction", True):
-        found.append(
-            Difference(
-                "bias_correction",
-                f"MLX's {mine} ran without bias correction, which is its default, and "
-                f"PyTorch's always corrects: next time build it as {mine}(..., "
-                "bias_correction=True). If accepted, moments and step count stay, and "
-                "PyTorch's updates differ from MLX's in the first thousands of steps.",
-            )
+        text = (
+            f"MLX's {mine} ran without bias correction, which is its default, and "
+            f"PyTorch's always corrects: next time build it as {mine}(..., "
+            "bias_correction=True). If accepted, PyTorch's updates differ from MLX's "
+            "in the first thousands of steps."
         )
-    if name == "Muon" and settings.get("weight_decay"):
-        found.append(
-            Difference(
-                "weight_decay",
-                f"MLX's Muon ran with weight_decay={settings['weight_decay']}, which "
-                "it adds to the gradient; PyTorch's decays the weights directly.",
-            )
-        )
+        found[text] = "bias_correction"
     return found
 
 
-def check_differences(found: Iterable[Difference], accept: Iterable[str]) -> list[str]:
+def check_differences(found: Mapping[str, str], accept: Iterable[str]) -> list[str]:
     """Raise on differences that were not accepted; return notes on the others."""
-    accepted = set(accept)
-    found = list(dict.fromkeys(found))
-    bad = [each for each in found if each.key not in accepted]
+    bad = {text: key for text, key in found.items() if key not in set(accept)}
     if bad:
-        keys = ", ".join(dict.fromkeys(each.key for each in bad))
+        keys = ", ".join(dict.fromkeys(bad.values()))
         raise ConvertError(
-            " ".join(each.text for each in bad) + " To convert all the same and "
-            f"leave it out, accept it by name: {keys} (accept=..., --accept)."
+            f"{' '.join(bad)} To convert all the same and leave it out, accept it by "
+            f"name: {keys} (accept=..., --accept)."
         )
-    return [each.text for each in found]
+    return list(found)

@@ -12,14 +12,8 @@ from .tree import ConvertError, list_some
 
 Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
 
-# Layout -> the option with its patterns, and the minimum number of dimensions.
-_LAYOUT_OPTIONS = {
-    "conv": ("conv", 3),
-    "conv_transpose": ("conv_transpose", 3),
-    "split_qkv": ("split_qkv", 1),
-    "transpose": ("transpose", 2),
-    "same": ("keep_layout", 0),
-}
+# The layouts that a user can give, with the minimum number of dimensions.
+LAYOUT_DIMENSIONS = {"conv": 3, "conv_transpose": 3, "transpose": 2, "same": 0}
 
 
 @dataclass(frozen=True)
@@ -31,12 +25,11 @@ class Options:
     Args:
         rename (dict, Callable or list): PyTorch name -> MLX name, as a mapping, a
             function, or (regular expression, replacement) pairs tried in turn.
-        conv (tuple): Convolution weights.
-        conv_transpose (tuple): Weights of transposed convolutions.
-        split_qkv (tuple): Fused attention weights to split into query, key and value.
-        transpose (tuple): Two-dimensional weights that are (in, out) in PyTorch.
-        keep_layout (tuple): Tensors with 3 or more dimensions to leave unchanged.
-        drop (tuple): Tensors that the MLX model does not have.
+        layouts (dict): Pattern -> the layout of these tensors: ``"conv"`` and
+            ``"conv_transpose"`` for weights of convolutions, ``"transpose"`` for
+            weights that are (in, out) in PyTorch, ``"same"`` to leave them unchanged.
+            The first pattern that matches a name counts.
+        drop (tuple): Patterns of tensors that the MLX model does not have.
         keys (dict): ``"model"``, ``"optimizer"``, ``"scaler"`` -> its path in the
             checkpoint, such as ``"optimizer_states/0"``; ``""`` leaves it out.
         names (tuple): The PyTorch names of the optimizer's parameters, in order.
@@ -53,11 +46,7 @@ class Options:
     """
 
     rename: Rename = None
-    conv: tuple[str, ...] = ()
-    conv_transpose: tuple[str, ...] = ()
-    split_qkv: tuple[str, ...] = ()
-    transpose: tuple[str, ...] = ()
-    keep_layout: tuple[str, ...] = ()
+    layouts: Mapping[str, str] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
     keys: Mapping[str, str | None] = field(default_factory=dict)
     names: tuple[str, ...] | None = None
@@ -81,31 +70,28 @@ class Options:
         return name
 
     def layout(self, name: str, ndim: int) -> str | None:
-        """Return the layout given by the user's patterns, or None."""
-        fits = [
-            layout
-            for layout, (option, least) in _LAYOUT_OPTIONS.items()
-            if ndim >= least and matches(name, getattr(self, option))
-        ]
-        if len(fits) > 1:
-            raise ConvertError(
-                f"{name} is matched by the patterns for {' and '.join(fits)}: make "
-                "one of them narrower."
-            )
-        return fits[0] if fits else None
+        """Return the layout that the user gave for a tensor, or None."""
+        for pattern, layout in self.layouts.items():
+            if ndim >= LAYOUT_DIMENSIONS[layout] and fnmatchcase(name, pattern):
+                return layout
+        return None
+
+    def is_dropped(self, name: str) -> bool:
+        """Return whether the user leaves a tensor out."""
+        return any(fnmatchcase(name, pattern) for pattern in self.drop)
 
     def check_patterns(self, names: Iterable[str]) -> None:
-        """Raise on a pattern that matches nothing."""
+        """Raise on an unknown layout, and on a pattern that matches nothing."""
         names = list(names)
-        for option in ("drop", *(option for option, _ in _LAYOUT_OPTIONS.values())):
-            for pattern in getattr(self, option):
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise ConvertError(
-                        f"The pattern {pattern!r} for {option} matches no tensor; the "
-                        f"names are {list_some(names)}."
-                    )
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches any of the shell patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+        for layout in self.layouts.values():
+            if layout not in LAYOUT_DIMENSIONS:
+                raise ConvertError(
+                    f"There is no layout {layout!r}: give one of "
+                    f"{', '.join(LAYOUT_DIMENSIONS)}."
+                )
+        for pattern in (*self.layouts, *self.drop):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConvertError(
+                    f"The pattern {pattern!r} matches no tensor; the names are "
+                    f"{list_some(names)}."
+                )

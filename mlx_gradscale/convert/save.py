@@ -16,25 +16,21 @@ from .. import formats
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
-from . import optimizer_state
+from . import optimizers
 from .folder import TRAINER, read_torch, write_torch
-from .layouts import Entry
 from .names import is_adapter
 from .options import Options
 from .sections import fingerprint
 from .template import Template, from_object, is_template, make_template
 from .tree import (
-    REMOVED,
     ConvertError,
-    Path,
-    Write,
     as_leaf,
-    filled,
     get,
     is_tensor,
     list_some,
     number,
     show,
+    unchanged,
     walk,
 )
 
@@ -108,10 +104,10 @@ def read_template(
     """Return a template, reading a PyTorch checkpoint or ``template.pt`` if needed."""
     if isinstance(like, Template):
         return like
-    read = read_torch(like, options)
-    if is_template(read.checkpoint):
-        return from_object(read.checkpoint)
-    return make_template(read, model, options)[0]
+    checkpoint, files, _ = read_torch(like, options)
+    if is_template(checkpoint):
+        return from_object(checkpoint)
+    return make_template(checkpoint, model, options, files)[0]
 
 
 def write_template(
@@ -124,13 +120,11 @@ def write_template(
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Write a template with a run's values; return notes and stale entries."""
-    writes, notes, stale = _fill(template, run, options.accept, step)
-    if not dry_run:
-        with filled(writes):
-            write_torch(
-                path, template.checkpoint, template.files, template.is_folder, overwrite
-            )
-        template.is_reported = True
+    with unchanged(template.checkpoint):
+        notes, stale = _fill(template, run, options.accept, step)
+        if not dry_run:
+            write_torch(path, template.checkpoint, template.files, overwrite)
+            template.is_reported = True
     return notes, stale
 
 
@@ -153,7 +147,7 @@ def gather(
             for name, x in tree_flatten(optimizer.state)
             if isinstance(x, (mx.array, int, float))
         }
-        run.settings = optimizer_state.mlx_settings(optimizer)
+        run.settings = optimizers.mlx_settings(optimizer)
     if scaler is not None and scaler.is_enabled():
         run.scaler = scaler.state_dict()
     return run
@@ -167,7 +161,7 @@ class MlxRun:
         weights (dict): In full precision.
         optimizer (dict, optional): ``tree_flatten(optimizer.state)`` as a dict.
         settings (list): Settings of each single optimizer
-            (:func:`~mlx_gradscale.convert.optimizer_state.mlx_settings`).
+            (:func:`~mlx_gradscale.convert.optimizers.mlx_settings`).
         scaler (dict, optional): ``GradScaler.state_dict()``.
     """
 
@@ -179,64 +173,43 @@ class MlxRun:
 
 def _fill(
     template: Template, run: MlxRun, accept: Iterable[str], step: int | None
-) -> tuple[list[Write], list[str], list[str]]:
-    """Return the writes that update a checkpoint with a run's values.
-
-    The second result is notes, the third is notes on stale entries.
-    """
-    writes = _model_writes(template, run.weights) if template.model is not None else []
-    more, notes = _optimizer_writes(template, run, accept)
-    writes += more
-    if template.scaler is not None and run.scaler is not None:
-        more, said = _scaler_writes(template, run.scaler)
-        writes, notes = writes + more, notes + said
+) -> tuple[list[str], list[str]]:
+    """Update a checkpoint with a run's values; return notes and stale entries."""
+    notes = []
+    if template.model is not None:
+        _fill_model(template, run.weights)
+    if run.optimizer is None:
+        notes += _remove_optimizers(template)
+    elif template.groups:
+        notes += optimizers.to_torch(
+            template.groups, run.optimizer, run.settings, accept
+        )
+    else:
+        notes.append("The template has no place for the optimizer's state.")
+    if run.scaler is not None and template.scaler is not None:
+        notes += _fill_scaler(template, run.scaler)
     elif run.scaler is not None:
         notes.append("The template has no place for the scaler's state.")
-    old = (
-        [group.step for group in template.optimizer.groups]
-        if template.optimizer
-        else []
-    )
+    old = [group.step for group in template.groups]
     new = [
         int(number(x))
         for key, x in (run.optimizer or {}).items()
         if re.fullmatch(r"(states\.\d+\.)?step", key)
     ]
-    moved, said = _move_trainer(template.checkpoint, old, new, step)
-    stale = [] if template.is_reported else _stale_notes(template, moved, old, new)
-    return writes + moved, notes + said, stale
+    notes += _move_trainer(template.checkpoint, old, new, step)
+    return notes, [] if template.is_reported else _stale_notes(template, old, new)
 
 
-def _optimizer_writes(
-    template: Template, run: MlxRun, accept: Iterable[str]
-) -> tuple[list[Write], list[str]]:
-    plan, entries = template.optimizer, template.plan.entries
-    if plan is None:
-        has_none = run.optimizer is None
-        said = (
-            [] if has_none else ["The template has no place for the optimizer's state."]
-        )
-        return [], said
-    if run.optimizer is not None:
-        writes, notes = optimizer_state.to_torch(
-            plan, entries, run.optimizer, run.settings, accept
-        )
-        return writes, notes + [
-            f"PyTorch's {entry.torch} gets the optimizer state of "
-            f"{' and '.join(entry.copies[0])}, not of {' and '.join(other)}."
-            for entry in entries.values()
-            for other in entry.copies[1:]
-        ]
+def _remove_optimizers(template: Template) -> list[str]:
     if any(not path or isinstance(path[-1], int) for path in template.optimizers):
         raise ConvertError("Give the optimizer: the template holds its state.")
-    writes = [
-        Write(get(template.checkpoint, path[:-1]), path[-1], REMOVED)
-        for path in template.optimizers
-    ]
-    return writes, ["The run has no optimizer state: it is left out."]
+    for path in template.optimizers:
+        del get(template.checkpoint, path[:-1])[path[-1]]
+    has_one = bool(template.optimizers)
+    return ["The run has no optimizer state: it is left out."] if has_one else []
 
 
-def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[Write]:
+def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
     entries = template.plan.entries
     held = get(template.checkpoint, template.model or ())
     placed = [name for entry in entries.values() for name in entry.mlx]
@@ -250,9 +223,7 @@ def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[W
             f"The MLX weights {said}, unlike the template's model: give a checkpoint "
             "of the same model as the template."
         )
-    made: dict[str, Any] = {}
     for name, entry in entries.items():
-        _check_copies(entry, weights)
         tensor, leaf = entry.to_torch(weights), held[name]
         if tuple(tensor.shape) != tuple(leaf.shape):
             raise ConvertError(
@@ -260,12 +231,11 @@ def _model_writes(template: Template, weights: Mapping[str, mx.array]) -> list[W
                 f"template's {name} is {tuple(leaf.shape)}: give a checkpoint of the "
                 "same model as the template."
             )
-        if isinstance(leaf, mx.array) and _is_rounding(tensor, leaf):
-            made[name] = leaf  # unchanged since, and perhaps full precision here
-        else:
-            made[name] = as_leaf(tensor, leaf)
-    made |= {alias: made[name] for alias, name in template.plan.tied.items()}
-    return [Write(held, name, x) for name, x in made.items() if held[name] is not x]
+        # An array that is left is unchanged since, and perhaps in full precision here.
+        if not isinstance(leaf, mx.array) or not _is_rounding(tensor, leaf):
+            held[name] = as_leaf(tensor, leaf)
+    for alias, name in template.plan.tied.items():
+        held[alias] = held[name]
 
 
 def _is_rounding(tensor: mx.array, leaf: mx.array) -> bool:
@@ -273,56 +243,34 @@ def _is_rounding(tensor: mx.array, leaf: mx.array) -> bool:
     return bool(mx.array_equal(rounded, tensor, equal_nan=True).item())
 
 
-def _check_copies(entry: Entry, weights: Mapping[str, mx.array]) -> None:
-    first, *others = entry.copies
-    for other in others:
-        for a, b in zip(first, other, strict=True):
-            if not mx.array_equal(weights[a], weights[b], equal_nan=True).item():
-                raise ConvertError(
-                    f"{a} and {b} are one tensor in PyTorch ({entry.torch}) and have "
-                    "different values in MLX: tie them in the MLX model "
-                    "(embedding.as_linear) before training, or give both the same "
-                    "values."
-                )
-
-
-def _scaler_writes(
-    template: Template, state: Mapping[str, Any]
-) -> tuple[list[Write], list[str]]:
-    held = get(template.checkpoint, template.scaler or ())
-    if template.scaler_format == "torch":
-        own = [key for key in state if key not in TORCH_KEYS]
-        notes = [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
-        changed = {
-            k: x
-            for k, x in state.items()
-            if type(held.get(k)) is not type(x) or held[k] != x
-        }
-        return [Write(held, key, x) for key, x in changed.items()], notes
+def _fill_scaler(template: Template, state: Mapping[str, Any]) -> list[str]:
+    held, kind = get(template.checkpoint, template.scaler or ()), template.scaler_format
     inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
     held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
-    row = formats.FORMATS[template.scaler_format or "torch"]
-    writes = [
-        Write(
-            held,
-            theirs,
-            as_leaf(mx.array(state[ours]), held[theirs])
-            if is_tensor(held[theirs])
-            else state[ours],
-        )
-        for ours, theirs in row.fields.items()
-        if theirs in held and ours in state
-    ]
-    names = list_some([write.key for write in writes])
-    return writes, [
-        f"The scaler's state is {template.scaler_format}'s: {names} are updated, and "
-        "its other entries unchanged."
-    ]
+    fields = formats.FORMATS[kind or "torch"].fields
+    updated = {
+        theirs: state[ours]
+        for ours, theirs in fields.items()
+        if ours in state and (theirs in held or kind == "torch")
+    }
+    for key, x in updated.items():
+        old = held.get(key)
+        if is_tensor(old) and kind != "torch":
+            held[key] = as_leaf(mx.array(x), old)
+        elif type(old) is not type(x) or old != x:
+            held[key] = x
+    if kind != "torch":
+        return [
+            f"The scaler's state is {kind}'s: {list_some(updated)} are updated, and "
+            "its other entries unchanged."
+        ]
+    own = [key for key in updated if key not in TORCH_KEYS]
+    return [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
 
 
 def _move_trainer(
     checkpoint: Any, old: list[int], new: list[int], step: int | None
-) -> tuple[list[Write], list[str]]:
+) -> list[str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
     ``Trainer(resume_from_checkpoint=)`` uses them to decide how much data to skip. If
@@ -336,50 +284,47 @@ def _move_trainer(
                 f"--step {step}: to PyTorch it sets the global_step of {TRAINER}, and "
                 "the template has none."
             )
-        return [], []
+        return []
     was, now = state["global_step"], step
     if now is None:
         now = new[0] if len(set(new)) == 1 and set(old) == {was} else was
     if now < 0:
         raise ConvertError(f"--step must be 0 or more, not {now}.")
     if now == was:
-        return [], []
-    writes = [Write(state, "global_step", now)]
+        return []
+    moved: list[tuple[Any, str, Any]] = [(state, "global_step", now)]
     epoch: Any = state.get("epoch")
     if type(epoch) in (int, float) and was > 0:
-        writes.append(Write(state, "epoch", epoch * now / was))
+        moved.append((state, "epoch", epoch * now / was))
     for name, content in checkpoint.items():
         is_schedule = "scheduler" in str(name) and isinstance(content, dict)
         if is_schedule and content.get("last_epoch") == was:
-            writes.append(Write(content, "last_epoch", now))
+            moved.append((content, "last_epoch", now))
             if type(content.get("_step_count")) is int:
                 count = content["_step_count"] + now - was
-                writes.append(Write(content, "_step_count", count))
-    said = [f"{w.key} {w.container[w.key]:g} is now {w.value:g}" for w in writes]
-    return writes, [f"Moved with the optimizer's steps: {', '.join(said)}."]
+                moved.append((content, "_step_count", count))
+    said = [f"{key} {held[key]:g} is now {value:g}" for held, key, value in moved]
+    for held, key, value in moved:
+        held[key] = value
+    return [f"Moved with the optimizer's steps: {', '.join(said)}."]
 
 
-def _stale_notes(
-    template: Template, moved: list[Write], old: list[int], new: list[int]
-) -> list[str]:
+def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str]:
     """Return a note on entries that the MLX steps have made stale.
 
-    Entries that the user has set since, or that were advanced, are excluded.
+    Entries that have changed since they were read are excluded.
     """
     pairs = list(zip(old, new * len(old) if len(new) == 1 else new, strict=False))
     if all(a == b for a, b in pairs):
         return []
     then, now = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
-    touched = {id(write.container) for write in moved}
     found = {
-        show(path): x
+        path: x
         for path, x in template.entries_beside().items()
-        if template.age.get(show(path)) == fingerprint(x)
-        and id(x) not in touched
-        and _may_count(path, x)
+        if template.age.get(path) == fingerprint(x) and _may_count(path, x)
     }
     # Random states and data positions.
-    names = [*found, *filter(_STATE_FILES.search, template.files)]
+    names = [*found, *filter(_STATE_FILES.search, template.files or ())]
     if not names:
         return []
     note = (
@@ -394,9 +339,9 @@ def _stale_notes(
     return [note]
 
 
-def _may_count(path: Path, value: Any) -> bool:
+def _may_count(path: str, value: Any) -> bool:
     """Return whether a step may change an entry, unlike text, flags and settings."""
-    return not _SETTINGS.fullmatch(str(path[-1])[:80]) and not all(
+    return not _SETTINGS.fullmatch(path.rpartition("/")[2]) and not all(
         isinstance(x, (str, bool, type(None), dict, list, tuple))
         for _, x in walk(value, 100, leaves=True)
     )

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from .. import formats
 from ..files.text import dtype_name
 from ..torch_checkpoint import Placeholder
-from .optimizer_section import is_flat, is_nested
+from .groups import is_flat, is_nested
 from .tree import ConvertError, Path, find_key, get, is_tensor, list_some, show, walk
 
 # Among several state dicts (say, a model and its average), the one with such a name is
@@ -33,16 +33,17 @@ _MOMENTS = {
     *("square_avg", "acc_delta"),
 }
 _MASTERS = re.compile(r"fp32|float32|master", re.IGNORECASE)
+# Models, optimizers and scalers are at most this deep.
+_DEEPEST = 4
 
 
 @dataclass
 class Sections:
-    """Paths of a model's state dict, optimizers and scaler, and of other models."""
+    """Paths of a model's state dict, its optimizers and the scaler, and notes."""
 
     model: Path | None = None
     optimizers: list[Path] = field(default_factory=list)
     scaler: Path | None = None
-    others: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -56,16 +57,12 @@ def find_sections(
         if text is not None:
             parts = text.split(",") if name == "optimizer" else [text]
             given[name] = [_named(checkpoint, name, key) for key in parts if key]
-    models, optimizers = there["model"], there["optimizer"]
+    models, scalers = there["model"], given.get("scaler", there["scaler"])
     chosen = given.get("model")
     if chosen is None:
         chosen = _choose_model(models, there["mixed"])
-    scalers = given.get("scaler", there["scaler"])
-    found = Sections(chosen[0] if chosen else None)
-    found.optimizers = given.get("optimizer", optimizers)
-    found.others = [path for path in models if path != found.model]
-    is_clear = "optimizer" in given or len(optimizers) < 2
-    if not is_clear and len(_trained(models)) > 1:
+    optimizers = given.get("optimizer", there["optimizer"])
+    if len(optimizers) > 1 and "optimizer" not in given and len(_trained(models)) > 1:
         raise ConvertError(
             f"The checkpoint holds {len(optimizers)} optimizers, "
             f"{list_some(map(show, optimizers))}, and several models: say which "
@@ -76,52 +73,66 @@ def find_sections(
             f"The checkpoint holds {len(scalers)} scalers, "
             f"{list_some(map(show, scalers))}: choose one with --scaler-key."
         )
+    found = Sections(chosen[0] if chosen else None, optimizers)
     found.scaler = scalers[0] if scalers else None
     if found.model is None and "model" not in given:
         _refuse_without_model(checkpoint, found)
-    loose = _loose_moments(checkpoint, found)
-    if loose and not found.optimizers and "optimizer" not in given:
+    used = {*optimizers, found.model}
+    loose = [path for path in there["optimizer"] if path not in used]
+    loose += [path for path in there["moments"] if path not in used]
+    if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
-            f"{loose[0]} looks like an optimizer's state, but not like a state_dict() "
-            "(state and param_groups). Save optimizer.state_dict(), or leave it out "
-            "with --optimizer-key ''; it then goes back unchanged."
+            f"{show(loose[0])} looks like an optimizer's state, but not like a "
+            "state_dict() (state and param_groups). Save optimizer.state_dict(), or "
+            "leave it out with --optimizer-key ''; it then goes back unchanged."
         )
-    found.notes = _notes(checkpoint, found, loose)
+    others = [path for path in models if path != found.model]
+    found.notes = _notes(checkpoint, found, others, loose)
     return found
 
 
 def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {
-        name: [] for name in ("model", "optimizer", "scaler", "mixed")
-    }
+    """Return the paths of everything that looks like a section, by kind."""
+    kinds = ("optimizer", "scaler", "moments", "model", "mixed")
+    found: dict[str, list[Path]] = {kind: [] for kind in kinds}
     inside: set[Path] = set()  # contents of a section are not sections themselves
-    for path, value in walk(checkpoint, 4):
-        if _is_within(path, inside):
+    for path, value in walk(checkpoint):
+        if not isinstance(value, dict) or _is_within(path, inside):
             continue
-        if is_nested(value):
-            found["optimizer"].append(path)
-            # There may be a scaler next to these (mmengine).
+        kind = _kind_of(path, value)
+        if kind is None or (len(path) > _DEEPEST and kind != "moments"):
+            continue
+        found[kind].append(path)
+        if is_nested(value):  # there may be a scaler next to these (mmengine)
             inside |= {(*path, "state"), (*path, "param_groups")}
-            continue
-        for name, is_kind in _KINDS.items():
-            if is_kind(path, value):
-                found[name].append(path)
-                inside |= {path} if name != "mixed" else set()
-                break
+        elif kind != "mixed":
+            inside.add(path)
     # An optimizer's dict does not contain a model (DeepSpeed's float32 groups).
     optimizers = set(found["optimizer"])
     found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
     return found
 
 
-def _is_model(path: Path, value: Any) -> bool:
-    """Return whether this is a dict of named tensors, at least one floating-point.
-
-    It may also hold the results of ``torch.nn.Module.get_extra_state``.
-    """
-    return _has_weights(value) and all(
-        is_tensor(x) or key.endswith("_extra_state") for key, x in value.items()
-    )
+def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
+    """Return what a dict is: a key of :func:`_candidates`, or None."""
+    if is_nested(value) or is_flat(value):
+        return "optimizer"
+    # PyTorch's five keys are sufficient for a scaler. Other frameworks' keys are common
+    # words, so their tables are consulted only for entries named like a scaler.
+    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
+    if value and formats.is_state(value, is_named):
+        return "scaler"
+    if any(str(key)[-80:].rpartition(".")[2] in _MOMENTS for key in value):
+        return "moments"
+    if not _has_weights(value):
+        return None
+    # The results of torch.nn.Module.get_extra_state may be anything.
+    if all(is_tensor(x) or k.endswith("_extra_state") for k, x in value.items()):
+        return "model"
+    # Tensors among other values: at the top level that is torchtitan's layout; deeper,
+    # a model's name is required.
+    is_model = any("." in key or key in ("weight", "bias") for key in value)
+    return "mixed" if (path[-1] in _MODEL_NAMES if path else is_model) else None
 
 
 def _has_weights(value: Any) -> bool:
@@ -133,38 +144,6 @@ def _has_weights(value: Any) -> bool:
             for x in value.values()
         )
     )
-
-
-def _is_mixed_model(path: Path, value: Any) -> bool:
-    """Return whether a dict holds a model's tensors among other values.
-
-    At the top level that is torchtitan's layout; deeper, a model's name is required.
-    """
-    if not _has_weights(value):
-        return False
-    if path:
-        return path[-1] in _MODEL_NAMES
-    return any("." in key or key in ("weight", "bias") for key in value)
-
-
-def _is_scaler(path: Path, value: Any) -> bool:
-    """Return whether a dict is a scaler's state.
-
-    PyTorch's five keys are sufficient. Other frameworks' keys are common words, so
-    their tables are consulted only for entries named like a scaler.
-    """
-    if not isinstance(value, dict) or not value:
-        return False
-    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
-    return formats.is_state(value, is_named)
-
-
-_KINDS: dict[str, Callable[[Path, Any], bool]] = {
-    "optimizer": lambda path, value: is_flat(value),
-    "scaler": _is_scaler,
-    "model": _is_model,
-    "mixed": _is_mixed_model,
-}
 
 
 def _trained(models: list[Path]) -> list[Path]:
@@ -181,9 +160,9 @@ def _choose_model(models: list[Path], mixed: list[Path]) -> list[Path]:
     if len(fits) != 1:
         raise ConvertError(
             f"The checkpoint holds {len(models)} models, {list_some(map(show, models))}"
-            ": choose one with --model-key, and its optimizer with --optimizer-key. "
-            "Convert the others in calls of their own; on the way back, the second "
-            "call takes the first one's output as its template (--like)."
+            ": choose one with --model-key, and its optimizer with --optimizer-key. On "
+            "the way back, the template of the second is the first one's output "
+            "(--like)."
         )
     return fits
 
@@ -219,59 +198,46 @@ def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
             raise ConvertError(f"{show(path) or 'The file'}: {what}.")
     if found.scaler is None or found.optimizers:
         has = "an optimizer but no model" if found.optimizers else "no model"
+        keys = list_some(checkpoint) if isinstance(checkpoint, dict) else "none"
         raise ConvertError(
-            f"The checkpoint holds {has} that could be recognised; at its top it has "
-            f"{list_some(checkpoint) if isinstance(checkpoint, dict) else 'no'} keys. "
-            "Name the model with --model-key. If it is in another file, copy that into "
-            "one folder with the optimizer's, as model.safetensors and optimizer.pt, "
-            "and give the folder."
+            f"The checkpoint holds {has} that could be recognised; its keys are {keys}."
+            " Name the model with --model-key. If it is in another file, copy both into"
+            " one folder, as model.safetensors and optimizer.pt, and give the folder."
         )
 
 
-def _loose_moments(checkpoint: Any, found: Sections) -> list[str]:
-    """Return the paths of optimizer states outside all sections."""
-    sections = {*found.optimizers, *([found.model] if found.model else [])}
-    places: list[str] = []
-    for path, value in walk(checkpoint):
-        if not isinstance(value, dict) or _is_within(path, sections):
-            continue
-        words = {str(key)[-80:].rpartition(".")[2] for key in value}
-        if is_nested(value) or is_flat(value) or words & _MOMENTS:
-            places.append(show(path))
-            sections.add(path)
-    return places
-
-
-def _is_within(path: Path, sections: Iterable[Path]) -> bool:
+def _is_within(path: Path, sections: Collection[Path]) -> bool:
     return any(path[:i] in sections for i in range(len(path) + 1))
 
 
-def _notes(checkpoint: Any, found: Sections, loose: list[str]) -> list[str]:
+def _notes(
+    checkpoint: Any, found: Sections, others: list[Path], loose: list[Path]
+) -> list[str]:
     notes = []
-    if found.others and found.model is not None:
+    if others and found.model is not None:
         notes.append(
             f"{show(found.model)} is taken for the trained model. Also a model, and "
-            f"left unchanged: {list_some(map(show, found.others))} (--model-key "
-            "chooses another)."
+            f"left unchanged: {list_some(map(show, others))} (--model-key chooses "
+            "another)."
         )
     if loose:
         notes.append(
-            f"{list_some(loose)}: an optimizer's state that is not converted. It goes "
-            "back unchanged beside newer weights, so make a new optimizer in PyTorch."
+            f"{list_some(map(show, loose))}: an optimizer's state that is not "
+            "converted. It goes back unchanged beside newer weights, so make a new "
+            "optimizer in PyTorch."
         )
-    masters = _masters(checkpoint, found)
+    masters = _masters(checkpoint, found, others)
     if masters:
         notes.append(
             f"The model's weights are in half precision, and {list_some(masters)} "
-            "holds float32 tensors of their size, which look like master weights. They "
-            "are not read, and go back unchanged: a program that loads them over the "
-            "weights would undo the steps made in MLX. Save the model in float32 to "
-            "convert it."
+            "holds float32 tensors of their size, probably master weights. They go back"
+            " unchanged: a program that loads them over the weights would undo the "
+            "steps made in MLX. Save the model in float32 to convert it."
         )
     return notes
 
 
-def _masters(checkpoint: Any, found: Sections) -> list[str]:
+def _masters(checkpoint: Any, found: Sections, others: list[Path]) -> list[str]:
     """Return the paths of float32 copies of a half-precision model."""
     held = {} if found.model is None else get(checkpoint, found.model)
     half = sum(
@@ -279,7 +245,7 @@ def _masters(checkpoint: Any, found: Sections) -> list[str]:
         for x in held.values()
         if is_tensor(x) and dtype_name(x) in ("float16", "bfloat16")
     )
-    used = {(*path, "state") for path in found.optimizers} | set(found.others)
+    used = {(*path, "state") for path in found.optimizers} | set(others)
     sizes: dict[Path, int] = {}
     for path, value in walk(checkpoint) if half else ():
         if not is_tensor(value) or path[:-1] == found.model or _is_within(path, used):
@@ -291,20 +257,16 @@ def _masters(checkpoint: Any, found: Sections) -> list[str]:
     return [show(path) for path, size in sizes.items() if size >= half]
 
 
-def entries_beside(checkpoint: Any, sections: Iterable[Path]) -> dict[Path, Any]:
-    """Return the entries outside all sections, by path."""
+def entries_beside(checkpoint: Any, sections: Collection[Path]) -> dict[Path, Any]:
+    """Return the entries next to the sections, by path."""
     taken = set(sections)
-    above = {path[:i] for path in taken for i in range(len(path))} - taken
-
-    def inside(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            here = (*path, key)
-            if here in above:
-                yield from inside(here, item)
-            elif here not in taken:
-                yield here, item
-
-    return dict(inside((), checkpoint)) if () in above else {}
+    above = {path[:i] for path in taken for i in range(len(path))}
+    known, deepest = above | taken, max(map(len, taken), default=0)
+    return {
+        path: value
+        for path, value in walk(checkpoint, deepest, leaves=True)
+        if path and path[:-1] in above and path not in known
+    }
 
 
 def fingerprint(value: Any) -> str:

@@ -16,18 +16,14 @@ import mlx.nn as nn
 
 from .. import formats, torch_checkpoint
 from ..torch_checkpoint import TensorShape
-from . import optimizer_state
-from .folder import TorchFiles
+from . import optimizers
+from .groups import MOST_STEPS, Group, read_groups
 from .layouts import LAYOUTS, Entry, Plan, make_plan, model_notes
-from .optimizer_section import OptimizerSection
-from .optimizer_state import OptimizerPlan, TorchGroup
-from .optimizer_table import OPTIMIZERS
 from .options import Options
-from .order import parameter_names
+from .order import Order
 from .sections import entries_beside, find_sections, fingerprint
 from .tree import ConvertError, Path, get, is_tensor, list_some, number, show
 
-_LIGHTNING = "pytorch-lightning_version"  # only Lightning's files have this key
 _VERSION = "mlx_gradscale_template"
 # File name of the template next to an mlx_gradscale checkpoint.
 TEMPLATE = "template.pt"
@@ -42,27 +38,26 @@ class Template:
     Attributes:
         checkpoint (Any): The PyTorch object. Tensors that MLX holds are
             ``TensorShape`` leaves.
-        is_folder (bool): Whether it is a folder, as a dict by file name.
-        files (dict): The bytes of a folder's other files.
+        files (dict, optional): For a folder, the bytes of the files that are not in
+            ``checkpoint``.
         model (tuple, optional): The path of the model's state dict.
-        plan (Plan): Mapping of its tensors to MLX.
         optimizers (list): The paths of its optimizers' state dicts.
-        optimizer (OptimizerPlan, optional): Their conversion to one MLX optimizer.
         scaler (tuple, optional): The path of the scaler's state.
         scaler_format (str, optional): A key of ``mlx_gradscale.formats.FORMATS``.
+        plan (Plan): Mapping of the model's tensors to MLX.
+        groups (list): The parameter groups of all optimizers.
         age (dict): Fingerprints of the other entries, taken when they were read.
         is_reported (bool): Whether stale entries have been reported.
     """
 
     checkpoint: Any
-    is_folder: bool = False
-    files: dict[str, mx.array] = field(default_factory=dict)
+    files: dict[str, mx.array] | None = None
     model: Path | None = None
-    plan: Plan = field(default_factory=lambda: Plan({}))
     optimizers: list[Path] = field(default_factory=list)
-    optimizer: OptimizerPlan | None = None
     scaler: Path | None = None
     scaler_format: str | None = None
+    plan: Plan = field(default_factory=lambda: Plan({}))
+    groups: list[Group] = field(default_factory=list)
     age: dict[str, str] = field(default_factory=dict)
     is_reported: bool = False
 
@@ -83,11 +78,9 @@ class Template:
         """Return the MLX weights."""
         return self.plan.to_mlx(self.tensors())
 
-    def optimizer_state(self) -> dict[str, mx.array] | None:
-        """Return the flat MLX optimizer state, if there is an optimizer."""
-        if self.optimizer is None:
-            return None
-        return optimizer_state.to_mlx(self.optimizer, self.plan.entries, self.tensors())
+    def optimizer_state(self) -> dict[str, mx.array]:
+        """Return the flat MLX optimizer state, empty if there is no optimizer."""
+        return optimizers.to_mlx(self.groups, self.tensors())
 
     def scaler_state(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Return the ``GradScaler.state_dict``, if there is one, and notes."""
@@ -101,9 +94,9 @@ class Template:
 
     def build_optimizer(self, learning_rate: Any = None) -> Any:
         """Return the MLX optimizer, without its state."""
-        if self.optimizer is None:
+        if not self.groups:
             raise ConvertError("The checkpoint has no optimizer.")
-        return optimizer_state.build(self.optimizer, self.plan.entries, learning_rate)
+        return optimizers.build(self.groups, learning_rate)
 
     def drop_tensors(
         self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
@@ -122,36 +115,38 @@ class Template:
             if isinstance(x, mx.array) and self.plan.tied.get(name, name) not in kept:
                 held[name] = shapes.setdefault(id(x), TensorShape.of(x))
         owned = None if optimizer_names is None else set(optimizer_names)
-        for group in self.optimizer.groups if self.optimizer else ():
-            for index, name in group.names.items():
-                if owned is None or self.plan.entries[name].mlx[0] in owned:
-                    group.section.drop_tensors(index, group.spec.slots)
+        for group in self.groups:
+            for index, entry in group.entries.items():
+                if owned is None or entry.mlx[0] in owned:
+                    group.drop_tensors(index)
 
-    def section_paths(self) -> list[Path]:
-        """Return the paths of all entries that MLX takes from the checkpoint."""
-        paths = [*self.optimizers]
+    def entries_beside(self) -> dict[str, Any]:
+        """Return the entries that MLX does not take, by path."""
+        taken = [*self.optimizers, *([] if self.scaler is None else [self.scaler])]
         if self.model is not None:
             # At the top level, the model's tensors are mixed with other entries.
-            paths += [self.model] if self.model else [(n,) for n in self.tensors()]
-        return paths + ([self.scaler] if self.scaler is not None else [])
+            taken += [self.model] if self.model else [(n,) for n in self.tensors()]
+        beside = entries_beside(self.checkpoint, taken)
+        return {show(path): value for path, value in beside.items()}
 
-    def entries_beside(self) -> dict[Path, Any]:
-        """Return the entries that MLX does not take, by path."""
-        return entries_beside(self.checkpoint, self.section_paths())
+    def set_age(self) -> None:
+        """Take the fingerprints by which a later change of an entry shows."""
+        beside = self.entries_beside()
+        self.age = {path: fingerprint(x) for path, x in beside.items()}
 
 
 def make_template(
-    read: TorchFiles, model: nn.Module | None, options: Options
+    checkpoint: Any,
+    model: nn.Module | None,
+    options: Options,
+    files: dict[str, mx.array] | None = None,
 ) -> tuple[Template, list[str]]:
-    """Find the sections of a checkpoint and map them to MLX."""
-    checkpoint = read.checkpoint
+    """Find the sections of a checkpoint and map them to MLX; also return notes."""
     if is_template(checkpoint):
         raise ConvertError("This is a template: give the PyTorch checkpoint itself.")
     found = find_sections(checkpoint, options.keys)
-    template = Template(checkpoint, read.is_folder, read.files, found.model)
-    template.optimizers, template.scaler = found.optimizers, found.scaler
-    notes = [*read.notes, *found.notes]
-    tensors = template.tensors()
+    template = Template(checkpoint, files, found.model, found.optimizers, found.scaler)
+    notes, tensors = found.notes, template.tensors()
     if found.model is not None:
         empty = [n for n, x in tensors.items() if not isinstance(x, mx.array)]
         if empty:
@@ -159,74 +154,66 @@ def make_template(
                 f"{list_some(empty)} has a shape and no values, as in a template: give "
                 "the PyTorch checkpoint."
             )
-        is_lightning = isinstance(checkpoint, dict) and _LIGHTNING in checkpoint
-        template.plan = make_plan(tensors, model, options, is_lightning)
-        notes += template.plan.notes()
-        notes += model_notes(model) if model is not None else []
+        if model is None:
+            raise ConvertError(
+                f"Give the MLX model (--model) for {show(found.model) or 'the weights'}"
+                ": names, layouts and shapes come from it."
+            )
+        template.plan = make_plan(tensors, model, options)
+        notes += template.plan.notes() + model_notes(model)
     elif model is not None and options.keys.get("model") != "":
         raise ConvertError("The checkpoint holds no model's state dict.")
-    sections = [OptimizerSection(get(checkpoint, path)) for path in found.optimizers]
-    if sections:
-        if found.model is None:
-            raise ConvertError(
-                "Without the model, its optimizer cannot be converted: leave it out "
-                "too (--optimizer-key '')."
-            )
-        for section in sections:  # report an unknown one before matching parameters
-            optimizer_state.kind_of(section, options)
+    elif found.optimizers:
+        raise ConvertError(
+            "Without the model, its optimizer cannot be converted: leave it out too "
+            "(--optimizer-key '')."
+        )
+    for path in found.optimizers:
+        groups = read_groups(get(checkpoint, path))
+        optimizers.set_kind(groups, options)
+        template.groups += groups
+    if template.groups and model is not None and found.model is not None:
         # A safetensors file does not preserve PyTorch's order of tensors.
-        file = str(found.model[0]) if read.is_folder else ""
-        names, doubts = parameter_names(
-            sections,
-            tensors,
-            template.plan,
-            options,
-            model,
-            is_ordered=not file.endswith(".safetensors"),
-        )
-        template.optimizer, said = optimizer_state.plan_optimizer(
-            sections, names, template.plan.entries, options
-        )
-        notes += said + doubts
+        file = str(found.model[0]) if files is not None else ""
+        is_ordered = not file.endswith(".safetensors")
+        order = Order(template.groups, tensors, template.plan)
+        names, doubts = order.find(options, model, is_ordered)
+        entries = template.plan.entries
+        notes += optimizers.plan_groups(template.groups, names, entries, options)
+        notes += doubts
     if found.scaler is not None:
         state = get(checkpoint, found.scaler)
         template.scaler_format = options.scaler_format or formats.recognise(state)
         notes += template.scaler_state()[1]
-    beside = template.entries_beside()
-    template.age = {show(path): fingerprint(x) for path, x in beside.items()}
-    return template, notes + _schedule_notes(template, beside)
+    template.set_age()
+    schedules = [
+        path
+        for path, value in template.entries_beside().items()
+        for state in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(state, dict) and "last_epoch" in state
+    ]
+    if schedules:
+        notes.append(
+            f"{list_some(schedules)}: a PyTorch schedule, which MLX does not run. Give "
+            "a schedule of the optimizer's step to load_torch(..., learning_rate=...)."
+        )
+    return template, notes
 
 
-def _schedule_notes(template: Template, beside: Mapping[Path, Any]) -> list[str]:
-    steps = [g.step for g in template.optimizer.groups] if template.optimizer else []
-    at = f", the optimizer at step {steps[0]}" if steps else ""
-    notes = []
-    for path, value in beside.items():
-        for state in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(state, dict) and "last_epoch" in state:
-                epoch = str(number(state["last_epoch"]))[:20]
-                notes.append(
-                    f"{show(path)}: a PyTorch schedule (last_epoch {epoch}{at}), which "
-                    "MLX does not run. Give a schedule of the optimizer's step to "
-                    "load_torch(..., learning_rate=lambda step: ...)."
-                )
-    return notes[:8]
+_STORED = ("checkpoint", "files", "model", "optimizers", "scaler", "scaler_format")
 
 
 def to_object(template: Template) -> dict[str, Any]:
     """Return a template as plain values, for ``torch_checkpoint.save``."""
-    optimizer = template.optimizer or OptimizerPlan([], [], True)
-    kept = ("checkpoint", "is_folder", "files", "model", "optimizers", "scaler")
     return {
         _VERSION: 1,
-        **{name: getattr(template, name) for name in (*kept, "scaler_format", "age")},
+        **{name: getattr(template, name) for name in _STORED},
         "entries": {e.torch: (e.layout, e.mlx) for e in template.plan.entries.values()},
         "tied": template.plan.tied,
         "groups": [
-            (optimizer.sections.index(g.section), g.number, g.kind, g.names, g.step)
-            for g in optimizer.groups
+            (g.kind, g.step, {i: e.torch for i, e in g.entries.items()})
+            for g in template.groups
         ],
-        "is_single": optimizer.is_single,
     }
 
 
@@ -247,24 +234,18 @@ def from_object(value: Mapping[str, Any]) -> Template:
 
 
 def _parse(value: Mapping[str, Any]) -> Template:
-    entries, tied = {}, dict(value["tied"])
+    template = Template(*(value[name] for name in _STORED))
+    entries, tied = template.plan.entries, template.plan.tied
     for name, (layout, mlx_names) in value["entries"].items():
-        _expect(mlx_names and len(mlx_names) % LAYOUTS[layout].count == 0)
-        _expect(all(type(n) is str for n in (name, *mlx_names)))
         entries[name] = Entry(name, tuple(mlx_names), layout)
+        _expect(layout in LAYOUTS and type(name) is str)
+        _expect(all(type(n) is str for n in mlx_names))
+        _expect(len(mlx_names) == (3 if layout == "split_qkv" else 1))
+    tied |= value["tied"]
     _expect(all(owner in entries for owner in tied.values()))
-    template = Template(
-        value["checkpoint"],
-        value["is_folder"] is True,
-        dict(value["files"]),
-        value["model"],
-        Plan(entries, tied),
-        list(value["optimizers"]),
-        scaler=value["scaler"],
-        scaler_format=value["scaler_format"],
-        age=dict(value["age"]),
-    )
-    _expect(all(isinstance(x, mx.array) for x in template.files.values()))
+    if template.files is not None:
+        _expect(isinstance(template.checkpoint, dict))
+        _expect(all(isinstance(x, mx.array) for x in template.files.values()))
     for path in (template.model, template.scaler):
         if path is not None:
             held = get(template.checkpoint, path)
@@ -272,18 +253,15 @@ def _parse(value: Mapping[str, Any]) -> Template:
     if template.model is not None:
         _expect(template.tensors().keys() >= {*entries, *tied})
     _expect(template.scaler is None or template.scaler_format in formats.FORMATS)
-    plan = OptimizerPlan([], [], value["is_single"] is True)
     for path in template.optimizers:
-        plan.sections.append(OptimizerSection(get(template.checkpoint, path)))
-    for section, number_, kind, names, step in value["groups"]:
-        _expect(section >= 0 and number_ >= 0 and kind in OPTIMIZERS)
-        _expect(type(step) is int and 0 <= step < 2**53)
-        group = TorchGroup(plan.sections[section], number_, kind, dict(names), step)
-        _expect(all(name in entries for name in group.names.values()))
-        _expect(group.names.keys() <= set(group.settings["params"]))
-        group.check()
-        plan.groups.append(group)
-    template.optimizer = plan if plan.groups else None
+        template.groups += read_groups(get(template.checkpoint, path))
+    for group, stored in zip(template.groups, value["groups"], strict=True):
+        group.kind, group.step, names = stored
+        group.entries = {index: entries[name] for index, name in names.items()}
+        _expect(type(group.step) is int and 0 <= group.step < MOST_STEPS)
+        _expect(names.keys() <= set(group.settings["params"]))
+        group.check_settings()
+    template.set_age()
     return template
 
 

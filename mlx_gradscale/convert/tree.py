@@ -1,8 +1,8 @@
-"""Walk, address and temporarily fill the containers of a checkpoint."""
+"""Walk, address and temporarily change the containers of a checkpoint."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -11,22 +11,12 @@ from ..torch_checkpoint import Placeholder, TensorShape, plain_value
 
 Path = tuple[Any, ...]
 
-# As the value of a Write: remove the key.
-REMOVED = object()
 _CONTAINERS = (dict, list, tuple)
 _FOUND = (*_CONTAINERS, mx.array, TensorShape, Placeholder)
 
 
 class ConvertError(ValueError):
     """A checkpoint that cannot be converted as it is; the message says what to do."""
-
-
-class Write(NamedTuple):
-    """A value to store at a dict key or a list index."""
-
-    container: Any
-    key: Any
-    value: Any
 
 
 def is_tensor(value: Any) -> bool:
@@ -66,12 +56,10 @@ def walk(
             inner: Iterable[tuple[Any, Any]] = enumerate(value)
             if isinstance(value, dict):
                 inner = value.items()
-            found = (((*path, k), x) for k, x in inner if leaves or _is_found(x))
-            left += reversed([*found])
-
-
-def _is_found(value: Any) -> bool:
-    return isinstance(value, _FOUND)
+            found = [
+                ((*path, key), x) for key, x in inner if leaves or isinstance(x, _FOUND)
+            ]
+            left += reversed(found)
 
 
 def get(tree: Any, path: Path) -> Any:
@@ -95,16 +83,14 @@ def find_key(tree: Any, key: str) -> Path:
     """
     path: Path = ()
     for word in key.split("/"):
-        is_list = isinstance(tree, (list, tuple))
-        step: Any = int(word) if is_list and word.isdigit() else word
-        if not (
-            (is_list and isinstance(step, int) and step < len(tree))
-            or (isinstance(tree, dict) and step in tree)
-        ):
-            there = list_some(tree) if isinstance(tree, dict) else "no keys"
+        keys = [*tree] if isinstance(tree, dict) else []
+        if isinstance(tree, (list, tuple)):
+            keys = [*range(len(tree))]
+        step = int(word) if keys and keys[0] == 0 and word.isdigit() else word
+        if step not in keys:
             raise ConvertError(
                 f"The checkpoint has no {word!r} in {show(path) or 'it'}, which has "
-                f"{there}."
+                f"{list_some(keys) or 'no keys'}."
             )
         tree, path = tree[step], (*path, step)
     return path
@@ -117,25 +103,19 @@ def list_some(names: Iterable[Any], count: int = 6) -> str:
 
 
 @contextmanager
-def filled(writes: Iterable[Write]) -> Iterator[None]:
-    """Put values into containers, and restore the containers on exit."""
-    touched: dict[int, tuple[Any, Any]] = {}
+def unchanged(tree: Any) -> Iterator[None]:
+    """Undo all changes to the dicts and lists of a checkpoint on exit."""
+    before = [
+        (held, dict(held) if isinstance(held, dict) else list(held))
+        for _, held in walk(tree, deepest=1000)
+        if isinstance(held, (dict, list))
+    ]
     try:
-        for container, key, value in writes:
-            if id(container) not in touched:
-                is_dict = isinstance(container, dict)
-                before = dict(container) if is_dict else list(container)
-                touched[id(container)] = container, before
-            if value is REMOVED:
-                del container[key]
-            else:
-                container[key] = value
         yield
     finally:
-        for container, before in touched.values():
-            container.clear()
-            restore = container.update if isinstance(before, dict) else container.extend
-            restore(before)
+        for held, items in before:
+            held.clear()
+            held.update(items) if isinstance(held, dict) else held.extend(items)
 
 
 def as_leaf(array: mx.array, leaf: Any) -> mx.array:

@@ -8,32 +8,21 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.convert_runs import Small, fails, forward, identical, small
+from support.convert_runs import Small, fails, forward, identical, small, small_adam
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.convert import ConvertError, Options, load_torch, main, save_torch
+from mlx_gradscale.convert import ConvertError, Options, load_torch, save_torch
 from mlx_gradscale.convert.folder import read_torch
 from mlx_gradscale.torch_checkpoint import Placeholder
 
 NAMES = ("fc.weight", "fc.bias")
 
 
-def adam():
-    weights = {"fc.weight": mx.ones((2, 3)), "fc.bias": mx.zeros(2)}
-    state = {
-        i: {"step": mx.array(3.0), "exp_avg": x + 1, "exp_avg_sq": x + 2}
-        for i, x in enumerate(weights.values())
-    }
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
-             "amsgrad": False, "params": [0, 1]}  # fmt: skip
-    return weights, {"state": state, "param_groups": [group]}
-
-
 def trainer_folder(path, schedule=True):
     """As Transformers' Trainer writes it, with its own objects."""
     path.mkdir()
-    weights, optimizer = adam()
+    weights, optimizer, _ = small_adam()
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "pt"})
     pt.save(path / "optimizer.pt", optimizer)
     if schedule:
@@ -100,7 +89,7 @@ def test_step_sets_a_trainers_count_and_needs_one(tmp_path):
     save_torch(tmp_path / "out", model, run.optimizer, like=run.template, step=9)
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert state["global_step"] == 9
-    pt.save(tmp_path / "a.pt", {"model": adam()[0]})
+    pt.save(tmp_path / "a.pt", {"model": small_adam()[0]})
     plain = load_torch(tmp_path / "a.pt", model)
     with pytest.raises(ConvertError, match="the template has none"):
         save_torch(tmp_path / "b.pt", model, like=plain.template, step=9)
@@ -144,9 +133,9 @@ def test_accelerate_folder_of_two_models_converts_one_after_the_other(tmp_path):
         target = tmp_path / f"out{end}"
         save_torch(target, model, run.optimizer, like=last, options=Options(keys=keys))
         last = target
-    back = read_torch(last, Options())
+    back, _, _ = read_torch(last, Options())
     for end in ("", "_1"):
-        weights = back.checkpoint[f"pytorch_model{end}.bin"]
+        weights = back[f"pytorch_model{end}.bin"]
         assert weights["fc.bias"].tolist() == [2.0, 3.0]
     assert (last / "random_states_0.pkl").read_bytes() == b"not read"
 
@@ -213,7 +202,7 @@ def peft_folder(path):
         i: {"step": mx.array(3.0), "exp_avg": x * 2, "exp_avg_sq": x * x}
         for i, x in enumerate(weights.values())
     }
-    group = adam()[1]["param_groups"][0] | {"params": list(range(8))}
+    group = small_adam()[2] | {"params": list(range(8))}
     pt.save(path / "optimizer.pt", {"state": state, "param_groups": [group]})
     return names, weights
 
@@ -250,8 +239,8 @@ def test_peft_lora_of_a_trainer_continues_in_mlx_and_comes_back(tmp_path, recwar
 def test_peft_lora_by_the_command_and_its_errors(tmp_path, capsys):
     names, weights = peft_folder(tmp_path / "in")
     (tmp_path / "names").write_text("\n".join(names))
-    paths = ["--torch-path", str(tmp_path / "in"), "--mlx-path", str(tmp_path / "run")]
-    assert main([*paths, "--names", str(tmp_path / "names")]) == 0
+    flags = ["--names", str(tmp_path / "names"), "--model", f"{__name__}:lora_model"]
+    forward(tmp_path / "in", tmp_path / "run", *flags)
     saved = read_checkpoint(tmp_path / "run").weights
     lora = [n for n, _ in tree_flatten(lora_model().trainable_parameters())]
     assert sorted(saved) == sorted(lora)
@@ -270,7 +259,7 @@ def test_peft_lora_by_the_command_and_its_errors(tmp_path, capsys):
     [
         ({"zero_pp_rank_0_mp_rank_00_optim_states.pt": b"x"}, "zero_to_fp32"),
         ({"epoch_1.pt": b"x", "epoch_2.pt": b"x"}, "give one file"),
-        ({"notes.txt": b"x"}, "no PyTorch files"),
+        ({"notes.txt": b"x"}, "holds no file that is named"),
     ],
 )
 def test_folders_of_other_kinds_are_explained(files, word, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
+from support.convert_runs import Holder
 
 from mlx_gradscale.convert import ConvertError, Options
 from mlx_gradscale.convert.layouts import LAYOUTS, Entry, make_plan
@@ -171,25 +172,6 @@ def test_wrappers_are_left_out_of_names_and_put_back(wrapped, renamed):
     assert plan.entries.keys() | set(plan.torch_only) == tensors.keys()
 
 
-@pytest.mark.parametrize("wrapped", WRAPPED)
-def test_wrappers_are_known_without_a_model(wrapped):
-    tensors = {wrapped.format(n): mx.zeros(2) for n in ("fc.weight", "fc.bias")}
-    is_lightning = "model" in wrapped
-    plan = make_plan(tensors, is_lightning=is_lightning)
-    assert plan.to_mlx(tensors).keys() == {"fc.weight", "fc.bias"}
-    # A module of that name beside others is the user's own.
-    tensors["head.weight"] = mx.zeros(2)
-    kept = make_plan(tensors, is_lightning=is_lightning).entries
-    if "_" not in wrapped:
-        assert all(entry.mlx == (name,) for name, entry in kept.items())
-
-
-def test_another_prefix_is_recognised_in_the_error():
-    tensors = {f"net.{name}": array for name, array in net_tensors().items()}
-    with pytest.raises(ConvertError, match=r"--rename '\^net\\\.='"):
-        make_plan(tensors, Net())
-
-
 def test_missing_and_extra_names_are_listed():
     tensors = net_tensors()
     del tensors["blocks.1.bias"]
@@ -219,7 +201,7 @@ def test_wrong_shapes_are_named():
 def test_two_names_cannot_become_one():
     tensors = {"a": mx.zeros(2), "b": mx.zeros(2)}
     with pytest.raises(ConvertError, match="would both become a"):
-        make_plan(tensors, options=Options(rename={"b": "a"}))
+        make_plan(tensors, Holder({"a": tensors["a"]}), Options(rename={"b": "a"}))
 
 
 def test_tied_weights_are_kept_once():
@@ -232,7 +214,6 @@ def test_tied_weights_are_kept_once():
     tensors = {"embed.weight": weight, "head.weight": weight}
     plan = convert(tensors, Tied())
     assert plan.tied == {"head.weight": "embed.weight"}
-    assert make_plan(tensors).tied == plan.tied
     # Equal values in two tensors are not tied.
     apart = {"embed.weight": weight, "head.weight": mx.ones((5, 3))}
     with pytest.raises(ConvertError, match=r"no place for head\.weight"):
@@ -245,7 +226,7 @@ def test_a_tied_name_without_a_place_may_come_first_or_be_dropped():
     want = {"a": "table"}
     assert make_plan(tensors, Custom(5, 3)).tied == want
     # Kept apart, it would come back with its old values, and win in PyTorch.
-    plan = make_plan(tensors, options=Options(drop=("a",)))
+    plan = make_plan(tensors, Custom(5, 3), Options(drop=("a",)))
     assert (plan.tied, plan.torch_only) == (want, ())
 
 
@@ -258,9 +239,9 @@ def test_a_transposed_linear_is_recognised_in_the_error():
             super().__init__()
             self.head = mx.zeros((3, 2))
 
-    with pytest.raises(ConvertError, match="--transpose 'head'"):
+    with pytest.raises(ConvertError, match="--layout 'head'=transpose"):
         make_plan(tensors, Headed())
-    make_plan(tensors, Headed(), Options(transpose=("head",)))
+    make_plan(tensors, Headed(), Options(layouts={"head": "transpose"}))
 
 
 def hint(lost, *rest):
@@ -278,8 +259,6 @@ def test_what_stands_for_a_weight_in_pytorch_is_explained():
     assert "--rename" in hint("fc.weight_v")
     assert "prune.remove" in hint("fc.weight_orig", "fc.weight_mask")
     assert "recurrent" in hint("rnn.weight_ih_l0")
-    # Nothing is missing, so the common first word is no wrapper.
-    assert "wrapper" not in hint("head.weight", "head.bias")
 
 
 class Custom(nn.Module):
@@ -293,71 +272,32 @@ def test_a_layer_of_ones_own_keeps_its_layout_unless_another_fits_too():
     assert plan.entries["table"].layout == "same"
     for shape, mlx in (((4, 4, 4), (4, 4, 4)), ((4, 3, 5), (4, 5, 3))):
         tensors = {"table": mx.zeros(shape)}
-        with pytest.raises(ConvertError, match="--keep-layout"):
+        with pytest.raises(ConvertError, match="--layout 'table'=conv"):
             make_plan(tensors, Custom(*mlx))
-        kind = "keep_layout" if shape == mlx else "conv"
-        make_plan(tensors, Custom(*mlx), Options(**{kind: ("table",)}))
+        kind = "same" if shape == mlx else "conv"
+        make_plan(tensors, Custom(*mlx), Options(layouts={"table": kind}))
 
 
-def test_without_a_model_every_deep_tensor_needs_a_decision():
-    tensors = {"a.weight": mx.zeros((2, 3, 4)), "a.bias": mx.zeros(2)}
-    with pytest.raises(ConvertError, match=r"a\.weight has shape \(2, 3, 4\)"):
-        make_plan(tensors)
-    for kind, shape in (
-        ("conv", (2, 4, 3)),
-        ("conv_transpose", (3, 4, 2)),
-        ("keep_layout", (2, 3, 4)),
-    ):
-        plan = make_plan(tensors, options=Options(**{kind: ("a.*",)}))
-        assert plan.to_mlx(tensors)["a.weight"].shape == shape
-        assert plan.to_mlx(tensors)["a.bias"].shape == (2,)
-
-
-def test_without_a_model_fused_attention_needs_a_decision():
-    tensors = {"at.in_proj_weight": mx.zeros((6, 2)), "at.in_proj_bias": mx.zeros(6)}
-    with pytest.raises(ConvertError, match="--split-qkv"):
-        make_plan(tensors)
-    split = make_plan(tensors, options=Options(split_qkv=("at.in_proj*",)))
-    assert sorted(split.to_mlx(tensors)) == sorted(
-        f"at.{part}_proj.{leaf}"
-        for part in ("query", "key", "value")
-        for leaf in ("weight", "bias")
-    )
-    kept = make_plan(tensors, options=Options(keep_layout=("*",)))
-    assert sorted(kept.to_mlx(tensors)) == sorted(tensors)
-    with pytest.raises(ConvertError, match="does not apply"):
-        make_plan({"w": mx.zeros((6, 2))}, options=Options(split_qkv=("w",)))
-
-
-def test_leading_numbers_need_a_name():
-    tensors = {"0.weight": mx.zeros((2, 2))}
-    with pytest.raises(ConvertError, match="starts with a number"):
-        make_plan(tensors)
-    options = Options(rename=[(r"^(\d+)\.", r"layers.\1.")])
-    assert list(make_plan(tensors, options=options).to_mlx(tensors)) == [
-        "layers.0.weight"
-    ]
-
-
-def test_patterns_that_match_nothing_or_too_much_are_errors():
-    tensors = {"a.weight": mx.zeros((2, 3, 4))}
+def test_patterns_that_match_nothing_and_unknown_layouts_are_errors():
+    tensors, model = {"table": mx.zeros((2, 3, 4))}, Custom(2, 4, 3)
     with pytest.raises(ConvertError, match="matches no tensor"):
-        make_plan(tensors, options=Options(conv=("b.*",)))
-    with pytest.raises(ConvertError, match="conv and same"):
-        make_plan(tensors, options=Options(conv=("*",), keep_layout=("a.*",)))
+        make_plan(tensors, model, Options(layouts={"b.*": "conv"}))
+    with pytest.raises(ConvertError, match="no layout 'turn'"):
+        make_plan(tensors, model, Options(layouts={"*": "turn"}))
+    first = make_plan(tensors, model, Options(layouts={"*": "conv", "t*": "same"}))
+    assert first.entries["table"].layout == "conv"
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 3), st.data())
 def test_every_layout_there_and_back(layout, spatial, data):
     size = st.integers(1, 4)
-    ndim = {"bilinear": 3, "split_qkv": 2}.get(layout, spatial + 2)
+    ndim = 2 if layout == "split_qkv" else spatial + 2
     shape = [data.draw(size) for _ in range(ndim)]
     if layout == "split_qkv":
         shape[0] *= 3
     x = mx.arange(int(np.prod(shape))).reshape(shape)
-    names = tuple("abc"[: LAYOUTS[layout].count])
-    entry = Entry("t", names, layout)
+    entry = Entry("t", tuple("abc" if layout == "split_qkv" else "a"), layout)
     parts = entry.to_mlx(x)
     assert sum(p.size for p in parts.values()) == x.size
     assert mx.array_equal(entry.to_torch(parts), x)

@@ -18,7 +18,6 @@ from mlx_gradscale.convert import ConvertError, save_torch
 from mlx_gradscale.convert.optimizer_table import (
     OPTIMIZERS,
     recognise,
-    torch_differences,
 )
 
 torch = pytest.importorskip("torch")
@@ -47,8 +46,7 @@ def test_pytorch_continues_where_mlx_stopped(kind, tmp_path):
 @EVERY
 @pytest.mark.parametrize("k", [0, 3])
 def test_there_and_back_is_equal_in_every_bit(kind, k, tmp_path):
-    changes = {"dampening": 0} if k == 0 and kind == "SGD dampening" else {}
-    path = Side(kind, **changes).steps(range(k)).save(tmp_path / "a.pt")
+    path = Side(kind).steps(range(k)).save(tmp_path / "a.pt")
     assert_same_state(path, Mine(path).save(tmp_path / "b.pt"))
 
 
@@ -60,13 +58,6 @@ def test_loaded_state_is_of_the_kind_that_mlx_makes_itself(kind, tmp_path):
     own.init(Params().parameters())
     for key, x in tree_flatten(own.state):
         assert (loaded[key].dtype, loaded[key].shape) == (x.dtype, x.shape)
-
-
-def test_momentum_that_mlx_started_stays_dampened_in_pytorch(tmp_path):
-    theirs = Side("SGD dampening")
-    mine = Mine(theirs.save(tmp_path / "a.pt"), accept=("dampening",))
-    theirs.load(mine.save(tmp_path / "b.pt"))
-    assert_close(mine.steps(range(5)), theirs.steps(range(5)))
 
 
 def test_groups_become_a_multi_optimizer(tmp_path):
@@ -228,56 +219,6 @@ def test_lion_that_may_decay_otherwise_is_reported(tmp_path):
     assert any("decoupled_weight_decay=True" in note for note in mine.run.notes)
 
 
-def test_muon_agrees_with_pytorch_but_for_its_bfloat16(tmp_path):
-    theirs = Side("SGD")
-    theirs.params = {"a.weight": theirs.params["a.weight"]}
-    theirs.optimizer = torch.optim.Muon([theirs.params["a.weight"]], 0.02,
-                                        weight_decay=0.0)  # fmt: skip
-
-    def step(side, seed):
-        side.params["a.weight"].grad = torch.tensor(gradients(seed)["a.weight"])
-        side.optimizer.step()
-
-    for seed in range(3):
-        step(theirs, seed)
-    theirs.save(tmp_path / "a.pt")
-
-    class One(Params):
-        def __init__(self):
-            super().__init__()
-            self.pop("b")
-            self.a.pop("bias")
-
-    from mlx_gradscale.convert import load_torch
-
-    model = One()
-    run = load_torch(tmp_path / "a.pt", model)
-    assert any("bfloat16" in note for note in run.notes)
-    for seed in range(3, 8):
-        grads = {"a": {"weight": mx.array(gradients(seed)["a.weight"])}}
-        run.optimizer.update(model, grads)
-        step(theirs, seed)
-    want = theirs.params["a.weight"].detach().numpy()
-    # Five updates of 0.02, each rounded to bfloat16's 8 bits.
-    assert abs(want - model.a.weight).max().item() < 5 * 0.02 * 2e-2
-    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    back = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]
-    theirs.optimizer.load_state_dict(back)
-    moment = theirs.optimizer.state[theirs.params["a.weight"]]["momentum_buffer"]
-    state = run.optimizer.state["a"]["weight"]["v"]
-    assert abs(moment.numpy() - state).max().item() < 1e-6
-
-
-@EVERY
-def test_optimizer_is_recognised_by_its_keys(kind):
-    held = Side(kind).steps(range(1)).optimizer.state_dict()
-    slots = {slot for state in held["state"].values() for slot in state}
-    want = kind.split()[0]
-    assert recognise(held["param_groups"], slots) == want
-    with pytest.raises(ConvertError, match="is not that of"):
-        recognise(held["param_groups"], slots, "Lion" if want != "Lion" else "Adam")
-
-
 @pytest.mark.parametrize(
     "cls",
     [
@@ -303,7 +244,9 @@ def test_no_optimizer_of_pytorch_is_taken_for_another(cls):
         if cls.__name__ in OPTIMIZERS:
             assert recognise(held["param_groups"], slots) == cls.__name__
         else:
-            with pytest.raises(ConvertError, match=r"known kinds.*--optimizer-key ''"):
+            with pytest.raises(
+                ConvertError, match=r"no known kind.*--optimizer-key ''"
+            ):
                 recognise(held["param_groups"], slots)
 
 
@@ -329,6 +272,7 @@ REFUSED = [
     ("Adagrad", {"weight_decay": 0.1}, "weight_decay"),
     ("Adadelta", {"weight_decay": 0.1}, "weight_decay"),
     ("Adagrad", {"lr_decay": 0.1}, "lr_decay"),
+    ("SGD momentum", {"dampening": 0.3}, "dampening"),
 ]
 
 
@@ -351,10 +295,11 @@ def test_what_mlx_computes_differently_is_refused_until_accepted(
         assert_close(mine, theirs.steps(range(2, 22)))
 
 
-def test_dampening_before_the_first_step_is_refused(tmp_path):
-    with pytest.raises(ConvertError, match="dampening"):
-        Mine(Side("SGD dampening").save(tmp_path / "a.pt"))
-    assert torch_differences("SGD", {"momentum": 0, "dampening": 0.5}, False) == []
+def test_setting_of_mlx_that_starts_otherwise_in_pytorch_is_refused(tmp_path):
+    mine = Mine(Side("SGD momentum").steps(range(1)).save(tmp_path / "a.pt"))
+    mine.optimizer.dampening = 0.5
+    with pytest.raises(ConvertError, match=r"ran with dampening=0\.5.*--accept"):
+        mine.save(tmp_path / "b.pt")
 
 
 def test_parameters_of_one_group_at_different_steps_are_an_error(tmp_path):

@@ -21,6 +21,8 @@ from support.convert_runs import (
     identical,
     mlx_model,
     model_flag,
+    sgd,
+    small_adam,
 )
 
 from mlx_gradscale import GradScaler, restore_checkpoint, save_checkpoint
@@ -198,11 +200,6 @@ def test_weight_that_overflows_in_half_precision_is_an_error(tmp_path):
     assert mx.array_equal(model.fc.weight, before)
 
 
-def sgd(params):
-    return {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0,
-            "nesterov": False, "params": params}  # fmt: skip
-
-
 class Apart(nn.Module):
     """What PyTorch ties is two parameters here."""
 
@@ -212,28 +209,11 @@ class Apart(nn.Module):
         self.head = nn.Linear(3, 5, bias=False)
 
 
-def test_tied_weights_that_mlx_keeps_apart_come_back_tied(tmp_path):
+def test_tied_weights_that_mlx_keeps_apart_are_refused(tmp_path):
     weight = mx.arange(15, dtype=mx.float32).reshape(5, 3)
-    state = {0: {"momentum_buffer": weight * 2}}
-    start = {
-        "model": {"emb.weight": weight, "head.weight": weight},
-        "optimizer": {"state": state, "param_groups": [sgd([0])]},
-    }
-    pt.save(tmp_path / "a.pt", start)
-    model = Apart()
-    run = load_torch(tmp_path / "a.pt", model)
-    assert any("different parameters in the MLX model" in note for note in run.notes)
-    for layer in ("emb", "head"):
-        moments = run.optimizer.state[layer]["weight"]["v"]
-        assert mx.array_equal(moments, weight * 2)
-    save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    back = pt.load(tmp_path / "b.pt")
-    identical(back, pt.load(tmp_path / "a.pt"))
-    assert back["model"]["head.weight"] is back["model"]["emb.weight"]
-    model.head.weight = model.head.weight + 1
-    with pytest.raises(ConvertError, match="one tensor in PyTorch"):
-        save_torch(tmp_path / "c.pt", model, run.optimizer, like=run.template)
-    assert not (tmp_path / "c.pt").exists()
+    pt.save(tmp_path / "a.pt", {"emb.weight": weight, "head.weight": weight})
+    with pytest.raises(ConvertError, match=r"two parameters.*\(embedding.as_linear\)"):
+        load_torch(tmp_path / "a.pt", Apart())
 
 
 def test_dropped_head_and_its_moments_come_back_unchanged(tmp_path):
@@ -274,17 +254,6 @@ def test_parameter_frozen_in_mlx_keeps_pytorchs_moments(tmp_path):
     state = pt.load(tmp_path / "b.pt")["optimizer"]["state"]
     assert state[0]["step"].item() == 4
     identical(state[1], pt.load(tmp_path / "a.pt")["optimizer"]["state"][1])
-
-
-def small_adam():
-    weights = {"fc.weight": mx.ones((2, 3)), "fc.bias": mx.zeros(2)}
-    state = {
-        i: {"step": mx.array(3.0), "exp_avg": x + 1, "exp_avg_sq": x + 2}
-        for i, x in enumerate(weights.values())
-    }
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
-             "amsgrad": False, "params": [0, 1]}  # fmt: skip
-    return weights, {"state": state, "param_groups": [group]}, group
 
 
 def test_parameter_that_pytorchs_optimizer_does_not_have_must_be_frozen(tmp_path):

@@ -135,18 +135,21 @@ def test_sanitize_that_removes_a_module_is_probed_and_applied_once(tmp_path, tim
 
 def test_probing_sanitize_leaves_the_model_as_it_was():
     model = TiedByPop()
-    probe_sanitize(model, {"fc.weight": (2, 3)})
+    plan = make_plan(small()[0], model)
     assert "lm_head" in model
     assert not model.tied
+    plan.change_model()
+    assert "lm_head" not in model
+    assert model.tied
 
 
 def test_weights_can_be_transposed_by_hand(tmp_path, capsys):
-    where = paths(tmp_path, {"model": small()[0]})
-    assert main([*where, "--transpose", "*.weight"]) == 0
-    assert read_checkpoint(tmp_path / "run").weights["fc.weight"].shape == (3, 2)
-    plan = make_plan(small()[0], None, Options(transpose=("fc.weight",)))
-    assert plan.entries["fc.weight"].layout == "transpose"
-    flags = ["--transpose", "nothing", "--overwrite", "--to", "mlx"]
+    weights = small()[0] | {"fc.weight": mx.ones((3, 2))}
+    where = paths(tmp_path, {"model": weights})
+    assert "'fc.weight'=transpose" in fails(capsys, *where)
+    assert main([*where, "--layout", "*.weight=transpose"]) == 0
+    assert read_checkpoint(tmp_path / "run").weights["fc.weight"].shape == (2, 3)
+    flags = ["--layout", "nothing=transpose", "--overwrite", "--to", "mlx"]
     assert "matches no tensor" in fails(capsys, *where, *flags)
 
 

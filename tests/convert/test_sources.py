@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from golden_sources import gpt
 from golden_sources.data import BEFORE, tokens
-from support.regression import Net, assert_near, batch, convert, torch_net
+from support.regression import MODEL, Net, assert_near, batch, convert, torch_net
 
 from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import Options, load_torch, save_torch
@@ -173,7 +173,7 @@ def shape_of(value):
 @pytest.mark.parametrize("name", ["timm", "torchvision", "mmengine"])
 def test_scaler_of_another_program_is_found(name, tmp_path):
     flags = ("--rename", r"^net\.=") if name == "mmengine" else ()
-    convert(GOLDEN / SOURCES[name].file, tmp_path / "run", *flags)
+    convert(GOLDEN / SOURCES[name].file, tmp_path / "run", *MODEL, *flags)
     scaler = read_checkpoint(tmp_path / "run").scaler
     assert scaler["scale"].item() == 65536.0
     assert scaler["growth_tracker"].item() == BEFORE

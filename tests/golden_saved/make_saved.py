@@ -58,6 +58,10 @@ def steps(model: nn.Module, optimizer: LossScaleOptimizer) -> list[mx.array]:
     return [x for _, x in tree_flatten(optimizer.masters(model.trainable_parameters()))]
 
 
+def make_linear() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
 def main(folder: Path) -> None:
     folder.mkdir()
     model, optimizer = make_run()
@@ -70,7 +74,8 @@ def main(folder: Path) -> None:
     torch = {"model": {"weight": mx.ones((1, 2)), "bias": mx.zeros(1)}, "epoch": 3}
     torch["scaler"] = GradScaler().state_dict()
     torch_checkpoint.save(folder / "run.pt", torch)
-    convert(["--torch-path", f"{folder}/run.pt", "--mlx-path", f"{folder}/run"])
+    paths = ["--torch-path", f"{folder}/run.pt", "--mlx-path", f"{folder}/run"]
+    convert([*paths, "--model", f"{__name__}:make_linear"])
     (folder / "run.pt").unlink()
     for suffix in ("csv", "jsonl"):
         with ScaleHistory(folder / f"history.{suffix}") as history:

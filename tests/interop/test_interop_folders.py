@@ -175,7 +175,7 @@ def test_a_model_that_transformers_split_comes_back(name, tmp_path):
                 target = f"pytorch_{path.with_suffix('.bin').name}"
                 torch.save(safetensors.torch.load_file(path), path.parent / target)
             path.unlink()
-    convert(tmp_path / "there", tmp_path / "run")
+    convert(tmp_path / "there", tmp_path / "run", "--model", tmp_path / "there")
     convert(tmp_path / "back", tmp_path / "run")
     assert (tmp_path / "back" / name).exists()  # one file, without an index
     assert not list((tmp_path / "back").glob("*-of-*"))

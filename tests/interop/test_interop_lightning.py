@@ -1,7 +1,7 @@
 """Lightning's checkpoints, with and without an average of the weights."""
 
 import pytest
-from support.regression import assert_near, batch, convert, mlx_steps, torch_net
+from support.regression import assert_near, batch, mlx_steps, torch_net
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,11 +60,3 @@ def test_lightning_continues_in_mlx_and_back(averaged, tmp_path):
     assert back.keys() == before.keys()
     losses = fit(tmp_path, 15, averaged, resume=tmp_path / "back.ckpt")
     assert_near(losses[:5], want[15:20])
-
-
-def test_lightnings_prefix_is_left_out_without_a_model(tmp_path):
-    from mlx_gradscale.checkpoint import read_checkpoint
-
-    fit(tmp_path, 10, False)
-    convert(tmp_path / "step=10.ckpt", tmp_path / "run")
-    assert "head.weight" in read_checkpoint(tmp_path / "run").weights

@@ -175,6 +175,16 @@ def test_trainers_llama_continues_in_mlx_lm_and_resumes(tmp_path):
     np.testing.assert_allclose([loss for _, loss in after], want[6:], rtol=1e-4)
 
 
+def lora_model():
+    from mlx_lm.tuner.lora import LoRALinear
+
+    layer, model = nn.Module(), nn.Module()
+    layer.self_attn, model.model = nn.Module(), nn.Module()
+    layer.self_attn.q_proj = LoRALinear(16, 16, r=4)
+    model.model.layers = [layer]
+    return model
+
+
 def test_lora_adapters_of_peft_become_mlx_lms(tmp_path):
     """The adapters' product is the same; names and layouts are mlx-lm's."""
     from mlx_lm.tuner.lora import LoRALinear
@@ -192,7 +202,7 @@ def test_lora_adapters_of_peft_become_mlx_lms(tmp_path):
     path = tmp_path / "peft" / "adapter_model.safetensors"
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps({"r": 4}))
-    convert(tmp_path / "peft", tmp_path / "run")
+    convert(tmp_path / "peft", tmp_path / "run", "--model", f"{__name__}:lora_model")
     weights = read_checkpoint(tmp_path / "run").weights
     stem = "model.layers.0.self_attn.q_proj."
     layer = LoRALinear.from_base(nn.Linear(16, 16, bias=False), r=4, scale=2.0)

@@ -14,6 +14,7 @@ from golden_convert.data import (
     WIDTH,
     batch,
 )
+from mlx.utils import tree_unflatten
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import main
@@ -85,6 +86,15 @@ class Small(nn.Module):
         self.fc = nn.Linear(size, 2)
 
 
+class Holder(nn.Module):
+    """A model with these parameters and no layers."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        for name, value in tree_unflatten(list(tensors.items())).items():
+            self[name] = value
+
+
 MODELS = {"conv": ConvNet, "transformer": Transformer}
 
 
@@ -127,11 +137,12 @@ def compare(weights, want):
         )
 
 
+SMALL = ("--model", f"{__name__}:Small")
+
+
 def forward(torch_path, mlx_path, *flags):
-    assert (
-        main(["--torch-path", str(torch_path), "--mlx-path", str(mlx_path), *flags])
-        == 0
-    )
+    where = ["--torch-path", str(torch_path), "--mlx-path", str(mlx_path)]
+    assert main([*where, *SMALL, *flags]) == 0
 
 
 def identical(a, b):
@@ -161,16 +172,7 @@ def small(seed=0):
             0: {"momentum_buffer": weight * 2},
             1: {"momentum_buffer": mx.array([3.0, 4.0])},
         },
-        "param_groups": [
-            {
-                "lr": 0.1,
-                "momentum": 0.9,
-                "dampening": 0,
-                "weight_decay": 0,
-                "nesterov": False,
-                "params": [0, 1],
-            }
-        ],
+        "param_groups": [sgd([0, 1])],
     }
     scaler = {
         "scale": 512.0,
@@ -180,6 +182,23 @@ def small(seed=0):
         "_growth_tracker": 7,
     }
     return model, optimizer, scaler
+
+
+def small_adam():
+    """The same model with an Adam state at step 3, and its only group."""
+    weights = {"fc.weight": mx.ones((2, 3)), "fc.bias": mx.zeros(2)}
+    state = {
+        i: {"step": mx.array(3.0), "exp_avg": x + 1, "exp_avg_sq": x + 2}
+        for i, x in enumerate(weights.values())
+    }
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
+             "amsgrad": False, "params": [0, 1]}  # fmt: skip
+    return weights, {"state": state, "param_groups": [group]}, group
+
+
+def sgd(params, **more):
+    return {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0,
+            "nesterov": False, "params": params, **more}  # fmt: skip
 
 
 def shapes_of_checkpoints():
@@ -207,7 +226,13 @@ def shapes_of_checkpoints():
 def paths(tmp_path, checkpoint=None):
     if checkpoint is not None:
         torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
-    return ["--torch-path", str(tmp_path / "a.pt"), "--mlx-path", str(tmp_path / "run")]
+    where = [
+        "--torch-path",
+        str(tmp_path / "a.pt"),
+        "--mlx-path",
+        str(tmp_path / "run"),
+    ]
+    return [*where, *SMALL]
 
 
 def usual():

@@ -50,10 +50,6 @@ KINDS = {
         torch.optim.SGD,
         {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05},
     ),
-    "SGD dampening": (
-        torch.optim.SGD,
-        {"lr": 0.02, "momentum": 0.9, "dampening": 0.3},
-    ),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "eps": 1e-5}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 0.5, "rho": 0.95}),

@@ -1,0 +1,237 @@
+"""Read, check and update the parameter groups of an optimizer's state dict.
+
+PyTorch indexes a state dict by numbers or names. torch.distributed may flatten it
+(``state.<name>.<slot>``) or write the numbers as strings.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..files.text import shorten
+from ..torch_checkpoint import TensorShape
+from .layouts import Entry
+from .optimizer_table import OPTIMIZERS, SCHEDULED, OptimizerSpec
+from .tree import ConvertError, is_tensor, number
+
+Index = int | str
+
+_STATE, _GROUPS = "state.", "param_groups."
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_LARGEST_NUMBER, MOST_STEPS = 1e18, 2**53
+# Integers below this hash to themselves, so they cannot be chosen to collide.
+_LARGEST_INDEX = 2**31
+
+
+@dataclass
+class Group:
+    """A parameter group of an optimizer.
+
+    Attributes:
+        held (dict): The optimizer's state dict in the checkpoint.
+        settings (dict): The group itself, with its ``params``.
+        states (dict): Index -> slots, such as ``exp_avg``, of all groups.
+        is_flat (bool): Whether ``held`` is flattened.
+        kind (str): A key of :data:`OPTIMIZERS`.
+        entries (dict): Index -> the parameter, for those that MLX has.
+        step (int): The step count at conversion.
+    """
+
+    held: dict[Any, Any]
+    settings: dict[str, Any]
+    states: Mapping[Index, dict[str, Any]]
+    is_flat: bool = False
+    kind: str = ""
+    entries: dict[Index, Entry] = field(default_factory=dict)
+    step: int = 0
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The optimizer's row in the table."""
+        return OPTIMIZERS[self.kind]
+
+    def slots(self, index: Index) -> dict[str, Any]:
+        """Return a parameter's state, empty if it has none yet."""
+        return self.states.get(index) or {}
+
+    def lacks_state(self, index: Index) -> bool:
+        """Return whether PyTorch has no state for a parameter yet."""
+        slots = self.slots(index)
+        return any(slots.get(slot) is None for slot in self.spec.slots)
+
+    def shape(self, index: Index) -> tuple[int, ...] | None:
+        """Return a parameter's shape, taken from its moments, if it has any."""
+        for slot, value in self.slots(index).items():
+            if slot != "step" and is_tensor(value):
+                return tuple(value.shape)
+        return None
+
+    def write_slots(self, index: Index, slots: Mapping[str, Any]) -> None:
+        """Set these slots of a parameter; others are kept."""
+        if self.is_flat:
+            self.held |= {f"{_STATE}{index}.{k}": x for k, x in slots.items()}
+        elif slots:
+            states = self.held.setdefault("state", {})
+            key = type(next(iter(states), index))(index)  # a number or a string
+            states.setdefault(key, {}).update(slots)
+
+    def write_setting(self, key: str, value: Any) -> None:
+        """Change a setting."""
+        if self.is_flat:
+            for name in self.settings["params"]:
+                self.held[f"{_GROUPS}{name}.{key}"] = value
+        else:
+            self.settings[key] = value
+
+    def drop_tensors(self, index: Index) -> None:
+        """Replace the moments of a parameter by their shapes."""
+        slots = self.slots(index)
+        moments = {slot: slots.get(slot) for slot in self.spec.slots}
+        shapes = {
+            slot: TensorShape.of(x)
+            for slot, x in moments.items()
+            if isinstance(x, mx.array)
+        }
+        self.write_slots(index, shapes)
+        slots.update(shapes)  # a copy, if the state dict is flat
+
+    def check_settings(self) -> None:
+        """Raise on settings that are not numbers."""
+        needed = ("lr", *self.spec.settings)
+        for key in (*needed, *SCHEDULED):
+            value = self.settings.get(key)
+            if key == "betas":
+                pair = value if isinstance(value, (list, tuple)) else ()
+                is_right = len(pair) == 2 and all(map(_is_number, pair))
+                need(is_right, key, "two numbers", value)
+            elif value is not None or key in needed:
+                need(_is_number(value), key, "a number", value)
+
+
+def is_nested(value: Any) -> bool:
+    """Return whether a dict is a state dict; an empty ``state`` may be missing."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("param_groups"), list)
+        and isinstance(value.get("state", {}), dict)
+        and all(isinstance(g, dict) and "params" in g for g in value["param_groups"])
+    )
+
+
+def is_flat(value: Any) -> bool:
+    """Return whether ``flatten_optimizer_state_dict=True`` made this dict."""
+    return (
+        isinstance(value, dict)
+        and any(isinstance(key, str) and key.startswith(_GROUPS) for key in value)
+        and all(
+            isinstance(key, str)
+            and key.startswith((_STATE, _GROUPS))
+            and key.count(".") >= 2
+            for key in value
+        )
+    )
+
+
+def read_groups(held: dict[Any, Any]) -> list[Group]:
+    """Return the groups of a state dict in any layout, or raise if it is damaged."""
+    groups: list[dict[str, Any]]
+    states: dict[Any, Any]
+    is_flattened = is_flat(held)
+    if is_flattened:
+        groups, states = _unflatten(held)
+    else:
+        groups, states = held["param_groups"], held.get("state", {})
+    known = _check_groups(groups)
+    if all(
+        type(key) is str and _NUMBER.fullmatch(key) and int(key) in known
+        for key in states
+    ):  # torch.distributed.checkpoint writes numbers as strings
+        states = {int(key): slots for key, slots in states.items()}
+    _check_states(states, known)
+    return [Group(held, settings, states, is_flattened) for settings in groups]
+
+
+def _unflatten(
+    held: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
+    """Return groups and states; parameters with equal settings form one group."""
+    states: dict[Any, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, item in held.items():
+        into = states if key.startswith(_STATE) else settings
+        name, _, last = key.partition(".")[2].rpartition(".")
+        into.setdefault(name, {})[last] = item
+    groups: dict[str, dict[str, Any]] = {}
+    for name, found in settings.items():
+        key = repr([(k, _brief(v)) for k, v in sorted(found.items()) if k != "params"])
+        group = groups.setdefault(key, {**found, "params": []})
+        group["params"].append(name)
+    return list(groups.values()), states
+
+
+def _brief(value: Any) -> Any:
+    """Return a short description that distinguishes settings."""
+    if isinstance(value, (list, tuple)) and len(value) <= 8:
+        return [number(item) if _is_number(item) else id(item) for item in value]
+    return number(value) if value is None or _is_number(value) else id(value)
+
+
+def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
+    """Return the indices, or raise if PyTorch could not have written these groups."""
+    indices: list[Any] = []
+    for group in groups:
+        need(_is_texts(list(group)), "a group's keys", "texts", group)
+        params, names = group["params"], group.get("param_names", [])
+        is_list = isinstance(params, (list, tuple))
+        fits = is_list and all(map(_is_index, params))
+        need(fits, "params", "a list of indices or names", params)
+        need(_is_texts(names), "param_names", "a list of names", names)
+        indices += params
+    known = set(indices)
+    need(len(known) == len(indices), "params", "different indices", indices)
+    kinds = set(map(type, indices))
+    need(len(kinds) < 2, "params", "all numbers or all names", indices)
+    return known
+
+
+def _check_states(states: Mapping[Any, Any], known: set[Index]) -> None:
+    for index, slots in states.items():
+        is_known = _is_index(index) and index in known
+        need(is_known, "an index of the state", "one of params", index)
+        fits = isinstance(slots, dict) and _is_texts(list(slots))
+        need(fits, f"the state of {index}", "a dict of slots", slots)
+        step = slots.get("step")
+        fits = step is None or (
+            _is_number(step) and 0 <= float(number(step)) < MOST_STEPS
+        )
+        need(fits, f"the step of {index}", "a count", step)
+
+
+def _is_index(value: Any) -> bool:
+    return type(value) is str or (type(value) is int and 0 <= value < _LARGEST_INDEX)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(x) is str for x in value)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a real number in any form that PyTorch writes."""
+    if isinstance(value, mx.array):
+        return value.size == 1 and value.dtype != mx.complex64
+    # An int can have any size, but a float is at most 1.8e308.
+    plain = number(value)
+    return type(plain) in (bool, int, float) and not abs(plain) > _LARGEST_NUMBER
+
+
+def need(is_right: bool, where: str, what: str, value: Any) -> None:
+    """Raise unless a condition on an optimizer's state holds."""
+    if not is_right:
+        is_large = isinstance(value, (dict, list, tuple))
+        shown = f"a {type(value).__name__}" if is_large else shorten(value, 60)
+        raise ConvertError(
+            f"The optimizer's state is damaged: {where} must be {what}, not {shown}."
+        )
