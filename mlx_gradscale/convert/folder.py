@@ -53,7 +53,7 @@ def read_torch(
         shards.setdefault(f"{match[1]}.{match[4]}", []).append(match)
     content = {w: _read_shards(path, parts, options) for w, parts in shards.items()}
     for name in filter(_SECTION.fullmatch, names):
-        content.setdefault(name, _read_part(path / name, options))
+        content.setdefault(name, _read_file(_inside(path / name), options))
     if not content:
         raise ConvertError(
             f"{path} holds no file that is named as Trainer's or Accelerate's are "
@@ -61,7 +61,7 @@ def read_torch(
             "convert the weights that zero_to_fp32.py makes of the folder."
         )
     if TRAINER in names:
-        content[TRAINER] = read_json(path / TRAINER)
+        content[TRAINER] = read_json(_inside(path / TRAINER))
     read = {*content, *(part[0] for parts in shards.values() for part in parts)}
     read |= {f"{whole}.index.json" for whole in shards}
     files, left = _carry(path, [name for name in names if name not in read])
@@ -78,7 +78,7 @@ def _read_shards(
         )
     tensors: dict[str, Any] = {}
     for part in parts:
-        content = _read_part(path / part[0], options)
+        content = _read_file(_inside(path / part[0]), options)
         if not _is_flat(content) or tensors.keys() & content.keys():
             raise ConvertError(
                 f"{part[0]} is one of several files, and holds a tensor of another one "
@@ -106,15 +106,15 @@ def _carry(path: Path, names: list[str]) -> tuple[dict[str, mx.array], list[str]
     return files, left
 
 
-def _read_part(path: Path, options: Options) -> Any:
-    """Read a file in a folder; links may not lead outside the folder."""
+def _inside(path: Path) -> Path:
+    """Return the path of a file; raise if it is a link out of its folder."""
     folder = os.path.realpath(path.parent)
     if not os.path.realpath(path).startswith(os.path.join(folder, "")):
         raise ConvertError(
             f"{path} is a link out of its folder, which is not followed: copy the "
             "files themselves (cp -rL)."
         )
-    return _read_file(path, options)
+    return path
 
 
 def _read_file(path: Path, options: Options) -> Any:
@@ -160,7 +160,7 @@ def write_torch(
         old = path.with_name(f"{path.name}.old")
         path.rename(old)
         new.rename(path)
-        discard(old, path)
+        discard(old)
 
 
 def _check_old(path: Path, names: set[str], overwrite: bool) -> None:

@@ -83,7 +83,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def discard(folder: Path, *_: Path) -> None:
+def discard(folder: Path) -> None:
     """Hide a folder before removing it, so that a partial one is never visible."""
     hidden = _hidden_path(folder.parent)
     with suppress(FileNotFoundError):  # another writer was faster

@@ -316,15 +316,16 @@ def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
         load_torch(source, model, Options(names=NAMES))
 
 
-def test_link_out_of_the_folder_is_not_followed(tmp_path):
+@pytest.mark.parametrize("name", ["optimizer.pt", "trainer_state.json"])
+def test_link_out_of_the_folder_is_not_followed(tmp_path, name):
     source = trainer_folder(tmp_path / "in")
-    (source / "optimizer.pt").rename(tmp_path / "elsewhere.pt")
-    (source / "optimizer.pt").symlink_to(tmp_path / "elsewhere.pt")
-    with pytest.raises(ConvertError, match=r"optimizer\.pt is a link out of its"):
+    (source / name).rename(tmp_path / "elsewhere")
+    (source / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConvertError, match=f"{name} is a link out of its folder"):
         load_torch(source, Small(), Options(names=NAMES))
-    (tmp_path / "elsewhere.pt").rename(source / "real.pt")
-    (source / "optimizer.pt").unlink()
-    (source / "optimizer.pt").symlink_to("real.pt")
+    (tmp_path / "elsewhere").rename(source / "real")
+    (source / name).unlink()
+    (source / name).symlink_to("real")
     load_torch(source, Small(), Options(names=NAMES))
 
 
