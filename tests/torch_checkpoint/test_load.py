@@ -189,14 +189,11 @@ def test_old_zip_files_without_the_newer_records():
 def test_double_precision_is_rounded_in_pieces_as_pytorch_rounds():
     obj = torch.randn(700_000, dtype=torch.float64)
     obj[:3] = torch.tensor([1e300, float("nan"), 1e-300])
-    data = torch_bytes({"x": obj, "z": torch.complex(obj, obj)})
-    loaded = torch_checkpoint.load(data, float64=mx.float32)
-    assert_equals_torch(
-        loaded, {"x": obj.float(), "z": torch.complex(obj, obj).to(torch.complex64)}
-    )
+    loaded = torch_checkpoint.load(torch_bytes({"x": obj}), float64=mx.float32)
+    assert_equals_torch(loaded, {"x": obj.float()})
 
 
-def test_complex128_cannot_be_kept():
+def test_complex128_is_refused():
     data = torch_bytes({"z": torch.ones(1, dtype=torch.complex128)})
     with pytest.raises(CheckpointError, match=r"near 'z'.*complex128"):
         torch_checkpoint.load(data, float64=mx.float64)
