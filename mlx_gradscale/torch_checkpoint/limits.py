@@ -15,10 +15,10 @@ class Limits:
     """Limits on a file's resource use. The defaults are far above real checkpoints.
 
     Args:
-        operations (int): Pickle instructions. The size of the pickle (8 bytes are one
+        operations (int): Pickle instructions and the values that they make, counting
+            shared ones wherever they appear. The size of the pickle (8 bytes are one
             operation), objects, copies and hash collisions count as well. An operation
-            takes about 1 microsecond and at most 100 bytes. The object must not contain
-            more values than this either, counting shared ones wherever they appear.
+            takes about 1 microsecond and at most 100 bytes; a tensor is about 50.
         tensor_bytes (int): The tensors may hold four times the size of the file plus
             this many bytes. Only views that repeat elements come close.
     """

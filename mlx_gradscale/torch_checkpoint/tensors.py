@@ -15,9 +15,9 @@ from .limits import CheckpointError, Limits, check
 
 # MLX stores a dimension as int32; numpy 1 supports at most 32 dimensions.
 _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
-# Data is copied and its checksum computed in pieces of this size, in these many
-# threads: zlib alone takes 0.3 s for 1 GB.
-_PIECE, _THREADS = 2**20, 4
+# Data is copied and its checksum computed in pieces that fit in a cache, and in these
+# many threads: zlib alone takes 0.3 s for 1 GB.
+_PIECE, _THREADS = 2**18, 4
 
 
 class Element(NamedTuple):

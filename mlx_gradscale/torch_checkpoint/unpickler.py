@@ -3,8 +3,8 @@
 It executes the instructions used by PyTorch's pickles (protocols 2 to 5) and raises
 ``CheckpointError`` for all others. The standard library's disassembler decodes their
 arguments; Python's unpickler is not used, and nothing is imported or looked up. The
-only functions called are those in ``BUILDERS`` and three that make tensors; other
-calls are recorded on a ``Placeholder`` and not made.
+only functions called are those in ``BUILDERS``; other calls are recorded on a
+``Placeholder`` and not made.
 """
 
 import io
@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from .foreign import DefaultDict, Placeholder, TensorShape, dtype_name, flag
-from .limits import Budget, CheckpointError, Limits, check
+from .limits import Budget, CheckpointError, check
 from .tensors import (
     BY_STORAGE,
     ELEMENTS,
@@ -36,8 +36,10 @@ _TEXTS = frozenset({str, bytes, bytearray})
 _KEYS = frozenset({int, float, bool, complex, type(None), str, bytes, Placeholder})
 _LEAVES = _KEYS | {bytearray, TensorShape}
 _NOTHING = object()
-# Bytes of a text that is copied per operation, and the price of a call or a set.
-_TEXT, _OBJECT = 32, 4
+# Bytes of a text that is copied per operation.
+_TEXT = 32
+# The operations that a call or a set costs, and a call that makes a tensor.
+_OBJECT, _TENSOR = 4, 24
 # Probing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 64
 # Nesting of containers. Python's own recursion limit is 1000.
@@ -98,7 +100,7 @@ class Unpickler:
                     self._stack.append(argument)
             is_whole = not self._outer and len(self._stack) == 1
             check(is_whole, "the pickle stops in the middle.")
-            check_tree(self._stack[0], budget.limits)
+            check_tree(self._stack[0], budget)
             return self._stack[0]
         except (ValueError, IndexError) as error:
             problem = str(error)
@@ -230,8 +232,8 @@ class Unpickler:
             type(callee) is Placeholder and type(args) is tuple,
             f"it calls a {_kind(callee)} with a {_kind(args)}.",
         )
-        self._budget.spend(_OBJECT)
         path = callee.path if callee.is_name and opcode == b"R" else ""
+        self._budget.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
         is_getattr = path == "builtins.getattr"
         is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
         if is_getattr and args[0].is_name:
@@ -285,12 +287,11 @@ def _bytearray(u: Unpickler, *args: Any) -> bytearray:
     return bytearray(_encode(u, *args) if len(args) == 2 else b"".join(args))
 
 
-_TENSOR = (mx.array, TensorShape)
 _VIEW = (Storage, int, tuple, tuple)
 _V2 = (*_VIEW, bool, OrderedDict)
 _V3 = (*_V2, Placeholder)
 _TENSORS = (_VIEW, _V2, (*_V2, dict), _V3, (*_V3, dict))
-_PARAMETER = (_TENSOR, bool, OrderedDict)
+_PARAMETER = ((mx.array, TensorShape), bool, OrderedDict)
 # Functions that a pickle may call, and the types of the arguments that they take.
 BUILDERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -394,14 +395,13 @@ def _check_key(key: Any) -> tuple[Any, ...]:
 
 
 def check_tree(
-    root: Any, limits: Limits, unknown: type[Exception] = CheckpointError
+    root: Any, budget: Budget, unknown: type[Exception] = CheckpointError
 ) -> None:
     """Raise if an object is too deep, too large when expanded, or contains itself.
 
     Only placeholders may form cycles. Code that walks the object later does not need
     these checks. ``unknown`` is the error for a value of any other type.
     """
-    budget = Budget(limits)  # shared values count wherever they appear
     too_deep = f"containers are over {_MAX_DEPTH} deep, or one contains itself."
     # Placeholders are visited last, each only once.
     pending: list[tuple[int, list[Any]]] = [(0, [root])]

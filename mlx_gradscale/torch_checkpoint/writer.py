@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, dtype_name
-from .limits import Limits
+from .limits import Budget
 from .tensors import ELEMENTS, Storage, bytes_of, row_strides
 from .unpickler import TENSOR_SHAPE, check_tree
 
@@ -45,7 +45,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     Raises:
         TypeError: ``obj`` holds something else. The message says where.
-        CheckpointError: ``obj`` contains itself or is too deep for ``load``.
+        CheckpointError: ``obj`` contains itself or is too deep or large for ``load``.
 
     Example:
 
@@ -56,10 +56,13 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         >>> torch_checkpoint.load(path)["weight"].shape
         (2, 3)
     """
-    check_tree(obj, Limits(), TypeError)
+    check_tree(obj, Budget(None), TypeError)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(obj)
+    try:
+        pickler.dump(obj)
+    except RecursionError:  # chains of placeholders
+        raise TypeError("obj is nested too deep to be saved.") from None
     if isinstance(file, (str, os.PathLike)):
         # PyTorch names the folder in the zip file after the file if the name is ASCII.
         stem = Path(file).stem
@@ -155,13 +158,6 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         super().__init__(file, 2)
         self.arrays: list[Array] = []
         self._names: dict[tuple[str, str], _Name] = {}
-
-    def dump(self, obj: Any) -> None:
-        """Write the pickle of an object."""
-        try:
-            super().dump(obj)
-        except RecursionError:
-            raise TypeError("obj is nested too deep to be saved.") from None
 
     def _name(self, module: str, name: str) -> _Name:
         """Return one object per name, so that each name is written once."""

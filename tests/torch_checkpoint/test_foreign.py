@@ -18,7 +18,6 @@ import pytest
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import (
     CheckpointError,
-    Limits,
     Placeholder,
     plain_value,
 )
@@ -257,15 +256,6 @@ ORDER = b"(K\x03" + text("<") + b"tb"
         + b"\x85RC\x63"
         + bytes(99)
         + b"\x86R",
-        SCALAR + name("numpy", "dtype") + text("f8,O") + b"\x85RC\x08abcdefgh\x86R",
-        name("numpy._core.multiarray", "_reconstruct") + b")R",
-        name("numpy._core.multiarray", "_reconstruct") + b")RNb",
-        name("numpy._core.multiarray", "_reconstruct")
-        + b")R(K\x01K\x05\x85"
-        + DTYPE
-        + ORDER
-        + b"\x89C\x08abcdefghtb",
-        name("pathlib", "PosixPath") + b"N\x85R",
         name("argparse", "Namespace") + b")RK\x01b",
     ],
 )
@@ -275,22 +265,13 @@ def test_what_a_class_itself_would_not_write_has_no_meaning(pickle):
     assert plain_value(found) is found
 
 
-def test_placeholders_are_bounded_too():
-    def refused(opcodes: bytes, says: str, **limits: int) -> None:
-        with pytest.raises(CheckpointError, match=says):
-            torch_checkpoint.load(pickled(opcodes), limits=Limits(**limits))
-
-    one = name("x", "Y") + b"q\x00)q\x01"
-    many = b"(" + one + b"h\x00h\x01R" * 2000 + b"t"
-    refused(many, "operations", operations=13_000)
-    states = b"(" + name("x", "Y") + b")R" + b"Nb" * 5000 + b"t"
-    refused(states, "operations", operations=9_000)
+def test_chains_of_placeholders_are_bounded():
     # Each in the state of the one before, and each called with the one before.
-    refused(name("x", "Y") + (name("x", "Y") + b"\x85R") * 200, "over 128 deep")
-    deep = b"(" + name("x", "Y") + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200
-    refused(deep + b"t", "over 128 deep")
-    often = text("x" * 1_000_000) + b"q\x00" + b"h\x00" * 3000
-    refused(name("x", "Y") + b"(" + often + b"tR", "operations")
+    one = name("x", "Y")
+    deep = b"(" + one + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200 + b"t"
+    for chain in (one + (one + b"\x85R") * 200, deep):
+        with pytest.raises(CheckpointError, match="over 128 deep"):
+            torch_checkpoint.load(pickled(chain))
 
 
 def test_names_that_would_be_instructions_are_not_written():

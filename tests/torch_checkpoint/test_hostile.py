@@ -342,25 +342,17 @@ def second_entry(data: bytes) -> int:
 
 
 def test_records_that_overlap_are_refused():
-    # Ten storages whose entries in the directory all lead to the same data.
-    pickle = b"".join(
-        tensor(of=storage(key=str(i), numel=250), shape=(250,)) for i in range(10)
-    )
-    contents = {"data.pkl": b"\x80\x02(" + pickle + b"t."}
-    data = bytearray(pack(contents | {f"data/{i}": bytes(1000) for i in range(10)}))
-    first = at = second_entry(bytes(data))
-    del data[data.index(b"PK\x03\x04", 1) + 1100 : data.index(b"PK\x01\x02")]
-    removed = first - second_entry(bytes(data))
-    (header,) = struct.unpack_from("<L", data, first - removed + 42)
-    at = second_entry(bytes(data))
-    for _ in range(10):
-        struct.pack_into("<L", data, at + 42, header)
-        at = data.find(b"PK\x01\x02", at + 4)
-    end = data.rindex(b"PK\x05\x06")
-    (start,) = struct.unpack_from("<L", data, end + 16)
-    struct.pack_into("<L", data, end + 16, start - removed)
-    with pytest.raises(CheckpointError, match="overlap"):
-        torch_checkpoint.load(bytes(data))
+    # Storage 1 has 1000 bytes. The entry of storage 2 leads to the same ones.
+    kind = {"kind": "ByteStorage", "numel": 1000}
+    pair = [tensor(of=storage(key=key, **kind), shape=(1000,)) for key in "12"]
+    pickle = b"\x80\x02(" + b"".join(pair) + b"t."
+    contents = {"data.pkl": pickle, "data/1": bytes(1000), "data/2": b""}
+    data = bytearray(pack(contents))
+    first = second_entry(bytes(data))
+    second = data.index(b"PK\x01\x02", first + 4)
+    for start, end in ((16, 28), (42, 46)):  # checksum, sizes; place of the header
+        data[second + start : second + end] = data[first + start : first + end]
+    refused(bytes(data), "overlap")
 
 
 @pytest.mark.parametrize(

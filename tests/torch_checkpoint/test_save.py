@@ -288,13 +288,6 @@ def test_the_file_is_synced_before_it_replaces_the_old_one(tmp_path, monkeypatch
     assert calls == ["fsync", "replace", "fsync"]
 
 
-def test_a_full_disk_is_reported():
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full on this system")
-    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError):  # noqa: PT011
-        torch_checkpoint.save(full, {"x": mx.zeros((1000,))})
-
-
 def test_the_mode_is_that_of_any_new_file(tmp_path):
     plain = tmp_path / "plain"
     plain.touch()
@@ -309,8 +302,3 @@ def test_a_link_keeps_pointing_to_the_file(tmp_path):
     torch_checkpoint.save(link, {"epoch": 1})
     assert link.is_symlink()
     assert torch_checkpoint.load(path) == {"epoch": 1}
-
-
-def test_a_missing_folder_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        torch_checkpoint.save(tmp_path / "no" / "x.pt", {})
