@@ -45,7 +45,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
 
     Raises:
         TypeError: ``obj`` holds something else. The message says where.
-        CheckpointError: ``obj`` contains itself or is too deep or large for ``load``.
+        CheckpointError: ``obj`` contains itself or is too deep for ``load``.
 
     Example:
 
