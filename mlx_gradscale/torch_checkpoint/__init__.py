@@ -6,14 +6,15 @@ returns the same object without reading tensors, and ``save`` writes files that
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 ``load`` raises only ``CheckpointError`` for a bad file. With the default ``Limits``,
-the worst file costs 30 s and 1 GB in addition to the tensors that it actually holds.
-Checksums are verified; pipes and devices are refused.
+the worst file costs 30 s and 1 GB in addition to the tensors that it actually holds;
+``--limit`` raises them in the ``convert`` and ``inspect`` commands. Checksums are
+verified; pipes and devices are refused.
 
 Not supported: sparse, quantized and nested tensors, DTensors, TorchScript archives,
 ``torch.distributed.checkpoint`` folders (the error shows PyTorch's command to convert
 them to a file), dtypes that MLX lacks, big-endian files, files from before PyTorch 0.4,
-containers that contain themselves, and dict keys other than plain values and flat
-tuples of them.
+containers that contain themselves or are nested over 128 deep, and dict keys other than
+plain values and flat tuples of them.
 
 A template is an object whose tensors are replaced by ``TensorShape`` leaves. ``save``
 and ``load`` preserve them, so that a template can be filled with arrays later. Only

@@ -6,25 +6,16 @@ same description, so a program that knows the class can load the object.
 """
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from math import prod
-from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from .limits import is_count, require
-
 # Maximum number of arguments and characters in the str() of a placeholder.
 _MAX_ITEMS, _MAX_TEXT = 6, 200
-# Functions that make an instance of their first argument.
-_CONSTRUCTORS = (
-    "copyreg._reconstructor",
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-)
 # Protocol 2 writes Python 2 names.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
@@ -63,14 +54,7 @@ class Placeholder:
 
     def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
         """Return the object that a pickle instruction makes by calling this."""
-        known = self
-        if self.path in _CONSTRUCTORS and args and type(args[0]) is Placeholder:
-            known = args[0]
-        made = Placeholder(known.module, known.name)
-        if self.is_getattr and [type(arg) for arg in args] == [Placeholder, str]:
-            # Protocol 2 refers to nested classes this way.
-            made.module = args[0].module
-            made.name = f"{args[0].name}.{args[1][:_MAX_TEXT]}"[:_MAX_TEXT]
+        made = Placeholder(self.module, self.name)
         made.callee, made.opcode, made.args = self, opcode, args
         return made
 
@@ -87,21 +71,14 @@ class Placeholder:
     @property
     def is_name(self) -> bool:
         """Whether this is a class or function, not an object."""
-        return self.args is None or (self.callee is not None and self.callee.is_getattr)
-
-    @property
-    def is_getattr(self) -> bool:
-        """Whether this is Python's ``getattr`` function."""
-        return self.args is None and self.path == "builtins.getattr"
+        return self.args is None
 
     def __str__(self) -> str:
         path = self.path[:_MAX_TEXT]
-        if self.is_name:
+        if self.args is None:
             return path
-        is_constructed = self.callee is not None and self.callee.path in _CONSTRUCTORS
-        args = () if is_constructed else self.args or ()
         state = self.state if type(self.state) is dict else {}
-        shown = [_show(item) for item in args[:_MAX_ITEMS]]
+        shown = [_show(item) for item in self.args[:_MAX_ITEMS]]
         for key, item in islice(state.items(), _MAX_ITEMS):
             name = key[:40] if type(key) is str else _show(key)
             shown.append(f"{name}={_show(item)}")
@@ -118,18 +95,6 @@ class DefaultDict(dict[Any, Any]):
     def __init__(self, items: Any = (), factory: Any = None) -> None:
         super().__init__(items)
         self.factory = factory
-
-
-class TorchName(str):
-    """A ``torch.dtype`` or ``torch.device`` by name: "torch.float16", "cuda:0"."""
-
-    __slots__ = ()
-
-
-class TorchSize(tuple[Any, ...]):
-    """A ``torch.Size``."""
-
-    __slots__ = ()
 
 
 class TorchTensor(mx.array):
@@ -163,11 +128,6 @@ class TensorShape:
         dtype (str): PyTorch's name for the dtype, such as ``"float16"``.
         requires_grad (bool): PyTorch's attribute of this name.
         is_parameter (bool): Whether it is a ``torch.nn.Parameter``.
-
-    Example:
-
-        >>> TensorShape.of(mx.zeros((2, 3))).dtype
-        'float32'
     """
 
     shape: tuple[int, ...]
@@ -178,15 +138,21 @@ class TensorShape:
     @classmethod
     def of(cls, array: mx.array) -> "TensorShape":
         """Return the shape, dtype and flags of an array."""
-        dtype = str(array.dtype).removeprefix("mlx.core.").removesuffix("_")
         if isinstance(array, TorchTensor):
-            return cls(array.shape, dtype, array.requires_grad, array.is_parameter)
-        return cls(array.shape, dtype)
+            flags = array.requires_grad, array.is_parameter
+            return cls(array.shape, dtype_name(array), *flags)
+        return cls(array.shape, dtype_name(array))
 
     def fill(self, array: mx.array) -> mx.array:
         """Return the array with this leaf's flags. Shapes are not compared."""
         filled: mx.array = flag(array, self.requires_grad, self.is_parameter)
         return filled
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of the dtype of an MLX or numpy array."""
+    name = getattr(array.dtype, "name", str(array.dtype))
+    return name.removeprefix("mlx.core.").removesuffix("_")
 
 
 def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
@@ -211,55 +177,28 @@ def _show(value: Any) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a placeholder of a well-known class to a plain value.
+    """Return the attributes of a ``Namespace`` as a dict, a numpy scalar as a number.
 
-    A ``Namespace`` becomes a dict, a numpy scalar a number, a numpy array a numpy
-    array, and a path a string. Everything else is returned unchanged.
+    Everything else is returned unchanged.
 
     Example:
 
-        >>> path = Placeholder.named("pathlib", "PosixPath").called(b"R", ("/", "a"))
-        >>> plain_value(path)
-        '/a'
+        >>> args = Placeholder.named("argparse", "Namespace").called(b"R", ())
+        >>> args.edits.append((b"b", [{"lr": 0.1}]))
+        >>> plain_value(args)
+        {'lr': 0.1}
     """
-    if not isinstance(value, Placeholder) or value.is_name or value.callee is None:
+    if not isinstance(value, Placeholder) or not value.callee or value.args is None:
         return value
-    try:
-        return _meaning(value, value.callee.path)
-    except (TypeError, ValueError):  # not written by the class itself
-        return value
-
-
-def _meaning(value: Placeholder, path: str) -> Any:
-    args, state = value.args or (), value.state
+    path = value.callee.path.replace("numpy._core.", "numpy.core.")
     if path in ("argparse.Namespace", "types.SimpleNamespace"):
-        require(type(state) is dict and not args)
-        return state
-    if re.fullmatch(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path", path):
-        require(len(args) < 100 and all(type(arg) is str for arg in args))
-        return str((PureWindowsPath if "Windows" in path else PurePosixPath)(*args))
-    function = path.replace("numpy._core.", "numpy.core.")
-    if function == "numpy.core.multiarray.scalar":
-        dtype, data = args
-        return _numpy_array(dtype, (), data).item()
-    if function == "numpy.core.multiarray._reconstruct":
-        _version, shape, dtype, is_fortran, data = state
-        return _numpy_array(dtype, shape, data, "F" if is_fortran is True else "C")
-    if function == "numpy.core.numeric._frombuffer":
-        data, dtype, shape, order = args
-        return _numpy_array(dtype, shape, data, order)
+        is_plain = type(value.state) is dict and not value.args
+        return value.state if is_plain else value
+    if path == "numpy.core.multiarray.scalar":
+        with suppress(AttributeError, IndexError, TypeError, ValueError):
+            dtype, data = value.args
+            # The byte order and the type code.
+            code = dtype.state[1] + dtype.args[0]
+            if re.fullmatch(r"[<>=|](b1|[iu][1248]|f[248]|c8|c16)", code):
+                return np.frombuffer(data, code).item()
     return value
-
-
-def _numpy_array(kind: Any, shape: Any, data: Any, order: Any = "C") -> Any:
-    require(isinstance(kind, Placeholder) and kind.path == "numpy.dtype" and kind.args)
-    code, state = kind.args[0], kind.state
-    # Numbers, booleans, and fixed-length strings or bytes.
-    require(type(code) is str and re.fullmatch(r"[biufcSU][1-9]\d{0,5}", code))
-    endian = state[1] if type(state) is tuple and len(state) > 1 else "="
-    require(endian in ("<", ">", "=", "|"))
-    dtype = np.dtype(endian + code)
-    require(type(shape) is tuple and len(shape) <= 32 and all(map(is_count, shape)))
-    require(isinstance(data, (bytes, bytearray)) and order in ("C", "F"))
-    require(prod(shape) * dtype.itemsize == len(data))
-    return np.frombuffer(bytes(data), dtype).reshape(shape, order=order)

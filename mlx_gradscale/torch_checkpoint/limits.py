@@ -1,7 +1,6 @@
 """The reader's error, and limits on the work that a file may cause."""
 
 from dataclasses import dataclass
-from typing import Any
 
 
 class CheckpointError(ValueError):
@@ -16,19 +15,15 @@ class Limits:
     """Limits on a file's resource use. The defaults are far above real checkpoints.
 
     Args:
-        operations (int): Pickle instructions, including the cost of objects, copies,
-            long strings and hash collisions. One takes about 1 microsecond and at most
-            100 bytes; a tensor counts as about 50. The object must not contain more
-            values than this either, counting shared ones wherever they appear.
-        depth (int): Nesting of containers, at most 400.
-        pickle_bytes (int): Size of the pickle, which is read into memory.
+        operations (int): Pickle instructions and the values that they make, counting
+            shared ones wherever they appear. The size of the pickle (8 bytes are one
+            operation), objects, copies and hash collisions count as well. An operation
+            takes about 1 microsecond and at most 100 bytes; a tensor is about 50.
         tensor_bytes (int): The tensors may hold four times the size of the file plus
             this many bytes. Only views that repeat elements come close.
     """
 
     operations: int = 10_000_000
-    depth: int = 128
-    pickle_bytes: int = 2**26
     tensor_bytes: int = 2**29
 
 
@@ -55,14 +50,3 @@ def check(condition: object, problem: str) -> None:
     """Raise a ``CheckpointError`` unless the condition holds."""
     if not condition:
         raise CheckpointError(problem)
-
-
-def require(condition: object) -> None:
-    """Raise a ``TypeError`` unless the condition holds."""
-    if not condition:
-        raise TypeError
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a value is a non-negative integer that fits in 64 bits."""
-    return type(value) is int and 0 <= value < 2**63

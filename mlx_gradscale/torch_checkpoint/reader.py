@@ -6,6 +6,8 @@ import os
 import stat
 import struct
 import zipfile
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -17,25 +19,22 @@ from .unpickler import Unpickler
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-# PyTorch reads nothing from a record that is marked as a folder.
-_IS_FOLDER = 0x10
-# Zip directory bytes that count as one operation.
-_DIRECTORY = 5
+# Bytes of the pickle, and of the zip directory, that count as one operation.
+_PICKLE, _DIRECTORY = 8, 5
+File = str | os.PathLike[str] | bytes
+# Takes the key of a storage; returns its bytes and their checksum, if there is one.
+_Find = Callable[[str], tuple[memoryview, int | None]]
 
 
 def load(
-    file: "str | os.PathLike[str] | bytes",
-    limits: Limits | None = None,
-    *,
-    float64: mx.Dtype | None = None,
+    file: File, limits: Limits | None = None, *, float64: mx.Dtype | None = None
 ) -> Any:
     """Read a ``torch.save`` file without PyTorch and without executing its contents.
 
     Each tensor becomes an ``mx.array``. Tensors that share a storage share memory, and
     a tensor that appears twice becomes the same array. A ``Parameter``, or a tensor
-    with ``requires_grad``, becomes a ``TorchTensor``, a ``torch.Size`` a tuple, and a
-    dtype or device its name. Other tensor attributes are dropped. Objects of other
-    classes become a ``Placeholder``.
+    with ``requires_grad``, becomes a ``TorchTensor``; other tensor attributes are
+    dropped. Dtypes, devices and objects of other classes become a ``Placeholder``.
 
     Args:
         file (str, PathLike or bytes): A path, or the contents of a file. Do not
@@ -67,10 +66,10 @@ def load(
         raise ValueError(
             f"float64 must be None, mx.float32 or mx.float64, not {float64!r}."
         )
-    return _read(_open(file), Budget(limits), float64, only_shapes=False)
+    return _read(file, limits, float64, only_shapes=False)
 
 
-def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None) -> Any:
+def shapes(file: File, limits: Limits | None = None) -> Any:
     """Read a file like ``load``, but with a ``TensorShape`` in place of each tensor.
 
     Args:
@@ -86,10 +85,10 @@ def shapes(file: "str | os.PathLike[str] | bytes", limits: Limits | None = None)
         >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
         (2, 2)
     """
-    return _read(_open(file), Budget(limits), None, only_shapes=True)
+    return _read(file, limits, None, only_shapes=True)
 
 
-def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
+def _open(file: File) -> memoryview:
     """Return the memory-mapped contents of a regular file."""
     if isinstance(file, (bytes, bytearray)):
         return memoryview(bytes(file))
@@ -117,33 +116,25 @@ def _open(file: "str | os.PathLike[str] | bytes") -> memoryview:
 
 
 def _read(
-    data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
+    file: File, limits: Limits | None, float64: mx.Dtype | None, only_shapes: bool
 ) -> Any:
+    data, budget = _open(file), Budget(limits)
+    tensors = TensorReader(data.nbytes, budget.limits, float64, only_shapes)
     head = bytes(data[:4])
-    if head == b"PK\x03\x04":
-        return _read_zip(data, budget, float64, only_shapes)
     is_gzip = head[:2] == b"\x1f\x8b"
     check(not is_gzip, "This file is compressed by gzip. Decompress it first.")
-    check(head[:1] == b"\x80", "This is not a file that torch.save() wrote.")
-    return _read_legacy(data, budget, float64, only_shapes)
-
-
-def _unpickle(
-    pickle: bytes, start: int, tensors: TensorReader, budget: Budget
-) -> tuple[Any, int]:
-    """Return the object in a pickle and the position where the pickle ends."""
-    unpickler = Unpickler(pickle, start, tensors, budget)
-    try:
-        value = unpickler.read()
-        tensors.finish()
-    finally:
-        tensors.close()
-    return value, unpickler.position
+    is_zip = head == b"PK\x03\x04"
+    is_known = is_zip or head[:1] == b"\x80"
+    check(is_known, "This is not a file that torch.save() wrote.")
+    value, find = (_read_zip if is_zip else _read_legacy)(data, budget, tensors)
+    if not only_shapes:
+        tensors.read(find)
+    return value
 
 
 def _read_zip(
-    data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
-) -> Any:
+    data: memoryview, budget: Budget, tensors: TensorReader
+) -> tuple[Any, _Find]:
     entries = _zip_entries(data, budget)
     # PyTorch assumes that all records are in the folder of the first one.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
@@ -164,21 +155,12 @@ def _read_zip(
             "it again on another.",
         )
     pickle, checksum = find("data.pkl")
-    check(
-        pickle.nbytes <= budget.limits.pickle_bytes,
-        f"The pickle has {pickle.nbytes} bytes. If you trust the file, raise "
-        "limits.pickle_bytes.",
-    )
-    check_sum(pickle, checksum)
-    tensors = TensorReader(
-        None if only_shapes else lambda key: find(f"data/{key}"),
-        data.nbytes,
-        budget.limits,
-        float64,
-    )
-    value, end = _unpickle(bytes(pickle), 0, tensors, budget)
-    check(end == pickle.nbytes, "There is data after the end of the pickle.")
-    return value
+    budget.spend(pickle.nbytes // _PICKLE)
+    check_sum(zlib.crc32(pickle), checksum)
+    stream = io.BytesIO(pickle)
+    value = Unpickler(stream, tensors, budget).read()
+    check(not stream.read(1), "There is data after the end of the pickle.")
+    return value, lambda key: find(f"data/{key}")
 
 
 class _Directory:
@@ -216,11 +198,10 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> tuple[memoryview, int]:
     """Return the bytes of a record, which PyTorch stores uncompressed."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-    is_plain = is_plain and not info.external_attr & _IS_FOLDER
     check(
         is_plain and info.compress_size == info.file_size,
-        f"The record {name} is compressed, encrypted or a folder. Load the file in "
-        "PyTorch and save it again.",
+        f"The record {name} is compressed or encrypted. Load the file in PyTorch and "
+        "save it again.",
     )
     header = bytes(data[info.header_offset : info.header_offset + _LOCAL_HEADER.size])
     is_header = len(header) == _LOCAL_HEADER.size and header[:4] == b"PK\x03\x04"
@@ -234,32 +215,26 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> tuple[memoryview, int]:
 
 
 def _read_legacy(
-    data: memoryview, budget: Budget, float64: mx.Dtype | None, only_shapes: bool
-) -> Any:
+    data: memoryview, budget: Budget, tensors: TensorReader
+) -> tuple[Any, _Find]:
     """Read the format used before PyTorch 1.6.
 
     Five pickles (magic number, version, system, object, storage keys) precede the
     storages, each of which is an 8-byte element count followed by the data.
     """
-    limits = budget.limits
-    head = bytes(data[: limits.pickle_bytes])
-    tensors = TensorReader(None, data.nbytes, limits)
-    at, starts, values = 0, [], []
+    stream = io.BytesIO(data[: _PICKLE * budget.operations])
+    values = []
     for expected in (_MAGIC, _VERSION, None, None, None):
-        starts.append(at)
-        value, at = _unpickle(head, at, tensors, budget)
-        is_known = expected is None or value == expected
-        check(is_known, "This pickle is not a PyTorch checkpoint.")
-        values.append(value)
+        values.append(Unpickler(stream, tensors, budget).read())
+        is_known = type(values[-1]) is int and values[-1] == expected
+        check(is_known or not expected, "This pickle is not a PyTorch checkpoint.")
     *_, value, keys = values
     is_list = type(keys) is list and all(type(key) is str for key in keys)
     check(
         is_list and sorted(keys) == sorted(tensors.storages),
         "The list of storages is not that of the tensors.",
     )
-    if only_shapes:
-        return value
-    records = {}
+    records, at = {}, stream.tell()
     for key in keys:
         storage = tensors.storages[key]
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
@@ -268,7 +243,4 @@ def _read_legacy(
         check(fits, "A storage has another size than its tensors say.")
         at += 8 + storage.nbytes
     check(at == data.nbytes, "There is data after the last storage.")
-    # The storage offsets are known only now: read the object again, with arrays.
-    del value, values
-    tensors = TensorReader(records.__getitem__, data.nbytes, limits, float64)
-    return _unpickle(head, starts[3], tensors, budget)[0]
+    return value, records.__getitem__

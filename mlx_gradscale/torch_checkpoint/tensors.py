@@ -1,9 +1,9 @@
 """Element types, storages, and the tensors that view them."""
 
+import re
 import zlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,25 +11,27 @@ import mlx.core as mx
 import numpy as np
 
 from .foreign import Placeholder, TensorShape, flag
-from .limits import Limits, check, is_count
+from .limits import CheckpointError, Limits, check
 
 # MLX stores a dimension as int32; numpy 1 supports at most 32 dimensions.
 _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
-_MIXED = (
-    "tensors of different types share a storage. Call .clone() on one of them in "
-    "PyTorch and save again."
-)
-# Starting at this size, checksums are computed in threads: zlib takes 0.3 s for 1 GB.
-_LARGE = 2**20
+# Data is copied and its checksum computed in pieces that fit in a cache, and in these
+# many threads: zlib alone takes 0.3 s for 1 GB.
+_PIECE, _THREADS = 2**18, 4
 
 
 class Element(NamedTuple):
-    """An element type. ``storage`` is its class in files."""
+    """An element type: its name, class of storage in files, and MLX's dtype."""
 
     name: str
-    storage: str | None
-    mlx: mx.Dtype | None
-    numpy: np.dtype[Any]
+    storage: str | None = None
+    mlx: mx.Dtype | None = None
+
+    @property
+    def size(self) -> int:
+        """Size in bytes; 1 for rare types, of which only shapes are read."""
+        other = 16 if self.name == "complex128" else 1
+        return other if self.mlx is None else self.mlx.size
 
 
 # PyTorch writes the last three as an UntypedStorage with a separate dtype.
@@ -38,33 +40,28 @@ _STORAGES = (
     "complex64 ComplexFloat, complex128 ComplexDouble, uint8 Byte, int8 Char, "
     "int16 Short, int32 Int, int64 Long, uint16, uint32, uint64"
 )
-# Types that MLX lacks. A file may name them, but only ``shapes`` reads their tensors.
-_UNSUPPORTED = (
-    "complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 "
-    "bits16 bits1x8 bits2x4 bits4x2 uint1 uint2 uint3 uint4 uint5 uint6 uint7 "
-    "int1 int2 int3 int4 int5 int6 int7"
-)
-BY_NAME = {x: Element(x, None, None, np.dtype("u1")) for x in _UNSUPPORTED.split()}
-for _name, *_storage in map(str.split, _STORAGES.split(", ")):
-    BY_NAME[_name] = Element(
-        _name,
-        f"{_storage[0]}Storage" if _storage else None,
-        getattr(mx, "bool_" if _name == "bool" else _name, None),
-        # numpy has no bfloat16, so the bits are read as uint16.
-        np.dtype("uint16" if _name == "bfloat16" else _name).newbyteorder("<"),
-    )
-BY_STORAGE = {e.storage: e for e in BY_NAME.values() if e.storage}
-UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
-_BY_MLX = {e.mlx: e for e in BY_NAME.values() if e.mlx is not None}
-_ROUNDED = {"float64": "float32", "complex128": "complex64"}
+ELEMENTS: dict[str, Element] = {}
+for _name, *_kind in map(str.split, _STORAGES.split(", ")):
+    _dtype = getattr(mx, "bool_" if _name == "bool" else _name, None)
+    ELEMENTS[_name] = Element(_name, f"{_kind[0]}Storage" if _kind else None, _dtype)
+# The element types of storages. Those of an untyped one are in its tensors.
+BY_STORAGE: dict[str, Element | None] = {
+    f"torch.{e.storage}": e for e in ELEMENTS.values() if e.storage
+}
+BY_STORAGE |= dict.fromkeys(("torch.storage.UntypedStorage", "torch.UntypedStorage"))
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-def element_of(array: "mx.array | np.ndarray[Any, Any]") -> Element | None:
-    """Return the element type of an array, or None if PyTorch has no equivalent."""
-    if isinstance(array, mx.array):
-        return _BY_MLX.get(array.dtype)
-    return BY_NAME.get(array.dtype.name) if array.dtype.kind in "biufc" else None
+def element_named(name: str) -> Element | None:
+    """Return the element type of this name; those that MLX lacks have no ``mlx``."""
+    name = name.removeprefix("torch.")
+    is_other = re.fullmatch(r"(q?u?int|float|complex|bits)\d\w{0,30}", name, re.ASCII)
+    return ELEMENTS.get(name) or (Element(name) if is_other else None)
+
+
+def bytes_of(array: Any) -> np.ndarray[Any, Any]:
+    """Return the memory of a row-contiguous array, evaluated, as bytes."""
+    return np.asarray(memoryview(array)).reshape(-1).view(np.uint8)
 
 
 class Storage(NamedTuple):
@@ -77,37 +74,30 @@ class Storage(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.numel * (self.element.numpy.itemsize if self.element else 1)
+        return self.numel * (self.element.size if self.element else 1)
 
 
 class TensorReader:
     """Build tensors, or only their shapes, from the storages in a file.
 
     Args:
-        find (callable or None): Takes the key of a storage and returns its bytes, and
-            their checksum if the file has one. None reads shapes only.
         file_size (int): Size of the file.
         limits (Limits): Limits the total size of all tensors.
         float64 (Dtype or None): The dtype to convert float64 to.
+        only_shapes (bool): Whether to make no arrays.
     """
 
     def __init__(
-        self,
-        find: Callable[[str], tuple[memoryview, int | None]] | None,
-        file_size: int,
-        limits: Limits,
-        float64: mx.Dtype | None = None,
+        self, file_size: int, limits: Limits, float64: Any, only_shapes: bool
     ) -> None:
         self.storages: dict[str, Storage] = {}
-        self._find = find
-        self._unread = file_size
+        self._file_size = file_size
         self._room = 4 * file_size + limits.tensor_bytes
         self._float64 = float64
-        self._arrays: dict[str, tuple[Element, mx.array]] = {}
+        self._only_shapes = only_shapes
         # Keys are strings, whose hashes a file cannot choose.
+        self._arrays: dict[str, tuple[Storage, mx.array, mx.array]] = {}
         self._tensors: dict[str, Any] = {}
-        self._checks: list[Future[None]] = []
-        self._threads = ThreadPoolExecutor(max_workers=4)
 
     def storage(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
@@ -119,66 +109,51 @@ class TensorReader:
             "versions do. Save model.state_dict() in PyTorch and load that.",
         )
         _, kind, key, _location, numel, *views = pid
-        path = kind.path if type(kind) is Placeholder and kind.args is None else ""
-        element = BY_STORAGE.get(path.removeprefix("torch."))
-        is_known = element or path in UNTYPED
+        path = kind.path if type(kind) is Placeholder and kind.is_name else ""
+        is_known = path in BY_STORAGE and (not views or views[0] is None)
         is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
-        check(
-            is_known and (not views or views[0] is None),
-            "the file describes a storage in an unknown way. Load it in PyTorch and "
-            "save it again.",
-        )
-        storage = Storage(key, element, numel)
-        check(self.storages.setdefault(key, storage) == storage, _MIXED)
+        check(is_known, "the file describes a storage in an unknown way.")
+        storage = Storage(key, BY_STORAGE[path], numel)
+        is_same = self.storages.setdefault(key, storage) == storage
+        check(is_same, "tensors of different types share a storage.")
         return storage
 
     def tensor(
         self,
-        storage: Any,
-        offset: Any,
-        shape: Any,
-        strides: Any,
-        requires_grad: Any = False,
+        storage: Storage,
+        offset: int,
+        shape: tuple[Any, ...],
+        strides: tuple[Any, ...],
+        requires_grad: bool = False,
         _hooks: Any = None,
-        metadata: Any = None,
-        *,
-        dtype: Any = None,
+        *rest: Any,
     ) -> Any:
         """Return the checked view of a storage as an array, or its shape.
 
-        The arguments are those of PyTorch's ``_rebuild_tensor_v2``.
+        The arguments are those of PyTorch's ``_rebuild_tensor_v2``, or of ``_v3``,
+        which has a dtype before the metadata.
         """
-        element = _check_view(storage, offset, shape, strides, dtype)
-        check(
-            metadata is None or (type(metadata) is dict and not metadata),
-            "the tensor is lazily conjugated or negated. Call .resolve_conj() and "
-            ".resolve_neg() on it in PyTorch and save again.",
-        )
+        element, metadata = storage.element, rest[-1] if rest else {}
+        if rest and isinstance(rest[0], Placeholder):
+            element, metadata = element_named(rest[0].path), rest[1:] and rest[1]
+        if element is None:
+            raise CheckpointError("a tensor is rebuilt without a known dtype.")
+        _check_view(storage.nbytes // element.size, offset, shape, strides)
+        advice = "Call .resolve_conj() and .resolve_neg() in PyTorch and save again."
+        check(not metadata, f"the tensor is lazily conjugated or negated. {advice}")
         view = f"{element.name} {offset} {shape} {strides} {storage.key}"
         if view not in self._tensors:
-            self._room -= prod(shape) * element.numpy.itemsize
+            self._room -= prod(shape) * element.size
             check(
                 self._room >= 0,
                 "the tensors hold more than four times the size of the file. If you "
                 "trust it, raise limits.tensor_bytes.",
             )
-            self._tensors[view] = (
-                self._view(storage, element, offset, tuple(shape), strides)
-                if self._find
-                else TensorShape(tuple(shape), element.name)
-            )
-        return flag(self._tensors[view], requires_grad is True, False)
-
-    def finish(self) -> None:
-        """Evaluate the tensors and wait for the checksums."""
-        # A lazy array would be tied to the thread that made it.
-        mx.eval([x for x in self._tensors.values() if isinstance(x, mx.array)])
-        for pending in self._checks:
-            pending.result()
-
-    def close(self) -> None:
-        """Stop the threads that compute checksums."""
-        self._threads.shutdown(cancel_futures=True)
+            self._tensors[view] = TensorShape(shape, element.name)
+            if not self._only_shapes:
+                array = self._view(storage, element, offset, shape, strides)
+                self._tensors[view] = array
+        return flag(self._tensors[view], requires_grad, False)
 
     def _view(
         self,
@@ -188,83 +163,90 @@ class TensorReader:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
     ) -> mx.array:
-        target = self._target(element)
+        """Return a view of a storage whose data ``read`` fills in later."""
+        target, advice = element.mlx, "Convert it in PyTorch and save again."
+        if element.name == "float64":
+            target = self._float64
+            advice = "Pass float64=mx.float32 to round such tensors, or "
+            advice += "float64=mx.float64 to keep them for the CPU."
+        if element.mlx is None or target is None:
+            raise CheckpointError(
+                f"MLX does not compute with torch.{element.name}, the dtype of the "
+                f"tensor. {advice}"
+            )
         if 0 in shape:
-            return mx.zeros(shape, target.mlx, stream=mx.cpu)
-        stored = storage.nbytes // element.numpy.itemsize
+            return mx.zeros(shape, target, stream=mx.cpu)
+        stored = storage.nbytes // element.size
         is_whole = prod(shape) == stored and strides == row_strides(shape)
         check(
             is_whole or stored <= _MAX_DIM,
             f"the tensor is part of a storage of over {_MAX_DIM} elements. Call "
             ".clone() on it in PyTorch and save again.",
         )
-        if storage.key not in self._arrays:
-            values = self._read(storage, element, target)
-            values = values.reshape(shape if is_whole else stored)
-            if target.mlx == mx.bfloat16:
-                array = mx.array(values).view(mx.bfloat16, stream=mx.cpu)
-            else:
-                array = mx.array(values, target.mlx)
-            self._arrays[storage.key] = element, array
-        used, whole = self._arrays[storage.key]
-        check(used is element, _MIXED)
-        if not is_whole:
-            return mx.as_strided(whole, shape, strides, start, stream=mx.cpu)
-        if whole.shape == shape:
-            return whole
-        return mx.reshape(whole, shape, stream=mx.cpu)
+        # An untyped storage may hold several types, which are then read separately.
+        key = f"{element.name} {storage.key}"
+        with mx.stream(mx.cpu):
+            if key not in self._arrays:
+                whole = shape if is_whole else (stored,)
+                bits = mx.empty(whole, _BITS[element.size])
+                values = bits.view(element.mlx).astype(target)
+                self._arrays[key] = storage, bits, values
+            values = self._arrays[key][2]
+            if is_whole:
+                return values.reshape(shape)
+            return mx.as_strided(values, shape, strides, start)
 
-    def _target(self, element: Element) -> Element:
-        """Return the element type in MLX."""
-        is_double = element.name in _ROUNDED
-        if is_double and self._float64 is not None and self._float64 == mx.float32:
-            return BY_NAME[_ROUNDED[element.name]]
-        advice = "Convert it in PyTorch and save again"
-        if is_double:
-            advice = "Pass float64=mx.float32 to round such tensors"
-        if element.name == "float64":
-            advice += ", or float64=mx.float64 to keep them for the CPU"
-        check(
-            element.mlx is not None and (not is_double or self._float64 is not None),
-            f"MLX does not compute with torch.{element.name}, the dtype of the tensor. "
-            f"{advice}.",
-        )
-        return element
+    def read(self, find: Callable[[str], tuple[memoryview, int | None]]) -> None:
+        """Copy the data of the tensors from the file.
 
-    def _read(
-        self, storage: Storage, element: Element, target: Element
-    ) -> np.ndarray[Any, Any]:
-        """Return the elements of a storage, copied only if they need conversion."""
-        assert self._find is not None
-        data, checksum = self._find(storage.key)
-        check(
-            data.nbytes == storage.nbytes,
-            f"a storage should have {storage.nbytes} bytes but has {data.nbytes}.",
-        )
-        self._unread -= data.nbytes
-        check(self._unread >= 0, "records of the file overlap.")
-        if checksum is not None:
-            self._check_sum(data, checksum)
-        values = np.frombuffer(data, element.numpy)
-        if element.name == "bool":
-            is_bool = values.view(np.uint8).max() <= 1
-            check(is_bool, "a bool tensor has bytes other than 0 and 1.")
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = values.astype(target.numpy, copy=False)
-        return values if values.flags.aligned else values.copy()
-
-    def _check_sum(self, data: memoryview, checksum: int) -> None:
-        if data.nbytes >= _LARGE:
-            with suppress(RuntimeError):  # the interpreter is shutting down
-                self._checks.append(self._threads.submit(check_sum, data, checksum))
-                return
-        check_sum(data, checksum)
+        Args:
+            find (callable): Takes the key of a storage and returns its bytes, and their
+                checksum if the file has one.
+        """
+        copies, total = [], 0
+        for storage, bits, values in self._arrays.values():
+            source, checksum = find(storage.key)
+            size = storage.nbytes
+            problem = f"a storage should have {size} bytes but has {source.nbytes}."
+            check(source.nbytes == size, problem)
+            total += size
+            copies.append((bits, source, checksum, values.dtype == mx.bool_))
+        check(total <= self._file_size, "records of the file overlap.")
+        mx.eval([bits for bits, *_ in copies])
+        parts = [copies[i::_THREADS] for i in range(_THREADS)]
+        try:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                done: Iterable[None] = threads.map(_copy, parts)
+        except RuntimeError:  # the interpreter is shutting down
+            done = map(_copy, parts)
+        for _ in done:  # raises the error of a copy
+            pass
+        # A lazy array would be tied to the thread that made it.
+        mx.eval(list(self._tensors.values()))
 
 
-def check_sum(data: memoryview, checksum: int) -> None:
-    """Raise unless the data has this CRC-32."""
+def _copy(copies: list[tuple[mx.array, memoryview, int | None, bool]]) -> None:
+    """Copy storages from a file into their arrays, and check them."""
+    for bits, source, checksum, is_bool in copies:
+        target, found = bytes_of(bits), 0
+        for start in range(0, source.nbytes, _PIECE):
+            piece = target[start : start + _PIECE]
+            np.copyto(piece, source[start : start + _PIECE])
+            found = zlib.crc32(piece.data, found)
+        check_sum(found, checksum)
+        is_valid = not is_bool or target.max() <= 1
+        check(is_valid, "a bool tensor has bytes other than 0 and 1.")
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a non-negative integer that fits in 64 bits."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def check_sum(found: int, expected: int | None) -> None:
+    """Raise unless a record has the CRC-32 that the file gives, if it gives one."""
     check(
-        zlib.crc32(data) == checksum,
+        expected is None or found == expected,
         "the checksum of a record is wrong: the file is damaged. Copy it again.",
     )
 
@@ -275,29 +257,19 @@ def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_view(
-    storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any
-) -> Element:
-    """Check a tensor's size, strides and offset; return its element type."""
-    is_storage = isinstance(storage, Storage)
-    check(is_storage, "a tensor is rebuilt from something that is no storage.")
-    element: Element | None = storage.element
-    if element is None or dtype is not None:
-        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
-        check(name in BY_NAME, "a tensor is rebuilt without a known dtype.")
-        element = BY_NAME[name]
-    is_sound = is_count(offset) and isinstance(shape, tuple)
-    is_sound = is_sound and isinstance(strides, tuple) and len(shape) == len(strides)
+    room: int, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...]
+) -> None:
+    """Raise unless a view is within a storage of ``room`` elements, and within MLX."""
+    is_sound = len(shape) == len(strides) and len(shape) <= _MAX_NDIM
     check(
-        is_sound and len(shape) <= _MAX_NDIM and all(map(is_count, shape + strides)),
+        is_sound and all(map(is_count, (offset, *shape, *strides))),
         "the offset, shape or strides of a tensor are wrong.",
     )
     fits = max(shape, default=0) <= _MAX_DIM and prod(n or 1 for n in shape) < 2**62
-    check(fits, f"a tensor of shape {tuple(shape)} is too large for MLX.")
+    check(fits, f"a tensor of shape {shape} is too large for MLX.")
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    room = storage.nbytes // element.numpy.itemsize
     check(
         0 in shape or last < room,
-        f"a tensor of shape {tuple(shape)} with strides {tuple(strides)} and offset "
-        f"{offset} reaches outside its storage of {room} elements.",
+        f"a tensor of shape {shape} with strides {strides} and offset {offset} reaches "
+        f"outside its storage of {room} elements.",
     )
-    return element

@@ -1,57 +1,75 @@
 """A closed interpreter for pickles: plain values, tensors, and placeholders.
 
 It executes the instructions used by PyTorch's pickles (protocols 2 to 5) and raises
-``CheckpointError`` for all others. The only functions it calls are those in
-``builders.BUILDERS``; other calls are recorded on a ``Placeholder`` and not made.
-Python's own unpickler is not used.
+``CheckpointError`` for all others. The standard library's disassembler decodes their
+arguments; Python's unpickler is not used, and nothing is imported or looked up. The
+only functions called are those in ``BUILDERS``; other calls are recorded on a
+``Placeholder`` and not made.
 """
 
+import io
 import pickletools
-import struct
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import IO, Any
 
 import mlx.core as mx
 import numpy as np
 
-from .builders import BUILDERS, look_up
-from .foreign import DefaultDict, Placeholder, TensorShape, TorchName, TorchSize
-from .limits import Budget, CheckpointError, Limits, check, require
-from .tensors import TensorReader
+from .foreign import DefaultDict, Placeholder, TensorShape, dtype_name, flag
+from .limits import Budget, CheckpointError, check
+from .tensors import (
+    BY_STORAGE,
+    ELEMENTS,
+    Storage,
+    TensorReader,
+    element_named,
+    is_count,
+)
 
-_SETS = ("builtins.set", "builtins.frozenset")
+# The name used to write a TensorShape.
+TENSOR_SHAPE = ("mlx_gradscale.torch_checkpoint", "TensorShape")
 _DICTS = frozenset({dict, OrderedDict, Counter, DefaultDict})
-_ITEMS = _DICTS | {list, tuple, TorchSize, set, frozenset}
-_TEXTS = frozenset({str, bytes, bytearray, TorchName})
-_NUMBERS = frozenset({int, float, bool, type(None), complex})
-_KEYS = frozenset({str, bytes, TorchName, Placeholder}) | _NUMBERS
-_LEAVES = _NUMBERS | _TEXTS | {Placeholder, TensorShape}
+_ITEMS = _DICTS | {list, tuple, set, frozenset}
+_TEXTS = frozenset({str, bytes, bytearray})
+_KEYS = frozenset({int, float, bool, complex, type(None), str, bytes, Placeholder})
+_LEAVES = _KEYS | {bytearray, TensorShape}
 _NOTHING = object()
-_STOP = ord(".")
-# Bytes of text per operation, and the operations that a call or a set costs.
-_TEXT, _OBJECT = 32, 4
+# Bytes of a text that is copied per operation.
+_TEXT = 32
+# The operations that a call or a set costs, and a call that makes a tensor.
+_OBJECT, _TENSOR = 4, 24
 # Probing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 64
-# Python's own recursion limit is 1000.
-_MAX_DEPTH = 400
+# Nesting of containers. Python's own recursion limit is 1000.
+_MAX_DEPTH = 128
+# Non-dense tensors: sparse, quantized, nested, meta, DTensors.
+_NOT_DENSE = (
+    r"torch\.(_utils|_tensor)\._rebuild.*|torch\.storage\..*|"
+    r"torch\.(cuda\.)?\w+Storage"
+)
+_CONVERT = "Save it as a dense tensor (.to_dense(), .dequantize())."
+_GATHER = (
+    "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
+    "what rank 0 gets: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
+    "optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
+)
 
 
 class Unpickler:
-    """Read one pickle from a buffer.
+    """Read one pickle from a stream.
 
     Args:
-        data (bytes): The buffer.
-        start (int): Start of the pickle. After ``read``, ``position`` is its end.
+        stream (BytesIO): The stream. After ``read``, it is at the end of the pickle.
         tensors (TensorReader): Builds the tensors.
         budget (Budget): The operations that the file has left.
     """
 
     def __init__(
-        self, data: bytes, start: int, tensors: TensorReader, budget: Budget
+        self, stream: io.BytesIO, tensors: TensorReader, budget: Budget
     ) -> None:
-        self.position = start
-        self._data = data
+        self._stream = stream
         self._tensors = tensors
         self._budget = budget
         self._stack: list[Any] = []
@@ -63,37 +81,35 @@ class Unpickler:
 
     def read(self) -> Any:
         """Execute the instructions to the end and return the object."""
-        start, budget = self.position, self._budget
+        stream, budget, start = self._stream, self._budget, self._stream.tell()
         try:
-            while (code := self._data[self.position]) != _STOP:
-                self.position += 1
+            while (code := stream.read(1)) != b".":
+                if code not in _OPCODES:
+                    names = {op.code: op.name for op in pickletools.opcodes}
+                    name = names.get(code.decode("latin1"), f"0x{code.hex()}")
+                    problem = f"pickle opcode {name} does not occur in checkpoints."
+                    raise CheckpointError(problem if code else "the pickle is cut off.")
+                decode, action = _OPCODES[code]
+                argument = decode(stream) if decode else None
                 budget.operations -= 1
                 if budget.operations < 0:
                     budget.spend(0)
-                if code in _VALUES:
-                    value = _VALUES[code](self)
-                    self._stack.append(value)
-                elif code in _ACTIONS:
-                    _ACTIONS[code](self)
+                if action:
+                    action(self, argument)
                 else:
-                    names = {ord(op.code): op.name for op in pickletools.opcodes}
-                    problem = f"pickle opcode {names.get(code, hex(code))} does not "
-                    raise CheckpointError(f"{problem}occur in checkpoints.")
-            self.position += 1
-            check(
-                not self._outer and len(self._stack) == 1,
-                "the pickle stops in the middle.",
-            )
-            check_tree(self._stack[0], budget.limits)
+                    self._stack.append(argument)
+            is_whole = not self._outer and len(self._stack) == 1
+            check(is_whole, "the pickle stops in the middle.")
+            check_tree(self._stack[0], budget)
             return self._stack[0]
-        except IndexError:
-            is_cut = self.position >= len(self._data)
-            problem = "is cut off" if is_cut else "takes a value from an empty stack"
-            where = f"Pickle, byte {self.position - start}: "
-            raise CheckpointError(f"{where}the pickle {problem}.") from None
-        except CheckpointError as error:
-            where = f"Pickle, byte {self.position - start}{self._last_key()}: "
-            raise CheckpointError(f"{where}{error}") from None
+        except (ValueError, IndexError) as error:
+            problem = str(error)
+            if isinstance(error, IndexError):
+                problem = "the pickle takes a value from an empty stack."
+            elif not isinstance(error, CheckpointError):
+                problem = f"the pickle is damaged or cut off ({error})."
+            where = f"Pickle, byte {stream.tell() - start}{self._last_key()}"
+            raise CheckpointError(f"{where}: {problem}") from None
 
     def _last_key(self) -> str:
         """Return the last string on the stack, usually the key of a damaged value."""
@@ -102,68 +118,27 @@ class Unpickler:
                 return f", near {stack[-1][:80]!a}"
         return ""
 
-    # Instruction arguments.
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
 
-    def _take(self, size: int) -> bytes:
-        end = self.position + size
-        check(end <= len(self._data), "the pickle is cut off.")
-        piece = self._data[self.position : end]
-        self.position = end
-        return piece
-
-    def _number(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "little")
-
-    def _signed(self, data: bytes) -> int:
-        return int.from_bytes(data, "little", signed=True)
-
-    def _float(self) -> Any:
-        return struct.unpack(">d", self._take(8))[0]
-
-    def _bytes(self, size: int) -> bytes:
-        """Return bytes preceded by their length, a number of ``size`` bytes."""
-        data = self._take(self._number(size))
-        self._budget.spend(len(data) // _TEXT)
-        return data
-
-    def _text(self, size: int) -> str:
-        return _decode(self._bytes(size))
-
-    def _line(self) -> str:
-        end = self._data.find(b"\n", self.position, self.position + 1000)
-        check(end >= 0, "a name in the pickle does not end.")
-        text = _decode(self._take(end - self.position))
-        self.position += 1
-        return text
-
-    def _pop_mark(self) -> list[Any]:
-        items = self._stack
-        self._stack = self._outer.pop()
-        return items
-
-    # Instructions.
-
-    def _protocol(self) -> None:
-        version = self._number(1)
-        check(2 <= version <= 5, f"pickle protocol {version} is not one of 2 to 5.")
-
-    def _mark(self) -> None:
-        self._outer.append(self._stack)
-        self._stack = []
-
-    def _tuple(self, count: int) -> tuple[Any, ...]:
+    def _pop(self, count: int) -> tuple[Any, ...]:
         if len(self._stack) < count:
             raise IndexError
         items = tuple(self._stack[-count:])
         del self._stack[-count:]
         return items
 
-    def _pop(self) -> None:
+    def _mark(self, _: None) -> None:
+        self._outer.append(self._stack)
+        self._stack = []
+
+    def _pop_mark(self, _: None = None) -> list[Any]:
+        items, self._stack = self._stack, self._outer.pop()
+        return items
+
+    def _discard(self, _: None) -> None:
         # With nothing above it, the mark itself is removed, as in Python.
-        if self._stack:
-            self._stack.pop()
-        else:
-            self._pop_mark()
+        self._pop(1) if self._stack else self._pop_mark()
 
     def _put(self, index: int) -> None:
         missing = index + 1 - len(self._memo)
@@ -173,51 +148,34 @@ class Unpickler:
         self._remembered += self._memo[index] is _NOTHING
         self._memo[index] = self._stack[-1]
 
-    def _get(self, index: int) -> Any:
+    def _get(self, index: int) -> None:
         value = self._memo[index] if index < len(self._memo) else _NOTHING
         check(value is not _NOTHING, f"object {index} is not in the pickle.")
-        return value
+        self._stack.append(value)
 
-    def _target(self, opcode: bytes, values: list[Any], *kinds: type) -> Any:
-        """Return the container on top of the stack; a placeholder records values."""
-        target = self._stack[-1]
-        if type(target) is Placeholder:
+    def _edit(self, opcode: bytes, values: list[Any]) -> None:
+        """Change the container on top of the stack; a placeholder records values."""
+        target, kind = self._stack[-1], type(self._stack[-1])
+        is_pairs = opcode in b"su"
+        check(not is_pairs or len(values) % 2 == 0, "it sets a key without a value.")
+        if kind is Placeholder:
             target.edits.append((opcode, values))
-            return None
-        change = f"it changes a {_kind(target)} as if it were a {kinds[0].__name__}."
-        check(type(target) in kinds, change)
-        return target
-
-    def _extend(self, items: list[Any], opcode: bytes = b"e") -> None:
-        target = self._target(opcode, items, list)
-        if target is not None:
-            target.extend(items)
-
-    def _append(self) -> None:
-        item = self._stack.pop()
-        self._extend([item], b"a")
-
-    def _set_items(self, items: list[Any], opcode: bytes = b"u") -> None:
-        check(len(items) % 2 == 0, "it sets a key without a value.")
-        target = self._target(opcode, items, dict, *_DICTS)
-        if target is not None:
-            for key, value in zip(items[::2], items[1::2], strict=True):
+        elif kind is list and opcode in b"ae":
+            target.extend(values)
+        elif kind in _DICTS and is_pairs:
+            for key, value in zip(values[::2], values[1::2], strict=True):
                 self._pay_for_key(target, key)
                 target[key] = value
+        elif kind is set and opcode == b"\x90":
+            self._add(target, values)
+        else:
+            is_state = kind is OrderedDict and opcode == b"b"
+            is_state = is_state and type(values[0]) is dict
+            check(is_state, f"it changes a {kind.__name__} in an unknown way.")
+            self._budget.spend(_OBJECT)
+            target.__dict__.update(values[0])
 
-    def _set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._set_items([key, value], b"s")
-
-    def _add_items(self) -> None:
-        items = self._pop_mark()
-        target = self._target(b"\x90", items, set)
-        if target is not None:
-            self._set_of(items, target)
-
-    def _set_of(self, members: list[Any], target: set[Any] | None = None) -> set[Any]:
-        require(type(members) is list)
-        target = set() if target is None else target
+    def _add(self, target: set[Any], members: Iterable[Any]) -> set[Any]:
         self._budget.spend(_OBJECT)
         for member in members:
             self._budget.spend(1)
@@ -244,146 +202,181 @@ class Unpickler:
             cost = 1 if is_short else 8 * len(parts) + sum(texts)
             self._budget.spend(cost * len(target) // _SLOTS + 1)
 
-    def _name(self, module: Any, name: Any) -> Any:
+    def _name(self, module: Any, name: Any) -> None:
+        """Push the placeholder of a name."""
         check(type(module) is type(name) is str, "a name in the pickle is not text.")
         # One object per name, as for the class itself.
         key = f"{module}\n{name}"
         if key not in self._names:
             self._budget.spend(_OBJECT + len(key) // _TEXT)
-            self._names[key] = look_up(module, name)
-        return self._names[key]
+            self._names[key] = named = Placeholder(module, name)
+            path, shown = named.path, f"{named.path[:120]!a}"
+            is_name = len(path) <= 1000 and path.isprintable()
+            check(is_name and "" not in path.split("."), f"{shown} is not a name.")
+            is_known = path in BUILDERS or path in BY_STORAGE
+            advice = _GATHER if name == "_rebuild_wrapper_subclass" else _CONVERT
+            check(
+                is_known or not re.fullmatch(_NOT_DENSE, path),
+                f"the file holds {shown}, a tensor that is not dense. {advice}",
+            )
+        self._push(self._names[key])
 
-    def _global(self) -> Any:
-        module = self._line()
-        return self._name(module, self._line())
-
-    def _stack_global(self) -> Any:
-        name = self._stack.pop()
-        return self._name(self._stack.pop(), name)
-
-    def _persistent(self) -> Any:
+    def _persistent(self, _: None) -> None:
         self._budget.spend(_OBJECT)
-        return self._tensors.storage(self._stack.pop())
+        self._push(self._tensors.storage(*self._pop(1)))
 
-    def _new_object(self) -> Placeholder:
-        args = self._stack.pop()
-        return self._call(b"\x81", self._stack.pop(), args)
-
-    def _call(self, opcode: bytes, callee: Any, args: Any) -> Placeholder:
-        """Return a placeholder for the object that a call would make."""
+    def _call(self, opcode: bytes) -> None:
+        """Build the object that a call returns, or a placeholder for it."""
+        callee, args = self._pop(2)
         check(
             type(callee) is Placeholder and type(args) is tuple,
             f"it calls a {_kind(callee)} with a {_kind(args)}.",
         )
-        self._budget.spend(_OBJECT)
-        return callee.called(opcode, args)  # type: ignore[no-any-return]
+        path = callee.path if callee.is_name and opcode == b"R" else ""
+        self._budget.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
+        is_getattr = path == "builtins.getattr"
+        is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
+        if is_getattr and args[0].is_name:
+            # Protocol 2 refers to nested classes this way.
+            return self._name(args[0].module, f"{args[0].name}.{args[1]}")
+        if path not in BUILDERS:
+            return self._stack.append(callee.called(opcode, args))
+        # An argument may come from the memo and be copied any number of times.
+        for arg in args:
+            if path in _HASHING and type(arg) in (list, dict):
+                self._add(set(), arg)
+            elif type(arg) in _TEXTS:
+                self._budget.spend(len(arg) // _TEXT)
+            elif type(arg) in _ITEMS:
+                self._budget.spend(len(arg))
+        self._stack.append(self._build(path, args))
 
-    def _reduce(self) -> Any:
-        args, callee = self._stack.pop(), self._stack.pop()
-        path = callee.path if type(callee) is Placeholder and not callee.callee else ""
-        if type(args) is not tuple or (path not in BUILDERS and path not in _SETS):
-            return self._call(b"R", callee, args)
-        self._budget.spend(_OBJECT)
-        try:
-            if path in _SETS:
-                require(len(args) < 2)
-                members = self._set_of(*args or ([],))
-                return members if path == "builtins.set" else frozenset(members)
-            # An argument may come from the memo and be copied any number of times.
-            for arg in args:
-                if type(arg) in _TEXTS:
-                    self._budget.spend(len(arg) // _TEXT)
-                elif type(arg) is dict:
-                    self._set_of(list(arg))
-                elif type(arg) in _ITEMS:
-                    self._budget.spend(len(arg))
-            return BUILDERS[path](self._tensors, *args)
-        except TypeError:
-            problem = f"{path} is called with arguments that it does not take."
-            raise CheckpointError(problem) from None
-
-    def _build(self) -> None:
-        """Set the state of the object on top of the stack."""
-        state = self._stack.pop()
-        target = self._target(b"b", [state], OrderedDict)
-        if target is not None:
-            # nn.Module.state_dict() sets _metadata; others could shadow methods.
-            check(
-                type(state) is dict and all(key == "_metadata" for key in state),
-                "an OrderedDict has attributes other than _metadata. Save it as a "
-                "plain dict.",
-            )
-            self._budget.spend(_OBJECT)
-            target.__dict__.update(state)
+    def _build(self, path: str, args: tuple[Any, ...]) -> Any:
+        function, *signatures = BUILDERS[path]
+        check(
+            any(
+                len(args) == len(s) and all(map(isinstance, args, s))
+                for s in signatures
+            ),
+            f"{path} is called with arguments that it does not take.",
+        )
+        return function(self, *args)
 
 
-_ACTIONS: dict[int, Callable[[Unpickler], object]] = {
-    0x80: Unpickler._protocol,
-    0x95: lambda u: u._take(8),  # frame size, a hint for buffering
-    ord("("): Unpickler._mark,
-    ord("a"): Unpickler._append,
-    ord("e"): lambda u: u._extend(u._pop_mark()),
-    ord("s"): Unpickler._set_item,
-    ord("u"): lambda u: u._set_items(u._pop_mark()),
-    0x90: Unpickler._add_items,
-    ord("b"): Unpickler._build,
-    # POP and POP_MARK, which Python writes for tuples that contain themselves.
-    ord("0"): Unpickler._pop,
-    ord("1"): Unpickler._pop_mark,
-    # The memo: BINPUT, LONG_BINPUT, MEMOIZE.
-    ord("q"): lambda u: u._put(u._number(1)),
-    ord("r"): lambda u: u._put(u._number(4)),
-    0x94: lambda u: u._put(u._remembered),
+def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -> Any:
+    # A tensor with Python attributes, which an array cannot hold.
+    is_plain = function.path.startswith("torch._utils.") and function.path in BUILDERS
+    names = "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"
+    check(is_plain and kind.path in names, "a tensor is of an unknown class.")
+    return u._build(function.path, args)
+
+
+def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorShape:
+    is_shape = len(shape) <= 64 and all(map(is_count, shape)) and element_named(dtype)
+    check(is_shape, "a TensorShape has no shape or dtype.")
+    return TensorShape(shape, dtype, *flags)
+
+
+def _encode(_: Unpickler, text: str, encoding: str) -> bytes:
+    is_latin = encoding in ("latin1", "latin-1") and max(text, default="") <= "\xff"
+    check(is_latin, "a bytes value has characters beyond 255.")
+    return text.encode("latin1")
+
+
+def _bytearray(u: Unpickler, *args: Any) -> bytearray:
+    return bytearray(_encode(u, *args) if len(args) == 2 else b"".join(args))
+
+
+_VIEW = (Storage, int, tuple, tuple)
+_V2 = (*_VIEW, bool, OrderedDict)
+_V3 = (*_V2, Placeholder)
+_TENSORS = (_VIEW, _V2, (*_V2, dict), _V3, (*_V3, dict))
+_PARAMETER = ((mx.array, TensorShape), bool, OrderedDict)
+# Functions that a pickle may call, and the types of the arguments that they take.
+BUILDERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "_v3")),
+        (lambda u, *x: u._tensors.tensor(*x), *_TENSORS),
+    ),
+    **dict.fromkeys(
+        (f"torch._utils._rebuild_parameter{x}" for x in ("", "_with_state")),
+        (lambda u, x, grad, *_: flag(x, grad, True), _PARAMETER, (*_PARAMETER, object)),
+    ),
+    **dict.fromkeys(
+        # The module was renamed in PyTorch 1.9.
+        (f"torch.{module}._rebuild_from_type_v2" for module in ("_tensor", "tensor")),
+        (_from_type, (Placeholder, Placeholder, tuple, object)),
+    ),
+    "collections.OrderedDict": (lambda u: OrderedDict(), ()),
+    "collections.Counter": (lambda u, counts: Counter(counts), (dict,)),
+    "collections.defaultdict": (lambda u, *x: DefaultDict((), *x), (), (Placeholder,)),
+    "_codecs.encode": (_encode, (str, str)),
+    "builtins.bytes": (lambda u: b"", ()),
+    "builtins.bytearray": (_bytearray, (), (bytes,), (str, str)),
+    "builtins.complex": (lambda u, *x: complex(*x), (float, float)),
+    "builtins.set": (lambda u, *x: set(*x), (), (list,)),
+    "builtins.frozenset": (lambda u, *x: frozenset(*x), (), (list,)),
+    ".".join(TENSOR_SHAPE): (_tensor_shape, (tuple, str), (tuple, str, bool, bool)),
 }
-# Instructions that push a value onto the stack.
-_VALUES: dict[int, Callable[[Unpickler], Any]] = {
-    ord("N"): lambda u: None,
-    0x88: lambda u: True,
-    0x89: lambda u: False,
-    ord("K"): lambda u: u._number(1),
-    ord("M"): lambda u: u._number(2),
-    ord("J"): lambda u: u._signed(u._take(4)),
-    0x8A: lambda u: u._signed(u._bytes(1)),
-    0x8B: lambda u: u._signed(u._bytes(4)),
-    ord("G"): Unpickler._float,
-    # Text: BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and Python 2's str.
-    ord("X"): lambda u: u._text(4),
-    0x8C: lambda u: u._text(1),
-    0x8D: lambda u: u._text(8),
-    ord("U"): lambda u: u._text(1),
-    ord("T"): lambda u: u._text(4),
-    # Bytes: BINBYTES, SHORT_BINBYTES, BINBYTES8, BYTEARRAY8.
-    ord("B"): lambda u: u._bytes(4),
-    ord("C"): lambda u: u._bytes(1),
-    0x8E: lambda u: u._bytes(8),
-    0x96: lambda u: bytearray(u._bytes(8)),
-    # Containers.
-    ord(")"): lambda u: (),
-    0x85: lambda u: u._tuple(1),
-    0x86: lambda u: u._tuple(2),
-    0x87: lambda u: u._tuple(3),
-    ord("t"): lambda u: tuple(u._pop_mark()),
-    ord("]"): lambda u: [],
-    ord("}"): lambda u: {},
-    0x8F: lambda u: u._set_of([]),
-    0x91: lambda u: frozenset(u._set_of(u._pop_mark())),
-    # Names and objects.
-    ord("c"): Unpickler._global,
-    0x93: Unpickler._stack_global,
-    ord("R"): Unpickler._reduce,
-    0x81: Unpickler._new_object,
-    ord("Q"): Unpickler._persistent,
-    # The memo: BINGET, LONG_BINGET.
-    ord("h"): lambda u: u._get(u._number(1)),
-    ord("j"): lambda u: u._get(u._number(4)),
+_HASHING = ("builtins.set", "builtins.frozenset", "collections.Counter")
+
+
+def _read_names(stream: IO[bytes]) -> tuple[str, str]:
+    lines = stream.readline(1000), stream.readline(1000)
+    is_ended = all(line.endswith(b"\n") for line in lines)
+    check(is_ended, "a name in the pickle does not end.")
+    module, name = (line[:-1].decode("utf-8", "surrogatepass") for line in lines)
+    return module, name
+
+
+# What each instruction does with its argument. None pushes it onto the stack.
+_ACTIONS: dict[str, Callable[[Unpickler, Any], object] | None] = {
+    "PROTO": lambda u, version: check(
+        2 <= version <= 5, f"pickle protocol {version} is not one of 2 to 5."
+    ),
+    "FRAME": lambda u, size: None,  # a hint for buffering
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT")),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")),
+    **dict.fromkeys(("BINSTRING", "SHORT_BINSTRING")),  # Python 2's str
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8")),
+    "NONE": lambda u, _: u._push(None),
+    "NEWTRUE": lambda u, _: u._push(True),
+    "NEWFALSE": lambda u, _: u._push(False),
+    "EMPTY_LIST": lambda u, _: u._push([]),
+    "EMPTY_DICT": lambda u, _: u._push({}),
+    "EMPTY_TUPLE": lambda u, _: u._push(()),
+    "TUPLE1": lambda u, _: u._push(u._pop(1)),
+    "TUPLE2": lambda u, _: u._push(u._pop(2)),
+    "TUPLE3": lambda u, _: u._push(u._pop(3)),
+    "TUPLE": lambda u, _: u._push(tuple(u._pop_mark())),
+    "EMPTY_SET": lambda u, _: u._push(u._add(set(), ())),
+    "FROZENSET": lambda u, _: u._push(frozenset(u._add(set(), u._pop_mark()))),
+    "MARK": Unpickler._mark,
+    # Python writes these two for tuples that contain themselves.
+    "POP": Unpickler._discard,
+    "POP_MARK": Unpickler._pop_mark,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Unpickler._put),
+    "MEMOIZE": lambda u, _: u._put(u._remembered),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), Unpickler._get),
+    "APPEND": lambda u, _: u._edit(b"a", [*u._pop(1)]),
+    "APPENDS": lambda u, _: u._edit(b"e", u._pop_mark()),
+    "SETITEM": lambda u, _: u._edit(b"s", [*u._pop(2)]),
+    "SETITEMS": lambda u, _: u._edit(b"u", u._pop_mark()),
+    "ADDITEMS": lambda u, _: u._edit(b"\x90", u._pop_mark()),
+    "BUILD": lambda u, _: u._edit(b"b", [*u._pop(1)]),
+    "GLOBAL": lambda u, names: u._name(*names),
+    "STACK_GLOBAL": lambda u, _: u._name(*u._pop(2)),
+    "REDUCE": lambda u, _: u._call(b"R"),
+    "NEWOBJ": lambda u, _: u._call(b"\x81"),
+    "BINPERSID": Unpickler._persistent,
 }
-
-
-def _decode(data: bytes) -> str:
-    try:
-        return data.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        raise CheckpointError("a text in the pickle is not valid UTF-8.") from None
+_OPCODES = {
+    op.code.encode("latin1"): (op.arg.reader if op.arg else None, _ACTIONS[op.name])
+    for op in pickletools.opcodes
+    if op.name in _ACTIONS
+}
+# pickletools would undo escapes in names, which Python's unpickler does not.
+_OPCODES[b"c"] = _read_names, _ACTIONS["GLOBAL"]
 
 
 def _kind(value: Any) -> str:
@@ -392,7 +385,7 @@ def _kind(value: Any) -> str:
 
 def _check_key(key: Any) -> tuple[Any, ...]:
     """Return the parts of a key that is a plain value or a flat tuple of them."""
-    parts = key if type(key) in (tuple, TorchSize) and len(key) <= 64 else (key,)
+    parts = key if type(key) is tuple and len(key) <= 64 else (key,)
     check(
         all(type(part) in _KEYS for part in parts),
         f"a dict key or set member is a {_kind(key)}. It must be a plain value or a "
@@ -401,48 +394,56 @@ def _check_key(key: Any) -> tuple[Any, ...]:
     return parts
 
 
-def check_tree(root: Any, limits: Limits) -> None:
+def check_tree(
+    root: Any, budget: Budget, unknown: type[Exception] = CheckpointError
+) -> None:
     """Raise if an object is too deep, too large when expanded, or contains itself.
 
     Only placeholders may form cycles. Code that walks the object later does not need
-    these checks.
+    these checks. ``unknown`` is the error for a value of any other type.
     """
-    left, most = limits.operations, min(limits.depth, _MAX_DEPTH)
-    too_deep = f"containers are nested more than {most} deep, or one contains itself."
+    too_deep = f"containers are over {_MAX_DEPTH} deep, or one contains itself."
     # Placeholders are visited last, each only once.
-    pending: list[tuple[int, Iterable[Any]]] = [(0, (root,))]
+    pending: list[tuple[int, list[Any]]] = [(0, [root])]
     seen: set[int] = set()
+    trail: list[Any] = [None] * (_MAX_DEPTH + 1)
 
     def visit(value: Any, depth: int) -> None:
-        nonlocal left
         kind = type(value)
-        left -= 1 + (len(value) // _TEXT if kind in _TEXTS else 0)
-        if left < 0:
-            raise CheckpointError(
-                f"the object has more than {limits.operations} values, counting shared "
-                "ones wherever they appear. If you trust it, raise limits.operations."
-            )
+        budget.spend(1 + (len(value) // _TEXT if kind in _TEXTS else 0))
         if kind is Placeholder:
             if id(value) not in seen:
                 seen.add(id(value))
                 edits = [item for _, items in value.edits for item in items]
-                held = [value.callee, value.args, *edits]
-                pending.append((depth + 1, held))
+                pending.append((depth + 1, [value.callee, value.args, *edits]))
         elif kind in _ITEMS:
-            check(depth < most, too_deep)
-            if kind not in (list, tuple, TorchSize):
-                for key in value:
-                    _check_key(key)
-            held = value
+            check(depth < _MAX_DEPTH, too_deep)
+            items = enumerate(value)
             if kind in _DICTS:
-                # OrderedDict may have a _metadata attribute, DefaultDict a factory.
+                # nn.Module.state_dict() sets _metadata; others could shadow methods.
                 attributes = getattr(value, "__dict__", {})
-                held = [*value, *value.values(), *attributes.values()]
-            for item in held:
+                is_known = attributes.keys() <= {"_metadata", "factory"}
+                check(is_known, "a dict has attributes other than _metadata.")
+                for held in (*value, *attributes.values()):
+                    visit(held, depth + 1)
+                items = value.items()
+            for key in value if kind not in (list, tuple) else ():
+                _check_key(key)
+            for trail[depth], item in items:
                 visit(item, depth + 1)
-        elif kind not in _LEAVES and not isinstance(value, (mx.array, np.ndarray)):
-            raise CheckpointError(f"a {kind.__name__} cannot be a value.")
+        elif kind not in _LEAVES and not (
+            isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in ELEMENTS
+        ):
+            dtype = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+            advice = " Save .item() of it." if isinstance(value, np.generic) else ""
+            place = "".join(f"[{key!a:.80}]" for key in trail[:depth][:20])
+            raise unknown(
+                f"obj{place} is a {_kind(value)}{dtype}, which a checkpoint cannot "
+                f"hold.{advice} Arrays, dicts, lists, tuples, sets, numbers, text, "
+                "bytes and None are saved."
+            )
 
     for depth, values in pending:
+        trail[:depth] = ["..."] * depth
         for value in values:
             visit(value, depth)

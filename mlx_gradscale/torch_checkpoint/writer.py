@@ -1,40 +1,31 @@
 """``save``: write an object to a file that ``torch.load`` reads."""
 
+import codecs
 import io
 import os
 import pickle
 import secrets
 import struct
 import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
-from .builders import TENSOR_SHAPE
-from .foreign import (
-    DefaultDict,
-    Placeholder,
-    TensorShape,
-    TorchName,
-    TorchSize,
-    TorchTensor,
-)
-from .limits import Limits
-from .tensors import Element, element_of, row_strides
-from .unpickler import check_tree
+from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, dtype_name
+from .limits import Budget
+from .tensors import ELEMENTS, Storage, bytes_of, row_strides
+from .unpickler import TENSOR_SHAPE, check_tree
 
 Array = mx.array | np.ndarray[Any, Any]
 
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
 _CHUNK = 2**22
-_BATCH = 1000  # items per batch in Python's pickler
 _MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
 
@@ -65,10 +56,13 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         >>> torch_checkpoint.load(path)["weight"].shape
         (2, 3)
     """
+    check_tree(obj, Budget(None), TypeError)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(obj)
-    check_tree(obj, Limits())
+    try:
+        pickler.dump(obj)
+    except RecursionError:  # chains of placeholders
+        raise TypeError("obj is nested too deep to be saved.") from None
     if isinstance(file, (str, os.PathLike)):
         # PyTorch names the folder in the zip file after the file if the name is ASCII.
         stem = Path(file).stem
@@ -132,27 +126,23 @@ def _write_zip(file: BinaryIO, folder: str, data: bytes, arrays: list[Array]) ->
 def _chunks(array: Array) -> Iterator[memoryview]:
     """Yield the bytes of an array in row-major order, little-endian."""
     if isinstance(array, mx.array):
-        if array.dtype == mx.bfloat16:  # numpy has no bfloat16: write its bits
-            array = array.view(mx.uint16, stream=mx.cpu)
+        with mx.stream(mx.cpu):
+            array = mx.contiguous(array)
+            if array.dtype == mx.bfloat16:  # numpy has no bfloat16: write its bits
+                array = array.view(mx.uint16)
         mx.eval(array)
-        values = np.asarray(memoryview(array))  # type: ignore[arg-type]
     else:
-        values = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    data = bytes_of(array).data
     for start in range(0, len(data), _CHUNK):
         yield data[start : start + _CHUNK]
 
 
-class _Data(NamedTuple):
-    """The tensor of a ``Parameter``, which is written as a separate object."""
+class _Name(Placeholder):
+    """A name that Python's pickler accepts as a function."""
 
-    array: Array
-
-
-class _Storage(NamedTuple):
-    number: int
-    element: Element
-    array: Array
+    def __call__(self) -> None:
+        raise TypeError("The name of a function is written, never called.")
 
 
 _PythonPickler: Any = pickle._Pickler
@@ -164,206 +154,92 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     It uses protocol 2 like ``torch.save``, so equal objects give PyTorch's own bytes.
     """
 
-    dispatch: ClassVar[dict[type, Callable[..., None]]] = {}
-
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, 2)
         self.arrays: list[Array] = []
-        self._names: dict[tuple[str, str], Placeholder] = {}
-        self._path: list[Any] = []
-        self._objects = 0  # open placeholders
+        self._names: dict[tuple[str, str], _Name] = {}
 
-    def dump(self, obj: Any) -> None:
-        """Write the pickle of an object."""
-        try:
-            super().dump(obj)
-        except RecursionError:
-            raise TypeError("obj is nested too deep to be saved.") from None
+    def _name(self, module: str, name: str) -> _Name:
+        """Return one object per name, so that each name is written once."""
+        return self._names.setdefault((module, name), _Name(module, name))
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return PyTorch's description of a storage."""
+        if type(obj) is not Storage:
+            return None
+        kind = self._name("torch.storage", "UntypedStorage")
+        if obj.element and obj.element.storage:
+            kind = self._name("torch", obj.element.storage)
+        return "storage", kind, obj.key, "cpu", obj.numel
 
     def reducer_override(self, obj: Any) -> Any:
-        """Refuse all types without a method in this class."""
-        if type(obj) not in self.dispatch:
-            advice = " Save .item() of it." if isinstance(obj, np.generic) else ""
-            raise self._error(
-                f"is a {type(obj).__name__}, which cannot be saved.{advice} Arrays, "
-                "dicts, lists, tuples, sets, numbers, text, bytes and None can."
-            )
+        """Return the call that rebuilds an object, as ``__reduce__`` does."""
+        kind = type(obj)
+        if kind is TensorShape:
+            return self._name(*TENSOR_SHAPE), tuple(vars(obj).values())
+        if kind is DefaultDict:
+            args = () if obj.factory is None else (obj.factory,)
+            function = self._name("collections", "defaultdict")
+            return function, args, None, None, iter(obj.items())
+        if kind is bytes and not obj:
+            # Python writes bytes(), which weights_only=True does not read.
+            return codecs.encode, ("", "latin1")
+        if kind is TorchTensor and obj.is_parameter:
+            data = TorchTensor(obj, False, False)
+            function = self._name("torch._utils", "_rebuild_parameter")
+            return function, (data, obj.requires_grad, OrderedDict())
+        if isinstance(obj, (mx.array, np.ndarray)):
+            return self._reduce_tensor(obj, getattr(obj, "requires_grad", False))
         return NotImplemented
 
-    def _error(self, problem: str) -> TypeError:
-        place = "".join(f"[{key!a:.80}]" for key in self._path[:20])
-        return TypeError(f"obj{place} {problem}")
+    def _reduce_tensor(self, array: Array, requires_grad: bool) -> Any:
+        element, key = ELEMENTS[dtype_name(array)], str(len(self.arrays))
+        storage = Storage(key, element, array.size)
+        if not element.storage:
+            storage = Storage(key, None, array.nbytes)
+        self.arrays.append(array)
+        shape, hooks = tuple(array.shape), OrderedDict()  # type: ignore[var-annotated]
+        args = storage, 0, shape, row_strides(shape), requires_grad, hooks
+        if element.storage:
+            return self._name("torch._utils", "_rebuild_tensor_v2"), args
+        dtype = self._name("torch", element.name)
+        return self._name("torch._utils", "_rebuild_tensor_v3"), (*args, dtype)
 
-    def _name(self, module: str, name: str) -> Placeholder:
-        """Return one placeholder per name, so that each name is written once."""
-        key = module, name
-        return self._names.setdefault(key, Placeholder.named(module, name))
-
-    def _reduce(self, module: str, name: str, args: Any, obj: Any) -> None:
-        self.save(self._name(module, name))
-        self.save(args)
-        self.write(b"R")
-        self._remember(obj)
-
-    def _remember(self, obj: Any) -> None:
+    def _save_placeholder(self, obj: Placeholder) -> None:
+        if obj.callee is None:
+            return self._save_name(obj)
+        self.save(obj.callee)
+        self.save(obj.args)
+        self.write(obj.opcode)
         # An object in a cycle may have been written among its own arguments.
         if id(obj) in self.memo:
             self.write(b"0" + self.get(self.memo[id(obj)][0]))
         else:
             self.memoize(obj)
-
-    def _save_call(self, obj: Any) -> None:
-        self._reduce(*_CALLS[type(obj)](obj), obj)
-
-    def _save_bytes(self, obj: bytes) -> None:
-        # Python calls bytes() for empty ones, which weights_only=True does not read.
-        if not obj and self._objects:
-            self._reduce("__builtin__", "bytes", (), obj)
-        else:
-            # Protocol 2 has no bytes: they become a string with the same code points.
-            self._reduce("_codecs", "encode", (obj.decode("latin1"), "latin1"), obj)
-
-    def _save_list(self, obj: list[Any]) -> None:
-        self.write(b"]")
-        self.memoize(obj)
-        for start in range(0, len(obj), _BATCH):
-            pairs = enumerate(obj[start : start + _BATCH], start)
-            self._batch(pairs, b"a" if len(obj) == 1 else b"e")
-
-    def _save_dict(self, obj: dict[Any, Any]) -> None:
-        self.write(b"}")
-        self.memoize(obj)
-        rest = iter(obj.items())
-        # A dict whose last batch is full ends with an empty one.
-        for _ in range(len(obj) // _BATCH + 1 if obj else 0):
-            self._batch(islice(rest, _BATCH), b"s" if len(obj) == 1 else b"u")
-
-    def _batch(self, items: Iterable[tuple[Any, Any]], opcode: bytes) -> None:
-        if opcode in _MARKED:
-            self.write(b"(")
-        for key, item in items:
-            self._path.append(key)
-            if opcode in b"su":
-                self.save(key)
-            self.save(item)
-            self._path.pop()
-        self.write(opcode)
-
-    def _save_subclass(self, obj: OrderedDict[Any, Any] | DefaultDict) -> None:
-        self._save_call(obj)
-        # Python batches the items of a dict subclass differently.
-        rest = iter(obj.items())
-        while batch := list(islice(rest, _BATCH)):
-            self._batch(batch, b"s" if len(batch) == 1 else b"u")
-        attributes = dict(vars(obj)) if isinstance(obj, OrderedDict) else {}
-        if attributes.keys() - {"_metadata"}:
-            raise self._error("has attributes other than _metadata.")
-        if attributes:
-            self.save(attributes)
-            self.write(b"b")
-
-    def _save_torch_name(self, obj: TorchName) -> None:
-        if obj.startswith("torch."):
-            self.save(self._name("torch", obj.removeprefix("torch.")))
-        else:
-            kind, *index = obj.split(":")
-            self._reduce("torch", "device", (kind, *map(int, index)), obj)
-
-    def _save_placeholder(self, obj: Placeholder) -> None:
-        if obj.callee is None:
-            return self._save_name(obj)
-        self._objects += 1
-        self.save(obj.callee)
-        self.save(obj.args)
-        self.write(obj.opcode)
-        self._remember(obj)
         for opcode, values in obj.edits:
             if opcode in _MARKED:
                 self.write(b"(")
             for value in values:
                 self.save(value)
             self.write(opcode)
-        self._objects -= 1
 
     def _save_name(self, obj: Placeholder) -> None:
-        module, name = obj.module, obj.name
-        if obj is not self._name(module, name):
-            self.save(self._name(module, name))
-            return
-        if not f"{module}{name}".isprintable():
-            raise self._error(f"has no printable name: {module!a:.80} {name!a:.80}.")
-        outer, dot, inner = name.rpartition(".")
+        named = self._name(obj.module, obj.name)
+        if obj is not named:
+            return self.save(named)  # type: ignore[no-any-return]
+        if not f"{obj.module}{obj.name}".isprintable():
+            raise TypeError(
+                f"{obj.module!a:.80} {obj.name!a:.80} is no printable name."
+            )
+        outer, dot, inner = obj.name.rpartition(".")
         if dot:
             # Protocol 2 has no dotted names: Python gets the inner class by getattr.
-            args = self._name(module, outer), inner
-            return self._reduce("__builtin__", "getattr", args, obj)
-        self.write(f"c{module}\n{name}\n".encode())
-        self.memoize(obj)
-
-    def _save_array(self, obj: Array) -> None:
-        if not isinstance(obj, TorchTensor) or not obj.is_parameter:
-            return self._save_tensor(obj, getattr(obj, "requires_grad", False), obj)
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        args = _Data(obj), obj.requires_grad, hooks
-        self._reduce("torch._utils", "_rebuild_parameter", args, obj)
-
-    def _save_data(self, obj: _Data) -> None:
-        self._save_tensor(obj.array, False, obj)
-
-    def _save_tensor(self, array: Array, requires_grad: bool, obj: Any) -> None:
-        element = element_of(array)
-        if element is None:
-            raise self._error(f"has a dtype that PyTorch lacks: {array.dtype}.")
-        storage = _Storage(len(self.arrays), element, array)
-        self.arrays.append(array)
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        shape = tuple(array.shape)
-        view = storage, 0, shape, row_strides(shape), requires_grad, hooks
-        if element.storage:
-            self._reduce("torch._utils", "_rebuild_tensor_v2", view, obj)
+            self.save_reduce(getattr, (self._name(obj.module, outer), inner), obj=obj)
         else:
-            args = *view, TorchName(f"torch.{element.name}")
-            self._reduce("torch._utils", "_rebuild_tensor_v3", args, obj)
+            self.write(f"c{obj.module}\n{obj.name}\n".encode())
+            self.memoize(obj)
 
-    def _save_storage(self, obj: _Storage) -> None:
-        if obj.element.storage:
-            kind, size = self._name("torch", obj.element.storage), obj.array.size
-        else:
-            kind, size = self._name("torch.storage", "UntypedStorage"), obj.array.nbytes
-        self.save(("storage", kind, str(obj.number), "cpu", size))
-        self.write(b"Q")
-
-
-# The calls that rebuild objects of these types: module, name and arguments.
-_CALLS: dict[type, Callable[[Any], tuple[str, str, tuple[Any, ...]]]] = {
-    bytearray: lambda x: ("__builtin__", "bytearray", (bytes(x),) if x else ()),
-    complex: lambda x: ("__builtin__", "complex", (x.real, x.imag)),
-    set: lambda x: ("__builtin__", "set", (list(x),)),
-    frozenset: lambda x: ("__builtin__", "frozenset", (list(x),)),
-    Counter: lambda x: ("collections", "Counter", (dict(x),)),
-    OrderedDict: lambda x: ("collections", "OrderedDict", ()),
-    DefaultDict: lambda x: (
-        "collections",
-        "defaultdict",
-        () if x.factory is None else (x.factory,),
-    ),
-    TorchSize: lambda x: ("torch", "Size", (tuple(x),)),
-    TensorShape: lambda x: (*TENSOR_SHAPE, tuple(vars(x).values())),
-}
-for _kind in (type(None), bool, int, float, str, tuple):
-    _Pickler.dispatch[_kind] = _PythonPickler.dispatch[_kind]
-_Pickler.dispatch |= dict.fromkeys(_CALLS, _Pickler._save_call) | {
-    OrderedDict: _Pickler._save_subclass,
-    DefaultDict: _Pickler._save_subclass,
-    bytes: _Pickler._save_bytes,
-    list: _Pickler._save_list,
-    dict: _Pickler._save_dict,
-    TorchName: _Pickler._save_torch_name,
-    Placeholder: _Pickler._save_placeholder,
-    TorchTensor: _Pickler._save_array,
-    mx.array: _Pickler._save_array,
-    np.ndarray: _Pickler._save_array,
-    np.memmap: _Pickler._save_array,
-    _Data: _Pickler._save_data,
-    _Storage: _Pickler._save_storage,
-}
+    dispatch: ClassVar[dict[type, Any]] = _PythonPickler.dispatch | {
+        Placeholder: _save_placeholder,
+        _Name: _save_name,
+    }

@@ -18,7 +18,6 @@ import pytest
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import (
     CheckpointError,
-    Limits,
     Placeholder,
     plain_value,
 )
@@ -131,37 +130,26 @@ def test_pytorch_finds_its_own_objects_again(kind):
         assert type(found) is type(OBJECTS[kind])
         # Not the object itself: numpy turns the bytes of a big-endian array around.
         assert same(found, read_by_torch(data)["x"])
-        if protocol == 2:  # which is torch.save's own
+        # torch.save's own protocol. Empty bytes are written otherwise.
+        if protocol == 2 and kind != "empty":
             assert records(back)["data.pkl"] == records(data)["data.pkl"]
 
 
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
-        ("path", "a/b.txt"),
-        ("windows", "C:\\a"),
         ("float64", 0.1),
         ("int64", -3),
         ("bool", True),
         ("complex", 1 + 2j),
         ("SimpleNamespace", {"a": (1, 2)}),
         ("defaultdict", {"a": [1]}),
-        ("dtype", ["torch.float16", "torch.bfloat16", "torch.float16"]),
-        ("device", ["cuda:1", "cpu"]),
-        ("Size", (2, 3)),
     ],
 )
 def test_what_has_a_fixed_meaning_is_plain(kind, value):
     found = plain_value(torch_checkpoint.load(torch_bytes(OBJECTS[kind])))
     assert found == value
     assert isinstance(found, type(value))
-
-
-@pytest.mark.parametrize("kind", ["array", "fortran", "big-endian", "texts"])
-@pytest.mark.parametrize("protocol", [2, 5])
-def test_numpy_arrays_are_plain(kind, protocol):
-    data = torch_bytes(OBJECTS[kind], pickle_protocol=protocol)
-    assert same(plain_value(torch_checkpoint.load(data)), OBJECTS[kind])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +160,8 @@ def test_numpy_arrays_are_plain(kind, protocol):
         ("inner class", f"{__name__}.Config.Inner(depth=5)"),
         ("class", f"{__name__}.Config.Inner"),
         ("function", "builtins.max"),
+        ("Size", "torch.Size(tuple of 2)"),
+        ("path", "pathlib.PosixPath('a', 'b.txt')"),
     ],
 )
 def test_what_has_none_is_told_by_its_name(kind, says):
@@ -218,7 +208,6 @@ def test_a_golden_file_without_pytorch():
     assert found["same"] is found["args"]
     assert plain_value(found["args"])["lr"] == 0.1
     assert plain_value(found["best"]) == 0.75
-    assert plain_value(found["rng"][1]).tolist() == [0, 1, 2, 3]
     assert str(found["status"]) == "http.HTTPStatus(200)"
     assert found["state"]["w"]["step"].tolist() == [1.0]
     assert str(found["state"].factory) == "builtins.dict"
@@ -267,15 +256,6 @@ ORDER = b"(K\x03" + text("<") + b"tb"
         + b"\x85RC\x63"
         + bytes(99)
         + b"\x86R",
-        SCALAR + name("numpy", "dtype") + text("f8,O") + b"\x85RC\x08abcdefgh\x86R",
-        name("numpy._core.multiarray", "_reconstruct") + b")R",
-        name("numpy._core.multiarray", "_reconstruct") + b")RNb",
-        name("numpy._core.multiarray", "_reconstruct")
-        + b")R(K\x01K\x05\x85"
-        + DTYPE
-        + ORDER
-        + b"\x89C\x08abcdefghtb",
-        name("pathlib", "PosixPath") + b"N\x85R",
         name("argparse", "Namespace") + b")RK\x01b",
     ],
 )
@@ -285,22 +265,13 @@ def test_what_a_class_itself_would_not_write_has_no_meaning(pickle):
     assert plain_value(found) is found
 
 
-def test_placeholders_are_bounded_too():
-    def refused(opcodes: bytes, says: str, **limits: int) -> None:
-        with pytest.raises(CheckpointError, match=says):
-            torch_checkpoint.load(pickled(opcodes), limits=Limits(**limits))
-
-    one = name("x", "Y") + b"q\x00)q\x01"
-    many = b"(" + one + b"h\x00h\x01R" * 2000 + b"t"
-    refused(many, "operations", operations=13_000)
-    states = b"(" + name("x", "Y") + b")R" + b"Nb" * 5000 + b"t"
-    refused(states, "operations", operations=9_000)
+def test_chains_of_placeholders_are_bounded():
     # Each in the state of the one before, and each called with the one before.
-    refused(name("x", "Y") + (name("x", "Y") + b"\x85R") * 200, "more than 128 deep")
-    deep = b"(" + name("x", "Y") + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200
-    refused(deep + b"t", "more than 128 deep")
-    often = text("x" * 1_000_000) + b"q\x00" + b"h\x00" * 3000
-    refused(name("x", "Y") + b"(" + often + b"tR", "counting shared ones")
+    one = name("x", "Y")
+    deep = b"(" + one + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200 + b"t"
+    for chain in (one + (one + b"\x85R") * 200, deep):
+        with pytest.raises(CheckpointError, match="over 128 deep"):
+            torch_checkpoint.load(pickled(chain))
 
 
 def test_names_that_would_be_instructions_are_not_written():

@@ -119,8 +119,7 @@ def test_opcodes_outside_the_table_are_refused_by_name():
 
     from mlx_gradscale.torch_checkpoint import unpickler
 
-    read = set(map(chr, {*unpickler._VALUES, *unpickler._ACTIONS}))
-    refused_names = {op.name for op in pickletools.opcodes if op.code not in read}
+    refused_names = {op.name for op in pickletools.opcodes} - {*unpickler._ACTIONS}
     assert refused_names == {
         *("INT", "LONG", "FLOAT", "STRING", "UNICODE"),
         *("LIST", "DICT", "DUP", "PUT", "GET"),
@@ -145,19 +144,19 @@ WRONG = "arguments that it does not take"
         (b"K\x01\x86", "empty stack"),
         (b"a", "empty stack"),
         (b"0", "empty stack"),
-        (b"NNa", "changes a NoneType as if it were a list"),
-        (b"N(NNu", "changes a NoneType as if it were a dict"),
-        (b"N(N\x90", "changes a NoneType as if it were a set"),
+        (b"NNa", "changes a NoneType"),
+        (b"N(NNu", "changes a NoneType"),
+        (b"N(N\x90", "changes a NoneType"),
         (b"}(Nu", "without a value"),
         (name("x", "Y") + b")R(NNNu", "without a value"),
         (b"}]Ns", "key or set member is a list"),
-        (b"}}" + text("x") + b"NsbN", "changes a dict as if it were a OrderedDict"),
+        (b"}}" + text("x") + b"NsbN", "changes a dict"),
         (b"h\x05", "object 5 is not in the pickle"),
         (b"Nq\x05h\x03", "object 3 is not in the pickle"),
         (b"X\xff\xff\xff\x7f", "cut off"),
         (b"\x8d" + b"\xff" * 8, "cut off"),
         (b"J\x01", "cut off"),
-        (b"X\x01\x00\x00\x00\xff", "UTF-8"),
+        (b"X\x01\x00\x00\x00\xff", "utf-8"),
         (b"\x95\xff", "cut off"),
         (b"\x80\x06", "protocol 6"),
         (b"cno newline", "does not end"),
@@ -166,19 +165,17 @@ WRONG = "arguments that it does not take"
         (b"NNR", "calls a NoneType"),
         (name("x", "Y") + b"N\x81", "with a NoneType"),
         (name("collections", "OrderedDict") + b"NR", "with a NoneType"),
-        (name("torch", "Size") + b"K\x01\x85R", WRONG),
         (name("torch._utils", "_rebuild_tensor_v2") + b")R", WRONG),
         (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", WRONG),
-        (name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R", WRONG),
+        (name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R", "beyond"),
         (name("_codecs", "encode") + text("€") + text("latin1") + b"\x86R", "beyond"),
         (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", WRONG),
         (name("collections", "defaultdict") + b"K\x01\x85R", WRONG),
         (name("collections", "Counter") + b"]\x85R", WRONG),
         (name("__builtin__", "set") + text("ab") + b"\x85R", WRONG),
         (name("__builtin__", "set") + b"]]\x86R", WRONG),
-        (name("torch", "device") + text("a:b") + b"\x85R", WRONG),
         (name("mlx_gradscale.torch_checkpoint", "TensorShape") + b"N\x85R", WRONG),
-        (storage(), "a Storage cannot be a value"),
+        (storage(), "is a Storage, which a checkpoint cannot hold"),
         (
             name("collections", "OrderedDict") + b")R}" + text("items") + b"Nsb",
             "attributes other than _metadata",
@@ -239,7 +236,7 @@ def test_protocols_and_frames_that_python_writes_are_read():
         (tensor(of=storage(key="../../etc/passwd")), "no record"),
         (tensor(of=storage(key="0" * 65)), "unknown way"),
         (tensor(of=storage(kind="Size")), "unknown way"),
-        (tensor(of=b"N"), "no storage"),
+        (tensor(of=b"N"), WRONG),
         (tensor(of=b"(" + text("module") + b"tQ"), "whole model"),
         (tensor(of=storage(kind="UntypedStorage")), "known dtype"),
         (
@@ -291,7 +288,7 @@ def test_bool_bytes_other_than_0_and_1_are_refused():
 def test_metadata_of_a_tensor_is_refused():
     metadata = b"}" + text("neg") + b"\x88s"
     refused(pickled(tensor(metadata=metadata)), r"\.resolve_neg\(\)")
-    refused(pickled(tensor(metadata=b"]")), r"\.resolve_neg\(\)")
+    refused(pickled(tensor(metadata=b"]")), WRONG)
     assert torch_checkpoint.load(pickled(tensor(metadata=b"}"))).size == 4
 
 
@@ -321,10 +318,11 @@ def test_a_tensor_with_attributes_is_made_by_a_plain_function_of_a_known_class()
         return pickled(itself + b"(" + function + kind + arguments + b"}tR")
 
     assert torch_checkpoint.load(made(plain, own)).tolist() == [0, 0, 0, 0]
-    for function in (itself, own, theirs, b"N", text("torch._utils.x")):
-        refused(made(function, own), WRONG)
-    for kind in (theirs, b"N", text("torch.Tensor")):
-        refused(made(plain, kind), WRONG)
+    for function in (itself, own, theirs):
+        refused(made(function, own), "unknown class")
+    refused(made(plain, theirs), "unknown class")
+    refused(made(b"N", own), WRONG)
+    refused(made(plain, text("torch.Tensor")), WRONG)
     wrapper = name("torch._utils", "_rebuild_wrapper_subclass")
     refused(made(wrapper, own), r"state_dict\.get_state_dict\(")
 
@@ -344,25 +342,17 @@ def second_entry(data: bytes) -> int:
 
 
 def test_records_that_overlap_are_refused():
-    # Ten storages whose entries in the directory all lead to the same data.
-    pickle = b"".join(
-        tensor(of=storage(key=str(i), numel=250), shape=(250,)) for i in range(10)
-    )
-    contents = {"data.pkl": b"\x80\x02(" + pickle + b"t."}
-    data = bytearray(pack(contents | {f"data/{i}": bytes(1000) for i in range(10)}))
-    first = at = second_entry(bytes(data))
-    del data[data.index(b"PK\x03\x04", 1) + 1100 : data.index(b"PK\x01\x02")]
-    removed = first - second_entry(bytes(data))
-    (header,) = struct.unpack_from("<L", data, first - removed + 42)
-    at = second_entry(bytes(data))
-    for _ in range(10):
-        struct.pack_into("<L", data, at + 42, header)
-        at = data.find(b"PK\x01\x02", at + 4)
-    end = data.rindex(b"PK\x05\x06")
-    (start,) = struct.unpack_from("<L", data, end + 16)
-    struct.pack_into("<L", data, end + 16, start - removed)
-    with pytest.raises(CheckpointError, match="overlap"):
-        torch_checkpoint.load(bytes(data))
+    # Storage 1 has 1000 bytes. The entry of storage 2 leads to the same ones.
+    kind = {"kind": "ByteStorage", "numel": 1000}
+    pair = [tensor(of=storage(key=key, **kind), shape=(1000,)) for key in "12"]
+    pickle = b"\x80\x02(" + b"".join(pair) + b"t."
+    contents = {"data.pkl": pickle, "data/1": bytes(1000), "data/2": b""}
+    data = bytearray(pack(contents))
+    first = second_entry(bytes(data))
+    second = data.index(b"PK\x01\x02", first + 4)
+    for start, end in ((16, 28), (42, 46)):  # checksum, sizes; place of the header
+        data[second + start : second + end] = data[first + start : first + end]
+    refused(bytes(data), "overlap")
 
 
 @pytest.mark.parametrize(
@@ -375,7 +365,6 @@ def test_records_that_overlap_are_refused():
         (42, "<L", 1),
         (8, "<H", 1),  # encrypted
         (10, "<H", 8),  # compressed
-        (38, "<L", 0x10),  # a folder
     ],
 )
 def test_directory_entries_that_lie_are_refused(at, form, value):

@@ -1,7 +1,6 @@
 """Whatever ``torch.save`` writes of plain training state, ``load`` reads the same."""
 
 import gzip
-import io
 import os
 import subprocess
 import sys
@@ -18,8 +17,6 @@ from tests.support.torch_files import (
     assert_equals_torch,
     pack,
     pickled,
-    records,
-    text,
     torch_bytes,
 )
 
@@ -160,43 +157,14 @@ def test_shared_storages_are_in_memory_once(options):
     assert_equals_torch(loaded, obj)
 
 
-def test_a_view_survives_a_change_of_the_other():
-    base = torch.zeros(4)
-    loaded = torch_checkpoint.load(torch_bytes({"a": base, "b": base[1:]}))
-    loaded["a"][1] = 5.0
-    assert loaded["b"].tolist() == [0.0, 0.0, 0.0]
-
-
-def test_old_zip_files_without_the_newer_records():
-    # PyTorch 1.6 to 2.0: no byteorder, no version of the format, keys that are
-    # addresses, data in any order and not aligned.
-    obj = {"a": torch.arange(3.0), "b": torch.arange(3)}
-    new = records(torch_bytes(obj))
-    pickle = (
-        new["data.pkl"].replace(text("0"), text("93826")).replace(text("1"), text("10"))
-    )
-    old = {
-        "data.pkl": pickle,
-        "data/10": new["data/1"],
-        "data/93826": new["data/0"],
-        "version": b"3\n",
-    }
-    data = pack(old, "model_final")
-    assert torch.load(io.BytesIO(data), weights_only=True)["b"].equal(obj["b"])
-    assert_equals_torch(torch_checkpoint.load(data), obj)
-
-
 def test_double_precision_is_rounded_in_pieces_as_pytorch_rounds():
     obj = torch.randn(700_000, dtype=torch.float64)
     obj[:3] = torch.tensor([1e300, float("nan"), 1e-300])
-    data = torch_bytes({"x": obj, "z": torch.complex(obj, obj)})
-    loaded = torch_checkpoint.load(data, float64=mx.float32)
-    assert_equals_torch(
-        loaded, {"x": obj.float(), "z": torch.complex(obj, obj).to(torch.complex64)}
-    )
+    loaded = torch_checkpoint.load(torch_bytes({"x": obj}), float64=mx.float32)
+    assert_equals_torch(loaded, {"x": obj.float()})
 
 
-def test_complex128_cannot_be_kept():
+def test_complex128_is_refused():
     data = torch_bytes({"z": torch.ones(1, dtype=torch.complex128)})
     with pytest.raises(CheckpointError, match=r"near 'z'.*complex128"):
         torch_checkpoint.load(data, float64=mx.float64)
@@ -220,6 +188,7 @@ def test_arrays_loaded_in_another_thread_can_be_used_in_this_one():
         (b"", "not a file"),
         (b"hello", "not a file"),
         (gzip.compress(b"x", mtime=0), "gzip"),
+        (pack({"readme.txt": b"x"}), r"no record 'data\.pkl'"),
         (b"\x80\x02K\x07.", "not a PyTorch"),
         (b"\x80\x02K\x07.\x80\x02K\x07.", "not a PyTorch"),
     ],
@@ -229,23 +198,8 @@ def test_other_files_are_refused_with_a_sentence(data, says):
         torch_checkpoint.load(data)
 
 
-def test_a_zip_of_something_else():
-    with pytest.raises(CheckpointError, match=r"no record 'data\.pkl'"):
-        torch_checkpoint.load(pack({"readme.txt": b"x"}))
-
-
-# Large enough for checksums in a thread.
+# More than one piece for the copying threads.
 LARGE = 2**20 + 3
-
-
-def test_loading_in_threads(tmp_path):
-    torch.save({"a": torch.arange(LARGE), "b": torch.ones(3)}, tmp_path / "a.pt")
-    with ThreadPoolExecutor(4) as pool:
-        loads = [
-            pool.submit(torch_checkpoint.load, tmp_path / "a.pt") for _ in range(8)
-        ]
-        for load in loads:
-            assert load.result()["a"][-1].item() == LARGE - 1
 
 
 ENDING = """
@@ -323,18 +277,11 @@ def test_a_distributed_folder_is_an_error_that_names_the_command(tmp_path):
 
 
 @pytest.mark.parametrize("numel", [100, LARGE])
-def test_every_flipped_bit_in_a_tensor_is_an_error(numel):
-    data = torch_bytes({"a": torch.ones(numel)})
+def test_every_flipped_bit_is_an_error(numel):
+    data = torch_bytes({"weight": torch.ones(numel)})
     start = data.index(torch.ones(numel).numpy().tobytes())
-    for at in (start, start + 2 * numel, start + 4 * numel - 1):
+    for at in (data.index(b"weight"), start, start + 2 * numel, start + 4 * numel - 1):
         flipped = bytearray(data)
         flipped[at] ^= 4
         with pytest.raises(CheckpointError, match="checksum"):
             torch_checkpoint.load(bytes(flipped))
-
-
-def test_a_flipped_bit_in_the_pickle_is_an_error():
-    data = torch_bytes({"weight": 1.5})
-    at = data.index(b"weight")
-    with pytest.raises(CheckpointError, match="checksum"):
-        torch_checkpoint.load(data[:at] + b"v" + data[at + 1 :])
