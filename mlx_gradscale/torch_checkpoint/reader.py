@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .limits import Budget, CheckpointError, Limits, check
-from .tensors import TensorReader, check_sum
+from .tensors import Record, TensorReader, check_sum
 from .unpickler import Unpickler
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -22,8 +23,7 @@ _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 # Bytes of the pickle, and of the zip directory, that count as one operation.
 _PICKLE, _DIRECTORY = 8, 5
 File = str | os.PathLike[str] | bytes
-# Takes the key of a storage; returns its bytes and their checksum, if there is one.
-_Find = Callable[[str], tuple[memoryview, int | None]]
+_Find = Callable[[str], Record]
 
 
 def load(
@@ -38,7 +38,7 @@ def load(
 
     Args:
         file (str, PathLike or bytes): A path, or the contents of a file. Do not
-            truncate the file while it is read: it is memory-mapped.
+            truncate the file while it is read.
         limits (Limits, optional): Limits on the file's resource use.
         float64 (Dtype, optional): The dtype to convert float64 to. MLX supports it only
             on the CPU, so it is an error by default; ``mx.float32`` rounds it (and
@@ -88,37 +88,51 @@ def shapes(file: File, limits: Limits | None = None) -> Any:
     return _read(file, limits, None, only_shapes=True)
 
 
-def _open(file: File) -> memoryview:
-    """Return the memory-mapped contents of a regular file."""
-    if isinstance(file, (bytes, bytearray)):
-        return memoryview(bytes(file))
+def _open(file: str | os.PathLike[str]) -> int:
+    """Return the descriptor of a regular file."""
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError(f"file must be a path or bytes, not {type(file).__name__}.")
     # Without O_NONBLOCK, opening a pipe waits for a writer.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(file, flags)
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
         check(
             not os.path.exists(os.path.join(file, ".metadata")),
             f"{os.fspath(file)} is a folder of torch.distributed.checkpoint. Make a "
             "file of it with: python -m torch.distributed.checkpoint.format_utils "
             f"dcp_to_torch {os.fspath(file)} FILE",
         )
-        is_regular = stat.S_ISREG(found.st_mode)
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         check(is_regular, f"{os.fspath(file)} is not a regular file.")
-        if not found.st_size:
-            return memoryview(b"")
-        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    finally:
+    except BaseException:
         os.close(descriptor)
-    return memoryview(mapped)
+        raise
+    return descriptor
 
 
 def _read(
     file: File, limits: Limits | None, float64: mx.Dtype | None, only_shapes: bool
 ) -> Any:
-    data, budget = _open(file), Budget(limits)
+    if isinstance(file, (bytes, bytearray)):
+        data = memoryview(bytes(file))
+        return _read_data(data, None, limits, float64, only_shapes)
+    descriptor = _open(file)
+    try:
+        data = memoryview(b"")
+        if os.fstat(descriptor).st_size:
+            data = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        return _read_data(data, descriptor, limits, float64, only_shapes)
+    finally:
+        os.close(descriptor)
+
+
+def _read_data(
+    data: memoryview,
+    descriptor: int | None,
+    limits: Limits | None,
+    float64: mx.Dtype | None,
+    only_shapes: bool,
+) -> Any:
+    budget = Budget(limits)
     tensors = TensorReader(data.nbytes, budget.limits, float64, only_shapes)
     head = bytes(data[:4])
     is_gzip = head[:2] == b"\x1f\x8b"
@@ -127,8 +141,17 @@ def _read(
     is_known = is_zip or head[:1] == b"\x80"
     check(is_known, "This is not a file that torch.save() wrote.")
     value, find = (_read_zip if is_zip else _read_legacy)(data, budget, tensors)
+
+    def read_into(target: np.ndarray[Any, Any], start: int) -> None:
+        if descriptor is None:
+            np.copyto(target, data[start : start + target.nbytes])
+            return
+        # Unlike a copy from the mapped file, this takes no memory for its pages.
+        n_read = os.preadv(descriptor, [target.data], start)
+        check(n_read == target.nbytes, "The file became shorter while it was read.")
+
     if not only_shapes:
-        tensors.read(find)
+        tensors.read(find, read_into)
     return value
 
 
@@ -144,19 +167,20 @@ def _read_zip(
         "state_dict() of the model with torch.save() instead.",
     )
 
-    def find(name: str) -> tuple[memoryview, int]:
+    def find(name: str) -> Record:
         check(folder + name in entries, f"The file has no record {name[:80]!a}.")
         return _record(data, entries[folder + name])
 
     if folder + "byteorder" in entries:
         check(
-            bytes(find("byteorder")[0]) == b"little",
+            bytes(find("byteorder").of(data)) == b"little",
             "The file was written on a big-endian machine. Load it in PyTorch and save "
             "it again on another.",
         )
-    pickle, checksum = find("data.pkl")
+    record = find("data.pkl")
+    pickle = record.of(data)
     budget.spend(pickle.nbytes // _PICKLE)
-    check_sum(zlib.crc32(pickle), checksum)
+    check_sum(zlib.crc32(pickle), record.checksum)
     stream = io.BytesIO(pickle)
     value = Unpickler(stream, tensors, budget).read()
     check(not stream.read(1), "There is data after the end of the pickle.")
@@ -194,8 +218,8 @@ def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]
     return entries
 
 
-def _record(data: memoryview, info: zipfile.ZipInfo) -> tuple[memoryview, int]:
-    """Return the bytes of a record, which PyTorch stores uncompressed."""
+def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
+    """Return the location of a record, which PyTorch stores uncompressed."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
     check(
@@ -208,10 +232,9 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> tuple[memoryview, int]:
     check(is_header, f"The record {name} has a damaged header.")
     *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     start = info.header_offset + len(header) + name_size + extra_size
-    found = data[start : start + info.file_size]
-    is_whole = found.nbytes == info.file_size
+    is_whole = start + info.file_size <= data.nbytes
     check(is_whole, f"The record {name} is cut off. Copy the file again.")
-    return found, info.CRC
+    return Record(start, info.file_size, info.CRC)
 
 
 def _read_legacy(
@@ -238,8 +261,8 @@ def _read_legacy(
     for key in keys:
         storage = tensors.storages[key]
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
-        records[key] = data[at + 8 : at + 8 + storage.nbytes], None
-        fits = count == storage.numel and records[key][0].nbytes == storage.nbytes
+        records[key] = Record(at + 8, storage.nbytes, None)
+        fits = count == storage.numel and at + 8 + storage.nbytes <= data.nbytes
         check(fits, "A storage has another size than its tensors say.")
         at += 8 + storage.nbytes
     check(at == data.nbytes, "There is data after the last storage.")

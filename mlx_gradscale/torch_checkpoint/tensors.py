@@ -4,6 +4,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
 # Data is copied and its checksum computed in pieces that fit in a cache, and in these
 # many threads: zlib alone takes 0.3 s for 1 GB.
 _PIECE, _THREADS = 2**18, 4
+_ReadInto = Callable[[np.ndarray[Any, Any], int], None]
 
 
 class Element(NamedTuple):
@@ -62,6 +64,18 @@ def element_named(name: str) -> Element | None:
 def bytes_of(array: Any) -> np.ndarray[Any, Any]:
     """Return the memory of a row-contiguous array, evaluated, as bytes."""
     return np.asarray(memoryview(array)).reshape(-1).view(np.uint8)
+
+
+class Record(NamedTuple):
+    """The location of a storage in a file, and its CRC-32 if the file gives one."""
+
+    start: int
+    nbytes: int
+    checksum: int | None
+
+    def of(self, data: memoryview) -> memoryview:
+        """Return the bytes of the record."""
+        return data[self.start : self.start + self.nbytes]
 
 
 class Storage(NamedTuple):
@@ -196,44 +210,45 @@ class TensorReader:
                 return values.reshape(shape)
             return mx.as_strided(values, shape, strides, start)
 
-    def read(self, find: Callable[[str], tuple[memoryview, int | None]]) -> None:
-        """Copy the data of the tensors from the file.
+    def read(self, find: Callable[[str], Record], read_into: _ReadInto) -> None:
+        """Read the data of the tensors.
 
         Args:
-            find (callable): Takes the key of a storage and returns its bytes, and their
-                checksum if the file has one.
+            find (callable): Takes the key of a storage and returns its record.
+            read_into (callable): Takes an array of bytes, and where in the file to read
+                them.
         """
         copies, total = [], 0
         for storage, bits, values in self._arrays.values():
-            source, checksum = find(storage.key)
-            size = storage.nbytes
-            problem = f"a storage should have {size} bytes but has {source.nbytes}."
-            check(source.nbytes == size, problem)
+            record, size = find(storage.key), storage.nbytes
+            problem = f"a storage should have {size} bytes but has {record.nbytes}."
+            check(record.nbytes == size, problem)
             total += size
-            copies.append((bits, source, checksum, values.dtype == mx.bool_))
+            copies.append((bits, record, values.dtype == mx.bool_))
         check(total <= self._file_size, "records of the file overlap.")
         mx.eval([bits for bits, *_ in copies])
         parts = [copies[i::_THREADS] for i in range(_THREADS)]
+        copy = partial(_copy, read_into)
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
-                done: Iterable[None] = threads.map(_copy, parts)
+                done: Iterable[None] = threads.map(copy, parts)
         except RuntimeError:  # the interpreter is shutting down
-            done = map(_copy, parts)
+            done = map(copy, parts)
         for _ in done:  # raises the error of a copy
             pass
         # A lazy array would be tied to the thread that made it.
         mx.eval(list(self._tensors.values()))
 
 
-def _copy(copies: list[tuple[mx.array, memoryview, int | None, bool]]) -> None:
-    """Copy storages from a file into their arrays, and check them."""
-    for bits, source, checksum, is_bool in copies:
+def _copy(read_into: _ReadInto, copies: list[tuple[mx.array, Record, bool]]) -> None:
+    """Read storages into their arrays, and check them."""
+    for bits, record, is_bool in copies:
         target, found = bytes_of(bits), 0
-        for start in range(0, source.nbytes, _PIECE):
+        for start in range(0, record.nbytes, _PIECE):
             piece = target[start : start + _PIECE]
-            np.copyto(piece, source[start : start + _PIECE])
+            read_into(piece, record.start + start)
             found = zlib.crc32(piece.data, found)
-        check_sum(found, checksum)
+        check_sum(found, record.checksum)
         is_valid = not is_bool or target.max() <= 1
         check(is_valid, "a bool tensor has bytes other than 0 and 1.")
 
