@@ -13,7 +13,7 @@ import numpy as np
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint.foreign import TorchSize
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parent.parent / "golden" / "torch"
 CONTENTS = runpy.run_path(str(GOLDEN / "make_golden.py"))
 
 
