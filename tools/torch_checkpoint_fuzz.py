@@ -2,13 +2,13 @@
 
     python tools/torch_checkpoint_fuzz.py --mutants 100000
 
-Mutants are real files (PyTorch's own, from tests/golden) with changed bytes, pickles of
-random instructions, zip fields with hostile numbers, and bombs. A mutant passes if
-``load`` raises ``CheckpointError``, or returns a tree of plain values, placeholders and
-usable arrays that survives ``save`` and ``load``. Any other exception, more than
-``--seconds`` or more than ``--megabytes`` is a failure, and the mutant is written to a
-file. Limits are a sixteenth of the defaults, so that bombs end quickly. If PyTorch is
-installed and also reads a mutant, both must read the same values.
+Mutants are real files (PyTorch's own, from tests/golden/torch) with changed bytes,
+pickles of random instructions, zip fields with hostile numbers, and bombs. A mutant
+passes if ``load`` raises ``CheckpointError``, or returns a tree of plain values,
+placeholders and usable arrays that survives ``save`` and ``load``. Any other exception,
+more than ``--seconds`` or more than ``--megabytes`` is a failure, and the mutant is
+written to a file. Limits are a sixteenth of the defaults, so that bombs end quickly. If
+PyTorch is installed and also reads a mutant, both must read the same values.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from mlx_gradscale.torch_checkpoint import (
 )
 
 LIMITS = Limits(operations=2**19, tensor_bytes=2**26)
-GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
+GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "torch"
 # Edge values for sizes, counts and signs.
 EDGES = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16]
 EDGES += [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]

@@ -5,10 +5,10 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import bits
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint_writers import nested, small
+from support.helpers import bits
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
 from mlx_gradscale.checkpoint import read_checkpoint

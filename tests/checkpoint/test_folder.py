@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import bits
 from support.checkpoint_runs import KINDS
 from support.checkpoint_writers import nested, small
+from support.helpers import bits
 
 from mlx_gradscale import (
     GradScaler,

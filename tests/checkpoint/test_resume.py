@@ -10,10 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import OPTIMIZERS, batch, bits, mse
 from mlx.utils import tree_flatten, tree_unflatten
-from packed_moments import PackedAdamW, check_resume
 from support.checkpoint_runs import KINDS, Run, choose_compilation, half, scaler
+from support.helpers import OPTIMIZERS, batch, bits, mse
+from support.packed_moments import PackedAdamW, check_resume
 
 from mlx_gradscale import (
     LossScaleOptimizer,

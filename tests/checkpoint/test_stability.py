@@ -2,7 +2,7 @@
 
 If this fails because a format has changed, keep the old reader. Only the folder of a
 version that was never released may be removed and made again, by make_saved.py in
-golden_saved.
+tests/golden/saved.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from golden_saved.make_saved import GROWTH_INTERVAL, SCALE, STEPS, make_run, steps
+from golden.saved.make_saved import GROWTH_INTERVAL, SCALE, STEPS, make_run, steps
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_unflatten
 
@@ -24,7 +24,7 @@ from mlx_gradscale import (
 from mlx_gradscale.convert import save_torch
 from mlx_gradscale.diagnostics import ScaleHistory
 
-SAVED = Path(__file__).parents[1] / "golden_saved"
+SAVED = Path(__file__).parents[1] / "golden" / "saved"
 VERSIONS = sorted(path for path in SAVED.iterdir() if path.name[0].isdigit())
 EVERY = pytest.mark.parametrize("folder", VERSIONS, ids=lambda path: path.name)
 

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from golden_convert.data import AFTER, BEFORE
+from golden.convert.data import AFTER, BEFORE
 from support.convert_runs import (
     GOLDEN,
     RUNS,
@@ -84,7 +84,7 @@ def test_command_there_and_back_is_the_same_checkpoint(name, tmp_path):
 @pytest.mark.parametrize("name", [*RUNS, "conv_groups", "transformer_groups"])
 def test_live_pytorch_run_continues_in_mlx_and_back(name, tmp_path):
     torch = pytest.importorskip("torch")
-    from golden_convert.make import Training
+    from golden.convert.make import Training
 
     theirs = Training(*name.split("_"))
     for number in range(BEFORE):
@@ -118,7 +118,7 @@ def test_run_born_in_mlx_takes_any_checkpoint_of_the_model_as_template(
     tmp_path, capsys
 ):
     torch = pytest.importorskip("torch")
-    from golden_convert.make import Training
+    from golden.convert.make import Training
 
     model, name = ConvNet(), "conv_adamw"
     optimizer = optim.AdamW(

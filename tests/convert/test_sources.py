@@ -9,8 +9,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from golden_sources import gpt
-from golden_sources.data import BEFORE, tokens
+from golden.sources import gpt
+from golden.sources.data import BEFORE, tokens
 from support.regression import MODEL, Net, assert_near, batch, convert, torch_net
 
 from mlx_gradscale.checkpoint import read_checkpoint
@@ -18,7 +18,7 @@ from mlx_gradscale.convert import Options, load_torch, save_torch
 from mlx_gradscale.convert.tree import get
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
-GOLDEN = Path(__file__).parents[1] / "golden_sources"
+GOLDEN = Path(__file__).parents[1] / "golden" / "sources"
 LOSSES = json.loads((GOLDEN / "losses.json").read_text())
 
 

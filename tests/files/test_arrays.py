@@ -7,7 +7,7 @@ import struct
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers import bits
+from support.helpers import bits
 
 from mlx_gradscale.files.arrays import read_arrays, read_header, write_arrays
 

@@ -5,7 +5,7 @@ import json
 
 import mlx.core as mx
 import pytest
-from helpers import same
+from support.helpers import same
 
 from mlx_gradscale import GradScaler, torch_checkpoint
 

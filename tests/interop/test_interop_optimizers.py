@@ -3,8 +3,8 @@
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from optimizer_helpers import check_beside_bare
-from packed_moments import check_resume
+from support.optimizer_helpers import check_beside_bare
+from support.packed_moments import check_resume
 
 theirs = pytest.importorskip("mlx_optimizers", reason="needs the extra interop")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from convert.test_sources import check_source
-from golden_sources.data import BEFORE
+from golden.sources.data import BEFORE
 
 pytest.importorskip("torch", reason="needs PyTorch")
 # Where timm is, and the torchvision that it imports. That comes for CUDA, and beside a
@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="needs PyTorch")
 FOLDER = "TIMM_FOLDER"
 WRITE = """
 import json, sys, torch
-from golden_sources import make
+from golden.sources import make
 kept = make.name_torchvisions_operators() if torch.version.cuda is None else None
 print(json.dumps(make.timm(sys.argv[1])))
 """

@@ -10,10 +10,10 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from helpers import Traced, batch, multi
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, restore_checkpoint
 from support.distributed_parts import fingerprint
+from support.helpers import Traced, batch, multi
 
 
 class Net(nn.Module):

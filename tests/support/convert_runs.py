@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from golden_convert.data import (
+from golden.convert.data import (
     CLASSES,
     LENGTH,
     OVERFLOWS,
@@ -19,7 +19,7 @@ from mlx.utils import tree_unflatten
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.convert import main
 
-GOLDEN = Path(__file__).parents[1] / "golden_convert"
+GOLDEN = Path(__file__).parents[1] / "golden" / "convert"
 RUNS = [f"{k}_{o}" for k in ("conv", "transformer") for o in ("adam", "adamw", "sgd")]
 
 

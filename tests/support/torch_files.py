@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_gradscale import torch_checkpoint
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parent.parent / "golden" / "torch"
 CONTENTS = runpy.run_path(str(GOLDEN / "make_golden.py"))
 
 

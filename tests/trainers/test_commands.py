@@ -15,7 +15,7 @@ from mlx_gradscale import __version__
 from mlx_gradscale.commands import run_command
 
 ROOT = Path(__file__).parents[2]
-CHECKPOINT = ROOT / "tests" / "golden_convert" / "conv_sgd.pt"
+CHECKPOINT = ROOT / "tests" / "golden" / "convert" / "conv_sgd.pt"
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import Mlp, batch, bits, mse
 from mlx.utils import tree_map
+from support.helpers import Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 

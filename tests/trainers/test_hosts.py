@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from helpers import INF, Mlp, batch, bits, mse
 from mlx.utils import tree_map
+from support.helpers import INF, Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, everywhere
 

@@ -1,7 +1,7 @@
 """What the golden checkpoints of other programs were trained on."""
 
 import numpy as np
-from golden_convert.data import numbers
+from golden.convert.data import numbers
 
 BEFORE, AFTER = 10, 10
 TOKENS, LENGTH = 16, 8

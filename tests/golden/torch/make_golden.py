@@ -1,6 +1,6 @@
 """Write the golden ``.pt`` files with PyTorch; the tests read them without it.
 
-    python tests/golden/make_golden.py
+    python tests/golden/torch/make_golden.py
 
 What the files hold is written here once, as numpy arrays and plain values, for the
 script to save and for the tests to compare with.

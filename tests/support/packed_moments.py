@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
-from support.checkpoint_runs import Run, scaler
 
 from mlx_gradscale import LossScaleOptimizer, restore_checkpoint, save_checkpoint
+from support.checkpoint_runs import Run, scaler
 
 
 class PackedAdamW(optim.AdamW):

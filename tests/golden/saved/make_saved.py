@@ -1,6 +1,6 @@
 """Write what this version saves, for later versions to read.
 
-    python tests/golden_saved/make_saved.py
+    python tests/golden/saved/make_saved.py
 
 Run it for each release. Files of an earlier version are never made again.
 """

@@ -1,4 +1,4 @@
-"""Writes the golden checkpoints: in tests/, python -m golden_convert.make.
+"""Writes the golden checkpoints: in tests/, python -m golden.convert.make.
 
 For each model and optimizer: a checkpoint after BEFORE steps (one of them an
 overflow), and PyTorch's own next AFTER steps as the numbers to meet. The tests
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from golden_convert.data import (
+from golden.convert.data import (
     AFTER,
     BEFORE,
     CLASSES,

@@ -1,7 +1,7 @@
-"""Writes checkpoints as other programs do: in tests/, python -m golden_sources.make.
+"""Writes checkpoints as other programs do: in tests/, python -m golden.sources.make.
 
-    python -m golden_sources.make timm torchvision mmengine lightning
-    python -m golden_sources.make nanogpt --nanogpt CLONE_OF_KARPATHY_NANOGPT
+    python -m golden.sources.make timm torchvision mmengine lightning
+    python -m golden.sources.make nanogpt --nanogpt CLONE_OF_KARPATHY_NANOGPT
 
 Each is written by the program itself after BEFORE steps (torchvision's by the lines of
 its references/classification/train.py, which are in no package), and the losses of the
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from golden_sources.data import AFTER, BEFORE, tokens
+from golden.sources.data import AFTER, BEFORE, tokens
 from support.regression import batch, torch_net, torch_steps
 
 HERE = Path(__file__).parent

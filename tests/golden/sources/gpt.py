@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
-from golden_sources.data import LENGTH, TOKENS
+from golden.sources.data import LENGTH, TOKENS
 
 WIDTH, HEADS = 8, 2
 

@@ -1,3 +1,0 @@
-"""Until every test imports it from ``support``."""
-
-from support.optimizer_helpers import *  # noqa: F403
