@@ -195,7 +195,7 @@ def test_weight_that_overflows_in_half_precision_is_an_error(tmp_path):
     model = Small()
     model.set_dtype(mx.float16)
     before = mx.array(model.fc.weight)
-    with pytest.raises(ConvertError, match=r"overflow in the model's dtype: fc\.weight"):
+    with pytest.raises(ConvertError, match=r"overflow in .*: fc\.weight"):
         load_torch(tmp_path / "a.pt", model, loss_scaling=True)
     assert mx.array_equal(model.fc.weight, before)
 
@@ -212,7 +212,7 @@ class Apart(nn.Module):
 def test_tied_weights_that_mlx_keeps_apart_are_refused(tmp_path):
     weight = mx.arange(15, dtype=mx.float32).reshape(5, 3)
     pt.save(tmp_path / "a.pt", {"emb.weight": weight, "head.weight": weight})
-    with pytest.raises(ConvertError, match=r"separate parameters.*\(embedding.as_linear\)"):
+    with pytest.raises(ConvertError, match=r"separate parameters.*embedding\.as_lin"):
         load_torch(tmp_path / "a.pt", Apart())
 
 

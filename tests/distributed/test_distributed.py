@@ -183,7 +183,7 @@ def test_calibrate_finds_one_scale_for_all_ranks(two):
     scale = equal([{"scale": report["calibrated"]["scale"]} for report in two], "scale")
     for rank, report in enumerate(report["calibrated"] for report in two):
         assert report["after"] == scale
-        own = "The loss of this batch is nan", "failed on another rank"
+        own = "The loss on this batch is nan", "failed on another rank"
         assert own[rank] in report["bad"]
 
 

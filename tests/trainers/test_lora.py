@@ -230,9 +230,9 @@ def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
     assert same[:3] == slower[:3]
     assert slower[3][1] > same[3][1]
     for flags, sentence in (
-        (("--batch-size", "4"), "used batch_size 2, but this one uses batch_size 4"),
-        (("--loss-scale", "128"), "used loss_scale dynamic, but this one uses loss_scale 128.0"),
-        (("--loss-scale", "off"), "used loss_scale dynamic, but this one uses loss_scale 1.0"),
+        (("--batch-size", "4"), "but this one uses batch_size 4"),
+        (("--loss-scale", "128"), "but this one uses loss_scale 128.0"),
+        (("--loss-scale", "off"), "but this one uses loss_scale 1.0"),
     ):
         code, said = run("refused", "--iters", "4", "--resume", *flags)
         assert code == 1
