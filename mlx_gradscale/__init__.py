@@ -5,8 +5,8 @@ try:
 except ImportError as error:
     # On Linux, the plain mlx wheel does not include a backend.
     raise ImportError(
-        f"MLX cannot be imported ({error}). Install it: pip install mlx on a Mac; on "
-        'Linux with a backend, pip install "mlx[cpu]" (or [cuda12], [cuda13]).'
+        f'Cannot import MLX ({error}). On a Mac, run "pip install mlx". On Linux, '
+        "choose a backend: pip install 'mlx[cpu]' (or [cuda12], [cuda13])."
     ) from error
 
 from ._version import __version__

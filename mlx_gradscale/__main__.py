@@ -11,13 +11,13 @@ from .commands import run_command
 # command: (module whose main() runs it, description)
 COMMANDS = {
     "convert": ("convert", "convert a training run between PyTorch and MLX"),
-    "float16": ("float32_layers.command", "find the layers that must be float32"),
-    "inspect": ("inspect", "print what is in a checkpoint"),
-    "lora": ("trainers.lora", "fine-tune with mlx-lm, with loss scaling"),
+    "float16": ("float32_layers.command", "find layers that must compute in float32"),
+    "inspect": ("inspect", "list the contents of a checkpoint"),
+    "lora": ("trainers.lora", "fine-tune with mlx-lm and loss scaling"),
     "plot": ("plot", "draw the history of a run"),
     "run": ("trainers.run", "run a training script with loss scaling"),
 }
-_HELP = ["usage: mlx_gradscale COMMAND ...; see COMMAND --help"]
+_HELP = ["usage: mlx_gradscale COMMAND [--help] ..."]
 _HELP += [f"  {name:10}{text}" for name, (_, text) in COMMANDS.items()]
 
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if name in texts:
         return run_command(lambda: print(texts[name]))
-    problem = [f"There is no command {name!r}."] if name else []
+    problem = [f"{name!r} is not a command."] if name else []
     print("\n".join([*problem, *_HELP]), file=sys.stderr)
     return 2
 

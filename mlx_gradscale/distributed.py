@@ -55,8 +55,8 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
             lines.append(f"The ranks differ in {path!r}: {', '.join(each)}.")
     if lines:
         if len(lines) > _LISTED:
-            lines[_LISTED:] = [f"There are {len(lines) - _LISTED} more."]
-        lines.append("Load the last checkpoint on all ranks, with from_rank_0().")
+            lines[_LISTED:] = [f"There are {len(lines) - _LISTED} more differences."]
+        lines.append("Load the last checkpoint on all ranks with from_rank_0().")
         raise RuntimeError("\n".join(lines))
 
 
@@ -114,7 +114,7 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     if error is not None:
         raise error
     if failure is not None:
-        raise RuntimeError(f"Rank 0 could not load: {failure}")
+        raise RuntimeError(f"Loading failed on rank 0: {failure}")
     received = {}
     for i, (shape, name) in enumerate(kinds):
         x = found[i] if found else mx.zeros(shape, dtype_named(name))

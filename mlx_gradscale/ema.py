@@ -70,8 +70,8 @@ class EMA:
     def state(self, state: dict[str, Any]) -> None:
         if _shapes(state) != _shapes(self._state):
             raise ValueError(
-                "This is not the state of an average of this model. Load that of an "
-                "EMA with the same trainable parameters."
+                "The state does not match this EMA. Load a state that was saved with "
+                "the same trainable parameters."
             )
         self._state["rate"] = state["rate"]
         self._state["weights"].update(state["weights"])

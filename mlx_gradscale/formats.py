@@ -113,15 +113,15 @@ def recognise(state: Mapping[str, Any]) -> str:
     keys = _flat(state).keys()
     if not keys:
         raise ValueError(
-            "The scaler state is empty: it was saved from a disabled scaler. Leave "
-            "the scaler out, or make a new one."
+            "The scaler state is empty, because a disabled scaler saved it. Do not "
+            "load it."
         )
     for name, row in FORMATS.items():
         if row.required <= keys:
             return name
     raise ValueError(
-        f"No known scaler state has the keys {sorted(keys)[:20]}. Name the format: one "
-        f"of {', '.join(FORMATS)}."
+        f"Cannot recognise the scaler state from its keys {sorted(keys)[:20]}. Pass "
+        f"format=... (--scaler-format), one of {', '.join(FORMATS)}."
     )
 
 
@@ -169,12 +169,12 @@ def read_state(
     name = recognise(values) if format is None or not values else format
     if name not in FORMATS:
         raise ValueError(
-            f"Unknown scaler format {name!r}: choose one of {', '.join(FORMATS)}."
+            f"{name!r} is not a scaler format. Use one of {', '.join(FORMATS)}."
         )
     unknown = settings.keys() - _TYPES.keys()
     if unknown:
         raise TypeError(
-            f"Unknown settings {sorted(unknown)}: give some of {', '.join(_TYPES)}."
+            f"Unknown settings {sorted(unknown)}. The settings are {', '.join(_TYPES)}."
         )
     row = FORMATS[name]
     held = {
@@ -188,7 +188,7 @@ def read_state(
         found |= row.compute(values, found | given)
     found |= given
     for key in TORCH_KEYS.keys() - found.keys():
-        raise ValueError(f"This {name} scaler state has no {key!r}: give {key}=...")
+        raise ValueError(f"This {name} scaler state has no {key!r}. Pass {key}=...")
     guessed = [
         f"{key}={value!r}"
         for key, value in row.assumed.items()
@@ -196,8 +196,8 @@ def read_state(
     ]
     if guessed:
         warnings.warn(
-            f"{name} does not save {', '.join(guessed)}: its defaults are taken. Give "
-            "them if the run had others.",
+            f"{name} does not save all settings, so its defaults are used: "
+            f"{', '.join(guessed)}. Pass the values if the run used others.",
             FormatWarning,
             stacklevel=2,
         )
@@ -212,8 +212,9 @@ def _flat(state: Mapping[Any, Any]) -> dict[str, Any]:
     if losses and all(isinstance(flat[key], Mapping) for key in losses):
         if len(losses) > 1:
             raise ValueError(
-                f"The apex state holds {len(losses)} scalers ({', '.join(losses[:8])})"
-                f": give the one you want, as state[{losses[0]!r}]."
+                f"The apex state contains {len(losses)} scalers: "
+                f"{', '.join(losses[:8])}. Pass one of them, such as "
+                f"state[{losses[0]!r}]."
             )
         return dict(flat[losses[0]])
     return flat
@@ -222,9 +223,9 @@ def _flat(state: Mapping[Any, Any]) -> dict[str, Any]:
 def _number(value: Any, kind: type, key: str) -> Any:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "biuf":
-        raise ValueError(f"{key} must be one number, not {str(value)[:60]!r}.")
+        raise ValueError(f"{key} must be a single number, got {str(value)[:60]!r}.")
     number = array.reshape(()).item()
     is_exact = kind is float or (math.isfinite(number) and number == kind(number))
     if not is_exact:
-        raise ValueError(f"{key} must be of type {kind.__name__}, not {number!r}.")
+        raise ValueError(f"{key} must be of type {kind.__name__}, got {number!r}.")
     return kind(number)

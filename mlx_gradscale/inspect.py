@@ -44,8 +44,8 @@ def _inspect(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale inspect",
         epilog="example: mlx_gradscale inspect run.pt",
-        description="Print what is in a PyTorch checkpoint, a safetensors or JSON file "
-        "or a folder of them. Nothing in a file is executed, and no tensor is read.",
+        description="List the contents of a PyTorch checkpoint, a safetensors or JSON "
+        "file, or a folder of them. Does not execute code or read tensor data.",
     )
     parser.add_argument("path", metavar="PATH", type=Path, help="a file or folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -54,7 +54,7 @@ def _inspect(argv: Sequence[str] | None) -> None:
         action="append",
         default=[],
         metavar="NAME=NUMBER",
-        help="raise a limit of the reader that an error names",
+        help="raise one of the reader's limits",
     )
     arguments = parser.parse_args(argv)
     found = describe(arguments.path, read_limits(arguments.limit))
@@ -86,14 +86,14 @@ def _read_folder(path: Path, limits: Limits | None) -> dict[str, Any]:
     newest = [latest_checkpoint(path)] if any(path.glob("save-*")) else []
     files = [file for folder in (*newest, path) for file in sorted(folder.iterdir())]
     found = {
-        str(file.relative_to(path)): "a symbolic link, which is not followed"
+        str(file.relative_to(path)): "symbolic link, not followed"
         if file.is_symlink()
         else _read(file, limits)
         for file in files
         if file.suffix in _SUFFIXES and not file.is_dir()
     }
     if not found:
-        raise ValueError(f"{path} holds no PyTorch, safetensors or JSON file.")
+        raise ValueError(f"{path} contains no PyTorch, safetensors or JSON file.")
     return found
 
 

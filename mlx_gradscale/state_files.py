@@ -59,7 +59,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(f"Cannot read {os.fspath(path)}: {error}") from error
     if not isinstance(state, dict):
         raise ValueError(
-            f"{os.fspath(path)} holds a {type(state).__name__}, not a state dict."
+            f"{os.fspath(path)} contains a {type(state).__name__}, not a state dict."
         )
     return state
 
@@ -67,8 +67,9 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _decode(data: bytes, path: str | os.PathLike[str], suffix: str) -> Any:
     if len(data) > _LARGEST:
         raise ValueError(
-            "it holds more than the state of a GradScaler. To load it from a whole "
-            'checkpoint, use load_state_dict(torch_checkpoint.load(path)["scaler"]).'
+            "the file is too large to be the state of a GradScaler. To load the state "
+            "from a whole checkpoint, use "
+            'load_state_dict(torch_checkpoint.load(path)["scaler"]).'
         )
     if suffix == ".safetensors":
         return {name: x.item() for name, x in read_arrays(path)[0].items()}
@@ -85,5 +86,5 @@ def _suffix(path: str | os.PathLike[str]) -> str:
         if name.endswith(suffix):
             return suffix
     raise ValueError(
-        f"The format of {name!r} is unknown. Use one of {', '.join(_SUFFIXES)}."
+        f"{name!r} has an unknown suffix. Use one of {', '.join(_SUFFIXES)}."
     )

@@ -156,6 +156,6 @@ def test_misuse_says_what_to_do():
         ema.update(model)
     before = bits(ema.state)
     for state in (EMA(model).state, EMA(Mlp(width=3)).state, {"rate": 1}):
-        with pytest.raises(ValueError, match="average of this model"):
+        with pytest.raises(ValueError, match="does not match this EMA"):
             ema.state = state
     assert bits(ema.state) == before

@@ -102,7 +102,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 raise ValueError(f"{save} is incomplete: {error}.") from error
         except (ValueError, *UNEXPECTED) as error:
             older = [x.name for x in _saves(run).values() if x != save]
-            advice = f" Older checkpoints: {list_some(older)}." if older else ""
+            advice = f" Older checkpoints are {list_some(older)}." if older else ""
             text = f"{save} is damaged: {describe_error(error)}{advice}"
             raise ValueError(text) from error
 
@@ -174,7 +174,7 @@ def _rename_to_next(folder: Path, run: Path) -> None:
 def _read_save(folder: Path) -> Checkpoint:
     found = read_json(folder / _JSON, open_inside)
     if not isinstance(found, dict) or found | _FORMAT != found:
-        raise ValueError("training.json is not of this version of mlx_gradscale.")
+        raise ValueError("training.json has an unknown format or version.")
     description = found["run"]
     if _json_checksum(description) != found["crc32"]:
         raise ValueError("the checksum of training.json does not match.")

@@ -43,7 +43,7 @@ def seed_of(keys: Any, group: Group) -> int:
     A rank beyond the saved ones gets the key they shared, or a new key.
     """
     if not keys or any(type(x) is not int or x >> 32 for key in keys for x in key):
-        raise ValueError("its random state is damaged.")
+        raise ValueError("the saved random state is damaged.")
     rank = group.rank()
     high, low = keys[rank] if rank < len(keys) else keys[0]
     if rank >= len(keys) and any(key != keys[0] for key in keys):

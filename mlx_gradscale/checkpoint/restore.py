@@ -109,8 +109,9 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
     for name, expected in frozen.items():
         if fingerprint(own[name]) != expected:
             raise ValueError(
-                f"{shorten(name)} is frozen and was not saved, and is not the one of "
-                "the saved run. Load the same base model first."
+                f"the frozen parameter {shorten(name)}, which checkpoints do not "
+                "contain, differs from that of the saved run. Load the same base model "
+                "first."
             )
     _write(places_in(model), weights, saved.description["strides"]["model"])
 
@@ -121,9 +122,9 @@ def _restore_scaler(
     if saved is None and scaler is None:
         return
     if saved is None:
-        raise ValueError("it holds no state of a GradScaler. Do not pass a scaler.")
+        raise ValueError("it has no GradScaler state. Do not pass a scaler.")
     if scaler is None:
-        raise ValueError("it holds the state of a GradScaler. Pass the scaler too.")
+        raise ValueError("it has a GradScaler state. Pass the scaler too.")
     _check_names("the scaler", FIELDS, saved)
     torch_keys = {key: saved[name] for key, name in TORCH_KEYS.items()}
     scaler.load_state_dict(saved | torch_keys)
@@ -199,8 +200,8 @@ def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
     problems = [f"{who} has no {list_some(n)}" for who, n in missing.items() if n]
     if problems:
         raise ValueError(
-            f"it is of another model or optimizer: {'; '.join(problems)}. Build them, "
-            "and freeze layers, as before."
+            f"it belongs to a different model or optimizer: {'; '.join(problems)}. "
+            "Create both, and freeze layers, as in the saved run."
         )
 
 
@@ -209,8 +210,8 @@ def _check_kind(name: str, own: mx.array, x: mx.array, is_free: bool) -> None:
     is_free = is_free and is_floating(own) and is_floating(x)
     if own.shape != x.shape or not (is_free or own.dtype == x.dtype):
         raise ValueError(
-            f"{shorten(name)} is {dtype_name(x)} of shape {x.shape} in the checkpoint, "
-            f"{dtype_name(own)} of shape {own.shape} here."
+            f"{shorten(name)} is {dtype_name(x)} with shape {x.shape} in the "
+            f"checkpoint, but {dtype_name(own)} with shape {own.shape} here."
         )
 
 
@@ -219,7 +220,9 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     own = describe_optimizer(optimizer)
     was, now = _optimizer_name(saved), _optimizer_name(own)
     if was != now:
-        raise ValueError(f"the saved optimizer was {shorten(was)}, this one is {now}.")
+        raise ValueError(
+            f"the saved optimizer was {shorten(was)}, but this one is {now}."
+        )
     pairs = [("max_grad_norm", saved["max_grad_norm"], own["max_grad_norm"])]
     for old, new in zip(saved["settings"], own["settings"], strict=True):
         names = new["values"].keys() & old["values"].keys()
@@ -227,15 +230,15 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
         if old["schedules"] != new["schedules"]:
             was, now = shorten(old["schedules"]), new["schedules"]
             warnings.warn(
-                f"The saved {new['class']} had schedules for {was}, this one for "
-                f"{now}. Schedules are not saved.",
+                f"The saved {new['class']} had schedules for {was}, but this one has "
+                f"schedules for {now}. Checkpoints do not contain schedules.",
                 stacklevel=3,
             )
     for name, old, new in pairs:
         if old != new:
             raise ValueError(
-                f"the saved optimizer had {name}={shorten(old)}, this one has {new!r}. "
-                "To change it, restore first and set it afterwards."
+                f"the saved optimizer had {name}={shorten(old)}, but this one has "
+                f"{name}={new!r}. To change it, restore first and then set it."
             )
 
 

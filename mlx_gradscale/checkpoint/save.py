@@ -133,12 +133,13 @@ def check_arguments(
     if isinstance(optimizer, LossScaleOptimizer):
         if scaler not in (None, optimizer.scaler):
             raise ValueError(
-                "A LossScaleOptimizer has its own scaler. Do not pass another one."
+                "A LossScaleOptimizer has its own scaler. Do not pass a scaler."
             )
         scaler = optimizer.scaler
     if scaler is not None and scaler._stages:
         raise RuntimeError(
-            "Save and restore between iterations: call the scaler's update() first."
+            "A checkpoint can only be saved or restored between iterations. Call the "
+            "scaler's update() first."
         )
     return scaler
 
@@ -246,6 +247,6 @@ def _check_finite(model: nn.Module, state: dict[str, mx.array]) -> None:
     values = {"model": model.trainable_parameters(), "optimizer": state}
     if not all_finite(values).item():
         raise ValueError(
-            f"{nonfinite(values)[0].path} holds NaN or inf, so no run can resume from "
-            "it. Nothing was saved, and the last checkpoint is unchanged."
+            f"{nonfinite(values)[0].path} contains NaN or inf. Nothing was saved; "
+            "earlier checkpoints are unchanged."
         )

@@ -46,7 +46,7 @@ def arrange(x: mx.array, strides: Sequence[int] | None) -> mx.array:
         return x
     # as_strided does not check bounds.
     if not _is_dense(x.shape, strides):
-        raise ValueError(f"an array of shape {x.shape} cannot have such strides.")
+        raise ValueError(f"the strides do not match an array of shape {x.shape}.")
     order = sorted(range(x.ndim), key=lambda axis: -strides[axis])
     return mx.as_strided(x.transpose(*order).reshape(-1), x.shape, strides)
 

@@ -49,32 +49,34 @@ _MANY = {
     "--limit": "NAME=NUMBER",
 }
 _HELP = {
-    "--torch-path": "a .pt file, or a folder of Accelerate or Transformers' Trainer",
-    "--mlx-path": "a folder for save_checkpoint and restore_checkpoint",
-    "--like": "to PyTorch: a checkpoint of the same model as the template, for a run "
-    "that did not come from PyTorch",
-    "--names": "a file with the optimizer's parameters in order, one PyTorch name a "
-    "line",
-    "--to": "needed where both paths exist",
-    "--optimizer": "default: known by its keys",
-    "--scaler-format": "default: known by its keys",
-    "--float64": "what double precision becomes; by default it is an error",
-    "--rename": "a regular expression on PyTorch names, and its replacement after the "
-    "last =",
-    "--layout": "a shell pattern on PyTorch names, and the layout of these tensors: "
+    "--torch-path": "PyTorch checkpoint: a .pt file, or a checkpoint folder of "
+    "Accelerate or Transformers' Trainer",
+    "--mlx-path": "checkpoint folder of save_checkpoint and restore_checkpoint",
+    "--like": "PyTorch checkpoint to use as the template for a run that was started "
+    "in MLX; it must be of the same model",
+    "--names": "file that lists the optimizer's parameters in order, one PyTorch name "
+    "per line",
+    "--to": "direction of the conversion; required if both paths exist",
+    "--optimizer": "class of the PyTorch optimizer; default: inferred from its state",
+    "--scaler-format": "framework that saved the scaler state; default: inferred from "
+    "its keys",
+    "--float64": "dtype for float64 tensors, which are an error by default",
+    "--rename": "rename PyTorch tensors: a regular expression and, after the last =, "
+    "its replacement",
+    "--layout": "set the layout of the PyTorch tensors that match a shell pattern: "
     + ", ".join(LAYOUT_DIMENSIONS),
-    "--drop": "a shell pattern on the names of tensors that the MLX model does not "
-    "have",
-    "--accept": "convert in spite of this difference, which an error names, and drop "
-    "the setting",
-    "--limit": "raise a limit of the reader that an error names",
-    "--model": "the MLX model, or a function that makes it, for names, layouts and "
-    "shapes; or an mlx-lm model's folder or config.json. MODULE:NAME runs the "
-    "module's code, which nothing else here does with any file",
-    "--step": "the step count, where the optimizer keeps none; to PyTorch, the "
-    "global_step of a Trainer's folder",
-    "--overwrite": "replace what is there",
-    "--dry-run": "write nothing",
+    "--drop": "ignore the PyTorch tensors that match a shell pattern",
+    "--accept": "convert despite a difference reported by an error, and ignore this "
+    "setting",
+    "--limit": "raise one of the reader's limits",
+    "--model": "the MLX model, which determines names, layouts and shapes: a Module "
+    "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
+    "an mlx-lm model. MODULE:NAME imports the module and so runs its code; no other "
+    "option runs code",
+    "--step": "step count for optimizers that do not save one; when converting to "
+    "PyTorch, the global_step of a Trainer folder",
+    "--overwrite": "overwrite existing files",
+    "--dry-run": "print the conversion without writing anything",
 }
 
 
@@ -100,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: mlx_gradscale convert --torch-path run.pt --mlx-path run "
         "--model my_model:Net",
         description="Convert a training run between PyTorch and MLX: model, optimizer "
-        "and GradScaler state. The path that exists is read, the other is written.",
+        "and GradScaler state. Reads the path that exists and writes the other.",
     )
 
     def add(flag: str, **settings: Any) -> None:
@@ -117,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     for flag, form in _MANY.items():
         add(flag, action="append", default=[], metavar=form)
     for name in _SECTIONS:
-        text = f"where the {name} is in the checkpoint; '' leaves it out"
+        text = f"key of the {name} in the checkpoint; '' leaves it out"
         made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
     add("--model", metavar="MODULE:NAME or PATH")
     add("--step", type=int, metavar="N")
@@ -132,12 +134,12 @@ def _convert(arguments: argparse.Namespace) -> None:
     sides = {"mlx": torch_path.exists(), "torch": mlx_path.exists()}
     if arguments.to is None and sides["mlx"] == sides["torch"]:
         if sides["mlx"]:
-            raise ConvertError("Both paths exist: give --to mlx or --to torch.")
+            raise ConvertError("Both paths exist. Pass --to mlx or --to torch.")
         raise FileNotFoundError(f"Neither {torch_path} nor {mlx_path} exists.")
     if contains(mlx_path, torch_path) or contains(torch_path, mlx_path):
         raise ConvertError(
             f"--torch-path {torch_path} and --mlx-path {mlx_path} are the same, or one "
-            "is inside the other: give separate paths."
+            "is inside the other. Use two separate paths."
         )
     target = arguments.to or ("mlx" if sides["mlx"] else "torch")
     (_to_mlx if target == "mlx" else _to_torch)(arguments)
@@ -147,14 +149,14 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     """Write an mlx_gradscale checkpoint with a ``template.pt`` next to it."""
     path, options = arguments.mlx_path, _options(arguments)
     if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is a file: --mlx-path must be a folder.")
+        raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
     if path.is_dir() and any(path.iterdir()) and not arguments.overwrite:
-        raise FileExistsError(f"{path} already exists: pass --overwrite.")
+        raise FileExistsError(f"{path} already exists. Pass --overwrite to replace it.")
     model = _model(arguments.model)
     template, notes = read_run(arguments.torch_path, model, options)
     others = [*template.age, *(template.files or ())]
     if others:
-        notes.append(f"Kept unchanged in {TEMPLATE}: {list_some(others)}.")
+        notes.append(f"{TEMPLATE} stores these entries unchanged: {list_some(others)}.")
     _print_notes(notes)
     if arguments.dry_run:
         print(_describe(template, arguments.torch_path, path))
@@ -170,7 +172,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     save_checkpoint(path, weights, optimizer, scaler)
     template.drop_tensors()
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
-    how = "Its weights are in model.safetensors of the save-* folder."
+    how = "The weights are in model.safetensors in its save-* folder."
     if template.groups:
         how = (
             "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
@@ -199,8 +201,8 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
     if not like.exists():
         raise FileNotFoundError(
-            f"There is no {like}: give a PyTorch checkpoint of the same model as the "
-            "template with --like."
+            f"{like} does not exist. Use --like to pass a PyTorch checkpoint of the "
+            "same model as the template."
         )
     template = read_template(like, model, options)
     notes, stale = write_template(
@@ -278,7 +280,7 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
         return torch_checkpoint.Limits(**raised) if raised else None
     except (ValueError, TypeError, OverflowError):
         raise ConvertError(
-            f"--limit {' '.join(given)}: give NAME=NUMBER, with a name of "
+            f"--limit must be NAME=NUMBER, got {' '.join(given)}. The limits are "
             f"{', '.join(_LIMITS)}."
         ) from None
 
@@ -287,7 +289,7 @@ def _split(flag: str, text: str) -> tuple[str, str]:
     # Split at the last "=": a pattern may contain one, as in (?=...), but no name does.
     old, equals, new = text.rpartition("=")
     if not equals:
-        raise ConvertError(f"{flag} {text}: give it as {_MANY[flag]}.")
+        raise ConvertError(f"{flag} must be {_MANY[flag]}, got {text}.")
     return old, new
 
 
@@ -297,8 +299,8 @@ def _rename(text: str) -> tuple[str, str]:
         re.compile(old).sub(new, "")  # checks the replacement even without a match
     except (re.error, IndexError) as error:
         raise ConvertError(
-            f"--rename {text}: {error}. OLD is a regular expression, NEW is what "
-            "re.sub puts in its place."
+            f"--rename {text} is not valid: {error}. OLD must be a regular expression, "
+            "and NEW a replacement as for re.sub."
         ) from None
     return old, new
 
@@ -312,7 +314,8 @@ def _model(place: str | None) -> nn.Module | None:
     module, colon, name = place.partition(":")
     if not colon:
         raise ConvertError(
-            f"--model {place}: give it as MODULE:NAME, or an mlx-lm model's folder."
+            "--model must be MODULE:NAME or the folder of an mlx-lm model, got "
+            f"{place}."
         )
     # Last in the path, so that no file there shadows an installed module.
     if os.getcwd() not in sys.path:
@@ -320,14 +323,17 @@ def _model(place: str | None) -> nn.Module | None:
     holder = _run_users_code(place, lambda: importlib.import_module(module))
     if not hasattr(holder, name):
         raise ConvertError(
-            f"--model {place}: {module} ({getattr(holder, '__file__', None)}) has no "
-            f"{name}."
+            f"--model {place} was not found: {module} "
+            f"({getattr(holder, '__file__', None)}) has no {name}."
         )
     made = getattr(holder, name)
     if not isinstance(made, nn.Module):
         made = _run_users_code(place, made)
     if not isinstance(made, nn.Module):
-        raise ConvertError(f"--model {place} is not an mlx.nn.Module.")
+        raise ConvertError(
+            f"--model {place} must be an mlx.nn.Module or a function that returns one, "
+            f"got {type(made).__name__}."
+        )
     return made
 
 
@@ -351,14 +357,14 @@ def _mlx_lm_model(path: Path) -> nn.Module:
     is_plain = isinstance(kind, str) and plain.isidentifier() and ".." not in kind
     if not is_plain or "model_file" in config:
         raise ConvertError(
-            f"--model {path} needs code of its own, or names no model_type: give the "
-            "model as MODULE:NAME."
+            f"--model {path} has no model_type, or needs its own code, which this "
+            "command does not run. Pass the model as MODULE:NAME."
         )
     try:
         from mlx_lm.utils import _get_classes
     except ImportError as error:
         raise ImportError(
-            "A model by its config needs mlx-lm: pip install mlx-lm."
+            "Building a model from its config requires mlx-lm. Run: pip install mlx-lm"
         ) from error
 
     def make() -> Any:
@@ -380,7 +386,7 @@ def _describe(template: Template, source: Path, target: Path) -> str:
         (entry.torch, ", ".join(entry.mlx), entry.layout)
         for entry in template.plan.entries.values()
     ]
-    lines = [f"{printable(source)} -> {printable(target)} (nothing is written)"]
+    lines = [f"{printable(source)} -> {printable(target)} (dry run)"]
     lines += ["", table(("PyTorch", "MLX", "layout"), rows)] if rows else []
     for group in template.groups:
         count = len(group.entries)

@@ -41,8 +41,7 @@ def read_torch(
     shard = _SHARD.fullmatch(path.name)
     if shard and int(shard[3]) > 1:
         raise ConvertError(
-            f"{path} is one of several files of a model: give its folder, "
-            f"{path.parent}."
+            f"{path} is one shard of a model. Pass the folder {path.parent} instead."
         )
     # The reader refuses a torch.distributed.checkpoint folder and says what to do.
     if not path.is_dir() or (path / ".metadata").is_file():
@@ -56,9 +55,10 @@ def read_torch(
         content.setdefault(name, _read_file(_inside(path / name), options))
     if not content:
         raise ConvertError(
-            f"{path} holds no file that is named as Trainer's or Accelerate's are "
-            "(model.safetensors, optimizer.pt): give one file. Of DeepSpeed's ZeRO, "
-            "convert the weights that zero_to_fp32.py makes of the folder."
+            f"{path} contains no file with a name that Trainer or Accelerate uses, "
+            "such as model.safetensors or optimizer.pt. Pass the path of a single file "
+            "instead. For DeepSpeed ZeRO, run zero_to_fp32.py on the folder and "
+            "convert the weights that it writes."
         )
     if TRAINER in names:
         content[TRAINER] = read_json(_inside(path / TRAINER))
@@ -73,16 +73,16 @@ def _read_shards(
 ) -> dict[str, Any]:
     if len(parts) != int(parts[0][3]):
         raise ConvertError(
-            f"{parts[0][0]} is one of {parts[0][3]} files, of which {len(parts)} are "
-            "there: copy the others into the folder, too."
+            f"{parts[0][0]} is one of {parts[0][3]} shards, but the folder contains "
+            f"only {len(parts)} of them. Copy the others into it."
         )
     tensors: dict[str, Any] = {}
     for part in parts:
         content = _read_file(_inside(path / part[0]), options)
         if not _is_flat(content) or tensors.keys() & content.keys():
             raise ConvertError(
-                f"{part[0]} is one of several files, and holds a tensor of another one "
-                "or anything but tensors."
+                f"The shard {part[0]} contains something other than tensors, or a "
+                "tensor that another shard contains too."
             )
         tensors |= content
     return tensors
@@ -111,8 +111,8 @@ def _inside(path: Path) -> Path:
     folder = os.path.realpath(path.parent)
     if not os.path.realpath(path).startswith(os.path.join(folder, "")):
         raise ConvertError(
-            f"{path} is a link out of its folder, which is not followed: copy the "
-            "files themselves (cp -rL)."
+            f"{path} is a symbolic link that points outside its folder, and such links "
+            "are not followed. Copy the files themselves with cp -rL."
         )
     return path
 
@@ -143,7 +143,7 @@ def write_torch(
     for name in checkpoint:  # a hostile template could write a train.py
         if name != TRAINER and not _SECTION.fullmatch(name):
             raise ConvertError(
-                f"The template names {name!r}, which is not a PyTorch file."
+                f"The template lists {name!r}, which is not a PyTorch file."
             )
     is_there = path.is_dir() and any(path.iterdir())
     if is_there:
@@ -167,13 +167,13 @@ def _check_old(path: Path, names: set[str], overwrite: bool) -> None:
     """Raise if a folder must not be replaced."""
     if not overwrite:
         raise FileExistsError(
-            f"{path} already exists: pass --overwrite (overwrite=True)."
+            f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
         )
     there = [file.name for file in path.iterdir()]
     spare = [name for name in there if name not in names and name[0] != "."]
     if spare:
         raise FileExistsError(
-            f"{path} holds {list_some(spare)}, which is not of this checkpoint: give "
+            f"{path} contains files of another checkpoint: {list_some(spare)}. Use "
             "another folder."
         )
 
@@ -187,8 +187,8 @@ def _write_file(path: Path, content: Any) -> None:
     elif path.suffix.lower() == ".safetensors":
         if not _is_flat(content):
             raise ConvertError(
-                f"{path.name}: a safetensors file holds named tensors and nothing "
-                "else, this checkpoint holds more. Give a path that ends in .pt."
+                f"{path.name} cannot store this checkpoint, because a safetensors file "
+                "holds only named tensors. Use a path that ends in .pt."
             )
         # Transformers and Accelerate refuse a file without this key.
         write_arrays(path, content, {"format": "pt"})

@@ -183,7 +183,7 @@ def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
     """Return the indices, or raise if PyTorch could not have written these groups."""
     indices: list[Any] = []
     for group in groups:
-        need(_is_texts(list(group)), "a group's keys", "texts", group)
+        need(_is_texts(list(group)), "the keys of a group", "strings", group)
         params, names = group["params"], group.get("param_names", [])
         is_list = isinstance(params, (list, tuple))
         fits = is_list and all(map(_is_index, params))
@@ -191,7 +191,7 @@ def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
         need(_is_texts(names), "param_names", "a list of names", names)
         indices += params
     known = set(indices)
-    need(len(known) == len(indices), "params", "different indices", indices)
+    need(len(known) == len(indices), "params", "free of duplicates", indices)
     kinds = set(map(type, indices))
     need(len(kinds) < 2, "params", "all numbers or all names", indices)
     return known
@@ -200,14 +200,14 @@ def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
 def _check_states(states: Mapping[Any, Any], known: set[Index]) -> None:
     for index, slots in states.items():
         is_known = _is_index(index) and index in known
-        need(is_known, "an index of the state", "one of params", index)
+        need(is_known, "each index in the state", "an element of params", index)
         fits = isinstance(slots, dict) and _is_texts(list(slots))
         need(fits, f"the state of {index}", "a dict of slots", slots)
         step = slots.get("step")
         fits = step is None or (
             _is_number(step) and 0 <= float(number(step)) < MOST_STEPS
         )
-        need(fits, f"the step of {index}", "a count", step)
+        need(fits, f"the step of {index}", "a step count", step)
 
 
 def _is_index(value: Any) -> bool:
@@ -233,5 +233,5 @@ def need(is_right: bool, where: str, what: str, value: Any) -> None:
         is_large = isinstance(value, (dict, list, tuple))
         shown = f"a {type(value).__name__}" if is_large else shorten(value, 60)
         raise ConvertError(
-            f"The optimizer's state is damaged: {where} must be {what}, not {shown}."
+            f"The optimizer state is damaged: {where} must be {what}, got {shown}."
         )

@@ -55,8 +55,8 @@ class Entry:
             return mx.transpose(held[0], np.argsort(axes).tolist())
         except ValueError as error:
             raise ConvertError(
-                f"{self.mlx[0]} has shape {held[0].shape}, which the layout "
-                f"{self.layout!r} does not fit: {error}"
+                f"{self.mlx[0]} has shape {held[0].shape}, which does not match the "
+                f"layout {self.layout!r}: {error}"
             ) from error
 
 
@@ -88,14 +88,14 @@ class Plan:
         notes = []
         if any(n.endswith(".lora_a") for e in self.entries.values() for n in e.mlx):
             notes.append(
-                "LoRA adapters of PEFT: mlx-lm multiplies them by the scale in its "
-                "adapter_config.json, which must be PEFT's lora_alpha / r (with "
-                "use_rslora, lora_alpha / sqrt(r))."
+                "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
+                "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to "
+                "lora_alpha / sqrt(r) if use_rslora was set."
             )
         counters = "num_batches_tracked"  # BatchNorm's, which MLX does not count
         dropped = [n for n in self.torch_only if not n.endswith(counters)]
         if dropped:
-            notes.append(f"Not in the MLX model: {list_some(dropped)}.")
+            notes.append(f"The MLX model does not have {list_some(dropped)}.")
         return notes
 
 
@@ -136,9 +136,10 @@ def make_plan(
             plan.tied[name] = owner
             if entry and entry.mlx != plan.entries[owner].mlx:
                 raise ConvertError(
-                    f"{owner} and {name} are one tensor in PyTorch, and two parameters "
-                    "in the MLX model, which would train apart: tie them there "
-                    "(embedding.as_linear), or untie them in PyTorch before saving."
+                    f"{owner} and {name} share one tensor in PyTorch, but are separate "
+                    "parameters in the MLX model and would diverge in training. Tie "
+                    "them in MLX (embedding.as_linear), or untie them in PyTorch "
+                    "before saving."
                 )
         elif entry is not None:
             owners[id(tensors[name])] = name
@@ -169,10 +170,11 @@ def _entry(name: str, shape: Shape, names: Names, options: Options) -> Entry | N
     if made != target.shapes:
         hint = ""
         if shape[::-1] == target.shapes[0]:
-            hint = f" If it is (in, out) in PyTorch, give --layout {name!r}=transpose."
+            hint = f" If PyTorch stores it as (in, out), use --layout {name}=transpose."
         raise ConvertError(
-            f"{name} has shape {shape}, which is {made[0]} in MLX's layout ({layout}); "
-            f"the model's {' and '.join(target.mlx)} has {target.shapes[0]}.{hint}"
+            f"{name} has shape {shape}, or {made[0]} in MLX's layout ({layout}), but "
+            f"{' and '.join(target.mlx)} in the MLX model has shape "
+            f"{target.shapes[0]}.{hint}"
         )
     return Entry(name, target.mlx, layout)
 
@@ -193,9 +195,9 @@ def _layout_of_unknown(name: str, shape: Shape, target: Target) -> str:
     others = [_mlx_shapes(shape, layout) for layout in ("conv", "conv_transpose")]
     if target.shapes in others:
         raise ConvertError(
-            f"{name} has shape {shape} and belongs to a layer that is not MLX's own; "
-            f"more than its own layout fits the model's {target.shapes[0]}: give "
-            f"--layout {name!r}=conv, =conv_transpose or =same."
+            f"{name} has shape {shape} and belongs to a custom layer, where several "
+            f"layouts match the MLX shape {target.shapes[0]}. Choose one with --layout "
+            f"{name}=conv, {name}=conv_transpose or {name}=same."
         )
     return "same"
 
@@ -208,8 +210,8 @@ def _check_names(
         for name in entry.mlx:
             if name in taken:
                 raise ConvertError(
-                    f"{taken[name]} and {entry.torch} would both become {name}: give "
-                    "renames that keep them apart."
+                    f"{taken[name]} and {entry.torch} would both become {name}. Change "
+                    "the renames so that the names stay distinct."
                 )
             taken[name] = entry.torch
     wanted = {n for target in known.values() for n in target.mlx}
@@ -217,33 +219,36 @@ def _check_names(
         wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
         if lost and not wanted:
             raise ConvertError(
-                "The checkpoint holds LoRA adapters, and the MLX model has no LoRA "
-                "layers: add them first (mlx_lm.tuner.utils.linear_to_lora_layers). "
-                "The command takes a function that does so: --model MODULE:NAME."
+                "The checkpoint contains LoRA adapters, but the MLX model has no LoRA "
+                "layers. Add them with mlx_lm.tuner.utils.linear_to_lora_layers; for "
+                "the command, in a function passed as --model MODULE:NAME."
             )
     missing = [name for name in sorted(wanted) if name not in taken]
-    said = f"the MLX model has no place for {list_some(lost)}" if lost else ""
+    said = []
+    if lost:
+        said.append(f"The MLX model has no parameter for {list_some(lost)}.")
     if missing:
-        said += "; " if said else ""
-        said += f"the checkpoint lacks the model's {list_some(missing)}"
+        said.append(f"The checkpoint has no tensor for {list_some(missing)}.")
     if said:
         hint = next((h for p, h in _REWRITTEN.items() if any(map(p.search, lost))), "")
         hint = hint or (
-            "Give names with rename=... (--rename; '^net[.]=' removes a prefix), or "
-            "drop tensors (--drop)."
+            "Rename tensors with rename=... (--rename; '^net[.]=' removes a prefix), "
+            "or ignore them with drop=... (--drop)."
         )
-        raise ConvertError(f"{said[0].upper()}{said[1:]}. {hint}")
+        raise ConvertError(" ".join([*said, hint]))
 
 
 # Names that PyTorch stores in place of a plain weight, and what to do about them.
 _REWRITTEN = {
-    re.compile(r"(^|\.)parametrizations\.|\w_orig$|\bweight_g$"): "Weights that are "
-    "parametrized, pruned or normed are not converted: call remove_parametrizations, "
-    "prune.remove, remove_weight_norm or remove_spectral_norm (torch.nn.utils) before "
-    "saving, and leave the optimizer out (--optimizer-key '').",
-    re.compile(r"(weight|bias)_[ih]h_l\d"): "PyTorch's recurrent layers (RNN, LSTM, "
-    "GRU) have two biases where MLX's have one, and are not converted: convert the "
-    "rest with --drop and an MLX model without them.",
+    re.compile(
+        r"(^|\.)parametrizations\.|\w_orig$|\bweight_g$"
+    ): "Parametrized, pruned and normalised weights cannot be converted. Before "
+    "saving, call remove_parametrizations, prune.remove, remove_weight_norm or "
+    "remove_spectral_norm from torch.nn.utils, and leave the optimizer out "
+    "(--optimizer-key '').",
+    re.compile(r"(weight|bias)_[ih]h_l\d"): "Recurrent layers (RNN, LSTM, GRU) cannot "
+    "be converted, because PyTorch's have two biases and MLX's have one. Use --drop "
+    "and an MLX model without these layers to convert the rest.",
 }
 
 
@@ -258,8 +263,9 @@ def model_notes(model: nn.Module) -> list[str]:
             and 1 < module.num_groups < module.dims
         ):
             notes.append(
-                f"{name}: a GroupNorm without pytorch_compatible=True groups other "
-                "channels than PyTorch's. Build it with pytorch_compatible=True."
+                f"{name} is a GroupNorm without pytorch_compatible=True, which groups "
+                "channels differently from PyTorch. Create it with "
+                "pytorch_compatible=True."
             )
         elif isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
             channels = module.weight.shape[0]
@@ -267,9 +273,10 @@ def model_notes(model: nn.Module) -> list[str]:
             inputs = module.weight.shape[1]
             if channels and inputs > channels and inputs % channels == 0:
                 notes.append(
-                    f"{name} has {inputs} inputs, and the convolution before it "
-                    f"{channels} channels. PyTorch flattens with the channels first: do"
-                    " the same in the MLX model, mx.moveaxis(x, -1, 1).flatten(1)."
+                    f"{name} has {inputs} inputs, and the convolution before it has "
+                    f"{channels} channels. PyTorch flattens with the channels first. "
+                    "If the MLX model flattens here, use "
+                    "mx.moveaxis(x, -1, 1).flatten(1)."
                 )
             channels = 0
     return notes

@@ -95,8 +95,8 @@ def load_torch(
         optimizer = template.build_optimizer(learning_rate)
         names = _load_optimizer(optimizer, template, model, learning_rate is not None)
     elif loss_scaling or learning_rate is not None:
-        what = "a learning rate" if learning_rate is not None else "loss scaling"
-        raise ConvertError(f"{path} has no optimizer state: {what} has no use.")
+        what = "learning_rate" if learning_rate is not None else "loss_scaling"
+        raise ConvertError(f"{path} has no optimizer state. Do not pass {what}=.")
     rounded: list[str] = []
     if loss_scaling and optimizer is not None:
         optimizer = LossScaleOptimizer(
@@ -121,7 +121,10 @@ def read_run(
     checkpoint, files, left = read_torch(path, options)
     template, notes = make_template(checkpoint, model, options, files)
     if left:
-        notes.append(f"Left out, as too large or no plain files: {list_some(left)}.")
+        notes.append(
+            "These files are too large, or not regular files, and were left out: "
+            f"{list_some(left)}."
+        )
     return template, notes
 
 
@@ -134,7 +137,7 @@ def make_scaler(template: Template) -> GradScaler | None:
     try:
         scaler.load_state_dict(state)
     except (TypeError, KeyError, RuntimeError) as error:
-        raise ConvertError(f"The scaler's state: {error}") from error
+        raise ConvertError(f"The scaler state cannot be loaded: {error}") from error
     return scaler
 
 
@@ -150,8 +153,8 @@ def _load_optimizer(
     missing = [key for key in own if key not in flat]
     if missing:
         raise ConvertError(
-            f"{list_some(missing)}: the parameter is trained in the MLX model, and "
-            "PyTorch's optimizer does not have it. Freeze it (model.freeze) before "
+            "The PyTorch optimizer has no state for trainable parameters of the MLX "
+            f"model: {list_some(missing)}. Freeze them with model.freeze() before "
             "loading."
         )
     kept = ("learning_rate",) if keep_rate else ()
@@ -175,8 +178,8 @@ def _load_rounded(
     ]
     if infinite:
         raise ConvertError(
-            f"{list_some(infinite)} would overflow in the model's dtype: keep these "
-            "layers in float32."
+            f"These weights overflow in the model's dtype: {list_some(infinite)}. Keep "
+            "their layers in float32."
         )
     model.load_weights(list(cast.items()), strict=False)
     trainable = model.trainable_parameters()

@@ -248,9 +248,9 @@ def probe_sanitize(
         if old is None or axes == (-1,) or not layout or old in found:
             what = f"{old} becomes {new}" if old else f"{new} is computed"
             raise ConvertError(
-                f"The sanitize of {type(model).__name__} does more than rename and "
-                f"transpose: {what}. Give names and layouts by hand (--rename, "
-                "--layout), with the model as MODULE:NAME."
+                f"{type(model).__name__}.sanitize does more than rename and transpose: "
+                f"{what}. Pass the model as MODULE:NAME, and names and layouts with "
+                "--rename and --layout."
             )
         found[old] = (new, layout)
     return found
@@ -306,6 +306,5 @@ def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, Any]:
                 dict.pop(model, child, None)
     except Exception as error:  # this is the model's own code
         raise ConvertError(
-            f"The sanitize of {type(model).__name__} raised {type(error).__name__}: "
-            f"{error}"
+            f"{type(model).__name__}.sanitize raised {type(error).__name__}: {error}"
         ) from error

@@ -59,14 +59,11 @@ _IGNORED = {
 }
 # The values that turn settings off, where it is not 0 or False.
 _OFF = {"cautious_factor": 1}
-_MAXIMIZE = {"maximize": "MLX only minimizes: negate the loss and set it to False"}
-_AMSGRAD = {
-    "amsgrad": "amsgrad divides by the largest second moment so far, which MLX's Adam "
-    "does not keep"
+_MAXIMIZE = {
+    "maximize": "MLX only minimizes. Negate the loss and set maximize to False"
 }
-_L2 = {
-    "weight_decay": "PyTorch adds weight_decay * w to the gradient (L2), MLX does not"
-}
+_AMSGRAD = {"amsgrad": "MLX does not track the largest second moment"}
+_L2 = {"weight_decay": "MLX does not add weight_decay * w to the gradient (L2)"}
 _CAUTIOUS = "MLX's Lion has no cautious masking"
 _ADAM: dict[str, Any] = {
     "slots": {"exp_avg": "m", "exp_avg_sq": "v"},
@@ -93,8 +90,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         settings=("momentum", "weight_decay", "nesterov"),
         required={"momentum", "dampening", "nesterov"},
         refused={
-            "dampening": "PyTorch starts the momentum with the whole gradient, MLX "
-            "with (1 - dampening) of it"
+            "dampening": "PyTorch initialises the momentum with the gradient, and MLX "
+            "with (1 - dampening) times the gradient"
         }
         | _MAXIMIZE,
         has_step=False,
@@ -106,8 +103,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         required={"alpha", "centered", "momentum"},
         refused={
             "momentum": "MLX's RMSprop has no momentum",
-            "centered": "centered subtracts the squared mean gradient under the root, "
-            "which MLX's RMSprop does not keep",
+            "centered": "MLX's RMSprop does not track the mean gradient",
         }
         | _L2
         | _MAXIMIZE,
@@ -117,7 +113,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         slots={"sum": "v"},
         settings=("eps",),
         required={"lr_decay", "eps", "initial_accumulator_value"},
-        refused={"lr_decay": "MLX's Adagrad takes a schedule in its place"}
+        refused={"lr_decay": "MLX's Adagrad has no lr_decay. Use a schedule instead"}
         | _L2
         | _MAXIMIZE,
     ),
@@ -141,9 +137,9 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         }
         | _MAXIMIZE,
         has_step=False,
-        note="Lion: its state does not tell whether it was lion_pytorch's with "
-        "decoupled_weight_decay=True. If so, do not continue it in MLX, whose Lion "
-        "decays by lr * weight_decay.",
+        note="MLX's Lion decays weights by lr * weight_decay. If the run used "
+        "lion_pytorch with decoupled_weight_decay=True, which its state does not "
+        "record, do not continue it in MLX.",
     ),
 }
 
@@ -166,13 +162,14 @@ def recognise(
         return fits[0]
     if name is None and fits == ["Adam", "AdamW"]:
         return _adam_or_adamw(groups)
-    what = f"not that of {name}" if name else "of no known kind"
+    what = f"does not belong to {name}" if name else "has an unknown format"
     raise ConvertError(
-        f"The optimizer state is {what}: its groups have "
-        f"{list_some(sorted(groups[0]), 20)} and its state has "
-        f"{list_some(sorted(held), 20) or 'nothing'}. Known are "
-        f"{', '.join(OPTIMIZERS)}; leave it out with keys={{'optimizer': ''}} "
-        "(--optimizer-key '', or the key of another one). It then goes back unchanged."
+        f"The optimizer state {what}. Its groups have the keys "
+        f"{list_some(sorted(groups[0]), 20)}, and its state has the keys "
+        f"{list_some(sorted(held), 20) or 'none'}. Supported optimizers are "
+        f"{', '.join(OPTIMIZERS)}. Leave the optimizer out with "
+        "keys={'optimizer': ''} (--optimizer-key ''); its state is then written back "
+        "to PyTorch unchanged."
     )
 
 
@@ -197,9 +194,8 @@ def _adam_or_adamw(groups: Sequence[Settings]) -> str:
     if all(not number(group.get("weight_decay", 0)) for group in groups):
         return "Adam"  # identical without weight decay
     raise ConvertError(
-        "The optimizer state could be that of Adam or AdamW: it was written by a "
-        "PyTorch that does not say which, and has weight decay. Name it with "
-        "optimizer=... (--optimizer)."
+        "The optimizer is either Adam or AdamW with weight decay. The PyTorch version "
+        "that saved it did not record which. Pass optimizer=... (--optimizer)."
     )
 
 
@@ -226,13 +222,13 @@ def torch_differences(name: str, group: Settings) -> dict[str, str]:
     """
     spec = OPTIMIZERS[name]
     found = {
-        f"{name} has {key}={plain_setting(group[key])!r}: {spec.refused[key]}.": key
+        f"{name} has {key}={plain_setting(group[key])!r}, but {spec.refused[key]}.": key
         for key in refused_settings(spec, group)
     }
     known = {*spec.settings, *spec.required, *spec.refused, *_IGNORED}
     found |= {
-        f"The optimizer's groups have {key!r}, which PyTorch's {name} does not have: "
-        "it may be another optimizer, and MLX ignores the key.": key
+        f"The optimizer's groups have the key {key!r}, which PyTorch's {name} does not "
+        "have. It may be a different optimizer.": key
         for key in group
         if key not in known
     }
@@ -245,20 +241,19 @@ def mlx_differences(name: str, settings: Settings) -> dict[str, str]:
     mine = spec.mlx.__name__
     if settings["class"] != mine:
         raise ConvertError(
-            f"The MLX optimizer is {settings['class']}, and the PyTorch checkpoint "
-            f"holds {name}: give a checkpoint of that optimizer as the template, or "
-            "leave the optimizer out."
+            f"The MLX optimizer is {settings['class']}, but the template contains "
+            f"{name}. Use a PyTorch checkpoint of the same optimizer as the template, "
+            "or leave the optimizer out."
         )
     found = {
-        f"MLX's {mine} ran with {key}={settings[key]!r}: {spec.refused[key]}.": key
+        f"MLX's {mine} has {key}={settings[key]!r}, but {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)
     }
     if "bias_correction" in spec.forced and not settings.get("bias_correction", True):
         text = (
-            f"MLX's {mine} ran without bias correction, which is its default, and "
-            f"PyTorch's always corrects: next time build it as {mine}(..., "
-            "bias_correction=True). If accepted, PyTorch's updates differ from MLX's "
-            "in the first thousands of steps."
+            f"MLX's {mine} ran without bias correction, its default, but PyTorch's "
+            "always applies it, so the two differ in the first thousands of steps. "
+            f"For new runs, create {mine}(..., bias_correction=True)."
         )
         found[text] = "bias_correction"
     return found
@@ -270,7 +265,7 @@ def check_differences(found: Mapping[str, str], accept: Iterable[str]) -> list[s
     if bad:
         keys = ", ".join(dict.fromkeys(bad.values()))
         raise ConvertError(
-            f"{' '.join(bad)} To convert all the same and leave it out, accept it by "
-            f"name: {keys} (accept=..., --accept)."
+            f"{' '.join(bad)} To convert anyway and ignore the difference, pass "
+            f"accept=... (--accept) with: {keys}."
         )
     return list(found)

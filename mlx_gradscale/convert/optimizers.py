@@ -54,7 +54,7 @@ def plan_groups(
     between PyTorch and MLX raise, unless they are accepted.
     """
     if options.step is not None and options.step < 0:
-        raise ConvertError(f"--step {options.step}: a count cannot be negative.")
+        raise ConvertError(f"step (--step) must be 0 or more, got {options.step}.")
     found: dict[str, str] = {}
     left = iter(names)
     for group in groups:
@@ -67,8 +67,8 @@ def plan_groups(
     torch_only = [name for name in names if name not in entries]
     if torch_only:
         notes.append(
-            f"The optimizer state of {list_some(torch_only)} goes back unchanged, as "
-            "the MLX model has no such parameters."
+            f"The MLX model does not have {list_some(torch_only)}. Their optimizer "
+            "state is written back to PyTorch unchanged."
         )
     fresh = [
         entry.torch
@@ -78,18 +78,21 @@ def plan_groups(
     ]
     if fresh:
         notes.append(
-            f"{list_some(fresh, 3)} had no optimizer state in PyTorch. If they are "
-            "frozen there, freeze them in the MLX model before loading; otherwise they "
-            "start with zero moments."
+            f"PyTorch has no optimizer state for {list_some(fresh, 3)}, so their "
+            "moments start at zero. If they were frozen in PyTorch, freeze them in the "
+            "MLX model before loading."
         )
     kinds = {group.kind for group in groups if not group.spec.has_step}
     if kinds and options.step is None:
         said = " and ".join(sorted(kinds))
-        notes.append(f"{said} keeps no step count: MLX's starts at 0 (--step).")
+        notes.append(
+            f"{said} saves no step count, so MLX starts at step 0. Pass step=... "
+            "(--step) to set it."
+        )
     if any("max_momentum" in group.settings for group in groups):
         notes.append(  # from OneCycleLR and CyclicLR
-            "PyTorch's schedule moves the momentum (or betas[0]) as well: in MLX it "
-            "stays as it is now, unless you set it before each step."
+            "PyTorch's schedule also changes the momentum (or betas[0]). In MLX it "
+            "stays at its current value unless you set it before each step."
         )
     return notes
 
@@ -107,7 +110,8 @@ def _set_steps(groups: Sequence[Group], default: int) -> None:
             said = [f"{name} at {step}" for step, name in sorted(counts.items())]
             raise ConvertError(
                 f"The parameters of a group are at different steps ({list_some(said)}),"
-                " and MLX keeps one count. Put them in groups of their own."
+                " but MLX has one step count per optimizer. Put them in separate "
+                "groups."
             )
         known.append(next(iter(counts), None))
     seen = {step for step in known if step is not None}
@@ -153,8 +157,9 @@ def to_mlx(
                 need(isinstance(moment, mx.array), what, "a tensor", moment)
                 if moment.shape != like.shape:
                     raise ConvertError(
-                        f"{what} has shape {moment.shape}, the parameter {like.shape}: "
-                        "give the names in the optimizer's order (--names)."
+                        f"{what} has shape {moment.shape}, but the parameter has shape "
+                        f"{like.shape}. Pass the names in the optimizer's order with "
+                        "names=... (--names)."
                     )
                 for mlx_name, array in entry.to_mlx(moment).items():
                     flat[f"{prefix}{mlx_name}.{ours}"] = array
@@ -177,8 +182,8 @@ def to_torch(
     if len(settings) != (1 if is_single else len(groups)):
         wanted = "one optimizer" if is_single else f"a MultiOptimizer of {len(groups)}"
         raise ConvertError(
-            f"The MLX optimizer has {len(settings)} parts, and PyTorch's {len(groups)} "
-            f"parameter groups need {wanted}."
+            f"The MLX optimizer has {len(settings)} parts, but PyTorch's {len(groups)} "
+            f"parameter groups require {wanted}."
         )
     found: dict[str, str] = {}
     rates: list[str] = []
@@ -187,7 +192,7 @@ def to_torch(
         step = float(number(_required(flat, f"{prefix}step")))
         if not 0 <= step < MOST_STEPS:
             raise ConvertError(
-                f"The MLX optimizer's {prefix}step is {step}, which is no count."
+                f"The MLX optimizer's {prefix}step is {step}, not a step count."
             )
         found |= mlx_differences(group.kind, used)
         for index in group.entries:
@@ -201,8 +206,8 @@ def to_torch(
     notes = check_differences(found, accept)
     if rates:
         notes.append(
-            "MLX's learning rate schedule is not converted: PyTorch gets its rate for "
-            f"the next step, {', '.join(dict.fromkeys(rates))}."
+            "MLX's learning rate schedule is not converted. PyTorch gets the learning "
+            f"rate of the next step, {', '.join(dict.fromkeys(rates))}."
         )
     return notes
 
@@ -210,8 +215,8 @@ def to_torch(
 def _required(flat: Mapping[str, Any], key: str) -> Any:
     if key not in flat:
         raise ConvertError(
-            f"The MLX optimizer state has no {key!r}: call optimizer.init(model."
-            "trainable_parameters()) or make a step first."
+            f"The MLX optimizer state has no {key!r}. Call optimizer.init(model."
+            "trainable_parameters()) or take a step first."
         )
     return flat[key]
 
@@ -225,8 +230,8 @@ def _torch_slots(
     if not any(key in flat for key in keys):  # frozen in MLX
         if any(isinstance(old.get(slot), TensorShape) for slot in slots):
             raise ConvertError(
-                f"{entry.mlx[0]} has no state in the MLX optimizer, and had one when "
-                "it was loaded: give the optimizer that was trained."
+                f"The MLX optimizer has no state for {entry.mlx[0]}, although the "
+                "loaded one did. Pass the optimizer that you trained with."
             )
         return {}
     new = {
@@ -308,16 +313,17 @@ def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
     if isinstance(given, (list, tuple)):
         if len(given) != len(groups):
             raise ValueError(
-                f"learning_rate has {len(given)} entries and the MLX optimizer "
-                f"{len(groups)} parts: give one for each."
+                f"learning_rate has {len(given)} entries, but the MLX optimizer has "
+                f"{len(groups)} parts. Pass one entry for each."
             )
         return [*given]
     # In the first step of a warmup all rates are 0, and only initial_lr differs.
     first = [number(group.settings.get("initial_lr")) for group in groups]
     if len({*zip(own, first, strict=True)}) > 1:
         raise ValueError(
-            f"The parameter groups have different learning rates ({own}): give "
-            "learning_rate as a list, a number or schedule for each in this order."
+            f"The parameter groups have different learning rates ({own}). Pass "
+            "learning_rate as a list with one number or schedule per group, in this "
+            "order."
         )
     return [given] * len(groups)
 

@@ -86,12 +86,12 @@ class Options:
         for layout in self.layouts.values():
             if layout not in LAYOUT_DIMENSIONS:
                 raise ConvertError(
-                    f"There is no layout {layout!r}: give one of "
+                    f"{layout!r} is not a layout. Use one of "
                     f"{', '.join(LAYOUT_DIMENSIONS)}."
                 )
         for pattern in (*self.layouts, *self.drop):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConvertError(
-                    f"The pattern {pattern!r} matches no tensor; the names are "
+                    f"The pattern {pattern!r} matches no tensor. The checkpoint has "
                     f"{list_some(names)}."
                 )

@@ -70,14 +70,15 @@ class Order:
             found = self._deal(self._candidates(self._mlx_order(model)))
         except ConvertError:  # the model's layers are in another order
             raise ConvertError(
-                "A safetensors file does not keep the order of its tensors, and the "
-                f"MLX model does not give it either. {_advice()}"
+                "The order of the optimizer's parameters is unknown: a safetensors "
+                "file does not store it, and the MLX model has a different order. "
+                f"{_advice()}"
             ) from None
         return found, [
-            "The optimizer does not name its parameters, and a safetensors file does "
-            "not keep their order: the order of the MLX model's layers was taken. If "
-            "PyTorch's is another one, moments of one shape are now exchanged. To be "
-            f"sure: {_advice()}"
+            "Neither the optimizer nor the safetensors file stores the order of the "
+            "parameters, so the order of the MLX model's layers was used. If PyTorch "
+            "used a different order, moments of equal shape are now swapped. "
+            f"{_advice()}"
         ]
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
@@ -89,8 +90,9 @@ class Order:
         """Match explicitly given names, ignoring wrapper prefixes."""
         if len(given) != len(self.indices):
             raise ConvertError(
-                f"{len(given)} names for the optimizer's {len(self.indices)} "
-                f"parameters. {_advice(len(given) > len(self.indices))}"
+                f"There are {len(given)} names, but the optimizer has "
+                f"{len(self.indices)} parameters. "
+                f"{_advice(len(given) > len(self.indices))}"
             )
 
         def plain(name: str) -> str:
@@ -103,7 +105,7 @@ class Order:
         for name in given:
             fits = [name] if name in self.tensors else spelled.get(plain(name), [])
             if len(fits) != 1:
-                what = f"could be {' or '.join(fits)}" if fits else "is not"
+                what = f"could be {' or '.join(fits)}" if fits else "does not occur"
                 raise ConvertError(
                     f"The optimizer's parameter {name!r} {what} in the model's state "
                     f"dict. {_advice()}"
@@ -112,7 +114,7 @@ class Order:
         twice = [name for name, count in Counter(found).items() if count > 1]
         if twice:
             raise ConvertError(
-                f"The names give {twice[0]!r} more than once. {_advice()}"
+                f"The names contain {twice[0]!r} more than once. {_advice()}"
             )
         return found
 
@@ -158,7 +160,8 @@ class Order:
                 work += len(dealt)
                 if work > _MOST_WORK:
                     raise ConvertError(
-                        f"Too many orders of the parameters fit. {_advice(may_skip)}"
+                        "Too many orders of the parameters are possible. "
+                        f"{_advice(may_skip)}"
                     )
                 options = [(dealt, path)] if may_skip else []
                 for group, done in enumerate(dealt):
@@ -184,13 +187,14 @@ class Order:
         flat = [s for s in self.shapes if s and len(s) == 1 and s not in known]
         if flat and may_skip:
             return (
-                f"The optimizer keeps {len(self.indices)} flat tensors for the model's "
-                f"{len(names)}, as DeepSpeed, ZeRO and fairseq do in half precision: "
-                "leave such a state out with --optimizer-key ''."
+                f"The optimizer stores {len(self.indices)} flat tensors for the "
+                f"model's {len(names)}, as DeepSpeed ZeRO and fairseq do in half "
+                "precision. This format is not supported. Leave it out with "
+                "--optimizer-key ''."
             )
         how_many = "More than one order" if ways else "No order"
         return (
-            f"{how_many} of the model's {len(names)} tensors fits the optimizer's "
+            f"{how_many} of the model's {len(names)} tensors matches the optimizer's "
             f"{len(self.indices)} parameters. {_advice(may_skip)}"
         )
 
@@ -208,16 +212,18 @@ class Order:
         if not alike:
             return []
         return [
-            "The optimizer does not name its parameters: the model's order was taken. "
-            f"{list_some(alike, 3)} have the shapes of others, so if the optimizer was "
-            f"given another order, moments are now exchanged. To be sure: {_advice()}"
+            "The optimizer does not store the names of its parameters, so the model's "
+            f"order was used. {list_some(alike, 3)} have equal shapes. If the "
+            "optimizer was created with another order, their moments are now swapped. "
+            f"{_advice()}"
         ]
 
 
 def _advice(some_are_left: bool = False) -> str:
     which = " if p.requires_grad" if some_are_left else ""
     return (
-        "Save the optimizer with named parameters (optimizer(model.named_parameters()))"
-        ", or give the names in the optimizer's order, group by group: names=... "
-        f"(--names FILE), from [name for name, p in model.named_parameters(){which}]."
+        "To be sure, create the PyTorch optimizer with model.named_parameters() before "
+        "saving, or pass the names in the optimizer's order, group by group, with "
+        "names=... (--names FILE). PyTorch lists them with "
+        f"[name for name, p in model.named_parameters(){which}]."
     )

@@ -185,11 +185,13 @@ def _fill(
             template.groups, run.optimizer, run.settings, accept
         )
     else:
-        notes.append("The template has no place for the optimizer's state.")
+        notes.append(
+            "The template has no optimizer, so the optimizer state was left out."
+        )
     if run.scaler is not None and template.scaler is not None:
         notes += _fill_scaler(template, run.scaler)
     elif run.scaler is not None:
-        notes.append("The template has no place for the scaler's state.")
+        notes.append("The template has no scaler, so the scaler state was left out.")
     old = [group.step for group in template.groups]
     new = [
         int(number(x))
@@ -202,11 +204,14 @@ def _fill(
 
 def _remove_optimizers(template: Template) -> list[str]:
     if any(not path or isinstance(path[-1], int) for path in template.optimizers):
-        raise ConvertError("Give the optimizer: the template holds its state.")
+        raise ConvertError(
+            "The template contains an optimizer state that cannot be left out. Pass "
+            "the optimizer."
+        )
     for path in template.optimizers:
         del get(template.checkpoint, path[:-1])[path[-1]]
     has_one = bool(template.optimizers)
-    return ["The run has no optimizer state: it is left out."] if has_one else []
+    return ["The run has no optimizer state, so none is written."] if has_one else []
 
 
 def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
@@ -220,16 +225,16 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
     if missing or spare:
         said = f"lack {list_some(missing)}" if missing else f"have {list_some(spare)}"
         raise ConvertError(
-            f"The MLX weights {said}, unlike the template's model: give a checkpoint "
-            "of the same model as the template."
+            f"The MLX weights {said}, unlike the template's model. Use a PyTorch "
+            "checkpoint of the same model as the template."
         )
     for name, entry in entries.items():
         tensor, leaf = entry.to_torch(weights), held[name]
         if tuple(tensor.shape) != tuple(leaf.shape):
             raise ConvertError(
-                f"{entry.mlx[0]} is {tuple(tensor.shape)} in PyTorch's layout, and the "
-                f"template's {name} is {tuple(leaf.shape)}: give a checkpoint of the "
-                "same model as the template."
+                f"{entry.mlx[0]} has shape {tuple(tensor.shape)} in PyTorch's layout, "
+                f"but {name} in the template has shape {tuple(leaf.shape)}. Use a "
+                "PyTorch checkpoint of the same model as the template."
             )
         # An array that is left is unchanged since, and perhaps in full precision here.
         if not isinstance(leaf, mx.array) or not _is_rounding(tensor, leaf):
@@ -261,8 +266,8 @@ def _fill_scaler(template: Template, state: Mapping[str, Any]) -> list[str]:
             held[key] = x
     if kind != "torch":
         return [
-            f"The scaler's state is {kind}'s: {list_some(updated)} are updated, and "
-            "its other entries unchanged."
+            f"The scaler state has {kind}'s format. Updated {list_some(updated)}; its "
+            "other entries are unchanged."
         ]
     own = [key for key in updated if key not in TORCH_KEYS]
     return [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
@@ -281,15 +286,15 @@ def _move_trainer(
     if not isinstance(state, dict) or type(state.get("global_step")) is not int:
         if step is not None:
             raise ConvertError(
-                f"--step {step}: to PyTorch it sets the global_step of {TRAINER}, and "
-                "the template has none."
+                f"--step {step} sets the global_step in {TRAINER}, but the template "
+                "has none. Leave it out."
             )
         return []
     was, now = state["global_step"], step
     if now is None:
         now = new[0] if len(set(new)) == 1 and set(old) == {was} else was
     if now < 0:
-        raise ConvertError(f"--step must be 0 or more, not {now}.")
+        raise ConvertError(f"step (--step) must be 0 or more, got {now}.")
     if now == was:
         return []
     moved: list[tuple[Any, str, Any]] = [(state, "global_step", now)]
@@ -303,10 +308,10 @@ def _move_trainer(
             if type(content.get("_step_count")) is int:
                 count = content["_step_count"] + now - was
                 moved.append((content, "_step_count", count))
-    said = [f"{key} {held[key]:g} is now {value:g}" for held, key, value in moved]
+    said = [f"{key} from {held[key]:g} to {value:g}" for held, key, value in moved]
     for held, key, value in moved:
         held[key] = value
-    return [f"Moved with the optimizer's steps: {', '.join(said)}."]
+    return [f"Changed to match the optimizer's step: {', '.join(said)}."]
 
 
 def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str]:
@@ -328,13 +333,13 @@ def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str
     if not names:
         return []
     note = (
-        f"Not updated since step {then} (the optimizer is at step {now}): "
-        f"{list_some(names)}. Set what counts steps in the template before saving, or "
-        "in PyTorch after loading."
+        f"The optimizer is at step {now}, but these entries are from step {then}: "
+        f"{list_some(names)}. If any of them count steps, update them in the template "
+        "before saving, or in PyTorch after loading."
     )
     for path, _ in walk(found.get("loops")):
         if path[-2:] == ("optimizer", "step"):
-            note += f" Lightning counts its steps in loops/{show(path)}."
+            note += f" Lightning's step count is loops/{show(path)}."
             break
     return [note]
 

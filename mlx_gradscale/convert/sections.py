@@ -64,14 +64,14 @@ def find_sections(
     optimizers = given.get("optimizer", there["optimizer"])
     if len(optimizers) > 1 and "optimizer" not in given and len(_trained(models)) > 1:
         raise ConvertError(
-            f"The checkpoint holds {len(optimizers)} optimizers, "
-            f"{list_some(map(show, optimizers))}, and several models: say which "
-            "belongs to the model with --optimizer-key."
+            "The checkpoint contains several models and "
+            f"{len(optimizers)} optimizers: {list_some(map(show, optimizers))}. Choose "
+            "the model's optimizer with --optimizer-key."
         )
     if len(scalers) > 1:
         raise ConvertError(
-            f"The checkpoint holds {len(scalers)} scalers, "
-            f"{list_some(map(show, scalers))}: choose one with --scaler-key."
+            f"The checkpoint contains {len(scalers)} scalers: "
+            f"{list_some(map(show, scalers))}. Choose one with --scaler-key."
         )
     found = Sections(chosen[0] if chosen else None, optimizers)
     found.scaler = scalers[0] if scalers else None
@@ -82,9 +82,10 @@ def find_sections(
     loose += [path for path in there["moments"] if path not in used]
     if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
-            f"{show(loose[0])} looks like an optimizer's state, but not like a "
-            "state_dict() (state and param_groups). Save optimizer.state_dict(), or "
-            "leave it out with --optimizer-key ''; it then goes back unchanged."
+            f"{show(loose[0])} looks like an optimizer state, but is not a "
+            "state_dict() with state and param_groups. Save optimizer.state_dict(), or "
+            "leave it out with --optimizer-key ''; it is then written back to PyTorch "
+            "unchanged."
         )
     others = [path for path in models if path != found.model]
     found.notes = _notes(checkpoint, found, others, loose)
@@ -159,10 +160,10 @@ def _choose_model(models: list[Path], mixed: list[Path]) -> list[Path]:
     fits = preferred if len(preferred) == 1 else fits
     if len(fits) != 1:
         raise ConvertError(
-            f"The checkpoint holds {len(models)} models, {list_some(map(show, models))}"
-            ": choose one with --model-key, and its optimizer with --optimizer-key. On "
-            "the way back, the template of the second is the first one's output "
-            "(--like)."
+            f"The checkpoint contains {len(models)} models: "
+            f"{list_some(map(show, models))}. Choose one with --model-key, and its "
+            "optimizer with --optimizer-key. To write both back to one PyTorch "
+            "checkpoint, pass the output of the first to the second as --like."
         )
     return fits
 
@@ -176,8 +177,9 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
         "scaler": isinstance(value, dict) and bool(value),
     }
     if not fits[section]:
-        what = _whole_module(value) or f"there is no state dict of a {section}"
-        raise ConvertError(f"--{section}-key {key}: {what}.")
+        article = "an" if section == "optimizer" else "a"
+        what = _whole_module(value) or f"is not the state dict of {article} {section}."
+        raise ConvertError(f"--{section}-key {key} {what}")
     return path
 
 
@@ -185,8 +187,8 @@ def _whole_module(value: Any) -> str | None:
     state = value.state if isinstance(value, Placeholder) else None
     if isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys():
         return (
-            f"this is a whole module ({value.path}), which only PyTorch can read; save "
-            "its state_dict() in its place"
+            f"is a pickled module ({value.path}), which only PyTorch can read. Save "
+            "its state_dict() instead."
         )
     return None
 
@@ -195,14 +197,14 @@ def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
     for path, value in walk(checkpoint, 2):
         what = _whole_module(value)
         if what:
-            raise ConvertError(f"{show(path) or 'The file'}: {what}.")
+            raise ConvertError(f"{show(path) or 'The file'} {what}")
     if found.scaler is None or found.optimizers:
         has = "an optimizer but no model" if found.optimizers else "no model"
         keys = list_some(checkpoint) if isinstance(checkpoint, dict) else "none"
         raise ConvertError(
-            f"The checkpoint holds {has} that could be recognised; its keys are {keys}."
-            " Name the model with --model-key. If it is in another file, copy both into"
-            " one folder, as model.safetensors and optimizer.pt, and give the folder."
+            f"Found {has} in the checkpoint. Its keys are {keys}. Pass the model's key "
+            "with --model-key. If the model is in another file, copy both into one "
+            "folder, as model.safetensors and optimizer.pt, and pass the folder."
         )
 
 
@@ -216,23 +218,23 @@ def _notes(
     notes = []
     if others and found.model is not None:
         notes.append(
-            f"{show(found.model)} is taken for the trained model. Also a model, and "
-            f"left unchanged: {list_some(map(show, others))} (--model-key chooses "
-            "another)."
+            f"Converting the model {show(found.model)}. The checkpoint also contains "
+            f"{list_some(map(show, others))}, which stays unchanged. Choose another "
+            "with --model-key."
         )
     if loose:
         notes.append(
-            f"{list_some(map(show, loose))}: an optimizer's state that is not "
-            "converted. It goes back unchanged beside newer weights, so make a new "
-            "optimizer in PyTorch."
+            f"The optimizer state in {list_some(map(show, loose))} is not converted "
+            "and is written back unchanged. It will not match the new weights, so "
+            "create a new optimizer in PyTorch."
         )
     masters = _masters(checkpoint, found, others)
     if masters:
         notes.append(
-            f"The model's weights are in half precision, and {list_some(masters)} "
-            "holds float32 tensors of their size, probably master weights. They go back"
-            " unchanged: a program that loads them over the weights would undo the "
-            "steps made in MLX. Save the model in float32 to convert it."
+            f"The model is in half precision, and {list_some(masters)} contains "
+            "float32 tensors of the same size, probably its master weights. They are "
+            "written back unchanged, so a program that loads them loses the steps "
+            "taken in MLX. Save the model in float32 before converting."
         )
     return notes
 

@@ -95,7 +95,7 @@ class Template:
     def build_optimizer(self, learning_rate: Any = None) -> Any:
         """Return the MLX optimizer, without its state."""
         if not self.groups:
-            raise ConvertError("The checkpoint has no optimizer.")
+            raise ConvertError("The checkpoint contains no optimizer.")
         return optimizers.build(self.groups, learning_rate)
 
     def drop_tensors(
@@ -143,7 +143,7 @@ def make_template(
 ) -> tuple[Template, list[str]]:
     """Find the sections of a checkpoint and map them to MLX; also return notes."""
     if is_template(checkpoint):
-        raise ConvertError("This is a template: give the PyTorch checkpoint itself.")
+        raise ConvertError("This file is a template. Pass the PyTorch checkpoint.")
     found = find_sections(checkpoint, options.keys)
     template = Template(checkpoint, files, found.model, found.optimizers, found.scaler)
     notes, tensors = found.notes, template.tensors()
@@ -151,22 +151,23 @@ def make_template(
         empty = [n for n, x in tensors.items() if not isinstance(x, mx.array)]
         if empty:
             raise ConvertError(
-                f"{list_some(empty)} has a shape and no values, as in a template: give "
-                "the PyTorch checkpoint."
+                f"{list_some(empty)} has a shape but no values. Pass the original "
+                "PyTorch checkpoint."
             )
         if model is None:
             raise ConvertError(
-                f"Give the MLX model (--model) for {show(found.model) or 'the weights'}"
-                ": names, layouts and shapes come from it."
+                f"Converting {show(found.model) or 'the weights'} requires the MLX "
+                "model, which determines names, layouts and shapes. Pass model=... "
+                "(--model)."
             )
         template.plan = make_plan(tensors, model, options)
         notes += template.plan.notes() + model_notes(model)
     elif model is not None and options.keys.get("model") != "":
-        raise ConvertError("The checkpoint holds no model's state dict.")
+        raise ConvertError("The checkpoint contains no state dict of a model.")
     elif found.optimizers:
         raise ConvertError(
-            "Without the model, its optimizer cannot be converted: leave it out too "
-            "(--optimizer-key '')."
+            "The optimizer cannot be converted without its model. Leave the optimizer "
+            "out too, with --optimizer-key ''."
         )
     for path in found.optimizers:
         groups = read_groups(get(checkpoint, path))
@@ -194,8 +195,8 @@ def make_template(
     ]
     if schedules:
         notes.append(
-            f"{list_some(schedules)}: a PyTorch schedule, which MLX does not run. Give "
-            "a schedule of the optimizer's step to load_torch(..., learning_rate=...)."
+            f"The PyTorch schedule in {list_some(schedules)} is not converted. Pass an "
+            "MLX schedule to load_torch(..., learning_rate=...)."
         )
     return template, notes
 
@@ -228,8 +229,8 @@ def from_object(value: Mapping[str, Any]) -> Template:
         return _parse(value)
     except Exception as error:  # any value may occur anywhere
         raise ConvertError(
-            f"The template is damaged ({type(error).__name__}: {str(error)[:80]}): "
-            "give the PyTorch checkpoint itself with like=... (--like)."
+            f"The template is damaged ({type(error).__name__}: {str(error)[:80]}). "
+            "Pass the original PyTorch checkpoint with like=... (--like)."
         ) from error
 
 
@@ -289,6 +290,6 @@ def build_optimizer(
         path = path / TEMPLATE if path.is_dir() else path
         found = torch_checkpoint.load(path)
         if not is_template(found):
-            raise ConvertError(f"{path} is no template of mlx_gradscale convert.")
+            raise ConvertError(f"{path} is not a template of mlx_gradscale convert.")
         like = from_object(found)
     return like.build_optimizer(learning_rate)

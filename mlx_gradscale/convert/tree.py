@@ -89,8 +89,9 @@ def find_key(tree: Any, key: str) -> Path:
         step = int(word) if keys and keys[0] == 0 and word.isdigit() else word
         if step not in keys:
             raise ConvertError(
-                f"The checkpoint has no {word!r} in {show(path) or 'it'}, which has "
-                f"{list_some(keys) or 'no keys'}."
+                f"The checkpoint has no key {word!r}"
+                f"{' in ' + show(path) if path else ''}. Its keys are "
+                f"{list_some(keys) or 'none'}."
             )
         tree, path = tree[step], (*path, step)
     return path

@@ -35,11 +35,11 @@ class Casting(NamedTuple):
         """Raise if the arguments are invalid or contradict each other."""
         dtype = self.compute_dtype
         if dtype is None and (self.keep is not None or not self.cast_inputs):
-            raise ValueError("keep= and cast_inputs= need compute_dtype=.")
+            raise ValueError("keep= and cast_inputs= require compute_dtype=.")
         if self.keep is not None and not callable(self.keep):
             raise TypeError(
-                "keep must be a function of path and parameter, such as lambda path, "
-                f"x: 'norm' in path, got {self.keep!r}."
+                f"keep must be a function, got {self.keep!r}. Use a function of path "
+                "and parameter, such as lambda path, x: 'norm' in path."
             )
         is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
         if dtype is not None and not is_dtype:
@@ -209,9 +209,9 @@ class Backward:
         call, self._last_call = self._last_call, None
         if call is not None and not call.n_unscaled:
             raise RuntimeError(
-                "These gradients came out scaled. scale_loss() unscales those of the "
-                "models among the arguments, or else of the first argument. Name the "
-                "model: scale_loss(loss_fn, model)."
+                "These gradients are still scaled. scale_loss() unscales only the "
+                "gradients of models among the arguments, or of the first argument if "
+                "there are none. Pass the model: scale_loss(loss_fn, model)."
             )
 
     # Warnings
@@ -220,9 +220,9 @@ class Backward:
         """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
             self.warn_once(
-                "The loss is float16, where a scale above 65504 is inf: steps are "
-                "skipped until it is smaller. Reduce the loss in float32, for example "
-                "from logits.astype(mx.float32)."
+                "The loss is float16, so scaling it by more than 65504 overflows, and "
+                "steps are skipped until the scale is smaller. Compute the loss in "
+                "float32, for example from logits.astype(mx.float32)."
             )
 
     def _warn_about_promotion(self, model: nn.Module, args: tuple[Any, ...]) -> None:
@@ -232,10 +232,10 @@ class Backward:
         floating = [x for x in leaves(model.parameters()) if is_floating(x)]
         if floating and all(x.dtype in HALF for x in floating):
             self.warn_once(
-                f"{type(model).__name__} has {floating[0].dtype} parameters and "
+                f"{type(model).__name__} has {floating[0].dtype} parameters but "
                 "float32 inputs, so MLX computes in float32. Cast the inputs, or pass "
-                "compute_dtype=. mlx_gradscale.diagnostics.compute_dtypes() shows the "
-                "layers."
+                "compute_dtype=. Call mlx_gradscale.diagnostics.compute_dtypes() to "
+                "see the dtype of each layer."
             )
 
 
@@ -335,9 +335,9 @@ class _ScaledCall:
             n_passes += 1
             if n_passes > 1:
                 raise RuntimeError(
-                    "Second derivatives of a loss from scale_loss() would be wrong by "
-                    "a factor of the scale. Differentiate value_and_grad() instead, or "
-                    "the loss without loss scaling."
+                    "A loss from scale_loss() cannot be differentiated twice: the "
+                    "result would be wrong by a factor of the scale. Differentiate "
+                    "value_and_grad() or the original loss instead."
                 )
             self.n_unscaled += 1
             return unscale_leaf(cotangent, inverse)
@@ -389,7 +389,8 @@ def loss_of(outputs: Any) -> mx.array:
     loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     if not isinstance(loss, mx.array):
         raise TypeError(
-            f"The loss must be an array, or the first element of a tuple, got {loss!r}."
+            "The loss function must return an array, or a tuple that starts with one, "
+            f"got {loss!r}."
         )
     if loss.ndim:
         raise ValueError(
@@ -410,13 +411,13 @@ def refuse_scaled(loss_fn: Any) -> None:
     """Raise if this is not a loss function or is already scaled."""
     if not callable(loss_fn):
         raise TypeError(
-            f"Expected the function that computes the loss, got {loss_fn!r}. Only "
-            "scale() of a GradScaler takes a loss that is already computed."
+            f"Expected a loss function, got {loss_fn!r}. To scale a loss that is "
+            "already computed, use GradScaler.scale()."
         )
     if hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
-            "This loss function comes from scale_loss(), and would be scaled twice. "
-            "Pass the original function."
+            "This loss function was returned by scale_loss() and would be scaled "
+            "twice. Pass the original function."
         )
 
 

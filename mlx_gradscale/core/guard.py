@@ -226,9 +226,9 @@ def _run(
             if arrays_changed:
                 what = f"adds or removes {arrays_changed[0]!r}"
             raise TypeError(
-                f"A step of {type(optimizer).__name__} {what} in its state, so it "
-                "cannot be skipped inside mx.compile. Do not compile the step, or "
-                "create all keys in init_single()."
+                f"{type(optimizer).__name__} {what} in its state when it steps, so a "
+                "step cannot be skipped inside mx.compile. Do not compile the step, or "
+                "create all keys in init_single() and store only arrays."
             )
         # A parameter and its moments share a flag, so that their kernel reads only one.
         flags = dict(zip(arrays.gradients, each_use(arrays.applied), strict=False))
@@ -355,9 +355,9 @@ def _signature(state: Any) -> dict[str, str]:
 def _check_shape(path: str, old: mx.array, new: mx.array) -> None:
     if new.shape != old.shape:
         raise ValueError(
-            f"{path!r} has shape {old.shape}, and a step would give it {new.shape}: "
-            "the optimizer was initialised for another shape. Create a new optimizer "
-            "for the changed model."
+            f"A step would change the shape of {path!r} from {old.shape} to "
+            f"{new.shape}, because the optimizer was initialised for another shape. "
+            "Create a new optimizer for the changed model."
         )
 
 

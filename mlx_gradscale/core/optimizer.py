@@ -89,7 +89,10 @@ class LossScaleOptimizer(Optimizer):
         self.optimizer = optimizer
         self._scaler = GradScaler() if scaler is None else scaler
         if group is not None and self.scaler.group not in (None, group):
-            raise ValueError("The scaler has another group than this optimizer.")
+            raise ValueError(
+                "The scaler was created with a different group. Pass the same group to "
+                "the scaler and the optimizer."
+            )
         self._ranks = Ranks(group or self.scaler.group, average, sharded)
         self._ranks.check(clips=max_grad_norm is not None)
         self._masters = Masters(masters)
@@ -170,8 +173,9 @@ class LossScaleOptimizer(Optimizer):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
-                "update(model, gradients) takes a model first, got "
-                f"{type(model).__name__}. Use apply_gradients for a parameter tree."
+                "The first argument of update() must be a model, got "
+                f"{type(model).__name__}. For a tree of parameters, call "
+                "apply_gradients()."
             )
         if self._needs_init():
             self.init(model.trainable_parameters())
@@ -223,7 +227,7 @@ class LossScaleOptimizer(Optimizer):
             )
         if shape is not None and shape != parameter.shape:
             raise ValueError(
-                f"{path!r} has shape {parameter.shape}, and had {shape} when the "
+                f"{path!r} has shape {parameter.shape}, but had shape {shape} when the "
                 "optimizer was initialised. Create a new LossScaleOptimizer for the "
                 "changed model."
             )
@@ -253,8 +257,8 @@ class LossScaleOptimizer(Optimizer):
     def max_grad_norm(self, max_grad_norm: float) -> None:
         if not self._clips:
             raise AttributeError(
-                "This optimizer was created without clipping. Create it with "
-                "max_grad_norm=float('inf') to set it later."
+                "This optimizer was created without max_grad_norm. To set it later, "
+                "create the optimizer with max_grad_norm=float('inf')."
             )
         _check_norm(max_grad_norm)
         self._state["max_grad_norm"] = mx.array(float(max_grad_norm))
@@ -343,9 +347,9 @@ class LossScaleOptimizer(Optimizer):
         other = "remainders." if self._masters.kind == "float32" else "masters."
         if any(path.startswith(other) for path in loaded):
             raise ValueError(
-                f"This optimizer has masters={self._masters.kind!r} and the state was "
-                "saved with the other kind. Use the same kind, or save_checkpoint() "
-                "and restore_checkpoint(), which convert it."
+                f"This optimizer has masters={self._masters.kind!r}, but the state was "
+                "saved with the other kind. Use the same kind, or use "
+                "save_checkpoint() and restore_checkpoint(), which convert it."
             )
         here = {
             ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
@@ -356,8 +360,8 @@ class LossScaleOptimizer(Optimizer):
         added = loaded.keys() - here.keys()
         if is_builtin(self.optimizer) and added:
             raise ValueError(
-                f"The state has {min(added)!r} and this optimizer does not: it belongs "
-                "to another model or optimizer."
+                f"The state contains {min(added)!r}, which this optimizer does not "
+                "have. It belongs to another model or optimizer."
             )
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
@@ -456,15 +460,17 @@ def _check_norm(value: Any) -> None:
 
 def _check_same(path: str, here: mx.array, there: Any) -> None:
     if there is None:
-        raise ValueError(f"The state lacks {path!r}, which this optimizer has.")
+        raise ValueError(
+            f"The state has no {path!r}. It belongs to another model or optimizer."
+        )
     if not isinstance(there, mx.array):
         raise TypeError(f"{path!r} must be an array, got {there!r}.")
     # The bits of a weight may have been written in the other half-precision dtype.
     is_cast = here.dtype != there.dtype and not path.startswith("written.")
     if here.shape != there.shape or is_cast:
         raise ValueError(
-            f"{path!r} is {there.dtype} of shape {there.shape} in the state, "
-            f"{here.dtype} of shape {here.shape} in this optimizer."
+            f"{path!r} is {there.dtype} with shape {there.shape} in the state, but "
+            f"{here.dtype} with shape {here.shape} in this optimizer."
         )
 
 
@@ -490,5 +496,5 @@ def _check_loaded(
     others.pop("grad_norm", None)
     for path, x in others.items():
         if not all_finite(x):
-            raise ValueError(f"{path!r} in the state holds NaN or inf.")
+            raise ValueError(f"{path!r} in the state contains NaN or inf.")
     return usable

@@ -28,13 +28,11 @@ def check_supported(optimizer: Any) -> None:
     """Raise if this is not an optimizer, or if its own step would not be called."""
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"Expected an optimizer of mlx.optimizers, got {kind.__name__}."
-        )
+        raise TypeError(f"Expected an mlx.optimizers.Optimizer, got {kind.__name__}.")
     if hasattr(kind, "scaler"):
         raise TypeError(
-            "A LossScaleOptimizer already has its own scaler. Call its update(model, "
-            "grads) instead of a scaler's methods, and wrap an optimizer only once."
+            "A LossScaleOptimizer has its own scaler and cannot be wrapped or passed "
+            "to another one. Call its own update(model, grads)."
         )
     if kind.update is not Optimizer.update:
         raise TypeError(
@@ -44,8 +42,8 @@ def check_supported(optimizer: Any) -> None:
     if isinstance(optimizer, MultiOptimizer):
         if kind.apply_gradients is not MultiOptimizer.apply_gradients:
             raise TypeError(
-                f"{kind.__name__} overrides apply_gradients() of MultiOptimizer, which "
-                "is not called. Override it in the single optimizers."
+                f"{kind.__name__} overrides MultiOptimizer.apply_gradients(), which a "
+                "scaler does not call. Override it in the inner optimizers."
             )
         for part in optimizer.optimizers:
             check_supported(part)
@@ -114,8 +112,8 @@ def initialize(optimizer: Optimizer, parameters: Any) -> None:
     for path, box, key in slots(optimizer.state):
         if isinstance(box, tuple):
             raise TypeError(
-                f"{type(optimizer).__name__} keeps {'.'.join(map(str, path))!r} in a "
-                "tuple, which cannot be written to. Use a list or a dict in its state."
+                f"{type(optimizer).__name__} stores {'.'.join(map(str, path))!r} in a "
+                "tuple, which cannot be updated. Use a list or a dict in its state."
             )
         if box[key].dtype in HALF:
             box[key] = box[key].astype(mx.float32)

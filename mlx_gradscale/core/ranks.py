@@ -53,14 +53,15 @@ class Ranks:
             raise TypeError(f"average must be True or False, got {self.average!r}.")
         if self.group is None and (self.average or self.sharded is not None):
             raise ValueError(
-                "average= and sharded= need a group. Pass group=mx.distributed.init()."
+                "average= and sharded= require a group. Pass "
+                "group=mx.distributed.init()."
             )
         is_known = self.average or self.sharded is not None
         if self.group is not None and clips and not is_known:
             raise ValueError(
-                "With a group, max_grad_norm= has to know what the gradients are. Pass "
-                "average=True to have them averaged, sharded=False if you average them "
-                "yourself, or sharded=True if each rank holds other parameters."
+                "max_grad_norm= with a group requires average= or sharded=. Pass "
+                "average=True to average the gradients, sharded=False if you average "
+                "them yourself, or sharded=True if each rank has different parameters."
             )
 
     def is_shard(self, path: str, x: mx.array) -> bool:
@@ -135,7 +136,7 @@ class Ranks:
                 sums.append((bits * places).sum().item())
         parts = {
             "the names, shapes or dtypes of parameters": shapes,
-            "settings of the optimizer or the scaler": settings,
+            "the settings of the optimizer or the scaler": settings,
             "the values of parameters": sums,
         }
         checksums = {k: zlib.crc32(str(x).encode()) >> 1 for k, x in parts.items()}
@@ -144,9 +145,9 @@ class Ranks:
         for what, column in zip(checksums, everyone.T, strict=True):
             if (column != column[0]).any():
                 raise ValueError(
-                    f"The ranks differ in {what}: checksums {column.tolist()}. Load "
-                    "the same weights on every rank, or copy them with "
-                    "mlx_gradscale.distributed.broadcast()."
+                    f"The ranks differ in {what} (checksums {column.tolist()}). Create "
+                    "the same model and optimizer on every rank, and copy rank 0's "
+                    "weights with mlx_gradscale.distributed.broadcast()."
                 )
 
 

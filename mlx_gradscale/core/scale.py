@@ -140,12 +140,14 @@ def check(values: dict[str, Any]) -> None:
         _check_field(name, value)
     low, high = values.get("min_scale", 0.0), values.get("max_scale", math.inf)
     if low > high:
-        raise ValueError(f"min_scale {low} is above max_scale {high}.")
+        raise ValueError(f"min_scale must not exceed max_scale, got {low} and {high}.")
     if not low <= values.get("scale", low) <= high:
-        limits = f"min_scale {low} and max_scale {high}"
-        raise ValueError(f"The scale {values['scale']} is not between {limits}.")
+        raise ValueError(
+            f"The scale must be between min_scale {low} and max_scale {high}, got "
+            f"{values['scale']}."
+        )
     if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
-        raise ValueError("Set hysteresis= or backoff_interval=, only one of them.")
+        raise ValueError("Set either hysteresis= or backoff_interval=, not both.")
 
 
 def _check_field(name: str, value: Any) -> None:
@@ -216,14 +218,14 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
         raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
     if not state_dict:
         raise RuntimeError(
-            "The state dict is empty. A disabled GradScaler saved it; create this one "
-            "with enabled=False, or leave out the load."
+            "The state dict is empty, because a disabled GradScaler saved it. Create "
+            "this scaler with enabled=False, or do not load the state."
         )
     missing = [key for key in TORCH_KEYS if key not in state_dict]
     if missing:
         raise KeyError(
             f"The state dict has no {', '.join(missing)}. If this is a whole "
-            "checkpoint, load the part that holds the scaler."
+            "checkpoint, pass only the scaler's part of it."
         )
     fresh = {name: default for name, (_, default) in VALUES.items()}
     given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}

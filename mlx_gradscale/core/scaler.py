@@ -100,7 +100,7 @@ class GradScaler:
         group: mx.distributed.Group | None = None,
     ):
         if isinstance(init_scale, str):
-            raise TypeError(f"GradScaler takes no device: leave out {init_scale!r}.")
+            raise TypeError(f"GradScaler has no device argument. Omit {init_scale!r}.")
         values = {
             "scale": init_scale,
             "growth_factor": growth_factor,
@@ -190,8 +190,8 @@ class GradScaler:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
-                "value_and_grad(model, loss_fn) takes a model first, got "
-                f"{type(model).__name__}. For a tree of parameters use "
+                "The first argument of value_and_grad() must be a model, got "
+                f"{type(model).__name__}. For a tree of parameters, use "
                 "mx.value_and_grad(scaler.scale_loss(loss_fn))."
             )
         casting = Casting(compute_dtype, keep, cast_inputs)
@@ -257,9 +257,9 @@ class GradScaler:
     def _set_mode(self, mode: str) -> None:
         if self._mode not in (None, mode):
             raise RuntimeError(
-                f"This scaler is used with {self._mode} already, so {mode} would mix "
-                "scaled and unscaled gradients. value_and_grad() and scale_loss() "
-                "scale the loss themselves: return it without scale()."
+                f"This scaler was already used with {self._mode}, so {mode} would mix "
+                "scaled and unscaled gradients. With value_and_grad() and "
+                "scale_loss(), return the loss without calling scale()."
             )
         self._mode = mode
 
@@ -283,14 +283,14 @@ class GradScaler:
             return grads
         check_supported(optimizer)
         if isinstance(grads, nn.Module):
-            raise TypeError("unscale_(optimizer, grads) takes gradients, got a model.")
+            raise TypeError("unscale_() takes the gradients, got a model.")
         stage = self._stages.get(id(optimizer))
         is_scaled = self._mode == _SCALED
         if stage and (is_scaled or stage.stepped):
             when = "after step()" if stage.stepped else "twice"
             raise RuntimeError(
                 f"unscale_() was called {when} for this optimizer since the last "
-                "update(). The order is unscale_(), step(), update(). "
+                "update(). Call unscale_(), step() and update() in this order. "
                 f"{_START_AFRESH}"
             )
         inverse = 1.0 / self._state["scale"] if is_scaled else None
@@ -323,8 +323,9 @@ class GradScaler:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
-                "step(optimizer, model, grads) takes a model, got "
-                f"{type(model).__name__}. Use apply_gradients for a parameter tree."
+                "The second argument of step() must be a model, got "
+                f"{type(model).__name__}. For a tree of parameters, call "
+                "apply_gradients()."
             )
         if not self._enabled:
             optimizer.update(model, grads)
@@ -358,9 +359,9 @@ class GradScaler:
         self._check_leaves(leaves)
         if not {leaf.parameter.dtype for leaf in leaves}.isdisjoint(HALF):
             self._backward.warn_once(
-                "Some parameters are float16 or bfloat16 and have no master weights: "
-                "small updates are lost. Use LossScaleOptimizer, or keep float32 "
-                "parameters and use value_and_grad(..., compute_dtype)."
+                "Some parameters are float16 or bfloat16 and have no master weights, "
+                "so small updates are lost. Use LossScaleOptimizer, or keep the "
+                "parameters in float32 and pass compute_dtype= to value_and_grad()."
             )
         # A gradient that was non-finite when unscaled may since have been clipped.
         were_finite = stage.finite if stage else None
@@ -386,12 +387,13 @@ class GradScaler:
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_last_call()
         if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
-            raise ValueError("There are no gradients to step with. Is all frozen?")
+            raise ValueError("There are no gradients. Unfreeze some parameters.")
         if self._mode is None and self._scales and self._enabled:
             self._backward.warn_once(
-                "These gradients do not come from this scaler: small float16 gradients "
-                "may be lost. Get them from value_and_grad() or scale_loss(), or use "
-                "GuardedOptimizer to skip bad steps without loss scaling."
+                "These gradients do not come from this scaler, so small float16 "
+                "gradients may be lost. Get them from value_and_grad() or "
+                "scale_loss(), or use GuardedOptimizer to skip bad steps without loss "
+                "scaling."
             )
 
     def update(self, new_scale: float | mx.array | None = None) -> None:
@@ -422,8 +424,9 @@ class GradScaler:
         if not self._stages:
             if not self._backward.has_gradients:
                 raise RuntimeError(
-                    "update() found nothing recorded. Call step() or unscale_() first; "
-                    "if step() runs inside mx.compile, call update() in there too."
+                    "update() was called without a step. Call step() or unscale_() "
+                    "first. If step() runs inside mx.compile, call update() in the "
+                    "same function."
                 )
             finite = finite & self._backward.pending_finite()
             finite = finite_on_all_ranks(finite, self.group)
@@ -556,11 +559,13 @@ class GradScaler:
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
             raise TypeError(
-                "A GradScaler with a group cannot be copied. Use its state_dict()."
+                "A GradScaler with a group cannot be copied. Create a new one and load "
+                "the state_dict()."
             )
         if self._stages:
             raise RuntimeError(
-                "A GradScaler is copied between iterations only. Call update() first."
+                "A GradScaler can only be copied between iterations. Call update() "
+                "first."
             )
         left_out = ("_backward", "_stages", "_skip_watch")
         kept = {k: x for k, x in vars(self).items() if k not in left_out}
@@ -609,8 +614,9 @@ class SkipWatch:
         if skips >= SKIPS_TO_WARN:
             warn(
                 f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
-                "non-finite gradients: this run does not train. Find out why with "
-                "mlx_gradscale.diagnostics.explain_overflow(model, loss_fn, *batch)."
+                "non-finite gradients, so the model is not training. To find the "
+                "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
+                "loss_fn, *batch)."
             )
 
 
@@ -628,7 +634,7 @@ def _plain_value_and_grad(
 def _as_scale(value: Any) -> mx.array:
     if isinstance(value, mx.array):
         if value.size != 1 or value.dtype == mx.bool_:
-            raise ValueError(f"new_scale must be one number, got {value!r}.")
+            raise ValueError(f"new_scale must be a single number, got {value!r}.")
         return value.reshape(()).astype(mx.float32)
     rule.check_scale("new_scale", value)
     return mx.array(float(value), mx.float32)

@@ -66,8 +66,8 @@ def match(gradients: Any, parameters: Any) -> list[Leaf]:
     """Pair every gradient with its parameter in a tree or model, or raise."""
     if not isinstance(gradients, dict) or isinstance(gradients, nn.Module):
         raise TypeError(
-            "The gradients must be a dict, as value_and_grad returns for a model, "
-            f"got {type(gradients).__name__}."
+            "The gradients must be a dict like the one value_and_grad() returns for a "
+            f"model, got {type(gradients).__name__}."
         )
     found: dict[str, Leaf] = {}
     _match(gradients, parameters, "", found)
@@ -92,7 +92,7 @@ def _match(
             _match(gradient, parameter, f"{path}.", found)
         elif is_container or not isinstance(parameter, mx.array):
             raise ValueError(
-                f"There is a gradient for {path!r}, but no such parameter. Pass "
+                f"There is a gradient for {path!r}, but no such parameter. Pass the "
                 "gradients and parameters of the same model."
             )
         elif not isinstance(gradient, mx.array):
@@ -102,13 +102,13 @@ def _match(
             )
         elif gradient.shape != parameter.shape:
             raise ValueError(
-                f"The gradient of {path!r} has shape {gradient.shape}, the parameter "
-                f"has shape {parameter.shape}."
+                f"The gradient of {path!r} has shape {gradient.shape}, but the "
+                f"parameter has shape {parameter.shape}."
             )
         elif path in found:
             raise ValueError(
-                f"Two gradients have the dotted path {path!r}, as in {{'a.b': x, 'a': "
-                "{'b': y}}. Rename one of the parameters."
+                f"Two gradients have the path {path!r}, as in "
+                "{'a.b': x, 'a': {'b': y}}. Rename one of the parameters."
             )
         else:
             found[path] = Leaf(path, parameters, key, parameter, gradient)

@@ -16,8 +16,8 @@ from .reading import scaler_of
 # than the last.
 _POWERS = range(-24, 25)
 _ADVICE = (
-    " at any loss scale. Call explain_overflow() of mlx_gradscale.diagnostics to find "
-    "out why."
+    " at any loss scale. To find the cause, call "
+    "mlx_gradscale.diagnostics.explain_overflow()."
 )
 
 
@@ -88,11 +88,11 @@ def _largest_scale(setting: Setting, batch: Batch) -> float:
         with preserved(setting.model):
             loss, gradients = differentiate(setting, batch, 2.0**power)
             if not all_finite([loss]).item():
-                raise ValueError(f"The loss of this batch is {loss.item()}{_ADVICE}")
+                raise ValueError(f"The loss on this batch is {loss.item()}{_ADVICE}")
             return not all_finite(gradients).item()
 
     # A batch that overflows at one scale overflows at every larger one.
     fitting = bisect_left(_POWERS, True, key=overflows)
     if not fitting:
-        raise ValueError(f"The gradients of this batch are not finite{_ADVICE}")
+        raise ValueError(f"The gradients on this batch are non-finite{_ADVICE}")
     return 2.0 ** _POWERS[fitting - 1]

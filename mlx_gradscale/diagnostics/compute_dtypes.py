@@ -85,7 +85,8 @@ class DtypeReport:
             lines.append(
                 f"The running statistics of {', '.join(self.half_statistics)} are in "
                 "half precision, where small changes are lost and a variance above "
-                "65504 is inf. Before training: mlx_gradscale.float32_layers(model, "
+                "65504 overflows. Before training, call "
+                "mlx_gradscale.float32_layers(model, "
                 "lambda path, layer: isinstance(layer, nn.BatchNorm))."
             )
         return "\n".join(lines)
@@ -202,7 +203,8 @@ def _promotion_message(layer: LayerDtypes) -> str:
     name = f"{layer.path!r} of {layer.model}" if layer.path else layer.model
     other = next((x for x in layer.inputs if x != layer.parameters), None)
     if other is None:
-        why, remedy = "by itself", f"Return {half} from it."
+        why = "although none of its inputs is float32"
+        remedy = f"Make it return {half}."
     elif layer.argument is not None:
         why = f"because argument {layer.argument!r} of the loss function is "
         why += dtype_name(other)
@@ -210,10 +212,10 @@ def _promotion_message(layer: LayerDtypes) -> str:
     else:
         why = f"because its input is {dtype_name(other)}"
         remedy = (
-            f"Cast what comes before it to {half}: masks, positions, frozen layers, "
-            "the output of another model."
+            f"Cast this input to {half}. Typical sources of float32 are masks, "
+            "positions, frozen layers and the outputs of another model."
         )
     return (
-        f"{name} has {half} parameters and computes in float32, {why}. So does "
-        f"everything after it, which costs time and memory. {remedy}"
+        f"{name} has {half} parameters but computes in float32, {why}. Everything "
+        f"after it computes in float32 too, which costs time and memory. {remedy}"
     )

@@ -27,8 +27,8 @@ _ADVICE = {
     "batch": "The batch contains non-finite values, which no loss scale can fix. "
     "Remove or repair these samples.",
     "arguments": "The arguments are finite, but overflow in compute_dtype, which no "
-    "loss scale can fix. Normalise them; or call value_and_grad(..., "
-    "cast_inputs=False), and cast in the loss function what the model needs.",
+    "loss scale can fix. Normalise them, or call value_and_grad(..., "
+    "cast_inputs=False) and cast the model's inputs in the loss function.",
     "parameters": "Parameters are non-finite, which no loss scale can fix. Go back to "
     "an earlier checkpoint.",
     "forward": "The forward pass overflows. Loss scaling affects only gradients and "
@@ -37,11 +37,11 @@ _ADVICE = {
     "loss": "The model's outputs are finite, so loss scaling cannot help. Compute the "
     "loss in float32, from logits.astype(mx.float32), and look for a logarithm of zero "
     "or a division by zero.",
-    "gradients": "Only gradients overflow. A smaller loss scale helps, and a dynamic "
-    "scaler finds it by itself.",
-    "derivative": "The gradients are non-finite at any loss scale: a derivative itself "
-    "is infinite or NaN, such as that of sqrt or of a norm at zero. Add an epsilon "
-    "there.",
+    "gradients": "Only the gradients overflow. A smaller loss scale fixes this, and a "
+    "dynamic scaler finds one by itself.",
+    "derivative": "The gradients are non-finite at any loss scale, because a "
+    "derivative itself is inf or NaN, such as that of sqrt or of a norm at zero. Add "
+    "an epsilon there.",
 }
 
 
@@ -98,9 +98,9 @@ class OverflowReport:
     def __str__(self) -> str:
         scale = f"at a loss scale of {power(self.scale)}"
         if self.loss_is_finite:
-            first = f"The loss is finite, {self.loss:.6g}, {scale}."
+            first = f"The loss is finite ({self.loss:.6g}) {scale}."
         else:
-            first = f"The loss itself is {self.loss}, {scale}: the step is skipped."
+            first = f"The loss itself is {self.loss} {scale}, so the step is skipped."
         lines = [first, _ADVICE[self.cause], self.where, self.line]
         if self.leaves:
             lines.append(overflow_table(self.leaves))
@@ -156,8 +156,8 @@ def explain_overflow(
     arguments = Batch(batch, named)
     if scale is not None and hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
-            "This loss function comes from scale_loss() and has its own scale: leave "
-            "scale= out, or pass the original function."
+            "This loss function was returned by scale_loss() and has its own scale. "
+            "Omit scale=, or pass the original function."
         )
     number = 1.0 if scale is None else scale_of(scale)
     result = run(setting, arguments, scale=number)

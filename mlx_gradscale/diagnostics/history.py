@@ -184,7 +184,7 @@ def _read(path: Path) -> bytes:
 def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
     """Return the records; if a run went back to an earlier step, the later ones."""
     if path.suffix not in (".csv", ".jsonl"):
-        raise ValueError(f"A history ends in .csv or .jsonl, got {path.name!r}.")
+        raise ValueError(f"The file must end in .csv or .jsonl, got {path.name!r}.")
     # A crash may have cut off the last line, but not the only one.
     text = data[: data.rfind(b"\n") + 1 or None].decode("utf-8", "replace")
     records: list[ScaleRecord] = []
@@ -195,8 +195,8 @@ def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
             record = _parse_line(path, line)
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             raise ValueError(
-                f"{path} is not a history: line {i} is {line[:100]!r}. Use another "
-                "file name."
+                f"{path} is not a history file (line {i} is {line[:100]!r}). Use "
+                "another file name."
             ) from None
         while records and records[-1].step >= record.step:
             records.pop()

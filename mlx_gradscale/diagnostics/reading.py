@@ -25,5 +25,5 @@ def scale_of(source: Any) -> float:
         scaler = scaler_of(source)
         source = scaler.state["scale"].item() if scaler.is_enabled() else 1.0
     if not (math.isfinite(source) and source > 0):
-        raise ValueError(f"A loss scale is positive and finite, got {source}.")
+        raise ValueError(f"The loss scale must be positive and finite, got {source}.")
     return float(source)

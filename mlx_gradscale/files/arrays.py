@@ -96,7 +96,7 @@ def write_arrays(
         ({'w': array([0, 0], dtype=float32)}, {'format': 'mlx'})
     """
     if "__metadata__" in arrays:
-        raise ValueError("No array can be named '__metadata__' in a safetensors file.")
+        raise ValueError("A safetensors file cannot store an array as '__metadata__'.")
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, x in arrays.items():
@@ -124,7 +124,7 @@ def _load_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str]
     try:
         return _parse_header(file)
     except ValueError as error:
-        text = f"{os.fspath(file.name)} is not a safetensors file: {error}"
+        text = f"{os.fspath(file.name)} is not a valid safetensors file: {error}"
         raise ValueError(text) from error
 
 
@@ -132,22 +132,22 @@ def _parse_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str
     size = os.fstat(file.fileno()).st_size - _LENGTH.size
     length = _LENGTH.unpack(file.read(_LENGTH.size))[0] if size > 0 else 1
     if length > size:
-        raise ValueError("its header reaches outside the file.")
+        raise ValueError("the header extends past the end of the file.")
     header = parse_json(file.read(min(length, LONGEST_JSON + 1)))
     if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object.")
+        raise ValueError("the header is not a JSON object.")
     metadata = header.pop("__metadata__", None) or {}  # MLX writes null for none
     if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
-        raise ValueError("its metadata is not a dict of texts.")
+        raise ValueError("the metadata does not map strings to strings.")
     found = [(name, _place(name, entry)) for name, entry in header.items()]
     places = dict(sorted(found, key=lambda item: item[1][2:]))
     end = 0
     for name, place in places.items():
         if place.start != end:
-            raise ValueError(f"{name!r:.80} overlaps another tensor, or leaves a gap.")
+            raise ValueError(f"there is a gap or an overlap before {name!r:.80}.")
         end = place.end
     if end != size - length:
-        raise ValueError("its tensors do not end where the file does.")
+        raise ValueError("the tensors do not end at the end of the file.")
     return places, metadata
 
 
@@ -166,4 +166,4 @@ def _place(name: str, entry: Any) -> TensorPlace:
             and place.end - place.start == math.prod(place.shape) * place.dtype.size
         ):
             return place
-    raise ValueError(f"{name!r:.80} does not describe an MLX array: {shorten(entry)}.")
+    raise ValueError(f"{name!r:.80} is not a valid MLX array: {shorten(entry)}.")

@@ -29,7 +29,10 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
 def open_inside(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file, but not a symbolic link, which could lead anywhere."""
     if os.path.islink(path):
-        raise OSError(f"{os.fspath(path)} is a symbolic link, which is not followed.")
+        raise OSError(
+            f"{os.fspath(path)} is a symbolic link, and links are not followed here. "
+            "Copy the file itself."
+        )
     return open_file(path, flags | os.O_NOFOLLOW)
 
 
@@ -37,7 +40,7 @@ def _refuse_special(path: str | os.PathLike[str]) -> None:
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
-        raise OSError(f"{os.fspath(path)} is {kind}, not a file: give another path.")
+        raise OSError(f"{os.fspath(path)} is {kind}. Pass the path of a regular file.")
 
 
 def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
@@ -45,14 +48,15 @@ def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> Path:
     path = Path(path)
     folder = os.path.dirname(os.path.realpath(path))
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder, not a file.")
+        raise IsADirectoryError(f"{path} is a folder. Pass the path of a file.")
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"There is no folder {folder}: create it first.")
+        raise FileNotFoundError(f"The folder {folder} does not exist. Create it first.")
     if path.exists():
         _refuse_special(path)
         if not overwrite:
             raise FileExistsError(
-                f"{path} already exists: pass --overwrite (overwrite=True)."
+                f"{path} already exists. Pass --overwrite (overwrite=True) to replace "
+                "it."
             )
     return path
 
@@ -64,11 +68,11 @@ def check_name(name: object, what: str) -> str:
         >>> check_name("../.bashrc", "index.json")
         Traceback (most recent call last):
         ...
-        ValueError: index.json names the file '../.bashrc', which is not a plain name.
+        ValueError: index.json refers to '../.bashrc', which is not a plain file name.
     """
     text = name if isinstance(name, str) else ""
     if text in ("", ".", "..") or not text.isprintable() or {*text} & {*"/\\"}:
-        raise ValueError(f"{what} names the file {name!r}, which is not a plain name.")
+        raise ValueError(f"{what} refers to {name!r}, which is not a plain file name.")
     return text
 
 
@@ -94,11 +98,11 @@ def parse_json(data: bytes) -> Any:
         ValueError: The text is not JSON, is longer than 16 MB or nested too deeply.
     """
     if len(data) > LONGEST_JSON:
-        raise ValueError(f"its JSON text has more than {LONGEST_JSON:,} bytes.")
+        raise ValueError(f"the JSON text is longer than {LONGEST_JSON:,} bytes.")
     try:
         return json.loads(data)
     except RecursionError:
-        raise ValueError("its JSON text is nested too deeply.") from None
+        raise ValueError("the JSON text is nested too deeply.") from None
 
 
 def read_json(

@@ -83,7 +83,7 @@ def dtype_named(name: str) -> mx.Dtype:
     """Return the dtype with this :func:`dtype_name`."""
     dtype = getattr(mx, "bool_" if name == "bool" else name, None)
     if not isinstance(dtype, mx.Dtype):
-        raise ValueError(f"MLX has no dtype {shorten(name)!r}.")
+        raise ValueError(f"{shorten(name)!r} is not an MLX dtype.")
     return dtype
 
 

@@ -27,15 +27,16 @@ def encode(tree: Any, arrays: list[mx.array], depth: int = 0) -> Any:
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if depth == _DEEPEST:
-        raise ValueError(f"A value is nested more than {_DEEPEST} deep.")
+        raise ValueError(f"A value is nested more than {_DEEPEST} levels deep.")
     if isinstance(tree, (list, tuple)):
         items = [encode(x, arrays, depth + 1) for x in tree]
         return items if isinstance(tree, list) else {"tuple": items}
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
         return {"dict": {key: encode(x, arrays, depth + 1) for key, x in tree.items()}}
     raise TypeError(
-        f"{shorten(tree)} is a {type(tree).__qualname__}. Convert it to None, bool, "
-        "int, float, str, list, tuple, dict with string keys, or mx.array."
+        f"{shorten(tree)} has the unsupported type {type(tree).__qualname__}. Use "
+        "None, bool, int, float, str, list, tuple, a dict with string keys, or "
+        "mx.array."
     )
 
 

@@ -25,7 +25,9 @@ def _search(arguments: Sequence[str] | None) -> int:
     if not Path(options.model).is_dir():
         raise ValueError(f"--model must be a folder, got {options.model!r}.")
     if min(options.batches, options.batch_size, options.max_seq_length) < 1:
-        raise ValueError("--batches, --batch-size, --max-seq-length must be positive.")
+        raise ValueError(
+            "--batches, --batch-size and --max-seq-length must be positive."
+        )
     if not options.output.endswith(".json"):
         raise ValueError(f"--output must end in .json, got {options.output!r}.")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -42,10 +44,10 @@ def _search(arguments: Sequence[str] | None) -> int:
 
         plot_headroom(found, picture)
     except ImportError as error:
-        print(f"No picture: {error}")
+        print(f"No picture was drawn: {error}")
     print(
-        f"\nSaved as {options.output}. Before training, and before LoRA layers are "
-        f'made:\n    mlx_gradscale.float32_layers(model, "{options.output}")'
+        f"\nSaved to {options.output}. Before training, and before adding LoRA layers, "
+        f'call:\n    mlx_gradscale.float32_layers(model, "{options.output}")'
     )
     return 0
 
@@ -53,22 +55,22 @@ def _search(arguments: Sequence[str] | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale float16",
-        description="Run batches through an mlx-lm model, forward and backward, in "
-        "float32 and float16. Print how close each layer is to 65504, draw it, and "
-        "write the layers that must compute in float32 to a file.",
+        description="Find the layers of an mlx-lm model that must compute in float32. "
+        "Runs a few batches forward and backward in float32 and float16, prints and "
+        "plots how close each layer comes to 65504, and saves the layers to a file.",
         epilog="example: mlx_gradscale float16 --model my-model --data my-data",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help="a folder with an mlx-lm model")
-    add("--data", required=True, help="a folder with train.jsonl, as for mlx-lm")
-    add("-o", "--output", default="float32_layers.json", help="the file to write")
-    add("--fine-tune-type", choices=("full", "lora"), default="full")
-    add("--batches", type=int, default=4, metavar="N", help="how many to run")
-    add("--batch-size", type=int, default=1, metavar="N", help="samples each")
+    add("--model", required=True, help="folder of an mlx-lm model")
+    add("--data", required=True, help="folder with train.jsonl, as for mlx-lm")
+    add("-o", "--output", default="float32_layers.json", help="JSON file to write")
+    add("--fine-tune-type", choices=("full", "lora"), default="full", help="mode")
+    add("--batches", type=int, default=4, metavar="N", help="number of batches")
+    add("--batch-size", type=int, default=1, metavar="N", help="samples per batch")
     add("--max-seq-length", type=int, default=512, metavar="N", help="tokens")
-    add("--margin", type=float, default=2.0, help="how much larger values may become")
-    add("--tolerance", type=float, default=0.02, help="allowed distance of the loss")
+    add("--margin", type=float, default=2.0, help="safety factor for large values")
+    add("--tolerance", type=float, default=0.02, help="relative error of the loss")
     return parser
 
 
@@ -82,7 +84,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     model, tokenizer = mlx_lm.load(options.model)
     data, *_ = load_local_dataset(Path(options.data), tokenizer, SimpleNamespace())
     if not data:
-        raise ValueError(f"There is no train.jsonl with samples in {options.data}.")
+        raise ValueError(f"{options.data} has no train.jsonl with samples.")
     batches = iterate_batches(
         CacheDataset(data), options.batch_size, options.max_seq_length, seed=0
     )

@@ -60,8 +60,9 @@ def find_fault(setting: Setting, batch: Batch, run: Run) -> Fault | None:
         if large:
             leaves = nonfinite({path: x.astype(dtype) for path, x in large.items()})
             reached = (f"{path} reaches {_extreme(x):.6g}" for path, x in large.items())
-            limit = f"{dtype_name(dtype)} ends at {mx.finfo(dtype).max:.6g}"
-            return Fault("arguments", None, f"{', '.join(reached)}; {limit}.", leaves)
+            limit = f"the {dtype_name(dtype)} maximum of {mx.finfo(dtype).max:.6g}"
+            text = f"{', '.join(reached)}, beyond {limit}."
+            return Fault("arguments", None, text, leaves)
     leaves = nonfinite(setting.model.parameters())
     if leaves:
         paths = [path for path, _ in ordered_modules(setting.model)]
@@ -112,10 +113,10 @@ def first_fault(
     what = str(found)
     if found.is_finite:
         off = relative_distance([(found, references[id(found)])])
-        what = f"{min(off, 9.99):.0%} away from float32"
+        what = f"differs from float32 by {min(off, 9.99):.0%}"
     if reference is not None and cause == "gradients":
         what += f", at a loss scale of {power(run.scale)}"
-    return Fault(cause, layer, f"First in {place}: {what}.", leaves, what)
+    return Fault(cause, layer, f"It starts in {place}: {what}.", leaves, what)
 
 
 def _first_backward(run: Run, is_bad: Callable[[Value], bool]) -> Value | None:
@@ -142,7 +143,7 @@ def _origin(value: Value, cause: str) -> tuple[str | None, str]:
         return value.caller, f"the gradient that {caller} returns to {path}"
     if value.side == "output":
         return value.path, f"the output of {path}"
-    text = f"what {caller} passes to {path}; {caller} computed it in its own code"
+    text = f"the input of {path}, which the code of {caller} computes"
     return value.caller, text
 
 

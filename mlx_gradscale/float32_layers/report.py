@@ -11,11 +11,10 @@ LARGEST = 65504.0
 _MAX_ROWS = 40
 
 WHOLE_MODEL = (
-    "The overflow is in the model's own code, between its layers, so only the whole "
-    "model in float32 cures it, which costs the time and memory of float32. Better: "
-    "cast to float32 in that expression (x.astype(mx.float32)) and back after it, and "
-    "reduce (sum, mean) in float32; or move it to a layer of its own; or compute in "
-    "bfloat16."
+    "The overflow is in the model's own code, between its layers, so the whole model "
+    "would have to compute in float32, at the cost of float32 in time and memory. It "
+    "is better to cast that expression to float32 (x.astype(mx.float32)) and its "
+    "result back, to move the expression into its own layer, or to use bfloat16."
 )
 
 
@@ -79,12 +78,12 @@ class Float32Search:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
         if self.problem:
-            raise ValueError(f"There is nothing to save: {self.problem}")
+            raise ValueError(f"There are no layers to save. {self.problem}")
         save_float32_layers(path, self.where, self.reasons)
 
     def __str__(self) -> str:
         if self.problem:
-            return f"No layers in float32 help. {self.problem}"
+            return f"Computing layers in float32 does not help. {self.problem}"
         if not self.where:
             lines = ["Every layer can compute in half precision."]
         elif self.is_whole_model:

@@ -88,23 +88,23 @@ def find_float32_layers(
         raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
     refuse_scaled(loss_fn)
     if not 1.0 <= margin < math.inf:
-        raise ValueError(f"margin must be at least 1, for example 2.0, got {margin!r}.")
+        raise ValueError(f"margin must be finite and at least 1, got {margin!r}.")
     if not 0.0 < tolerance < 1.0:
         raise ValueError(f"tolerance must be between 0 and 1, got {tolerance!r}.")
     dtypes = [compute_dtype or x.dtype for _, x in tree_flatten(model.parameters())]
     if not any(dtype in HALF for dtype in dtypes):
         raise ValueError(
-            "Nothing here is in half precision: pass compute_dtype=mx.float16, or call "
-            "model.set_dtype(mx.float16) before."
+            "The model is not in half precision. Pass compute_dtype=mx.float16, or "
+            "call model.set_dtype(mx.float16) first."
         )
     if isinstance(batches, (mx.array, dict, str)) or not isinstance(batches, Iterable):
         raise TypeError(
-            "batches must be a list whose elements are the arguments of loss_fn, got "
-            f"{type(batches).__name__}."
+            "batches must be a list in which each element holds the arguments of "
+            f"loss_fn, got {type(batches).__name__}."
         )
     checked = [_as_batch(batch) for batch in batches]
     if not checked:
-        raise ValueError("There are no batches: pass at least one.")
+        raise ValueError("batches is empty. Pass at least one batch.")
     setting = Setting(model, loss_fn, compute_dtype, cast_inputs)
     return search_batches(setting, checked, margin, tolerance)
 
@@ -152,16 +152,18 @@ class _Search:
         if fault is not None:
             leaves = list_some(leaf.path for leaf in fault.leaves)
             why = {
-                "batch": f"Repair or drop samples with NaN or inf: {leaves}.",
-                "parameters": "Go back to an earlier checkpoint, because these "
-                f"parameters are NaN or inf: {leaves}.",
+                "batch": f"The batch contains NaN or inf in {leaves}. Remove or repair "
+                "these samples.",
+                "parameters": f"The parameters contain NaN or inf in {leaves}. Go back "
+                "to an earlier checkpoint.",
             }
             other = (
-                f"{fault.text} The loss is {reference.loss}. Look for a logarithm, a "
-                "division or a root of zero, and for a cast to half precision."
+                f"{fault.text} The loss is {reference.loss}. Look for a logarithm, "
+                "division or square root of zero, and for a cast to half precision."
             )
             raise NoCureFound(
-                f"{name} is not finite in float32 either. {why.get(fault.cause, other)}"
+                f"{name.capitalize()} gives non-finite values even in float32. "
+                f"{why.get(fault.cause, other)}"
             )
         self.references.append((batch, reference))
         calls = reference.loss_call
@@ -256,7 +258,7 @@ class _Search:
             cause = find_fault(self.setting, batch, half)
             if cause is not None and cause.cause == "arguments":
                 raise NoCureFound(
-                    f"{cause.text} Normalise it, or pass cast_inputs=False."
+                    f"{cause.text} Normalise the argument, or pass cast_inputs=False."
                 )
             loss_is_off = self._is_lossy(half, reference, gradients=False)
             fault = first_fault(half, reference, loss_is_off)
@@ -266,9 +268,9 @@ class _Search:
                 distance = half.gradient_distance(reference)
                 tolerance = distance / _GRADIENT_TOLERANCE * 1.5
                 raise NoCureFound(
-                    "Nothing overflows, but rounding moves the gradients "
-                    f"{distance:.0%} away from those of float32: pass "
-                    f"tolerance={tolerance:.2g} to accept that."
+                    "Nothing overflows, but rounding changes the gradients by "
+                    f"{distance:.0%} compared with float32. Pass "
+                    f"tolerance={tolerance:.2g} to accept this."
                 )
             path = fault.layer
             if path is None:
@@ -278,7 +280,7 @@ class _Search:
             while is_inside(path, *inside):
                 if not path:
                     raise NoCureFound(
-                        "The whole model in float32 is not enough either. "
+                        "Even computing the whole model in float32 is not enough. "
                         f"{fault.text} Look for a cast to half precision in the model "
                         "or in the loss function."
                     )
@@ -302,7 +304,7 @@ class _Search:
                 self.reasons[entry] = f"{off} in half precision"
                 return
         raise NoCureFound(
-            f"{off}, also if it is computed from float32 outputs. Look for a cast to "
+            f"{off}, even if it is computed from float32 outputs. Look for a cast to "
             "half precision or a division by zero in the loss function."
         )
 

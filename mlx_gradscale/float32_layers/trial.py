@@ -242,7 +242,7 @@ def run(
     The float32 layers are ``where``, or else the model's current ones.
     """
     if not flatten(setting.model.trainable_parameters()):
-        raise ValueError("The model has no trainable parameters: unfreeze some.")
+        raise ValueError("The model has no trainable parameters. Unfreeze some.")
     result = Run([path for path, _ in ordered_modules(setting.model)], scale)
     with handled(setting.model, lambda path, _: result.make_handler(path)):
         if in_float32:

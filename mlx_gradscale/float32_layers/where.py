@@ -48,8 +48,8 @@ def resolve(model: nn.Module, where: Any) -> list[Chain]:
     for path in every:
         if not has_method(type(modules[path]), "__call__"):
             raise ValueError(
-                f"{path or 'The model'!r} has no __call__ of its own: name the modules "
-                f"inside of it, for example '{path}{'.' if path else ''}*'."
+                f"{path or 'The model'!r} does not define __call__. Name the modules "
+                f"inside it, for example '{path}{'.' if path else ''}*'."
             )
     return [
         replace(chain, layers=layers)
@@ -64,7 +64,7 @@ def _is_outermost(path: str, paths: list[str]) -> bool:
 
 def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     if getattr(where, "problem", ""):
-        raise ValueError(f"No layers in float32 help. {where.problem}")
+        raise ValueError(f"Computing layers in float32 does not help. {where.problem}")
     where = getattr(where, "where", where)
     is_file = isinstance(where, str) and where.endswith(".json")
     if is_file or isinstance(where, os.PathLike):
@@ -74,12 +74,12 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     if callable(where):
         found = [path for path, module in modules.items() if where(path, module)]
         if not found:
-            raise ValueError("The function returns True for no module of the model.")
+            raise ValueError("The function returned True for none of the modules.")
         return found
     entries: list[Any] = list(where) if isinstance(where, Iterable) else [None]
     if not all(isinstance(entry, str) for entry in entries):
         raise TypeError(
-            "Name the layers by a path, a glob, a list of these, a function of path "
+            "The layers must be a path, a glob, a list of these, a function of path "
             f"and module, or a .json file, got {where!r}."
         )
     return entries
@@ -120,7 +120,7 @@ def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
     if not found:
         near = difflib.get_close_matches(name, [m for m in modules if m], 3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"{name!r} names no module.{hint}")
+        raise ValueError(f"The model has no module {name!r}.{hint}")
     return found
 
 
@@ -155,6 +155,6 @@ def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:
         if isinstance(layers, list) and all(isinstance(x, str) for x in layers):
             return layers
     raise ValueError(
-        f"{os.fspath(path)} is not a list of float32 layers. Write one with "
-        "find_float32_layers(...).save(path)."
+        f"{os.fspath(path)} does not contain a list of float32 layers. Create such a "
+        "file with find_float32_layers(...).save(path)."
     )

@@ -51,7 +51,7 @@ def plot_headroom(
     """
     rows = [row for row in search.rows if row.layer] or list(search.rows)
     if not rows:
-        raise ValueError(f"There is nothing to draw. {search.problem}".strip())
+        raise ValueError(f"There is nothing to plot. {search.problem}".strip())
     lost = [i for i, row in enumerate(rows) if row.overflows_inside or row.headroom < 0]
     titles = [f"all in float16: {len(lost)} of {len(rows)} layers overflow"]
     if search.where:

@@ -21,15 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``mlx_gradscale plot run.csv -o run.png``, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale plot",
-        description="Draw the history of a run: loss, loss scale and gradient norm, "
+        description="Plot the history of a run: loss, loss scale and gradient norm, "
         "with a mark at every skipped step.",
         epilog="example: mlx_gradscale plot run.csv -o run.svg --dark",
     )
-    parser.add_argument("history", help="a .csv or .jsonl file of a ScaleHistory")
+    parser.add_argument("history", help=".csv or .jsonl file of a ScaleHistory")
     parser.add_argument(
-        "-o", "--output", help="picture to write (default: HISTORY with .png)"
+        "-o", "--output", help="image to write (default: HISTORY with suffix .png)"
     )
-    parser.add_argument("--dark", action="store_true", help="for a dark page")
+    parser.add_argument("--dark", action="store_true", help="use a dark background")
     options = parser.parse_args(arguments)
     output = options.output or Path(options.history).with_suffix(".png")
 

@@ -59,7 +59,7 @@ def new_figure(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "Pictures need matplotlib. Run: pip install 'mlx_gradscale[plot]'."
+            "Plots require matplotlib. Run: pip install 'mlx_gradscale[plot]'"
         ) from error
     colors = {role: pair[dark] for role, pair in _COLORS.items()}
     colored = {key: colors[role] for role, keys in _COLORED.items() for key in keys}

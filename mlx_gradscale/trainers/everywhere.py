@@ -200,8 +200,9 @@ class Everywhere:
             warn_if_untrained(each.name, *each.n_applied_and_skipped())
         if self._parts and not steps:
             warn_user(
-                "Gradients were computed, but no optimizer of mlx.optimizers took a "
-                "step: whatever updates the weights is not guarded."
+                "Gradients were computed, but no mlx.optimizers.Optimizer took a step. "
+                "Weights that are updated in another way are not protected against "
+                "non-finite gradients."
             )
 
     def has_work(self, tree: Any, is_model: bool = True) -> bool:
@@ -213,7 +214,7 @@ class Everywhere:
             self._has_warned = True
             warn_user(
                 "This model has no half-precision parameters, so there is nothing to "
-                "scale. Cast it with model.set_dtype(mx.float16), or use compute_dtype."
+                "scale. Call model.set_dtype(mx.float16), or pass compute_dtype=."
             )
         return False
 
@@ -283,9 +284,9 @@ def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
     """Warn if every step of an optimizer was skipped."""
     if skipped and not applied:
         warn_user(
-            f"Nothing was trained: all {skipped} steps of {name} were skipped, because "
-            "their gradients were not finite. "
-            "mlx_gradscale.diagnostics.explain_overflow says where it begins."
+            f"The model was not trained: all {skipped} steps of {name} were skipped "
+            "because of non-finite gradients. To find the cause, call "
+            "mlx_gradscale.diagnostics.explain_overflow()."
         )
 
 

@@ -23,7 +23,7 @@ from ..files.text import printable
 
 _TESTED = "0.32.2"
 _INSTALL = (
-    f"This command was tested with mlx-lm {_TESTED}: pip install mlx-lm=={_TESTED}"
+    f"Install the version this command is tested with: pip install mlx-lm=={_TESTED}"
 )
 _DTYPES = ("float16", "bfloat16", "float32")
 # No defaults here, so that a YAML file can set them.
@@ -31,33 +31,33 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "dtype": {"choices": _DTYPES, "help": "Train in this dtype."},
     "loss-scale": {
         "metavar": "dynamic|NUMBER|off",
-        "help": "How to scale the loss; off only skips bad steps. Default: dynamic, "
-        "from a scale that is found on the first batch.",
+        "help": "Dynamic or fixed loss scale; off only skips non-finite steps. "
+        "Default: dynamic, starting from a scale found on the first batch.",
     },
     "max-grad-norm": {
         "metavar": "NORM",
         "type": float,
-        "help": "Clip the global norm of the gradients to this.",
+        "help": "Clip gradients to this global norm.",
     },
     "masters": {
         "choices": ("float32", "remainder"),
-        "help": "How master weights are stored: in float32, or as the 16 bits that "
-        "rounding lost, which takes less memory. Default: float32.",
+        "help": "Store master weights in float32, or only the 16 bits lost by rounding "
+        "(remainder), which takes less memory. Default: float32.",
     },
     "float32-layers": {
         "metavar": "FILE",
-        "help": "The .json file of the layers that compute in float32.",
+        "help": "JSON file that lists the layers to compute in float32.",
     },
     "history": {
         "metavar": "FILE",
         "help": "Write loss, scale and skipped steps to this .csv or .jsonl file, and "
-        "a picture beside it.",
+        "a plot next to it.",
     },
     "resume": {
         "action": "store_true",
         "default": None,
-        "help": "Continue from the last checkpoint in the adapter path, "
-        "bit-identically.",
+        "help": "Resume from the last checkpoint in the adapter path, with "
+        "bit-identical results.",
     },
 }
 
@@ -105,7 +105,7 @@ def _import_host() -> Any:
         from . import lora_training  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"mlx-lm is missing or has changed ({error}). {_INSTALL}"
+            f"mlx-lm is missing or incompatible ({error}). {_INSTALL}"
         ) from None
     return lora
 
@@ -117,8 +117,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.description = f"{parser.description or ''} With loss scaling.".strip()
     parser.epilog = (
         "example: mlx_gradscale lora --model my-model --data my-data --train --dtype "
-        f"float16. Tested with mlx-lm {_TESTED}; installed is "
-        f"{metadata.version('mlx-lm')}."
+        f"float16. Tested with mlx-lm {_TESTED}; version "
+        f"{metadata.version('mlx-lm')} is installed."
     )
     return parser
 
@@ -134,17 +134,17 @@ def read_options(arguments: Any) -> SimpleNamespace:
     options = SimpleNamespace(**{x: getattr(arguments, x, None) for x in names})
     if options.dtype not in (None, *_DTYPES):
         choices = ", ".join(_DTYPES)
-        raise ValueError(f"dtype must be one of {choices}, not {options.dtype}.")
+        raise ValueError(f"dtype must be one of {choices}, got {options.dtype}.")
     options.dtype = options.dtype and getattr(mx, options.dtype)
     options.masters = options.masters or "float32"
     options.history = history = options.history and Path(options.history)
     if history and history.suffix not in (".csv", ".jsonl"):
-        raise ValueError(f"history must be a .csv or .jsonl file, not {history}.")
+        raise ValueError(f"history must be a .csv or .jsonl file, got {history}.")
     options.float32_layers = layers = options.float32_layers and Path(
         options.float32_layers
     )
     if layers and not layers.is_file():
-        raise ValueError(f"float32_layers: there is no file {layers}.")
+        raise ValueError(f"The float32_layers file {layers} does not exist.")
     options.loss_scale = _loss_scale(options.loss_scale)
     wrap_optimizer(SGD(0.0), options)  # raises if another value is invalid
     return options
@@ -159,7 +159,7 @@ def _loss_scale(given: Any) -> str | float:
         return 1.0 if name in ("off", "false") else float(given)
     except ValueError:
         raise ValueError(
-            f"loss_scale must be dynamic, off or a positive number, not {given}."
+            f"loss_scale must be dynamic, off or a positive number, got {given}."
         ) from None
 
 
@@ -204,7 +204,7 @@ def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
     ):
         run(args, *rest)
     if args.train and not training.was_called:
-        raise ImportError(f"mlx-lm did not call train() of this command. {_INSTALL}")
+        raise ImportError(f"This version of mlx-lm is incompatible. {_INSTALL}")
     if args.train and options.history and mx.distributed.init().rank() == 0:
         _draw(options.history)
 
@@ -228,6 +228,6 @@ def _draw(history: Path) -> None:
     try:
         plot_history(history, picture)
     except ImportError as error:  # not a reason to fail after training
-        print(f"No picture of the history was drawn: {printable(error)}")
+        print(f"The history was not plotted: {printable(error)}")
     else:
-        print(f"The history is in {history}, and drawn in {picture}.")
+        print(f"Saved the history to {history} and its plot to {picture}.")

@@ -245,17 +245,17 @@ class Training:
         # Only rank 0 needs the folder.
         if self._world.size() == 1 and not self._folder.is_dir():
             raise FileNotFoundError(
-                f"There is nothing to resume in {self._folder}. A run with this "
-                "--adapter-path saves a checkpoint there every --save-every iterations."
+                f"There is no checkpoint to resume from in {self._folder}. Run without "
+                "--resume first; it saves a checkpoint every --save-every iterations."
             )
         saved = restore_checkpoint(self._folder, self._model, self.optimizer)
         for name, now in self._same().items():
             was = saved["same"].get(name)
             if was != now:
                 raise ValueError(
-                    f"{self._folder} was saved with {name} {was}, and this run has "
-                    f"{now}. Resume with {was}, or start a new run from its weights "
-                    "with --resume-adapter-file."
+                    f"The run in {self._folder} used {name} {was}, but this one uses "
+                    f"{name} {now}. Resume with the same value, or start a new run "
+                    "from its weights with --resume-adapter-file."
                 )
         self._iteration, self._epoch = saved["iteration"], saved["epoch"]
         self._batch, self._trained_tokens = saved["batch"], saved["trained_tokens"]
@@ -265,8 +265,8 @@ class Training:
             self.optimizer.learning_rate = self._arguments.learning_rate
             now = float(self.optimizer.learning_rate)
             if was != now:
-                rprint(f"The learning rate was {was:g} and is now {now:g}.")
+                rprint(f"The learning rate changed from {was:g} to {now:g}.")
         if self._arguments.iters <= self._iteration:
             rprint(
-                f"All {self._iteration} iterations are done. Raise --iters for more."
+                f"All {self._iteration} iterations are done. Raise --iters to continue."
             )

@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             exit_code = error
         finally:
             lines = here.report() or [
-                "Nothing to report: no gradient was scaled. Either the script scales "
-                "its own loss, or no model is in half precision (see --compute-dtype)."
+                "No gradients were scaled. Either the script does its own loss "
+                "scaling, or no model is in half precision (see --compute-dtype)."
             ]
             print(*lines, sep="\n", file=sys.stderr)
     if exit_code is not None:
@@ -71,22 +71,32 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--init-scale",
         type=float,
         metavar="SCALE",
-        help="the first loss scale; default: found on the first batch",
+        help="initial loss scale; default: found on the first batch",
     )
-    parser.add_argument("--max-grad-norm", type=float, metavar="NORM")
+    parser.add_argument(
+        "--max-grad-norm",
+        type=float,
+        metavar="NORM",
+        help="clip gradients to this global norm",
+    )
     parser.add_argument(
         "--compute-dtype",
         choices=("float16", "bfloat16"),
-        help="compute in this dtype with models that stay in float32",
+        help="compute in this dtype and keep the parameters in float32",
     )
     parser.add_argument(
         "--float32-layers",
         metavar="FILE|auto",
-        help="layers that compute in float32; auto finds them on the first batch",
+        help="JSON file that lists the layers to compute in float32, or auto to find "
+        "them on the first batch",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
-    parser.add_argument("script", help="the script, or with -m the module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="run a module, as python -m does"
+    )
+    parser.add_argument("script", help="script to run, or module with -m")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="arguments of the script"
+    )
     options = parser.parse_args(argv)
     scale, layers = options.init_scale, options.float32_layers
     try:
@@ -95,7 +105,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if not options.module and not os.path.isfile(options.script):
-        parser.error(f"there is no script {options.script}")
+        parser.error(f"the script {options.script} does not exist")
     if layers not in (None, "auto") and not os.path.isfile(layers):
-        parser.error(f"--float32-layers: there is no file {layers}")
+        parser.error(f"the --float32-layers file {layers} does not exist")
     return options

@@ -56,7 +56,7 @@ def test_success_says_how_to_resume(tmp_path, capsys):
 
 def test_entries_that_mlx_does_not_use_are_named(tmp_path, capsys):
     assert main(paths(tmp_path, usual() | {"args": {"lr": 1}})) == 0
-    assert "Kept unchanged in template.pt: epoch, args." in capsys.readouterr().err
+    assert "these entries unchanged: epoch, args." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_entries_that_mlx_does_not_use_are_named(tmp_path, capsys):
         (["--rename", "(=x"], "regular expression"),
         (["--rename", r"fc=\g<x>"], "regular expression"),
         (["--names", "no_such_file"], "No such file"),
-        (["--step", "-1"], "cannot be negative"),
+        (["--step", "-1"], "must be 0 or more"),
         (["--model-key", "net"], "no 'net'"),
         (["--limit", "operations"], "NAME=NUMBER"),
         (["--limit", "operations=5"], "--limit operations=..."),

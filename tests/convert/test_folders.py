@@ -50,8 +50,8 @@ def test_trainer_folder_comes_back_with_its_counters_moved(tmp_path, recwarn):
         step(model, run.optimizer)
     notes = save_torch(tmp_path / "back", model, run.optimizer, like=run.template)
     assert notes[0] == (
-        "Moved with the optimizer's steps: global_step 3 is now 6, epoch 0.5 is now 1, "
-        "last_epoch 3 is now 6, _step_count 4 is now 7."
+        "Changed to match the optimizer's step: global_step from 3 to 6, "
+        "epoch from 0.5 to 1, last_epoch from 3 to 6, _step_count from 4 to 7."
     )
     assert "rng_state.pth" in notes[1]
     assert "scheduler" not in notes[1]
@@ -160,10 +160,10 @@ def test_model_in_several_files_comes_back_as_one(end, tmp_path):
     load_torch(tmp_path / "out", again)
     assert mx.array_equal(again.fc.weight, weights["fc.weight"])
     first = next(source.glob("model-00001*"))
-    with pytest.raises(ConvertError, match="one of several files"):
+    with pytest.raises(ConvertError, match="one shard of a model"):
         load_torch(first, model)
     first.unlink()
-    with pytest.raises(ConvertError, match="of which 1 are there"):
+    with pytest.raises(ConvertError, match="contains only 1 of them"):
         load_torch(source, model)
 
 
@@ -258,8 +258,8 @@ def test_peft_lora_by_the_command_and_its_errors(tmp_path, capsys):
     ("files", "word"),
     [
         ({"zero_pp_rank_0_mp_rank_00_optim_states.pt": b"x"}, "zero_to_fp32"),
-        ({"epoch_1.pt": b"x", "epoch_2.pt": b"x"}, "give one file"),
-        ({"notes.txt": b"x"}, "holds no file that is named"),
+        ({"epoch_1.pt": b"x", "epoch_2.pt": b"x"}, "the path of a single file"),
+        ({"notes.txt": b"x"}, "contains no file with a name"),
     ],
 )
 def test_folders_of_other_kinds_are_explained(files, word, tmp_path):
@@ -298,7 +298,7 @@ def test_template_names_no_file_outside_the_folder_or_of_another_kind(name, tmp_
     model = Small()
     run = load_torch(source, model, Options(names=NAMES))
     run.template[name] = {"x": 1}
-    with pytest.raises(ValueError, match="The template names"):
+    with pytest.raises(ValueError, match="The template lists"):
         save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
 

@@ -182,7 +182,7 @@ def test_bad_states_are_refused_by_name(state, word):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="Unknown scaler format"):
+    with pytest.raises(ValueError, match="is not a scaler format"):
         read_state(TORCH, "caffe")
     with pytest.raises(TypeError, match="interval"):
         read_state(TORCH, interval=3)

@@ -182,7 +182,7 @@ def test_parameters_without_state_are_named_and_come_back_without(tmp_path):
     theirs = Side("Adam").steps(range(1), names=("a.weight", "a.bias"))
     path = theirs.save(tmp_path / "a.pt")
     mine = Mine(path)
-    assert any("b had no optimizer state" in note for note in mine.run.notes)
+    assert any("no optimizer state for b" in note for note in mine.run.notes)
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
@@ -197,7 +197,7 @@ def test_step_that_is_no_count_is_not_written(tmp_path):
     mine = Mine(Side("Adam").steps(range(1)).save(tmp_path / "a.pt"))
     for step in (float("nan"), float("inf"), -1.0):
         mine.optimizer.state["step"] = mx.array(step)
-        with pytest.raises(ConvertError, match="no count"):
+        with pytest.raises(ConvertError, match="not a step count"):
             mine.save(tmp_path / "b.pt")
 
 
@@ -245,7 +245,7 @@ def test_no_optimizer_of_pytorch_is_taken_for_another(cls):
             assert recognise(held["param_groups"], slots) == cls.__name__
         else:
             with pytest.raises(
-                ConvertError, match=r"no known kind.*--optimizer-key ''"
+                ConvertError, match=r"an unknown format.*--optimizer-key ''"
             ):
                 recognise(held["param_groups"], slots)
 
@@ -322,9 +322,9 @@ def test_group_key_that_is_not_the_optimizers_is_refused_until_accepted(tmp_path
 def test_wrong_options_are_named(tmp_path):
     path = Side("SGD").save(tmp_path / "a.pt")
     for options, word in (
-        ({"step": -5}, "cannot be negative"),
-        ({"optimizer": "Adam"}, "is not that of Adam"),
-        ({"optimizer": "Sophia"}, "not that of Sophia.*Known are"),
+        ({"step": -5}, "must be 0 or more"),
+        ({"optimizer": "Adam"}, "does not belong to Adam"),
+        ({"optimizer": "Sophia"}, "not belong to Sophia.*Supported optimizers are"),
     ):
         with pytest.raises(ConvertError, match=word):
             Mine(path, **options)
@@ -340,7 +340,7 @@ def test_learning_rates_that_do_not_fit_the_groups_are_refused(tmp_path):
     path = theirs.steps(range(1)).save(tmp_path / "a.pt")
     for rate, word in (
         (0.1, "different learning rates"),
-        ([0.1], "1 entries and the MLX optimizer 2"),
+        ([0.1], "1 entries, but the MLX optimizer has 2"),
     ):
         with pytest.raises(ValueError, match=word):
             load_torch(path, Params(), learning_rate=rate)

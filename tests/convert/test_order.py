@@ -118,7 +118,7 @@ def test_order_of_the_mlx_model_is_taken_for_safetensors_with_a_note():
     state, want = adam_state([names], tensors)
     found, notes = find(state, tensors, Pair(), is_ordered=False)
     assert found == want
-    assert "the order of the MLX model's layers was taken" in notes[0]
+    assert "the order of the MLX model's layers was used" in notes[0]
 
 
 def test_equal_modules_that_may_be_in_another_order_are_reported(tmp_path):
@@ -135,7 +135,7 @@ def test_equal_modules_that_may_be_in_another_order_are_reported(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     run = load_torch(tmp_path / "a.pt", model)
     (note,) = [note for note in run.notes if "may" in note or "exchanged" in note]
-    assert "0, 2 have the shapes of others" in note
+    assert "0, 2 have equal shapes" in note
     assert "--names" in note
     names = ("2.weight", "2.bias", "0.weight", "0.bias")
     run = load_torch(tmp_path / "a.pt", model, Options(names=names))

@@ -142,7 +142,7 @@ def test_run_born_in_mlx_takes_any_checkpoint_of_the_model_as_template(
     assert "--like" in capsys.readouterr().err
     like = ["--like", str(tmp_path / "like.pt")]
     assert main([*paths, *like, *model_flag("conv")]) == 0
-    with pytest.warns(UserWarning, match="Not updated since step 0"):
+    with pytest.warns(UserWarning, match="these entries are from step 0"):
         save_torch(
             tmp_path / "b.pt", model, optimizer, scaler, like=tmp_path / "like.pt"
         )
@@ -195,7 +195,7 @@ def test_weight_that_overflows_in_half_precision_is_an_error(tmp_path):
     model = Small()
     model.set_dtype(mx.float16)
     before = mx.array(model.fc.weight)
-    with pytest.raises(ConvertError, match=r"fc\.weight would overflow"):
+    with pytest.raises(ConvertError, match=r"overflow in .*: fc\.weight"):
         load_torch(tmp_path / "a.pt", model, loss_scaling=True)
     assert mx.array_equal(model.fc.weight, before)
 
@@ -212,7 +212,7 @@ class Apart(nn.Module):
 def test_tied_weights_that_mlx_keeps_apart_are_refused(tmp_path):
     weight = mx.arange(15, dtype=mx.float32).reshape(5, 3)
     pt.save(tmp_path / "a.pt", {"emb.weight": weight, "head.weight": weight})
-    with pytest.raises(ConvertError, match=r"two parameters.*\(embedding.as_linear\)"):
+    with pytest.raises(ConvertError, match=r"separate parameters.*embedding\.as_lin"):
         load_torch(tmp_path / "a.pt", Apart())
 
 
@@ -284,13 +284,13 @@ def test_template_can_be_used_for_every_epoch_and_warns_once(tmp_path):
     pt.save(tmp_path / "a.pt", start)  # fmt: skip
     model = Small()
     run = load_torch(tmp_path / "a.pt", model)
-    assert any("which MLX does not run" in note for note in run.notes)
+    assert any("is not converted" in note for note in run.notes)
     _, grads = nn.value_and_grad(model, lambda x: model.fc(x).sum())(mx.ones((1, 3)))
     run.optimizer.update(model, grads)
     run.template["epoch"] = 4
     with pytest.warns(UserWarning, match="best, scheduler") as warned:
         notes = save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    assert "since step 3 (the optimizer is at step 4)" in str(warned[0].message)
+    assert "at step 4, but these entries are from step 3" in str(warned[0].message)
     assert "epoch," not in notes[0]
     assert "arch" not in notes[0]
     run.optimizer.update(model, grads)
@@ -334,7 +334,7 @@ def test_without_optimizer_its_section_is_left_out(tmp_path):
     model = Small()
     run = load_torch(tmp_path / "a.pt", model)
     assert save_torch(tmp_path / "b.pt", model, like=run.template) == [
-        "The run has no optimizer state: it is left out."
+        "The run has no optimizer state, so none is written."
     ]
     assert list(pt.load(tmp_path / "b.pt")) == ["model", "epoch"]
     assert list(run.template.checkpoint) == ["model", "optimizer", "epoch"]
@@ -360,5 +360,5 @@ def test_schedule_continues_from_the_loaded_step_and_gives_the_next_rate(tmp_pat
     run.optimizer.update(model, grads)
     assert run.optimizer.learning_rate.item() == 0.5**4
     notes = save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    assert "its rate for the next step, 0.03125" in notes[0]
+    assert "rate of the next step, 0.03125" in notes[0]
     assert pt.load(tmp_path / "b.pt")["optimizer"]["param_groups"][0]["lr"] == 0.5**5

@@ -97,7 +97,7 @@ def test_after_freezing_the_remaining_parameters_are_stepped():
 
 def test_a_numpy_max_grad_norm_is_accepted_and_a_loss_is_no_function():
     assert wrapped(max_grad_norm=np.float32(2)).max_grad_norm == 2.0
-    with pytest.raises(TypeError, match="the function that computes the loss"):
+    with pytest.raises(TypeError, match="Expected a loss function"):
         wrapped().scale_loss(mx.array(1.0))
 
 
@@ -171,7 +171,7 @@ def test_the_norm_to_clip_to_can_be_changed_in_a_compiled_step():
     for bad in (0, -1.0, "1", None, True):
         with pytest.raises(ValueError, match="positive number"):
             optimizer.max_grad_norm = bad
-    with pytest.raises(AttributeError, match="without clipping"):
+    with pytest.raises(AttributeError, match="without max_grad_norm"):
         LossScaleOptimizer(optim.SGD(0.1)).max_grad_norm = 1.0
 
 
@@ -211,7 +211,7 @@ def test_dynamic_can_be_set_also_for_a_compiled_step():
     scaler = GradScaler(hysteresis=2)
     scaler.set_dynamic(False)
     assert not scaler.is_dynamic()
-    with pytest.raises(ValueError, match="only one of them"):
+    with pytest.raises(ValueError, match="not both"):
         GradScaler(hysteresis=2, backoff_interval=2)
 
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_wrapped_is_refused(arguments, message):
 
 @uncompiled
 def test_update_wants_a_model():
-    with pytest.raises(TypeError, match="takes a model first, got dict"):
+    with pytest.raises(TypeError, match="must be a model, got dict"):
         wrapped().update({"w": mx.ones(1)}, Mlp())
 
 
@@ -175,7 +175,7 @@ def test_a_max_grad_norm_that_is_none_is_refused(value):
 @uncompiled
 def test_a_wrapped_optimizer_inside_another_is_refused():
     nested = optim.MultiOptimizer([wrapped(), optim.SGD(0.1)], [lambda *_: True])
-    with pytest.raises(TypeError, match="wrap an optimizer only once"):
+    with pytest.raises(TypeError, match="cannot be wrapped"):
         LossScaleOptimizer(nested)
 
 
@@ -183,7 +183,7 @@ def test_a_wrapped_optimizer_inside_another_is_refused():
 def test_a_scaler_does_not_step_a_wrapped_optimizer():
     scaler = GradScaler()
     scaler.scale(mx.array(1.0))
-    with pytest.raises(TypeError, match="already has its own scaler"):
+    with pytest.raises(TypeError, match="has its own scaler"):
         scaler.step(wrapped(), Mlp(), {})
 
 
@@ -272,11 +272,11 @@ def spoil(state, path, value):
         (lambda s: spoil(s, "masters.layers.0.bias", mx.ones(3)), "of shape"),
         (
             lambda s: spoil(s, "masters.layers.0.bias", mx.full((16,), NAN)),
-            "'masters.layers.0.bias' in the state holds NaN",
+            "'masters.layers.0.bias' in the state contains NaN",
         ),
         (
             lambda s: spoil(s, "optimizer.layers.1.bias.v", mx.array([INF])),
-            "'optimizer.layers.1.bias.v' in the state holds NaN",
+            "'optimizer.layers.1.bias.v' in the state contains NaN",
         ),
         (lambda s: spoil(s, "scaler.scale", mx.array(0.0)), "scale must be positive"),
         (lambda s: s.pop("scaler.scale"), "scaler.scale"),

@@ -207,8 +207,8 @@ def test_a_field_beyond_its_bound_is_refused_by_name(name, value, error):
 def test_the_scale_has_to_lie_between_min_scale_and_max_scale():
     rule.check({"min_scale": 8.0, "max_scale": 8.0, "scale": 8.0})
     for wrong, says in [
-        ({"min_scale": 8.0, "max_scale": 4.0}, "above max_scale"),
-        ({"min_scale": 8.0, "scale": 4.0}, "not between min_scale 8.0"),
+        ({"min_scale": 8.0, "max_scale": 4.0}, "not exceed max_scale"),
+        ({"min_scale": 8.0, "scale": 4.0}, "between min_scale 8.0"),
         ({"max_scale": 8.0, "scale": 16.0}, "max_scale 8.0"),
     ]:
         with pytest.raises(ValueError, match=says):
@@ -218,7 +218,7 @@ def test_the_scale_has_to_lie_between_min_scale_and_max_scale():
 def test_hysteresis_and_backoff_interval_exclude_each_other():
     rule.check({"hysteresis": 2, "backoff_interval": 1})
     rule.check({"hysteresis": 1, "backoff_interval": 2})
-    with pytest.raises(ValueError, match="only one of them"):
+    with pytest.raises(ValueError, match="not both"):
         rule.check({"hysteresis": 2, "backoff_interval": 2})
 
 

@@ -68,7 +68,7 @@ def test_a_float16_loss_warns_once_and_backs_off_until_it_fits():
         for _ in range(6):
             _, gradients = loss_and_grad(x, y)
             scaler.minimize(optimizer, model, gradients)
-    assert sum("Reduce the loss in float32" in str(w.message) for w in caught) == 1
+    assert sum("Compute the loss in float32" in str(w.message) for w in caught) == 1
     assert scaler.get_scale() <= 32768
     assert scaler.last_step_applied.item()
 
@@ -105,7 +105,7 @@ def test_a_batch_that_is_dropped_after_its_gradients_moves_the_scale():
         del grads
     assert bits(model.parameters()) == before
     assert scaler.skipped_steps.item() == 0
-    with pytest.raises(RuntimeError, match="nothing recorded"):
+    with pytest.raises(RuntimeError, match="without a step"):
         scaler.update()
 
 
@@ -322,7 +322,7 @@ def test_a_step_without_gradients_is_refused(grads):
     scaler, model = used(), Mlp()
     before = bits([model.parameters(), scaler.state])
     for call in (scaler.minimize, scaler.step):
-        with pytest.raises(ValueError, match="no gradients to step with"):
+        with pytest.raises(ValueError, match="There are no gradients"):
             call(optim.Adam(0.1), model, grads)
     assert bits([model.parameters(), scaler.state]) == before
 

@@ -43,13 +43,13 @@ def test_the_two_modes_are_not_mixed_and_the_error_says_which_was_first():
             for a, b in ((first, second), (second, first)):
                 scaler = GradScaler()
                 a(scaler)
-                with pytest.raises(RuntimeError, match="scale the loss themselves"):
+                with pytest.raises(RuntimeError, match="without calling scale"):
                     b(scaler)
                 a(scaler)
 
 
 def test_a_device_as_in_pytorch_is_refused():
-    with pytest.raises(TypeError, match="takes no device"):
+    with pytest.raises(TypeError, match="has no device argument"):
         GradScaler("cuda")
     with pytest.raises(TypeError, match="device"):
         GradScaler(device="mps")
@@ -66,11 +66,11 @@ def test_a_subclass_may_take_arguments_of_its_own():
 
 def test_value_and_grad_wants_a_model_and_a_function():
     model, scaler = Mlp(), GradScaler()
-    with pytest.raises(TypeError, match="takes a model first, got function"):
+    with pytest.raises(TypeError, match="must be a model, got function"):
         scaler.value_and_grad(mse(model), model)
     with pytest.raises(TypeError, match="keep must be a function"):
         scaler.value_and_grad(model, mse(model), mx.float16, keep="layers.0")
-    with pytest.raises(ValueError, match="need compute_dtype"):
+    with pytest.raises(ValueError, match="require compute_dtype"):
         scaler.value_and_grad(model, mse(model), cast_inputs=False)
 
 
@@ -99,7 +99,7 @@ def update_first(scaler, optimizer):
         (unscale_twice, "twice"),
         (unscale_after_step, "after step"),
         (step_twice, "call update"),
-        (update_first, "nothing recorded"),
+        (update_first, "without a step"),
     ],
 )
 def test_calls_out_of_order_are_refused(misuse, message):
@@ -196,7 +196,7 @@ def test_keep_needs_a_compute_dtype():
     ids=str,
 )
 def test_bad_settings_are_refused_by_the_constructor(arguments, error):
-    with pytest.raises(error, match=r"must be|above|not between|leave out"):
+    with pytest.raises(error, match=r"must be|must not exceed|Omit"):
         GradScaler(**arguments)
 
 
@@ -253,7 +253,7 @@ def test_a_model_in_place_of_gradients_is_refused_and_stays_as_it_was():
     model, optimizer, scaler = nn.Linear(2, 1), optim.SGD(1.0), GradScaler()
     scaler.scale(mx.array(1.0))
     before = np.array(model.weight)
-    with pytest.raises(TypeError, match="takes gradients, got a model"):
+    with pytest.raises(TypeError, match="takes the gradients, got a model"):
         scaler.unscale_(optimizer, model)
     with pytest.raises(TypeError, match=r"gradients must be a dict.*Linear"):
         scaler.step(optimizer, model, model)

@@ -134,7 +134,7 @@ def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
 
 def test_a_whole_checkpoint_is_refused():
     scaler = GradScaler()
-    with pytest.raises(KeyError, match="load the part that holds the scaler"):
+    with pytest.raises(KeyError, match="pass only the scaler's part"):
         scaler.load_state_dict({"epoch": 3, "scaler": scaler.state_dict()})
 
 

@@ -48,9 +48,9 @@ def test_model_and_random_state_are_unchanged():
 def test_batch_that_no_scale_cures_raises():
     model, (x, y) = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
     scaler = GradScaler(8.0)
-    with pytest.raises(ValueError, match="loss of this batch is nan at any loss scale"):
+    with pytest.raises(ValueError, match="loss on this batch is nan at any loss scale"):
         calibrate(scaler, model, mse(model), x * float("nan"), y)
-    with pytest.raises(ValueError, match="gradients of this batch are not finite at"):
+    with pytest.raises(ValueError, match="gradients on this batch are non-finite at"):
         calibrate(scaler, model, lambda x: mx.sqrt(model(x).sum() * 0), x)
     assert scaler.get_scale() == 8.0
 

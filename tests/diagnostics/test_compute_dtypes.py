@@ -33,7 +33,7 @@ def test_first_promoted_layer_is_named_and_the_model_unchanged():
     assert report.first.inputs == (mx.float32,)
     text = str(report)
     assert "embedding" in text
-    assert "'out' of Masked has float16 parameters and computes in float32" in text
+    assert "'out' of Masked has float16 parameters but computes in float32" in text
     assert "masks, positions" in text
     assert type(model.out) is nn.Linear
     assert bits(model.parameters()) == before

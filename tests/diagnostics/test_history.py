@@ -186,7 +186,7 @@ def test_other_file_is_refused_and_left_alone(tmp_path, name, content):
     content = content.replace("{header}", header)
     path.write_text(content)
     for use in (ScaleHistory, ScaleHistory.load):
-        with pytest.raises(ValueError, match=r"is not a history: line \d is "):
+        with pytest.raises(ValueError, match=r"is not a history file \(line \d is "):
             use(path)
     assert path.read_text() == content
 

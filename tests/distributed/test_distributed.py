@@ -174,8 +174,8 @@ def test_from_rank_0_restores_every_rank_or_raises_on_all(ranks):
         assert report["tree"]
         assert report["kinds"]
         assert "no such file.safetensors" in report["missing"]
-        assert ("Rank 0 could not load" in report["missing"]) == (rank > 0)
-        assert "Convert it to None" in report["unsupported"]
+        assert ("Loading failed on rank 0" in report["missing"]) == (rank > 0)
+        assert "unsupported type" in report["unsupported"]
         assert report["after"] == 1
 
 
@@ -183,7 +183,7 @@ def test_calibrate_finds_one_scale_for_all_ranks(two):
     scale = equal([{"scale": report["calibrated"]["scale"]} for report in two], "scale")
     for rank, report in enumerate(report["calibrated"] for report in two):
         assert report["after"] == scale
-        own = "The loss of this batch is nan", "failed on another rank"
+        own = "The loss on this batch is nan", "failed on another rank"
         assert own[rank] in report["bad"]
 
 
@@ -249,7 +249,7 @@ def test_misuse_says_what_to_do():
         LossScaleOptimizer(sgd, average=True)
     with pytest.raises(TypeError, match="average must be True or False"):
         LossScaleOptimizer(sgd, group=group, average="float32")
-    with pytest.raises(ValueError, match="has to know what the gradients are"):
+    with pytest.raises(ValueError, match="requires average= or sharded="):
         LossScaleOptimizer(sgd, group=group, max_grad_norm=1.0)
-    with pytest.raises(ValueError, match="another group"):
+    with pytest.raises(ValueError, match="a different group"):
         LossScaleOptimizer(sgd, GradScaler(group=mx.distributed.init()), group=group)

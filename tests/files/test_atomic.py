@@ -107,11 +107,11 @@ def test_link_keeps_pointing_to_the_new_file(tmp_path):
 
 
 def test_devices_and_folders_are_not_replaced(tmp_path):
-    with pytest.raises(OSError, match="is a device or socket, not a file"):
+    with pytest.raises(OSError, match="is a device or socket"):
         write("file", Path(os.devnull))
-    with pytest.raises(IsADirectoryError, match="is a folder, not a file"):
+    with pytest.raises(IsADirectoryError, match="is a folder"):
         write("file", tmp_path)
-    with pytest.raises(FileNotFoundError, match="There is no folder"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         write("file", tmp_path / "none" / "out")
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*none'"):
         write("folder", tmp_path / "none" / "out")

@@ -23,7 +23,7 @@ from mlx_gradscale.inspect import describe
     "name", ["", ".", "..", "a/b", "a\\b", "/etc/passwd", "a\nb", "\x1b[2J", None, 3]
 )
 def test_name_of_more_than_one_plain_component_is_refused(name):
-    with pytest.raises(ValueError, match="which is not a plain name"):
+    with pytest.raises(ValueError, match="which is not a plain file name"):
         check_name(name, "index.json")
 
 
@@ -38,7 +38,7 @@ def test_check_file_refuses_what_cannot_be_written(tmp_path):
         check_file(tmp_path)
     with pytest.raises(OSError, match="is a pipe"):
         check_file(tmp_path / "pipe", overwrite=True)
-    with pytest.raises(FileNotFoundError, match="There is no folder"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         check_file(tmp_path / "none" / "new")
 
 

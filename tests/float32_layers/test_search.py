@@ -259,10 +259,10 @@ def cast_in_the_model(model, loss_fn):
 
 X_IS_HALF = []
 HOPELESS = {
-    "weights": (break_weight, "Go back to an earlier .*: layers.1.weight"),
+    "weights": (break_weight, "in layers.1.weight. Go back to an earlier"),
     "batch": (
         lambda model, loss_fn: (loss_fn, X * float("inf")),
-        r"Repair or drop samples .*: args\[0\]",
+        r"NaN or inf in args\[0\]",
     ),
     "logarithm": (
         lambda model, loss_fn: (lambda x: mx.log(loss_fn(x) * 0), X),
@@ -270,14 +270,14 @@ HOPELESS = {
     ),
     "input": (
         lambda model, loss_fn: (lambda x: loss_fn(mx.log(x * 0)), X),
-        "not finite in float32 either. First in the output of layers.0",
+        "non-finite values even in float32. It starts in the output of layers.0",
     ),
     "root": (
         lambda model, loss_fn: (
             lambda x: mx.sqrt(model(x).astype(mx.float32) * 0).sum(),
             X,
         ),
-        "not finite in float32 either. First in the gradient",
+        "non-finite values even in float32. It starts in the gradient",
     ),
     "cast in the loss": (
         lambda model, loss_fn: (lambda x: (loss_fn(x) * 1e9).astype(HALF), X),
@@ -297,9 +297,9 @@ def test_reason_is_given_where_no_layers_help(name, tmp_path):
     assert_same(model, before)
     with pytest.raises(ValueError, match=message):
         float32_layers(model, found)
-    with pytest.raises(ValueError, match="nothing to save"):
+    with pytest.raises(ValueError, match="no layers to save"):
         found.save(tmp_path / "layers.json")
-    assert str(found).startswith("No layers in float32 help.")
+    assert str(found).startswith("Computing layers in float32 does not help.")
 
 
 def test_arguments_too_large_for_float16_are_reported():
@@ -322,17 +322,17 @@ def scaled():
 
 
 MISUSE = {
-    "no batches": (make, [], {}, ValueError, "no batches: pass at least one"),
+    "no batches": (make, [], {}, ValueError, "batches is empty"),
     "an array": (make, X, {}, TypeError, "batches must be a list"),
     "a number": (make, 3, {}, TypeError, "batches must be a list"),
     "too many arguments": (make, [(X, X)], {}, TypeError, "positional argument"),
-    "margin": (make, [X], {"margin": 0.5}, ValueError, "margin must be at least 1"),
+    "margin": (make, [X], {"margin": 0.5}, ValueError, "margin must be finite"),
     "tolerance": (make, [X], {"tolerance": 0}, ValueError, "between 0 and 1"),
     "dtype": (make, [X], {"compute_dtype": mx.int8}, ValueError, "=mx.float16"),
-    "frozen": (frozen, [X], {}, ValueError, "unfreeze some"),
+    "frozen": (frozen, [X], {}, ValueError, "Unfreeze some"),
     "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
-    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "Expected the function"),
-    "scaled": (scaled, [X], {}, TypeError, "comes from scale_loss"),
+    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "Expected a loss function"),
+    "scaled": (scaled, [X], {}, TypeError, "returned by scale_loss"),
 }
 
 

@@ -87,13 +87,13 @@ def test_layers_are_named_by(where, expected):
 
 REFUSED = {
     "nearest": ("shelf.blocks.1.mpl", ValueError, r"mean shelf\.blocks\.1\.mlp"),
-    "far": ("zzzzzzzz", ValueError, r"names no module\.$"),
+    "far": ("zzzzzzzz", ValueError, r"has no module 'zzzzzzzz'\.$"),
     "array": ("head.weight", ValueError, "mean head"),
-    "never called": ("shelf", ValueError, r"no __call__ of its own.*shelf\.\*"),
+    "never called": ("shelf", ValueError, r"does not define __call__.*shelf\.\*"),
     "chain": ("norm to haed", ValueError, "mean head"),
-    "only the loss": (" to the loss to norm", ValueError, "'the loss' names no module"),
-    "predicate": (lambda path, module: False, ValueError, "True for no module"),
-    "none": (None, TypeError, "Name the layers by"),
+    "only the loss": (" to the loss to norm", ValueError, "no module 'the loss'"),
+    "predicate": (lambda path, module: False, ValueError, "True for none of"),
+    "none": (None, TypeError, "The layers must be"),
 }
 
 

@@ -162,7 +162,7 @@ def test_nothing_to_draw_is_an_error_and_writes_no_file(run, tmp_path):
         plot_history(ScaleHistory())
     with pytest.raises(ValueError, match="zero"):
         plot_gradients({"w": mx.zeros(3)})
-    with pytest.raises(ValueError, match=r"nothing to draw. Weights are NaN"):
+    with pytest.raises(ValueError, match=r"nothing to plot. Weights are NaN"):
         plot_headroom(Float32Search([], problem="Weights are NaN."))
     with pytest.raises(ValueError, match=r"'txt' is not supported .*png"):
         plot_history(run, tmp_path / "run.txt")

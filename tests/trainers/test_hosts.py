@@ -344,7 +344,7 @@ def test_a_run_that_never_trains_warns_on_the_way_and_at_the_end(compiled):
         run()
     *on_the_way, last = (str(each.message) for each in warned)
     assert any("steps in a row were skipped" in text for text in on_the_way)
-    assert last.startswith("Nothing was trained: all 120 steps of AdamW were")
+    assert last.startswith("not trained: all 120 steps of AdamW were")
     assert bits(model.parameters()) == before
 
 
@@ -357,7 +357,7 @@ def test_weights_that_no_optimizer_updates_are_reported():
             new = tree_map(lambda p, g: p - 0.1 * g, model.parameters(), grads)
             model.update(new)
 
-    with pytest.warns(UserWarning, match="no optimizer of mlx.optimizers took a step"):
+    with pytest.warns(UserWarning, match="no mlx.optimizers.Optimizer took a step"):
         run()
 
 
