@@ -105,6 +105,7 @@ class Backward:
         self._pending: list[weakref.ref[Unscaled]] = []
         self._last_call: _ScaledCall | None = None
         self._warned: set[str] = set()
+        self._has_derivative = False
         #: Whether gradients have been computed since the last update.
         self.has_gradients = False
 
@@ -124,7 +125,7 @@ class Backward:
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_checked
             if not is_checked:
-                self._warn_about_promotion(model, args)
+                self._warn_about_dtypes(model, args)
                 is_checked = True
             scale = self._state["scale"]
             outputs, scaled = differentiate(
@@ -214,6 +215,26 @@ class Backward:
                 "there are none. Pass the model: scale_loss(loss_fn, model)."
             )
 
+    def note_derivative(self, scaled: mx.array) -> Any:
+        """Return the result of ``scale()``, and note when it is differentiated."""
+        identity = mx.custom_function(lambda x: x)
+
+        def pass_on(primals: Any, cotangent: mx.array, _: Any) -> mx.array:
+            self._has_derivative = True
+            return cotangent
+
+        identity.vjp(pass_on)
+        return identity(scaled)
+
+    def check_derivative(self) -> None:
+        """Warn about gradients that cannot come from ``scale()``."""
+        if not self._has_derivative:
+            self.warn_once(
+                "scale() was called, but its result was never differentiated, so these "
+                "gradients are not scaled and would become too small. Call scale() "
+                "inside the function that you differentiate, or use value_and_grad()."
+            )
+
     # Warnings
 
     def check_loss_dtype(self, loss: mx.array) -> None:
@@ -225,7 +246,19 @@ class Backward:
                 "float32, for example from logits.astype(mx.float32)."
             )
 
-    def _warn_about_promotion(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        half = [
+            path
+            for path, module in model.named_modules()
+            if isinstance(module, nn.BatchNorm)
+            and getattr(module.get("running_var"), "dtype", None) == mx.float16
+        ]
+        if half:
+            self.warn_once(
+                f"{type(model).__name__} has BatchNorm layers with running statistics "
+                f"in half precision ({', '.join(sorted(half))}), where a variance above 65504 "
+                "is inf. Keep them in float32 with mlx_gradscale.float32_layers()."
+            )
         given = next((x for x in args if isinstance(x, mx.array)), None)
         if given is None or given.dtype != mx.float32:
             return

@@ -25,6 +25,8 @@ _SCALED = "scale()"
 _START_AFRESH = "After an interrupted iteration, call update(get_scale()) first."
 # A run that skips this many steps in a row is not training.
 SKIPS_TO_WARN = 50
+# At this scale a gradient of 1e-3 is the smallest that float16 can represent.
+LOW_SCALE = 2.0**-14
 
 
 @dataclass
@@ -246,11 +248,11 @@ class GradScaler:
         arrays(outputs)
         self._set_mode(_SCALED)
 
-        def scaled(x: mx.array) -> mx.array:
+        def scaled(x: mx.array) -> Any:
             self._backward.check_loss_dtype(x)
             is_complex = mx.issubdtype(x.dtype, mx.complexfloating)
             x = x if is_complex else x.astype(mx.float32)
-            return x * self._state["scale"]
+            return self._backward.note_derivative(x * self._state["scale"])
 
         return tree_map(scaled, outputs)
 
@@ -275,7 +277,8 @@ class GradScaler:
             >>> import mlx.core as mx, mlx.optimizers as optim
             >>> from mlx_gradscale import GradScaler
             >>> scaler, optimizer = GradScaler(init_scale=8.0), optim.SGD(0.1)
-            >>> grads = {"w": scaler.scale(mx.array(0.5))}
+            >>> loss_fn = lambda weights: scaler.scale(0.5 * weights["w"])
+            >>> grads = mx.grad(loss_fn)({"w": mx.array(1.0)})
             >>> scaler.unscale_(optimizer, grads) is grads, grads
             (True, {'w': array(0.5, dtype=float32)})
         """
@@ -293,6 +296,8 @@ class GradScaler:
                 "update(). Call unscale_(), step() and update() in this order. "
                 f"{_START_AFRESH}"
             )
+        if is_scaled:
+            self._backward.check_derivative()
         inverse = 1.0 / self._state["scale"] if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
@@ -382,6 +387,7 @@ class GradScaler:
         is_model = isinstance(grads, nn.Module)  # rejected by match()
         if self._mode != _SCALED or not is_scaled or is_model or not arrays(grads):
             return grads
+        self._backward.check_derivative()
         return self._backward.unscale(grads, 1.0 / self._state["scale"])
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
@@ -492,7 +498,13 @@ class GradScaler:
         self._set("dynamic", dynamic)
 
     def _get(self, name: str) -> Any:
-        return rule.read_field(name, self._state[name])
+        try:
+            return rule.read_field(name, self._state[name])
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                "The state of this scaler has no values. Do not read it inside "
+                "mx.compile, and list scaler.state in its inputs= and outputs=."
+            ) from error
 
     def _set(self, name: str, value: Any) -> None:
         rule.check({key: self._get(key) for key in rule.SETTINGS} | {name: value})
@@ -551,7 +563,7 @@ class GradScaler:
         try:
             values = rule.read(self._state)
         except (RuntimeError, ValueError):  # inside mx.compile there are no values
-            return "GradScaler(being traced)"
+            return "GradScaler(state without values: see mx.compile)"
         usual = {name: default for name, (_, default) in rule.SETTINGS.items()}
         shown = ["scale", *(k for k in usual if values[k] != usual[k]), "skipped_steps"]
         return f"GradScaler({', '.join(f'{k}={values[k]}' for k in shown)})"
@@ -594,21 +606,22 @@ def _advance(
 class SkipWatch:
     """Warn about a run that skips every step, without waiting for the device.
 
-    It reads a counter from 50 updates ago, which has already been evaluated.
+    It reads counters that are at least 50 updates old and have been evaluated by now.
     """
 
     def __init__(self) -> None:
-        self._n_updates = 0
-        self._earlier: mx.array | None = None
+        self._earlier: list[tuple[mx.array, mx.array]] = []
+        self._latest: list[tuple[mx.array, mx.array]] = []
 
     def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Count one update; check the counter every 50 updates."""
-        self._n_updates += 1
-        if self._n_updates % SKIPS_TO_WARN:
+        """Record the counters after an update, and check them every 50 updates."""
+        self._latest.append((state["consecutive_skips"], state["scale"]))
+        if len(self._latest) < SKIPS_TO_WARN:
             return
-        earlier, self._earlier = self._earlier, state["consecutive_skips"]
+        earlier, self._earlier, self._latest = self._earlier, self._latest, []
         try:
-            skips: Any = 0 if earlier is None else earlier.item()
+            skips = max((int(count.item()) for count, _ in earlier), default=0)  # type: ignore[arg-type]
+            scale: Any = earlier[-1][1].item() if earlier else 1.0
         except (RuntimeError, ValueError):  # left over from inside mx.compile
             return
         if skips >= SKIPS_TO_WARN:
@@ -617,6 +630,12 @@ class SkipWatch:
                 "non-finite gradients, so the model is not training. To find the "
                 "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
                 "loss_fn, *batch)."
+            )
+        if scale < LOW_SCALE:
+            warn(
+                f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
+                "underflow to zero. Once the overflows have stopped, reset it with "
+                "scaler.update(65536.0). GradScaler(min_scale=1.0) prevents this."
             )
 
 

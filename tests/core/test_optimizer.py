@@ -125,7 +125,7 @@ def test_signature_and_repr_show_the_settings():
 
     scaler, texts = GradScaler(), []
     traced(mx.array(2.0))
-    assert texts == ["GradScaler(being traced)"]
+    assert texts == ["GradScaler(state without values: see mx.compile)"]
 
 
 def test_a_numpy_bool_and_a_one_element_array_are_accepted():

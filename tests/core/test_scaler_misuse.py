@@ -260,3 +260,37 @@ def test_a_model_in_place_of_gradients_is_refused_and_stays_as_it_was():
     with pytest.raises(TypeError, match=r"gradients must be a dict.*Linear"):
         LossScaleOptimizer(optimizer).update(model, model)
     assert np.array_equal(np.array(model.weight), before)
+
+
+def test_scale_outside_of_the_differentiated_function_warns():
+    model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(64.0)
+    loss, grads = nn.value_and_grad(model, mse(model))(*batch())
+    scaler.scale(loss)
+    with pytest.warns(UserWarning, match="its result was never differentiated"):
+        scaler.step(optimizer, model, grads)
+
+
+def test_scale_inside_of_the_differentiated_function_does_not_warn():
+    model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(64.0)
+    scaled = nn.value_and_grad(model, lambda x, y: scaler.scale(mse(model)(x, y)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            _, grads = scaled(*batch())
+            scaler.step(optimizer, model, grads)
+            scaler.update()
+
+
+@pytest.mark.compiles
+def test_scaler_that_a_compiled_step_does_not_list_says_so_when_it_is_read():
+    model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(64.0)
+    loss_and_grad = scaler.value_and_grad(model, mse(model))
+    optimizer.init(model.trainable_parameters())
+
+    def step(x, y):
+        scaler.minimize(optimizer, model, loss_and_grad(x, y)[1])
+
+    state = [model.state, optimizer.state]
+    mx.compile(step, inputs=state, outputs=state)(*batch())
+    with pytest.raises(RuntimeError, match=r"list scaler\.state in its inputs="):
+        scaler.get_scale()
