@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    """Write the side that does not exist yet, or the one given by ``--to``."""
+    """Convert to the path that does not exist yet, or in the direction of ``--to``."""
     torch_path, mlx_path = arguments.torch_path, arguments.mlx_path
     sides = {"mlx": torch_path.exists(), "torch": mlx_path.exists()}
     if arguments.to is None and sides["mlx"] == sides["torch"]:

@@ -29,7 +29,7 @@ class TorchRun:
         scaler (GradScaler, optional): With PyTorch's state.
         template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
-        notes (list): Sentences on what differs in MLX or was left out.
+        notes (list): Differences in MLX, and entries that were left out.
     """
 
     optimizer: Optimizer | None

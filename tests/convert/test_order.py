@@ -84,7 +84,7 @@ def test_doubt_is_an_error_that_asks_for_names():
     assert find(state, tensors)[0] == want
     for names, word in (
         (("a", "b"), "2 names, but the optimizer has 3"),
-        (("a", "b", "x"), "'x' is not in the model"),
+        (("a", "b", "x"), "'x' does not occur in the model"),
         (("a", "b", "b"), "'b' more than once"),
     ):
         with pytest.raises(ConvertError, match=word):

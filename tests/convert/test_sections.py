@@ -58,7 +58,7 @@ def test_several_models_need_a_name_and_averages_do_not():
         find_sections({"a": model, "b": other})
     assert find_sections({"a": model, "b": other}, {"model": "b"}).model == ("b",)
     several = {"a": model, "b": other, "optimizers": [optimizer, small(7)[1]]}
-    with pytest.raises(ConvertError, match=r"optimizers/0, optimizers/1.*several"):
+    with pytest.raises(ConvertError, match=r"several.*optimizers/0, optimizers/1"):
         find_sections(several, {"model": "a"})
     found = find_sections(several, {"model": "a", "optimizer": "optimizers/1"})
     assert found.optimizers == [("optimizers", 1)]
