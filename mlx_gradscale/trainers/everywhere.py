@@ -219,7 +219,7 @@ class Everywhere:
         return False
 
     def part_of(self, owner: Any, make: Callable[[], _Part]) -> Any:
-        """Return our state for a model or an optimizer, created by ``make`` if needed."""
+        """Return our state for a model or an optimizer, creating it if needed."""
         self.n_calls += 1
         found = next((each for each in self._parts if each.owner() is owner), None)
         if found is None:
@@ -268,7 +268,8 @@ def find_first_scale(
     """Find the scale on the first batch, so that a short run does not lose steps.
 
     Starting from 65536 and halving once per step, a run of 42 steps lost 13 of them. If
-    no scale makes the loss finite, the scale stays; skipped steps are reported later.
+    no scale makes the loss finite, it is left unchanged; the skipped steps cause a
+    warning later.
     """
     from ..diagnostics import calibrate
 
