@@ -268,8 +268,8 @@ def find_first_scale(
     """Find the scale on the first batch, so that a short run does not lose steps.
 
     Starting from 65536 and halving once per step, a run of 42 steps lost 13 of them. If
-    no scale makes the loss finite, it is left unchanged; the skipped steps cause a
-    warning later.
+    no scale makes the loss finite, the scale does not change, and a warning about the
+    skipped steps follows later.
     """
     from ..diagnostics import calibrate
 
