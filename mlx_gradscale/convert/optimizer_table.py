@@ -153,7 +153,10 @@ def recognise(
     and state. A ``name`` given by the user is checked.
     """
     if not groups:
-        raise ConvertError("The optimizer state has no parameter groups.")
+        raise ConvertError(
+            "The optimizer state has no parameter groups. Leave the optimizer out with "
+            "--optimizer-key ''."
+        )
     held = set(slots)
     fits = [n for n, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
     if name in fits:

@@ -127,7 +127,7 @@ class Order:
         # mlx-lm orders some layers differently from Transformers (Llama's gate, down
         # and up, GPT-2's norms).
         if hasattr(model, "sanitize"):
-            raise ConvertError("No known order.")
+            raise ConvertError("The order of an mlx-lm model is not PyTorch's.")
         entries = self.plan.entries
         names = [name for name, _ in tree_flatten(model.parameters())]
         place = {name: i for i, name in enumerate(names)}

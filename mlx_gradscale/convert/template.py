@@ -163,7 +163,10 @@ def make_template(
         template.plan = make_plan(tensors, model, options)
         notes += template.plan.notes() + model_notes(model)
     elif model is not None and options.keys.get("model") != "":
-        raise ConvertError("The checkpoint contains no state dict of a model.")
+        raise ConvertError(
+            "The checkpoint contains no state dict of a model. Omit the model, or pass "
+            "the key of its state dict with --model-key."
+        )
     elif found.optimizers:
         raise ConvertError(
             "The optimizer cannot be converted without its model. Leave the optimizer "
@@ -268,7 +271,7 @@ def _parse(value: Mapping[str, Any]) -> Template:
 
 def _expect(is_right: Any) -> None:
     if not is_right:
-        raise ConvertError("its entries contradict each other")
+        raise ConvertError("its entries are inconsistent")
 
 
 def build_optimizer(

@@ -101,7 +101,10 @@ class ScaleHistory:
             grad_norm = getattr(source, "grad_norm", None)
         for x in (grad_norm, loss):
             if isinstance(x, mx.array) and x.size != 1:
-                raise ValueError(f"Expected one number per step, got shape {x.shape}.")
+                raise ValueError(
+                    "loss and grad_norm must be single numbers, got an array of shape "
+                    f"{x.shape}."
+                )
         self._step = self._step + 1 if step is None else step
         values = [state["scale"], state["last_step_applied"], grad_norm, loss]
         self._pending.append((self._step, values))

@@ -253,7 +253,7 @@ def test_a_model_in_place_of_gradients_is_refused_and_stays_as_it_was():
     model, optimizer, scaler = nn.Linear(2, 1), optim.SGD(1.0), GradScaler()
     scaler.scale(mx.array(1.0))
     before = np.array(model.weight)
-    with pytest.raises(TypeError, match="takes the gradients, got a model"):
+    with pytest.raises(TypeError, match="must be the gradients, got a model"):
         scaler.unscale_(optimizer, model)
     with pytest.raises(TypeError, match=r"gradients must be a dict.*Linear"):
         scaler.step(optimizer, model, model)
