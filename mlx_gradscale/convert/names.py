@@ -72,7 +72,7 @@ class Names:
 
 
 def unwrap(name: str) -> str:
-    """Strip the words of all wrappers from a name, wherever they are.
+    """Remove the words that wrappers insert into a name.
 
     Example:
         >>> unwrap("module._orig_mod.blocks.0._fsdp_wrapped_module.weight")

@@ -160,7 +160,7 @@ class ScaleHistory:
 
     @property
     def records(self) -> list[ScaleRecord]:
-        """All records of this object; reads pending ones from the device."""
+        """All records, including pending ones, which are read from the device."""
         self.flush()
         return self._records
 
