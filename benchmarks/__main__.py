@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: answer all questions, or only the given ones."""
+"""``python -m benchmarks``: run all benchmarks, or only the given ones."""
 
 import argparse
 import importlib
@@ -26,21 +26,29 @@ QUESTIONS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table per question, and write the requested files."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="What loss scaling costs here."
+        prog="python -m benchmarks",
+        description="Measure the cost of loss scaling on this machine.",
     )
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(QUESTIONS)}"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"one or more of {', '.join(QUESTIONS)}",
     )
-    parser.add_argument("--quick", action="store_true", help="small, in two minutes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all tables")
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="write the chart")
+    parser.add_argument(
+        "--quick", action="store_true", help="run small cases, in about two minutes"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all tables to a JSON file"
+    )
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="plot the times")
     options = parser.parse_args(arguments)
     for name in options.names:
         if name not in QUESTIONS:
-            parser.error(f"There is no {name!r}. Use: {', '.join(QUESTIONS)}.")
+            parser.error(f"{name!r} is not a benchmark. Use: {', '.join(QUESTIONS)}.")
     names = options.names or QUESTIONS
     if options.chart and "optimizer_phase" not in names:
-        parser.error("--chart draws optimizer_phase: name it, too.")
+        parser.error("--chart plots optimizer_phase. Add it to the names.")
     machine = describe_machine()
     print("\n".join(f"{key}: {value}" for key, value in machine.items()))
     results: dict[str, Any] = {"machine": machine, "quick": options.quick, "tables": {}}

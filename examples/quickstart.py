@@ -67,7 +67,7 @@ def train(
     blurred: mx.array,
     steps: int,
 ) -> tuple[mx.array, list[float], float]:
-    """Return the sharpened picture, the losses and the number of zero gradients."""
+    """Return the sharpened picture, the losses and the share of zero gradients."""
     model = BlurredPicture(blurred)
     model.set_dtype(dtype)
     blur = gaussian_blur().astype(dtype)
@@ -152,7 +152,7 @@ def main() -> None:
         "loss scale (65536, the default) brings them back."
     )
     draw(pictures, losses, sharp, options.picture)
-    print(f"The pictures are in {options.picture}.")
+    print(f"Saved the pictures to {options.picture}.")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def main(place: Path) -> None:
     expected, found = losses(place / "uninterrupted"), losses(place / "killed")
     same = sum(found.get(step) == loss for step, loss in expected.items())
     print(f"{same} of {len(expected)} losses are bit-identical")
-    print(f"the last one is {float.fromhex(found[str(STEPS - 1)]):.4f}")
+    print(f"the last loss is {float.fromhex(found[str(STEPS - 1)]):.4f}")
 
 
 if __name__ == "__main__":

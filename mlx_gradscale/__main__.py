@@ -14,7 +14,7 @@ COMMANDS = {
     "float16": ("float32_layers.command", "find layers that must compute in float32"),
     "inspect": ("inspect", "list the contents of a checkpoint"),
     "lora": ("trainers.lora", "fine-tune with mlx-lm and loss scaling"),
-    "plot": ("plot", "draw the history of a run"),
+    "plot": ("plot", "plot the history of a run"),
     "run": ("trainers.run", "run a training script with loss scaling"),
 }
 _HELP = ["usage: mlx_gradscale COMMAND [--help] ..."]

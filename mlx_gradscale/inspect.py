@@ -47,8 +47,12 @@ def _inspect(argv: Sequence[str] | None) -> None:
         description="List the contents of a PyTorch checkpoint, a safetensors or JSON "
         "file, or a folder of them. Does not execute code or read tensor data.",
     )
-    parser.add_argument("path", metavar="PATH", type=Path, help="a file or folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "path", metavar="PATH", type=Path, help="file or folder to read"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the contents as JSON"
+    )
     parser.add_argument(
         "--limit",
         action="append",

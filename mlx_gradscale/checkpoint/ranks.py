@@ -28,7 +28,8 @@ def together(group: Group, caller: str) -> Iterator[None]:
     if error is not None:
         raise error
     if any(failed):
-        raise RuntimeError(f"{caller}() failed on rank {failed.index(1)}.")
+        rank = failed.index(1)
+        raise RuntimeError(f"{caller}() failed on rank {rank}. See its error.")
 
 
 def random_keys(group: Group) -> list[list[int]]:

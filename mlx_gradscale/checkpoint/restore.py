@@ -122,9 +122,9 @@ def _restore_scaler(
     if saved is None and scaler is None:
         return
     if saved is None:
-        raise ValueError("it has no GradScaler state. Do not pass a scaler.")
+        raise ValueError("it was saved without a GradScaler. Do not pass a scaler.")
     if scaler is None:
-        raise ValueError("it has a GradScaler state. Pass the scaler too.")
+        raise ValueError("it was saved with a GradScaler. Pass the scaler too.")
     _check_names("the scaler", FIELDS, saved)
     torch_keys = {key: saved[name] for key, name in TORCH_KEYS.items()}
     scaler.load_state_dict(saved | torch_keys)

@@ -51,7 +51,7 @@ _MANY = {
 _HELP = {
     "--torch-path": "PyTorch checkpoint: a .pt file, or a checkpoint folder of "
     "Accelerate or Transformers' Trainer",
-    "--mlx-path": "checkpoint folder of save_checkpoint and restore_checkpoint",
+    "--mlx-path": "MLX checkpoint: a folder as written by save_checkpoint",
     "--like": "PyTorch checkpoint to use as the template for a run that was started "
     "in MLX; it must be of the same model",
     "--names": "file that lists the optimizer's parameters in order, one PyTorch name "
@@ -71,7 +71,7 @@ _HELP = {
     "--limit": "raise one of the reader's limits",
     "--model": "the MLX model, which determines names, layouts and shapes: a Module "
     "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
-    "an mlx-lm model. MODULE:NAME imports the module and so runs its code; no other "
+    "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
     "option runs code",
     "--step": "step count for optimizers that do not save one; when converting to "
     "PyTorch, the global_step of a Trainer folder",
@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    """Write the side that does not exist yet, or the one given by ``--to``."""
+    """Convert to the path that does not exist yet, or in the direction of ``--to``."""
     torch_path, mlx_path = arguments.torch_path, arguments.mlx_path
     sides = {"mlx": torch_path.exists(), "torch": mlx_path.exists()}
     if arguments.to is None and sides["mlx"] == sides["torch"]:

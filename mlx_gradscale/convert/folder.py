@@ -82,7 +82,7 @@ def _read_shards(
         if not _is_flat(content) or tensors.keys() & content.keys():
             raise ConvertError(
                 f"The shard {part[0]} contains something other than tensors, or a "
-                "tensor that another shard contains too."
+                "tensor that another shard contains too. Save the model again."
             )
         tensors |= content
     return tensors

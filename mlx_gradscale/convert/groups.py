@@ -36,7 +36,7 @@ class Group:
         states (dict): Index -> slots, such as ``exp_avg``, of all groups.
         is_flat (bool): Whether ``held`` is flattened.
         kind (str): A key of :data:`OPTIMIZERS`.
-        entries (dict): Index -> the parameter, for those that MLX has.
+        entries (dict): Index -> the parameter, if MLX has it.
         step (int): The step count at conversion.
     """
 
@@ -70,7 +70,7 @@ class Group:
         return None
 
     def write_slots(self, index: Index, slots: Mapping[str, Any]) -> None:
-        """Set these slots of a parameter; others are kept."""
+        """Set slots of a parameter, and keep its other slots."""
         if self.is_flat:
             self.held |= {f"{_STATE}{index}.{k}": x for k, x in slots.items()}
         elif slots:
@@ -87,7 +87,7 @@ class Group:
             self.settings[key] = value
 
     def drop_tensors(self, index: Index) -> None:
-        """Replace the moments of a parameter by their shapes."""
+        """Replace the moments of a parameter with their shapes."""
         slots = self.slots(index)
         moments = {slot: slots.get(slot) for slot in self.spec.slots}
         shapes = {
@@ -99,7 +99,7 @@ class Group:
         slots.update(shapes)  # a copy, if the state dict is flat
 
     def check_settings(self) -> None:
-        """Raise on settings that are not numbers."""
+        """Raise if a setting is not a number."""
         needed = ("lr", *self.spec.settings)
         for key in (*needed, *SCHEDULED):
             value = self.settings.get(key)

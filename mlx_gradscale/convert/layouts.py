@@ -68,7 +68,7 @@ class Plan:
         entries (dict): The tensors that MLX has.
         tied (dict): Alias -> the name whose tensor it shares.
         torch_only (tuple): Names without an MLX counterpart.
-        change_model (Callable): As of :class:`~mlx_gradscale.convert.names.Names`.
+        change_model (Callable): See :class:`~mlx_gradscale.convert.names.Names`.
     """
 
     entries: dict[str, Entry]
@@ -180,7 +180,7 @@ def _entry(name: str, shape: Shape, names: Names, options: Options) -> Entry | N
 
 
 def _mlx_shapes(shape: Shape, layout: str) -> tuple[Shape, ...]:
-    """Return the shapes in MLX; the shape itself where the layout does not fit."""
+    """Return the shapes in MLX, or the shape itself if the layout does not match."""
     if layout == _FUSED:
         is_fused = shape and shape[0] % 3 == 0
         return ((shape[0] // 3, *shape[1:]),) * 3 if is_fused else (shape,)

@@ -29,7 +29,7 @@ class TorchRun:
         scaler (GradScaler, optional): With PyTorch's state.
         template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
-        notes (list): Sentences on what differs in MLX or was left out.
+        notes (list): Differences in MLX, and entries that were left out.
     """
 
     optimizer: Optimizer | None
@@ -117,7 +117,7 @@ def load_torch(
 def read_run(
     path: str | os.PathLike[str], model: nn.Module | None, options: Options
 ) -> tuple[Template, list[str]]:
-    """Read a PyTorch checkpoint as a template, with its tensors, and notes."""
+    """Read a PyTorch checkpoint; return a template with its tensors, and notes."""
     checkpoint, files, left = read_torch(path, options)
     template, notes = make_template(checkpoint, model, options, files)
     if left:

@@ -62,7 +62,7 @@ class Names:
         new (dict): PyTorch name -> MLX name, and the layout where the name implies it;
             None if the model's ``sanitize`` drops the tensor.
         known (dict): The names that the model accepts.
-        change_model (Callable): Makes the changes of ``sanitize`` to the model. Gemma
+        change_model (Callable): Applies the changes of ``sanitize`` to the model. Gemma
             3 loses its ``lm_head`` if the checkpoint has none.
     """
 
@@ -72,7 +72,7 @@ class Names:
 
 
 def unwrap(name: str) -> str:
-    """Strip the words of all wrappers from a name, wherever they are.
+    """Remove the words that wrappers insert into a name.
 
     Example:
         >>> unwrap("module._orig_mod.blocks.0._fsdp_wrapped_module.weight")

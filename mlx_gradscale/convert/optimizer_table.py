@@ -26,7 +26,7 @@ class OptimizerSpec:
         slots (dict): PyTorch's state name -> MLX's.
         settings (tuple): Group keys that are also MLX's constructor arguments.
         required (set): Group keys that are always present.
-        refused (dict): Group key -> what differs, unless it is off.
+        refused (dict): Group key -> why MLX does not support it.
         forced (dict): Constructor arguments that make MLX match PyTorch.
         has_step (bool): Whether PyTorch keeps a step count.
         note (str): A sentence that is always shown to the user.
@@ -153,7 +153,10 @@ def recognise(
     and state. A ``name`` given by the user is checked.
     """
     if not groups:
-        raise ConvertError("The optimizer state has no parameter groups.")
+        raise ConvertError(
+            "The optimizer state has no parameter groups. Leave the optimizer out with "
+            "--optimizer-key ''."
+        )
     held = set(slots)
     fits = [n for n, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
     if name in fits:
@@ -207,7 +210,7 @@ def plain_setting(value: Any) -> Any:
 
 
 def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
-    """Return the settings that MLX has not, as key -> the value that turns it off."""
+    """Return unsupported settings that are on, with the values that turn them off."""
     return {
         key: _OFF.get(key, 0)
         for key in spec.refused
@@ -260,7 +263,7 @@ def mlx_differences(name: str, settings: Settings) -> dict[str, str]:
 
 
 def check_differences(found: Mapping[str, str], accept: Iterable[str]) -> list[str]:
-    """Raise on differences that were not accepted; return notes on the others."""
+    """Raise an error for differences that are not accepted; return the others."""
     bad = {text: key for text, key in found.items() if key not in set(accept)}
     if bad:
         keys = ", ".join(dict.fromkeys(bad.values()))

@@ -32,7 +32,7 @@ Rate = float | mx.array | Callable[[mx.array], mx.array]
 
 
 def set_kind(groups: Sequence[Group], options: Options) -> None:
-    """Recognise the optimizer that the groups belong to, or raise."""
+    """Set the kind of optimizer that the groups belong to, or raise if unknown."""
     settings = [group.settings for group in groups]
     states = groups[0].states.values() if groups else ()
     slots = {slot for slots in states for slot in slots}
@@ -51,7 +51,7 @@ def plan_groups(
     """Set the parameters and steps of the groups, and return notes.
 
     ``names`` are the PyTorch names of all parameters, group by group. Differences
-    between PyTorch and MLX raise, unless they are accepted.
+    between PyTorch and MLX raise an error unless they are accepted.
     """
     if options.step is not None and options.step < 0:
         raise ConvertError(f"step (--step) must be 0 or more, got {options.step}.")

@@ -81,7 +81,7 @@ class Options:
         return any(fnmatchcase(name, pattern) for pattern in self.drop)
 
     def check_patterns(self, names: Iterable[str]) -> None:
-        """Raise on an unknown layout, and on a pattern that matches nothing."""
+        """Raise if a layout is unknown or a pattern matches no name."""
         names = list(names)
         for layout in self.layouts.values():
             if layout not in LAYOUT_DIMENSIONS:

@@ -46,7 +46,7 @@ class Order:
         """Return the PyTorch name of each parameter, group by group.
 
         If the tensors are not in PyTorch's order, the order of the MLX model is tried.
-        The second result is notes on cases where shapes could not confirm the order.
+        The second result lists notes on cases in which shapes cannot confirm the order.
         """
         if self.indices and all(isinstance(index, str) for index in self.indices):
             # FullyShardedDataParallel and torch.distributed use names as indices.
@@ -127,7 +127,7 @@ class Order:
         # mlx-lm orders some layers differently from Transformers (Llama's gate, down
         # and up, GPT-2's norms).
         if hasattr(model, "sanitize"):
-            raise ConvertError("No known order.")
+            raise ConvertError("The order of an mlx-lm model is not PyTorch's.")
         entries = self.plan.entries
         names = [name for name, _ in tree_flatten(model.parameters())]
         place = {name: i for i, name in enumerate(names)}
@@ -199,7 +199,7 @@ class Order:
         )
 
     def _exchange_notes(self, names: list[str]) -> list[str]:
-        """Return a note if top-level modules with equal shapes may be exchanged."""
+        """Return a note if top-level modules with equal shapes may be swapped."""
         if len(self.sizes) == 1 and not any(self.shapes):
             return []  # nothing to exchange
         children: dict[str, list[Any]] = {}
@@ -222,8 +222,8 @@ class Order:
 def _advice(some_are_left: bool = False) -> str:
     which = " if p.requires_grad" if some_are_left else ""
     return (
-        "To be sure, create the PyTorch optimizer with model.named_parameters() before "
-        "saving, or pass the names in the optimizer's order, group by group, with "
-        "names=... (--names FILE). PyTorch lists them with "
+        "Create the PyTorch optimizer with model.named_parameters() before saving, or "
+        "pass the names in the optimizer's order, group by group, with names=... "
+        "(--names FILE). PyTorch lists them with "
         f"[name for name, p in model.named_parameters(){which}]."
     )

@@ -345,7 +345,7 @@ def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str
 
 
 def _may_count(path: str, value: Any) -> bool:
-    """Return whether a step may change an entry, unlike text, flags and settings."""
+    """Return whether an entry may change with each step; text and flags do not."""
     return not _SETTINGS.fullmatch(path.rpartition("/")[2]) and not all(
         isinstance(x, (str, bool, type(None), dict, list, tuple))
         for _, x in walk(value, 100, leaves=True)

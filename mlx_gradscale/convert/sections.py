@@ -115,7 +115,7 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
 
 
 def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
-    """Return what a dict is: a key of :func:`_candidates`, or None."""
+    """Return the kind of a dict, a key of :func:`_candidates`, or None."""
     if is_nested(value) or is_flat(value):
         return "optimizer"
     # PyTorch's five keys are sufficient for a scaler. Other frameworks' keys are common

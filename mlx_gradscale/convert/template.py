@@ -101,7 +101,7 @@ class Template:
     def drop_tensors(
         self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
     ) -> None:
-        """Replace the tensors that MLX holds by their shapes.
+        """Replace the tensors that MLX holds with their shapes.
 
         Args:
             keep (Iterable): PyTorch names of weights to keep because MLX rounded them.
@@ -121,7 +121,7 @@ class Template:
                     group.drop_tensors(index)
 
     def entries_beside(self) -> dict[str, Any]:
-        """Return the entries that MLX does not take, by path."""
+        """Return the entries that MLX does not use, by path."""
         taken = [*self.optimizers, *([] if self.scaler is None else [self.scaler])]
         if self.model is not None:
             # At the top level, the model's tensors are mixed with other entries.
@@ -130,7 +130,7 @@ class Template:
         return {show(path): value for path, value in beside.items()}
 
     def set_age(self) -> None:
-        """Take the fingerprints by which a later change of an entry shows."""
+        """Record fingerprints of the other entries, to detect later changes."""
         beside = self.entries_beside()
         self.age = {path: fingerprint(x) for path, x in beside.items()}
 
@@ -163,7 +163,10 @@ def make_template(
         template.plan = make_plan(tensors, model, options)
         notes += template.plan.notes() + model_notes(model)
     elif model is not None and options.keys.get("model") != "":
-        raise ConvertError("The checkpoint contains no state dict of a model.")
+        raise ConvertError(
+            "The checkpoint contains no state dict of a model. Omit the model, or pass "
+            "the key of its state dict with --model-key."
+        )
     elif found.optimizers:
         raise ConvertError(
             "The optimizer cannot be converted without its model. Leave the optimizer "
@@ -268,7 +271,7 @@ def _parse(value: Mapping[str, Any]) -> Template:
 
 def _expect(is_right: Any) -> None:
     if not is_right:
-        raise ConvertError("its entries contradict each other")
+        raise ConvertError("its entries are inconsistent")
 
 
 def build_optimizer(

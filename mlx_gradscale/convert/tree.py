@@ -75,7 +75,7 @@ def show(path: Path) -> str:
 
 
 def find_key(tree: Any, key: str) -> Path:
-    """Return the path for a user's ``KEY/KEY``.
+    """Return the path that a user wrote as ``KEY/KEY``.
 
     Example:
         >>> find_key({"states": [{"a": 1}]}, "states/0/a")

@@ -496,5 +496,7 @@ def _check_loaded(
     others.pop("grad_norm", None)
     for path, x in others.items():
         if not all_finite(x):
-            raise ValueError(f"{path!r} in the state contains NaN or inf.")
+            raise ValueError(
+                f"{path!r} in the state contains NaN or inf. Load an earlier state."
+            )
     return usable

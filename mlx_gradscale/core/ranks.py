@@ -95,7 +95,7 @@ class Ranks:
         others: ByPath,
         were_finite: mx.array | None = None,
     ) -> mx.array:
-        """Return whether the gradients of all ranks are and were finite."""
+        """Return whether the gradients of all ranks are finite, and were before."""
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
         finite = finite if were_finite is None else finite & were_finite
         return finite_on_all_ranks(finite, None if self._decides_alone else self.group)

@@ -215,7 +215,7 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
     Missing counters start at zero; missing settings keep the given values.
     """
     if not isinstance(state_dict, dict):
-        raise TypeError(f"Expected a dict, got {type(state_dict).__name__}.")
+        raise TypeError(f"The state must be a dict, got {type(state_dict).__name__}.")
     if not state_dict:
         raise RuntimeError(
             "The state dict is empty, because a disabled GradScaler saved it. Create "

@@ -286,7 +286,9 @@ class GradScaler:
             return grads
         check_supported(optimizer)
         if isinstance(grads, nn.Module):
-            raise TypeError("unscale_() takes the gradients, got a model.")
+            raise TypeError(
+                "The second argument of unscale_() must be the gradients, got a model."
+            )
         stage = self._stages.get(id(optimizer))
         is_scaled = self._mode == _SCALED
         if stage and (is_scaled or stage.stepped):

@@ -46,7 +46,7 @@ class LayerDtypes:
 
 @dataclass(frozen=True)
 class DtypeReport:
-    """The result of :func:`compute_dtypes`; print it to read it.
+    """The result of :func:`compute_dtypes`; print it for a table.
 
     Attributes:
         layers (tuple): Each layer call, in order, without float32 layers.

@@ -47,7 +47,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """The result of :func:`explain_overflow`; print it to read it.
+    """The result of :func:`explain_overflow`; print it for a summary.
 
     Attributes:
         cause (str): "nothing", "batch", "arguments", "parameters", "forward", "loss",

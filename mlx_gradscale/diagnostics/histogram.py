@@ -33,7 +33,7 @@ _LANES = 64
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of gradients that survive in float16 at one loss scale.
+    """The shares of gradients in each range of float16 at one loss scale.
 
     Attributes:
         zero (float): Zero before the cast.
@@ -98,7 +98,7 @@ class GradientHistogram:
         return {int(i) + _FIRST + shift: int(powers[i]) for i in found}
 
     def at(self, scale: float) -> Shares:
-        """Return the shares that survive in float16 at a loss scale.
+        """Return the shares in each range of float16 at a loss scale.
 
         Args:
             scale (float): The loss scale, rounded to the nearest power of two.
@@ -114,10 +114,11 @@ class GradientHistogram:
     def best_scale(self) -> float | None:
         """The power of two that loses least, or None if all values are zero.
 
-        Nothing may overflow, since one overflow costs the whole step. Then the fewest
-        values should underflow, and then subnormals should lose the fewest bits. The
-        middle one of several such scales is used. If values are already non-finite, it
-        is smaller than :attr:`scale`. If no scale is small enough, it is the smallest.
+        At this scale nothing overflows, since one overflow costs the whole step. Among
+        such scales, the fewest values underflow, and then subnormals lose the fewest
+        bits. If several scales are equally good, this is the middle one. If values are
+        already non-finite, it is smaller than :attr:`scale`. If every scale overflows,
+        it is the smallest one.
         """
         powers = self.by_power()
         if not powers:

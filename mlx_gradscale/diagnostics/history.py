@@ -101,7 +101,10 @@ class ScaleHistory:
             grad_norm = getattr(source, "grad_norm", None)
         for x in (grad_norm, loss):
             if isinstance(x, mx.array) and x.size != 1:
-                raise ValueError(f"Expected one number per step, got shape {x.shape}.")
+                raise ValueError(
+                    "loss and grad_norm must be single numbers, got an array of shape "
+                    f"{x.shape}."
+                )
         self._step = self._step + 1 if step is None else step
         values = [state["scale"], state["last_step_applied"], grad_norm, loss]
         self._pending.append((self._step, values))
@@ -157,7 +160,7 @@ class ScaleHistory:
 
     @property
     def records(self) -> list[ScaleRecord]:
-        """All records of this object; reads pending ones from the device."""
+        """All records, including pending ones, which are read from the device."""
         self.flush()
         return self._records
 
@@ -182,7 +185,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
-    """Return the records; if a run went back to an earlier step, the later ones."""
+    """Return the records; steps that were repeated replace earlier records."""
     if path.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"The file must end in .csv or .jsonl, got {path.name!r}.")
     # A crash may have cut off the last line, but not the only one.

@@ -2,7 +2,7 @@
 
 A writer fills a hidden folder next to its target and then renames it. Meanwhile it
 holds a shared lock on the parent folder, which ends with the process. A writer that
-gets an exclusive lock is alone, so the hidden folders it finds belong to dead ones.
+gets an exclusive lock is alone, so the hidden folders it finds were left by dead ones.
 """
 
 import fcntl

@@ -27,7 +27,7 @@ def open_file(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_inside(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, but not a symbolic link, which could lead anywhere."""
+    """Open a regular file; refuse symbolic links, which could point anywhere."""
     if os.path.islink(path):
         raise OSError(
             f"{os.fspath(path)} is a symbolic link, and links are not followed here. "

@@ -27,7 +27,9 @@ def encode(tree: Any, arrays: list[mx.array], depth: int = 0) -> Any:
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if depth == _DEEPEST:
-        raise ValueError(f"A value is nested more than {_DEEPEST} levels deep.")
+        raise ValueError(
+            f"A value is nested more than {_DEEPEST} levels deep. Flatten it."
+        )
     if isinstance(tree, (list, tuple)):
         items = [encode(x, arrays, depth + 1) for x in tree]
         return items if isinstance(tree, list) else {"tuple": items}

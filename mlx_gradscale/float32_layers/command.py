@@ -65,12 +65,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="folder of an mlx-lm model")
     add("--data", required=True, help="folder with train.jsonl, as for mlx-lm")
     add("-o", "--output", default="float32_layers.json", help="JSON file to write")
-    add("--fine-tune-type", choices=("full", "lora"), default="full", help="mode")
+    add(
+        "--fine-tune-type",
+        choices=("full", "lora"),
+        default="full",
+        help="parameters to train",
+    )
     add("--batches", type=int, default=4, metavar="N", help="number of batches")
     add("--batch-size", type=int, default=1, metavar="N", help="samples per batch")
-    add("--max-seq-length", type=int, default=512, metavar="N", help="tokens")
+    add(
+        "--max-seq-length",
+        type=int,
+        default=512,
+        metavar="N",
+        help="maximum number of tokens",
+    )
     add("--margin", type=float, default=2.0, help="safety factor for large values")
-    add("--tolerance", type=float, default=0.02, help="relative error of the loss")
+    add("--tolerance", type=float, default=0.02, help="allowed error of the loss")
     return parser
 
 

@@ -1,7 +1,7 @@
 """Find where the first bad value of a run was computed, and why.
 
 ``explain_overflow`` and the search for float32 layers share this. The search compares
-the run with one in float32, and values far from that are bad as well.
+the run with one in float32, and also treats values far from float32 as bad.
 """
 
 import math
@@ -26,7 +26,7 @@ _MASK = 1e4
 
 @dataclass(frozen=True)
 class Fault:
-    """Why the loss or the gradients of a run are non-finite or off.
+    """Why the loss or the gradients of a run are non-finite or inaccurate.
 
     Attributes:
         cause (str): "batch", "arguments", "parameters", "forward", "loss" or

@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Float32Search:
-    """The result of :func:`find_float32_layers`; print it to read it.
+    """The result of :func:`find_float32_layers`; print it for a summary.
 
     Attributes:
         where (list): The layers, in the format of ``float32_layers``, which also

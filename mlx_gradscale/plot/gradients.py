@@ -54,7 +54,9 @@ def plot_gradients(
     if not isinstance(histogram, GradientHistogram):
         histogram = gradient_histogram(gradients)
     if not histogram.by_power():
-        raise ValueError("All gradients are zero or non-finite.")
+        raise ValueError(
+            "There is nothing to plot. All gradients are zero or non-finite."
+        )
     if scale is None:
         scale = histogram.scale if histogram.scale != 1 else histogram.best_scale or 1.0
     powers = [*histogram.by_power(), *histogram.by_power(scale)]

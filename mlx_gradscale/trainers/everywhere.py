@@ -49,8 +49,8 @@ def everywhere(
     loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
     float32 master weights and skips non-finite steps. This applies to all threads, to
     existing optimizers and to functions that the trainer compiles, which run uncompiled
-    until they have trained once. On exit, MLX is restored, with a warning if nothing
-    was trained.
+    until their first training step is done. On exit, MLX is restored, with a warning if
+    all steps were skipped.
 
     It does not affect a trainer that updates weights without an ``mlx.optimizers``
     optimizer, or that compiled its step or imported ``compile`` or ``value_and_grad``
@@ -219,7 +219,7 @@ class Everywhere:
         return False
 
     def part_of(self, owner: Any, make: Callable[[], _Part]) -> Any:
-        """Return our state for a model or an optimizer, which ``make`` creates."""
+        """Return our state for a model or an optimizer, creating it if needed."""
         self.n_calls += 1
         found = next((each for each in self._parts if each.owner() is owner), None)
         if found is None:
@@ -268,7 +268,8 @@ def find_first_scale(
     """Find the scale on the first batch, so that a short run does not lose steps.
 
     Starting from 65536 and halving once per step, a run of 42 steps lost 13 of them. If
-    no scale makes the loss finite, the scale stays; skipped steps are reported later.
+    no scale makes the loss finite, the scale does not change, and a warning about the
+    skipped steps follows later.
     """
     from ..diagnostics import calibrate
 
@@ -334,7 +335,7 @@ def _replace_functions() -> None:
 
 
 def _replacement(original: _Fn, ours: _Fn) -> _Fn:
-    """Return a function that replaces MLX's original, but not for MLX and ourselves."""
+    """Return a replacement for an MLX function that MLX and this package do not see."""
 
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -414,8 +415,8 @@ def _compile(
 ) -> _Fn:
     """Compile a function that trains over our state as well.
 
-    It runs uncompiled until it has trained once: finding the first scale takes the
-    values of a batch, and only then is it known which functions need our state.
+    It runs uncompiled until its first training step is done, because finding the first
+    scale requires reading values, and only then do we know whether it needs our state.
     """
     plain = original(fun, inputs, outputs, shapeless)
     captured = {id(x): x for x in (inputs, outputs) if x is not None}

@@ -112,7 +112,7 @@ class Training:
         return batches
 
     def _iterate(self) -> Iterator[Any]:
-        """Yield batches indefinitely, from the position on."""
+        """Yield batches indefinitely, starting at the current position."""
         while True:
             for batch in islice(self._iterate_epoch(), self._batch, None):
                 self._batch += 1

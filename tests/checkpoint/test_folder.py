@@ -162,7 +162,7 @@ def test_links_are_not_followed(tmp_path):
         moved = tmp_path / name
         file.rename(moved)
         file.symlink_to(moved)
-        with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
+        with pytest.raises(OSError, match="is a symbolic link"):
             step_in(run)
         file.unlink()
         moved.rename(file)
@@ -176,7 +176,7 @@ def test_pipes_are_not_opened(name, tmp_path):
     file = latest_checkpoint(tmp_path) / name
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(OSError, match="is a pipe, not a file"):
+    with pytest.raises(OSError, match="is a pipe"):
         step_in(tmp_path)
     save_steps(tmp_path, 1)
     assert step_in(tmp_path) == 1

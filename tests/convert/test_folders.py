@@ -77,7 +77,7 @@ def test_trainers_count_that_the_user_set_or_that_differs_stays(tmp_path, recwar
     run.template["trainer_state.json"]["global_step"] = 100
     run.template["scheduler.pt"]["last_epoch"] = 100
     notes = save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
-    assert not any("Moved" in note for note in notes)
+    assert not any("Changed to match" in note for note in notes)
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert state["global_step"] == 100
     assert "scheduler" not in notes[0]
@@ -298,7 +298,7 @@ def test_template_names_no_file_outside_the_folder_or_of_another_kind(name, tmp_
     model = Small()
     run = load_torch(source, model, Options(names=NAMES))
     run.template[name] = {"x": 1}
-    with pytest.raises(ValueError, match="The template lists"):
+    with pytest.raises(ValueError, match=r"The template (lists|refers)"):
         save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
 
@@ -321,7 +321,7 @@ def test_link_out_of_the_folder_is_not_followed(tmp_path, name):
     source = trainer_folder(tmp_path / "in")
     (source / name).rename(tmp_path / "elsewhere")
     (source / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConvertError, match=f"{name} is a link out of its folder"):
+    with pytest.raises(ConvertError, match=f"{name} is a symbolic link"):
         load_torch(source, Small(), Options(names=NAMES))
     (tmp_path / "elsewhere").rename(source / "real")
     (source / name).unlink()

@@ -164,7 +164,7 @@ def test_several_apex_losses_are_an_error_that_says_how():
     ("state", "word"),
     [
         ({}, "disabled"),
-        ({"foo": 1}, "Name the format"),
+        ({"foo": 1}, "Pass format="),
         (TORCH | {"scale": 0.0}, "scale"),
         (TORCH | {"scale": float("nan")}, "scale"),
         (TORCH | {"growth_factor": 0.5}, "growth_factor"),

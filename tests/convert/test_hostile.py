@@ -173,4 +173,4 @@ def test_template_is_not_taken_for_a_checkpoint(tmp_path, capsys):
     assert main(paths(tmp_path, usual())) == 0
     file = str(tmp_path / "run" / TEMPLATE)
     assert main(["--torch-path", file, "--mlx-path", str(tmp_path / "b")]) == 1
-    assert "This is a template" in capsys.readouterr().err
+    assert "This file is a template" in capsys.readouterr().err

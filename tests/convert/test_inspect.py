@@ -114,5 +114,5 @@ def test_link_in_a_folder_is_listed_and_not_followed(tmp_path):
     (entry,) = describe(tmp_path / "run")["entries"]
     assert entry == {
         "name": "a.json",
-        "value": "a symbolic link, which is not followed",
+        "value": "symbolic link, not followed",
     }

@@ -176,7 +176,7 @@ def test_missing_and_extra_names_are_listed():
     tensors = net_tensors()
     del tensors["blocks.1.bias"]
     tensors["head.weight"] = mx.zeros((2, 2))
-    with pytest.raises(ConvertError, match=r"(?s)head\.weight.*lacks.*blocks\.1\.bias"):
+    with pytest.raises(ConvertError, match=r"head\.weight\. .* for blocks\.1\.bias"):
         make_plan(tensors, Net())
 
 
@@ -239,7 +239,7 @@ def test_a_transposed_linear_is_recognised_in_the_error():
             super().__init__()
             self.head = mx.zeros((3, 2))
 
-    with pytest.raises(ConvertError, match="--layout 'head'=transpose"):
+    with pytest.raises(ConvertError, match="--layout head=transpose"):
         make_plan(tensors, Headed())
     make_plan(tensors, Headed(), Options(layouts={"head": "transpose"}))
 
@@ -258,7 +258,7 @@ def test_what_stands_for_a_weight_in_pytorch_is_explained():
     assert "remove_weight_norm" in hint("fc.weight_g", "fc.weight_v")
     assert "--rename" in hint("fc.weight_v")
     assert "prune.remove" in hint("fc.weight_orig", "fc.weight_mask")
-    assert "recurrent" in hint("rnn.weight_ih_l0")
+    assert "Recurrent" in hint("rnn.weight_ih_l0")
 
 
 class Custom(nn.Module):
@@ -272,7 +272,7 @@ def test_a_layer_of_ones_own_keeps_its_layout_unless_another_fits_too():
     assert plan.entries["table"].layout == "same"
     for shape, mlx in (((4, 4, 4), (4, 4, 4)), ((4, 3, 5), (4, 5, 3))):
         tensors = {"table": mx.zeros(shape)}
-        with pytest.raises(ConvertError, match="--layout 'table'=conv"):
+        with pytest.raises(ConvertError, match="--layout table=conv"):
             make_plan(tensors, Custom(*mlx))
         kind = "same" if shape == mlx else "conv"
         make_plan(tensors, Custom(*mlx), Options(layouts={"table": kind}))

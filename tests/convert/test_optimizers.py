@@ -75,7 +75,7 @@ def test_groups_become_a_multi_optimizer(tmp_path):
     assert [g["params"] for g in back["param_groups"]] == [[0, 1], [2]]
     one = optim.AdamW(0.1, bias_correction=True)
     one.init(mine.model.parameters())
-    with pytest.raises(ConvertError, match="need a MultiOptimizer of 2"):
+    with pytest.raises(ConvertError, match="require a MultiOptimizer of 2"):
         save_torch(tmp_path / "c.pt", mine.model, one, like=mine.run.template)
 
 
@@ -210,7 +210,7 @@ def test_what_schedules_put_into_the_groups_comes_back(tmp_path):
     theirs.optimizer.param_groups[0].update(foreach=True, name="all")
     path = theirs.steps(range(1)).save(tmp_path / "a.pt")
     mine = Mine(path)
-    assert any("moves the momentum" in note for note in mine.run.notes)
+    assert any("changes the momentum" in note for note in mine.run.notes)
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
@@ -298,7 +298,7 @@ def test_what_mlx_computes_differently_is_refused_until_accepted(
 def test_setting_of_mlx_that_starts_otherwise_in_pytorch_is_refused(tmp_path):
     mine = Mine(Side("SGD momentum").steps(range(1)).save(tmp_path / "a.pt"))
     mine.optimizer.dampening = 0.5
-    with pytest.raises(ConvertError, match=r"ran with dampening=0\.5.*--accept"):
+    with pytest.raises(ConvertError, match=r"has dampening=0\.5.*--accept"):
         mine.save(tmp_path / "b.pt")
 
 

@@ -146,7 +146,7 @@ def test_probing_sanitize_leaves_the_model_as_it_was():
 def test_weights_can_be_transposed_by_hand(tmp_path, capsys):
     weights = small()[0] | {"fc.weight": mx.ones((3, 2))}
     where = paths(tmp_path, {"model": weights})
-    assert "'fc.weight'=transpose" in fails(capsys, *where)
+    assert "fc.weight=transpose" in fails(capsys, *where)
     assert main([*where, "--layout", "*.weight=transpose"]) == 0
     assert read_checkpoint(tmp_path / "run").weights["fc.weight"].shape == (2, 3)
     flags = ["--layout", "nothing=transpose", "--overwrite", "--to", "mlx"]
@@ -156,14 +156,14 @@ def test_weights_can_be_transposed_by_hand(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        ({"model_type": "llama", "model_file": "evil.py"}, "code of its own"),
-        ({"model_type": "../../evil"}, "code of its own"),
-        ({"model_type": "a..b"}, "code of its own"),
-        ({"model_type": 3}, "code of its own"),
-        ({}, "code of its own"),
+        ({"model_type": "llama", "model_file": "evil.py"}, "needs its own code"),
+        ({"model_type": "../../evil"}, "needs its own code"),
+        ({"model_type": "a..b"}, "needs its own code"),
+        ({"model_type": 3}, "needs its own code"),
+        ({}, "needs its own code"),
         ({"model_type": "nothing_like_it"}, "not supported"),
         ({"model_type": "llama", "hidden_size": "x"}, "raised"),
-        ([], "code of its own"),
+        ([], "needs its own code"),
     ],
 )
 def test_a_config_runs_no_code_of_its_folder(config, word, tmp_path, capsys):

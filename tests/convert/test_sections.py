@@ -54,11 +54,11 @@ def test_several_models_need_a_name_and_averages_do_not():
     averaged = find_sections({"model": model, "ema": other})
     assert averaged.model == ("model",)
     assert "ema" in averaged.notes[0]
-    with pytest.raises(ConvertError, match=r"2 models, a, b: .*--model-key.*--like"):
+    with pytest.raises(ConvertError, match=r"2 models: a, b. .*--model-key.*--like"):
         find_sections({"a": model, "b": other})
     assert find_sections({"a": model, "b": other}, {"model": "b"}).model == ("b",)
     several = {"a": model, "b": other, "optimizers": [optimizer, small(7)[1]]}
-    with pytest.raises(ConvertError, match=r"optimizers/0, optimizers/1.*several"):
+    with pytest.raises(ConvertError, match=r"several.*optimizers/0, optimizers/1"):
         find_sections(several, {"model": "a"})
     found = find_sections(several, {"model": "a", "optimizer": "optimizers/1"})
     assert found.optimizers == [("optimizers", 1)]
@@ -68,11 +68,11 @@ def test_several_models_need_a_name_and_averages_do_not():
 @pytest.mark.parametrize(
     ("keys", "word"),
     [
-        ({"model": "c"}, "no 'c' in it, which has a, opt, epoch"),
-        ({"model": "epoch"}, "no state dict of a model"),
-        ({"optimizer": "a"}, "no state dict of a optimizer"),
-        ({"scaler": "epoch"}, "no state dict of a scaler"),
-        ({"optimizer": "opt/7"}, "no '7' in opt"),
+        ({"model": "c"}, "no key 'c'. Its keys are a, opt, epoch"),
+        ({"model": "epoch"}, "not the state dict of a model"),
+        ({"optimizer": "a"}, "not the state dict of an optimizer"),
+        ({"scaler": "epoch"}, "not the state dict of a scaler"),
+        ({"optimizer": "opt/7"}, "no key '7' in opt"),
     ],
 )
 def test_named_place_without_such_a_section_is_an_error(keys, word):
@@ -108,7 +108,7 @@ def test_scaler_of_another_framework_is_found_by_its_name_and_updated(key, tmp_p
     assert run.scaler.get_scale() == 64.0
     run.scaler.update(32.0)
     notes = save_torch(tmp_path / "b.pt", model, scaler=run.scaler, like=run.template)
-    assert "apex's: loss_scale, unskipped are updated" in notes[0]
+    assert "Updated loss_scale, unskipped;" in notes[0]
     back = pt.load(tmp_path / "b.pt")[key]["loss_scaler0"]
     assert back == {"loss_scale": 32.0, "unskipped": 5}
 

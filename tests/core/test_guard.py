@@ -177,7 +177,7 @@ def test_integer_and_empty_leaves_and_bare_containers_pass_through():
         ({"w": {"x": mx.ones(2)}}, "'w', but no such parameter"),
         ({"list": [mx.ones(2)] * 3}, r"'list\.2', but no such parameter"),
         ({"list": mx.ones(2)}, "'list', but no such parameter"),
-        ({"w": mx.ones(3)}, r"'w' has shape \(3,\)"),
+        ({"w": mx.ones(3)}, r"the shape of 'w' \(3,\)"),
         ({"w": 1.0}, "'w' must be an array"),
         ({"w": None}, "'w' must be an array"),
         ([mx.ones(2)], "must be a dict"),
@@ -218,7 +218,7 @@ def test_a_parameter_that_a_step_would_reshape_is_named(shape):
     optimizer.init({"w": mx.ones((2, 2))})
     weights = {"w": mx.ones(shape)}
     before = bits(optimizer.state)
-    with pytest.raises(ValueError, match="'w' has shape"):
+    with pytest.raises(ValueError, match="the shape of 'w'"):
         guarded_apply(optimizer, weights, weights)
     assert bits(optimizer.state) == before
 
@@ -229,7 +229,7 @@ def test_a_state_that_a_step_would_reshape_is_named(old):
     optimizer.init({"w": mx.ones(old)})
     weights = {"w": mx.ones((2, 2))}
     before = bits(optimizer.state)
-    with pytest.raises(ValueError, match=r"'w(\.m)?' has shape"):
+    with pytest.raises(ValueError, match=r"the shape of 'w(\.m)?'"):
         guarded_apply(optimizer, weights, weights)
     assert bits(optimizer.state) == before
 

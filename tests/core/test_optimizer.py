@@ -223,7 +223,7 @@ def test_an_argument_that_the_wrapper_lacks_is_refused_by_name(name):
 
 def test_averaging_and_shards_need_a_group():
     for arguments in ({"average": True}, {"sharded": True}):
-        with pytest.raises(ValueError, match="need a group"):
+        with pytest.raises(ValueError, match="require a group"):
             LossScaleOptimizer(optim.SGD(0.1), **arguments)
     with pytest.raises(TypeError, match="average must be True or False"):
         LossScaleOptimizer(optim.SGD(0.1), average="scaled")

@@ -148,9 +148,9 @@ def test_a_disabled_scaler_leaves_masters_and_the_inner_optimizer():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((1e-3,), "Expected an optimizer"),
-        ((optim.AdamW,), "Expected an optimizer"),
-        ((LossScaleOptimizer(optim.SGD(0.1)),), "already"),
+        ((1e-3,), "Expected an mlx.optimizers"),
+        ((optim.AdamW,), "Expected an mlx.optimizers"),
+        ((LossScaleOptimizer(optim.SGD(0.1)),), "cannot be wrapped"),
         ((optim.SGD(0.1), 65536.0), "must be a GradScaler"),
     ],
 )
@@ -266,10 +266,10 @@ def spoil(state, path, value):
     [
         (
             lambda s: s.pop("masters.layers.0.weight"),
-            "lacks 'masters.layers.0.weight'",
+            "no 'masters.layers.0.weight'",
         ),
         (lambda s: spoil(s, "masters.x", mx.ones(1)), "another model"),
-        (lambda s: spoil(s, "masters.layers.0.bias", mx.ones(3)), "of shape"),
+        (lambda s: spoil(s, "masters.layers.0.bias", mx.ones(3)), "with shape"),
         (
             lambda s: spoil(s, "masters.layers.0.bias", mx.full((16,), NAN)),
             "'masters.layers.0.bias' in the state contains NaN",

@@ -74,7 +74,7 @@ def test_a_float16_loss_warns_once_and_backs_off_until_it_fits():
 
 
 def test_a_loss_that_is_no_array_is_refused_with_its_value():
-    with pytest.raises(TypeError, match="The loss must be an array"):
+    with pytest.raises(TypeError, match="must return an array"):
         GradScaler().scale_loss(lambda: 1.0)()
 
 

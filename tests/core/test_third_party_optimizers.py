@@ -426,7 +426,7 @@ def test_a_state_with_arrays_in_a_tuple_is_refused():
         def apply_single(self, gradient, parameter, state):
             return parameter
 
-    with pytest.raises(TypeError, match=r"keeps 'w\.mv\.0' in a tuple"):
+    with pytest.raises(TypeError, match=r"stores 'w\.mv\.0' in a tuple"):
         guarded_apply(InATuple(), {"w": mx.ones(2)}, {"w": mx.ones(2)})
 
 

@@ -65,7 +65,7 @@ def test_bad_json_is_a_value_error_that_names_the_file(data, tmp_path):
 def test_json_file_is_read_within_its_bound(tmp_path):
     with open(tmp_path / "sparse.json", "wb") as file:
         file.truncate(2**40)  # a terabyte of zeros
-    with pytest.raises(ValueError, match="more than 16,777,216"):
+    with pytest.raises(ValueError, match="longer than 16,777,216"):
         read_json(tmp_path / "sparse.json")
 
 

@@ -66,7 +66,7 @@ def test_command_prints_and_writes_the_tables_that_are_asked_for(
 def test_command_refuses_a_question_that_does_not_exist(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["speed"])
-    assert "There is no 'speed'" in capsys.readouterr().err
+    assert "'speed' is not a benchmark" in capsys.readouterr().err
 
 
 def test_every_question_has_a_module_with_a_question():
