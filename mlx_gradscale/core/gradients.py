@@ -256,8 +256,9 @@ class Backward:
         if half:
             self.warn_once(
                 f"{type(model).__name__} has BatchNorm layers with running statistics "
-                f"in half precision ({', '.join(sorted(half))}), where a variance above 65504 "
-                "is inf. Keep them in float32 with mlx_gradscale.float32_layers()."
+                f"in half precision ({', '.join(sorted(half))}), where a variance "
+                "above 65504 is inf. Keep them in float32 with "
+                "mlx_gradscale.float32_layers()."
             )
         given = next((x for x in args if isinstance(x, mx.array)), None)
         if given is None or given.dtype != mx.float32:

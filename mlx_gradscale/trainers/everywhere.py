@@ -53,9 +53,9 @@ def everywhere(
     all steps were skipped.
 
     It does not affect a trainer that updates weights without an ``mlx.optimizers``
-    optimizer, or that compiled its step or imported ``compile`` or ``value_and_grad``
-    from ``mlx.core`` by name before entering the context. Gradients of a parameter tree
-    are scaled if the tree is the first argument.
+    optimizer. Before entering the context, it must not have compiled its step, created
+    its gradient function, or imported ``compile``, ``grad`` or ``value_and_grad`` by
+    name. Gradients of a parameter tree are scaled if the tree is the first argument.
 
     Args:
         make_scaler (Callable, optional): Returns the scaler for each model. Default: a
@@ -203,6 +203,12 @@ class Everywhere:
                 "Gradients were computed, but no mlx.optimizers.Optimizer took a step. "
                 "Weights that are updated in another way are not protected against "
                 "non-finite gradients."
+            )
+        if steps and not self.scalers:
+            warn_user(
+                "Steps were guarded, but no gradients came from a scaled loss, so "
+                "small float16 gradients may have been lost. Import value_and_grad, "
+                "and create the gradient function, inside everywhere()."
             )
 
     def has_work(self, tree: Any, is_model: bool = True) -> bool:

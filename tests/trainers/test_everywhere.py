@@ -238,3 +238,11 @@ def test_the_random_stream_of_the_trainer_is_unchanged():
     with everywhere():
         inside = draw()
     assert inside == draw()
+
+
+def test_gradient_function_created_before_the_block_warns_at_the_end():
+    model, optimizer = Mlp(dtype=mx.float16), optim.SGD(0.1)
+    loss_and_grad = nn.value_and_grad(model, mse(model))
+    warns = pytest.warns(UserWarning, match="no gradients came from a scaled loss")
+    with warns, everywhere():
+        optimizer.update(model, loss_and_grad(*batch(dtype=mx.float16))[1])
