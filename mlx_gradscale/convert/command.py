@@ -18,6 +18,7 @@ from .. import torch_checkpoint
 from ..checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from ..commands import run_command
 from ..core.masters import join
+from ..core.optimizers import single_optimizers
 from ..core.scale import FIELDS, to_state_dict
 from ..files.paths import contains, read_json
 from ..files.text import printable, table
@@ -163,13 +164,17 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         return
     weights = _Weights(template.weights())
     optimizer, scaler = Optimizer(), make_scaler(template)
+    extra: dict[str, Any] = {}
     if template.groups:
         optimizer = template.build_optimizer()
         optimizer.state = tree_unflatten([*template.optimizer_state().items()])
+        step = max(int(part.step) for part in single_optimizers(optimizer))
+        # PyTorch's SGD does not count its steps.
+        extra = {"step": step} if step else {}
     # If the process is killed in between, the checkpoint has no template rather than
     # the wrong one.
     (path / TEMPLATE).unlink(missing_ok=True)
-    save_checkpoint(path, weights, optimizer, scaler)
+    save_checkpoint(path, weights, optimizer, scaler, **extra)
     template.drop_tensors()
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
     how = "The weights are in model.safetensors in its save-* folder."

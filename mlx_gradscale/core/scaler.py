@@ -22,7 +22,9 @@ from .trees import Leaf, Writes, commit, match
 
 _UNSCALED = "value_and_grad() or scale_loss()"
 _SCALED = "scale()"
-_START_AFRESH = "After an interrupted iteration, call update(get_scale()) first."
+_START_AFRESH = (
+    "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
+)
 # A run that skips this many steps in a row is not training.
 SKIPS_TO_WARN = 50
 # At this scale a gradient of 1e-3 is the smallest that float16 can represent.

@@ -95,7 +95,8 @@ def test_live_pytorch_run_continues_in_mlx_and_back(name, tmp_path):
 
     model, scaler = mlx_model(name), GradScaler()
     optimizer = build_optimizer(tmp_path / "run")
-    restore_checkpoint(tmp_path / "run", model, optimizer, scaler)
+    extra = restore_checkpoint(tmp_path / "run", model, optimizer, scaler)
+    assert extra == ({} if "sgd" in name else {"step": BEFORE - 1})  # one was skipped
     middle = BEFORE + 10
     run = SimpleNamespace(optimizer=optimizer, scaler=scaler)
     scales = go_on(name, model, run, range(BEFORE, middle))
