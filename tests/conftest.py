@@ -15,6 +15,9 @@ settings.load_profile("mlx")
 
 TESTS = Path(__file__).parent
 CORE = {TESTS / "core", TESTS.parent / "mlx_gradscale" / "core"}
+COMPILED = {TESTS / "performance", TESTS / "interop"}
+# The longest files start first, so that no worker ends long after the others.
+LONGEST = ["test_skip_matrix_compiled.py", "test_distributed.py", "test_lora.py"]
 # Options that choose some tests, or that want to see them in this process.
 HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
 
@@ -37,8 +40,7 @@ def pytest_cmdline_main(config):
     ):
         # More would compete for memory, or for the one GPU.
         options.numprocesses = min(4, os.cpu_count() or 1)
-        # The tests of a file share models and kernels. As they are ordered, the short
-        # files are last, so that nobody waits long for the other.
+        # The tests of a file share models and kernels.
         options.dist = "loadfile"
         options.loadscopereorder = False
 
@@ -51,16 +53,24 @@ def pytest_ignore_collect(collection_path, config):
     whole = config.args_source == config.ArgsSource.TESTPATHS
     if whole and collection_path == TESTS / "performance":
         return True
+    if whole and config.option.markexpr == "core":
+        # The others import PyTorch and mlx-lm.
+        around = {collection_path, *collection_path.parents}
+        if not any(core in around or collection_path in core.parents for core in CORE):
+            return True
     is_helper = not collection_path.name.startswith("test_")
     return True if collection_path.suffix == ".py" and is_helper else None
 
 
 def pytest_collection_modifyitems(items):
     """Mark what ``pytest -m core`` runs: the core's tests and its doctests."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
-        many = item.get_closest_marker("many_kernels")
-        if CORE & set(item.path.parents) and not many:
+        folders = set(item.path.parents)
+        if CORE & folders and not item.get_closest_marker("many_kernels"):
             item.add_marker("core")
+        if COMPILED & folders:
+            item.add_marker("compiles")
 
 
 def pytest_configure():
@@ -73,16 +83,24 @@ def pytest_configure():
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(folder)
+    # A compiler takes a second for each of a thousand kernels, so everything runs
+    # without mx.compile, including other processes, but for tests that need it.
+    os.environ["MLX_DISABLE_COMPILE"] = "1"
+    mx.disable_compile()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Compile in the tests that are marked, and in the processes that they start."""
+    if item.get_closest_marker("compiles"):
+        os.environ.pop("MLX_DISABLE_COMPILE", None)
+        mx.enable_compile()
+    result = yield
+    os.environ["MLX_DISABLE_COMPILE"] = "1"
+    mx.disable_compile()
+    return result
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     mx.random.seed(0)
-
-
-@pytest.fixture
-def without_compile():
-    """Run without ``mx.compile``: compiling a kernel takes most of a second."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()

@@ -9,6 +9,8 @@ from support.helpers import INF, Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, compile_step
 
+pytestmark = pytest.mark.compiles
+
 
 def make_step(gain=1.0):
     model = Mlp(dtype=mx.float16)

@@ -47,6 +47,7 @@ class Averaged:
             yield i
 
 
+@pytest.mark.compiles
 def test_master_weights_are_averaged_over_applied_steps_in_a_compiled_step():
     run = Averaged()
     masters = run.optimizer.masters(run.model.parameters())
@@ -75,6 +76,7 @@ def test_master_weights_are_averaged_over_applied_steps_in_a_compiled_step():
     assert apart > 1e-5
 
 
+@pytest.mark.compiles
 def test_average_resumes_from_a_checkpoint_without_a_retrace(tmp_path):
     run = Averaged()
     list(run.train(0, 6))

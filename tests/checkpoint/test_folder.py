@@ -24,13 +24,6 @@ from mlx_gradscale.checkpoint import latest_checkpoint, read_checkpoint
 FILES = ["model.safetensors", "training.json", "training.safetensors"]
 
 
-@pytest.fixture(autouse=True)
-def _not_compiled():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
 def step_in(folder):
     return restore_checkpoint(folder, *small())["step"]
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.checkpoint_runs import KINDS, Run, choose_compilation, half, scaler
+from support.checkpoint_runs import KINDS, Run, half, scaler
 from support.helpers import OPTIMIZERS, batch, bits, mse
 from support.packed_moments import PackedAdamW, check_resume
 
@@ -23,18 +23,17 @@ from mlx_gradscale import (
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
-each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def parametrize_kinds(*kinds):
+    compiles = pytest.mark.compiles
+    marks = [[compiles] if "compiled" in kind else [] for kind in kinds]
+    params = [pytest.param(x, marks=m) for x, m in zip(kinds, marks, strict=True)]
+    return pytest.mark.parametrize("kind", params)
+
 
 # What follows a BatchNorm computes in float32.
 pytestmark = pytest.mark.filterwarnings("ignore:.*computes in float32")
-
-
-@pytest.fixture(autouse=True)
-def _compiled_or_not(request):
-    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
-    choose_compilation(parameters.get("kind", ""))
-    yield
-    mx.enable_compile()
 
 
 def started(kind, steps=6):
@@ -43,7 +42,7 @@ def started(kind, steps=6):
     return run
 
 
-@each_kind
+@parametrize_kinds(*KINDS)
 def test_run_restored_in_place_or_into_fresh_objects_continues_bit_identically(
     kind, tmp_path
 ):
@@ -64,9 +63,7 @@ def test_run_restored_in_place_or_into_fresh_objects_continues_bit_identically(
         assert other.train(6, 12) == expected
 
 
-@pytest.mark.parametrize(
-    "kind", ["AdamW", "LossScaleOptimizer", "compiled LossScaleOptimizer"]
-)
+@parametrize_kinds("AdamW", "LossScaleOptimizer", "compiled LossScaleOptimizer")
 def test_fresh_process_continues_bit_identically(kind, tmp_path):
     run = started(kind)
     save_checkpoint(tmp_path / "run", *run.parts, step=6)

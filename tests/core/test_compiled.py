@@ -7,12 +7,10 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from support.helpers import INF, Mlp, batch, mse, uncompiled
+from support.helpers import INF, Mlp, batch, mse
 from support.optimizer_helpers import Training
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
-
-pytestmark = pytest.mark.core
 
 
 @pytest.mark.compiles
@@ -71,7 +69,6 @@ def broken_arrays(like, folder):
     return tree_unflatten(list(lazy.items()))
 
 
-@uncompiled
 @pytest.mark.parametrize("norm", [None, 1.0], ids=["", "clipped"])
 @pytest.mark.parametrize(
     "kind", ["scaler", "scaled", "wrapper", "remainder", "guarded"]
@@ -109,7 +106,6 @@ def test_an_eager_update_evaluates_nothing(kind, norm, tmp_path):
         mx.eval(model.parameters())
 
 
-@uncompiled
 def test_value_and_grad_evaluates_nothing(tmp_path):
     model, scaler = Mlp(), GradScaler()
     inputs = broken_arrays({"x": mx.ones((512, 8)), "y": mx.ones((512, 1))}, tmp_path)

@@ -5,11 +5,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import INF, NAN, Mlp, batch, bits, mse, same, uncompiled
+from support.helpers import INF, NAN, Mlp, batch, bits, mse, same
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-
-pytestmark = [pytest.mark.core, uncompiled]
 
 
 @pytest.mark.parametrize("value", [NAN, INF])

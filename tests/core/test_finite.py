@@ -10,8 +10,6 @@ from support.helpers import BAD_VALUES, INF, NAN
 from mlx_gradscale import NonFinite, all_finite, nonfinite
 from mlx_gradscale.core.finite import all_finite_times, arrays, global_norm
 
-pytestmark = pytest.mark.core
-
 HALVES = [mx.float16, mx.bfloat16]
 FLOATS = [*HALVES, mx.float32]
 
@@ -115,6 +113,7 @@ def test_scaled_and_unscaled_leaves_are_checked_together():
         assert all_finite_times(scaled, factor, others).item() == finite
 
 
+@pytest.mark.compiles
 def test_global_norm_is_that_of_unscaled_gradients_and_non_finite_where_one_is():
     tree = [mx.full((1000,), 3.0, mx.float16), mx.full((1000,), 4.0)]
     norm = global_norm(tree, mx.array(0.5), [mx.array(7.0)])
@@ -141,12 +140,14 @@ def test_a_leaf_that_is_no_array_is_refused_by_path():
         all_finite({"a": {"b": 1.0}})
 
 
+@pytest.mark.compiles
 def test_all_finite_is_lazy_and_compiles():
     step = mx.compile(lambda x: all_finite({"x": x, "y": x * 2}))
     assert step(mx.ones(3)).item()
     assert not step(mx.array([1.0, INF, 1.0])).item()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("count", [3, 9])
 def test_a_bad_value_in_any_one_of_many_leaves(count):
     for bad in range(count):

@@ -15,14 +15,11 @@ from support.helpers import (
     gradients_like,
     parameters,
     same,
-    uncompiled,
 )
 from support.scaler_helpers import guarded_apply
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.core import optimizers as internals
-
-pytestmark = pytest.mark.core
 
 
 def test_a_state_that_was_initialised_in_half_precision_becomes_float32():
@@ -100,7 +97,7 @@ def trained_pair():
 
 
 @pytest.mark.compiles
-def test_a_schedule_may_read_anything():
+def test_schedule_may_read_python_state_at_every_step():
     class Settings:
         rate = 1.0
 
@@ -123,7 +120,7 @@ def test_float64_parameters_stay_float64_and_come_back_bit_for_bit():
         assert step(2.0**-40, True) == 1 / 3 - 2.0**-41
 
 
-def test_a_filter_that_looks_at_the_dtype():
+def test_multi_optimizer_filter_may_look_at_the_dtype():
     optimizer = optim.MultiOptimizer(
         [optim.SGD(1.0), optim.SGD(0.0)], [lambda path, w: w.dtype == mx.float16]
     )
@@ -132,7 +129,7 @@ def test_a_filter_that_looks_at_the_dtype():
     assert (new["a"].tolist(), new["b"].tolist()) == ([0, 0], [1, 1])
 
 
-def test_a_schedule_of_plain_numbers():
+def test_schedule_may_return_plain_numbers():
     optimizer, weights = optim.SGD(lambda step: 0.5), {"w": mx.zeros(1)}
     for _ in range(3):
         weights = guarded_apply(optimizer, {"w": mx.ones(1)}, weights)
@@ -146,7 +143,7 @@ def test_paths_that_are_the_same_with_dots_are_refused():
 
 
 @pytest.mark.compiles
-def test_nothing_outlives_optimizer_and_model():
+def test_compiled_steps_keep_neither_optimizer_nor_model_alive():
     optimizer, model = trained_pair()
     gc.collect()
     assert optimizer() is None
@@ -192,7 +189,7 @@ def test_gradients_that_do_not_fit_are_named_and_nothing_changes(gradients, mess
     assert bits(optimizer.state) == before
 
 
-def test_a_multi_optimizer_with_a_frozen_module_between_trained_ones():
+def test_multi_optimizer_steps_around_a_frozen_module():
     optimizer = optim.MultiOptimizer(
         [optim.SGD(1.0), optim.SGD(2.0)], [lambda path, _: path == "layers.0.w"]
     )
@@ -242,7 +239,6 @@ def test_an_empty_part_of_the_gradients_asks_for_no_parameter():
     assert new["w"].tolist() == [0.5, 0.5]
 
 
-@uncompiled
 @pytest.mark.parametrize("mode", ["unscaled", "scaled", "wrapped"])
 def test_integer_parameters_stay_also_where_their_gradients_were_clipped(mode):
     class Chosen(nn.Module):

@@ -11,11 +11,9 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
-from support.helpers import INF, Mlp, batch, mse, uncompiled
+from support.helpers import INF, Mlp, batch, each_mode, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-
-pytestmark = pytest.mark.core
 
 SCALE = 1024.0
 
@@ -122,10 +120,11 @@ def train(change, compiled, source, dtype, steps=3):
     return {path: np.array(x) for path, x in tree_flatten(parameters)}
 
 
-@uncompiled
 @pytest.mark.parametrize("source", ["scaler", "wrapper", "norm"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_is_done_to_float32_gradients_before_the_step_is_right(change, source):
+def test_float32_gradients_changed_before_the_step_are_stepped_as_changed(
+    change, source
+):
     expected = train(change, False, "plain", mx.float32)
     # The bare optimizer multiplies bfloat16 gradients in bfloat16.
     near = 1e-3 if change is cast else 1e-6
@@ -133,10 +132,11 @@ def test_whatever_is_done_to_float32_gradients_before_the_step_is_right(change, 
         assert np.allclose(x, expected[path], rtol=1e-5, atol=near), path
 
 
-@uncompiled
 @pytest.mark.parametrize("source", ["wrapper", "norm"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_is_done_to_float16_gradients_before_the_step_is_right(change, source):
+def test_float16_gradients_changed_before_the_step_are_stepped_as_changed(
+    change, source
+):
     expected = train(change, False, "plain", mx.float16)
     for path, x in train(change, False, source, mx.float16).items():
         assert np.allclose(x, expected[path], rtol=0.02, atol=5e-3), path
@@ -144,14 +144,13 @@ def test_whatever_is_done_to_float16_gradients_before_the_step_is_right(change, 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("change", [leave, clip_norm, change_some])
-def test_whatever_is_done_to_gradients_inside_a_compiled_step_is_right(change):
+def test_gradients_changed_inside_a_compiled_step_are_stepped_as_changed(change):
     expected = train(change, False, "plain", mx.float32)
     for path, x in train(change, True, "wrapper", mx.float32).items():
         assert np.allclose(x, expected[path], rtol=1e-5, atol=1e-6), path
 
 
-@uncompiled
-def test_gradients_accumulated_across_a_change_of_the_scale_are_right():
+def test_gradients_accumulated_across_a_scale_change_equal_unscaled_sums():
     mx.random.seed(1)
     model = Mlp()
     optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(SCALE))
@@ -170,7 +169,6 @@ def test_gradients_accumulated_across_a_change_of_the_scale_are_right():
         assert mx.allclose(x, y, rtol=1e-5, atol=1e-6), path
 
 
-@uncompiled
 def test_leaves_of_two_passes_with_different_scales_step_together():
     mx.random.seed(1)
     model = Mlp()
@@ -191,7 +189,6 @@ def test_leaves_of_two_passes_with_different_scales_step_together():
         assert mx.allclose(x, y, rtol=1e-5, atol=1e-6), path
 
 
-@uncompiled
 def test_gradients_may_be_stepped_by_another_scaler():
     found = []
     for other in (None, GradScaler(4.0)):
@@ -206,7 +203,6 @@ def test_gradients_may_be_stepped_by_another_scaler():
         assert mx.allclose(x, found[1][path], rtol=1e-6, atol=1e-7), path
 
 
-@uncompiled
 @pytest.mark.parametrize("where", ["scaled", "after"])
 def test_a_non_finite_gradient_is_nan_and_survives_an_elementwise_clip(where):
     model = Mlp(dtype=mx.float16)
@@ -225,7 +221,6 @@ def test_a_non_finite_gradient_is_nan_and_survives_an_elementwise_clip(where):
     assert not optimizer.scaler.last_step_applied.item()
 
 
-@uncompiled
 @pytest.mark.parametrize("source", ["value_and_grad", "scale_loss"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_an_infinite_gradient_comes_out_as_nan_that_no_clip_can_hide(source, sign):
@@ -306,7 +301,6 @@ def weights_after(change, compiled=False, source="scaler"):
     return -model.w, values
 
 
-@uncompiled
 @pytest.mark.parametrize("source", ["scaler", "wrapper"])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_every_in_place_operator_on_a_gradient_takes_effect(name, source):
@@ -355,8 +349,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.compiles
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 @pytest.mark.parametrize("source", ["scaler", "wrapper"])
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_gradient_that_was_changed_in_place_is_stepped_as_it_is(
@@ -366,7 +359,6 @@ def test_a_gradient_that_was_changed_in_place_is_stepped_as_it_is(
     assert found.tolist() == CHANGED[change]
 
 
-@uncompiled
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize(
     "copied",

@@ -13,8 +13,6 @@ import pytest
 import mlx_gradscale
 from mlx_gradscale.core import optimizers as internals
 
-pytestmark = pytest.mark.core
-
 PACKAGE = Path(mlx_gradscale.__file__).parent
 PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
 # A LossScaleOptimizer is an Optimizer itself, and sets attributes of its base class.
@@ -91,6 +89,6 @@ def private_names(path):
 @pytest.mark.parametrize(
     "path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda p: p.name
 )
-def test_no_other_file_of_the_core_uses_them(path):
+def test_only_optimizers_py_uses_private_attributes_of_mlx(path):
     found = set(private_names(path)) & PRIVATE
     assert found == (PRIVATE if path.name == "optimizers.py" else set())

@@ -26,8 +26,6 @@ from support.optimizer_helpers import wrapped
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
-pytestmark = pytest.mark.core
-
 # Clipping
 
 
@@ -207,26 +205,10 @@ def test_a_payload_of_nan_weights_survives_a_skipped_step():
     assert new["w"].view(mx.uint16).tolist() == [0x7C01, 0x7E01, 0xFE55, 0x3C00]
 
 
-def test_dynamic_can_be_set_also_for_a_compiled_step():
-    scaler = GradScaler(hysteresis=2)
-    scaler.set_dynamic(False)
-    assert not scaler.is_dynamic()
-    with pytest.raises(ValueError, match="not both"):
-        GradScaler(hysteresis=2, backoff_interval=2)
-
-
 @pytest.mark.parametrize("name", ["weight_decay", "init_scale", "device"])
 def test_an_argument_that_the_wrapper_lacks_is_refused_by_name(name):
     with pytest.raises(TypeError, match=name):
         LossScaleOptimizer(optim.AdamW(1e-3), **{name: 0.1})
-
-
-def test_averaging_and_shards_need_a_group():
-    for arguments in ({"average": True}, {"sharded": True}):
-        with pytest.raises(ValueError, match="require a group"):
-            LossScaleOptimizer(optim.SGD(0.1), **arguments)
-    with pytest.raises(TypeError, match="average must be True or False"):
-        LossScaleOptimizer(optim.SGD(0.1), average="scaled")
 
 
 def test_gradients_may_come_from_anywhere_with_one_warning():

@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from support.graphs import address
-from support.helpers import INF, Mlp, batch, mse, same, uncompiled
+from support.helpers import INF, Mlp, batch, each_mode, mse, same
 from support.optimizer_helpers import HALVES, Training, rounded, wrapped
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
-pytestmark = pytest.mark.core
-
 
 @pytest.mark.parametrize("kind", ["float32", "remainder"])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 def test_the_model_is_the_rounding_of_its_masters_after_every_step(
     dtype, compiled, kind
 ):
@@ -47,7 +45,6 @@ def test_float32_parameters_have_no_master():
     assert set(optimizer.state["masters"]) == {"b"}
 
 
-@uncompiled
 def test_updates_below_half_an_ulp_add_up_only_with_masters():
     # 1e-4 is a fifth of float16's half ulp at 1.0 (4.9e-4).
     gradients = {"w": mx.full((4,), 1e-4, mx.float16)}
@@ -62,7 +59,7 @@ def test_updates_below_half_an_ulp_add_up_only_with_masters():
 
 @pytest.mark.parametrize("kind", ["float32", "remainder"])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 def test_weights_that_the_user_replaces_are_kept(dtype, compiled, kind):
     training = Training(optim.SGD(0.0, momentum=0.9), dtype, compiled, masters=kind)
     training.run(range(3))
@@ -79,7 +76,6 @@ def test_weights_that_the_user_replaces_are_kept(dtype, compiled, kind):
         assert all(leaf for _, leaf in tree_flatten(equal))
 
 
-@uncompiled
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_neighbour_of_a_rounded_master_counts_as_replaced(dtype):
     patterns = mx.arange(65536).astype(mx.uint16).view(dtype)
@@ -106,7 +102,6 @@ def test_every_neighbour_of_a_rounded_master_counts_as_replaced(dtype):
             assert mx.all(kept <= (masters == weights.astype(mx.float32))).item()
 
 
-@uncompiled
 def test_a_weight_moved_across_a_tie_counts_as_replaced():
     optimizer = wrapped(optim.SGD(0.0))
     optimizer.init({"w": mx.ones(1, mx.float16)})
@@ -118,7 +113,7 @@ def test_a_weight_moved_across_a_tie_counts_as_replaced():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 def test_weights_changed_in_place_survive_a_skip_and_a_step(dtype, compiled):
     training = Training(optim.SGD(0.0), dtype, compiled)
     training.run(range(2))
@@ -131,7 +126,6 @@ def test_weights_changed_in_place_survive_a_skip_and_a_step(dtype, compiled):
     assert same([layer.weight, layer.bias], want)
 
 
-@uncompiled
 def test_an_edited_master_takes_effect():
     optimizer = wrapped(optim.SGD(0.0))
     weights = {"w": mx.ones(1, mx.float16)}
@@ -143,7 +137,6 @@ def test_an_edited_master_takes_effect():
 
 
 @pytest.mark.parametrize("kind", ["float32", "remainder"])
-@uncompiled
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_a_model_cast_after_init_continues_from_its_weights(dtype, kind):
     training = Training(optim.SGD(0.0), compiled=False, masters=kind)
@@ -155,7 +148,6 @@ def test_a_model_cast_after_init_continues_from_its_weights(dtype, kind):
         assert same(training.model.trainable_parameters(), before)
 
 
-@uncompiled
 def test_bits_of_float16_are_not_mistaken_for_bfloat16():
     optimizer = wrapped(optim.SGD(0.0))
     weights = {"w": mx.ones(1, mx.float16)}
@@ -166,7 +158,6 @@ def test_bits_of_float16_are_not_mistaken_for_bfloat16():
     assert new["w"].item() == 2**-7
 
 
-@uncompiled
 @pytest.mark.parametrize("save", [False, True], ids=["set_dtype", "state"])
 def test_masters_survive_a_change_from_float16_to_bfloat16(save):
     optimizer = wrapped(optim.SGD(1.0))
@@ -182,7 +173,7 @@ def test_masters_survive_a_change_from_float16_to_bfloat16(save):
     assert optimizer.state["masters"]["w"].item() == 1 - 2**-13
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 def test_the_written_bits_share_the_memory_of_the_weights(compiled):
     training = Training(compiled=compiled)
     for seed in range(3):
@@ -194,7 +185,6 @@ def test_the_written_bits_share_the_memory_of_the_weights(compiled):
         training.run([seed], bad=(1,))
 
 
-@uncompiled
 def test_zeroed_weights_stay_zero():
     optimizer = wrapped(optim.SGD(1.0))
     weights = {"w": mx.full((3,), 1000.25, mx.float16)}
@@ -204,7 +194,6 @@ def test_zeroed_weights_stay_zero():
     assert weights["w"].tolist() == [0.0] * 3
 
 
-@uncompiled
 @pytest.mark.parametrize("compute_dtype", HALVES)
 def test_a_decay_by_hand_reaches_float32_parameters_computed_in_half(compute_dtype):
     # 1e-4 is less than half an ulp of any half: its weights cannot hold it.
@@ -224,7 +213,6 @@ def test_a_decay_by_hand_reaches_float32_parameters_computed_in_half(compute_dty
         assert mx.allclose(now, left * before, rtol=1e-6, atol=0)
 
 
-@uncompiled
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_decay_by_the_optimizer_reaches_the_masters(dtype):
     optimizer = wrapped(optim.AdamW(1e-2, weight_decay=1e-2))
@@ -236,7 +224,6 @@ def test_a_decay_by_the_optimizer_reaches_the_masters(dtype):
     assert decayed == pytest.approx(before * (1 - 1e-4) ** 50, rel=1e-5)
 
 
-@uncompiled
 @pytest.mark.parametrize("kind", ["float32", "remainder"])
 def test_set_masters_replaces_the_master_weights(kind):
     optimizer = wrapped(optim.SGD(0.0), masters=kind)

@@ -7,15 +7,12 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import bits, gradients_like, same, uncompiled
+from support.helpers import bits, each_mode, gradients_like, same
 from support.optimizer_helpers import HALVES, Training, wrapped
 
 from mlx_gradscale import GuardedOptimizer, LossScaleOptimizer
 
-pytestmark = pytest.mark.core
-
 REMAINDER = {"masters": "remainder"}
-either_way = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "once"])
 each_half = pytest.mark.parametrize("dtype", HALVES)
 
 
@@ -31,7 +28,7 @@ def nbytes(tree):
 
 
 @each_half
-@either_way
+@each_mode
 def test_remainders_train_as_float32_masters_do(dtype, compiled):
     both = [Training(dtype=dtype, compiled=compiled) for _ in range(2)]
     both[1] = Training(dtype=dtype, compiled=compiled, **REMAINDER)
@@ -73,7 +70,7 @@ def test_small_steps_add_up_as_with_float32_masters(dtype):
 
 
 @each_half
-@either_way
+@each_mode
 def test_a_skip_keeps_nan_payloads_infinities_and_remainders(dtype, compiled):
     training = Training(dtype=dtype, compiled=compiled, **REMAINDER)
     training.run(range(3))
@@ -89,7 +86,6 @@ def test_a_skip_keeps_nan_payloads_infinities_and_remainders(dtype, compiled):
     assert bits(state["optimizer"]) == moments
 
 
-@uncompiled
 def test_a_third_party_optimizer_steps_joined_masters():
     class Doubling(optim.SGD):
         def apply_single(self, gradient, parameter, state):
@@ -106,7 +102,6 @@ def test_a_third_party_optimizer_steps_joined_masters():
 # Weights of the user
 
 
-@uncompiled
 @each_half
 def test_pruned_weights_stay_zero(dtype):
     optimizer = wrapped(optim.SGD(1.0), **REMAINDER)
@@ -121,7 +116,6 @@ def test_pruned_weights_stay_zero(dtype):
     assert mx.max(mx.abs(optimizer.masters(weights)["w"])).item() <= 2.0**-25
 
 
-@uncompiled
 def test_updates_below_the_smallest_float16_add_up():
     optimizer = wrapped(optim.SGD(1.0), **REMAINDER)
     weights = {"w": mx.zeros(2, mx.float16)}
@@ -131,7 +125,6 @@ def test_updates_below_the_smallest_float16_add_up():
     assert optimizer.masters(weights)["w"][0].item() == pytest.approx(1e-7, rel=1e-3)
 
 
-@uncompiled
 def test_a_replaced_weight_has_a_master_within_half_its_ulp():
     training = Training(**REMAINDER)
     training.run(range(4))
@@ -152,7 +145,6 @@ def test_a_parameter_that_became_half_is_refused():
 # What it takes
 
 
-@uncompiled
 @each_half
 def test_remainders_take_twelve_bytes_per_parameter(dtype):
     taken = {}
@@ -172,7 +164,6 @@ def test_remainders_take_twelve_bytes_per_parameter(dtype):
 # What else there is of masters
 
 
-@uncompiled
 @pytest.mark.parametrize("saved", ["float32", "remainder"])
 def test_a_state_with_the_other_kind_of_masters_is_refused(saved):
     other = {"float32": "remainder", "remainder": "float32"}[saved]
@@ -185,7 +176,6 @@ def test_a_state_with_the_other_kind_of_masters_is_refused(saved):
     assert loading.everything() == before
 
 
-@uncompiled
 def test_a_copy_has_remainders_of_its_own():
     training = Training(**REMAINDER)
     training.run(range(2))

@@ -12,7 +12,6 @@ from mlx_gradscale.core.masters import join, remainder_of, to_float32
 
 DTYPE = mx.int16
 
-pytestmark = pytest.mark.core
 
 _split = mx.compile(remainder_of)
 _join = mx.compile(lambda weight, remainder: join(weight, remainder).master)

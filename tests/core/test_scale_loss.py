@@ -9,11 +9,9 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import NAN, Mlp, batch, bits, each_mode, mse, uncompiled
+from support.helpers import NAN, Mlp, batch, bits, each_mode, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-
-pytestmark = [pytest.mark.core, uncompiled]
 
 either = pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
 
@@ -62,8 +60,6 @@ def test_gradients_of_a_model_are_unscaled_and_float32_at_any_scale(
 ):
     model = model_of()
     loss, plain = nn.value_and_grad(model, mse(model))(*half_batch())
-    if compiled:
-        mx.enable_compile()
     for scale in (1.0, 2.0**10, 2.0**14):
         source = make(wrap, scale)
         fn = differentiated(kind, source, model)
@@ -205,7 +201,7 @@ def own_arrays(model):
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
-def test_after_a_loss_that_is_not_differentiated(fails):
+def test_loss_without_gradients_leaves_the_model_its_own_arrays(fails):
     model, optimizer = Mlp(dtype=mx.float16), LossScaleOptimizer(optim.SGD(0.1))
 
     def loss_fn(x, y):
@@ -233,7 +229,7 @@ class Outputs(NamedTuple):
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
-def test_outputs_with_names_keep_them(wrap):
+def test_named_tuple_returned_by_the_loss_function_keeps_its_names(wrap):
     model, scaler = Mlp(), GradScaler(4.0)
 
     def loss_fn(x, y):

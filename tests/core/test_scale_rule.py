@@ -13,8 +13,6 @@ from support.reference import Reference
 from mlx_gradscale import GradScaler
 from mlx_gradscale.core import scale as rule
 
-pytestmark = pytest.mark.core
-
 # For each step whether its gradients are finite.
 patterns = st.lists(st.booleans(), max_size=60)
 settings_of_a_run = st.fixed_dictionaries(

@@ -23,8 +23,6 @@ from support.scaler_helpers import apply, used
 
 from mlx_gradscale import GradScaler
 
-pytestmark = pytest.mark.core
-
 # Scaling
 
 
@@ -164,7 +162,7 @@ def test_a_finite_step_is_the_plain_optimizers_on_unscaled_gradients():
 
 
 @pytest.mark.compiles
-def test_whole_step_compiled_one_trace_no_sync_and_everything_can_change():
+def test_compiled_step_is_traced_once_while_scale_and_settings_change():
     model, optimizer = Mlp(), optim.AdamW(optim.linear_schedule(1e-2, 1e-3, 50))
     scaler = GradScaler(growth_interval=3)
     optimizer.init(model.trainable_parameters())
@@ -367,7 +365,7 @@ def test_a_static_scale_stays_and_still_skips():
     assert scaler.consecutive_skips.item() == 2
 
 
-def test_no_warning_in_ordinary_use():
+def test_ordinary_training_gives_no_warning():
     model, optimizer, scaler = Mlp(), optim.Adam(1e-3), GradScaler()
     loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
     with warnings.catch_warnings():

@@ -7,7 +7,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,8 +20,6 @@ from support.helpers import INF, NAN
 from support.reference import Reference
 
 from mlx_gradscale import GradScaler
-
-pytestmark = pytest.mark.core
 
 values = st.sampled_from([1.0, -0.25, 0.0, 3e4, INF, -INF, NAN])
 which = st.integers(0, 1)

@@ -9,12 +9,10 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import INF, NAN, Mlp, batch, bits, mse
+from support.helpers import INF, NAN, Mlp, batch, bits, each_mode, mse
 from support.scaler_helpers import apply, used
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
-
-pytestmark = pytest.mark.core
 
 # Misuse
 
@@ -64,7 +62,7 @@ def test_a_subclass_may_take_arguments_of_its_own():
     assert Named("run", device="mps").name == ("run", "mps")
 
 
-def test_value_and_grad_wants_a_model_and_a_function():
+def test_value_and_grad_refuses_what_is_no_model_or_function():
     model, scaler = Mlp(), GradScaler()
     with pytest.raises(TypeError, match="must be a model, got function"):
         scaler.value_and_grad(mse(model), model)
@@ -107,7 +105,7 @@ def test_calls_out_of_order_are_refused(misuse, message):
         misuse(used(), optim.SGD(1.0))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 def test_gradients_of_plain_value_and_grad_are_taken_as_true_with_one_warning(compiled):
     found = []
     for scaled in (False, True):
@@ -164,7 +162,7 @@ def test_what_is_no_optimizer_is_refused(first):
         used().apply_gradients(first, {"w": mx.ones(1)}, {"w": mx.ones(1)})
 
 
-def test_step_wants_a_model():
+def test_step_refuses_what_is_no_model():
     with pytest.raises(TypeError, match="must be a model"):
         used().step(optim.SGD(0.1), {"w": mx.ones(1)}, {"w": mx.ones(1)})
 

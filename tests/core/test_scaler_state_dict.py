@@ -12,8 +12,6 @@ from support.scaler_helpers import apply
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 
-pytestmark = pytest.mark.core
-
 
 def trained(**settings):
     scaler, optimizer = GradScaler(**settings), optim.SGD(0.1)
@@ -58,7 +56,7 @@ def test_a_saved_file_restores_the_whole_state(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, None])
-def test_pickle_and_copy_between_iterations(copied):
+def test_scaler_is_pickled_and_copied_only_between_iterations(copied):
     scaler = trained(growth_interval=3)
     other = copied(scaler) if copied else pickle.loads(pickle.dumps(scaler))
     assert other.state_dict() == scaler.state_dict()
@@ -132,7 +130,7 @@ def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
     }
 
 
-def test_a_whole_checkpoint_is_refused():
+def test_loading_a_whole_checkpoint_into_a_scaler_is_refused():
     scaler = GradScaler()
     with pytest.raises(KeyError, match="pass only the scaler's part"):
         scaler.load_state_dict({"epoch": 3, "scaler": scaler.state_dict()})

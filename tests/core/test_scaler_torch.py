@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.helpers import INF, NAN, uncompiled
+from support.helpers import INF, NAN
 
 from mlx_gradscale import GradScaler, torch_checkpoint
-
-pytestmark = [pytest.mark.core, uncompiled]
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -137,7 +135,9 @@ def drive(side, iteration):
 @pytest.mark.parametrize("side", [Mlx, MlxUnscaled], ids=["scaled", "unscaled"])
 @settings(max_examples=80)
 @given(powers_of_two, st.lists(iterations, max_size=14))
-def test_same_script_same_scale_tracker_weights_and_skips(side, arguments, script):
+def test_random_script_gives_the_scale_tracker_weights_and_skips_of_torch(
+    side, arguments, script
+):
     theirs, ours = Torch(arguments), side(arguments)
     for iteration in script:
         assert drive(theirs, iteration) == drive(ours, iteration)

@@ -5,11 +5,9 @@ import warnings
 import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
-from support.helpers import INF, Mlp, batch, mse, uncompiled
+from support.helpers import INF, Mlp, batch, mse
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
-
-pytestmark = [pytest.mark.core, uncompiled]
 
 
 def loop(kind):

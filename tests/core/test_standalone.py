@@ -5,11 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import mlx_gradscale.core
-
-pytestmark = pytest.mark.core
 
 CORE = Path(mlx_gradscale.core.__file__).parent
 ROOT = CORE.parents[1]

@@ -7,15 +7,11 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.helpers import NAN, bits, each_mode, same, uncompiled
+from support.helpers import NAN, bits, each_mode, same
 from support.optimizer_helpers import check_beside_bare
 from support.scaler_helpers import guarded_apply
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
-
-# Those of others are never compiled behind their back; where a test compiles, it is the
-# trace that matters, and kernels would take most of a second each.
-pytestmark = [pytest.mark.core, uncompiled]
 
 
 class Own(optim.Optimizer):
@@ -219,12 +215,13 @@ def test_a_quantized_moment_in_a_list_is_skipped_and_stepped_exactly():
     check_beside_bare(Quantized, False, bad=(0, 3), columns=32)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("make", STABLE)
 def test_arrays_under_stable_keys_are_selected_inside_compile(make):
-    mx.enable_compile()
     check_beside_bare(make, True, bad=(0, 3))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -241,7 +238,6 @@ def test_arrays_under_stable_keys_are_selected_inside_compile(make):
 def test_a_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(
     make, message
 ):
-    mx.enable_compile()
     optimizer, weights = GuardedOptimizer(make()), {"a": {"bias": mx.ones(4)}}
     optimizer.init(weights)
     step = mx.compile(
@@ -270,8 +266,8 @@ def test_an_mlx_optimizer_with_a_python_number_counts_right_eagerly():
     check_beside_bare(lambda: CountingAdam(0.1), False, bad=(0, 3))
 
 
+@pytest.mark.compiles
 def test_an_mlx_optimizer_with_a_python_number_is_refused_inside_compile():
-    mx.enable_compile()
     optimizer, weights = GuardedOptimizer(CountingAdam(0.1)), {"w": mx.ones(2)}
     optimizer.init(weights)
     step = mx.compile(
@@ -293,7 +289,6 @@ def test_what_an_optimizer_changes_in_place_is_skipped_too(dtype, wrap, compiled
             parameter -= 0.25 * state["m"]
             return parameter
 
-    mx.enable_compile()
     scaler, inner = GradScaler(1.0), AllInPlace()
     scaler.scale(mx.array(1.0))
     weights = {"w": mx.array([1.0, 2.0], dtype)}
@@ -324,6 +319,7 @@ def test_what_an_optimizer_changes_in_place_is_skipped_too(dtype, wrap, compiled
     assert good["w"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.compiles
 def test_a_third_party_class_is_never_compiled_behind_the_users_back():
     class Scaled(optim.SGD):
         by = 1.0
@@ -331,7 +327,6 @@ def test_a_third_party_class_is_never_compiled_behind_the_users_back():
         def apply_single(self, gradient, parameter, state):
             return super().apply_single(gradient * self.by, parameter, state)
 
-    mx.enable_compile()
     optimizer, weights = Scaled(1.0), {"w": mx.zeros(1)}
     for by, expected in ((1.0, -1), (1.0, -2), (1.0, -3), (100.0, -103)):
         Scaled.by = by

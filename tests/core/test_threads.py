@@ -14,8 +14,7 @@ from support.helpers import Mlp, batch, bits, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
-pytestmark = pytest.mark.core
-
+pytestmark = pytest.mark.compiles
 TESTS = Path(__file__).parents[1]
 LOOPS = ["eager", "compiled"]
 
@@ -113,7 +112,7 @@ def train_plain(loop, model, scaler):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_plain_scaler_made_in_one_thread_and_used_in_another(loop):
+def test_scaler_made_in_one_thread_trains_alike_in_another(loop):
     made = []
     for _ in range(2):
         mx.random.seed(0)

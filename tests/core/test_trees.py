@@ -2,23 +2,12 @@
 
 import mlx.core as mx
 import mlx.nn as nn
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from support.helpers import Mlp, bits, parameters, poison
+from support.helpers import bits, parameters, poison
 
-from mlx_gradscale.core.trees import (
-    commit,
-    flatten,
-    leaves,
-    match,
-    restore,
-    slots,
-    snapshot,
-)
-
-pytestmark = pytest.mark.core
+from mlx_gradscale.core.trees import flatten, leaves, restore, slots, snapshot
 
 trees = st.recursive(
     st.integers(0, 9).map(mx.array),
@@ -38,33 +27,6 @@ def test_flatten_and_leaves_agree_with_mlx(tree):
     places = slots(tree)
     assert [".".join(map(str, path)) for path, *_ in places] == [p for p, _ in expected]
     assert [id(box[key]) for _, box, key in places] == [x for _, x in expected]
-
-
-def test_an_array_by_itself_is_a_tree_of_one_leaf():
-    x = mx.ones(2)
-    assert leaves(x) == [x]
-    assert [path for path, _ in flatten(x)] == [""]
-
-
-def test_slots_of_a_model_are_where_its_arrays_can_be_replaced():
-    model = Mlp()
-    for _, box, key in slots(model):
-        box[key] = mx.zeros_like(box[key])
-    assert not any(x.any().item() for _, x in tree_flatten(model.parameters()))
-
-
-def test_match_pairs_gradients_with_parameters_of_a_model_in_place():
-    model = Mlp()
-    grads = {"layers": [{}, {"bias": mx.ones(1)}]}
-    [leaf] = match(grads, model)
-    assert leaf.path == "layers.1.bias"
-    assert leaf.container[leaf.key] is leaf.parameter is model.layers[1].bias
-
-
-def test_commit_writes_everything_also_to_lists():
-    box, numbers = {"a": 1}, [1, 2]
-    commit([(box, "a", 3), (box, "b", 4), (numbers, 1, 5)])
-    assert (box, numbers) == ({"a": 3, "b": 4}, [1, 5])
 
 
 def test_restore_undoes_replaced_added_and_removed_arrays():

@@ -8,11 +8,9 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.helpers import NAN, Mlp, Traced, batch, bits, mse, uncompiled
+from support.helpers import NAN, Mlp, Traced, batch, bits, mse
 
 from mlx_gradscale import GradScaler
-
-pytestmark = [pytest.mark.core, uncompiled]
 
 HALVES = [mx.float16, mx.bfloat16]
 
@@ -37,7 +35,7 @@ def test_the_forward_pass_is_cast_and_the_gradients_are_float32(dtype):
     assert bits(model.parameters()) == before
 
 
-def test_the_loss_and_the_gradients_are_true():
+def test_value_and_grad_returns_unscaled_loss_and_gradients():
     model, scaler = Mlp(), GradScaler(init_scale=2.0**10)
     loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
     loss, gradients = loss_and_grad(*batch())
@@ -66,6 +64,7 @@ def test_small_gradients_survive_only_when_scaled():
     assert kept < lost / 2
 
 
+@pytest.mark.compiles
 def test_batch_norm_statistics_stay_float32_and_move():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8))
     scaler, optimizer = GradScaler(init_scale=128.0), optim.SGD(0.1)
@@ -88,8 +87,8 @@ def test_batch_norm_statistics_stay_float32_and_move():
     assert dtypes(model.parameters()) == {mx.float32}
 
 
+@pytest.mark.compiles
 def test_dropout_draws_anew_in_a_compiled_step():
-    mx.enable_compile()
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
     scaler = GradScaler(init_scale=16.0)
     loss_and_grad = scaler.value_and_grad(

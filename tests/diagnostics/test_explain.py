@@ -247,6 +247,7 @@ def test_model_as_argument_aux_outputs_and_keywords_work():
     assert (report.cause, report.loss) == ("nothing", 0.5)
 
 
+@pytest.mark.compiles
 def test_checkpointed_and_compiled_layers_are_seen():
     model = Net(fc1=1e4)
 

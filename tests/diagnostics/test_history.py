@@ -11,6 +11,7 @@ import mlx.optimizers as optim
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.helpers import each_mode
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 from mlx_gradscale.diagnostics import ScaleHistory, ScaleRecord
@@ -31,7 +32,7 @@ RECORDS = st.lists(
 ).map(lambda records: sorted(records, key=lambda record: record.step))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@each_mode
 def test_history_has_every_step(compiled):
     model, optimizer = nn.Linear(3, 1), optim.SGD(1e-3)
     optimizer.init(model.trainable_parameters())
@@ -62,6 +63,7 @@ def test_history_has_every_step(compiled):
     assert all(record.grad_norm > 0 for record in history if record.applied)
 
 
+@pytest.mark.compiles
 def test_record_reads_nothing_and_an_error_inside_the_block_is_not_hidden():
     def step(x, error=None):
         with ScaleHistory() as history:

@@ -32,6 +32,8 @@ CHECKS = [
 # Fewer steps, because ranks that wait spin, and there may be only two cores.
 CHECKS_OF_FOUR = ["data parallel short", "tensor parallel", "drift"]
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
@@ -223,7 +225,8 @@ def test_training_resumes_from_the_checkpoint_after_a_rank_died(tmp_path):
         )
 
 
-def test_example_runs_under_mlx_launch(tmp_path):
+def test_example_runs_under_mlx_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
     output = mlx_launch(2, tmp_path / "run", EXAMPLE, "--steps", "40")
     assert "2 ranks, in sync" in output, output
 
@@ -242,11 +245,12 @@ def test_group_of_one_does_not_communicate():
     assert from_rank_0(lambda: anything) is anything
 
 
-def test_misuse_says_what_to_do():
+def test_wrong_group_arguments_are_refused_with_what_to_do():
     group = mx.distributed.init()
     sgd = optim.SGD(0.1)
-    with pytest.raises(ValueError, match=r"group=mx.distributed.init\(\)"):
-        LossScaleOptimizer(sgd, average=True)
+    for arguments in ({"average": True}, {"sharded": True}):
+        with pytest.raises(ValueError, match=r"group=mx.distributed.init\(\)"):
+            LossScaleOptimizer(sgd, **arguments)
     with pytest.raises(TypeError, match="average must be True or False"):
         LossScaleOptimizer(sgd, group=group, average="float32")
     with pytest.raises(ValueError, match="requires average= or sharded="):

@@ -49,7 +49,8 @@ def test_quickstart_loss_scaling_matches_float32(quickstart):
     assert quality == pytest.approx(quickstart["float32"][1], abs=0.2)
 
 
-def test_compiled_step_learns():
+@pytest.mark.compiles
+def test_compiled_step_example_learns():
     output = run("compiled_step.py")
     assert float(re.search(r"accuracy ([\d.]+)%", output)[1]) > 95
 
@@ -62,7 +63,7 @@ def test_own_loop_learns_after_skipping_its_first_steps():
     assert float(re.search(r"accuracy ([\d.]+)%", output)[1]) > 95
 
 
-def test_gan_learns():
+def test_gan_example_learns():
     output = run("gan.py")
     # It starts 2.2 away.
     assert float(re.search(r"mean is ([\d.]+) from", output)[1]) < 0.6

@@ -10,7 +10,11 @@ from support import pages
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*DOCS, *sorted(ROOT.glob("*.md"))]
-WITH_CODE = [path for path in PAGES if list(pages.blocks(path.read_text()))]
+WITH_CODE = [
+    pytest.param(path, marks=[pytest.mark.compiles] * ("compiled" in path.name))
+    for path in PAGES
+    if list(pages.blocks(path.read_text()))
+]
 
 
 def page_id(path):
@@ -70,7 +74,7 @@ def test_every_example_is_on_the_examples_page():
         ("```ruby\n```\n", "ruby"),
     ],
 )
-def test_wrong_page_fails(tmp_path, text, message):
+def test_wrong_page_is_reported_with_its_problem(tmp_path, text, message):
     page = tmp_path / "page.md"
     page.write_text(text)
     with pytest.raises(AssertionError, match=message):

@@ -39,12 +39,12 @@ def problems(tmp_path):
     return check
 
 
-def test_a_release_that_agrees_has_no_problems(problems):
+def test_release_whose_versions_agree_has_no_problems(problems):
     assert problems() == []
     assert problems(address=ADDRESS + "/") == []
 
 
-def test_each_disagreement_is_reported(problems):
+def test_each_disagreement_of_a_release_is_reported(problems):
     assert "tag" in problems(tag="v9.9.9")[0]
     assert "urls" in problems(address="https://elsewhere")[0]
     changelog = problems.root / "CHANGELOG.md"

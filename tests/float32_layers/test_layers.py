@@ -210,6 +210,7 @@ def test_gradients_agree_with_float32_also_when_checkpointed(where):
     assert dtypes(model.parameters()) == {HALF}
 
 
+@pytest.mark.compiles
 def test_compiled_step_agrees_with_the_eager_one():
     model = make_net()
     float32_layers(model, MLPS)
@@ -459,6 +460,7 @@ def test_metaclass_and_inherited_call_work():
     assert_close(model(x), expected)
 
 
+@pytest.mark.compiles
 def test_handlers_see_each_call_of_a_shared_module_under_its_first_path():
     layer = nn.Linear(8, 8)
     model = nn.Sequential(layer, nn.Sequential(layer))

@@ -6,6 +6,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from support.helpers import each_mode
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
 
@@ -91,9 +92,9 @@ def test_grad_checkpoint_reaches_every_layer(where, unpatched):
     assert {x.dtype for _, x in tree_flatten(model.parameters())} == {HALF}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@each_mode
 def test_checkpointed_float32_blocks_train_with_masters(compiled, unpatched):
-    model = make_model()
+    model = make_model(layers=2)
     float32_layers(model, "model.layers.1 to model.norm")
     grad_checkpoint(model.layers[0])
     optimizer = LossScaleOptimizer(optim.SGD(1e-3), GradScaler(16.0))

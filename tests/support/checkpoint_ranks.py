@@ -49,7 +49,6 @@ def message(function, *args, **kwargs):
 def main(folder, checkpoint, task):
     group = mx.distributed.init(backend="ring") if task != "alone" else None
     rank = group.rank() if group else 0
-    mx.disable_compile()
     # Only a rank that restores may start from other weights than the others.
     mx.random.seed(3 if task == "save" else 3 + rank)
     scaler = GradScaler(init_scale=256.0, growth_interval=3)

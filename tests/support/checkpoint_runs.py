@@ -115,16 +115,7 @@ KINDS = {
 }
 
 
-def choose_compilation(kind):
-    """Compile only those that say so: each takes a compiler half a minute."""
-    if "compiled" in kind:
-        mx.enable_compile()
-    else:
-        mx.disable_compile()
-
-
 def main(kind, folder, start, stop):
-    choose_compilation(kind)
     mx.random.seed(7)  # of its own: all that counts is in the folder
     run = KINDS[kind]()
     extra = restore_checkpoint(folder, *run.parts)

@@ -8,9 +8,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 INF, NAN = float("inf"), float("nan")
-uncompiled = pytest.mark.usefixtures("without_compile")
 each_mode = pytest.mark.parametrize(
-    "compiled", [False, True], ids=["eager", "compiled"]
+    "compiled",
+    [False, pytest.param(True, marks=pytest.mark.compiles)],
+    ids=["eager", "compiled"],
 )
 BAD_VALUES = {"nan": NAN, "inf": INF, "-inf": -INF}
 

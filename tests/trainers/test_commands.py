@@ -77,12 +77,12 @@ def test_help_lists_every_command(capsys):
     assert dispatcher.main([]) == 2
 
 
-def test_a_wrong_word_is_named(capsys):
+def test_unknown_command_is_reported_by_name(capsys):
     assert dispatcher.main(["nonsense\x1b[2J"]) == 2
     assert r"'nonsense\x1b[2J'" in capsys.readouterr().err
 
 
-def test_the_version(capsys):
+def test_version_flag_prints_the_versions(capsys):
     assert dispatcher.main(["--version"]) == 0
     mlx = importlib.metadata.version("mlx")
     assert capsys.readouterr().out == f"mlx_gradscale {__version__}, MLX {mlx}\n"
@@ -98,7 +98,7 @@ def test_each_help_has_an_example(name, capsys):
     assert "example: mlx_gradscale" in " ".join(capsys.readouterr().out.split())
 
 
-def test_arguments_reach_the_command(capsys):
+def test_command_receives_its_arguments(capsys):
     assert dispatcher.main(["inspect", str(CHECKPOINT)]) == 0
     assert "conv_sgd.pt" in capsys.readouterr().out
     run = [sys.executable, "-m", "mlx_gradscale", "inspect", "no.pt"]

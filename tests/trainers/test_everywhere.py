@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
-from support.helpers import Mlp, batch, bits, mse
+from support.helpers import Mlp, batch, bits, each_mode, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer, everywhere
 
@@ -59,7 +59,7 @@ def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps
     return losses[-1].item(), model, optimizer
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 def test_training_follows_float32_where_plain_float16_is_nan(compiled):
     wanted, *_ = train(mx.float32, compiled=compiled)
     assert math.isnan(train(compiled=compiled)[0])
@@ -105,7 +105,7 @@ def several():
     return optim.MultiOptimizer(groups, [lambda path, x: "0" in path])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@each_mode
 def test_a_multi_optimizer_is_guarded_as_one(compiled):
     wanted, *_ = train(mx.float32, make=several, compiled=compiled)
     with everywhere() as here:
@@ -132,6 +132,7 @@ def test_everything_is_restored_when_nested_and_after_an_exception():
     assert is_as_before()
 
 
+@pytest.mark.compiles
 def test_functions_made_inside_are_plain_afterwards():
     model = Mlp(dtype=mx.float16)
     with everywhere():

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
-from support.helpers import INF, Mlp, batch, bits, mse
+from support.helpers import INF, Mlp, batch, bits, each_mode, mse
 
 from mlx_gradscale import GradScaler, everywhere
 
@@ -53,7 +53,8 @@ def loop(model, step, dtype, steps=30):
     return loss.item()
 
 
-def test_a_step_compiled_over_the_model_alone_as_in_mlx_examples_mnist():
+@pytest.mark.compiles
+def test_step_compiled_over_the_model_alone_follows_float32():
     def train(dtype):
         model = Mlp(dtype=dtype)
         evaluate = mx.compile(mse(model), inputs=model.state)
@@ -64,7 +65,8 @@ def test_a_step_compiled_over_the_model_alone_as_in_mlx_examples_mnist():
     assert follows_float32(train)[1] == "SGD: 30 steps applied, 0 skipped"
 
 
-def test_a_state_that_is_empty_when_the_step_is_compiled():
+@pytest.mark.compiles
+def test_step_compiled_over_a_state_that_is_filled_later_follows_float32():
     def train(dtype):
         model, state = Mlp(dtype=dtype), {}
         step = compile_over(state, make_step(model, optim.SGD(0.02)))
@@ -74,6 +76,7 @@ def test_a_state_that_is_empty_when_the_step_is_compiled():
     assert follows_float32(train)[1] == "SGD: 30 steps applied, 0 skipped"
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "in a compiled step"])
 def test_a_gradient_that_is_compiled_alone_follows_the_scale(inner):
     def train(dtype):
@@ -97,8 +100,8 @@ def test_a_gradient_that_is_compiled_alone_follows_the_scale(inner):
     assert here.scalers[0].get_scale() < 2.0**20
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_two_optimizers_on_one_model_as_with_muon_and_adam(compiled):
+@each_mode
+def test_two_optimizers_on_one_model_follow_float32(compiled):
     def train(dtype):
         model = Mlp(dtype=dtype)
         muon, adam = optim.Muon(1e-2), optim.Adam(1e-2)
@@ -127,8 +130,8 @@ def test_two_optimizers_on_one_model_as_with_muon_and_adam(compiled):
     ]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_two_models_with_two_optimizers_in_the_order_of_ppo(compiled):
+@each_mode
+def test_two_models_stepped_after_both_gradients_follow_float32(compiled):
     def train(dtype):
         actor, critic = Mlp(dtype=dtype), Mlp(dtype=dtype)
         optimizers = optim.Adam(1e-2), optim.Adam(3e-3)
@@ -150,8 +153,8 @@ def test_two_models_with_two_optimizers_in_the_order_of_ppo(compiled):
     assert len([line for line in report if line.startswith("loss scale")]) == 2
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_second_phase_with_a_new_optimizer_while_the_old_one_lives(compiled):
+@each_mode
+def test_second_phase_with_a_new_optimizer_follows_float32(compiled):
     def train(dtype):
         model, optimizers = Mlp(dtype=dtype), [optim.AdamW(1e-2), optim.AdamW(1e-3)]
         for optimizer in optimizers:
@@ -165,7 +168,7 @@ def test_a_second_phase_with_a_new_optimizer_while_the_old_one_lives(compiled):
 
 
 @pytest.mark.parametrize("empty", [{}, []], ids=["{}", "[]"])
-def test_a_state_that_is_dropped_and_set_again_between_phases(empty):
+def test_state_dropped_and_set_again_between_phases_follows_float32(empty):
     def train(dtype):
         model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
         step = make_step(model, optimizer)
@@ -192,9 +195,9 @@ def test_an_empty_state_starts_the_optimizer_anew():
     follows_float32(train)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 @pytest.mark.parametrize("has_value", [True, False], ids=["value_and_grad", "grad"])
-def test_gradients_of_a_parameter_tree_as_in_functional_code(compiled, has_value):
+def test_gradients_of_a_parameter_tree_follow_float32(compiled, has_value):
     def train(dtype):
         model, optimizer = Mlp(dtype=dtype), optim.Adam(1e-2)
         holder = {"parameters": model.trainable_parameters()}
@@ -223,6 +226,7 @@ def test_gradients_of_a_parameter_tree_as_in_functional_code(compiled, has_value
     assert follows_float32(train)[1].startswith("Adam: 30 steps applied")
 
 
+@pytest.mark.compiles
 def test_a_learning_rate_and_a_loaded_state_reach_a_compiled_step():
     def train(dtype):
         model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
@@ -251,7 +255,7 @@ def test_gradients_of_other_arguments_than_the_first_are_those_of_mlx():
     assert not here.scalers
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 def test_a_layer_that_is_unfrozen_during_the_run_is_trained(compiled):
     def train(dtype):
         model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
@@ -267,7 +271,7 @@ def test_a_layer_that_is_unfrozen_during_the_run_is_trained(compiled):
     assert follows_float32(train)[1] == "AdamW: 25 steps applied, 0 skipped"
 
 
-def test_an_optimizer_that_was_made_at_import_time():
+def test_optimizer_made_before_everywhere_follows_float32():
     def train(dtype):
         model, optimizer = Mlp(dtype=dtype), AT_IMPORT[dtype]
         # In the dtype of the weights, as MLX does it.
@@ -324,7 +328,7 @@ def test_no_step_is_lost_to_finding_the_scale_and_grpo_does_not_abort():
         train(mx.float16)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each_mode
 def test_a_run_that_never_trains_warns_on_the_way_and_at_the_end(compiled):
     model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
     before = bits(model.parameters())
@@ -361,7 +365,8 @@ def test_weights_that_no_optimizer_updates_are_reported():
         run()
 
 
-def test_accumulated_gradients_and_the_hosts_own_clipping():
+@pytest.mark.compiles
+def test_accumulated_and_clipped_gradients_follow_float32():
     def train(dtype):
         model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
         loss_and_grad = nn.value_and_grad(model, mse(model))

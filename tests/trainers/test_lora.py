@@ -239,7 +239,7 @@ def test_a_run_resumes_with_the_flags_of_the_command_or_not_at_all(
         assert sentence in said.err
 
 
-def test_two_ranks_train_as_one(place, tmp_path):
+def test_lora_on_two_ranks_trains_as_on_one(place, tmp_path):
     given = arguments(place, tmp_path / "a", *FULL, "--max-grad-norm", "0.5")
     given += ["--iters", "4", "--save-every", "2"]
     codes, two, output = run_ranks(2, tmp_path / "2", "lora_ranks.py", *given)
@@ -258,7 +258,7 @@ def test_two_ranks_train_as_one(place, tmp_path):
     assert found[0]["weights"] == found[1]["weights"] != two[0]["weights"]
 
 
-def test_a_wrong_flag_is_an_error_of_the_parser(capsys):
+def test_unknown_lora_flag_is_an_error_of_the_parser(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--los-scale", "8"])
     assert exit_.value.code == 2
@@ -282,7 +282,7 @@ def test_a_wrong_flag_is_an_error_of_the_parser(capsys):
         (["--resume"], "There is nothing to resume"),
     ],
 )
-def test_a_wrong_value_is_an_error_in_one_line(
+def test_wrong_value_of_a_lora_flag_is_an_error_in_one_line(
     flags, sentence, place, tmp_path, capsys
 ):
     assert main(arguments(place, tmp_path / "a", *flags)) == 1
@@ -311,7 +311,7 @@ def test_a_yaml_file_can_set_our_options():
 
 
 @pytest.mark.parametrize("scale", ["off", "128"])
-def test_no_scale_and_a_scale_that_stays(scale, place, tmp_path):
+def test_loss_scale_flag_turns_scaling_off_or_keeps_it_fixed(scale, place, tmp_path):
     history = tmp_path / "run.csv"
     flags = ("--iters", "2", "--loss-scale", scale, "--history", history)
     assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
@@ -381,7 +381,7 @@ def test_a_run_that_trains_nothing_warns_at_the_end(place, tmp_path, monkeypatch
         assert main(arguments(place, tmp_path / "a", "--iters", "3")) == 0
 
 
-def test_the_example_resumes(monkeypatch):
+def test_lora_command_example_resumes(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     import lora_command
 

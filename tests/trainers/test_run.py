@@ -31,7 +31,7 @@ def run(tmp_path, script, *flags, arguments=()):
     return main(["run", *flags, str(tmp_path / "train.py"), *arguments])
 
 
-def test_a_script_needs_no_change(tmp_path, capsys):
+def test_unchanged_script_trains_in_float16(tmp_path, capsys):
     before = sys.argv, sys.path
     flags = ("--init-scale", "8")
     assert run(tmp_path, SCRIPT, *flags, arguments=("0.1", "--x")) == 0
@@ -161,7 +161,7 @@ def test_wrong_arguments_are_an_error_before_the_script_runs(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_module_and_its_exit_code(tmp_path):
+def test_module_runs_as_main_and_its_exit_code_is_returned(tmp_path):
     (tmp_path / "trainer.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
     command = [sys.executable, "-m", "mlx_gradscale", "run", "-m", "trainer", "5"]
     assert subprocess.run(command, cwd=tmp_path, timeout=120).returncode == 5
