@@ -614,20 +614,21 @@ class SkipWatch:
     """
 
     def __init__(self) -> None:
-        self._earlier: list[tuple[mx.array, mx.array]] = []
-        self._latest: list[tuple[mx.array, mx.array]] = []
+        self._earlier: list[mx.array] = []
+        self._latest: list[mx.array] = []
 
     def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Record the counters after an update, and check them every 50 updates."""
-        self._latest.append((state["consecutive_skips"], state["scale"]))
+        """Record the counter after an update, and check it every 50 updates."""
+        self._latest.append(state["consecutive_skips"])
         if len(self._latest) < SKIPS_TO_WARN:
             return
-        earlier, self._earlier, self._latest = self._earlier, self._latest, []
+        earlier, self._earlier = self._earlier, [*self._latest, state["scale"]]
+        self._latest = []
         try:
-            skips = max((int(count.item()) for count, _ in earlier), default=0)  # type: ignore[arg-type]
-            scale: Any = earlier[-1][1].item() if earlier else 1.0
+            *counts, scale = [float(x) for x in earlier] or [1.0]
         except (RuntimeError, ValueError):  # left over from inside mx.compile
             return
+        skips = max(counts, default=0)
         if skips >= SKIPS_TO_WARN:
             warn(
                 f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "

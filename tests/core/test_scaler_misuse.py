@@ -96,7 +96,7 @@ def update_first(scaler, optimizer):
     [
         (unscale_twice, "twice"),
         (unscale_after_step, "after step"),
-        (step_twice, "call update"),
+        (step_twice, "Call update"),
         (update_first, "without a step"),
     ],
 )
