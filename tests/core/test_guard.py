@@ -174,7 +174,7 @@ def test_integer_and_empty_leaves_and_bare_containers_pass_through():
         ({"w": {"x": mx.ones(2)}}, "'w', but no such parameter"),
         ({"list": [mx.ones(2)] * 3}, r"'list\.2', but no such parameter"),
         ({"list": mx.ones(2)}, "'list', but no such parameter"),
-        ({"w": mx.ones(3)}, r"the shape of 'w' \(3,\)"),
+        ({"w": mx.ones(3)}, r"of 'w' has shape \(3,\)"),
         ({"w": 1.0}, "'w' must be an array"),
         ({"w": None}, "'w' must be an array"),
         ([mx.ones(2)], "must be a dict"),

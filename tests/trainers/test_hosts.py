@@ -348,7 +348,7 @@ def test_a_run_that_never_trains_warns_on_the_way_and_at_the_end(compiled):
         run()
     *on_the_way, last = (str(each.message) for each in warned)
     assert any("steps in a row were skipped" in text for text in on_the_way)
-    assert last.startswith("not trained: all 120 steps of AdamW were")
+    assert "not trained: all 120 steps of AdamW were" in last
     assert bits(model.parameters()) == before
 
 
