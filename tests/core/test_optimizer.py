@@ -83,16 +83,6 @@ def test_the_scaler_cannot_be_exchanged():
         wrapped().scaler = GradScaler()
 
 
-def test_after_freezing_the_remaining_parameters_are_stepped():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = wrapped(optim.SGD(0.1))
-    optimizer.init(model.trainable_parameters())
-    model.layers[0].freeze()
-    weights = model.trainable_parameters()
-    new = optimizer.apply_gradients(tree_map(mx.ones_like, weights), weights)
-    assert len(tree_flatten(new)) == 2
-
-
 def test_a_numpy_max_grad_norm_is_accepted_and_a_loss_is_no_function():
     assert wrapped(max_grad_norm=np.float32(2)).max_grad_norm == 2.0
     with pytest.raises(TypeError, match="Expected a loss function"):
