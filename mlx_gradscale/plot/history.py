@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "-o", "--output", help="image to write (default: HISTORY with suffix .png)"
     )
     parser.add_argument("--dark", action="store_true", help="use a dark background")
-    options = parser.parse_args(arguments)
-    output = options.output or Path(options.history).with_suffix(".png")
 
     def draw() -> None:
+        options = parser.parse_args(arguments)
+        output = options.output or Path(options.history).with_suffix(".png")
         plot_history(options.history, output, dark=options.dark)
         print(output)
 
