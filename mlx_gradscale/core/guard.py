@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_map, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from .finite import is_finite_magnitude, is_floating
 from .gradients import each_use
@@ -167,7 +167,7 @@ def plan(
     places = slots(optimizer.state)
     old = [box[key] for _, box, key in places]
     # An optimizer that keeps Python values in its state cannot be compiled.
-    is_own = len(places) == len(flatten(optimizer.state)) and is_builtin(optimizer)
+    is_own = len(places) == len(tree_flatten(optimizer.state)) and is_builtin(optimizer)
 
     def make_layout() -> _Layout:
         # MLX's own trees mark a frozen leaf with an empty dict.
