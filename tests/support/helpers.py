@@ -10,7 +10,10 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 INF, NAN = float("inf"), float("nan")
 each_mode = pytest.mark.parametrize(
     "compiled",
-    [False, pytest.param(True, marks=pytest.mark.compiles)],
+    [
+        False,
+        pytest.param(True, marks=[pytest.mark.compiles, pytest.mark.many_kernels]),
+    ],
     ids=["eager", "compiled"],
 )
 BAD_VALUES = {"nan": NAN, "inf": INF, "-inf": -INF}
