@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import is_finite_magnitude, is_floating
 from .gradients import each_use
@@ -26,7 +26,7 @@ from .optimizers import (
     split_paths,
 )
 from .ranks import Ranks
-from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot
+from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot, walk
 
 Stored = dict[str, mx.array]
 # An optimizer, its unscaled gradients and the new float32 parameters, by path.
@@ -164,10 +164,14 @@ def plan(
             arrays.stored[path] = masters.stored(path, parameter) if masters else {}
     if not arrays.gradients:
         return result
-    places = slots(optimizer.state)
-    old = [box[key] for _, box, key in places]
+    places, old = [], []
+    found = walk(optimizer.state)
+    for place, value in found:
+        if isinstance(value, mx.array):
+            places.append(place)
+            old.append(value)
     # An optimizer that keeps Python values in its state cannot be compiled.
-    is_own = len(places) == len(tree_flatten(optimizer.state)) and is_builtin(optimizer)
+    is_own = len(old) == len(found) and is_builtin(optimizer)
 
     def make_layout() -> _Layout:
         # MLX's own trees mark a frozen leaf with an empty dict.

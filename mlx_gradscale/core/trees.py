@@ -31,30 +31,31 @@ def items(tree: Any) -> Any:
     return tree.items() if isinstance(tree, dict) else enumerate(tree)
 
 
+# A recursive closure would be a reference cycle, which keeps gradients alive until the
+# garbage collector runs.
+def walk(
+    tree: Any, path: tuple[Any, ...] = (), found: list[tuple[Slot, Any]] | None = None
+) -> list[tuple[Slot, Any]]:
+    """List every leaf of a tree or model, with its location."""
+    found = [] if found is None else found
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, CONTAINERS):
+            walk(value, (*path, key), found)
+        else:
+            found.append((((*path, key), tree, key), value))
+    return found
+
+
 def slots(tree: Any) -> list[Slot]:
     """List the location of every array of a tree or model."""
-    found: list[tuple[Slot, Any]] = []
-    _walk(tree, (), found)
-    return [slot for slot, value in found if isinstance(value, mx.array)]
+    return [slot for slot, value in walk(tree) if isinstance(value, mx.array)]
 
 
 def flatten(tree: Any) -> list[tuple[str, Any]]:
     """Return (dotted path, leaf) pairs, like MLX's ``tree_flatten``, but faster."""
     if not isinstance(tree, CONTAINERS):
         return [("", tree)]
-    found: list[tuple[Slot, Any]] = []
-    _walk(tree, (), found)
-    return [(".".join(map(str, path)), value) for (path, _, _), value in found]
-
-
-# A recursive closure would be a reference cycle, which keeps gradients alive until the
-# garbage collector runs.
-def _walk(tree: Any, path: tuple[Any, ...], found: list[tuple[Slot, Any]]) -> None:
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, CONTAINERS):
-            _walk(value, (*path, key), found)
-        else:
-            found.append((((*path, key), tree, key), value))
+    return [(".".join(map(str, path)), value) for (path, _, _), value in walk(tree)]
 
 
 def leaves(tree: Any) -> list[Any]:
