@@ -445,8 +445,8 @@ def refuse_scaled(loss_fn: Any) -> None:
     """Raise if this is not a loss function or is already scaled."""
     if not callable(loss_fn):
         raise TypeError(
-            f"Expected a loss function, got {loss_fn!r}. To scale a loss that is "
-            "already computed, use GradScaler.scale()."
+            f"Expected a loss function, got {loss_fn!r}. Pass the function that "
+            "computes the loss, not its result."
         )
     if hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
