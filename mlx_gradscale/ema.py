@@ -59,7 +59,9 @@ class EMA:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The tree to pass to ``mx.compile`` and to save. Setting it writes in place.
+        """The tree to pass to ``mx.compile`` and to save.
+
+        Assigning to it updates the existing arrays in place.
 
         Save it with ``save_checkpoint(..., ema=ema.state)`` and restore it with
         ``ema.state = restore_checkpoint(...)["ema"]``.

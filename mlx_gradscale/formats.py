@@ -113,8 +113,8 @@ def recognise(state: Mapping[str, Any]) -> str:
     keys = _flat(state).keys()
     if not keys:
         raise ValueError(
-            "The scaler state is empty, because a disabled scaler saved it. Do not "
-            "load it."
+            "The scaler state is empty, because it was saved by a disabled scaler. "
+            "Skip loading it."
         )
     for name, row in FORMATS.items():
         if row.required <= keys:

@@ -77,7 +77,7 @@ class Plan:
     change_model: Callable[[], None] = lambda: None
 
     def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Return the MLX weights of a PyTorch state dict."""
+        """Convert a PyTorch state dict to MLX weights."""
         out: dict[str, mx.array] = {}
         for name, entry in self.entries.items():
             out |= entry.to_mlx(tensors[name])

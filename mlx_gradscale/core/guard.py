@@ -49,9 +49,9 @@ class Inspected(NamedTuple):
 def casts_first() -> bool:
     """Return whether to unscale half-precision gradients in a separate kernel.
 
-    On a CPU, a cast inside the update kernel compiles to scalar code: 1.55 times the
-    bare optimizer instead of 1.29. On a GPU, the float32 copy would cost 8 bytes per
-    parameter.
+    On a CPU, a cast inside the update kernel compiles to scalar code, and the step
+    takes 1.55 times as long as the bare optimizer instead of 1.29 times. On a GPU,
+    writing and reading a float32 copy would cost 8 bytes per parameter.
     """
     return mx.default_device() == mx.Device(mx.cpu)
 

@@ -286,12 +286,13 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The tree of arrays to save and to compile over. Setting it writes in place.
+        """The tree of arrays to save and to compile over.
 
-        If it is set before :meth:`init`, that call checks it against the parameters.
-        ``state["step"]``, ``state["learning_rate"]`` and other keys are forwarded to
-        the inner optimizer, and so is the state of a plain optimizer. Setting ``{}``
-        frees the memory of moments and master weights.
+        Assigning to it updates the existing arrays in place. If it is set before
+        :meth:`init`, that call checks it against the parameters. ``state["step"]``,
+        ``state["learning_rate"]`` and other keys are forwarded to the inner optimizer,
+        and so is the state of a plain optimizer. Setting ``{}`` frees the memory of
+        moments and master weights.
         """
         # Refreshed on every access: a MultiOptimizer builds a new dict, and the user
         # may have replaced the inner optimizer's state.

@@ -136,7 +136,7 @@ def _read_data(
     tensors = TensorReader(data.nbytes, budget.limits, float64, only_shapes)
     head = bytes(data[:4])
     is_gzip = head[:2] == b"\x1f\x8b"
-    check(not is_gzip, "This file is compressed by gzip. Decompress it first.")
+    check(not is_gzip, "This file is compressed with gzip. Decompress it first.")
     is_zip = head == b"PK\x03\x04"
     is_known = is_zip or head[:1] == b"\x80"
     check(is_known, "This is not a file that torch.save() wrote.")

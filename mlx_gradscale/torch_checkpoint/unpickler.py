@@ -1,10 +1,10 @@
-"""A closed interpreter for pickles: plain values, tensors, and placeholders.
+"""A restricted pickle interpreter for plain values, tensors and placeholders.
 
 It executes the instructions used by PyTorch's pickles (protocols 2 to 5) and raises
 ``CheckpointError`` for all others. The standard library's disassembler decodes their
 arguments; Python's unpickler is not used, and nothing is imported or looked up. The
-only functions called are those in ``BUILDERS``; other calls are recorded on a
-``Placeholder`` and not made.
+only functions called are those in ``BUILDERS``; any other call is recorded in a
+``Placeholder`` instead of being executed.
 """
 
 import io
@@ -88,7 +88,8 @@ class Unpickler:
                     names = {op.code: op.name for op in pickletools.opcodes}
                     name = names.get(code.decode("latin1"), f"0x{code.hex()}")
                     problem = f"pickle opcode {name} does not occur in checkpoints."
-                    raise CheckpointError(problem if code else "the pickle is cut off.")
+                    problem = problem if code else "the pickle is truncated."
+                    raise CheckpointError(problem)
                 decode, action = _OPCODES[code]
                 argument = decode(stream) if decode else None
                 budget.operations -= 1
@@ -258,7 +259,7 @@ class Unpickler:
                 len(args) == len(s) and all(map(isinstance, args, s))
                 for s in signatures
             ),
-            f"{path} is called with arguments that it does not take.",
+            f"the pickle calls {path} with invalid arguments.",
         )
         return function(self, *args)
 

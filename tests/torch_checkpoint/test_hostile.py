@@ -132,7 +132,7 @@ def test_opcodes_outside_the_table_are_refused_by_name():
     refused(pickled(b"\xff"), "opcode 0xff")
 
 
-WRONG = "arguments that it does not take"
+WRONG = "with invalid arguments"
 
 
 @pytest.mark.parametrize(
