@@ -636,7 +636,7 @@ class SkipWatch:
                 "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
                 "loss_fn, *batch)."
             )
-        if scale < LOW_SCALE:
+        elif scale < LOW_SCALE:
             warn(
                 f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
                 "underflow to zero. Once the overflows have stopped, reset it with "

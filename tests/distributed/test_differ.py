@@ -17,12 +17,12 @@ DIFFERENCES = {
     "seed": "the values of parameters",
     "layer": "the names, shapes or dtypes of parameters",
     "shape": "the names, shapes or dtypes of parameters",
-    "scale": "settings of the optimizer or the scaler",
-    "interval": "settings of the optimizer or the scaler",
-    "norm": "settings of the optimizer or the scaler",
-    "masters": "settings of the optimizer or the scaler",
-    "optimizer": "settings of the optimizer or the scaler",
-    "decay": "settings of the optimizer or the scaler",
+    "scale": "the settings of the optimizer or the scaler",
+    "interval": "the settings of the optimizer or the scaler",
+    "norm": "the settings of the optimizer or the scaler",
+    "masters": "the settings of the optimizer or the scaler",
+    "optimizer": "the settings of the optimizer or the scaler",
+    "decay": "the settings of the optimizer or the scaler",
 }
 
 
