@@ -12,12 +12,20 @@ import numpy as np
 from .. import torch_checkpoint
 from ..files.arrays import read_arrays, write_arrays
 from ..files.atomic import atomic_write, discard, new_folder
-from ..files.paths import check_file, check_name, open_inside, read_json
+from ..files.paths import (
+    LONGEST_JSON,
+    check_file,
+    check_name,
+    open_file,
+    open_inside,
+    read_json,
+)
 from .options import Options
 from .tree import ConvertError, is_tensor, list_some
 
 # Transformers' step and epoch counts: the only JSON that changes during training.
 TRAINER = "trainer_state.json"
+_MOST_VALUES = 10**6
 _SECTION = re.compile(
     r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
     r"\.(safetensors|bin|pt|pth|ckpt)"
@@ -61,7 +69,7 @@ def read_torch(
             "convert the weights that it writes."
         )
     if TRAINER in names:
-        content[TRAINER] = read_json(_inside(path / TRAINER))
+        content[TRAINER] = _read_trainer_state(_inside(path / TRAINER))
     read = {*content, *(part[0] for parts in shards.values() for part in parts)}
     read |= {f"{whole}.index.json" for whole in shards}
     files, left = _carry(path, [name for name in names if name not in read])
@@ -115,6 +123,18 @@ def _inside(path: Path) -> Path:
             "are not followed. Copy the files themselves with cp -rL."
         )
     return path
+
+
+def _read_trainer_state(path: Path) -> Any:
+    """Read Trainer's JSON file; a million values take about ten seconds."""
+    with open(path, "rb", opener=open_file) as file:
+        n_values = file.read(LONGEST_JSON).count(b",")
+    if n_values > _MOST_VALUES:
+        raise ConvertError(
+            f"{path} has more than {_MOST_VALUES:,} values. Delete the oldest entries "
+            "of its log_history."
+        )
+    return read_json(path)
 
 
 def _read_file(path: Path, options: Options) -> Any:

@@ -340,3 +340,18 @@ def test_trainers_state_that_is_no_json_is_an_error(tmp_path, capsys):
     (source / "trainer_state.json").write_text("[" * 100_000)
     paths = ["--torch-path", str(source), "--mlx-path", str(tmp_path / "run")]
     assert "trainer_state.json" in fails(capsys, *paths)
+
+
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        ("{}," * 1_000_001 + "{}", "more than 1,000,000 values"),
+        (" " * 2**24, "longer than 16,777,216 bytes"),
+    ],
+    ids=["values", "bytes"],
+)
+def test_huge_trainer_state_is_refused(tmp_path, history, message):
+    source = trainer_folder(tmp_path / "in")
+    (source / "trainer_state.json").write_text(f'{{"log_history": [{history}]}}')
+    with pytest.raises(ValueError, match=message):
+        load_torch(source, Small(), Options(names=NAMES))
