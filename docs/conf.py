@@ -65,8 +65,8 @@ TOP_PAGES = {
 
 # Defaults as a reader would write them.
 DEFAULTS = {
-    "SMALLEST_SCALE": "2**-64",
-    "LARGEST_SCALE": "2**64",
+    "rule.SMALLEST_SCALE": "2**-64",
+    "rule.LARGEST_SCALE": "2**64",
     "5.421010862427522e-20": "2**-64",
     "1.8446744073709552e+19": "2**64",
     "<factory>": "...",
