@@ -201,7 +201,8 @@ def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
     if problems:
         raise ValueError(
             f"it belongs to a different model or optimizer: {'; '.join(problems)}. "
-            "Create both, and freeze layers, as in the saved run."
+            "Create the model and the optimizer as in the saved run, and freeze the "
+            "same layers."
         )
 
 
@@ -211,7 +212,8 @@ def _check_kind(name: str, own: mx.array, x: mx.array, is_free: bool) -> None:
     if own.shape != x.shape or not (is_free or own.dtype == x.dtype):
         raise ValueError(
             f"{shorten(name)} is {dtype_name(x)} with shape {x.shape} in the "
-            f"checkpoint, but {dtype_name(own)} with shape {own.shape} here."
+            f"checkpoint, but {dtype_name(own)} with shape {own.shape} in this run. "
+            "Create the model and the optimizer as in the saved run."
         )
 
 

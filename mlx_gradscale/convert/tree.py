@@ -98,7 +98,7 @@ def find_key(tree: Any, key: str) -> Path:
 
 
 def list_some(names: Iterable[Any], count: int = 6) -> str:
-    """Format names for a sentence, only the first few if there are many."""
+    """Join names for a message, keeping only the first few if there are many."""
     # Truncate first: a hostile name may have millions of characters.
     return text.list_some([str(name)[:100] for name in names], count)
 

@@ -211,8 +211,9 @@ class GradScaler:
     ) -> Callable[..., Any]:
         """Wrap ``loss_fn`` for a trainer that does its own differentiation.
 
-        The value of the loss does not change. Gradients of the model's parameters or,
-        without a model, of the first argument's arrays are unscaled and in float32.
+        The value of the loss does not change, and gradients come out unscaled, in
+        float32. This applies to gradients with respect to the model's parameters or, if
+        there is no model, to the arrays in the first argument.
 
         Args:
             loss_fn (Callable): Returns a scalar loss, or a tuple whose first element is

@@ -57,9 +57,9 @@ class GradientHistogram:
     """Counts of gradients by power of two, from :func:`gradient_histogram`.
 
     Attributes:
-        bins (np.ndarray): Counts of zero, of the powers of two from -127 up, of inf and
-            of NaN among the given values.
-        scale (float): The loss scale of the given values.
+        bins (np.ndarray): The number of zeros, of values in each power-of-two bin from
+            2**-127 up, of infs and of NaNs.
+        scale (float): The loss scale that the values were multiplied by.
         leaves (dict): The histogram of each leaf, by path.
 
     Example:

@@ -83,7 +83,9 @@ class ScaleHistory:
         grad_norm: mx.array | float | None = None,
         step: int | None = None,
     ) -> None:
-        """Record one step, after the scaler's ``update()``, without reading anything.
+        """Record one step without waiting for the device.
+
+        Call it after the scaler's ``update()``.
 
         Args:
             source (GradScaler or LossScaleOptimizer): The scaler or optimizer that has
