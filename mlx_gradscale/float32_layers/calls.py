@@ -40,7 +40,7 @@ def ordered_modules(model: nn.Module, path: str = "") -> list[tuple[str, nn.Modu
 
 
 def is_inside(path: str, *outer: str) -> bool:
-    """Return whether a path is that of one of the modules, or inside one of them."""
+    """Return whether a path names one of the modules or something inside one."""
     return any(not each or f"{path}.".startswith(f"{each}.") for each in outer)
 
 

@@ -1,4 +1,4 @@
-"""The style of all plots: colours, fonts, powers of two, and saving."""
+"""Shared plotting code: colours, fonts, power-of-two labels, and saving figures."""
 
 import contextlib
 import io

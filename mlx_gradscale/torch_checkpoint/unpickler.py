@@ -280,7 +280,7 @@ def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorS
 
 def _encode(_: Unpickler, text: str, encoding: str) -> bytes:
     is_latin = encoding in ("latin1", "latin-1") and max(text, default="") <= "\xff"
-    check(is_latin, "a bytes value has characters beyond 255.")
+    check(is_latin, "a bytes value is not valid Latin-1: the file is damaged.")
     return text.encode("latin1")
 
 
