@@ -304,8 +304,8 @@ def _rename(text: str) -> tuple[str, str]:
         re.compile(old).sub(new, "")  # checks the replacement even without a match
     except (re.error, IndexError) as error:
         raise ConvertError(
-            f"--rename {text} is not valid: {error}. OLD must be a regular expression, "
-            "and NEW a replacement as for re.sub."
+            f"--rename {text} is not valid: {error}. OLD must be a regular expression "
+            "and NEW a replacement string for re.sub."
         ) from None
     return old, new
 
