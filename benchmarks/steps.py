@@ -177,7 +177,7 @@ def scaled_tree_step(gradients: Any, compiled: bool = True) -> Step:
     parameters, optimizer = _zeros_like(gradients), optim.AdamW(1e-4)
     optimizer.init(parameters)
     scaler = GradScaler(SCALE)
-    scaler.scale(mx.array(1.0))
+    mx.grad(scaler.scale)(mx.array(1.0))  # selects the mode of scaled gradients
 
     def step(gradients: Any) -> None:
         parameters.update(scaler.apply_gradients(optimizer, gradients, parameters))
