@@ -167,8 +167,14 @@ WRONG = "with invalid arguments"
         (name("collections", "OrderedDict") + b"NR", "with a NoneType"),
         (name("torch._utils", "_rebuild_tensor_v2") + b")R", WRONG),
         (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", WRONG),
-        (name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R", "beyond"),
-        (name("_codecs", "encode") + text("€") + text("latin1") + b"\x86R", "beyond"),
+        (
+            name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R",
+            "not valid Latin-1",
+        ),
+        (
+            name("_codecs", "encode") + text("€") + text("latin1") + b"\x86R",
+            "not valid Latin-1",
+        ),
         (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", WRONG),
         (name("collections", "defaultdict") + b"K\x01\x85R", WRONG),
         (name("collections", "Counter") + b"]\x85R", WRONG),
