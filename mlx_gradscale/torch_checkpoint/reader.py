@@ -41,8 +41,8 @@ def load(
             truncate the file while it is read.
         limits (Limits, optional): Limits on the file's resource use.
         float64 (Dtype, optional): The dtype to convert float64 to. MLX supports it only
-            on the CPU, so it is an error by default; ``mx.float32`` rounds it (and
-            complex128), ``mx.float64`` keeps it.
+            on the CPU, so it is an error by default; ``mx.float32`` rounds it, and
+            ``mx.float64`` keeps it. complex128 is always an error.
 
     Returns:
         The object in the file.
