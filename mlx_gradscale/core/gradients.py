@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from .finite import all_finite, all_finite_times, is_floating
 from .masters import HALF, to_float32
 from .notices import warn_user
-from .trees import Writes, commit, leaves, slots
+from .trees import Writes, commit, flatten, leaves, slots
 
 Keep = Callable[[str, mx.array], bool]
 
@@ -36,11 +36,6 @@ class Casting(NamedTuple):
         dtype = self.compute_dtype
         if dtype is None and (self.keep is not None or not self.cast_inputs):
             raise ValueError("keep= and cast_inputs= require compute_dtype=.")
-        if self.keep is not None and not callable(self.keep):
-            raise TypeError(
-                f"keep must be a function, got {self.keep!r}. Use a function of path "
-                "and parameter, such as lambda path, x: 'norm' in path."
-            )
         is_dtype = isinstance(dtype, mx.Dtype) and mx.issubdtype(dtype, mx.floating)
         if dtype is not None and not is_dtype:
             raise ValueError(f"compute_dtype must be a floating dtype, got {dtype!r}.")
@@ -168,8 +163,6 @@ class Backward:
         self.has_gradients = False
         self._last_call = None
 
-    # Losses differentiated by a trainer
-
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
     ) -> Callable[..., Any]:
@@ -235,8 +228,6 @@ class Backward:
                 "inside the function that you differentiate, or use value_and_grad()."
             )
 
-    # Warnings
-
     def check_loss_dtype(self, loss: mx.array) -> None:
         """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
@@ -248,17 +239,15 @@ class Backward:
 
     def _warn_about_dtypes(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         half = [
-            path
-            for path, module in model.named_modules()
-            if isinstance(module, nn.BatchNorm)
-            and getattr(module.get("running_var"), "dtype", None) == mx.float16
+            path.removesuffix(".running_var")
+            for path, x in flatten(model)
+            if path.endswith("running_var") and x.dtype == mx.float16
         ]
         if half:
             self.warn_once(
-                f"{type(model).__name__} has BatchNorm layers with running statistics "
-                f"in half precision ({', '.join(sorted(half))}), where a variance "
-                "above 65504 is inf. Keep them in float32 with "
-                "mlx_gradscale.float32_layers()."
+                f"{type(model).__name__} has BatchNorm layers with float16 running "
+                f"statistics ({', '.join(half)}), where a variance above 65504 is "
+                "inf. Keep them in float32 with mlx_gradscale.float32_layers()."
             )
         given = next((x for x in args if isinstance(x, mx.array)), None)
         if given is None or given.dtype != mx.float32:
@@ -442,12 +431,7 @@ def with_loss(outputs: Any, loss: mx.array) -> Any:
 
 
 def refuse_scaled(loss_fn: Any) -> None:
-    """Raise if this is not a loss function or is already scaled."""
-    if not callable(loss_fn):
-        raise TypeError(
-            f"Expected a loss function, got {loss_fn!r}. Pass the function that "
-            "computes the loss, not its result."
-        )
+    """Raise if a loss function is already scaled."""
     if hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "This loss function was returned by scale_loss() and would be scaled "

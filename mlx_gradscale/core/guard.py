@@ -16,7 +16,15 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from .finite import is_finite_magnitude, is_floating
 from .gradients import each_use
-from .masters import HALF, Joined, Masters, entries, joined_master, to_float32
+from .masters import (
+    HALF,
+    Joined,
+    Masters,
+    check_shape,
+    entries,
+    joined_master,
+    to_float32,
+)
 from .optimizers import (
     autocompiled,
     borrowed,
@@ -80,7 +88,10 @@ def inspect(
             others[leaf.path] = leaf.gradient
             continue
         scaled[leaf.path] = source[0]
-        if source[0].dtype not in HALF or not casts_first():
+        if source[0].dtype in HALF and casts_first():
+            # Ends the kernel and copies nothing; mx.compile would merge the two.
+            gradients[leaf.path] = mx.contiguous(leaf.gradient, allow_col_major=True)
+        else:
             gradients[leaf.path] = source[0]
             is_scaled.add(leaf.path)
     if max_norm is None:
@@ -187,7 +198,7 @@ def plan(
         traced_for = list(arrays.gradients), inspected.scaled, split
         run = autocompiled(lambda: partial(_run, make_layout()), optimizer, traced_for)
         state, new = run(old, scheduled_values(optimizer), arrays)
-    elif (is_applied := _read(inspected.applied)) is None:
+    elif (is_applied := _read(inspected.applied)) is None:  # inside mx.compile
         values = scheduled_values(optimizer)
         state, new = _run(make_layout(), optimizer, old, values, arrays)
     elif is_applied:
@@ -224,15 +235,11 @@ def _run(
         masters, steps = _step(layout, optimizer, arrays, is_selected=True)
         after = _signature(optimizer.state)
         if before != after:
-            changed = before.keys() ^ after.keys()
-            arrays_changed = [path for path in changed if not (before | after)[path]]
-            what = "changes a Python value"
-            if arrays_changed:
-                what = f"adds or removes {arrays_changed[0]!r}"
             raise TypeError(
-                f"{type(optimizer).__name__} {what} in its state when it steps, so a "
-                "step cannot be skipped inside mx.compile. Do not compile the step, or "
-                "create all keys in init_single() and store only arrays."
+                f"{type(optimizer).__name__} adds a key to its state or changes a "
+                "Python value in it when it steps, so a step cannot be skipped inside "
+                "mx.compile. Do not compile the step, or create all keys in "
+                "init_single() and store only arrays."
             )
         # A parameter and its moments share a flag, so that their kernel reads only one.
         flags = dict(zip(arrays.gradients, each_use(arrays.applied), strict=False))
@@ -247,7 +254,7 @@ def _run(
         now = {where: (box, key) for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
             box, key = now[where]
-            _check_shape(".".join(map(str, where)), old, box[key])
+            check_shape(".".join(map(str, where)), old, box[key])
             # Only MLX's own optimizers are known never to modify arrays in place.
             if layout.is_builtin and box[key] is alias:
                 box[key] = old
@@ -317,15 +324,15 @@ def _step(
         unscaled = tree_map_with_path(unscale, tree)
         try:
             new = dict(flatten(part.apply_gradients(unscaled, full)))
-        except (KeyError, IndexError) as error:
-            missing = f" for {error.args[0]!r}" if isinstance(error, KeyError) else ""
+        except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
-                f"The optimizer has no state{missing}. If the parameter was added or "
+                f"The optimizer failed with {error!r}. If a parameter was added or "
                 "unfrozen after the optimizer was initialised, call "
-                "init(model.trainable_parameters()) again; existing state is kept."
+                "init(model.trainable_parameters()) again. If the shape of a parameter "
+                "changed, create a new optimizer."
             ) from error
         for path, x in new.items():
-            _check_shape(path, arrays.parameters[path], x)
+            check_shape(path, x, arrays.parameters[path])
         steps.append((part, dict(flatten(unscaled)), new))
     return masters, steps
 
@@ -354,15 +361,6 @@ def _alias(x: mx.array) -> mx.array:
 
 def _signature(state: Any) -> dict[str, str]:
     return {p: "" if isinstance(x, mx.array) else repr(x) for p, x in flatten(state)}
-
-
-def _check_shape(path: str, old: mx.array, new: mx.array) -> None:
-    if new.shape != old.shape:
-        raise ValueError(
-            f"A step would change the shape of {path!r} from {old.shape} to "
-            f"{new.shape}, because the optimizer was initialised for another shape. "
-            "Create a new optimizer for the changed model."
-        )
 
 
 def _arrays_by_owner(state: Any, without: set[int]) -> dict[str, list[mx.array]]:

@@ -47,6 +47,15 @@ def to_float32(x: mx.array) -> mx.array:
     return x.astype(mx.float32) if x.dtype in HALF else x
 
 
+def check_shape(path: str, old: mx.array, new: mx.array) -> None:
+    """Raise if an array of the state does not have the shape of its new value."""
+    if new.shape != old.shape:
+        raise ValueError(
+            f"{path!r} has shape {new.shape}, but had shape {old.shape} when the "
+            "optimizer was initialised. Create a new optimizer for the changed model."
+        )
+
+
 def half_bits(weight: mx.array) -> mx.array:
     """Return the bits of a half-precision array, unaffected by ``weight += 1``."""
     return mx.view(weight, _BITS[weight.dtype])
@@ -141,10 +150,12 @@ class Masters:
         found = {name: box[path] for name, box in boxes if path in box}
         if not found:
             raise ValueError(
-                f"{path!r} became {weight.dtype} after this optimizer was initialised "
-                "and has no master weight. Call init(model.trainable_parameters()) "
-                "again; existing state is kept."
+                f"{path!r} has no master weight, because it was frozen, missing or "
+                f"not {weight.dtype} when the optimizer was initialised. Call "
+                "init(model.trainable_parameters()) again; existing state is kept."
             )
+        for x in found.values():
+            check_shape(path, x, weight)
         return found
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:

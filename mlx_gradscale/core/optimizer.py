@@ -19,12 +19,16 @@ from .optimizers import (
     is_builtin,
     mark_initialized,
     needs_init,
+    settings,
     single_optimizers,
 )
 from .ranks import Ranks, Sharded
-from .scale import FIELDS, as_array, check, clamp_values, read
-from .scaler import GradScaler
+from .scale import FIELDS, check, clamp_values, read
+from .scaler import GradScaler, check_model
 from .trees import CONTAINERS, commit, match, restore, slots, snapshot
+
+# The scaler loads its own part of a state, and settings for clipping are kept.
+_NOT_LOADED = ("scaler.", "max_grad_norm")
 
 
 class LossScaleOptimizer(Optimizer):
@@ -97,7 +101,7 @@ class LossScaleOptimizer(Optimizer):
         self._ranks.check(clips=max_grad_norm is not None)
         self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
-        self._known: dict[str, tuple[int, ...]] = {}  # shapes by path
+        self._has_parameters = False  # a rank may have none
         self._is_loaded = False  # whether init() has yet to check a loaded state
         self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
@@ -114,8 +118,6 @@ class LossScaleOptimizer(Optimizer):
         state.owner = self.optimizer
         return state
 
-    # The loss
-
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
@@ -128,8 +130,6 @@ class LossScaleOptimizer(Optimizer):
         """Scale a loss differentiated by a trainer: :meth:`GradScaler.scale_loss`."""
         return self.scaler.scale_loss(loss_fn, model)
 
-    # The step
-
     def init(self, parameters: Any) -> None:
         """Create master weights and the inner optimizer's state for ``parameters``.
 
@@ -141,14 +141,12 @@ class LossScaleOptimizer(Optimizer):
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
         found = {path: x for path, x in tree_flatten(parameters) if is_floating(x)}
-        for path in found.keys() & self._known.keys():
-            self._check_known(path, found[path])
         if not self._ranks.is_single:
-            self._ranks.compare(parameters, self._settings())
-        before, loaded = snapshot(self.state), None
+            own = self.scaler.state_dict(), self._masters.kind, self._clips
+            self._ranks.compare(parameters, repr((settings(self.optimizer), own)))
+        before = snapshot(self.state)
         try:
-            if self._is_loaded:
-                loaded = self._forget_loaded()
+            loaded = self._take_loaded() if self._is_loaded else None
             initialize(self.optimizer, parameters)
             for path, x in found.items():
                 if x.dtype in HALF:
@@ -158,8 +156,8 @@ class LossScaleOptimizer(Optimizer):
         except BaseException:
             restore(before)
             raise
-        self._known |= {path: x.shape for path, x in found.items()}
         self._is_loaded, self._initialized = False, True
+        self._has_parameters |= bool(found)
         # MLX cannot evaluate a lazy array in a different thread.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
@@ -171,12 +169,7 @@ class LossScaleOptimizer(Optimizer):
             model (nn.Module): The model to update.
             gradients (Any): Unscaled gradients from any source.
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                "The first argument of update() must be a model, got "
-                f"{type(model).__name__}. For a tree of parameters, call "
-                "apply_gradients()."
-            )
+        check_model(model, "update", "apply_gradients()")
         if self._needs_init():
             self.init(model.trainable_parameters())
         self._plan(gradients, model).commit_to_model()
@@ -201,8 +194,6 @@ class LossScaleOptimizer(Optimizer):
         if self._needs_init():
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
-        for leaf in leaves:
-            self._check_known(leaf.path, leaf.parameter)
         scaler._check_leaves(leaves)
         max_norm = self._state["max_grad_norm"] if self._clips else None
         inspected = inspect(leaves, self._ranks, max_norm)
@@ -216,31 +207,8 @@ class LossScaleOptimizer(Optimizer):
         return planned
 
     def _needs_init(self) -> bool:
-        return not self._initialized or bool(self._known and needs_init(self.optimizer))
-
-    def _check_known(self, path: str, parameter: mx.array) -> None:
-        shape = self._known.get(path)
-        if shape is None and is_floating(parameter):
-            raise ValueError(
-                f"{path!r} was missing or frozen when the optimizer was initialised. "
-                "Call init(model.trainable_parameters()) again; existing state is kept."
-            )
-        if shape is not None and shape != parameter.shape:
-            raise ValueError(
-                f"{path!r} has shape {parameter.shape}, but had shape {shape} when the "
-                "optimizer was initialised. Create a new LossScaleOptimizer for the "
-                "changed model."
-            )
-
-    def _settings(self) -> str:
-        inner = [
-            (type(part).__name__, {k: x for k, x in vars(part).items() if k[0] != "_"})
-            for part in single_optimizers(self.optimizer)
-        ]
-        scaler = self.scaler.state_dict()
-        return repr((inner, scaler, self._masters.kind, self._clips))
-
-    # Attributes
+        is_lost = self._has_parameters and needs_init(self.optimizer)
+        return not self._initialized or is_lost
 
     @property
     def scaler(self) -> GradScaler:
@@ -282,8 +250,6 @@ class LossScaleOptimizer(Optimizer):
                 self._masters.add(leaf.path, leaf.parameter)
                 self._masters.set(leaf.path, leaf.gradient, leaf.parameter)
 
-    # The state
-
     @property
     def state(self) -> dict[str, Any]:
         """The tree of arrays to save and to compile over.
@@ -306,16 +272,7 @@ class LossScaleOptimizer(Optimizer):
         elif isinstance(state, _State) and state.owner is self.optimizer:
             self._attach(state)
         elif any(str(key).partition(".")[0] == "scaler" for key in state):
-            # The current setting for clipping takes precedence.
-            loaded = {k: x for k, x in tree_flatten(state) if k != "max_grad_norm"}
-            self.scaler._note_loaded(_check_loaded(loaded, self.scaler.state))
-            # Evaluate now, while the file exists, and not inside a trace.
-            mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
-            if self._initialized:
-                self._write(loaded)
-            else:
-                self._adopt(loaded)
-                self._is_loaded = True
+            self._load(dict(tree_flatten(state)))
         else:
             self._set_inner(state)
 
@@ -335,7 +292,7 @@ class LossScaleOptimizer(Optimizer):
             self._masters.state = {name: state[name] for name in self._masters.state}
             self.optimizer.state = state["optimizer"]
             mark_initialized(self.optimizer)
-            self._initialized = bool(self._known)
+            self._initialized = self._has_parameters
 
     def _set_inner(self, state: dict[str, Any]) -> None:
         # Write to the existing dicts: compiled steps have captured them.
@@ -343,8 +300,22 @@ class LossScaleOptimizer(Optimizer):
         for part, own in zip(single_optimizers(self.optimizer), states, strict=True):
             part.state.update(own)
 
+    def _load(self, loaded: dict[str, Any]) -> None:
+        """Replace the whole state, or raise without replacing any of it."""
+        loaded.pop("max_grad_norm", None)
+        scaler = _pop_scaler(loaded, self.scaler.state)
+        _check_loaded(loaded)
+        # Evaluate now, while the file exists, and not inside a trace.
+        mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
+        if self._initialized:
+            self._write(loaded)
+        else:
+            self._adopt(loaded)
+            self._is_loaded = True
+        self.scaler._fill(scaler)
+
     def _write(self, loaded: dict[str, Any]) -> None:
-        """Replace every array of the state, or raise without replacing any."""
+        """Replace every array except the scaler's, or raise without replacing any."""
         other = "remainders." if self._masters.kind == "float32" else "masters."
         if any(path.startswith(other) for path in loaded):
             raise ValueError(
@@ -352,10 +323,9 @@ class LossScaleOptimizer(Optimizer):
                 "saved with the other kind. Use the same kind, or use "
                 "save_checkpoint() and restore_checkpoint(), which convert it."
             )
-        here = {
-            ".".join(map(str, path)): (box, k) for path, box, k in slots(self.state)
-        }
-        del here["max_grad_norm"]
+        saved = slots(self.state)
+        here = {".".join(map(str, path)): (box, key) for path, box, key in saved}
+        here = {p: x for p, x in here.items() if not p.startswith(_NOT_LOADED)}
         for path, (box, key) in here.items():
             _check_same(path, box[key], loaded.get(path))
         added = loaded.keys() - here.keys()
@@ -370,23 +340,25 @@ class LossScaleOptimizer(Optimizer):
             self._adopt(loaded)
 
     def _adopt(self, loaded: dict[str, Any]) -> None:
-        """Expose a state whose structure is not known yet."""
+        """Add arrays to the state without comparing them to what it contains."""
         self._set_inner(tree_unflatten(list(loaded.items()))["optimizer"])
-        for name, box in [*self._masters.state.items(), ("scaler", self.scaler.state)]:
-            for path, x in loaded.items():
-                if path.startswith(f"{name}."):
-                    box[path.removeprefix(f"{name}.")] = x
+        for path, x in loaded.items():
+            name, _, own_path = path.partition(".")
+            if name in self._masters.state:
+                self._masters.state[name][own_path] = x
 
-    def _forget_loaded(self) -> dict[str, Any]:
-        # Read from the state, which may contain tracers of mx.compile.
-        loaded = dict(tree_flatten(self.state))
-        del loaded["max_grad_norm"]
+    def _take_loaded(self) -> dict[str, Any]:
+        """Remove and return a state that was loaded before the parameters were known.
+
+        It is read from :attr:`state`, where ``mx.compile`` may have put tracers.
+        """
+        found = tree_flatten(self.state)
         for box in self._masters.state.values():
             box.clear()
         for part in single_optimizers(self.optimizer):
             for key in [k for k, x in part.state.items() if isinstance(x, CONTAINERS)]:
                 del part.state[key]
-        return loaded
+        return {path: x for path, x in found if not path.startswith(_NOT_LOADED)}
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
@@ -475,29 +447,24 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
         )
 
 
-def _check_loaded(
-    loaded: dict[str, Any], scaler_state: dict[str, mx.array]
-) -> dict[str, Any]:
-    """Raise if a loaded state is unusable; clamp its scales, and return its fields."""
+def _check_loaded(loaded: dict[str, Any]) -> None:
     constants = (bool, int, float, str, type(None))
     for path, x in loaded.items():
         is_constant = path.startswith("optimizer.") and isinstance(x, constants)
         if not isinstance(x, mx.array) and not is_constant:
             raise TypeError(f"{path!r} must be an array, got {x!r}.")
-    scaler: dict[str, Any] = {name: loaded.get(f"scaler.{name}") for name in FIELDS}
-    for name, x in scaler.items():
-        _check_same(f"scaler.{name}", scaler_state[name], x)
-    numbers = read(scaler)
-    usable = clamp_values(numbers)
-    check(usable)
-    changed = {k: x for k, x in usable.items() if x != numbers[k]}
-    loaded.update({f"scaler.{k}": as_array(k, x) for k, x in changed.items()})
-    # The gradient norm of a skipped step may be inf.
-    others = {k: x for k, x in loaded.items() if isinstance(x, mx.array)}
-    others.pop("grad_norm", None)
-    for path, x in others.items():
-        if not all_finite(x):
+        # The gradient norm of a skipped step may be inf.
+        if not is_constant and path != "grad_norm" and not all_finite(x):
             raise ValueError(
                 f"{path!r} in the state contains NaN or inf. Load an earlier state."
             )
-    return usable
+
+
+def _pop_scaler(loaded: dict[str, Any], here: dict[str, mx.array]) -> dict[str, Any]:
+    """Remove the scaler's arrays from a loaded state and return their values."""
+    arrays = {name: loaded.pop(f"scaler.{name}", None) for name in FIELDS}
+    for name, x in arrays.items():
+        _check_same(f"scaler.{name}", here[name], x)
+    values = clamp_values(read(arrays))
+    check(values)
+    return values

@@ -34,19 +34,17 @@ def check_supported(optimizer: Any) -> None:
             "A LossScaleOptimizer has its own scaler and cannot be wrapped or passed "
             "to another one. Call its own update(model, grads)."
         )
-    if kind.update is not Optimizer.update:
-        raise TypeError(
-            f"{kind.__name__} overrides update(), which a scaler does not call. "
-            "Override apply_gradients() instead."
-        )
+    bypassed: dict[str, Any] = {"update": Optimizer.update}
     if isinstance(optimizer, MultiOptimizer):
-        if kind.apply_gradients is not MultiOptimizer.apply_gradients:
-            raise TypeError(
-                f"{kind.__name__} overrides MultiOptimizer.apply_gradients(), which a "
-                "scaler does not call. Override it in the inner optimizers."
-            )
+        bypassed["apply_gradients"] = MultiOptimizer.apply_gradients
         for part in optimizer.optimizers:
             check_supported(part)
+    for name, method in bypassed.items():
+        if getattr(kind, name) is not method:
+            raise TypeError(
+                f"{kind.__name__} overrides {name}(), which a scaler does not call. "
+                "Override apply_gradients() of a single optimizer instead."
+            )
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
@@ -190,16 +188,21 @@ def autocompiled(
     return compiled or partial(make_run(), optimizer)
 
 
+def settings(optimizer: Optimizer) -> list[tuple[type, dict[str, Any]]]:
+    """Return the class and the attributes of each single optimizer."""
+    return [
+        (type(part), {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS})
+        for part in single_optimizers(optimizer)
+    ]
+
+
 def _fingerprint(optimizer: Optimizer, structure: Any) -> Any:
     """Return the settings that a trace of the optimizer depends on, or None."""
-    settings: list[Any] = [structure]
-    for part in single_optimizers(optimizer):
-        own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
-        if not all(map(_is_plain, own.values())):
-            return None
-        # Compare by repr, because True, 1 and 1.0 are equal.
-        settings.append((type(part), repr(own)))
-    return settings
+    own = settings(optimizer)
+    if not all(_is_plain(x) for _, values in own for x in values.values()):
+        return None
+    # Compare by repr, because True, 1 and 1.0 are equal.
+    return structure, [(kind, repr(values)) for kind, values in own]
 
 
 def _is_plain(value: Any) -> bool:

@@ -155,37 +155,28 @@ def _check_field(name: str, value: Any) -> None:
     if dtype == mx.bool_:
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
-    elif dtype == mx.int32:
+        return
+    is_float = isinstance(value, (float, np.floating))
+    if not _is_number(value) or (dtype == mx.int32 and is_float):
+        kind = "an integer" if dtype == mx.int32 else "a number"
+        raise TypeError(f"{name} must be {kind}, got {value!r}.")
+    if dtype == mx.int32:
         least = 1 if name in SETTINGS else 0
-        if not _is_number(value) or isinstance(value, (float, np.floating)):
-            raise TypeError(f"{name} must be an integer, got {value!r}.")
-        if not least <= value <= _MOST:
-            raise ValueError(
-                f"{name} must be at least {least} and fit in int32, got {value}."
-            )
+        is_valid, valid = least <= value <= _MOST, f"between {least} and 2**31 - 1"
     elif name in _SCALES:
-        check_scale(name, value)
-        if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
-            raise ValueError(f"{name} must be between 2**-64 and 2**64, got {value}.")
+        is_valid = SMALLEST_SCALE <= value <= LARGEST_SCALE
+        valid = "between 2**-64 and 2**64"
     else:
-        if not _is_number(value):
-            raise TypeError(f"{name} must be a number, got {value!r}.")
         low, high = (1.0, math.inf) if name == "growth_factor" else (0.0, 1.0)
         # Compare in float32, where 1 + 1e-9 is 1 and the scale would never grow.
-        if not low < np.float32(value) < high:
-            bounds = f"above {low}" if high == math.inf else f"between {low} and {high}"
-            raise ValueError(f"{name} must be {bounds} in float32, got {value}.")
+        is_valid = low < np.float32(value) < high
+        valid = f"above {low} and below {high} in float32"
+    if not is_valid:
+        raise ValueError(f"{name} must be {valid}, got {value}.")
 
 
-def check_scale(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a Python number that clamps to a valid loss scale."""
-    if not _is_number(value):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not _is_scale(value):
-        raise ValueError(f"{name} must be positive and finite in float32, got {value}.")
-
-
-def _is_scale(value: Any) -> bool:
+def is_scale(value: Any) -> bool:
+    """Return whether ``value`` is a number that clamps to a valid loss scale."""
     return _is_number(value) and 0 < value <= float(np.finfo(np.float32).max)
 
 
@@ -198,7 +189,7 @@ def clamp_values(values: dict[str, Any]) -> dict[str, Any]:
 
     Values that are not valid scales are left for :func:`check` to reject.
     """
-    scales = {k: x for k, x in values.items() if k in _SCALES and _is_scale(x)}
+    scales = {k: x for k, x in values.items() if k in _SCALES and is_scale(x)}
     least, most = SMALLEST_SCALE, LARGEST_SCALE
     return values | {k: min(max(x, least), most) for k, x in scales.items()}
 

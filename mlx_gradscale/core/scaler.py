@@ -135,9 +135,6 @@ class GradScaler:
             self._state[name] = rule.as_array(name, value)
         # Evaluate now, because MLX cannot evaluate a lazy array in another thread.
         mx.eval(self._state)
-        self._note_loaded(values)
-
-    def _note_loaded(self, values: dict[str, Any]) -> None:
         # Whether to warn about gradients that were never scaled.
         self._scales = values["scale"] != 1 or values["dynamic"]
 
@@ -150,8 +147,6 @@ class GradScaler:
     def group(self) -> mx.distributed.Group | None:
         """The ranks that decide together, or None if each decides on its own."""
         return self._ranks.group
-
-    # The loss
 
     def value_and_grad(
         self,
@@ -192,12 +187,7 @@ class GradScaler:
             >>> grads["bias"], model.weight.dtype
             (array([1], dtype=float32), mlx.core.float32)
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                "The first argument of value_and_grad() must be a model, got "
-                f"{type(model).__name__}. For a tree of parameters, use "
-                "mx.value_and_grad(scaler.scale_loss(loss_fn))."
-            )
+        check_model(model, "value_and_grad", "mx.value_and_grad with scale_loss()")
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
         refuse_scaled(loss_fn)
@@ -268,8 +258,6 @@ class GradScaler:
             )
         self._mode = mode
 
-    # The step
-
     def unscale_(self, optimizer: Optimizer, grads: Any) -> Any:
         """Unscale the gradients in place, in float32, and return the same tree.
 
@@ -331,12 +319,7 @@ class GradScaler:
             >>> scaler.step(optimizer, model, grads)
             array(False, dtype=bool)
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                "The second argument of step() must be a model, got "
-                f"{type(model).__name__}. For a tree of parameters, call "
-                "apply_gradients()."
-            )
+        check_model(model, "step", "apply_gradients()")
         if not self._enabled:
             optimizer.update(model, grads)
             return self.last_step_applied
@@ -460,8 +443,6 @@ class GradScaler:
         changed = _advance(self._state, applied, finite)
         return [(self._state, name, value) for name, value in changed.items()]
 
-    # Settings, read from the device; changes also affect already compiled steps
-
     def get_scale(self) -> float:
         """Read the scale from the device; 1.0 if the scaler is disabled."""
         return float(self._get("scale")) if self._enabled else 1.0
@@ -494,14 +475,6 @@ class GradScaler:
         """Set the growth interval, even for already compiled steps."""
         self._set("growth_interval", new_interval)
 
-    def is_dynamic(self) -> bool:
-        """Read whether the scale is dynamic."""
-        return bool(self._get("dynamic"))
-
-    def set_dynamic(self, dynamic: bool) -> None:
-        """Make the scale dynamic or constant, even for already compiled steps."""
-        self._set("dynamic", dynamic)
-
     def _get(self, name: str) -> Any:
         try:
             return rule.read_field(name, self._state[name])
@@ -529,8 +502,6 @@ class GradScaler:
     def last_step_applied(self) -> mx.array:
         """Whether the latest step was applied, as a lazy 0-d array."""
         return self._state["last_step_applied"]
-
-    # Saving
 
     def state_dict(self) -> dict[str, Any]:
         """Return PyTorch's five keys, and others only if not at their default."""
@@ -574,11 +545,6 @@ class GradScaler:
         return f"GradScaler({', '.join(f'{k}={values[k]}' for k in shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.group is not None:
-            raise TypeError(
-                "A GradScaler with a group cannot be copied. Create a new one and load "
-                "the state_dict()."
-            )
         if self._stages:
             raise RuntimeError(
                 "A GradScaler can only be copied between iterations. Call update() "
@@ -626,11 +592,10 @@ class SkipWatch:
         earlier, self._earlier = self._earlier, [*self._latest, state["scale"]]
         self._latest = []
         try:
-            *counts, scale = [float(x) for x in earlier] or [1.0]
+            *counts, scale = [float(x) for x in earlier] or [0.0, 1.0]
         except (RuntimeError, ValueError):  # left over from inside mx.compile
             return
-        skips = max(counts, default=0)
-        if skips >= SKIPS_TO_WARN:
+        if max(counts) >= SKIPS_TO_WARN:
             warn(
                 f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
                 "non-finite gradients, so the model is not training. To find the "
@@ -645,6 +610,15 @@ class SkipWatch:
             )
 
 
+def check_model(model: Any, method: str, instead: str) -> None:
+    """Raise if the argument of a method is not a model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The model passed to {method}() must be an nn.Module, got "
+            f"{type(model).__name__}. For a tree of parameters, use {instead}."
+        )
+
+
 def _plain_value_and_grad(
     model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
 ) -> Callable[..., Any]:
@@ -657,9 +631,11 @@ def _plain_value_and_grad(
 
 
 def _as_scale(value: Any) -> mx.array:
-    if isinstance(value, mx.array):
-        if value.size != 1 or value.dtype == mx.bool_:
-            raise ValueError(f"new_scale must be a single number, got {value!r}.")
+    if isinstance(value, mx.array) and value.size == 1 and value.dtype != mx.bool_:
         return value.reshape(()).astype(mx.float32)
-    rule.check_scale("new_scale", value)
-    return mx.array(float(value), mx.float32)
+    if not rule.is_scale(value):
+        raise ValueError(
+            "new_scale must be positive and finite in float32, and a single number, "
+            f"got {value!r}."
+        )
+    return mx.array(float(value))

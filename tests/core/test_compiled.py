@@ -29,7 +29,7 @@ def test_one_trace_serves_a_run_in_which_everything_changes():
     training.run(range(4, 6), bad=(5,))
     scaler.load_state_dict(GradScaler(64.0).state_dict())
     assert scaler.get_scale() == 64.0
-    scaler.set_dynamic(False)
+    scaler.load_state_dict(GradScaler(64.0, dynamic=False).state_dict())
     training.run([6])
     assert scaler.get_scale() == 64.0
     scaler.update(128.0)

@@ -205,7 +205,7 @@ def test_a_parameter_without_state_is_named():
     optimizer = optim.Adam(0.1)
     optimizer.init({"a": mx.ones(1)})
     weights = {"a": mx.ones(1), "b": mx.ones(1)}
-    with pytest.raises(ValueError, match="no state for 'b'"):
+    with pytest.raises(ValueError, match=r"KeyError.*'b'"):
         guarded_apply(optimizer, weights, weights)
 
 
@@ -215,7 +215,7 @@ def test_a_parameter_that_a_step_would_reshape_is_named(shape):
     optimizer.init({"w": mx.ones((2, 2))})
     weights = {"w": mx.ones(shape)}
     before = bits(optimizer.state)
-    with pytest.raises(ValueError, match="the shape of 'w'"):
+    with pytest.raises(ValueError, match="'w' has shape"):
         guarded_apply(optimizer, weights, weights)
     assert bits(optimizer.state) == before
 
@@ -226,7 +226,7 @@ def test_a_state_that_a_step_would_reshape_is_named(old):
     optimizer.init({"w": mx.ones(old)})
     weights = {"w": mx.ones((2, 2))}
     before = bits(optimizer.state)
-    with pytest.raises(ValueError, match=r"the shape of 'w(\.m)?'"):
+    with pytest.raises(ValueError, match=r"'w(\.m)?' has shape"):
         guarded_apply(optimizer, weights, weights)
     assert bits(optimizer.state) == before
 

@@ -138,7 +138,7 @@ def test_a_replaced_weight_has_a_master_within_half_its_ulp():
 def test_a_parameter_that_became_half_is_refused():
     optimizer = wrapped(**REMAINDER)
     optimizer.init({"w": mx.ones(2)})
-    with pytest.raises(ValueError, match=r"became .*float16.* no master weight"):
+    with pytest.raises(ValueError, match=r"no master weight.* not .*float16"):
         optimizer.apply_gradients({"w": mx.ones(2)}, {"w": mx.ones(2, mx.float16)})
 
 

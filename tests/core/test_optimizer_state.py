@@ -144,7 +144,7 @@ def test_what_cannot_be_wrapped_is_refused(arguments, message):
 
 
 def test_update_refuses_what_is_no_model():
-    with pytest.raises(TypeError, match="must be a model, got dict"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, got dict"):
         wrapped().update({"w": mx.ones(1)}, Mlp())
 
 
@@ -180,7 +180,7 @@ def test_parameters_added_later_or_frozen_before_are_named():
     training.model.layers[0].unfreeze()
     gradients = gradients_like(training.model.trainable_parameters(), 0)
     before = training.everything()
-    with pytest.raises(ValueError, match=r"'layers\.0\.\w+' was missing or frozen"):
+    with pytest.raises(ValueError, match=r"'layers\.0\.\w+' has no master weight"):
         training.optimizer.update(training.model, gradients)
     assert training.everything() == before
 
@@ -189,7 +189,7 @@ def test_a_parameter_that_became_half_after_init_is_named_until_init_again():
     optimizer = wrapped(optim.SGD(1.0))
     optimizer.init({"w": mx.ones(2)})
     half = {"w": mx.ones(2, mx.float16)}
-    with pytest.raises(ValueError, match=r"'w' became .*float16"):
+    with pytest.raises(ValueError, match=r"'w' has no master weight.* not .*float16"):
         optimizer.apply_gradients(half, half)
     optimizer.init(half)
     optimizer.apply_gradients(half, half)
@@ -256,7 +256,7 @@ def spoil(state, path, value):
             lambda s: spoil(s, "optimizer.layers.1.bias.v", mx.array([INF])),
             "'optimizer.layers.1.bias.v' in the state contains NaN",
         ),
-        (lambda s: spoil(s, "scaler.scale", mx.array(0.0)), "scale must be positive"),
+        (lambda s: spoil(s, "scaler.scale", mx.array(0.0)), "scale must be between"),
         (lambda s: s.pop("scaler.scale"), "scaler.scale"),
         (lambda s: spoil(s, "scaler.scale", mx.ones(1)), "scaler.scale"),
         (lambda s: spoil(s, "optimizer.step", "three"), "optimizer.step"),
@@ -359,13 +359,11 @@ def test_the_state_of_a_plain_optimizer_is_taken_for_that_inside():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2,), ()])
-def test_a_parameter_of_another_shape_is_named_and_changes_nothing(dtype, shape):
+def test_a_parameter_of_another_shape_is_refused_and_changes_nothing(dtype, shape):
     optimizer = wrapped(optim.Adam(0.1), max_grad_norm=1.0)
     optimizer.apply_gradients(*[{"w": mx.ones((2, 2), dtype)}] * 2)
     before = bits(optimizer.state)
     weights = {"w": mx.ones(shape, dtype)}
-    with pytest.raises(ValueError, match="'w' has shape"):
+    with pytest.raises(ValueError, match=r"'w' has shape|shape of a parameter changed"):
         optimizer.apply_gradients(weights, weights)
-    with pytest.raises(ValueError, match="'w' has shape"):
-        optimizer.init(weights)
     assert bits(optimizer.state) == before

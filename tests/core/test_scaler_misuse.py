@@ -64,10 +64,8 @@ def test_a_subclass_may_take_arguments_of_its_own():
 
 def test_value_and_grad_refuses_what_is_no_model_or_function():
     model, scaler = Mlp(), GradScaler()
-    with pytest.raises(TypeError, match="must be a model, got function"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, got function"):
         scaler.value_and_grad(mse(model), model)
-    with pytest.raises(TypeError, match="keep must be a function"):
-        scaler.value_and_grad(model, mse(model), mx.float16, keep="layers.0")
     with pytest.raises(ValueError, match="require compute_dtype"):
         scaler.value_and_grad(model, mse(model), cast_inputs=False)
 
@@ -163,7 +161,7 @@ def test_what_is_no_optimizer_is_refused(first):
 
 
 def test_step_refuses_what_is_no_model():
-    with pytest.raises(TypeError, match="must be a model"):
+    with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         used().step(optim.SGD(0.1), {"w": mx.ones(1)}, {"w": mx.ones(1)})
 
 

@@ -223,27 +223,25 @@ def test_arrays_under_stable_keys_are_selected_inside_compile(make):
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make",
     [
-        (NumberInState, "changes a Python value in its state"),
-        (NumberOfTheFirstStep, "changes a Python value in its state"),
-        (KeyFromGradients, "adds or removes 'a.bias.v'|changes a Python value"),
-        (KeyFromParameters, r"adds or removes '.*start\.of'"),
-        (FlagForAll, "changes a Python value in its state"),
-        (KeyPerStep, r"adds or removes '.*step\d'"),
-        (TupleOfNumbers, "changes a Python value in its state"),
-        (Branching, "changes a Python value in its state"),
+        NumberInState,
+        NumberOfTheFirstStep,
+        KeyFromGradients,
+        KeyFromParameters,
+        FlagForAll,
+        KeyPerStep,
+        TupleOfNumbers,
+        Branching,
     ],
 )
-def test_a_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(
-    make, message
-):
+def test_a_state_that_is_not_arrays_under_stable_keys_is_refused_inside_compile(make):
     optimizer, weights = GuardedOptimizer(make()), {"a": {"bias": mx.ones(4)}}
     optimizer.init(weights)
     step = mx.compile(
         optimizer.apply_gradients, inputs=optimizer.state, outputs=optimizer.state
     )
-    with pytest.raises(TypeError, match=f"{message}.*(?s:.*)Do not compile"):
+    with pytest.raises(TypeError, match=f"{make.__name__} adds .*Do not compile"):
         step(weights, weights)
 
 
@@ -409,7 +407,7 @@ def test_overrides_that_a_step_would_not_call_are_refused():
             guarded_apply(optimizer, *inputs)
         with pytest.raises(TypeError, match=r"overrides update\(\)"):
             LossScaleOptimizer(optimizer)
-    with pytest.raises(TypeError, match=r"overrides MultiOptimizer.apply_gradients"):
+    with pytest.raises(TypeError, match=r"overrides apply_gradients"):
         guarded_apply(Ten([optim.SGD(0.1)], []), *inputs)
 
 
