@@ -111,10 +111,14 @@ class Backward:
             warn_user(message)
 
     def value_and_grad(
-        self, model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        casting: Casting,
+        is_enabled: bool,
     ) -> Callable[..., Any]:
         """Like ``nn.value_and_grad``, but differentiate the scaled loss."""
-        is_checked = casting.compute_dtype is not None
+        is_checked = casting.compute_dtype is not None or not is_enabled
 
         @wraps(loss_fn)
         def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
@@ -122,10 +126,13 @@ class Backward:
             if not is_checked:
                 self._warn_about_dtypes(model, args)
                 is_checked = True
-            scale = self._state["scale"]
+            scale = self._state["scale"] if is_enabled else None
             outputs, scaled = differentiate(
                 model, loss_fn, args, kwargs, casting, scale
             )
+            if scale is None:
+                own = model.trainable_parameters()
+                return outputs, tree_map(lambda g, p: g.astype(p.dtype), scaled, own)
             self.check_loss_dtype(loss_of(outputs))
             self.has_gradients = True
             return outputs, self.unscale(scaled, 1.0 / scale)
@@ -210,14 +217,12 @@ class Backward:
 
     def note_derivative(self, scaled: mx.array) -> Any:
         """Return the result of ``scale()``, and note when it is differentiated."""
-        identity = mx.custom_function(lambda x: x)
 
-        def pass_on(primals: Any, cotangent: mx.array, _: Any) -> mx.array:
+        def note(cotangent: mx.array, _: mx.array) -> mx.array:
             self._has_derivative = True
             return cotangent
 
-        identity.vjp(pass_on)
-        return identity(scaled)
+        return _with_gradient(scaled, mx.array(1.0), note)
 
     def check_derivative(self) -> None:
         """Warn about gradients that cannot come from ``scale()``."""

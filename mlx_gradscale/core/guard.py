@@ -4,6 +4,7 @@
 step, and ``Plan`` commits them all at once.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,8 +38,6 @@ from .ranks import Ranks
 from .trees import Leaf, Writes, commit, flatten, restore, slots, snapshot, walk
 
 Stored = dict[str, mx.array]
-# An optimizer, its unscaled gradients and the new float32 parameters, by path.
-_Stepped = tuple[Optimizer, dict[str, mx.array], dict[str, mx.array]]
 
 
 class Inspected(NamedTuple):
@@ -232,7 +231,7 @@ def _run(
         places, before = slots(optimizer.state), _signature(optimizer.state)
         given = [_alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
-        masters, steps = _step(layout, optimizer, arrays, is_selected=True)
+        masters, gradients, stepped = _step(layout, optimizer, arrays, is_selected=True)
         after = _signature(optimizer.state)
         if before != after:
             raise TypeError(
@@ -242,36 +241,33 @@ def _run(
                 "init_single() and store only arrays."
             )
         # A parameter and its moments share a flag, so that their kernel reads only one.
-        flags = dict(zip(arrays.gradients, each_use(arrays.applied), strict=False))
-        owners = {
-            id(x): path
-            for part, _, _ in steps
-            for path, own in _arrays_by_owner(part.state, set()).items()
-            for x in own
-        }
-        untouched: set[int] = set()
+        flags = dict(zip(gradients, each_use(arrays.applied), strict=False))
+        moments: dict[str, list[mx.array]] = {path: [] for path in gradients}
         selected: list[mx.array] = []
-        now = {where: (box, key) for where, box, key in slots(optimizer.state)}
+        now = {where: box[key] for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
-            box, key = now[where]
-            check_shape(".".join(map(str, where)), old, box[key])
-            # Only MLX's own optimizers are known never to modify arrays in place.
-            if layout.is_builtin and box[key] is alias:
-                box[key] = old
-                untouched.add(id(old))
-            else:
-                flag = flags.get(owners[id(box[key])], arrays.applied)
-                box[key] = mx.where(flag, box[key], old)
-            selected.append(box[key])
-        new = {}
-        for part, gradients, stepped in steps:
+            new = now[where]
+            check_shape(".".join(map(str, where)), old, new)
             # SGD has moments even without momentum, but no kernel needs to read them.
-            moments = _arrays_by_owner(part.state, untouched)
-            for path, gradient in gradients.items():
-                old_values = arrays.parameters[path], arrays.stored[path], masters[path]
-                new_values = stepped[path], gradient, moments.get(path, [])
-                new[path] = _select_parameter(*old_values, flags[path], *new_values)
-        return selected, new
+            # Only MLX's own optimizers are known never to modify arrays in place.
+            if layout.is_builtin and new is alias:
+                selected.append(old)
+                continue
+            owner = _owner(where)
+            selected.append(mx.where(flags.get(owner, arrays.applied), new, old))
+            moments.get(owner, []).append(selected[-1])
+        return selected, {
+            path: _select_parameter(
+                arrays.parameters[path],
+                arrays.stored[path],
+                masters[path],
+                flags[path],
+                stepped[path],
+                gradients[path],
+                moments[path],
+            )
+            for path in gradients
+        }
 
 
 def _run_on_host(
@@ -280,22 +276,21 @@ def _run_on_host(
     """Step without a select on the device, which is exact for every optimizer."""
     saved = snapshot(optimizer.state)
     try:
-        _, steps = _step(layout, optimizer, arrays, is_selected=False)
+        _, _, stepped = _step(layout, optimizer, arrays, is_selected=False)
     except BaseException:
         restore(saved)
         raise
     new = {}
-    for _, _, stepped in steps:
-        for path, x in stepped.items():
-            rounded = x.astype(arrays.parameters[path].dtype)
-            new[path] = rounded, entries(x, rounded, arrays.stored[path])
+    for path, x in stepped.items():
+        rounded = x.astype(arrays.parameters[path].dtype)
+        new[path] = rounded, entries(x, rounded, arrays.stored[path])
     return new
 
 
 def _step(
     layout: _Layout, optimizer: Optimizer, arrays: _Arrays, *, is_selected: bool
-) -> tuple[dict[str, Joined], list[_Stepped]]:
-    """Return the master weights and the results of each single optimizer."""
+) -> tuple[dict[str, Joined], dict[str, mx.array], dict[str, mx.array]]:
+    """Return master weights, unscaled gradients and new float32 parameters, by path."""
     masters = {
         path: joined_master(parameter, arrays.stored[path])
         for path, parameter in arrays.parameters.items()
@@ -303,7 +298,8 @@ def _step(
     full = layout.tree({path: _alias(x.master) for path, x in masters.items()})
     inverse, clip = arrays.inverse, arrays.clip
     factor = inverse * clip if inverse is not None and clip is not None else inverse
-    steps: list[_Stepped] = []
+    gradients: dict[str, mx.array] = {}
+    stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
     # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
     for part, tree in parts(optimizer, layout.tree(arrays.gradients)):
@@ -333,16 +329,17 @@ def _step(
             ) from error
         for path, x in new.items():
             check_shape(path, x, arrays.parameters[path])
-        steps.append((part, dict(flatten(unscaled)), new))
-    return masters, steps
+        gradients |= dict(flatten(unscaled))
+        stepped |= new
+    return masters, gradients, stepped
 
 
 def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array]:
     """Yield the factor for each gradient; yield nothing if ``factor`` is None."""
     if factor is None:
         return
-    moments = _arrays_by_owner(optimizer.state, set())
-    has_one_moment = all(len(own) == 1 for path, own in moments.items() if path)
+    n_moments = Counter(_owner(where) for where, _, _ in slots(optimizer.state))
+    has_one_moment = all(n == 1 for owner, n in n_moments.items() if owner)
     if not has_one_moment or mx.default_device() != mx.Device(mx.cpu):
         yield from each_use(factor)
     # GCC vectorises loops with up to 10 pairs of possibly overlapping pointers. An
@@ -363,13 +360,11 @@ def _signature(state: Any) -> dict[str, str]:
     return {p: "" if isinstance(x, mx.array) else repr(x) for p, x in flatten(state)}
 
 
-def _arrays_by_owner(state: Any, without: set[int]) -> dict[str, list[mx.array]]:
-    """Group the arrays of a state by the path of their owner."""
-    owned: dict[str, list[mx.array]] = {}
-    for path, value in flatten(state):
-        if isinstance(value, mx.array) and id(value) not in without:
-            owned.setdefault(path.rpartition(".")[0], []).append(value)
-    return owned
+def _owner(where: tuple[Any, ...]) -> str:
+    """Return the path of the parameter that an array in the state belongs to."""
+    while where[0] == "states" and isinstance(where[1], int):  # a MultiOptimizer
+        where = where[2:]
+    return ".".join(map(str, where[:-1]))
 
 
 def _select_parameter(

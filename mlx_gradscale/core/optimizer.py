@@ -15,11 +15,11 @@ from .guard import Plan, inspect, plan
 from .masters import HALF, Masters
 from .optimizers import (
     check_supported,
+    fingerprint,
     initialize,
     is_builtin,
     mark_initialized,
     needs_init,
-    settings,
     single_optimizers,
 )
 from .ranks import Ranks, Sharded
@@ -142,8 +142,9 @@ class LossScaleOptimizer(Optimizer):
         """
         found = {path: x for path, x in tree_flatten(parameters) if is_floating(x)}
         if not self._ranks.is_single:
+            inner = fingerprint(self.optimizer, None)
             own = self.scaler.state_dict(), self._masters.kind, self._clips
-            self._ranks.compare(parameters, repr((settings(self.optimizer), own)))
+            self._ranks.compare(parameters, repr((inner, own)))
         before = snapshot(self.state)
         try:
             loaded = self._take_loaded() if self._is_loaded else None

@@ -171,12 +171,12 @@ def autocompiled(
     only while settings change at every step, since compiling takes longer than a step.
     The trace depends on the optimizer's settings and on ``structure``.
     """
-    fingerprint = _fingerprint(optimizer, structure)
-    if fingerprint is None:
+    traced_for = fingerprint(optimizer, structure)
+    if traced_for is None:
         return partial(make_run(), optimizer)
     unknown = None, None, True, None
     last, compiled, was_stable, _ = _compiled_steps.get(id(optimizer), unknown)
-    is_stable = fingerprint == last
+    is_stable = traced_for == last
     compiled = compiled if is_stable else None
     if compiled is None and (is_stable or was_stable):
         owner, run = weakref.ref(optimizer), make_run()
@@ -184,25 +184,20 @@ def autocompiled(
     if not is_stable or not was_stable:
         forget = partial(_compiled_steps.pop, id(optimizer))
         reference = weakref.ref(optimizer, forget)
-        _compiled_steps[id(optimizer)] = (fingerprint, compiled, is_stable, reference)
+        _compiled_steps[id(optimizer)] = (traced_for, compiled, is_stable, reference)
     return compiled or partial(make_run(), optimizer)
 
 
-def settings(optimizer: Optimizer) -> list[tuple[type, dict[str, Any]]]:
-    """Return the class and the attributes of each single optimizer."""
-    return [
-        (type(part), {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS})
-        for part in single_optimizers(optimizer)
-    ]
-
-
-def _fingerprint(optimizer: Optimizer, structure: Any) -> Any:
+def fingerprint(optimizer: Optimizer, structure: Any) -> Any:
     """Return the settings that a trace of the optimizer depends on, or None."""
-    own = settings(optimizer)
-    if not all(_is_plain(x) for _, values in own for x in values.values()):
-        return None
-    # Compare by repr, because True, 1 and 1.0 are equal.
-    return structure, [(kind, repr(values)) for kind, values in own]
+    settings: list[Any] = [structure]
+    for part in single_optimizers(optimizer):
+        own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}
+        if not all(map(_is_plain, own.values())):
+            return None
+        # Compare by repr, because True, 1 and 1.0 are equal.
+        settings.append((type(part), repr(own)))
+    return settings
 
 
 def _is_plain(value: Any) -> bool:

@@ -13,7 +13,7 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from . import scale as rule
 from .finite import all_finite_times, arrays, is_floating
-from .gradients import Backward, Casting, differentiate, refuse_scaled
+from .gradients import Backward, Casting, refuse_scaled
 from .guard import Plan, inspect, plan
 from .masters import HALF
 from .optimizers import check_supported, initialize, needs_init
@@ -191,10 +191,9 @@ class GradScaler:
         casting = Casting(compute_dtype, keep, cast_inputs)
         casting.check()
         refuse_scaled(loss_fn)
-        if not self._enabled:
-            return _plain_value_and_grad(model, loss_fn, casting)
-        self._set_mode(_UNSCALED)
-        return self._backward.value_and_grad(model, loss_fn, casting)
+        if self._enabled:
+            self._set_mode(_UNSCALED)
+        return self._backward.value_and_grad(model, loss_fn, casting, self._enabled)
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
@@ -617,17 +616,6 @@ def check_model(model: Any, method: str, instead: str) -> None:
             f"The model passed to {method}() must be an nn.Module, got "
             f"{type(model).__name__}. For a tree of parameters, use {instead}."
         )
-
-
-def _plain_value_and_grad(
-    model: nn.Module, loss_fn: Callable[..., Any], casting: Casting
-) -> Callable[..., Any]:
-    def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
-        outputs, gradients = differentiate(model, loss_fn, args, kwargs, casting, None)
-        own = model.trainable_parameters()
-        return outputs, tree_map(lambda g, p: g.astype(p.dtype), gradients, own)
-
-    return value_and_grad_fn
 
 
 def _as_scale(value: Any) -> mx.array:
