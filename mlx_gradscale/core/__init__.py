@@ -1,6 +1,6 @@
 """The training core: loss scaling, guarded steps and master weights.
 
 Reading order: ``scale``, ``trees``, ``finite``, ``masters``, ``notices``,
-``gradients``, ``optimizers``, ``ranks``, ``guard``, ``scaler``, ``optimizer``. These
-modules do not import the rest of the package.
+``gradients``, ``optimizers``, ``ranks``, ``guard``, ``scaler``, ``optimizer``.
+Importing them does not import the rest of the package.
 """

@@ -24,7 +24,7 @@ Join = Callable[[mx.array, mx.array], mx.array]
 
 
 def all_finite(tree: Any) -> mx.array:
-    """Lazily check whether every floating-point value in ``tree`` is finite.
+    """Return whether all floating-point values in ``tree`` are finite, as a lazy array.
 
     Args:
         tree (Any): A tree of arrays. Non-floating-point leaves and empty trees count

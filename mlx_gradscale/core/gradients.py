@@ -1,9 +1,9 @@
 """Differentiate a scaled loss and unscale the gradients lazily.
 
 Each unscaled float32 gradient keeps a reference to the scaled array it came from. If a
-step receives it unchanged, it reads the scaled array and unscales inside its update
-kernel, so MLX never computes the float32 copy. A gradient that was clipped, accumulated
-or averaged is a different object and is used as is.
+step receives it unchanged, the step reads the scaled array and, on a GPU, unscales it
+inside the update kernel, so MLX never computes the float32 copy. A gradient that was
+clipped, accumulated or averaged is a different object and is used as is.
 """
 
 import weakref
@@ -445,5 +445,5 @@ def refuse_scaled(loss_fn: Any) -> None:
 
 
 def is_opaque(x: Any) -> bool:
-    """Return whether ``tree_map`` must not rebuild this; it treats models as dicts."""
+    """Return whether ``tree_map`` must treat this as a leaf, such as a model."""
     return type(x) not in (dict, list, tuple) and not hasattr(x, "_fields")

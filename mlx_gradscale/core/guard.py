@@ -88,7 +88,8 @@ def inspect(
             continue
         scaled[leaf.path] = source[0]
         if source[0].dtype in HALF and casts_first():
-            # Ends the kernel and copies nothing; mx.compile would merge the two.
+            # mx.contiguous ends the kernel without a copy. Otherwise mx.compile would
+            # merge the cast with the update.
             gradients[leaf.path] = mx.contiguous(leaf.gradient, allow_col_major=True)
         else:
             gradients[leaf.path] = source[0]
@@ -158,10 +159,11 @@ def plan(
     inspected: Inspected,
     masters: Masters | None = None,
 ) -> Plan:
-    """Plan ``optimizer.apply_gradients`` in float32, selected by ``inspected.applied``.
+    """Plan an optimizer step in float32, without changing anything yet.
 
-    If that is false, parameters and optimizer state stay bit-identical. Each new
-    parameter keeps its dtype. The optimizer must be initialised.
+    If ``inspected.applied`` is false, the planned parameters and optimizer state are
+    bit-identical to the old ones. Each new parameter keeps its dtype. The optimizer
+    must be initialized.
     """
     result = Plan(gradients, leaves)
     arrays = _Arrays({}, {}, {}, inspected.inverse, inspected.clip, inspected.applied)
@@ -273,7 +275,7 @@ def _run(
 def _run_on_host(
     layout: _Layout, optimizer: Optimizer, arrays: _Arrays
 ) -> dict[str, tuple[mx.array, Stored]]:
-    """Step without a select on the device, which is exact for every optimizer."""
+    """Step eagerly, after the host has read that all gradients are finite."""
     saved = snapshot(optimizer.state)
     try:
         _, _, stepped = _step(layout, optimizer, arrays, is_selected=False)
@@ -323,7 +325,7 @@ def _step(
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"The optimizer failed with {error!r}. If a parameter was added or "
-                "unfrozen after the optimizer was initialised, call "
+                "unfrozen after the optimizer was initialized, call "
                 "init(model.trainable_parameters()) again. If the shape of a parameter "
                 "changed, create a new optimizer."
             ) from error

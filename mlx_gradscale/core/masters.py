@@ -2,7 +2,8 @@
 
 ``"float32"`` stores the master weight as an array, along with the bits of the parameter
 as written by the last step. If the bits differ, the user has replaced the weight, and
-it is its own master. ``"remainder"`` stores 16 bits of the rounding error::
+the new value becomes the master weight: "the weight is its own master". The other kind,
+``"remainder"``, stores the rounding error in 16 bits::
 
     master    = weight + remainder / STEPS * unit(weight)
     remainder = (master - weight) * STEPS / unit(weight), rounded to an integer
@@ -52,7 +53,7 @@ def check_shape(path: str, old: mx.array, new: mx.array) -> None:
     if new.shape != old.shape:
         raise ValueError(
             f"{path!r} has shape {new.shape}, but had shape {old.shape} when the "
-            "optimizer was initialised. Create a new optimizer for the changed model."
+            "optimizer was initialized. Create a new optimizer for the changed model."
         )
 
 
@@ -151,7 +152,7 @@ class Masters:
         if not found:
             raise ValueError(
                 f"{path!r} has no master weight, because it was frozen, missing or "
-                f"not {weight.dtype} when the optimizer was initialised. Call "
+                f"not {weight.dtype} when the optimizer was initialized. Call "
                 "init(model.trainable_parameters()) again; existing state is kept."
             )
         for x in found.values():

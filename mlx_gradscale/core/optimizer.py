@@ -35,27 +35,28 @@ class LossScaleOptimizer(Optimizer):
     """Wrap an optimizer for float16 training.
 
     Every float16 or bfloat16 parameter gets a float32 master weight in the state, and
-    the inner optimizer sees only float32. A step with a non-finite gradient is skipped
-    on the device and changes only the scale. Attributes of the inner optimizer, such as
-    ``weight_decay``, can be read and set through the wrapper.
+    the inner optimizer sees only float32. A step with a non-finite gradient is skipped:
+    it changes neither the parameters nor the inner optimizer, and the scale backs off.
+    Attributes of the inner optimizer, such as ``weight_decay``, can be read and set
+    through the wrapper.
 
     Args:
         optimizer (Optimizer): Any optimizer from ``mlx.optimizers``, or a subclass. A
             third-party optimizer costs one device read per eager step.
-        scaler (GradScaler, optional): Default: a new ``GradScaler``.
+        scaler (GradScaler, optional): The loss scaler. Default: a new ``GradScaler``.
         max_grad_norm (float, optional): Clip the global norm of the unscaled gradients
             to this value; ``float("inf")`` only computes :attr:`grad_norm`.
             Default: ``None``.
-        masters (str): ``"float32"``, or ``"remainder"`` to store only 16 bits of the
-            rounding error: two bytes less per half-precision parameter, but slower on
-            CPUs. Default: ``"float32"``.
+        masters (str): How to store master weights: ``"float32"``, or ``"remainder"`` to
+            store only the rounding error, in 16 bits. This takes two bytes less per
+            half-precision parameter, but is slower on CPUs. Default: ``"float32"``.
         group (mx.distributed.Group, optional): The ranks that train together. Either
             all of them apply a step or none does. Default: ``None``.
         average (bool): Average the gradients over the group, in float32.
             Default: ``False``.
         sharded (Callable or bool, optional): Which gradients are shards: a function of
-            path and gradient, or a bool for all of them. Other gradients are equal on
-            all ranks and count once in the norm. Default: none.
+            path and gradient, or a bool for all of them. Other gradients must be equal
+            on all ranks, and count once in the norm. Default: none.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -127,7 +128,7 @@ class LossScaleOptimizer(Optimizer):
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None = None
     ) -> Callable[..., Any]:
-        """Scale a loss differentiated by a trainer: :meth:`GradScaler.scale_loss`."""
+        """Wrap a loss function for a trainer: see :meth:`GradScaler.scale_loss`."""
         return self.scaler.scale_loss(loss_fn, model)
 
     def init(self, parameters: Any) -> None:
@@ -164,11 +165,14 @@ class LossScaleOptimizer(Optimizer):
             mx.eval(self.state)
 
     def update(self, model: nn.Module, gradients: Any) -> None:
-        """Update the model's parameters in place, or skip the step.
+        """Update the model in place, or skip the step; then update the loss scale.
+
+        The step is skipped if any gradient is non-finite.
 
         Args:
             model (nn.Module): The model to update.
-            gradients (Any): Unscaled gradients from any source.
+            gradients (Any): The gradients from :meth:`value_and_grad`, or unscaled
+                gradients from any other source.
         """
         check_model(model, "update", "apply_gradients()")
         if self._needs_init():
@@ -218,7 +222,10 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The maximum gradient norm. Setting it also affects a compiled step."""
+        """The maximum gradient norm, or None without clipping.
+
+        Setting it also affects steps that are already compiled.
+        """
         value: Any = self._state["max_grad_norm"].item()
         return float(value) if self._clips else None
 
@@ -234,18 +241,24 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> mx.array | None:
-        """The last norm before clipping, lazily, or None without ``max_grad_norm``."""
+        """The norm before clipping in the last step, lazy; None without clipping."""
         return self._state["grad_norm"] if self._clips else None
 
     def masters(self, parameters: Any) -> Any:
         """Return ``parameters`` in float32, using master weights where they exist.
 
-        A weight that was replaced after the last step is its own master.
+        For a weight that was replaced after the last step, this is the new value.
         """
         return tree_map_with_path(self._masters.master_of, parameters)
 
     def set_masters(self, parameters: Any, masters: Any) -> None:
-        """Replace the master weights; ``parameters`` is the same tree, rounded."""
+        """Replace the master weights of half-precision parameters.
+
+        Args:
+            parameters (Any): The parameters of the model.
+            masters (Any): A tree of the same structure, with the float32 values that
+                the parameters were rounded from.
+        """
         for leaf in match(masters, parameters):
             if leaf.parameter.dtype in HALF:
                 self._masters.add(leaf.path, leaf.parameter)
@@ -253,13 +266,13 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The tree of arrays to save and to compile over.
+        """The tree of arrays to save and to pass to ``mx.compile``.
 
-        Assigning to it updates the existing arrays in place. If it is set before
-        :meth:`init`, that call checks it against the parameters. ``state["step"]``,
-        ``state["learning_rate"]`` and other keys are forwarded to the inner optimizer,
-        and so is the state of a plain optimizer. Setting ``{}`` frees the memory of
-        moments and master weights.
+        Assigning a saved state replaces the arrays in the existing dicts. If you assign
+        it before :meth:`init`, that call checks it against the parameters. Assigning
+        the state of a plain optimizer sets the state of the inner optimizer. Assigning
+        ``{}`` frees the memory of moments and master weights. ``state["step"]``,
+        ``state["learning_rate"]`` and other keys are forwarded to the inner optimizer.
         """
         # Refreshed on every access: a MultiOptimizer builds a new dict, and the user
         # may have replaced the inner optimizer's state.
@@ -333,7 +346,8 @@ class LossScaleOptimizer(Optimizer):
         if is_builtin(self.optimizer) and added:
             raise ValueError(
                 f"The state contains {min(added)!r}, which this optimizer does not "
-                "have. It belongs to another model or optimizer."
+                "have, so it belongs to another model or optimizer. Load a state that "
+                "was saved with the same model and optimizer."
             )
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
@@ -386,11 +400,15 @@ class LossScaleOptimizer(Optimizer):
 
 
 class GuardedOptimizer(LossScaleOptimizer):
-    """Wrap an optimizer to skip non-finite steps, without loss scaling.
+    """Wrap an optimizer with master weights and skipped steps, but no loss scaling.
 
-    Intended for bfloat16, which has the range of float32. Equivalent to
-    ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``; the
-    loss function does not change.
+    Intended for bfloat16, which has the range of float32. The loss function does not
+    change. Equivalent to
+    ``LossScaleOptimizer(optimizer, GradScaler(1.0, dynamic=False), **arguments)``.
+
+    Args:
+        optimizer (Optimizer): The optimizer to wrap.
+        **arguments (Any): Arguments of ``LossScaleOptimizer``, except ``scaler``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -435,7 +453,8 @@ def _check_norm(value: Any) -> None:
 def _check_same(path: str, here: mx.array, there: Any) -> None:
     if there is None:
         raise ValueError(
-            f"The state has no {path!r}. It belongs to another model or optimizer."
+            f"The state has no {path!r}, so it belongs to another model or optimizer. "
+            "Load a state that was saved with the same model and optimizer."
         )
     if not isinstance(there, mx.array):
         raise TypeError(f"{path!r} must be an array, got {there!r}.")
@@ -444,7 +463,8 @@ def _check_same(path: str, here: mx.array, there: Any) -> None:
     if here.shape != there.shape or is_cast:
         raise ValueError(
             f"{path!r} is {there.dtype} with shape {there.shape} in the state, but "
-            f"{here.dtype} with shape {here.shape} in this optimizer."
+            f"{here.dtype} with shape {here.shape} in this optimizer. Load a state "
+            "that was saved with the same model and optimizer."
         )
 
 

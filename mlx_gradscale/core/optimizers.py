@@ -43,7 +43,8 @@ def check_supported(optimizer: Any) -> None:
         if getattr(kind, name) is not method:
             raise TypeError(
                 f"{kind.__name__} overrides {name}(), which a scaler does not call. "
-                "Override apply_gradients() of a single optimizer instead."
+                "Implement the step in apply_gradients() of an optimizer that is not "
+                "a MultiOptimizer."
             )
 
 
@@ -164,12 +165,13 @@ _compiled_steps: dict[int, tuple[Any, Callable[..., Any] | None, bool, Any]] = {
 def autocompiled(
     make_run: Callable[[], Callable[..., Any]], optimizer: Optimizer, structure: Any
 ) -> Callable[..., Any]:
-    """Return a compiled function of this optimizer, which must be one of MLX's own.
+    """Return the function from ``make_run``, compiled for one of MLX's own optimizers.
 
     The function is compiled from the first step on: a compiled step may round
     differently, and a resumed run must continue bit-identically. It stays uncompiled
-    only while settings change at every step, since compiling takes longer than a step.
-    The trace depends on the optimizer's settings and on ``structure``.
+    if a setting is not a plain value, or while settings change at every step, since
+    compiling takes longer than a step. It is compiled again if the optimizer's settings
+    or ``structure`` change.
     """
     traced_for = fingerprint(optimizer, structure)
     if traced_for is None:
@@ -189,7 +191,7 @@ def autocompiled(
 
 
 def fingerprint(optimizer: Optimizer, structure: Any) -> Any:
-    """Return the settings that a trace of the optimizer depends on, or None."""
+    """Return the settings that a trace depends on, or None if one is not plain."""
     settings: list[Any] = [structure]
     for part in single_optimizers(optimizer):
         own = {k: x for k, x in vars(part).items() if k not in _NOT_SETTINGS}

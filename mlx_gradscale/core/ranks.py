@@ -1,4 +1,4 @@
-"""Distributed training: a joint decision of all ranks, averaged or sharded gradients.
+"""Distributed training: make ranks skip steps together, and average gradients.
 
 MLX collectives have no tags and no timeout: if one rank skips a call, the others block
 until it makes another call or exits.
@@ -95,7 +95,10 @@ class Ranks:
         others: ByPath,
         were_finite: mx.array | None = None,
     ) -> mx.array:
-        """Return whether the gradients of all ranks are finite, and were before."""
+        """Return whether the gradients of all ranks are finite.
+
+        ``were_finite`` is the flag from an earlier ``unscale_()``.
+        """
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
         finite = finite if were_finite is None else finite & were_finite
         return finite_on_all_ranks(finite, None if self._decides_alone else self.group)
@@ -152,7 +155,7 @@ class Ranks:
 
 
 def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
-    """Return, on every rank, whether all ranks are finite.
+    """Return, on every rank, whether ``finite`` is true on all ranks.
 
     Uses a single four-byte all-reduce. Flags are counted, because the maximum of NaN
     and a number can be either, depending on the order of the ranks.

@@ -53,7 +53,7 @@ _OWN_KEYS = [name for name in FIELDS if name not in TORCH_KEYS.values()]
 def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.array]:
     """Lazily compute the fields that one ``update()`` changes.
 
-    The rule, with ``finite`` true if all gradients since the last update were::
+    ``finite`` is true if all gradients since the last update were finite. The rule::
 
         if not finite:
             growth_tracker = 0
@@ -69,10 +69,10 @@ def next_scale(state: dict[str, mx.array], finite: mx.array) -> dict[str, mx.arr
                 if scale * growth_factor <= max_scale:  # false for inf
                     scale = scale * growth_factor
 
-    With ``hysteresis`` above 1, ``backoff_tracker`` is instead reset when the scale
-    grows: once the budget is used up, every overflow backs off until then. Without
-    ``dynamic``, the scale is constant. ``consecutive_skips`` counts consecutive
-    non-finite updates.
+    If ``hysteresis`` is above 1, ``backoff_tracker`` is reset only when
+    ``growth_tracker`` reaches ``growth_interval``: from overflow number ``hysteresis``
+    on, every overflow backs off until then. If ``dynamic`` is false, the scale is
+    constant. ``consecutive_skips`` counts consecutive non-finite updates.
     """
     scale, tracker = state["scale"], state["backoff_tracker"]
     has_budget = state["hysteresis"] > 1
@@ -108,7 +108,7 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
 
 
 def clamp(state: dict[str, mx.array], scale: mx.array) -> mx.array:
-    """Clamp ``scale`` to its limits, or return the old scale if it is unusable."""
+    """Clamp ``scale``; keep the current one if ``scale`` is not positive and finite."""
     usable = mx.isfinite(scale) & (scale > 0)
     clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
     return mx.where(usable, clamped, state["scale"])
@@ -127,7 +127,7 @@ def read(state: dict[str, mx.array]) -> dict[str, Any]:
 
 
 def read_field(name: str, value: mx.array) -> Any:
-    """Read one field; factors read as 1.1, not 1.100000023841858."""
+    """Read one field, with factors rounded to 1.1 instead of 1.100000023841858."""
     number: Any = value.item()
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
@@ -135,7 +135,7 @@ def read_field(name: str, value: mx.array) -> Any:
 
 
 def check(values: dict[str, Any]) -> None:
-    """Raise if any of ``values``, some or all of the fields, is invalid."""
+    """Raise if any field in ``values`` is invalid; fields may be missing."""
     for name, value in values.items():
         _check_field(name, value)
     low, high = values.get("min_scale", 0.0), values.get("max_scale", math.inf)
@@ -147,7 +147,10 @@ def check(values: dict[str, Any]) -> None:
             f"{values['scale']}."
         )
     if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
-        raise ValueError("Set either hysteresis= or backoff_interval=, not both.")
+        raise ValueError(
+            "Set either hysteresis= or backoff_interval=, not both; got "
+            f"{values['hysteresis']} and {values['backoff_interval']}."
+        )
 
 
 def _check_field(name: str, value: Any) -> None:
@@ -195,7 +198,7 @@ def clamp_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
-    """Return PyTorch's five keys, and others only if not at their default."""
+    """Return PyTorch's five keys, and our own where they differ from the default."""
     own = {k: values[k] for k in _OWN_KEYS if values[k] != FIELDS[k][1]}
     return {key: values[name] for key, name in TORCH_KEYS.items()} | own
 
@@ -206,11 +209,14 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
     Missing counters start at zero; missing settings keep the given values.
     """
     if not isinstance(state_dict, dict):
-        raise TypeError(f"The state must be a dict, got {type(state_dict).__name__}.")
+        raise TypeError(
+            f"The state must be a dict, got {type(state_dict).__name__}. Pass the "
+            "result of GradScaler.state_dict()."
+        )
     if not state_dict:
         raise RuntimeError(
-            "The state dict is empty, because a disabled GradScaler saved it. Create "
-            "this scaler with enabled=False, or do not load the state."
+            "The state dict is empty, probably because a disabled GradScaler saved it. "
+            "Create this scaler with enabled=False, or do not load the state."
         )
     missing = [key for key in TORCH_KEYS if key not in state_dict]
     if missing:

@@ -41,7 +41,7 @@ class _Stage:
 
 
 class GradScaler:
-    """Scale losses so that float16 gradients neither underflow nor overflow.
+    """Scale the loss dynamically to keep float16 gradients in range.
 
     The scale, counters and settings are stored in :attr:`state`, a dict of 0-d arrays.
     Pass it to ``mx.compile`` and the whole training step, including skipped updates,
@@ -58,20 +58,24 @@ class GradScaler:
             steps in a row. Default: ``2.0``.
         backoff_factor (float): Multiplies the scale after an overflow.
             Default: ``0.5``.
-        growth_interval (int): Default: ``2000``.
+        growth_interval (int): The number of consecutive finite steps after which the
+            scale grows. Default: ``2000``.
         enabled (bool): If false, every method is a pass-through and steps are not
             guarded: a NaN gradient is applied. Default: ``True``.
         backoff_interval (int): The number of consecutive overflows before the scale
-            backs off, as in Paddle. Default: ``1``.
-        hysteresis (int): The number of overflows, consecutive or not, since the scale
-            last grew before it backs off, as in Megatron and DeepSpeed. Default: ``1``.
+            backs off, as in Paddle. Cannot be combined with ``hysteresis``.
+            Default: ``1``.
+        hysteresis (int): The number of overflows, consecutive or not, before the scale
+            backs off, as in Megatron and DeepSpeed. The count restarts when the scale
+            grows. Default: ``1``.
         dynamic (bool): If false, the scale is constant; overflowing steps are still
             skipped. Default: ``True``.
         min_scale (float): The smallest scale. Default: ``2**-64``.
         max_scale (float): The largest scale. Default: ``2**64``.
-        group (mx.distributed.Group, optional): An overflow on one rank skips the step
-            on all ranks. Required for sharded gradients; averaged gradients are already
-            equal on all ranks. Default: ``None``.
+        group (mx.distributed.Group, optional): The ranks that skip steps together: an
+            overflow on one of them skips the step on all. Required for sharded
+            gradients. Averaged gradients do not need it, because they are equal on all
+            ranks. Default: ``None``.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -145,7 +149,7 @@ class GradScaler:
 
     @property
     def group(self) -> mx.distributed.Group | None:
-        """The ranks that decide together, or None if each decides on its own."""
+        """The ranks that skip steps together, or None if each rank decides alone."""
         return self._ranks.group
 
     def value_and_grad(
@@ -157,9 +161,10 @@ class GradScaler:
         keep: Callable[[str, mx.array], bool] | None = None,
         cast_inputs: bool = True,
     ) -> Callable[..., Any]:
-        """Like ``nn.value_and_grad``: return the loss and unscaled float32 gradients.
+        """Like ``nn.value_and_grad``, but scale the loss for the backward pass.
 
-        The loss is scaled for the backward pass only. Gradients are lazy: those passed
+        The returned function returns the output of ``loss_fn``, which is not scaled,
+        and the gradients, unscaled and in float32. Gradients are lazy: those passed
         unchanged to :meth:`step` need no float32 copy. Non-finite gradients come out as
         NaN, which propagates through later computation.
 
@@ -172,7 +177,8 @@ class GradScaler:
                 own parameters. Default: ``None``.
             keep (Callable, optional): Called with the path and value of a parameter;
                 returns True to leave it in its own dtype. MLX then promotes everything
-                after that layer; ``float32_layers`` casts back. Default: ``None``.
+                computed from it. To cast the output of a layer back, use
+                ``float32_layers`` instead. Default: ``None``.
             cast_inputs (bool): Whether to cast floating-point arguments of ``loss_fn``
                 too. A target of 1e5 is inf in float16. Default: ``True``.
 
@@ -253,7 +259,8 @@ class GradScaler:
             raise RuntimeError(
                 f"This scaler was already used with {self._mode}, so {mode} would mix "
                 "scaled and unscaled gradients. With value_and_grad() and "
-                "scale_loss(), return the loss without calling scale()."
+                "scale_loss(), return the loss without calling scale(). If you need "
+                "both, create a second GradScaler."
             )
         self._mode = mode
 
@@ -261,7 +268,13 @@ class GradScaler:
         """Unscale the gradients in place, in float32, and return the same tree.
 
         Use it to clip or inspect gradients before :meth:`step`. Gradients from
-        :meth:`value_and_grad` are already unscaled and do not change.
+        :meth:`value_and_grad` are already unscaled and do not change. A tree that
+        contains tuples cannot be modified in place; use the returned tree.
+
+        Args:
+            optimizer (Optimizer): The optimizer that will step with these gradients.
+                It is not modified.
+            grads (Any): The gradients to unscale.
 
         Example:
             >>> import mlx.core as mx, mlx.optimizers as optim
@@ -303,8 +316,8 @@ class GradScaler:
         Args:
             optimizer (Optimizer): Any optimizer from ``mlx.optimizers``.
             model (nn.Module): The model to update.
-            grads (Any): The gradients; in PyTorch's mode, scaled or unscaled by
-                :meth:`unscale_`.
+            grads (Any): The gradients. In PyTorch's mode they are unscaled here,
+                unless :meth:`unscale_` has already done so.
 
         Returns:
             array: Whether the step was applied, as a lazy 0-d bool array.
@@ -344,8 +357,8 @@ class GradScaler:
         if stage and stage.stepped:
             raise RuntimeError(
                 "step() was called twice for this optimizer since the last update(). "
-                "Call update() once per iteration; inside mx.compile, in the same "
-                f"function. {_START_AFRESH}"
+                "Call update() once per iteration. If step() runs inside mx.compile, "
+                f"call update() in the same function. {_START_AFRESH}"
             )
         leaves = match(self._unscaled(grads, optimizer), parameters)
         self._check_leaves(leaves)
@@ -380,7 +393,10 @@ class GradScaler:
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_last_call()
         if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
-            raise ValueError("There are no gradients. Unfreeze some parameters.")
+            raise ValueError(
+                "There are no gradients of floating-point parameters. Unfreeze some "
+                "parameters."
+            )
         if self._mode is None and self._scales and self._enabled:
             self._backward.warn_once(
                 "These gradients do not come from this scaler, so small float16 "
@@ -393,8 +409,8 @@ class GradScaler:
         """Update the scale according to the steps since the last update.
 
         Call it once per iteration, after :meth:`step`. If your loop drops a batch
-        instead of stepping, still call it: it then uses the gradients of that batch,
-        and counts an overflow if they no longer exist.
+        without a step, call it anyway. It then checks the gradients of that batch; if
+        they have been freed already, it assumes an overflow.
 
         Args:
             new_scale (float or array, optional): Set the scale to this value instead,
@@ -410,10 +426,7 @@ class GradScaler:
             return
         # Steps are counted in the state, so that compiled steps count as well.
         finite = self._state["skips_since_update"] == 0
-        unscaled = [x.finite for x in self._stages.values() if not x.stepped]
-        if unscaled:
-            finite = reduce(mx.logical_and, unscaled, finite)
-            finite = finite_on_all_ranks(finite, self.group)
+        not_stepped = [x.finite for x in self._stages.values() if not x.stepped]
         if not self._stages:
             if not self._backward.has_gradients:
                 raise RuntimeError(
@@ -421,7 +434,9 @@ class GradScaler:
                     "first. If step() runs inside mx.compile, call update() in the "
                     "same function."
                 )
-            finite = finite & self._backward.pending_finite()
+            not_stepped = [self._backward.pending_finite()]
+        if not_stepped:
+            finite = reduce(mx.logical_and, not_stepped, finite)
             finite = finite_on_all_ranks(finite, self.group)
         commit(self._writes(None, finite))
         self._end_iteration()
@@ -503,14 +518,19 @@ class GradScaler:
         return self._state["last_step_applied"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's five keys, and others only if not at their default."""
+        """Return the state as Python numbers, in PyTorch's format.
+
+        It contains PyTorch's five keys, and this package's own keys only if they differ
+        from their defaults. If the scaler is disabled, it is empty.
+        """
         return rule.to_state_dict(rule.read(self._state)) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict from this class or PyTorch's, all or nothing.
+        """Load a state dict from this class or from PyTorch's ``GradScaler``.
 
-        Missing counters start at zero, missing settings are kept, and unknown keys are
-        ignored.
+        If the state is invalid, this raises and loads nothing. Missing counters start
+        at zero, missing settings keep their current values, and unknown keys are
+        ignored. A disabled scaler ignores the state.
         """
         if self._enabled:
             settings = {name: self._get(name) for name in rule.SETTINGS}
@@ -546,8 +566,8 @@ class GradScaler:
     def __getstate__(self) -> dict[str, Any]:
         if self._stages:
             raise RuntimeError(
-                "A GradScaler can only be copied between iterations. Call update() "
-                "first."
+                "A GradScaler can only be copied or pickled between iterations. Call "
+                f"update() first. {_START_AFRESH}"
             )
         left_out = ("_backward", "_stages", "_skip_watch")
         kept = {k: x for k, x in vars(self).items() if k not in left_out}
@@ -574,9 +594,10 @@ def _advance(
 
 
 class SkipWatch:
-    """Warn about a run that skips every step, without waiting for the device.
+    """Warn about 50 skipped steps in a row, or about a very small scale.
 
-    It reads counters that are at least 50 updates old and have been evaluated by now.
+    It reads only values that are at least 50 updates old, which have normally been
+    evaluated by then, so it does not wait for the device.
     """
 
     def __init__(self) -> None:
@@ -605,7 +626,8 @@ class SkipWatch:
             warn(
                 f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
                 "underflow to zero. Once the overflows have stopped, reset it with "
-                "scaler.update(65536.0). GradScaler(min_scale=1.0) prevents this."
+                "scaler.update(65536.0). To keep it from falling this far, create the "
+                "scaler with GradScaler(min_scale=1.0)."
             )
 
 

@@ -104,7 +104,8 @@ def _match(
         elif gradient.shape != parameter.shape:
             raise ValueError(
                 f"The gradient of {path!r} has shape {gradient.shape}, but the "
-                f"parameter has shape {parameter.shape}."
+                f"parameter has shape {parameter.shape}. Pass the gradients and "
+                "parameters of the same model."
             )
         elif path in found:
             raise ValueError(
