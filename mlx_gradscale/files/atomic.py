@@ -49,11 +49,9 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Open a hidden folder that is renamed to ``path`` at the end of the block.
 
     Raises:
-        FileExistsError: ``path`` exists and is not an empty folder.
+        OSError: ``path`` exists and is not an empty folder.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{os.fspath(path)} already exists. Use another path.")
     with temporary_folder(target.parent) as folder:
         yield folder
         sync(*folder.rglob("*"), folder)

@@ -49,15 +49,17 @@ def test_no_tensor_is_read(tmp_path):
     assert by_name(tmp_path / "a.pt")["w"]["shape"] == [1000]
 
 
-def test_converted_run_and_its_template_are_listed(tmp_path):
+def test_converted_run_is_listed_without_counting_its_template(tmp_path):
     name = "conv_adamw"
     forward(GOLDEN / f"{name}.pt", tmp_path / "run", *model_flag(name))
     found = by_name(tmp_path / "run")
     weight = found["save-000001/model.safetensors/features.layers.0.weight"]
     assert weight["shape"] == [4, 3, 3, 2]
-    assert found["template.pt/checkpoint/epoch"]["value"] == 3
-    entry = found["template.pt/checkpoint/model/features.0.weight"]
-    assert entry["shape"] == [4, 2, 3, 3]
+    assert found["save-000001/training.json/settings/0/class"]["value"] == "AdamW"
+    assert not any(name.startswith("template.pt") for name in found)
+    template = by_name(tmp_path / "run" / "template.pt")
+    assert template["checkpoint/epoch"]["value"] == 3
+    assert template["checkpoint/model/features.0.weight"]["shape"] == [4, 2, 3, 3]
 
 
 def test_every_value_has_a_line_and_valid_json(tmp_path, capsys):

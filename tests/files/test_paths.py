@@ -27,19 +27,16 @@ def test_name_of_more_than_one_plain_component_is_refused(name):
         check_name(name, "index.json")
 
 
-def test_check_file_refuses_what_cannot_be_written(tmp_path):
+def test_check_file_refuses_what_must_not_be_replaced(tmp_path):
     (tmp_path / "old").touch()
     os.mkfifo(tmp_path / "pipe")
-    assert check_file(tmp_path / "new") == tmp_path / "new"
-    assert check_file(tmp_path / "old", overwrite=True) == tmp_path / "old"
+    check_file(tmp_path / "new")
+    check_file(tmp_path / "old", overwrite=True)
     with pytest.raises(FileExistsError, match="--overwrite"):
         check_file(tmp_path / "old")
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        check_file(tmp_path)
-    with pytest.raises(OSError, match="is a pipe"):
-        check_file(tmp_path / "pipe", overwrite=True)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        check_file(tmp_path / "none" / "new")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(OSError, match="is a pipe, a device or a folder"):
+            check_file(path, overwrite=True)
 
 
 def test_file_inside_a_folder_is_never_a_link(tmp_path):

@@ -80,7 +80,7 @@ def failures(run, checkpoint, rank):
         file.write_bytes(b"mine")
     found["file"] = message(save_checkpoint, file, *run.parts)
     found["missing"] = message(restore_checkpoint, file.parent / "no", *run.parts)
-    extra = {"it": {1}} if rank == 1 else {}
+    extra = {"it": {1}}
     found["a set"] = message(save_checkpoint, checkpoint, *run.parts, **extra)
     weight = run.model.layers[0].weight
     run.model.layers[0].weight = weight + rank
