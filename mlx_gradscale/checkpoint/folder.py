@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_write, discard, sync, temporary_folder
+from ..files.atomic import discard, sync, temporary_folder
 from ..files.paths import LONGEST_JSON, open_inside, read_json
 from ..files.text import list_some, shorten
 from ..files.trees import decode, encode
@@ -128,33 +128,30 @@ def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
     with temporary_folder(run) as folder:
         write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})
         write_arrays(folder / _ARRAYS, arrays)
-        with atomic_write(folder / _JSON) as file:
-            file.write(text)
-        checksums = json.dumps(_compute_checksums(folder)).encode()
-        with atomic_write(folder / _CHECKSUMS) as file:
-            file.write(checksums)
+        (folder / _JSON).write_bytes(text)
+        (folder / _CHECKSUMS).write_text(json.dumps(_compute_checksums(folder)))
+        sync(folder / _JSON, folder / _CHECKSUMS, folder)
         _rename_to_next(folder, run)
         sync(run)
     for old in _list_saves(run)[:-keep]:
         discard(old)
 
 
+def _list_names(run: Path) -> list[str]:
+    names = os.listdir(run) if run.is_dir() else []
+    return sorted(filter(_SAVE.fullmatch, names), key=lambda name: int(name[5:]))
+
+
 def _list_saves(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, without links."""
-    entries = os.scandir(run) if run.is_dir() else ()
-    names = [x.name for x in entries if x.is_dir(follow_symlinks=False)]
-    return [run / name for name in sorted(filter(_SAVE.fullmatch, names), key=_number)]
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix("save-"))
+    """Return the checkpoints of a run, oldest first, without files and links."""
+    paths = [run / name for name in _list_names(run)]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
 def _rename_to_next(folder: Path, run: Path) -> None:
-    number = max(map(_number, filter(_SAVE.fullmatch, os.listdir(run))), default=0)
-    target = run / f"save-{number + 1:06}"
+    last = ["save-000000", *_list_names(run)][-1]
     try:
-        folder.rename(target)
+        folder.rename(run / f"save-{int(last[5:]) + 1:06}")
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise

@@ -34,14 +34,7 @@ def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def arrange(x: mx.array, order: Sequence[int] | None) -> mx.array:
-    """Return an equal array with another order of axes in memory.
-
-    Example:
-        >>> x = arrange(mx.array([[1, 2, 3], [4, 5, 6]]), [1, 0])
-        >>> mx.eval(x)
-        >>> memoryview(x).strides, x.tolist()
-        ((4, 8), [[1, 2, 3], [4, 5, 6]])
-    """
+    """Return an equal array with the axes in this order in memory."""
     if order is None:
         return x
     if sorted(order) != [*range(x.ndim)]:

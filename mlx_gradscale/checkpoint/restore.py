@@ -24,10 +24,10 @@ from .memory_order import arrange
 from .save import (
     STATE,
     STATISTICS,
-    UNSAVED,
     describe_optimizer,
     find_scaler,
     fingerprint,
+    optimizer_places,
     places_in,
 )
 
@@ -132,11 +132,10 @@ def _restore_optimizer(
 ) -> None:
     state, weights = dict(saved.optimizer), dict(flatten(model.parameters()))
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
-    if state.keys() - places_in(optimizer.state).keys():
+    if state.keys() - optimizer_places(optimizer).keys():
         optimizer.init(model.trainable_parameters())  # keeps existing state
-    places = places_in(optimizer.state)
+    places = optimizer_places(optimizer)
     if is_wrapper:
-        places = {k: x for k, x in places.items() if not k.startswith(UNSAVED)}
         _convert_masters(state, places, weights)
     # Some optimizers add to the state of a parameter when they step.
     containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}

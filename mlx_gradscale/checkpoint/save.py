@@ -29,7 +29,7 @@ STATE = (mx.array, bool, int, float)
 STATISTICS = ("running_mean", "running_var")
 # Entries of a LossScaleOptimizer's state that are not saved: the scaler is saved by
 # itself, max_grad_norm is a setting, and the others are copies of the weights' bits.
-UNSAVED = ("scaler.", "max_grad_norm", "written.")
+_UNSAVED = ("scaler.", "max_grad_norm", "written.")
 # Bytes to checksum of a frozen weight that is not saved. Another base model differs in
 # every tensor, and reading 4 GB of weights would take seconds in each save.
 _SAMPLE = 2**16
@@ -154,6 +154,14 @@ def places_in(tree: Any) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
+    """Return the places of an optimizer's state that checkpoints contain."""
+    places = places_in(optimizer.state)
+    if isinstance(optimizer, LossScaleOptimizer):
+        return {k: place for k, place in places.items() if not k.startswith(_UNSAVED)}
+    return places
+
+
 def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Return the settings that must match in a restored optimizer."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -212,10 +220,7 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
                 f"The optimizer keeps {'.'.join(map(str, path))!r} in a tuple, which "
                 "cannot be restored. Use a list or a dict in its state."
             )
-    found = {p: box[key] for p, (box, key) in places_in(optimizer.state).items()}
-    if isinstance(optimizer, LossScaleOptimizer):
-        found = {path: x for path, x in found.items() if not path.startswith(UNSAVED)}
-    return found
+    return {path: box[key] for path, (box, key) in optimizer_places(optimizer).items()}
 
 
 def _arrays_in(state: dict[str, Any]) -> dict[str, mx.array]:
