@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import zlib
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -106,25 +107,43 @@ def test_checkpoint_can_be_read_without_a_model(tmp_path):
     assert [x["class"] for x in found.description["settings"]] == ["AdamW"]
 
 
+def link(file):
+    outside = file.parents[1] / "outside"
+    file.rename(outside)
+    file.symlink_to(outside)
+
+
+def replace_by_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+DAMAGES = {
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), ""),
+    "emptied": (lambda file: file.write_bytes(b""), ""),
+    "replaced": (lambda file: file.write_bytes(b"x" * 999), ""),
+    "removed": (Path.unlink, "No such file"),
+    "link": (link, "is a symbolic link"),
+    "pipe": (replace_by_pipe, "is a pipe"),
+}
+
+
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "replaced"])
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_damaged_checkpoint_is_an_error_and_never_stops_the_next_save(
-    name, damage, tmp_path
+    name, kind, tmp_path
 ):
     save_steps(tmp_path, 0, 1, keep=2)
-    file = latest_checkpoint(tmp_path) / name
-    if damage == "removed":
-        file.unlink()
-    else:
-        data = {"cut": file.read_bytes()[:-9], "emptied": b"", "replaced": b"x" * 999}
-        file.write_bytes(data[damage])
+    damage, reason = DAMAGES[kind]
+    damage(latest_checkpoint(tmp_path) / name)
     model, optimizer = small(7.0)
-    with pytest.raises(ValueError, match=r"Cannot read .* are save-000001\."):
+    match = f"Cannot read .*{reason}.* Older checkpoints are save-000001"
+    with pytest.raises(ValueError, match=match):
         restore_checkpoint(tmp_path, model, optimizer)
     assert model.weight.tolist() == [[7, 7], [7, 7]]
     assert step_in(tmp_path / "save-000001") == 0
     save_steps(tmp_path, 2)
-    assert names(tmp_path) == ["save-000003"]
+    assert names(tmp_path / "save-000003") == FILES
     assert step_in(tmp_path) == 2
 
 
@@ -144,35 +163,14 @@ def test_every_flipped_bit_is_an_error(name, tmp_path):
     assert step_in(tmp_path) == 1
 
 
-def test_links_are_not_followed(tmp_path):
+def test_links_to_checkpoints_are_not_followed_inside_a_run(tmp_path):
     run, outside = tmp_path / "run", tmp_path / "outside"
     save_steps(run, 0)
     save_steps(outside, 1)
     (run / "save-000002").symlink_to(outside / "save-000001")
     assert step_in(run) == 0
-    for name in FILES:
-        file = run / "save-000001" / name
-        moved = tmp_path / name
-        file.rename(moved)
-        file.symlink_to(moved)
-        with pytest.raises(ValueError, match="is a symbolic link"):
-            step_in(run)
-        file.unlink()
-        moved.rename(file)
     (tmp_path / "alias").symlink_to(run)
     assert step_in(tmp_path / "alias") == 0  # the user's own link to the run
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_pipes_are_not_opened(name, tmp_path):
-    save_steps(tmp_path, 0)
-    file = latest_checkpoint(tmp_path) / name
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(ValueError, match="is a pipe"):
-        step_in(tmp_path)
-    save_steps(tmp_path, 1)
-    assert step_in(tmp_path) == 1
 
 
 def test_path_that_is_a_file_is_refused(tmp_path):

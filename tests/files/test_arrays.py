@@ -74,7 +74,7 @@ def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
 HOSTILE = {
     "product beyond 2**64": {"a": entry([2**33, 2**33])},
     "product that wraps to 8": {"a": entry([2**62 + 2])},
-    "dimension beyond 2**31": {"a": entry([2**31, 0], offsets=[0, 0])},
+    "dimension beyond 2**31": {"a": entry(), "b": entry([2**31, 0], offsets=[8, 8])},
     "negative dimensions": {"a": entry([-1, -2])},
     "float dimension": {"a": entry([2.0])},
     "bool dimension": {"a": entry([True], "F32", [0, 4])},
