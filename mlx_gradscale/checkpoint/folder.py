@@ -105,7 +105,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error's message, with its type if only that makes it clear."""
+    """Return the message of an error, with its type unless the message is enough."""
     is_clear = isinstance(error, (ValueError, OSError))
     return shorten(f"{'' if is_clear else f'{type(error).__name__}: '}{error}", 400)
 
@@ -143,7 +143,7 @@ def _list_names(run: Path) -> list[str]:
 
 
 def _list_saves(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, without files and links."""
+    """Return the checkpoints of a run, oldest first, ignoring files and links."""
     paths = [run / name for name in _list_names(run)]
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
 

@@ -33,8 +33,8 @@ def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
     return found
 
 
-def arrange(x: mx.array, order: Sequence[int] | None) -> mx.array:
-    """Return an equal array with the axes in this order in memory."""
+def arrange(x: Any, order: Sequence[int] | None) -> Any:
+    """Return an equal array whose axes have this order in memory."""
     if order is None:
         return x
     if sorted(order) != [*range(x.ndim)]:

@@ -54,9 +54,10 @@ def restore_checkpoint(
     Args:
         path (str): The folder of the run, to restore its newest checkpoint, or one of
             the ``save-...`` folders in it.
-        model (nn.Module): Names, shapes and dtypes of the weights must match, and
-            frozen weights that were not saved must be the same.
-        optimizer (Optimizer): Same classes and settings; initialised or not.
+        model (nn.Module): Names, shapes and dtypes of the weights must match. Frozen
+            weights that were not saved must have the same values.
+        optimizer (Optimizer): Class and settings must match those of the saved
+            optimizer. It does not have to be initialised.
         scaler (GradScaler, optional): As for :func:`save_checkpoint`.
 
     Returns:
@@ -112,7 +113,7 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
             )
     places = places_in(model)
     # A forward pass leaves statistics in the dtype of its input.
-    free = [name for name in own if name.endswith(STATISTICS)]
+    free = {name for name in own if name.endswith(STATISTICS)}
     orders = saved.description["orders"]["model"]
     _replace("the model", {name: places[name] for name in own}, values, orders, free)
 
@@ -174,7 +175,7 @@ def _replace(
     orders: Mapping[str, Any],
     free: Collection[str],
 ) -> None:
-    """Write the values to their places; those in ``free`` may change float dtype."""
+    """Write values to their places; the dtype of those in ``free`` may differ."""
     missing = {
         whose: sorted(values.keys() - places.keys()),
         "the checkpoint": sorted(places.keys() - values.keys()),
@@ -200,8 +201,7 @@ def _replace(
                     f"the checkpoint, but {dtype_name(old)} with shape {old.shape} in "
                     "this run. Create the model and the optimizer as in the saved run."
                 )
-        is_array = isinstance(new, mx.array)
-        arranged[path] = arrange(new, orders.get(path)) if is_array else new
+        arranged[path] = arrange(new, orders.get(path))
     mx.eval(arranged)
     commit((*places[path], x) for path, x in arranged.items())
 
@@ -233,7 +233,7 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def _settings(description: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
-    """Return all settings by the number of the optimizer and their name."""
+    """Return all settings by the index of the optimizer and their name."""
     names = ", ".join(row["class"] for row in description["settings"])
     names = f"LossScaleOptimizer({names})" if description["wrapped"] else names
     found = {(0, "class"): names, (0, "max_grad_norm"): description["max_grad_norm"]}

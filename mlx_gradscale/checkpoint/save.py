@@ -119,10 +119,11 @@ def save_checkpoint(
 def find_scaler(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
 ) -> GradScaler | None:
-    """Check the types of the arguments, and return the run's scaler."""
+    """Return the scaler of a run; raise if an argument is of the wrong type."""
     for value, kind in ((model, nn.Module), (optimizer, Optimizer)):
         if not isinstance(value, kind):
-            raise TypeError(f"Expected {kind.__name__}, got {type(value).__name__}.")
+            name = type(value).__name__
+            raise TypeError(f"Expected an MLX {kind.__name__}, got {name}.")
     if isinstance(optimizer, LossScaleOptimizer):
         if scaler not in (None, optimizer.scaler):
             raise ValueError(

@@ -123,12 +123,13 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Shape], dict[str, str]]:
         for name, entry in sorted(header.items(), key=lambda x: x[1]["data_offsets"]):
             dtype: Any = DTYPES.get(entry["dtype"])
             shape = tuple(entry["shape"])
-            # Python's integers do not overflow; MLX stores dimensions in 32 bits.
+            # Python's integers do not overflow. MLX stores dimensions in 32 bits.
             is_shape = all(type(n) is int and 0 <= n < 2**31 for n in shape)
             n_bytes = math.prod(shape) * dtype.size if dtype and is_shape else -1
             start, end = end, end + n_bytes
             if n_bytes < 0 or len(shape) > 32 or entry["data_offsets"] != [start, end]:
-                raise ValueError(f"MLX cannot read {name!r:.80}: {shorten(entry)}.")
+                text = f"{name!r:.80} is not an array that MLX supports"
+                raise ValueError(f"{text}: {shorten(entry)}.")
             found[name] = dtype, shape
         if length + end != size:
             raise ValueError("its tensors do not end at the end of the file.")

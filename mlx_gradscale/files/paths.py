@@ -39,7 +39,7 @@ def _check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """Raise if a path is not that of a regular file, or it would be overwritten."""
+    """Raise if a path exists and must not be replaced by a file."""
     if not os.path.exists(path):
         return
     _check_regular(path)

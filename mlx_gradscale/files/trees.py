@@ -12,7 +12,7 @@ _TAGS = ({"array"}, {"tuple"}, {"dict"})
 
 
 def encode(tree: Any, arrays: dict[str, mx.array], path: tuple[str, ...] = ()) -> Any:
-    """Return a tree in JSON form; its arrays are added to ``arrays`` by path.
+    """Convert a tree to JSON values, and add its arrays to ``arrays`` by path.
 
     Raises:
         TypeError: A value has a type that would not be decoded to an equal value.
@@ -24,7 +24,7 @@ def encode(tree: Any, arrays: dict[str, mx.array], path: tuple[str, ...] = ()) -
     """
     if isinstance(tree, mx.array):
         name = ".".join(path)
-        while name in arrays:  # as for {"a.b": x, "a": {"b": y}}
+        while name in arrays:  # for example, {"a.b": x, "a": {"b": y}}
             name += "_"
         arrays[name] = tree
         return {"array": name}
@@ -37,7 +37,7 @@ def encode(tree: Any, arrays: dict[str, mx.array], path: tuple[str, ...] = ()) -
     if isinstance(tree, (list, tuple)):
         items = [
             x if type(x) in (int, float) else encode(x, arrays, (*path, str(i)))
-            for i, x in enumerate(tree)  # which may have millions of numbers
+            for i, x in enumerate(tree)  # a fast path for millions of numbers
         ]
         return items if isinstance(tree, list) else {"tuple": items}
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):

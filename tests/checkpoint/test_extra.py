@@ -1,4 +1,4 @@
-"""What is saved as extra comes back equal, or is refused before anything is written."""
+"""Extra values are restored unchanged, or refused before anything is written."""
 
 import json
 

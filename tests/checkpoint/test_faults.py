@@ -1,4 +1,4 @@
-"""After kills, disk errors and two writers the newest checkpoint is whole."""
+"""The newest checkpoint survives kills, disk errors and concurrent writers."""
 
 import errno
 import functools

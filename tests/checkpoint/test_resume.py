@@ -1,4 +1,4 @@
-"""A restored run continues bit for bit, here and in a fresh process, or not at all."""
+"""A restored run continues bit-identically; a mismatch changes nothing."""
 
 import json
 import os
@@ -291,9 +291,9 @@ def test_saving_within_an_iteration_is_refused(tmp_path):
 
 def test_misuse_raises_before_anything_is_written(tmp_path):
     run = KINDS["AdamW"]()
-    with pytest.raises(TypeError, match="Expected Module, got dict"):
+    with pytest.raises(TypeError, match="Expected an MLX Module, got dict"):
         save_checkpoint(tmp_path / "run", {}, run.optimizer)
-    with pytest.raises(TypeError, match="Expected Optimizer, got NoneType"):
+    with pytest.raises(TypeError, match="Expected an MLX Optimizer, got NoneType"):
         restore_checkpoint(tmp_path / "run", run.model, None)
     with pytest.raises(TypeError, match=r"must be a GradScaler, got 5\. .* step=5"):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)

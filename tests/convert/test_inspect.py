@@ -1,4 +1,4 @@
-"""What the inspect command says of each kind of file."""
+"""The output of the inspect command for each kind of file."""
 
 import json
 

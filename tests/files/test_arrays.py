@@ -1,4 +1,4 @@
-"""Safetensors files: what is written comes back, what is hostile is an error."""
+"""Safetensors files round-trip bit-identically; hostile ones raise an error."""
 
 import json
 import random
