@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,9 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
 def _read_folder(path: Path, limits: Limits | None) -> dict[str, Any]:
     """Read each file of a folder or, if it contains checkpoints, of the newest one."""
-    folder = latest_checkpoint(path) if any(path.glob("save-*")) else path
+    folder = path
+    with suppress(FileNotFoundError):
+        folder = latest_checkpoint(path)
     found = {
         str(file.relative_to(path)): "symbolic link, not followed"
         if file.is_symlink()
@@ -135,6 +138,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
+    """Return a value that JSON can represent in one line."""
     if isinstance(value, (list, tuple, set, frozenset)) and len(value) > _SHORT_LIST:
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, (bytes, bytearray)):

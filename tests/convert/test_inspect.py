@@ -109,6 +109,11 @@ def test_errors_are_one_line_and_limits_can_be_raised(tmp_path, capsys):
     assert main([str(tmp_path / "a.pt"), "--limit", "patience=3"]) == 1
 
 
+def test_file_named_like_a_checkpoint_is_listed(tmp_path):
+    (tmp_path / "save-best.json").write_text('{"epoch": 1}')
+    assert by_name(tmp_path)["save-best.json/epoch"]["value"] == 1
+
+
 def test_link_in_a_folder_is_listed_and_not_followed(tmp_path):
     (tmp_path / "secret.json").write_text('{"key": 1}')
     (tmp_path / "run").mkdir()
