@@ -46,13 +46,15 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def new_folder(path: Path) -> Iterator[Path]:
     """Open a hidden folder that is renamed to ``path`` at the end of the block.
 
     Raises:
-        OSError: ``path`` exists and is not an empty folder.
+        FileExistsError: ``path`` exists and is not an empty folder.
     """
     target = Path(os.path.realpath(path))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{path} already exists. Move it, or use another path.")
     with temporary_folder(target.parent) as folder:
         yield folder
         sync(*folder.rglob("*"), folder)

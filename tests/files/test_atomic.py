@@ -93,7 +93,7 @@ def test_error_leaves_the_old_content_and_no_temporary_file(kind, tmp_path):
 def test_folder_replaces_only_an_empty_folder(tmp_path):
     (tmp_path / "out").mkdir()
     write("folder", tmp_path / "out")
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(FileExistsError, match="already exists"):
         write("folder", tmp_path / "out", "again")
     assert owner(tmp_path / "out") == "mine"
 
