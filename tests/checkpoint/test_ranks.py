@@ -38,7 +38,7 @@ def test_another_number_of_ranks_starts_from_the_same_state(saved):
     for n, task in ((3, "restore"), (1, "alone")):
         found = launch(n, folder, task)
         assert {report["restored"] for report in found} == {before[0]["restored"]}
-        assert len({tuple(report["again"]) for report in found}) == n
+        assert len({tuple(report["random"]) for report in found}) == n
 
 
 def test_statistics_differ_between_ranks_and_are_restored_from_rank_0(saved):

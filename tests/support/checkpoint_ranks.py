@@ -65,6 +65,7 @@ def main(folder, checkpoint, task):
         report["next"] = run.train(100 * rank + 3, 100 * rank + 6)[0]
         report |= failures(run, checkpoint, rank)
     report["extra"] = restore_checkpoint(checkpoint, *run.parts)
+    report["random"] = mx.random.state[0].tolist()
     report["restored"] = fingerprint([run.model.parameters(), optimizer.state])
     report["restored statistics"] = run.model.norm.running_mean.tolist()
     assert_in_sync([run.model.parameters(), optimizer.state], group)
