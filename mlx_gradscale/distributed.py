@@ -15,7 +15,8 @@ import numpy as np
 from .core.finite import arrays
 from .core.ranks import Group, is_single
 from .core.trees import flatten
-from .files.text import dtype_name, dtype_named
+from .files.arrays import CODES, DTYPES
+from .files.text import dtype_name
 from .files.trees import decode, encode
 
 __all__ = ["assert_in_sync", "broadcast", "from_rank_0"]
@@ -99,7 +100,7 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     group = mx.distributed.init() if group is None else group
     if is_single(group):
         return load()
-    found: list[mx.array] = []
+    found: dict[str, mx.array] = {}
     error, tree = None, None
     if group.rank() == 0:
         try:
@@ -109,16 +110,16 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
         except Exception as e:
             error = e
     failure = error and f"{type(error).__name__}: {error}"
-    kinds = [[list(x.shape), dtype_name(x)] for x in found]
+    kinds = {name: [x.shape, CODES[x.dtype]] for name, x in found.items()}
     tree, kinds, failure = _gather([tree, kinds, failure], group)[0]
     if error is not None:
         raise error
     if failure is not None:
         raise RuntimeError(f"Loading failed on rank 0: {failure}")
     received = {}
-    for i, (shape, name) in enumerate(kinds):
-        x = found[i] if found else mx.zeros(shape, dtype_named(name))
-        received[str(i)] = _sum_of_bytes(x, group)
+    for name, (shape, code) in kinds.items():
+        x = found[name] if found else mx.zeros(shape, DTYPES[code])
+        received[name] = _sum_of_bytes(x, group)
     return decode(tree, received)
 
 

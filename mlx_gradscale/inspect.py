@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from . import torch_checkpoint
 from .checkpoint import latest_checkpoint
 from .commands import run_command
 from .convert.command import LIMIT_FLAGS, read_limits
-from .files.arrays import read_header
+from .files.arrays import read_shapes
 from .files.paths import read_json
-from .files.text import dtype_name, printable, shorten, table
+from .files.text import align, dtype_name, printable, shorten
 from .torch_checkpoint import Limits, TensorShape, plain_value
 
 __all__ = ["describe", "main", "render"]
@@ -86,14 +87,15 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
 
 def _read_folder(path: Path, limits: Limits | None) -> dict[str, Any]:
-    """Read each file of a folder, and of the newest checkpoint in it."""
-    newest = [latest_checkpoint(path)] if any(path.glob("save-*")) else []
-    files = [file for folder in (*newest, path) for file in sorted(folder.iterdir())]
+    """Read each file of a folder or, if it contains checkpoints, of the newest one."""
+    folder = path
+    with suppress(FileNotFoundError):
+        folder = latest_checkpoint(path)
     found = {
         str(file.relative_to(path)): "symbolic link, not followed"
         if file.is_symlink()
         else _read(file, limits)
-        for file in files
+        for file in sorted(folder.iterdir())
         if file.suffix in _SUFFIXES and not file.is_dir()
     }
     if not found:
@@ -105,8 +107,8 @@ def _read(path: Path, limits: Limits | None) -> Any:
     if path.suffix == ".json":
         return read_json(path)
     if path.suffix == ".safetensors":
-        header = sorted(read_header(path).items())
-        return {n: TensorShape(x.shape, dtype_name(x.dtype)) for n, x in header}
+        found = sorted(read_shapes(path).items())
+        return {n: TensorShape(shape, dtype_name(x)) for n, (x, shape) in found}
     try:
         return torch_checkpoint.shapes(path, limits)
     except torch_checkpoint.CheckpointError as error:
@@ -136,6 +138,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
+    """Return a value that JSON can represent in one line."""
     if isinstance(value, (list, tuple, set, frozenset)) and len(value) > _SHORT_LIST:
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, (bytes, bytearray)):
@@ -157,7 +160,7 @@ def render(found: dict[str, Any]) -> str:
         name       value
         fc.weight  float32 2x3
     """
-    rows, sizes = [], []
+    rows, sizes = [("name", "value")], []
     for entry in found["entries"]:
         value = entry.get("value")
         if "shape" in entry:
@@ -165,7 +168,7 @@ def render(found: dict[str, Any]) -> str:
             value = f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
         rows.append((entry["name"], value))
     head = f"{found['path']}: {len(sizes)} tensors, {sum(sizes):,} elements"
-    return "\n".join([printable(head), "", table(("name", "value"), rows)])
+    return "\n".join([printable(head), "", align(rows, left=2)])
 
 
 if __name__ == "__main__":

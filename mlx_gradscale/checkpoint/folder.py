@@ -3,8 +3,9 @@
     run/
       save-000007/
         model.safetensors       the model's weights, for mx.load and mlx-lm
-        training.safetensors    optimizer, scaler and arrays of extra
-        training.json           settings, random state, extra, and checksums
+        training.safetensors    arrays of the optimizer, the scaler and extra
+        training.json           everything else
+        checksums.json          CRC-32 of the other files
 
 A folder cannot replace another atomically, so a save never replaces anything: it fills
 a hidden folder, renames it to the next free number, and then removes the oldest. The
@@ -13,29 +14,27 @@ modified, and two writers use different numbers. A single file could be replaced
 atomically, but mlx-lm could not load the weights from it.
 """
 
+import errno
 import json
 import mmap
 import os
 import re
 import zlib
-from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_write, discard, sync, temporary_folder
+from ..files.atomic import discard, sync, temporary_folder
 from ..files.paths import LONGEST_JSON, open_inside, read_json
 from ..files.text import list_some, shorten
 from ..files.trees import decode, encode
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
-_SAVE = re.compile("save-([0-9]{6,})")
-_FORMAT = {"format": "mlx_gradscale", "version": 1}
-# Errors caused by JSON that save_checkpoint did not write.
-UNEXPECTED = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_CHECKSUMS = "checksums.json"
+_SAVE = re.compile("save-[0-9]{6,}")
+_FORMAT: dict[str, Any] = {"format": "mlx_gradscale", "version": 1}
 
 
 class Checkpoint(NamedTuple):
@@ -44,14 +43,14 @@ class Checkpoint(NamedTuple):
     Attributes:
         weights (dict): The model's weights by path.
         optimizer (dict): The leaves of ``optimizer.state`` by path.
-        scaler (dict, optional): ``scaler.state``.
+        scaler (dict): ``scaler.state``, empty without a scaler.
         extra (dict): Additional values saved by the user.
         description (dict): The other entries of ``training.json``.
     """
 
     weights: dict[str, mx.array]
     optimizer: dict[str, Any]
-    scaler: dict[str, mx.array] | None
+    scaler: dict[str, mx.array]
     extra: dict[str, Any]
     description: dict[str, Any]
 
@@ -73,7 +72,7 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
         >>> latest_checkpoint(folder).name
         'save-000001'
     """
-    saves = [*_saves(Path(path)).values()]
+    saves = _list_saves(Path(path))
     if not saves:
         raise FileNotFoundError(f"There is no checkpoint in {os.fspath(path)}.")
     return saves[-1]
@@ -91,121 +90,103 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ValueError: It is damaged.
     """
     run = Path(path)
-    while True:
-        is_save = not _saves(run) and (run / _JSON).exists()
-        save = run if is_save else latest_checkpoint(run)
-        try:
-            return _read_save(save)
-        except FileNotFoundError as error:
-            # A writer may have just removed it after saving a newer one.
-            if is_save or save == latest_checkpoint(run):
-                raise ValueError(f"{save} is incomplete: {error}.") from error
-        except (ValueError, *UNEXPECTED) as error:
-            older = [x.name for x in _saves(run).values() if x != save]
-            advice = f" Older checkpoints are {list_some(older)}." if older else ""
-            text = f"{save} is damaged: {describe_error(error)}{advice}"
-            raise ValueError(text) from error
+    saves = _list_saves(run)
+    is_save = not saves and (run / _CHECKSUMS).exists()
+    save = run if is_save else latest_checkpoint(run)
+    try:
+        return _read_save(save)
+    except Exception as error:
+        if not save.exists():  # a writer has removed it after saving a newer one
+            return read_checkpoint(path)
+        older = [x.name for x in saves if x != save]
+        advice = f" Older checkpoints are {list_some(older)}." if older else ""
+        text = f"Cannot read {save}: {describe_error(error)}{advice}"
+        raise ValueError(text) from error
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error's message, with its type if a damaged file caused it."""
-    kind = f"{type(error).__name__}: " if isinstance(error, UNEXPECTED) else ""
-    return shorten(f"{kind}{error}", 400)
+    """Return the message of an error, with its type unless the message is enough."""
+    is_clear = isinstance(error, (ValueError, OSError))
+    return shorten(f"{'' if is_clear else f'{type(error).__name__}: '}{error}", 400)
 
 
-def encode_extra(extra: Mapping[str, Any]) -> tuple[Any, dict[str, mx.array]]:
-    """Return the values for ``training.json``, and the arrays in them by number."""
-    arrays: list[mx.array] = []
-    # from_rank_0() encodes the tuple around it, too.
-    encoded = encode(extra, arrays, depth=1)
-    if len(json.dumps(encoded)) > LONGEST_JSON // 2:
-        raise ValueError(
-            f"The extra values take more than {LONGEST_JSON // 2:,} bytes of JSON. "
-            "Save long ones as mx.array."
-        )
-    return encoded, {f"extra.{i}": x for i, x in enumerate(arrays)}
-
-
-def write_checkpoint(
-    run: Path,
-    weights: Mapping[str, mx.array],
-    arrays: Mapping[str, mx.array],
-    description: dict[str, Any],
-    keep: int,
-) -> None:
+def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
     """Add a checkpoint to a run's folder, then remove all but the newest."""
+    numbers = dict(saved.optimizer)
+    arrays = {f"scaler.{name}": x for name, x in saved.scaler.items()}
+    for path, x in saved.optimizer.items():
+        if isinstance(x, mx.array):
+            arrays[f"optimizer.{path}"] = numbers.pop(path)
+    content = saved.description | {"numbers": numbers, "extra": saved.extra}
+    text = json.dumps(encode(_FORMAT | content, arrays)).encode()
+    if len(text) > LONGEST_JSON:
+        raise ValueError(
+            f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Save long "
+            "lists in extra as mx.array."
+        )
     run.mkdir(parents=True, exist_ok=True)
     with temporary_folder(run) as folder:
-        write_arrays(folder / _MODEL, weights, {"format": "mlx"})
+        write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})
         write_arrays(folder / _ARRAYS, arrays)
-        checksums = {name: _checksum(folder / name) for name in (_MODEL, _ARRAYS)}
-        description = description | {"checksums": checksums}
-        content = {"crc32": _json_checksum(description), "run": description}
-        with atomic_write(folder / _JSON) as file:
-            file.write(json.dumps(_FORMAT | content).encode())
+        (folder / _JSON).write_bytes(text)
+        (folder / _CHECKSUMS).write_text(json.dumps(_compute_checksums(folder)))
+        sync(folder / _JSON, folder / _CHECKSUMS, folder)
         _rename_to_next(folder, run)
         sync(run)
-    for old in [*_saves(run).values()][:-keep]:
+    for old in _list_saves(run)[:-keep]:
         discard(old)
 
 
-def _saves(run: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run by number, oldest first, without links."""
-    found = {}
-    for entry in os.scandir(run) if run.is_dir() else ():
-        match = _SAVE.fullmatch(entry.name)
-        if match and entry.is_dir(follow_symlinks=False):
-            found[int(match[1])] = run / entry.name
-    return dict(sorted(found.items()))
+def _list_names(run: Path) -> list[str]:
+    names = os.listdir(run) if run.is_dir() else []
+    return sorted(filter(_SAVE.fullmatch, names), key=lambda name: int(name[5:]))
+
+
+def _list_saves(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first, ignoring files and links."""
+    paths = [run / name for name in _list_names(run)]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
 def _rename_to_next(folder: Path, run: Path) -> None:
-    for number in count(max(_saves(run), default=0) + 1):
-        target = run / f"save-{number:06}"
-        try:
-            folder.rename(target)
-            return
-        except OSError:
-            if not os.path.lexists(target):
-                raise
-            # Another writer took the number, or a file has this name.
+    last = ["save-000000", *_list_names(run)][-1]
+    try:
+        folder.rename(run / f"save-{int(last[5:]) + 1:06}")
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        _rename_to_next(folder, run)  # another writer took the number
 
 
 def _read_save(folder: Path) -> Checkpoint:
-    found = read_json(folder / _JSON, open_inside)
-    if not isinstance(found, dict) or found | _FORMAT != found:
+    if _compute_checksums(folder) != read_json(folder / _CHECKSUMS, open_inside):
+        raise ValueError("the checksums of its files do not match. It is damaged.")
+    arrays = read_arrays(folder / _ARRAYS, open_inside)[0]
+    content = decode(read_json(folder / _JSON, open_inside), arrays)
+    if content | _FORMAT != content:
         raise ValueError("training.json has an unknown format or version.")
-    description = found["run"]
-    if _json_checksum(description) != found["crc32"]:
-        raise ValueError("the checksum of training.json does not match.")
-    checksums = description.pop("checksums")
-    for name in (_MODEL, _ARRAYS):
-        if _checksum(folder / name) != checksums[name]:
-            raise ValueError(f"the checksum of {name} does not match.")
-    parts: dict[str, dict[str, Any]] = {"optimizer": {}, "scaler": {}, "extra": {}}
-    for name, x in read_arrays(folder / _ARRAYS, open_inside)[0].items():
-        part, _, rest = name.partition(".")
-        parts[part][rest] = x
-    for row in description["settings"]:
+    for row in content["settings"]:
         if [*map(type, row.values())] != [str, list, dict]:
             raise ValueError("training.json does not describe an optimizer.")
+    parts: dict[str, dict[str, Any]] = {"optimizer": content.pop("numbers")}
+    for name, x in arrays.items():
+        part, _, path = name.partition(".")
+        parts.setdefault(part, {})[path] = x
     return Checkpoint(
         read_arrays(folder / _MODEL, open_inside)[0],
-        parts["optimizer"] | description.pop("numbers"),
-        parts["scaler"] or None,
-        dict(decode(description.pop("extra"), parts["extra"])),
-        description,
+        parts["optimizer"],
+        parts.get("scaler", {}),
+        dict(content.pop("extra")),
+        content,
     )
 
 
-def _json_checksum(value: Any) -> int:
-    # The text does not change when it is parsed and written again.
-    return zlib.crc32(json.dumps(value).encode())
-
-
-def _checksum(path: Path) -> int:
-    with (
-        open(path, "rb", opener=open_inside) as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        return zlib.crc32(data)
+def _compute_checksums(folder: Path) -> dict[str, int]:
+    found = {}
+    for name in (_MODEL, _ARRAYS, _JSON):
+        with (
+            open(folder / name, "rb", opener=open_inside) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            found[name] = zlib.crc32(data)
+    return found

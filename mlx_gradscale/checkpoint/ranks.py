@@ -32,22 +32,16 @@ def together(group: Group, caller: str) -> Iterator[None]:
         raise RuntimeError(f"{caller}() failed on rank {rank}. See its error.")
 
 
-def random_keys(group: Group) -> list[list[int]]:
-    """Return each rank's ``mx.random`` key."""
-    key = cast(list[mx.array], mx.random.state)[0][None]
-    return cast(list[list[int]], mx.distributed.all_gather(key, group=group).tolist())
-
-
-def seed_of(keys: Any, group: Group) -> int:
-    """Return the seed that restores this rank's saved key.
+def seed_of(keys: mx.array, group: Group) -> int:
+    """Return the seed that restores this rank's ``mx.random`` key.
 
     A rank beyond the saved ones gets the key they shared, or a new key.
     """
-    if not keys or any(type(x) is not int or x >> 32 for key in keys for x in key):
+    rank, count = group.rank(), len(keys)
+    if keys.dtype != mx.uint32 or keys.shape != (count, 2):
         raise ValueError("the saved random state is damaged.")
-    rank = group.rank()
-    high, low = keys[rank] if rank < len(keys) else keys[0]
-    if rank >= len(keys) and any(key != keys[0] for key in keys):
-        own = mx.random.split(mx.array([high, low], mx.uint32), rank + 1)[rank]
-        high, low = cast(list[int], own.tolist())
-    return int(high << 32 | low)
+    key = keys[rank % count]
+    if rank >= count and mx.any(keys != keys[0]).item():
+        key = mx.random.split(key, rank + 1)[rank]
+    high, low = cast(list[int], key.tolist())
+    return high << 32 | low

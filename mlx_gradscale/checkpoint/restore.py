@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -13,23 +13,23 @@ from ..core.finite import is_floating
 from ..core.masters import HALF, half_bits, join, remainder_of
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
-from ..core.scale import FIELDS, TORCH_KEYS
+from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from ..core.trees import commit, flatten, restore, snapshot
 from ..distributed import from_rank_0
 from ..files.text import dtype_name, list_some, shorten
 from . import ranks
-from .folder import UNEXPECTED, Checkpoint, describe_error, read_checkpoint
+from .folder import Checkpoint, describe_error, read_checkpoint
+from .memory_order import arrange
 from .save import (
     STATE,
-    UNSAVED,
-    batch_statistics,
-    check_arguments,
+    STATISTICS,
     describe_optimizer,
+    find_scaler,
     fingerprint,
+    optimizer_places,
     places_in,
 )
-from .strides import arrange
 
 _Places = dict[str, tuple[Any, Any]]
 
@@ -54,9 +54,10 @@ def restore_checkpoint(
     Args:
         path (str): The folder of the run, to restore its newest checkpoint, or one of
             the ``save-...`` folders in it.
-        model (nn.Module): Names, shapes and dtypes of the weights must match, and
-            frozen weights that were not saved must be the same.
-        optimizer (Optimizer): Same classes and settings; initialised or not.
+        model (nn.Module): Names, shapes and dtypes of the weights must match. Frozen
+            weights that were not saved must have the same values.
+        optimizer (Optimizer): Class and settings must match those of the saved
+            optimizer. It does not have to be initialised.
         scaler (GradScaler, optional): As for :func:`save_checkpoint`.
 
     Returns:
@@ -74,7 +75,7 @@ def restore_checkpoint(
         >>> restore_checkpoint(folder, nn.Linear(2, 1), optim.AdamW(1e-3))["epoch"]
         3
     """
-    scaler = check_arguments(model, optimizer, scaler)
+    scaler = find_scaler(model, optimizer, scaler)
     group = ranks.group_of(optimizer, scaler)
     saved = Checkpoint(*from_rank_0(lambda: read_checkpoint(path), group))
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -91,7 +92,7 @@ def restore_checkpoint(
             _restore_optimizer(saved, model, optimizer)
     except BaseException as error:
         restore(before)
-        if not isinstance(error, (ValueError, *UNEXPECTED)):
+        if not isinstance(error, Exception):
             raise
         text = f"Cannot restore {os.fspath(path)}: {describe_error(error)} "
         raise ValueError(f"{text}Nothing was changed.") from error
@@ -100,34 +101,31 @@ def restore_checkpoint(
 
 
 def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
-    weights, frozen = saved.weights, saved.description["frozen"]
-    own, statistics = dict(flatten(model.parameters())), batch_statistics(model)
-    _check_names("the model", own, [*weights, *frozen])
-    for name, x in weights.items():
-        # A forward pass leaves statistics in the dtype of its input.
-        _check_kind(name, own[name], x, is_free=name in statistics)
-    for name, expected in frozen.items():
-        if fingerprint(own[name]) != expected:
+    own = dict(flatten(model.parameters()))
+    values: dict[str, Any] = dict(saved.weights)
+    for name, expected in saved.description["frozen"].items():
+        values[name] = own.get(name)
+        if name in own and fingerprint(own[name]) != expected:
             raise ValueError(
                 f"the frozen parameter {shorten(name)}, which checkpoints do not "
                 "contain, differs from that of the saved run. Load the same base model "
                 "first."
             )
-    _write(places_in(model), weights, saved.description["strides"]["model"])
+    places = places_in(model)
+    # A forward pass leaves statistics in the dtype of its input.
+    free = {name for name in own if name.endswith(STATISTICS)}
+    orders = saved.description["orders"]["model"]
+    _replace("the model", {name: places[name] for name in own}, values, orders, free)
 
 
-def _restore_scaler(
-    saved: dict[str, mx.array] | None, scaler: GradScaler | None
-) -> None:
-    if saved is None and scaler is None:
-        return
-    if saved is None:
+def _restore_scaler(saved: dict[str, mx.array], scaler: GradScaler | None) -> None:
+    if scaler and saved:
+        torch_keys = {key: saved[name] for key, name in TORCH_KEYS.items()}
+        scaler.load_state_dict(saved | torch_keys)
+    elif scaler:
         raise ValueError("it was saved without a GradScaler. Do not pass a scaler.")
-    if scaler is None:
+    elif saved:
         raise ValueError("it was saved with a GradScaler. Pass the scaler too.")
-    _check_names("the scaler", FIELDS, saved)
-    torch_keys = {key: saved[name] for key, name in TORCH_KEYS.items()}
-    scaler.load_state_dict(saved | torch_keys)
 
 
 def _restore_optimizer(
@@ -135,24 +133,23 @@ def _restore_optimizer(
 ) -> None:
     state, weights = dict(saved.optimizer), dict(flatten(model.parameters()))
     is_wrapper = isinstance(optimizer, LossScaleOptimizer)
-    if state.keys() - places_in(optimizer.state).keys():
+    if state.keys() - optimizer_places(optimizer).keys():
         optimizer.init(model.trainable_parameters())  # keeps existing state
-    places = places_in(optimizer.state)
+    places = optimizer_places(optimizer)
     if is_wrapper:
-        places = {k: x for k, x in places.items() if not k.startswith(UNSAVED)}
         _convert_masters(state, places, weights)
-    _add_late_places(places, state, weights)
-    _check_names("the optimizer", places, state)
-    for path, (container, key) in places.items():
-        value = state[path]
-        own = container.get(key) if isinstance(container, dict) else container[key]
-        if not isinstance(value, STATE):
-            raise ValueError(f"{shorten(path)} is not an array or a number.")
-        if isinstance(own, mx.array) and isinstance(value, mx.array):
-            # MLX's optimizers may change the dtype of their state in the first steps;
-            # a LossScaleOptimizer keeps it in float32.
-            _check_kind(path, own, value, is_free=not is_wrapper)
-    _write(places, state, saved.description["strides"]["optimizer"])
+    # Some optimizers add to the state of a parameter when they step.
+    containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
+    endings = tuple(f".{name}" for name in weights)
+    for path in state.keys() - places.keys():
+        parent, _, key = path.rpartition(".")
+        if f".{parent}".endswith(endings) and parent in containers:
+            places[path] = containers[parent], key
+    # MLX's optimizers may change the dtype of their state in the first steps; a
+    # LossScaleOptimizer keeps it in float32.
+    free = () if is_wrapper else places
+    orders = saved.description["orders"]["optimizer"]
+    _replace("the optimizer", places, state, orders, free)
     written = optimizer.state["written"] if is_wrapper else {}
     for name in written.keys() & weights.keys():
         if weights[name].dtype in HALF:
@@ -171,32 +168,18 @@ def _convert_masters(
             state[path] = remainder_of(state.pop(f"masters.{name}"), weights[name])
 
 
-def _add_late_places(
-    places: _Places, paths: Iterable[str], parameters: Iterable[str]
+def _replace(
+    whose: str,
+    places: _Places,
+    values: Mapping[str, Any],
+    orders: Mapping[str, Any],
+    free: Collection[str],
 ) -> None:
-    """Add places for state that an optimizer creates only when it steps."""
-    containers = {path.rpartition(".")[0]: box for path, (box, _) in places.items()}
-    endings = tuple(f".{name}" for name in parameters)
-    for path in set(paths) - places.keys():
-        parent, _, key = path.rpartition(".")
-        if f".{parent}".endswith(endings) and parent in containers:
-            places[path] = containers[parent], key
-
-
-def _write(
-    places: _Places, values: Mapping[str, Any], strides: Mapping[str, Any]
-) -> None:
-    new = {
-        name: arrange(x, strides.get(name)) if isinstance(x, mx.array) else x
-        for name, x in values.items()
+    """Write values to their places; the dtype of those in ``free`` may differ."""
+    missing = {
+        whose: sorted(values.keys() - places.keys()),
+        "the checkpoint": sorted(places.keys() - values.keys()),
     }
-    mx.eval([x for x in new.values() if isinstance(x, mx.array)])
-    commit((*places[name], x) for name, x in new.items())
-
-
-def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
-    own, saved = set(own), set(saved)
-    missing = {whose: sorted(saved - own), "the checkpoint": sorted(own - saved)}
     problems = [f"{who} has no {list_some(n)}" for who, n in missing.items() if n]
     if problems:
         raise ValueError(
@@ -204,46 +187,56 @@ def _check_names(whose: str, own: Iterable[str], saved: Iterable[str]) -> None:
             "Create the model and the optimizer as in the saved run, and freeze the "
             "same layers."
         )
-
-
-def _check_kind(name: str, own: mx.array, x: mx.array, is_free: bool) -> None:
-    """Raise if shape or dtype differ; if free, any floating-point dtype is allowed."""
-    is_free = is_free and is_floating(own) and is_floating(x)
-    if own.shape != x.shape or not (is_free or own.dtype == x.dtype):
-        raise ValueError(
-            f"{shorten(name)} is {dtype_name(x)} with shape {x.shape} in the "
-            f"checkpoint, but {dtype_name(own)} with shape {own.shape} in this run. "
-            "Create the model and the optimizer as in the saved run."
-        )
+    arranged = {}
+    for path, (container, key) in places.items():
+        old = container.get(key) if isinstance(container, dict) else container[key]
+        new = values[path]
+        if not isinstance(new, STATE):
+            raise ValueError(f"{shorten(path)} is not an array or a number.")
+        if isinstance(new, mx.array) and isinstance(old, mx.array):
+            is_free = path in free and is_floating(old) and is_floating(new)
+            if old.shape != new.shape or not (is_free or old.dtype == new.dtype):
+                raise ValueError(
+                    f"{shorten(path)} is {dtype_name(new)} with shape {new.shape} in "
+                    f"the checkpoint, but {dtype_name(old)} with shape {old.shape} in "
+                    "this run. Create the model and the optimizer as in the saved run."
+                )
+        arranged[path] = arrange(new, orders.get(path))
+    mx.eval(arranged)
+    commit((*places[path], x) for path, x in arranged.items())
 
 
 def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Raise if optimizer settings differ from the saved ones; warn about schedules."""
     own = describe_optimizer(optimizer)
-    was, now = _optimizer_name(saved), _optimizer_name(own)
-    if was != now:
+    was, now = _settings(saved), _settings(own)
+    if was[0, "class"] == "Optimizer" != now[0, "class"]:
         raise ValueError(
-            f"the saved optimizer was {shorten(was)}, but this one is {now}."
+            "it contains no optimizer state. Load its weights with "
+            'model.load_weights(".../model.safetensors").'
         )
-    pairs = [("max_grad_norm", saved["max_grad_norm"], own["max_grad_norm"])]
+    for key, value in now.items():
+        if was.get(key, value) != value:
+            raise ValueError(
+                f"the saved optimizer had {key[1]}={shorten(was[key])}, but this one "
+                f"has {key[1]}={value}. Create the optimizer as in the saved run, and "
+                "change its settings after restoring."
+            )
     for old, new in zip(saved["settings"], own["settings"], strict=True):
-        names = new["values"].keys() & old["values"].keys()
-        pairs += [(name, old["values"][name], new["values"][name]) for name in names]
         if old["schedules"] != new["schedules"]:
-            was, now = shorten(old["schedules"]), new["schedules"]
             warnings.warn(
-                f"The saved {new['class']} had schedules for {was}, but this one has "
-                f"schedules for {now}. Checkpoints do not contain schedules.",
+                f"The saved {new['class']} had schedules for "
+                f"{shorten(old['schedules'])}, but this one has schedules for "
+                f"{new['schedules']}. Checkpoints do not contain schedules.",
                 stacklevel=3,
             )
-    for name, old, new in pairs:
-        if old != new:
-            raise ValueError(
-                f"the saved optimizer had {name}={shorten(old)}, but this one has "
-                f"{name}={new!r}. To change it, restore first and then set it."
-            )
 
 
-def _optimizer_name(description: Mapping[str, Any]) -> str:
-    names = ", ".join(part["class"] for part in description["settings"])
-    return f"LossScaleOptimizer({names})" if description["wrapped"] else names
+def _settings(description: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
+    """Return all settings by the index of the optimizer and their name."""
+    names = ", ".join(row["class"] for row in description["settings"])
+    names = f"LossScaleOptimizer({names})" if description["wrapped"] else names
+    found = {(0, "class"): names, (0, "max_grad_norm"): description["max_grad_norm"]}
+    for i, row in enumerate(description["settings"]):
+        found |= {(i, name): x for name, x in row["values"].items()}
+    return found

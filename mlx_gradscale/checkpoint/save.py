@@ -3,7 +3,7 @@
 import os
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,20 +14,22 @@ from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import needs_init, single_optimizers
 from ..core.scale import FIELDS
 from ..core.scaler import GradScaler
-from ..core.trees import CONTAINERS, flatten, items, slots
+from ..core.trees import flatten, slots, walk
 from ..distributed import assert_in_sync
 from ..files.arrays import bytes_of
 from ..files.text import dtype_name
 from ..nonfinite import nonfinite
 from . import ranks
-from .folder import encode_extra, write_checkpoint
-from .strides import find_strides
+from .folder import Checkpoint, write_checkpoint
+from .memory_order import find_orders
 
 # Types that an optimizer may keep in its state.
 STATE = (mx.array, bool, int, float)
+# BatchNorm's statistics, which change although they are not trainable.
+STATISTICS = ("running_mean", "running_var")
 # Entries of a LossScaleOptimizer's state that are not saved: the scaler is saved by
 # itself, max_grad_norm is a setting, and the others are copies of the weights' bits.
-UNSAVED = ("scaler.", "max_grad_norm", "written.")
+_UNSAVED = ("scaler.", "max_grad_norm", "written.")
 # Bytes to checksum of a frozen weight that is not saved. Another base model differs in
 # every tensor, and reading 4 GB of weights would take seconds in each save.
 _SAMPLE = 2**16
@@ -85,7 +87,7 @@ def save_checkpoint(
         >>> mx.array_equal(model.weight, saved)
         array(True, dtype=bool)
     """
-    scaler = check_arguments(model, optimizer, scaler)
+    scaler = find_scaler(model, optimizer, scaler)
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
     group = ranks.group_of(optimizer, scaler)
@@ -93,49 +95,46 @@ def save_checkpoint(
         optimizer.init(model.trainable_parameters())
     with ranks.together(group, "save_checkpoint"):
         weights, others = _split_weights(model, frozen)
-        state, numbers = _optimizer_state(optimizer)
-        strides = {"model": find_strides(weights), "optimizer": find_strides(state)}
+        state = _optimizer_state(optimizer)
+        orders = {"model": find_orders(weights), "optimizer": find_orders(state)}
         if isinstance(optimizer, LossScaleOptimizer):
             state |= _current_masters(model, optimizer)
         _check_finite(model, state)
-        arrays = {f"optimizer.{path}": x for path, x in state.items()}
-        if scaler is not None:
-            arrays |= {f"scaler.{name}": scaler.state[name] for name in FIELDS}
-        encoded, extra_arrays = encode_extra(extra)
-        mx.eval(arrays, extra_arrays)
-        description = {
-            **describe_optimizer(optimizer),
-            "numbers": numbers,
+        fields = {name: scaler.state[name] for name in FIELDS} if scaler else {}
+        description = describe_optimizer(optimizer) | {
             "frozen": {name: fingerprint(x) for name, x in others.items()},
-            "strides": strides,
-            "extra": encoded,
+            "orders": orders,
         }
-    assert_in_sync({"model": model.trainable_parameters()} | arrays, group)
-    description["random"] = ranks.random_keys(group)
+    same = {"model": model.trainable_parameters(), "scaler": fields}
+    assert_in_sync(same | {"optimizer": _arrays_in(state)}, group)
+    key = cast(list[mx.array], mx.random.state)[0]
+    description["random"] = mx.distributed.all_gather(key[None], group=group)
+    mx.eval(description["random"])  # on every rank
     with ranks.together(group, "save_checkpoint"):
         if group.rank() == 0:
-            arrays |= extra_arrays
-            write_checkpoint(Path(path), weights, arrays, description, keep)
+            saved = Checkpoint(weights, state, fields, extra, description)
+            write_checkpoint(Path(path), saved, keep)
 
 
-def check_arguments(
+def find_scaler(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
 ) -> GradScaler | None:
-    """Raise for arguments of the wrong type; return the run's scaler."""
-    arguments = {
-        "an mlx.nn.Module": (model, nn.Module),
-        "an optimizer of mlx.optimizers": (optimizer, Optimizer),
-        "a GradScaler": (scaler, GradScaler | None),
-    }
-    for expected, (value, kind) in arguments.items():
+    """Return the scaler of a run; raise if an argument is of the wrong type."""
+    for value, kind in ((model, nn.Module), (optimizer, Optimizer)):
         if not isinstance(value, kind):
-            raise TypeError(f"Expected {expected}, got {type(value).__name__}.")
+            name = type(value).__name__
+            raise TypeError(f"Expected an MLX {kind.__name__}, got {name}.")
     if isinstance(optimizer, LossScaleOptimizer):
         if scaler not in (None, optimizer.scaler):
             raise ValueError(
                 "A LossScaleOptimizer has its own scaler. Do not pass a scaler."
             )
         scaler = optimizer.scaler
+    if not isinstance(scaler, GradScaler | None):
+        raise TypeError(
+            f"scaler must be a GradScaler, got {scaler!r}. Pass other values by name, "
+            "such as step=5."
+        )
     if scaler is not None and scaler._stages:
         raise RuntimeError(
             "A checkpoint can only be saved or restored between iterations. Call the "
@@ -144,28 +143,24 @@ def check_arguments(
     return scaler
 
 
-def places_in(tree: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def places_in(tree: Any) -> dict[str, tuple[Any, Any]]:
     """Return the container and key of each array and number in a tree, by dotted path.
 
     Values in a tuple are omitted because they cannot be replaced.
     """
-    found: dict[str, tuple[Any, Any]] = {}
-    for key, value in items(tree):
-        if isinstance(value, CONTAINERS):
-            found |= places_in(value, f"{prefix}{key}.")
-        elif isinstance(value, STATE) and not isinstance(tree, tuple):
-            found[f"{prefix}{key}"] = tree, key
-    return found
-
-
-def batch_statistics(model: nn.Module) -> set[str]:
-    """Return the paths of BatchNorm statistics, which change but are not trainable."""
     return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        if isinstance(module, nn.BatchNorm)
-        for name in ("running_mean", "running_var")
+        ".".join(map(str, path)): (container, key)
+        for (path, container, key), value in walk(tree)
+        if isinstance(value, STATE) and not isinstance(container, tuple)
     }
+
+
+def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
+    """Return the places of an optimizer's state that checkpoints contain."""
+    places = places_in(optimizer.state)
+    if isinstance(optimizer, LossScaleOptimizer):
+        return {k: place for k, place in places.items() if not k.startswith(_UNSAVED)}
+    return places
 
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
@@ -210,14 +205,15 @@ def _split_weights(
     if frozen:
         return own, {}
     trainable = {name for name, _ in flatten(model.trainable_parameters())}
-    names = trainable | batch_statistics(model)
-    rest = {name: x for name, x in own.items() if name not in names}
-    return {name: x for name, x in own.items() if name in names}, rest
+    saved = {
+        name: x
+        for name, x in own.items()
+        if name in trainable or name.endswith(STATISTICS)
+    }
+    return saved, {name: x for name, x in own.items() if name not in saved}
 
 
-def _optimizer_state(
-    optimizer: Optimizer,
-) -> tuple[dict[str, mx.array], dict[str, Any]]:
+def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the arrays and the numbers in an optimizer's state, by path."""
     for path, container, _ in slots(optimizer.state):
         if isinstance(container, tuple):
@@ -225,11 +221,11 @@ def _optimizer_state(
                 f"The optimizer keeps {'.'.join(map(str, path))!r} in a tuple, which "
                 "cannot be restored. Use a list or a dict in its state."
             )
-    found = {p: box[key] for p, (box, key) in places_in(optimizer.state).items()}
-    if isinstance(optimizer, LossScaleOptimizer):
-        found = {path: x for path, x in found.items() if not path.startswith(UNSAVED)}
-    arrays = {path: x for path, x in found.items() if isinstance(x, mx.array)}
-    return arrays, {path: x for path, x in found.items() if path not in arrays}
+    return {path: box[key] for path, (box, key) in optimizer_places(optimizer).items()}
+
+
+def _arrays_in(state: dict[str, Any]) -> dict[str, mx.array]:
+    return {path: x for path, x in state.items() if isinstance(x, mx.array)}
 
 
 def _current_masters(
@@ -241,10 +237,10 @@ def _current_masters(
     return {f"masters.{name}": x for name, x in masters if name in known}
 
 
-def _check_finite(model: nn.Module, state: dict[str, mx.array]) -> None:
-    # A skipped step leaves an infinite norm behind.
-    state = {path: x for path, x in state.items() if path != "grad_norm"}
-    values = {"model": model.trainable_parameters(), "optimizer": state}
+def _check_finite(model: nn.Module, state: dict[str, Any]) -> None:
+    arrays = _arrays_in(state)
+    arrays.pop("grad_norm", None)  # infinite after a skipped step
+    values = {"model": model.trainable_parameters(), "optimizer": arrays}
     if not all_finite(values).item():
         raise ValueError(
             f"{nonfinite(values)[0].path} contains NaN or inf. Nothing was saved; "

@@ -21,7 +21,7 @@ from ..core.masters import join
 from ..core.optimizers import single_optimizers
 from ..core.scale import FIELDS, to_state_dict
 from ..files.paths import contains, read_json
-from ..files.text import printable, table
+from ..files.text import align, printable
 from ..formats import FORMATS
 from .load import make_scaler, read_run
 from .optimizer_table import OPTIMIZERS
@@ -253,7 +253,7 @@ def _read_run(saved: Checkpoint) -> MlxRun:
             | row["values"]
             for row in settings
         ]
-    if saved.scaler is not None:
+    if saved.scaler:
         fields = {name: saved.scaler[name].item() for name in FIELDS}
         run.scaler = to_state_dict(fields)
     return run
@@ -387,12 +387,13 @@ def _print_notes(notes: Sequence[str]) -> None:
 
 def _describe(template: Template, source: Path, target: Path) -> str:
     """Describe a conversion for ``--dry-run``."""
-    rows = [
+    rows = [("PyTorch", "MLX", "layout")]
+    rows += [
         (entry.torch, ", ".join(entry.mlx), entry.layout)
         for entry in template.plan.entries.values()
     ]
     lines = [f"{printable(source)} -> {printable(target)} (dry run)"]
-    lines += ["", table(("PyTorch", "MLX", "layout"), rows)] if rows else []
+    lines += ["", align(rows, left=3)] if len(rows) > 1 else []
     for group in template.groups:
         count = len(group.entries)
         lines.append(f"{group.kind}: {count} parameters, at step {group.step}")

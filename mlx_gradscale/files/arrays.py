@@ -10,8 +10,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +20,7 @@ from .paths import LONGEST_JSON, open_file, parse_json
 from .text import shorten
 
 _LENGTH = struct.Struct("<Q")
-_DTYPES = {
+DTYPES = {
     "BOOL": mx.bool_,
     "U8": mx.uint8,
     "I8": mx.int8,
@@ -37,17 +36,10 @@ _DTYPES = {
     "F64": mx.float64,
     "C64": mx.complex64,
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+# The dtype and shape of an array.
+Shape = tuple[mx.Dtype, tuple[int, ...]]
 _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-
-
-class TensorPlace(NamedTuple):
-    """A tensor in a safetensors file: its dtype and its byte range after the header."""
-
-    dtype: mx.Dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 def read_arrays(
@@ -59,26 +51,24 @@ def read_arrays(
         ValueError: It is not a valid safetensors file.
     """
     with open(path, "rb", opener=opener) as file:
-        places, metadata = _load_header(file)
+        header, metadata = _read_header(file)
         arrays = {}
-        for name, place in places.items():
+        for name, (dtype, shape) in header.items():
             # Use integers as wide as the elements: MLX cannot hold 2**31 single bytes.
-            width = place.dtype.size
-            data = np.fromfile(file, f"u{width}", (place.end - place.start) // width)
-            words = mx.array(data).view(place.dtype, stream=mx.cpu)
-            arrays[name] = words.reshape(place.shape)
+            data = np.fromfile(file, f"u{dtype.size}", math.prod(shape))
+            arrays[name] = mx.array(data).view(dtype, stream=mx.cpu).reshape(shape)
             mx.eval(arrays[name])
         return arrays, metadata
 
 
-def read_header(path: str | os.PathLike[str]) -> dict[str, TensorPlace]:
-    """Return the dtype and shape of each tensor in a safetensors file from its header.
+def read_shapes(path: str | os.PathLike[str]) -> dict[str, Shape]:
+    """Return the dtype and shape of each array in a safetensors file.
 
     Raises:
         ValueError: It is not a valid safetensors file.
     """
     with open(path, "rb", opener=open_file) as file:
-        return _load_header(file)[0]
+        return _read_header(file)[0]
 
 
 def write_arrays(
@@ -102,7 +92,7 @@ def write_arrays(
     for name, x in arrays.items():
         start, end = end, end + x.nbytes
         place = {"shape": list(x.shape), "data_offsets": [start, end]}
-        header[name] = {"dtype": _CODES[x.dtype], **place}
+        header[name] = {"dtype": CODES[x.dtype], **place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with atomic_write(path) as file:
@@ -119,51 +109,32 @@ def bytes_of(x: mx.array) -> memoryview:
     return memoryview(words).cast("B") if x.size else memoryview(b"")
 
 
-def _load_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Return the places of the tensors, in file order, and the metadata."""
+def _read_header(file: BinaryIO) -> tuple[dict[str, Shape], dict[str, str]]:
+    """Return the dtypes and shapes in file order, and the metadata."""
     try:
-        return _parse_header(file)
-    except ValueError as error:
-        text = f"{os.fspath(file.name)} is not a valid safetensors file: {error}"
+        size = os.fstat(file.fileno()).st_size - _LENGTH.size
+        length = _LENGTH.unpack(file.read(_LENGTH.size))[0]
+        header = parse_json(file.read(min(length, LONGEST_JSON + 1)))
+        metadata = header.pop("__metadata__", None) or {}  # MLX writes null for none
+        if {*map(type, metadata.values())} - {str}:
+            raise ValueError("its metadata contains values other than strings.")
+        found: dict[str, Shape] = {}
+        end = 0
+        for name, entry in sorted(header.items(), key=lambda x: x[1]["data_offsets"]):
+            dtype: Any = DTYPES.get(entry["dtype"])
+            shape = tuple(entry["shape"])
+            # Python's integers do not overflow. MLX stores dimensions in 32 bits.
+            is_shape = all(type(n) is int and 0 <= n < 2**31 for n in shape)
+            n_bytes = math.prod(shape) * dtype.size if dtype and is_shape else -1
+            start, end = end, end + n_bytes
+            if n_bytes < 0 or len(shape) > 32 or entry["data_offsets"] != [start, end]:
+                text = f"{name!r:.80} is not an array that MLX supports"
+                raise ValueError(f"{text}: {shorten(entry)}.")
+            found[name] = dtype, shape
+        if length + end != size:
+            raise ValueError("its tensors do not end at the end of the file.")
+        return found, metadata
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        text = f"{os.fspath(file.name)} is not a valid safetensors file: {kind}{error}"
         raise ValueError(text) from error
-
-
-def _parse_header(file: BinaryIO) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    size = os.fstat(file.fileno()).st_size - _LENGTH.size
-    length = _LENGTH.unpack(file.read(_LENGTH.size))[0] if size > 0 else 1
-    if length > size:
-        raise ValueError("the header extends past the end of the file.")
-    header = parse_json(file.read(min(length, LONGEST_JSON + 1)))
-    if not isinstance(header, dict):
-        raise ValueError("the header is not a JSON object.")
-    metadata = header.pop("__metadata__", None) or {}  # MLX writes null for none
-    if not isinstance(metadata, dict) or {*map(type, metadata.values())} - {str}:
-        raise ValueError("the metadata does not map strings to strings.")
-    found = [(name, _place(name, entry)) for name, entry in header.items()]
-    places = dict(sorted(found, key=lambda item: item[1][2:]))
-    end = 0
-    for name, place in places.items():
-        if place.start != end:
-            raise ValueError(f"there is a gap or an overlap before {name!r:.80}.")
-        end = place.end
-    if end != size - length:
-        raise ValueError("the tensors do not end at the end of the file.")
-    return places, metadata
-
-
-def _place(name: str, entry: Any) -> TensorPlace:
-    """Parse one header entry, checking it with Python's unbounded integers."""
-    with suppress(TypeError, KeyError, ValueError):
-        place = TensorPlace(
-            _DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"]
-        )
-        numbers = (*place.shape, place.start, place.end)
-        if (
-            all(type(number) is int and number >= 0 for number in numbers)
-            # MLX stores a dimension in 32 bits.
-            and all(number < 2**31 for number in place.shape)
-            and len(place.shape) <= 32
-            and place.end - place.start == math.prod(place.shape) * place.dtype.size
-        ):
-            return place
-    raise ValueError(f"{name!r:.80} is not a valid MLX array: {shorten(entry)}.")

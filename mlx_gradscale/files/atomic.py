@@ -1,8 +1,9 @@
 """Write files and folders atomically, and clean up after killed writers.
 
-A writer fills a hidden folder next to its target and then renames it. Meanwhile it
-holds a shared lock on the parent folder, which ends with the process. A writer that
-gets an exclusive lock is alone, so the hidden folders it finds were left by dead ones.
+A writer fills a hidden folder next to its target and then renames it. While it writes,
+it holds a shared lock on the parent folder, which the system releases if the process is
+killed. A writer that gets an exclusive lock is the only one, so any hidden folders were
+left by killed writers.
 """
 
 import fcntl
@@ -45,15 +46,15 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def new_folder(path: Path) -> Iterator[Path]:
     """Open a hidden folder that is renamed to ``path`` at the end of the block.
 
     Raises:
         FileExistsError: ``path`` exists and is not an empty folder.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{os.fspath(path)} already exists. Use another path.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{path} already exists. Move it, or use another path.")
     with temporary_folder(target.parent) as folder:
         yield folder
         sync(*folder.rglob("*"), folder)
@@ -75,7 +76,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
     except OSError as error:
-        if error.errno and not error.filename:  # as of a full disk
+        if error.errno and not error.filename:  # for example, the disk is full
             error.filename = str(parent)
         raise
     finally:
@@ -86,7 +87,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 def discard(folder: Path) -> None:
     """Hide a folder before removing it, so that a partial one is never visible."""
     hidden = _hidden_path(folder.parent)
-    with suppress(FileNotFoundError):  # another writer was faster
+    with suppress(FileNotFoundError):  # another writer has removed it
         folder.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 

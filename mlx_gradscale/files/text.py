@@ -42,28 +42,17 @@ def list_some(names: Iterable[str], count: int = 4) -> str:
     return ", ".join(map(shorten, names[:count])) + more
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return columns of printable text, at most 200 characters each.
-
-    Example:
-        >>> print(table(("name", "size"), [("a.weight", 12), ("b", 3)]))
-        name      size
-        a.weight  12
-        b         3
-    """
-    lines = [[shorten(str(cell), 200) for cell in row] for row in (header, *rows)]
-    return align(lines, left=len(header))
-
-
 def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
     """Return ``rows`` as lines, with the first ``left`` columns left-aligned.
+
+    Each cell is shortened to 200 printable characters.
 
     Example:
         >>> print(align([("leaf", "nan"), ("a.weight", 12)]))
         leaf      nan
         a.weight   12
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[shorten(str(cell), 200) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     columns = [f"{{:{'<' if i < left else '>'}{n}}}" for i, n in enumerate(widths)]
     return "\n".join("  ".join(columns).format(*row).rstrip() for row in cells)
@@ -77,14 +66,6 @@ def dtype_name(of: mx.array | mx.Dtype) -> str:
         ('float32', 'float16')
     """
     return str(getattr(of, "dtype", of)).rpartition(".")[2]
-
-
-def dtype_named(name: str) -> mx.Dtype:
-    """Return the dtype with this :func:`dtype_name`."""
-    dtype = getattr(mx, "bool_" if name == "bool" else name, None)
-    if not isinstance(dtype, mx.Dtype):
-        raise ValueError(f"{shorten(name)!r} is not an MLX dtype.")
-    return dtype
 
 
 def power(value: float) -> str:

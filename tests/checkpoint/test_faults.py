@@ -1,6 +1,7 @@
-"""After kills, disk errors and two writers the newest checkpoint is whole."""
+"""The newest checkpoint survives kills, disk errors and concurrent writers."""
 
 import errno
+import functools
 import os
 import subprocess
 import sys
@@ -91,6 +92,23 @@ def test_disk_error_at_every_point_leaves_the_old_checkpoint_or_the_new_one(
     save_checkpoint(tmp_path, *small(at), keep=2, step=at)
     assert kept(tmp_path)[-1] == at
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_reader_finds_a_whole_checkpoint_when_a_writer_replaces_it_meanwhile(tmp_path):
+    save_checkpoint(tmp_path, *small(0), step=0)
+    at = 0
+    while True:
+        at += 1
+        newer = functools.partial(save_checkpoint, tmp_path, *small(at), step=at)
+        POINTS.start(at, newer)
+        try:
+            step = restored(tmp_path)
+        finally:
+            POINTS.stop()
+        if POINTS.count < at:
+            break
+        assert step == at
+    assert at > 4
 
 
 def test_two_writers_and_a_reader_never_meet_a_mixture(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import zlib
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +22,12 @@ from mlx_gradscale import (
 )
 from mlx_gradscale.checkpoint import latest_checkpoint, read_checkpoint
 
-FILES = ["model.safetensors", "training.json", "training.safetensors"]
+FILES = [
+    "checksums.json",
+    "model.safetensors",
+    "training.json",
+    "training.safetensors",
+]
 
 
 def step_in(folder):
@@ -71,7 +77,7 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
     (tmp_path / "save-000004").symlink_to("nowhere")
     before = {*names(tmp_path)}
     save_steps(tmp_path, 0, 1, 2)
-    assert {*names(tmp_path)} - before == {"save-000005"}
+    assert {*names(tmp_path)} - before == {"save-000007"}
     assert step_in(tmp_path) == 2
     assert all((tmp_path / name).read_text() == "mine" for name in theirs)
 
@@ -101,32 +107,48 @@ def test_checkpoint_can_be_read_without_a_model(tmp_path):
     assert [x["class"] for x in found.description["settings"]] == ["AdamW"]
 
 
+def link(file):
+    outside = file.parents[1] / "outside"
+    file.rename(outside)
+    file.symlink_to(outside)
+
+
+def replace_by_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+DAMAGES = {
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-9]), ""),
+    "emptied": (lambda file: file.write_bytes(b""), ""),
+    "replaced": (lambda file: file.write_bytes(b"x" * 999), ""),
+    "removed": (Path.unlink, "No such file"),
+    "link": (link, "is a symbolic link"),
+    "pipe": (replace_by_pipe, "is a pipe"),
+}
+
+
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "replaced"])
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_damaged_checkpoint_is_an_error_and_never_stops_the_next_save(
-    name, damage, tmp_path
+    name, kind, tmp_path
 ):
     save_steps(tmp_path, 0, 1, keep=2)
-    file = latest_checkpoint(tmp_path) / name
-    if damage == "removed":
-        file.unlink()
-    else:
-        data = {"cut": file.read_bytes()[:-9], "emptied": b"", "replaced": b"x" * 999}
-        file.write_bytes(data[damage])
+    damage, reason = DAMAGES[kind]
+    damage(latest_checkpoint(tmp_path) / name)
     model, optimizer = small(7.0)
-    with pytest.raises(ValueError, match=r"damaged|incomplete") as caught:
+    match = f"Cannot read .*{reason}.* Older checkpoints are save-000001"
+    with pytest.raises(ValueError, match=match):
         restore_checkpoint(tmp_path, model, optimizer)
-    if damage != "removed":
-        assert "Older checkpoints are save-000001." in str(caught.value)
     assert model.weight.tolist() == [[7, 7], [7, 7]]
     assert step_in(tmp_path / "save-000001") == 0
     save_steps(tmp_path, 2)
-    assert names(tmp_path) == ["save-000003"]
+    assert names(tmp_path / "save-000003") == FILES
     assert step_in(tmp_path) == 2
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_flipped_bit_is_an_error_or_harmless(name, tmp_path):
+def test_every_flipped_bit_is_an_error(name, tmp_path):
     save_steps(tmp_path, 1)
     file = latest_checkpoint(tmp_path) / name
     data = file.read_bytes()
@@ -135,44 +157,20 @@ def test_every_flipped_bit_is_an_error_or_harmless(name, tmp_path):
         flipped = bytearray(data)
         flipped[position] ^= 1 << position % 8
         file.write_bytes(flipped)
-        try:
-            assert step_in(tmp_path) == 1
-        except ValueError:
-            continue
-        assert name == "training.json"  # as 1E-5 for 1e-5
+        with pytest.raises(ValueError, match="Cannot read"):
+            step_in(tmp_path)
     file.write_bytes(data)
     assert step_in(tmp_path) == 1
 
 
-def test_links_are_not_followed(tmp_path):
+def test_links_to_checkpoints_are_not_followed_inside_a_run(tmp_path):
     run, outside = tmp_path / "run", tmp_path / "outside"
     save_steps(run, 0)
     save_steps(outside, 1)
     (run / "save-000002").symlink_to(outside / "save-000001")
     assert step_in(run) == 0
-    for name in FILES:
-        file = run / "save-000001" / name
-        moved = tmp_path / name
-        file.rename(moved)
-        file.symlink_to(moved)
-        with pytest.raises(OSError, match="is a symbolic link"):
-            step_in(run)
-        file.unlink()
-        moved.rename(file)
     (tmp_path / "alias").symlink_to(run)
     assert step_in(tmp_path / "alias") == 0  # the user's own link to the run
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_pipes_are_not_opened(name, tmp_path):
-    save_steps(tmp_path, 0)
-    file = latest_checkpoint(tmp_path) / name
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(OSError, match="is a pipe"):
-        step_in(tmp_path)
-    save_steps(tmp_path, 1)
-    assert step_in(tmp_path) == 1
 
 
 def test_path_that_is_a_file_is_refused(tmp_path):
@@ -239,12 +237,13 @@ def test_lora_checkpoint_holds_adapters_and_needs_the_same_base_model(tmp_path):
 
 def rewrite(folder, change):
     """Edit training.json, with a checksum that matches: not damage but malice."""
-    path = folder / "training.json"
+    path, checksums = folder / "training.json", folder / "checksums.json"
     content = json.loads(path.read_text())
-    new = change(content["run"])
-    crc32 = zlib.crc32(json.dumps(content["run"]).encode())
-    data = json.dumps(content | {"crc32": crc32}).encode() if new is None else new
-    path.write_bytes(data)
+    new = change(content)
+    path.write_bytes(json.dumps(content).encode() if new is None else new)
+    found = json.loads(checksums.read_text())
+    found["training.json"] = zlib.crc32(path.read_bytes())
+    checksums.write_text(json.dumps(found))
 
 
 def put(*path):
@@ -263,33 +262,29 @@ HOSTILE = {
     "no settings": put("settings", None),
     "a list": lambda run: b"[1]",
     "another version": lambda run: b'{"format": "mlx_gradscale", "version": 2}',
-    "no run": lambda run: b'{"format": "mlx_gradscale", "version": 1}',
+    "no content": lambda run: b'{"format": "mlx_gradscale", "version": 1}',
     "a deep nest": lambda run: b"[" * 10**5,
     "a long text": lambda run: b" " * 2**24 + b"{}",
     "no UTF-8": lambda run: b"\xff{}",
-    "no checksums": put("checksums", {"../model.safetensors": 0}),
     "long names": put("frozen", LONG, "float32 (2,) 00000000"),
     "long class": put("settings", 0, "class", LONG),
     "deep setting": put("settings", 0, "values", {"betas": nested(500)}),
-    "frozen is no list": put("frozen", "layers.0.bias", 5),
+    "frozen is a number": put("frozen", "layers.0.bias", 5),
     "frozen of no dtype": put("frozen", "layers.0.bias", LONG),
     "no keys": put("random", []),
-    "large keys": put("random", [[2**40, 1]]),
-    "text as keys": put("random", [["a", "b"]]),
-    "three keys": put("random", [[1, 2, 3]]),
+    "keys of another dtype": put("random", {"array": "optimizer.step"}),
+    "keys of another shape": put("random", {"array": "optimizer.layers.0.weight.m"}),
     "extra is a number": put("extra", 7),
-    "extra of no array": put("extra", {"dict": {"step": {"array": "0"}}}),
-    "extra of no tuple": put("extra", {"dict": {"step": {"tuple": 5}}}),
-    "extra of two tags": put("extra", {"dict": {}, "tuple": []}),
-    "number is text": put("numbers", "step", "text"),
-    "number is a nest": put("numbers", "step", [[1]]),
-    "too few strides": put("strides", "model", "layers.0.weight", [1]),
-    "strides that overlap": put("strides", "model", "layers.0.weight", [1, 1]),
-    "negative strides": put("strides", "model", "layers.0.weight", [-8, 1]),
-    "strides with gaps": put("strides", "model", "layers.0.weight", [16, 1]),
-    "strides are text": put("strides", "model", "layers.0.weight", "81"),
-    "large strides": put("strides", "optimizer", "layers.0.weight.m", [1, 2**62]),
-    "endless stride": put("strides", "optimizer", "layers.2.weight.m", [2**70, 1]),
+    "extra of no array": put("extra", {"step": {"array": "none"}}),
+    "extra of no tuple": put("extra", {"step": {"tuple": 5}}),
+    "numbers are a list": put("numbers", [1]),
+    "number is text": put("numbers", "text", "text"),
+    "number is a nest": put("numbers", "nest", [[1]]),
+    "too few axes": put("orders", "model", "layers.0.weight", [0]),
+    "repeated axis": put("orders", "model", "layers.0.weight", [1, 1]),
+    "negative axis": put("orders", "model", "layers.0.weight", [-1, 0]),
+    "axes are text": put("orders", "model", "layers.0.weight", "10"),
+    "large axis": put("orders", "optimizer", "layers.0.weight.m", [2**70, 1]),
 }
 
 
@@ -300,7 +295,7 @@ def test_hostile_text_is_a_short_error_and_changes_nothing(kind, tmp_path):
     save_checkpoint(tmp_path, *run.parts, step=1)
     rewrite(latest_checkpoint(tmp_path), HOSTILE[kind])
     before = run.fingerprint()
-    with pytest.raises(ValueError, match=r"damaged|Cannot restore") as caught:
+    with pytest.raises(ValueError, match=r"Cannot re(ad|store)") as caught:
         restore_checkpoint(tmp_path, *run.parts)
     assert len(str(caught.value)) < 900
     assert "\x1b" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""A restored run continues bit for bit, here and in a fresh process, or not at all."""
+"""A restored run continues bit-identically; a mismatch changes nothing."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.checkpoint_runs import KINDS, Run, half, scaler
+from support.checkpoint_runs import KINDS, SCHEDULE, Run, half, scaler
 from support.helpers import OPTIMIZERS, batch, bits, mse
 from support.packed_moments import PackedAdamW, check_resume
 
@@ -116,13 +116,8 @@ def test_uninitialised_optimizer_can_be_saved_and_restored(tmp_path):
         restore_checkpoint(tmp_path / "run", *other.parts)
 
 
-def test_learning_rate_is_restored(tmp_path):
-    run = started("AdamW")
+def change_learning_rate(run):
     run.optimizer.learning_rate = 0.5
-    save_checkpoint(tmp_path / "run", *run.parts)
-    other = KINDS["AdamW"]()
-    restore_checkpoint(tmp_path / "run", *other.parts)
-    assert other.optimizer.learning_rate.item() == 0.5
 
 
 def replace_weight(run):
@@ -136,13 +131,17 @@ def move_master(run):
     run.optimizer.state = tree_unflatten(list(state.items()))
 
 
-@pytest.mark.parametrize("change", [replace_weight, move_master])
-def test_weight_and_master_changed_since_the_last_step_are_restored(change, tmp_path):
-    run = started("LossScaleOptimizer")
+CHANGES = [change_learning_rate, replace_weight, move_master]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_value_changed_since_the_last_step_is_restored(change, tmp_path):
+    run = half(optim.AdamW(1e-2))
+    run.train(0, 6)
     change(run)
     save_checkpoint(tmp_path / "run", *run.parts)
     expected = run.train(6, 9)
-    other = KINDS["LossScaleOptimizer"]()
+    other = half(optim.AdamW(1e-2))
     restore_checkpoint(tmp_path / "run", *other.parts)
     assert other.train(6, 9) == expected
 
@@ -153,55 +152,92 @@ def state_of(run):
     return run.fingerprint(), ids
 
 
-def changed(change):
-    def make():
-        run = KINDS["AdamW"]()
+def changed(make, change):
+    def make_changed():
+        run = make()
         change(run.model)
         return run
 
-    return make
+    return make_changed
 
 
+ADAMW, WRAPPED = KINDS["AdamW"], KINDS["LossScaleOptimizer"]
+HALF = {
+    masters: lambda masters=masters: half(optim.SGD(0.1), masters=masters)
+    for masters in ("float32", "remainder")
+}
+# The saved run, the run that is restored, and the error.
 WRONG = {
     "other model": (
-        changed(lambda model: setattr(model, "other", nn.Linear(2, 2))),
+        ADAMW,
+        changed(ADAMW, lambda model: setattr(model, "other", nn.Linear(2, 2))),
         r"checkpoint has no other\.bias, other\.weight",
     ),
     "other shape": (
-        changed(lambda model: setattr(model.layers[2], "bias", mx.zeros(2))),
+        ADAMW,
+        changed(ADAMW, lambda model: setattr(model.layers[2], "bias", mx.zeros(2))),
         r"layers\.2\..* is float32 with shape \(1,.* shape \(2,",
     ),
     "unfrozen": (
-        changed(lambda model: model.layers[1].unfreeze()),
+        ADAMW,
+        changed(ADAMW, lambda model: model.layers[1].unfreeze()),
         r"checkpoint has no layers\.1\.bias\.m.*freeze",
     ),
     "other dtype": (
+        ADAMW,
         lambda: Run(optim.AdamW(1e-2), dtype=mx.float16),
         "float32 with shape .* float16 with shape",
     ),
-    "other class": (lambda: Run(optim.Adam(1e-2)), "was AdamW, but this one is Adam"),
-    "several": (KINDS["MultiOptimizer"], "was AdamW, but this one is Muon, AdamW"),
+    "other class": (
+        ADAMW,
+        lambda: Run(optim.Adam(1e-2)),
+        "class=AdamW, but this one has class=Adam",
+    ),
+    "several": (ADAMW, KINDS["MultiOptimizer"], "=AdamW, but .* class=Muon, AdamW"),
     "setting": (
+        ADAMW,
         lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
-        r"betas=\[0.9, 0.999\], but this one has betas=\[0.8, 0.9\].*set it",
+        r"betas=\[0.9, 0.999\], but this one has betas=\[0.8, 0.9\].*restoring",
     ),
-    "a scaler": (KINDS["GradScaler"], "Do not pass a scaler"),
+    "a scaler": (ADAMW, KINDS["GradScaler"], "Do not pass a scaler"),
+    "no scaler": (KINDS["GradScaler"], ADAMW, "Pass the scaler too"),
     "wrapped": (
+        ADAMW,
         lambda: Run(half(optim.AdamW(1e-2)).optimizer),
-        r"was AdamW, but this one is LossScaleOptimizer\(AdamW\)",
+        r"=AdamW, but .* class=LossScaleOptimizer\(AdamW\)",
     ),
+    "not wrapped": (
+        WRAPPED,
+        lambda: Run(optim.AdamW(SCHEDULE), scaler(), dtype=mx.float16),
+        r"=LossScaleOptimizer\(AdamW\), but .* class=AdamW",
+    ),
+    "setting of the wrapper": (
+        WRAPPED,
+        lambda: half(optim.AdamW(SCHEDULE), max_grad_norm=2.0),
+        r"=1\.0, but this one has max_grad_norm=2\.0",
+    ),
+    **{
+        f"frozen {masters}": (
+            changed(make, lambda model: model.layers[1].unfreeze()),
+            make,
+            r"optimizer has no .*\.layers\.1\.bias",
+        )
+        for masters, make in HALF.items()
+    },
 }
 
 
+def initialise(run):
+    run.optimizer.init(run.model.trainable_parameters())
+    return run
+
+
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("initialised", [False, True])
-def test_mismatch_is_named_and_changes_nothing(wrong, initialised, tmp_path):
-    run = started("AdamW", 1)
-    save_checkpoint(tmp_path / "run", *run.parts)
-    make, message = WRONG[wrong]
-    other = make()
-    if initialised:
-        other.optimizer.init(other.model.trainable_parameters())
+@pytest.mark.parametrize("prepare", [lambda run: run, initialise])
+def test_mismatch_is_named_and_changes_nothing(wrong, prepare, tmp_path):
+    make_saved, make_other, message = WRONG[wrong]
+    save_checkpoint(tmp_path / "run", *initialise(make_saved()).parts)
+    other = prepare(make_other())
     before = state_of(other)
     with pytest.raises(ValueError, match=message) as caught:
         restore_checkpoint(tmp_path / "run", *other.parts)
@@ -209,45 +245,20 @@ def test_mismatch_is_named_and_changes_nothing(wrong, initialised, tmp_path):
     assert state_of(other) == before
 
 
-def test_mismatch_of_the_wrapper_is_named_and_changes_nothing(tmp_path):
-    run = started("LossScaleOptimizer")
-    save_checkpoint(tmp_path / "run", *run.parts)
-    inner = Run(run.optimizer.optimizer, dtype=mx.float16)
-    with pytest.raises(
-        ValueError, match=r"was LossScaleOptimizer\(AdamW\), .* AdamW\."
-    ):
-        restore_checkpoint(tmp_path / "run", *inner.parts[:2], scaler())
-    with pytest.raises(ValueError, match="has its own scaler"):
-        save_checkpoint(tmp_path / "run", run.model, run.optimizer, scaler())
-    other = half(optim.AdamW(1e-2), max_grad_norm=2.0)
-    before = state_of(other), bits(other.optimizer.state)
-    with (
-        pytest.warns(
-            UserWarning, match=r"\['learning_rate'\], but .* schedules for \[\]"
-        ) as w,
-        pytest.raises(ValueError, match=r"=1\.0, but this one has max_grad_norm=2\.0"),
-    ):
-        restore_checkpoint(tmp_path / "run", *other.parts)
-    assert (state_of(other), bits(other.optimizer.state)) == before
-    assert all(warning.filename == __file__ for warning in w)
+def test_missing_schedule_warns_at_the_call(tmp_path):
+    run = started("schedule", 1)
+    save_checkpoint(tmp_path, *run.parts)
+    other = Run(optim.AdamW(1e-2, bias_correction=True))
+    with pytest.warns(UserWarning, match=r"\['learning_rate'\], but .* for \[\]") as w:
+        restore_checkpoint(tmp_path, *other.parts)
+    assert [warning.filename for warning in w] == [__file__]
 
 
-@pytest.mark.parametrize("masters", ["float32", "remainder"])
-def test_master_of_a_layer_that_is_frozen_now_is_a_mismatch(masters, tmp_path):
-    runs = [half(optim.SGD(0.1), masters=masters) for _ in range(2)]
-    runs[0].model.layers[1].unfreeze()
-    for run in runs:
-        run.optimizer.init(run.model.trainable_parameters())
-    save_checkpoint(tmp_path, *runs[0].parts)
-    with pytest.raises(ValueError, match=r"optimizer has no .*\.layers\.1\.bias"):
-        restore_checkpoint(tmp_path, *runs[1].parts)
-
-
-def test_checkpoint_with_a_scaler_needs_the_scaler(tmp_path):
-    run = started("GradScaler")
-    save_checkpoint(tmp_path / "run", *run.parts)
-    with pytest.raises(ValueError, match="Pass the scaler too"):
-        restore_checkpoint(tmp_path / "run", *run.parts[:2])
+def test_checkpoint_of_weights_alone_says_how_to_load_them(tmp_path):
+    run = started("AdamW", 1)
+    save_checkpoint(tmp_path, run.model, optim.Optimizer())
+    with pytest.raises(ValueError, match=r"no optimizer state\. .*load_weights"):
+        restore_checkpoint(tmp_path, *run.parts)
 
 
 @pytest.mark.parametrize("place", ["weight", "master"])
@@ -280,12 +291,15 @@ def test_saving_within_an_iteration_is_refused(tmp_path):
 
 def test_misuse_raises_before_anything_is_written(tmp_path):
     run = KINDS["AdamW"]()
-    with pytest.raises(TypeError, match=r"mlx\.nn\.Module, got dict"):
+    with pytest.raises(TypeError, match="Expected an MLX Module, got dict"):
         save_checkpoint(tmp_path / "run", {}, run.optimizer)
-    with pytest.raises(TypeError, match=r"optimizer of mlx\.optimizers, got NoneType"):
+    with pytest.raises(TypeError, match="Expected an MLX Optimizer, got NoneType"):
         restore_checkpoint(tmp_path / "run", run.model, None)
-    with pytest.raises(TypeError, match="GradScaler, got int"):
+    with pytest.raises(TypeError, match=r"must be a GradScaler, got 5\. .* step=5"):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)
+    run = WRAPPED()
+    with pytest.raises(ValueError, match="has its own scaler"):
+        save_checkpoint(tmp_path / "run", run.model, run.optimizer, scaler())
     with pytest.raises(ValueError, match="keep must be 1 or more, got 0"):
         save_checkpoint(tmp_path / "run", *run.parts, keep=0)
     with pytest.raises(FileNotFoundError, match="There is no checkpoint in"):
@@ -329,6 +343,39 @@ def test_state_that_grows_in_the_first_step_and_python_numbers_are_restored(tmp_
     for parts in ((model, optimizer), other):
         parts[1].update(parts[0], parts[0].parameters())
     assert bits(other[0].parameters()) == bits(model.parameters())
+
+
+def test_statistics_that_a_forward_pass_left_in_another_dtype_are_restored(tmp_path):
+    def start():
+        model = nn.Sequential(nn.BatchNorm(2))
+        model.set_dtype(mx.float16)
+        return model, optim.SGD(0.1)
+
+    model, optimizer = start()
+    model(mx.random.normal((4, 2)))
+    assert model.layers[0].running_mean.dtype == mx.float32
+    save_checkpoint(tmp_path, model, optimizer)
+    other = start()
+    restore_checkpoint(tmp_path, *other)
+    assert bits(other[0].parameters()) == bits(model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*have no master weights")
+def test_float32_moments_of_a_float16_model_are_restored(tmp_path):
+    def start():
+        model = nn.Linear(8, 1)
+        model.set_dtype(mx.float16)
+        return model, optim.AdamW(1e-2), scaler()
+
+    model, optimizer, own_scaler = start()
+    loss_and_grad = own_scaler.value_and_grad(model, mse(model))
+    _, grads = loss_and_grad(*batch(0, 4, mx.float16))
+    own_scaler.minimize(optimizer, model, grads)
+    assert optimizer.state["weight"]["m"].dtype == mx.float32
+    save_checkpoint(tmp_path, model, optimizer, own_scaler)
+    other = start()
+    restore_checkpoint(tmp_path, *other)
+    assert bits(other[1].state) == bits(optimizer.state)
 
 
 def test_schedule_that_returns_python_numbers_is_restored(tmp_path):

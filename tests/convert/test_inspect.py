@@ -1,4 +1,4 @@
-"""What the inspect command says of each kind of file."""
+"""The output of the inspect command for each kind of file."""
 
 import json
 
@@ -49,15 +49,17 @@ def test_no_tensor_is_read(tmp_path):
     assert by_name(tmp_path / "a.pt")["w"]["shape"] == [1000]
 
 
-def test_converted_run_and_its_template_are_listed(tmp_path):
+def test_converted_run_is_listed_without_counting_its_template(tmp_path):
     name = "conv_adamw"
     forward(GOLDEN / f"{name}.pt", tmp_path / "run", *model_flag(name))
     found = by_name(tmp_path / "run")
     weight = found["save-000001/model.safetensors/features.layers.0.weight"]
     assert weight["shape"] == [4, 3, 3, 2]
-    assert found["template.pt/checkpoint/epoch"]["value"] == 3
-    entry = found["template.pt/checkpoint/model/features.0.weight"]
-    assert entry["shape"] == [4, 2, 3, 3]
+    assert found["save-000001/training.json/settings/0/class"]["value"] == "AdamW"
+    assert not any(name.startswith("template.pt") for name in found)
+    template = by_name(tmp_path / "run" / "template.pt")
+    assert template["checkpoint/epoch"]["value"] == 3
+    assert template["checkpoint/model/features.0.weight"]["shape"] == [4, 2, 3, 3]
 
 
 def test_every_value_has_a_line_and_valid_json(tmp_path, capsys):
@@ -105,6 +107,11 @@ def test_errors_are_one_line_and_limits_can_be_raised(tmp_path, capsys):
     assert "--limit operations=..." in capsys.readouterr().err
     assert main([str(tmp_path / "a.pt"), "--limit", "operations=1e6"]) == 0
     assert main([str(tmp_path / "a.pt"), "--limit", "patience=3"]) == 1
+
+
+def test_file_named_like_a_checkpoint_is_listed(tmp_path):
+    (tmp_path / "save-best.json").write_text('{"epoch": 1}')
+    assert by_name(tmp_path)["save-best.json/epoch"]["value"] == 1
 
 
 def test_link_in_a_folder_is_listed_and_not_followed(tmp_path):

@@ -1,4 +1,4 @@
-"""Safetensors files: what is written comes back, what is hostile is an error."""
+"""Safetensors files round-trip bit-identically; hostile ones raise an error."""
 
 import json
 import random
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.helpers import bits
 
-from mlx_gradscale.files.arrays import read_arrays, read_header, write_arrays
+from mlx_gradscale.files.arrays import read_arrays, read_shapes, write_arrays
 
 DTYPES = [
     *(mx.bool_, mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32),
@@ -57,9 +57,8 @@ def test_files_go_both_ways_with_mlx(tmp_path):
 
 def test_header_is_read_without_the_tensors(tmp_path):
     write_arrays(tmp_path / "a", {"w": mx.zeros((2, 3), mx.float16), "b": mx.array(1)})
-    places = read_header(tmp_path / "a")
-    assert places["w"] == (mx.float16, (2, 3), 0, 12)
-    assert places["b"].shape == ()
+    found = read_shapes(tmp_path / "a")
+    assert found == {"w": (mx.float16, (2, 3)), "b": (mx.int32, ())}
 
 
 def test_name_that_the_format_reserves_is_refused(tmp_path):
@@ -75,7 +74,7 @@ def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
 HOSTILE = {
     "product beyond 2**64": {"a": entry([2**33, 2**33])},
     "product that wraps to 8": {"a": entry([2**62 + 2])},
-    "dimension beyond 2**31": {"a": entry([2**31, 0], offsets=[0, 0])},
+    "dimension beyond 2**31": {"a": entry(), "b": entry([2**31, 0], offsets=[8, 8])},
     "negative dimensions": {"a": entry([-1, -2])},
     "float dimension": {"a": entry([2.0])},
     "bool dimension": {"a": entry([True], "F32", [0, 4])},
@@ -111,7 +110,7 @@ def file_of(header, data=bytes(8)):
 def test_hostile_header_is_a_short_error(kind, tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(file_of(HOSTILE[kind]))
-    for read in (read_arrays, read_header):
+    for read in (read_arrays, read_shapes):
         with pytest.raises(ValueError, match="not a valid safetensors file") as caught:
             read(path)
         assert len(str(caught.value)) < 400

@@ -1,10 +1,15 @@
 """Files and folders are written whole or not at all, and nothing stays behind."""
 
 import os
+import resource
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+from support.checkpoint_writers import small
 
+from mlx_gradscale import save_checkpoint
+from mlx_gradscale.files.arrays import write_arrays
 from mlx_gradscale.files.atomic import atomic_write, new_folder
 
 LEFTOVER = ".mlx_gradscale-0123456789abcdef.tmp"
@@ -106,15 +111,18 @@ def test_link_keeps_pointing_to_the_new_file(tmp_path):
     assert owner(tmp_path / "real") == "mine"
 
 
-def test_devices_and_folders_are_not_replaced(tmp_path):
-    with pytest.raises(OSError, match="is a device or socket"):
-        write("file", Path(os.devnull))
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        write("file", tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        write("file", tmp_path / "none" / "out")
+def test_pipes_and_folders_are_not_replaced(tmp_path):
+    # Not /dev/null: if the check is missing, root would replace the system's device.
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(OSError, match="is a pipe, a device or a folder"):
+            write("file", path)
+
+
+@each_kind
+def test_missing_folder_is_named(kind, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*none'"):
-        write("folder", tmp_path / "none" / "out")
+        write(kind, tmp_path / "none" / "out")
 
 
 def test_new_file_has_the_mode_of_the_umask(tmp_path):
@@ -126,3 +134,28 @@ def test_new_file_has_the_mode_of_the_umask(tmp_path):
         os.umask(before)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
     assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o750
+
+
+def write_small_checkpoint(path, size):
+    save_checkpoint(path, *small(), values=mx.zeros(size))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda path, n: write_arrays(path, {"w": mx.zeros(n)}), write_small_checkpoint],
+    ids=["arrays", "checkpoint"],
+)
+def test_write_that_does_not_fit_leaves_the_old_files_and_names_the_folder(
+    write, tmp_path
+):
+    write(tmp_path / "out", 2)
+    before = sorted(tmp_path.rglob("*"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write(tmp_path / "out", 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path) in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before

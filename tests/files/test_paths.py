@@ -9,13 +9,7 @@ import pytest
 from mlx_gradscale import GradScaler, float32_layers, torch_checkpoint
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.files.arrays import read_arrays
-from mlx_gradscale.files.paths import (
-    check_file,
-    check_name,
-    open_inside,
-    parse_json,
-    read_json,
-)
+from mlx_gradscale.files.paths import check_file, check_name, read_json
 from mlx_gradscale.inspect import describe
 
 
@@ -27,36 +21,22 @@ def test_name_of_more_than_one_plain_component_is_refused(name):
         check_name(name, "index.json")
 
 
-def test_check_file_refuses_what_cannot_be_written(tmp_path):
+def test_check_file_refuses_what_must_not_be_replaced(tmp_path):
     (tmp_path / "old").touch()
     os.mkfifo(tmp_path / "pipe")
-    assert check_file(tmp_path / "new") == tmp_path / "new"
-    assert check_file(tmp_path / "old", overwrite=True) == tmp_path / "old"
+    check_file(tmp_path / "new")
+    check_file(tmp_path / "old", overwrite=True)
     with pytest.raises(FileExistsError, match="--overwrite"):
         check_file(tmp_path / "old")
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        check_file(tmp_path)
-    with pytest.raises(OSError, match="is a pipe"):
-        check_file(tmp_path / "pipe", overwrite=True)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        check_file(tmp_path / "none" / "new")
-
-
-def test_file_inside_a_folder_is_never_a_link(tmp_path):
-    (tmp_path / "real").write_text("x")
-    (tmp_path / "link").symlink_to("real")
-    with open(tmp_path / "real", "rb", opener=open_inside) as file:
-        assert file.read() == b"x"
-    with pytest.raises(OSError, match="is a symbolic link"):
-        open_inside(tmp_path / "link", os.O_RDONLY)
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(OSError, match="is a pipe, a device or a folder"):
+            check_file(path, overwrite=True)
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[" * 10**5, b" " * 2**24 + b"1", b"\xff"]
 )
 def test_bad_json_is_a_value_error_that_names_the_file(data, tmp_path):
-    with pytest.raises(ValueError):  # noqa: PT011 - each has its own sentence
-        parse_json(data)
     (tmp_path / "a.json").write_bytes(data)
     with pytest.raises(ValueError, match=r"a\.json cannot be read"):
         read_json(tmp_path / "a.json")

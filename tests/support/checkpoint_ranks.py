@@ -65,6 +65,7 @@ def main(folder, checkpoint, task):
         report["next"] = run.train(100 * rank + 3, 100 * rank + 6)[0]
         report |= failures(run, checkpoint, rank)
     report["extra"] = restore_checkpoint(checkpoint, *run.parts)
+    report["random"] = mx.random.state[0].tolist()
     report["restored"] = fingerprint([run.model.parameters(), optimizer.state])
     report["restored statistics"] = run.model.norm.running_mean.tolist()
     assert_in_sync([run.model.parameters(), optimizer.state], group)
@@ -80,7 +81,7 @@ def failures(run, checkpoint, rank):
         file.write_bytes(b"mine")
     found["file"] = message(save_checkpoint, file, *run.parts)
     found["missing"] = message(restore_checkpoint, file.parent / "no", *run.parts)
-    extra = {"it": {1}} if rank == 1 else {}
+    extra = {"it": {1}}
     found["a set"] = message(save_checkpoint, checkpoint, *run.parts, **extra)
     weight = run.model.layers[0].weight
     run.model.layers[0].weight = weight + rank

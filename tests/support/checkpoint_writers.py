@@ -17,7 +17,7 @@ import mlx.optimizers as optim
 from mlx_gradscale import save_checkpoint
 
 # Everything that a save asks of the disk, but for reads and writes of open files.
-EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir")
+EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir")
 
 
 class FaultPoints:

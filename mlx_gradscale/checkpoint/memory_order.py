@@ -1,0 +1,45 @@
+"""Save and restore the memory order of arrays, which safetensors files lose.
+
+Matrix products round differently for transposed operands, and a step leaves weights and
+moments in the order of its operands. So a resumed run is bit-identical only if that
+order is restored too.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+
+def find_orders(values: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the axes, outermost first in memory, of arrays that are not row-major.
+
+    Example:
+        >>> x = mx.zeros((2, 3))
+        >>> find_orders({"x": x, "y": x.T})
+        {'y': [1, 0]}
+    """
+    mx.eval(values)
+    found = {}
+    for name, x in values.items():
+        if isinstance(x, mx.array) and x.ndim > 1 and x.size > 1:
+            buffer: Any = x
+            strides = memoryview(buffer).strides or ()
+            # Equal strides mean that one of the axes has a single element.
+            keys = [(-stride, -n) for stride, n in zip(strides, x.shape, strict=True)]
+            order = sorted(range(x.ndim), key=keys.__getitem__)
+            if order != [*range(x.ndim)]:
+                found[name] = order
+    return found
+
+
+def arrange(x: Any, order: Sequence[int] | None) -> Any:
+    """Return an equal array whose axes have this order in memory."""
+    if order is None:
+        return x
+    if sorted(order) != [*range(x.ndim)]:
+        raise ValueError(f"{order} is not an order of the axes of shape {x.shape}.")
+    moved = x.transpose(order)
+    # Two reshapes set even the strides of axes with a single element.
+    inverse = sorted(range(x.ndim), key=order.__getitem__)
+    return moved.reshape(-1).reshape(moved.shape).transpose(inverse)
