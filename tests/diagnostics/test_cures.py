@@ -66,7 +66,7 @@ def test_cure_of_a_float16_model_trains():
     for loss_fn, options in ((scaled, {}), (mse(model), {"scale": optimizer})):
         report = explain_overflow(model, loss_fn, *BATCH, **options)
         assert (report.cause, report.layer) == ("forward", "")
-        assert "the input of norm" in str(report)
+        assert "The input of norm" in str(report)
         assert "the code of the model computes" in str(report)
     # A float32 norm, where the overflow was seen, would change nothing.
     assert report.cure != ["norm"]

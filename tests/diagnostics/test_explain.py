@@ -75,9 +75,9 @@ def test_finite_batch_is_reported_as_such():
     ("gains", "x", "layer", "text"),
     [
         ({"fc2": 3e4}, 4.0, "blocks.1.fc2", "32 +inf of 32, float16"),
-        ({"fc2": 1e5}, 0.1, "blocks.1.fc2", "in the output of blocks.1.fc2:"),
-        ({"between": 6e4}, 4.0, "blocks.1", "the input of blocks.1.fc2"),
-        ({"after": 6e4}, 4.0, "blocks.1", "in the output of blocks.1:"),
+        ({"fc2": 1e5}, 0.1, "blocks.1.fc2", "The output of blocks.1.fc2 contains"),
+        ({"between": 6e4}, 4.0, "blocks.1", "The input of blocks.1.fc2, which"),
+        ({"after": 6e4}, 4.0, "blocks.1", "The output of blocks.1 contains"),
     ],
 )
 def test_layer_that_overflows_forward_is_named(gains, x, layer, text):
@@ -94,7 +94,7 @@ def test_layer_that_overflows_backward_is_named():
     report = explain(model, 1e-4, scale=2.0**10)
     assert (report.cause, report.layer) == ("gradients", "blocks.1.fc1")
     assert report.scaling_helps
-    assert "the gradient that blocks.1.fc1 returns" in str(report)
+    assert "The gradient that blocks.1.fc1 returns" in str(report)
     leaves = {leaf.path for leaf in report.leaves}
     assert leaves == {"blocks.0.fc1.weight", "blocks.0.fc2.weight"}
     assert explain(model, 1e-4, scale=1.0).cause == "nothing"

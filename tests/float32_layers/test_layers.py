@@ -364,30 +364,28 @@ def test_outputs_of_every_kind_come_back_in_float16(name):
     assert kinds(outputs) == kinds(plain)
 
 
-def test_arrays_in_lists_and_dicts_are_float32_for_the_call_only():
+def test_arguments_are_float32_in_tuples_and_unchanged_in_lists_and_caches():
     class Cache:
         keys = None
 
     seen = []
 
-    def function(weight, x, cache, states, table=None):
-        seen.append({states[0][0].dtype, states[1].dtype, table["a"].dtype})
+    def function(weight, pair, cache, states, *, mask):
+        seen.append([pair[0].dtype, mask.dtype, states[0].dtype])
         states.append(3)
-        states[1] = x
-        cache.keys = x
-        return x * weight
+        cache.keys = pair[0]
+        return pair[0] * weight + mask
 
     model = nn.Sequential(Returns(function))
     float32_layers(model, "layers.0")
-    x = mx.ones((4,), HALF)
-    cache, states, table = Cache(), [(x, 1), x, x], {"a": x}
-    out = model.layers[0](x, cache, states, table=table)
-    assert out.dtype == HALF
-    assert seen == [{mx.float32}]
-    assert states[0][0] is states[2] is table["a"] is x
+    x, cache = mx.ones((4,), HALF), Cache()
+    states = [x]
+    assert model.layers[0]((x, 1), cache, states, mask=x).dtype == HALF
+    assert seen == [[mx.float32, mx.float32, HALF]]
+    assert states[0] is x
+    assert states[1] == 3
     # What the layer stores stays as it computed it.
-    assert states[1].dtype == cache.keys.dtype == mx.float32
-    assert states[3] == 3
+    assert cache.keys.dtype == mx.float32
 
 
 def test_running_statistics_are_float32_in_a_float32_layer():
@@ -467,7 +465,7 @@ def test_handlers_see_each_call_of_a_shared_module_under_its_first_path():
     seen = []
 
     def make_handler(path, _):
-        def handle(module, function, args, kwargs):
+        def handle(module, function, /, *args, **kwargs):
             seen.append(path)
             return function(*args, **kwargs)
 
