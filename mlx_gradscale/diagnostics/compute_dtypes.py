@@ -137,7 +137,7 @@ def compute_dtypes(
         forward.extend(calls)
         return outputs
 
-    def make_handler(model: str, path: str, _: nn.Module) -> Handler:
+    def make_handler(model: str, path: str) -> Handler:
         def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             outputs = function(*args, **kwargs)
             if is_inside_layer.get() or module.computes_in_float32:

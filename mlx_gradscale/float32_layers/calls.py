@@ -69,9 +69,7 @@ def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
 
 
 @contextmanager
-def handled(
-    model: nn.Module, make_handler: Callable[[str, nn.Module], Handler]
-) -> Iterator[None]:
+def handled(model: nn.Module, make_handler: Callable[[str], Handler]) -> Iterator[None]:
     """Route every module through a handler, and restore the model on exit.
 
     A module with several paths gets one handler, made for the first path.
@@ -79,8 +77,7 @@ def handled(
     modules = {id(m): (path, m) for path, m in reversed(ordered_modules(model))}
     with preserved(model):
         for path, module in modules.values():
-            handler = make_handler(path, module)
-            set_handlers(module, (*get_handlers(module), handler))
+            set_handlers(module, (*get_handlers(module), make_handler(path)))
         yield
 
 

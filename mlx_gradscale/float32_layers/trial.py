@@ -246,7 +246,7 @@ class Trial:
             result.is_forward_done = True
             return outputs
 
-        with handled(self.model, lambda path, _: result.make_handler(path)):
+        with handled(self.model, result.make_handler):
             if where is not None:
                 float32_layers(self.model, where)
             result.read(*replace(self, loss_fn=loss_fn).differentiate(scale))

@@ -464,7 +464,7 @@ def test_handlers_see_each_call_of_a_shared_module_under_its_first_path():
     model = nn.Sequential(layer, nn.Sequential(layer))
     seen = []
 
-    def make_handler(path, _):
+    def make_handler(path):
         def handle(module, function, /, *args, **kwargs):
             seen.append(path)
             return function(*args, **kwargs)
