@@ -77,7 +77,7 @@ def _first_fault(run: Run, loss_is_off: bool) -> Fault:
     def first_bad(values: Iterable[Value], distance: float = _FAR) -> Value | None:
         return next((x for x in values if _is_bad(x, run, distance, loss_is_off)), None)
 
-    leaves = [x.counts for x in run.gradients.values() if not x.is_finite]
+    leaves = [x.counts for x in run.gradients if not x.is_finite]
     cause, found = "forward", first_bad(run.forward)
     if found is None and loss_is_off:
         found = first_bad(run.forward, _SUSPICIOUS)
@@ -109,13 +109,12 @@ def _is_bad(value: Value, run: Run, distance: float, loss_is_off: bool) -> bool:
 
 
 def _in_backward_order(run: Run) -> Iterator[Value]:
-    weights = list(run.gradients.values())
     for value in run.backward:
         yield value
         if value.side == "output":
             # Now the gradients of this layer's own weights are ready.
-            yield from (x for x in weights if x.caller == value.path)
-    yield from weights
+            yield from (x for x in run.gradients if x.caller == value.path)
+    yield from run.gradients
 
 
 def _origin(value: Value, cause: str) -> tuple[str | None, str]:

@@ -1,7 +1,6 @@
 """Make selected layers of a half-precision model compute in float32."""
 
 import heapq
-import os
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from ..core.masters import HALF
 from ..files.text import dtype_name
 from .calls import get_handlers, is_inside, ordered_modules, set_handlers
 from .casting import downcast, upcast, upcast_parameters
-from .where import resolve, save_float32_layers
+from .where import resolve
 
 _STATISTICS = ("running_mean", "running_var")
 # Where a BatchNorm in a float32 layer stores the original dtype of its statistics.
@@ -85,10 +84,6 @@ class Float32Layers:
     def undo(self) -> None:
         """Restore the previous float32 layers of the model, usually none."""
         float32_layers(self._model, self._previous)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the layers to a ``.json`` file for :func:`float32_layers`."""
-        save_float32_layers(path, self.where)
 
     def __enter__(self) -> "Float32Layers":
         return self

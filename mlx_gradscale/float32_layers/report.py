@@ -77,7 +77,7 @@ class Float32Search:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
         if self.problem:
             raise ValueError(f"There are no layers to save. {self.problem}")
-        save_float32_layers(path, self.where, self.reasons)
+        save_float32_layers(path, self.where)
 
     def __str__(self) -> str:
         if self.problem:

@@ -82,8 +82,6 @@ def find_float32_layers(
         ['layers.1 to layers.2']
         >>> layers = float32_layers(model, found)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
     refuse_scaled(loss_fn)
     if not 1.0 <= margin < math.inf:
         raise ValueError(f"margin must be finite and at least 1, got {margin!r}.")
@@ -117,15 +115,14 @@ def _with_batch(trial: Trial, batch: Any) -> Trial:
 
 def search(trials: Sequence[Trial], margin: float, tolerance: float) -> Float32Search:
     """Like :func:`find_float32_layers`, for validated arguments."""
-    state = _Search(trials[0].model, margin, tolerance)
+    state, problem = _Search(trials[0].model, margin, tolerance), ""
     try:
         for i, trial in enumerate(trials):
             state.add(trial, f"batch {i + 1}")
         state.verify()
     except NoCureFound as error:
-        state.reasons = {}
-        return state.report(str(error))
-    return state.report()
+        state.reasons, problem = {}, str(error)
+    return state.report(problem)
 
 
 class _Search:
@@ -168,7 +165,7 @@ class _Search:
             tried = list(self.reasons)
             self.halves = [self._grow(trial) for trial in self.trials]
 
-    def report(self, problem: str = "") -> Float32Search:
+    def report(self, problem: str) -> Float32Search:
         """Return the layers found, and the largest values of all layers."""
         where = [chain.entry for chain in resolve(self.model, self.reasons)]
         inside = self._paths(where)
@@ -238,7 +235,7 @@ class _Search:
         while True:
             half = self._run_scaled(trial, [*self.reasons])
             loss_is_off = self._is_loss_off(half)
-            distance = relative_distance(half.gradients.values())
+            distance = relative_distance(half.gradients)
             is_close = distance <= _GRADIENT_TOLERANCE * self._tolerance
             if not loss_is_off and half.has_finite_gradients and is_close:
                 return half

@@ -26,32 +26,27 @@ from .layers import float32_layers
 _SUMS = 64
 
 
-@dataclass(eq=False)
 class Value:
     """Statistics of a layer's input or output, or of its unscaled gradient.
 
     Attributes:
         caller (str or None): The layer that called it; None for the loss function.
         side (str): "input", "output", or "gradient" for a parameter's gradient.
-        measured (array): The result of :func:`measure`, lazy until :meth:`read`.
+        measured (array): The result of :func:`measure`, until :meth:`read` is called.
+        other (Value or None): The same value in the reference run, if any.
         counts (NonFinite): How many elements are NaN or inf.
         largest (float): The largest finite magnitude.
         maximum (float): The largest finite value; a mask of -1e9 has none.
-        other (Value or None): The same value in the reference run, if any.
     """
 
-    path: str
-    caller: str | None
-    side: str
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    measured: mx.array
-    has_gradient: bool = False
-    counts: NonFinite = field(init=False)
-    largest: float = field(init=False)
-    maximum: float = field(init=False)
-    sums: np.ndarray = field(init=False)
-    other: "Value | None" = None
+    def __init__(
+        self, x: mx.array, path: str, caller: str | None, side: str, scale: float = 1.0
+    ):
+        self.path, self.caller, self.side = path, caller, side
+        self.shape, self.dtype = x.shape, x.dtype
+        self.has_gradient = side == "gradient"
+        self.measured = measure(x, scale)
+        self.other: Value | None = None
 
     def read(self, row: np.ndarray) -> None:
         """Fill in the measured values."""
@@ -119,38 +114,36 @@ class Run:
     Attributes:
         forward (list): The inputs and outputs of layers, in call order.
         backward (list): Their gradients, in the order of the backward pass.
-        gradients (dict): The gradients of parameters by path; their ``caller`` is the
+        gradients (list): The gradients of the parameters; their ``caller`` is the
             module of the parameter.
         loss_call (Call): The call of the loss function, containing all others.
         reference (Run or None): A run in float32 to compare with.
     """
 
-    def __init__(self, paths: list[str], scale: float, reference: "Run | None"):
+    def __init__(self, model: nn.Module, scale: float, reference: "Run | None"):
         self.loss = math.nan
         self.scale = scale
         self.reference = reference
         self.forward: list[Value] = []
         self.backward: list[Value] = []
-        self.gradients: dict[str, Value] = {}
+        self.gradients: list[Value] = []
         self.loss_call = Call(None)
-        self._paths = paths
+        self._paths = [path for path, _ in ordered_modules(model)]
         self._running = [self.loss_call]
         self.is_forward_done = False
 
     @property
     def has_finite_gradients(self) -> bool:
         """Whether the gradients of all parameters are finite."""
-        return all(value.is_finite for value in self.gradients.values())
+        return all(value.is_finite for value in self.gradients)
 
     def read(self, loss: mx.array, gradients: Any) -> None:
         """Evaluate everything, and keep the statistics of the unscaled gradients."""
-        for path, x in flatten(gradients):
-            if is_floating(x):
-                owner = owner_of(self._paths, path)
-                value = Value(
-                    path, owner, "gradient", x.shape, x.dtype, measure(x), True
-                )
-                self.gradients[path] = value
+        self.gradients = [
+            Value(x, path, owner_of(self._paths, path), "gradient")
+            for path, x in flatten(gradients)
+            if is_floating(x)
+        ]
         # Free the gradients early.
         gradients.clear()
         values = self._values()
@@ -165,7 +158,7 @@ class Run:
         """Return all values by keys that are the same in every run."""
         values: dict[tuple[Any, ...], Value] = {}
         seen: Counter[tuple[Any, ...]] = Counter()
-        lists = (self.forward, self.backward, self.gradients.values())
+        lists = (self.forward, self.backward, self.gradients)
         for phase, each in enumerate(lists):
             for value in each:
                 key = phase, value.path, value.side
@@ -198,7 +191,7 @@ class Run:
         def tap(x: Any) -> Any:
             if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating):
                 return x
-            value = Value(call.path or "", caller, side, x.shape, x.dtype, measure(x))
+            value = Value(x, call.path or "", caller, side)
             (call.inputs if side == "input" else call.outputs).append(value)
             if not self.is_forward_done:
                 self.forward.append(value)
@@ -210,8 +203,10 @@ class Run:
 
     def _note(self, value: Value, gradient: mx.array) -> mx.array:
         value.has_gradient = True
-        measured = measure(gradient, self.scale)
-        self.backward.append(replace(value, dtype=gradient.dtype, measured=measured))
+        place = value.path, value.caller, value.side
+        noted = Value(gradient, *place, scale=self.scale)
+        noted.has_gradient = True
+        self.backward.append(noted)
         return gradient
 
 
@@ -238,8 +233,7 @@ class Trial:
         """
         if not flatten(self.model.trainable_parameters()):
             raise ValueError("The model has no trainable parameters. Unfreeze some.")
-        paths = [path for path, _ in ordered_modules(self.model)]
-        result = Run(paths, scale, self.reference)
+        result = Run(self.model, scale, self.reference)
 
         def loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = self.loss_fn(*args, **kwargs)

@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -115,23 +115,18 @@ def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
     return found
 
 
-def save_float32_layers(
-    path: str | os.PathLike[str],
-    layers: Iterable[str],
-    reasons: Mapping[str, str] | None = None,
-) -> None:
+def save_float32_layers(path: str | os.PathLike[str], layers: Iterable[str]) -> None:
     """Write layers to a ``.json`` file for ``float32_layers``.
 
     Args:
         path (str): Must end in ``.json``.
         layers (list): Paths, globs and chains, as for ``float32_layers``.
-        reasons (dict, optional): Why each of them is float32; not read back.
     """
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
-    content = {**_FORMAT, "layers": list(layers), "reasons": dict(reasons or {})}
+    content = json.dumps({**_FORMAT, "layers": list(layers)}, indent=2)
     with atomic_write(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+        file.write(f"{content}\n".encode())
 
 
 def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:

@@ -231,7 +231,7 @@ def test_residual_stream_that_mlx_lm_clips_is_found():
     trial = replace(trial, reference=trial.run_in_float32())
 
     def distance(where):
-        return relative_distance(trial.run(where).gradients.values())
+        return relative_distance(trial.run(where).gradients)
 
     assert distance([]) > 0.2
     found = find_float32_layers(model, default_loss, [(model, tokens, lengths)])
@@ -347,8 +347,6 @@ def test_misuse_raises_and_leaves_the_model(name):
     with pytest.raises(error, match=message):
         find_float32_layers(model, loss_fn, batches, **options)
     assert_same(model, before)
-    with pytest.raises(TypeError, match=r"must be an mlx\.nn\.Module"):
-        find_float32_layers(loss_fn, model, [X])
 
 
 def test_each_run_is_logged(caplog):
