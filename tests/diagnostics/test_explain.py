@@ -3,7 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from support.helpers import NAN, bits
+from support.helpers import NAN, model_state
 
 from mlx_gradscale import GradScaler, float32_layers
 from mlx_gradscale.diagnostics import explain_overflow
@@ -41,21 +41,16 @@ class Net(nn.Module):
         return self.dropout(x)
 
 
-def snapshot(model):
-    types = [(p, id(type(m)), dict(vars(m))) for p, m in model.named_modules()]
-    return bits(model.parameters()), types, mx.random.state[0].tolist()
-
-
 def mean_square(model):
     return lambda x: model(x).astype(mx.float32).square().mean()
 
 
 def explain(model, x=1.0, loss_fn=None, **options):
-    before = snapshot(model)
+    before = model_state(model)
     x = mx.full((4, 8), x) if isinstance(x, float) else x
     options = {"compute_dtype": HALF, **options}
     report = explain_overflow(model, loss_fn or mean_square(model), x, **options)
-    assert snapshot(model) == before
+    assert model_state(model) == before
     assert str(report)
     return report
 
@@ -279,7 +274,7 @@ def test_caller_of_a_checkpointed_layer_is_known():
 def test_model_is_restored_after_an_error(dtype):
     model = Net()
     model.train()
-    before = snapshot(model)
+    before = model_state(model)
 
     def loss_fn(x):
         model.norm(model(x))  # replaces the running statistics
@@ -290,7 +285,7 @@ def test_model_is_restored_after_an_error(dtype):
 
     with pytest.raises(KeyError, match="no such column"):
         explain_overflow(model, loss_fn, mx.ones((4, 8)), compute_dtype=dtype)
-    assert snapshot(model) == before
+    assert model_state(model) == before
 
 
 def test_loss_from_scale_loss_has_its_own_scale():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from functools import partial
 
 import mlx.core as mx
@@ -191,13 +190,6 @@ def test_other_file_is_refused_and_left_alone(tmp_path, name, content):
         with pytest.raises(ValueError, match=r"is not a history file \(line \d is "):
             use(path)
     assert path.read_text() == content
-
-
-def test_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "run.csv")
-    for use in (ScaleHistory, ScaleHistory.load):
-        with pytest.raises(OSError, match="is a pipe"):
-            use(tmp_path / "run.csv")
 
 
 def test_misuse_raises(tmp_path):

@@ -14,8 +14,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from support.helpers import model_state
 
-from mlx_gradscale import GradScaler, float32_layers
+from mlx_gradscale import GradScaler, all_finite, float32_layers
 from mlx_gradscale.float32_layers import list_float32_layers
 from mlx_gradscale.float32_layers.calls import handled
 
@@ -85,7 +86,7 @@ def gradients(model):
 
 
 def is_finite(tree):
-    return all(mx.isfinite(x).all().item() for _, x in tree_flatten(tree))
+    return all_finite(tree).item()
 
 
 def dtypes(tree):
@@ -107,37 +108,24 @@ def assert_close(a, b, rtol=2e-2):
         assert np.abs(x - y).max() <= rtol * (np.abs(y).max() + 1e-12), path
 
 
-def snapshot(model):
-    types = [(p, id(type(m)), dict(vars(m))) for p, m in model.named_modules()]
-    values = [(p, x.dtype, x.tolist()) for p, x in tree_flatten(model.parameters())]
-    return types, values
-
-
-def test_float32_layers_cure_an_overflow_and_return_float16():
+@pytest.mark.parametrize("how", ["undo", "with", "empty list"])
+def test_float32_layers_cure_an_overflow_until_they_are_undone(how):
     model = make_net()
-    assert not is_finite(model(TOKENS))
     expected = as_float32(model)(TOKENS)
-    float32_layers(model, MLPS)
+    before = model_state(model)
+    layers = float32_layers(model, MLPS)
+    assert layers.paths == [f"blocks.{i}.mlp" for i in range(3)]
     logits = model(TOKENS)
     assert logits.dtype == HALF
     assert set(model.dtypes) == {HALF}
     assert_close(logits, expected)
-
-
-@pytest.mark.parametrize("how", ["undo", "with", "empty list"])
-def test_model_returns_to_normal(how):
-    model = make_net()
-    before = snapshot(model)
     if how == "with":
-        with float32_layers(model, MLPS) as layers:
+        with layers:
             assert is_finite(model(TOKENS))
     else:
-        layers = float32_layers(model, MLPS)
-        assert is_finite(model(TOKENS))
         layers.undo() if how == "undo" else float32_layers(model, [])
-    assert layers.paths == [f"blocks.{i}.mlp" for i in range(3)]
     model.dtypes.clear()
-    assert snapshot(model) == before
+    assert model_state(model) == before
     assert not is_finite(model(TOKENS))
 
 
@@ -193,14 +181,14 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "where", [None, "blocks.*.mlp", "blocks.*.block.mlp", "blocks.*"]
+    "where", [MLPS, "blocks.*.block", "blocks.*.block.mlp", "blocks.*"]
 )
 def test_gradients_agree_with_float32_also_when_checkpointed(where):
     model = make_net()
     _, expected = gradients(as_float32(model))
     if where != MLPS:
         model.blocks = [Checkpointed(block) for block in model.blocks]
-    float32_layers(model, where or "blocks.*.block")
+    float32_layers(model, where)
     loss, grads = gradients(model)
     if where != MLPS:
         grads["blocks"] = [block["block"] for block in grads["blocks"]]
