@@ -18,7 +18,6 @@ from support.helpers import model_state
 
 from mlx_gradscale import GradScaler, all_finite, float32_layers
 from mlx_gradscale.float32_layers import list_float32_layers
-from mlx_gradscale.float32_layers.calls import handled
 
 HALF = mx.float16
 TOKENS = mx.arange(8)
@@ -444,26 +443,6 @@ def test_metaclass_and_inherited_call_work():
     expected = as_float32(model)(x.astype(mx.float32))
     float32_layers(model, "layers.*")
     assert_close(model(x), expected)
-
-
-@pytest.mark.compiles
-def test_handlers_see_each_call_of_a_shared_module_under_its_first_path():
-    layer = nn.Linear(8, 8)
-    model = nn.Sequential(layer, nn.Sequential(layer))
-    seen = []
-
-    def make_handler(path):
-        def handle(module, function, /, *args, **kwargs):
-            seen.append(path)
-            return function(*args, **kwargs)
-
-        return handle
-
-    with handled(model, make_handler):
-        # Compilation is off, so that a handler can read values.
-        mx.compile(model)(mx.ones((1, 8)))
-    assert seen == ["", "layers.0", "layers.1", "layers.0"]
-    assert type(layer) is nn.Linear
 
 
 def test_model_with_float32_layers_is_freed_without_the_garbage_collector():
