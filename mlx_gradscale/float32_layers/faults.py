@@ -66,10 +66,10 @@ def find_fault(trial: Trial, run: Run, loss_is_off: bool | None = None) -> Fault
     leaves = nonfinite(trial.model.parameters())
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
-        text = f"The parameters contain NaN or inf in {names}. Go back to an earlier "
+        advice = "Go back to an earlier checkpoint."
+        text = f"The parameters contain NaN or inf in {names}. {advice}"
         paths = [path for path, _ in ordered_modules(trial.model)]
-        owner = owner_of(paths, leaves[0].path)
-        return Fault("parameters", owner, f"{text}checkpoint.", leaves)
+        return Fault("parameters", owner_of(paths, leaves[0].path), text, leaves)
     return _first_fault(run, loss_is_off)
 
 

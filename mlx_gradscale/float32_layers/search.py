@@ -199,7 +199,7 @@ class _Search:
         entry = self._chain_for(call, call.children.index(large[0]))
         largest = max(v.magnitude for c in large for v in c.inputs + c.outputs)
         above = "above 65504" if largest > LARGEST else "close to 65504"
-        self.reasons[entry] = f"values of {largest:.3g}, {above}"
+        self.reasons[entry] = f"Values reach {largest:.3g}, {above}."
 
     def _chain_for(self, call: Call, first: int) -> str:
         """Return the shortest chain for the large values between a call's children."""

@@ -40,12 +40,13 @@ class Value:
     """
 
     def __init__(
-        self, x: mx.array, path: str, caller: str | None, side: str, scale: float = 1.0
+        self, x: mx.array, path: str, caller: str | None, side: str, scale: float = 0.0
     ):
         self.path, self.caller, self.side = path, caller, side
         self.shape, self.dtype = x.shape, x.dtype
-        self.has_gradient = side == "gradient"
-        self.measured = measure(x, scale)
+        # Whether it is a gradient, which has a scale, or a gradient was computed.
+        self.has_gradient = scale > 0
+        self.measured = measure(x, scale or 1.0)
         self.other: Value | None = None
 
     def read(self, row: np.ndarray) -> None:
@@ -81,7 +82,7 @@ def relative_distance(values: Iterable[Value]) -> float:
     return (off / norm) ** 0.5 if norm else float(off > 0)
 
 
-def measure(x: mx.array, scale: float = 1.0) -> mx.array:
+def measure(x: mx.array, scale: float) -> mx.array:
     """Lazily compute counts of NaN and inf, the largest unscaled values, and sums."""
     if not x.size:
         return mx.zeros(5 + _SUMS)
@@ -140,7 +141,7 @@ class Run:
     def read(self, loss: mx.array, gradients: Any) -> None:
         """Evaluate everything, and keep the statistics of the unscaled gradients."""
         self.gradients = [
-            Value(x, path, owner_of(self._paths, path), "gradient")
+            Value(x, path, owner_of(self._paths, path), "gradient", 1.0)
             for path, x in flatten(gradients)
             if is_floating(x)
         ]
@@ -204,9 +205,7 @@ class Run:
     def _note(self, value: Value, gradient: mx.array) -> mx.array:
         value.has_gradient = True
         place = value.path, value.caller, value.side
-        noted = Value(gradient, *place, scale=self.scale)
-        noted.has_gradient = True
-        self.backward.append(noted)
+        self.backward.append(Value(gradient, *place, self.scale))
         return gradient
 
 
