@@ -16,7 +16,7 @@ from ..core.gradients import is_opaque
 from ..core.masters import HALF
 from ..files.text import align, dtype_name
 from ..float32_layers.calls import Handler, handled, ordered_modules
-from ..float32_layers.layers import is_inside_layer
+from ..float32_layers.layers import first_half, is_inside_layer
 from ..float32_layers.trial import Trial
 
 
@@ -143,11 +143,10 @@ def compute_dtypes(
             if is_inside_layer.get() or module.computes_in_float32:
                 return outputs
             given = _floating((args, kwargs))
-            own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
             layer = LayerDtypes(
                 model,
                 path,
-                next((dtype for dtype in own if dtype in HALF), None),
+                first_half(module.values()),
                 tuple(x.dtype for x in given),
                 tuple(x.dtype for x in _floating(outputs)),
                 next((arguments[id(x)] for x in given if id(x) in arguments), None),

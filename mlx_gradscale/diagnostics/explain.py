@@ -52,7 +52,7 @@ class OverflowReport:
             "gradients" or "derivative".
         layer (str or None): The path of the layer that computed the first non-finite
             value; "" is the model itself, None the loss function or no layer.
-        where (str): The same in words, with the value found there.
+        where (str): The first non-finite value and its location, in words.
         loss (float): The loss.
         scale (float): The loss scale, excluding that of a ``scale_loss`` function.
         leaves (list): The non-finite leaves of the batch, the parameters or the

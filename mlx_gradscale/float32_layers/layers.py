@@ -115,8 +115,8 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     Each layer gets a subclass of its class: ``isinstance``, ``type(layer) ==
     nn.Linear`` and tables keyed by type work, but ``type(layer) is nn.Linear`` is
     False. Only calls, and ``as_linear`` of a tied embedding, are intercepted; other
-    methods run in half precision. Arrays that a float32 layer stores in a cache or a
-    list stay float32.
+    methods run in half precision. A layer may write to the lists, dicts and caches that
+    it receives, so the arrays in them are not cast.
 
     Args:
         model (nn.Module): The model. It is modified in place.

@@ -145,14 +145,14 @@ class _Search:
         reference = trial.run_in_float32()
         fault = find_fault(trial, reference)
         if fault is not None:
-            why = f"{name.capitalize()} gives non-finite values even in float32. "
-            why += fault.text
+            why = [f"{name.capitalize()} gives non-finite values even in float32."]
+            why += [fault.text] if fault.text else []
             if fault.cause not in ("batch", "parameters"):
-                why += (
-                    f" The loss is {reference.loss}. Look for a logarithm, division or "
+                why += [
+                    f"The loss is {reference.loss}. Look for a logarithm, division or "
                     "square root of zero, and for a cast to half precision."
-                )
-            raise NoCureFound(why)
+                ]
+            raise NoCureFound(" ".join(why))
         self.trials.append(replace(trial, reference=reference))
         calls = reference.loss_call
         self._given = {v.magnitude for call in calls.children for v in call.inputs}

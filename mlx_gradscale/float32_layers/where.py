@@ -95,13 +95,13 @@ def _chains(modules: dict[str, nn.Module], entry: str) -> list[Chain]:
 def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
     """Return the layers that a model defines between two others."""
     paths = list(modules)
-    found: list[str] = []
-    for path in paths[paths.index(first) + 1 : paths.index(last)]:
-        is_called = has_method(type(modules[path]), "__call__")
-        is_part = is_inside(path, first, *found) or is_inside(last, path)
-        if is_called and not is_part:
-            found.append(path)
-    return found
+    return [
+        path
+        for path in paths[paths.index(first) + 1 : paths.index(last)]
+        if has_method(type(modules[path]), "__call__")
+        and not is_inside(path, first)
+        and not is_inside(last, path)
+    ]
 
 
 def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
