@@ -113,12 +113,12 @@ def _is_compile_enabled() -> bool:
 
 
 class _Transparent(type):
-    """Metaclass that makes an intercepted module's class pass for the original.
+    """Metaclass of the subclasses that intercept calls.
 
-    The class compares equal to the original, for code that looks up ``type(layer)`` in
-    a table (mlx-lm's GPTQ). Its ``__call__`` reads and writes the original's, because
-    mlx-lm's ``grad_checkpoint`` replaces ``type(layer).__call__`` to reach every layer
-    of a class. Python itself still calls the intercepting method.
+    A subclass compares equal to the original class, for code that looks up
+    ``type(layer)`` in a table (mlx-lm's GPTQ). Its ``__call__`` attribute is the
+    original's, because mlx-lm's ``grad_checkpoint`` replaces ``type(layer).__call__``
+    to reach every layer of a class. Python itself still calls the intercepting method.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -159,7 +159,7 @@ def _intercepted(cls: type) -> type:
         return method
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # A subclass that cannot be imported by name cannot be pickled, so rebuild it.
+        # The subclass cannot be imported by name, so unpickling creates it again.
         own: Any = super(subclass, self)
         make, args, *rest = own.__reduce_ex__(max(2, protocol))
         args = tuple(cls if arg is subclass else arg for arg in args)
@@ -175,7 +175,7 @@ def _intercepted(cls: type) -> type:
     body |= {"__reduce_ex__": reduce, "__module__": cls.__module__}
     body |= {"__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     body["computes_in_float32"] = property(computes_in_float32)
-    # Also derived from the metaclass of the module's class, such as ABCMeta.
+    # It must also derive from the metaclass of the original class, such as ABCMeta.
     metaclass: Any = type("_Transparent", (_Transparent, type(cls)), {})
     subclass: type = metaclass(cls.__name__, (cls,), body)
     return subclass

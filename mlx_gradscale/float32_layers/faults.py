@@ -21,13 +21,13 @@ from .trial import Run, Trial, Value, relative_distance
 # than the first, a sum that overflowed causes more. The second is used if the loss is
 # off but no value is far off.
 _FAR, _SUSPICIOUS = 0.25, 0.05
-# Additive masks have magnitudes like this.
+# Additive masks, such as -1e9, are larger than this.
 _MASK = 1e4
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a run is non-finite or far from float32: fields of ``OverflowReport``."""
+    """Why a run is bad. The fields have the same meaning as in ``OverflowReport``."""
 
     cause: str
     layer: str | None = None
@@ -36,7 +36,7 @@ class Fault:
 
 
 def find_fault(trial: Trial, run: Run, loss_is_off: bool | None = None) -> Fault | None:
-    """Return why a run is bad, in the order of computation, or None if it is finite.
+    """Return the first reason why a run is bad, or None if it is finite.
 
     Bad values are non-finite. If the run has a reference in float32, values far from it
     are bad as well, and a fault is always returned.
@@ -112,7 +112,7 @@ def _in_backward_order(run: Run) -> Iterator[Value]:
     for value in run.backward:
         yield value
         if value.side == "output":
-            # Now the gradients of this layer's own weights are ready.
+            # At this point the gradients of this layer's weights are ready.
             yield from (x for x in run.gradients if x.caller == value.path)
     yield from run.gradients
 

@@ -19,9 +19,9 @@ from .casting import downcast, upcast, upcast_parameters
 from .where import resolve
 
 _STATISTICS = ("running_mean", "running_var")
-# Where a BatchNorm in a float32 layer stores the original dtype of its statistics.
+# The attribute of a BatchNorm for the original dtype of its running statistics.
 _OWN_DTYPE = "_statistics_dtype"
-# Few and small, because they stay alive even if replaced in the model.
+# Neighbours stay in memory even if the model replaces them, so use few small ones.
 _MAX_NEIGHBOURS = 4
 
 # Whether the current code was called by a float32 layer.

@@ -136,7 +136,7 @@ class _Search:
         self.halves: list[Run] = []
         self._limit = LARGEST / margin
         self._tolerance = tolerance
-        # Arguments passed in by the loss function are already in half precision.
+        # Magnitudes of the model's inputs, which are already in half precision.
         self._given: set[float] = set()
 
     def add(self, trial: Trial, name: str) -> None:
@@ -186,7 +186,7 @@ class _Search:
         share = 1.0 - self._share(inside)
         return Float32Search(where, reasons, rows, problem, losses, scale, share)
 
-    # Values between layers, whose size is known from the float32 run.
+    # Large values between layers. The float32 run shows how large they are.
 
     def _cover_large_values(self, call: Call) -> None:
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
@@ -228,7 +228,7 @@ class _Search:
         sizes = {value.magnitude for value in values} - self._given
         return any(size >= self._limit for size in sizes)
 
-    # Faults inside layers, detected where half precision deviates from float32.
+    # Faults inside layers. There, half precision deviates from float32.
 
     def _grow(self, trial: Trial) -> Run:
         """Add layers until this batch agrees with float32."""

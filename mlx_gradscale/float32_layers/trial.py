@@ -44,7 +44,8 @@ class Value:
     ):
         self.path, self.caller, self.side = path, caller, side
         self.shape, self.dtype = x.shape, x.dtype
-        # Whether it is a gradient, which has a scale, or a gradient was computed.
+        # Whether this is a gradient, or a gradient flowed through it. Only gradients
+        # have a scale.
         self.has_gradient = scale > 0
         self.measured = measure(x, scale or 1.0)
         self.other: Value | None = None
@@ -248,7 +249,7 @@ class Trial:
     def run_in_float32(self) -> Run:
         """Run forward and backward in float32 without changing the model."""
         with preserved(self.model):
-            # Frozen parameters as well, which compute_dtype leaves alone.
+            # Also cast frozen parameters, which compute_dtype does not change.
             self.model.set_dtype(mx.float32)
             given = self.model, self.loss_fn, self.args, self.kwargs
             return Trial(*given, compute_dtype=mx.float32).run([])

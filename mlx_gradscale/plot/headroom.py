@@ -17,7 +17,7 @@ def plot_headroom(
     *,
     dark: bool = False,
 ) -> Figure:
-    """Plot the largest value of each layer against float16's largest, 65504.
+    """Plot how close the values of each layer come to 65504, float16's maximum.
 
     A second panel shows the model with the float32 layers found by the search. A layer
     whose output fits but which overflows in an intermediate result, such as the mean of

@@ -126,17 +126,6 @@ def test_line_that_a_crash_cut_off_is_dropped(tmp_path, name):
 
 
 @each_format
-def test_part_of_a_line_left_by_a_full_disk_is_overwritten(tmp_path, name):
-    path = tmp_path / name
-    history = ScaleHistory(path, every=1)
-    history.record(GradScaler())
-    with open(path, "a") as file:
-        file.write("2,655")
-    history.record(GradScaler())
-    assert [record.step for record in ScaleHistory.load(path)] == [1, 2]
-
-
-@each_format
 def test_second_run_continues_the_file_and_may_repeat_steps(tmp_path, name):
     path, scaler = tmp_path / name, GradScaler()
     for steps in (100, 30):
