@@ -5,7 +5,7 @@ the run with one in float32, and also treats values far from float32 as bad.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -83,7 +83,7 @@ def _first_fault(run: Run, loss_is_off: bool) -> Fault:
         found = first_bad(run.forward, _SUSPICIOUS)
     if found is None:
         cause = "loss" if loss_is_off else "gradients"
-        found = None if loss_is_off else first_bad(_in_backward_order(run))
+        found = None if loss_is_off else first_bad([*run.backward, *run.gradients])
     if found is None:
         return Fault(cause, leaves=leaves)
     layer, place = _origin(found, cause)
@@ -106,15 +106,6 @@ def _is_bad(value: Value, run: Run, distance: float, loss_is_off: bool) -> bool:
     is_mask = other is not None and other.largest > _MASK > other.maximum
     is_nan_or_inf = bool(value.counts.nan or value.counts.positive_inf)
     return loss_is_off and (is_nan_or_inf or (is_far and not is_mask))
-
-
-def _in_backward_order(run: Run) -> Iterator[Value]:
-    for value in run.backward:
-        yield value
-        if value.side == "output":
-            # At this point the gradients of this layer's weights are ready.
-            yield from (x for x in run.gradients if x.caller == value.path)
-    yield from run.gradients
 
 
 def _origin(value: Value, cause: str) -> tuple[str | None, str]:

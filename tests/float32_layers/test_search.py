@@ -166,6 +166,24 @@ def test_large_float16_input_needs_no_float32():
     assert (found.where, found.problem) == ([], "")
 
 
+def test_layer_that_overflows_for_one_row_of_many_is_found():
+    class Norm(nn.Module):
+        def __call__(self, x):
+            return x / mx.sqrt(mx.square(x).mean(axis=-1, keepdims=True))
+
+    model = nn.Sequential(Norm(), nn.Linear(8, 8, bias=False))
+    model.set_dtype(HALF)
+    x = mx.random.normal((24, 8), key=mx.random.key(1)).astype(HALF)
+    x[3] *= 1000
+
+    def loss_fn(x):
+        return model(x).astype(mx.float32).square().mean()
+
+    found = find_float32_layers(model, loss_fn, [x])
+    assert (found.where, found.problem) == (["layers.0"], "")
+    assert "The output of layers.0 differs from float32 by 2" in str(found)
+
+
 def test_model_of_one_layer():
     model = nn.Linear(8, 8)
     model.weight = mx.full((8, 8), 3e4)
