@@ -251,41 +251,36 @@ class _Search:
                     f"{distance:.0%} compared with float32. To accept this, pass "
                     f"tolerance={distance / _GRADIENT_TOLERANCE * 1.5:.2g}."
                 )
-            path = fault.layer
-            if path is None:
-                self._give_the_loss_float32(trial, half)
-                continue
+            expected = _expected_loss(half)
+            why = (
+                fault.text or f"The loss is {half.loss:.4g} instead of {expected:.4g}."
+            )
+            entry = self._entry_for(trial, half, fault.layer)
+            if entry is None:
+                raise NoCureFound(
+                    "Even computing the whole model in float32 is not enough. "
+                    f"{why} Look for a cast to half precision or a division by zero in "
+                    "the model and in the loss function."
+                )
+            self.reasons[entry] = why
+
+    def _entry_for(self, trial: Trial, half: Run, path: str | None) -> str | None:
+        """Return the smallest layer around a fault, or one that cures the loss."""
+        if path is not None:
             inside = self._paths(self.reasons)
             called = {"", *(value.path for value in half.forward)}
-            while is_inside(path, *inside):
-                if not path:
-                    raise NoCureFound(
-                        "Even computing the whole model in float32 is not enough. "
-                        f"{fault.text} Look for a cast to half precision in the model "
-                        "or in the loss function."
-                    )
+            while path and is_inside(path, *inside):
                 path = owner_of(called - {path}, path)
-            self.reasons[path] = fault.text
-
-    def _give_the_loss_float32(self, trial: Trial, half: Run) -> None:
-        """Make one of the last layers pass float32 to the loss function."""
-        off = f"The loss is {half.loss:.4g} instead of {_expected_loss(half):.4g}"
+            return None if is_inside(path, *inside) else path
         paths = [value.path for value in half.forward if value.side == "output"]
         # A tied embedding is called twice: its first output would also be float32.
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
-        for path in [*single[:8], ""]:
-            entry = f"{path}{TO}{THE_LOSS}"
-            if entry in self.reasons:
-                break
-            half = self._run_scaled(trial, [*self.reasons, entry])
-            if not self._is_loss_off(half):
-                self.reasons[entry] = f"{off} in half precision."
-                return
-        raise NoCureFound(
-            f"{off}, even if it is computed from float32 outputs. Look for a cast to "
-            "half precision or a division by zero in the loss function."
-        )
+        for last in [*single[:8], ""]:
+            entry = f"{last}{TO}{THE_LOSS}"
+            if not self._is_loss_off(self._run_scaled(trial, [*self.reasons, entry])):
+                return entry
+        return None
 
     def _is_loss_off(self, half: Run) -> bool:
         expected = _expected_loss(half)

@@ -457,6 +457,25 @@ def test_model_with_float32_layers_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
+def test_shared_float32_layer_stays_float32_inside_another():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Mlp()
+            self.up = self.inner.up
+            self.norm = nn.RMSNorm(8)
+
+        def __call__(self, x):
+            return self.norm(self.inner(x))
+
+    model = Shared()
+    model.set_dtype(HALF)
+    x = mx.full((1, 8), 200, HALF)
+    expected = as_float32(model)(x.astype(mx.float32))
+    float32_layers(model, ["inner", "up"])
+    assert_close(model(x), expected)
+
+
 def test_tied_embedding_is_float32_in_both_uses():
     model = make_net()
     model.embed.weight = mx.full((16, 8), 3e4, HALF)

@@ -250,7 +250,11 @@ def break_weight(model, loss_fn):
 
 
 def cast_in_the_loss(model, loss_fn):
-    return lambda x: (loss_fn(x) * 1e9).astype(HALF), X
+    def loses_half(x):
+        loss = loss_fn(x)
+        return loss / 2 if x.dtype == HALF else loss
+
+    return loses_half, X
 
 
 def cast_in_the_model(model, loss_fn):
@@ -280,7 +284,7 @@ HOPELESS = {
         "non-finite values even in float32. The output of layers.0"),
     "root": (lambda model, _: (lambda x: mx.sqrt(model(x) * 0.0).sum(), X),
         "non-finite values even in float32. The gradient"),
-    "cast in the loss": (cast_in_the_loss, "a cast to half precision"),
+    "cast in the loss": (cast_in_the_loss, r"is not enough. The loss is .* instead of"),
     "cast in the model": (cast_in_the_model, "whole model in float32 is not enough"),
 }  # fmt: skip
 
@@ -298,6 +302,12 @@ def test_reason_is_given_where_no_layers_help(name, tmp_path):
     with pytest.raises(ValueError, match="no layers to save"):
         found.save(tmp_path / "layers.json")
     assert str(found).startswith("Computing layers in float32 does not help.")
+
+
+def test_rounding_alone_is_reported():
+    model, loss_fn = make()
+    found = find_float32_layers(model, lambda x: 1000 + loss_fn(x), [X], tolerance=1e-5)
+    assert "Nothing overflows, but rounding changes the gradients" in found.problem
 
 
 def test_arguments_too_large_for_float16_are_reported():
