@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..core.finite import all_finite
 from ..float32_layers.calls import preserved
-from ..float32_layers.trial import Batch, Setting, differentiate
+from ..float32_layers.trial import Trial
 from .reading import scaler_of
 
 # Powers of two: no scale below the first helps, and a float32 loss never needs more
@@ -67,10 +67,10 @@ def calibrate(
     scaler = scaler_of(source)
     if not scaler.is_enabled():
         return 1.0
-    setting = Setting(model, loss_fn, compute_dtype)
+    trial = Trial(model, loss_fn, batch, {}, compute_dtype)
     scale, problem = 0.0, None
     try:
-        scale = _largest_scale(setting, Batch(batch)) * 2.0**-headroom
+        scale = _largest_scale(trial) * 2.0**-headroom
     except ValueError as error:
         problem = error
     group = group or mx.distributed.init()
@@ -83,10 +83,10 @@ def calibrate(
     return scale
 
 
-def _largest_scale(setting: Setting, batch: Batch) -> float:
+def _largest_scale(trial: Trial) -> float:
     def overflows(power: int) -> bool:
-        with preserved(setting.model):
-            loss, gradients = differentiate(setting, batch, 2.0**power)
+        with preserved(trial.model):
+            loss, gradients = trial.differentiate(2.0**power)
             if not all_finite([loss]).item():
                 raise ValueError(f"The loss on this batch is {loss.item()}{_ADVICE}")
             return not all_finite(gradients).item()

@@ -16,8 +16,8 @@ from ..core.gradients import is_opaque
 from ..core.masters import HALF
 from ..files.text import align, dtype_name
 from ..float32_layers.calls import Handler, handled, ordered_modules
-from ..float32_layers.layers import is_inside_layer
-from ..float32_layers.trial import Batch, Setting, differentiate
+from ..float32_layers.layers import first_half, is_inside_layer
+from ..float32_layers.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,16 @@ def compute_dtypes(
         forward.extend(calls)
         return outputs
 
-    def make_handler(model: str, path: str, _: nn.Module) -> Handler:
-        def handle(module: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    def make_handler(model: str, path: str) -> Handler:
+        def handle(module: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             outputs = function(*args, **kwargs)
             if is_inside_layer.get() or module.computes_in_float32:
                 return outputs
             given = _floating((args, kwargs))
-            own = [x.dtype for x in module.values() if isinstance(x, mx.array)]
             layer = LayerDtypes(
                 model,
                 path,
-                next((dtype for dtype in own if dtype in HALF), None),
+                first_half(module.values()),
                 tuple(x.dtype for x in given),
                 tuple(x.dtype for x in _floating(outputs)),
                 next((arguments[id(x)] for x in given if id(x) in arguments), None),
@@ -162,11 +161,11 @@ def compute_dtypes(
     for name, x in _bound(loss_fn, args, kwargs):
         if isinstance(x, nn.Module) and id(x) not in parts:
             models[f"{type(x).__name__} ({name})"] = x
-    setting = Setting(model, recorded_loss_fn, compute_dtype, cast_inputs, keep)
+    options = compute_dtype, cast_inputs, keep
     with contextlib.ExitStack() as stack:
         for name, each in models.items():
             stack.enter_context(handled(each, partial(make_handler, name)))
-        differentiate(setting, Batch(args, kwargs))
+        Trial(model, recorded_loss_fn, args, kwargs, *options).differentiate()
     statistics = [
         path if len(models) == 1 else f"{name}: {path}"
         for name, each in models.items()

@@ -13,8 +13,8 @@ from ..core.scale import SMALLEST_SCALE
 from ..files.text import align, dtype_name, power
 from ..float32_layers.faults import find_fault
 from ..float32_layers.report import WHOLE_MODEL, Float32Search
-from ..float32_layers.search import search_batches
-from ..float32_layers.trial import Batch, Setting, run
+from ..float32_layers.search import search
+from ..float32_layers.trial import Trial
 from ..nonfinite import NonFinite, nonfinite
 from .reading import scale_of
 
@@ -24,13 +24,11 @@ _SMALLER = 2.0**-40
 _ADVICE = {
     "nothing": "The gradients are finite too. If training skipped this batch, pass the "
     "compute_dtype= that training uses, and the scale= of that step.",
-    "batch": "The batch contains non-finite values, which no loss scale can fix. "
-    "Remove or repair these samples.",
+    "batch": "No loss scale can fix this.",
     "arguments": "The arguments are finite, but overflow in compute_dtype, which no "
     "loss scale can fix. Normalise them, or call value_and_grad(..., "
     "cast_inputs=False) and cast the model's inputs in the loss function.",
-    "parameters": "Parameters are non-finite, which no loss scale can fix. Go back to "
-    "an earlier checkpoint.",
+    "parameters": "No loss scale can fix this.",
     "forward": "The forward pass overflows. Loss scaling affects only gradients and "
     "cannot help. Compute the layers that produce and read this value in float32, make "
     "their inputs smaller, or compute in bfloat16.",
@@ -54,7 +52,7 @@ class OverflowReport:
             "gradients" or "derivative".
         layer (str or None): The path of the layer that computed the first non-finite
             value; "" is the model itself, None the loss function or no layer.
-        where (str): The same in words, with the value found there.
+        where (str): The first non-finite value and its location, in words.
         loss (float): The loss.
         scale (float): The loss scale, excluding that of a ``scale_loss`` function.
         leaves (list): The non-finite leaves of the batch, the parameters or the
@@ -101,7 +99,7 @@ class OverflowReport:
             first = f"The loss is finite ({self.loss:.6g}) {scale}."
         else:
             first = f"The loss itself is {self.loss} {scale}, so the step is skipped."
-        lines = [first, _ADVICE[self.cause], self.where, self.line]
+        lines = [first, self.where, _ADVICE[self.cause], self.line]
         if self.leaves:
             lines.append(overflow_table(self.leaves))
         return "\n".join(filter(None, lines))
@@ -152,22 +150,21 @@ def explain_overflow(
         >>> report.cause, report.layer
         ('gradients', 'layers.1')
     """
-    setting = Setting(model, loss_fn, compute_dtype, cast_inputs, keep)
-    arguments = Batch(batch, named)
+    trial = Trial(model, loss_fn, batch, named, compute_dtype, cast_inputs, keep)
     if scale is not None and hasattr(loss_fn, "has_scaled_gradient"):
         raise TypeError(
             "This loss function was returned by scale_loss() and has its own scale. "
             "Omit scale=, or pass the original function."
         )
     number = 1.0 if scale is None else scale_of(scale)
-    result = run(setting, arguments, scale=number)
-    fault = find_fault(setting, arguments, result)
+    result = trial.run(scale=number)
+    fault = find_fault(trial, result)
     if fault is None:
         return OverflowReport("nothing", None, "", result.loss, number)
     cause = fault.cause
     if cause == "gradients":
         smaller = max(number * _SMALLER, SMALLEST_SCALE)
-        if not run(setting, arguments, scale=smaller).is_finite:
+        if find_fault(trial, trial.run(scale=smaller)) is not None:
             cause = "derivative"
     cure = None
     if cause in ("forward", "loss"):
@@ -175,9 +172,8 @@ def explain_overflow(
             loss_fn, stop=lambda f: not hasattr(f, "has_scaled_gradient")
         )
         # A model that skips steps may have unusual weights: allow a large distance.
-        setting = replace(setting, loss_fn=original)
-        found = search_batches(setting, [arguments], margin=1.0, tolerance=0.1)
-        cure = found.where or None
+        trial = replace(trial, loss_fn=original)
+        cure = search([trial], margin=1.0, tolerance=0.1).where or None
     return OverflowReport(
         cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure
     )

@@ -187,7 +187,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
-    """Return the records; steps that were repeated replace earlier records."""
+    """Return the records. If a step occurs twice, the later line counts."""
     if path.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"The file must end in .csv or .jsonl, got {path.name!r}.")
     # A crash may have cut off the last line, but not the only one.

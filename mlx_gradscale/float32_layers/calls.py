@@ -5,9 +5,9 @@ subclass; the classes of other modules do not change. Float32 layers, probes and
 reports are handlers built on this mechanism.
 """
 
-import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +24,7 @@ _CONVERSIONS = ("to_quantized", "to_lora")
 _HANDLERS = "_call_handlers"
 
 # Called with the module, the function to call and its arguments; returns the outputs.
-Handler = Callable[
-    [nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
-]
+Handler = Callable[..., Any]
 
 
 def ordered_modules(model: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
@@ -63,20 +61,15 @@ def get_handlers(module: nn.Module) -> tuple[Handler, ...]:
 
 def set_handlers(module: nn.Module, handlers: tuple[Handler, ...]) -> None:
     """Route each call of a module through handlers; without any, restore its class."""
-    is_intercepted = isinstance(type(module), _Transparent)
-    if handlers and not is_intercepted:
-        object.__setattr__(module, "__class__", _intercepted(type(module)))
-    elif is_intercepted and not handlers:
-        object.__setattr__(module, "__class__", _original(type(module)))
+    cls = _original(type(module))
+    object.__setattr__(module, "__class__", _intercepted(cls) if handlers else cls)
     vars(module).pop(_HANDLERS, None)
     if handlers:
-        object.__setattr__(module, _HANDLERS, handlers)
+        vars(module)[_HANDLERS] = handlers
 
 
 @contextmanager
-def handled(
-    model: nn.Module, make_handler: Callable[[str, nn.Module], Handler]
-) -> Iterator[None]:
+def handled(model: nn.Module, make_handler: Callable[[str], Handler]) -> Iterator[None]:
     """Route every module through a handler, and restore the model on exit.
 
     A module with several paths gets one handler, made for the first path.
@@ -84,8 +77,7 @@ def handled(
     modules = {id(m): (path, m) for path, m in reversed(ordered_modules(model))}
     with preserved(model):
         for path, module in modules.values():
-            handler = make_handler(path, module)
-            set_handlers(module, (*get_handlers(module), handler))
+            set_handlers(module, (*get_handlers(module), make_handler(path)))
         yield
 
 
@@ -121,12 +113,12 @@ def _is_compile_enabled() -> bool:
 
 
 class _Transparent(type):
-    """Metaclass that makes an intercepted module's class pass for the original.
+    """Metaclass of the subclasses that intercept calls.
 
-    The class compares equal to the original, for code that looks up ``type(layer)`` in
-    a table (mlx-lm's GPTQ). Its ``__call__`` reads and writes the original's, because
-    mlx-lm's ``grad_checkpoint`` replaces ``type(layer).__call__`` to reach every layer
-    of a class. Python itself still calls the intercepting method.
+    A subclass compares equal to the original class, for code that looks up
+    ``type(layer)`` in a table (mlx-lm's GPTQ). Its ``__call__`` attribute is the
+    original's, because mlx-lm's ``grad_checkpoint`` replaces ``type(layer).__call__``
+    to reach every layer of a class. Python itself still calls the intercepting method.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -161,41 +153,32 @@ def _intercepted(cls: type) -> type:
                 set_handlers(module, get_handlers(self))
                 return module
             for handler in get_handlers(self):
-                function = _bind(handler, self, function)
+                function = partial(handler, self, function)
             return function(*args, **kwargs)
 
         return method
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # A subclass that cannot be imported by name cannot be pickled, so rebuild it.
+        # The subclass cannot be imported by name, so unpickling creates it again.
         own: Any = super(subclass, self)
         make, args, *rest = own.__reduce_ex__(max(2, protocol))
         args = tuple(cls if arg is subclass else arg for arg in args)
         return (_rebuild, (make, args), *rest)
 
+    def computes_in_float32(self: nn.Module) -> bool:
+        # The core checks this to leave the parameters of these modules in float32.
+        handlers = get_handlers(self)
+        return any(getattr(h, "computes_in_float32", False) for h in handlers)
+
     names = [name for name in _METHODS + _CONVERSIONS if has_method(cls, name)]
     body: dict[str, Any] = {name: intercept(name) for name in names}
-    body |= {"__reduce_ex__": reduce, "__doc__": cls.__doc__}
-    body["computes_in_float32"] = property(_computes_in_float32)
-    body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__")}
-    metaclass: type = _Transparent
-    if type(cls) is not type:
-        metaclass = type("_Transparent", (_Transparent, type(cls)), {})
-    subclass: type = types.new_class(
-        cls.__name__, (cls,), {"metaclass": metaclass}, lambda ns: ns.update(body)
-    )
+    body |= {"__reduce_ex__": reduce, "__module__": cls.__module__}
+    body |= {"__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body["computes_in_float32"] = property(computes_in_float32)
+    # It must also derive from the metaclass of the original class, such as ABCMeta.
+    metaclass: Any = type("_Transparent", (_Transparent, type(cls)), {})
+    subclass: type = metaclass(cls.__name__, (cls,), body)
     return subclass
-
-
-def _computes_in_float32(module: nn.Module) -> bool:
-    # The core checks this to leave the parameters of these modules in float32.
-    return any(getattr(h, "computes_in_float32", False) for h in get_handlers(module))
-
-
-def _bind(
-    handler: Handler, module: nn.Module, function: Callable[..., Any]
-) -> Callable[..., Any]:
-    return lambda *args, **kwargs: handler(module, function, args, kwargs)
 
 
 def _rebuild(make: Callable[..., Any], args: tuple[Any, ...]) -> nn.Module:

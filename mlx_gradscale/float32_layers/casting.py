@@ -11,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..core.gradients import is_opaque
-from ..core.masters import HALF
-from ..core.trees import Writes, commit, items, leaves, slots
+from ..core.gradients import is_opaque, writable_arrays
+from ..core.masters import HALF, to_float32
+from ..core.trees import Writes, commit, leaves
 
 
 @contextmanager
@@ -23,19 +23,14 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
     Yields the first half-precision dtype found, or None.
     """
     trainable = {id(x) for x in leaves(module.trainable_parameters())}
-    # A tuple is immutable, so its arrays are not cast.
-    places = [
-        (container, key, container[key])
-        for _, container, key in slots(module)
-        if container[key].dtype in HALF and not isinstance(container, tuple)
-    ]
+    places = [place for place in writable_arrays(module) if place[2].dtype in HALF]
     # Keyed by id: a tied weight is one array in several places and is cast once.
     new = {id(old): old for _, _, old in places}
     parameters = [old for old in new.values() if id(old) in trainable]
     if parameters:
         restored = _restore_in_backward(parameters, places)
         new |= {id(x): y for x, y in zip(parameters, restored, strict=True)}
-    new = {key: x.astype(mx.float32) for key, x in new.items()}
+    new = {key: to_float32(x) for key, x in new.items()}
     commit([(container, key, new[id(old)]) for container, key, old in places])
     try:
         yield places[0][2].dtype if places else None
@@ -60,68 +55,39 @@ def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.
     parameters in the model, long after the forward pass has restored it.
     """
 
-    @mx.custom_function
-    def identity(*parameters: mx.array) -> tuple[mx.array, ...]:
-        return parameters
-
-    @identity.vjp
-    def identity_vjp(_: Any, cotangents: Any, __: Any) -> Any:
+    def restore(_: Any, cotangents: Any, __: Any) -> Any:
         commit([p for p in places if p[0][p[1]].dtype != p[2].dtype])
         return cotangents
 
-    outputs: Any = identity(*parameters)
-    return list(outputs)
+    identity: Any = mx.custom_function(lambda *parameters: parameters)
+    identity.vjp(restore)
+    return list(identity(*parameters))
 
 
-class ArgumentCast:
-    """The arguments of one call, with half-precision arrays upcast to float32.
+def upcast(value: Any) -> Any:
+    """Upcast an array, or the arrays of a tuple, from half precision to float32.
 
-    A module may write to the lists, dicts and caches that it receives, so they are not
-    copied: arrays in lists and dicts are replaced during the call, and other objects
-    are left unchanged. Arrays that the call stores in any of them stay float32.
+    A module may write to the lists, dicts and caches that it receives, so they are
+    passed on unchanged.
     """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        # The first half-precision dtype among the arguments.
-        self.dtype: mx.Dtype | None = None
-        self._replaced: list[tuple[Any, Any, Any, Any]] = []
-        self.args, self.kwargs = self._upcast(args), self._upcast(kwargs)
-
-    def _upcast(self, value: Any) -> Any:
-        if isinstance(value, mx.array) and value.dtype in HALF:
-            self.dtype = self.dtype or value.dtype
-            return value.astype(mx.float32)
-        if isinstance(value, tuple) and not is_opaque(value):
-            # Map over this tuple only: a list inside it must not be copied.
-            return tree_map(self._upcast, value, is_leaf=lambda x: x is not value)
-        if type(value) in (list, dict):
-            for key, old in list(items(value)):
-                new = self._upcast(old)
-                if new is not old:
-                    value[key] = new
-                    self._replaced.append((value, key, old, new))
-        return value
-
-    def restore(self) -> None:
-        """Restore the original arrays in lists and dicts."""
-        for holder, key, old, new in self._replaced:
-            if any(k == key and x is new for k, x in items(holder)):
-                holder[key] = old
+    if isinstance(value, mx.array):
+        return to_float32(value)
+    if isinstance(value, tuple) and not is_opaque(value):
+        return tree_map(upcast, value, is_leaf=lambda x: x is not value)
+    return value
 
 
-def downcast(outputs: Any, dtype: mx.Dtype) -> Any:
-    """Downcast the float32 arrays among the outputs of a call to ``dtype``."""
-    return tree_map(partial(_downcast_leaf, dtype), outputs, is_leaf=is_opaque)
-
-
-def _downcast_leaf(dtype: mx.Dtype, x: Any) -> Any:
+def downcast(dtype: mx.Dtype, x: Any) -> Any:
+    """Downcast the float32 arrays in the outputs of a call to ``dtype``."""
     if isinstance(x, mx.array):
         return x.astype(dtype) if x.dtype == mx.float32 else x
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         result: Any = copy.copy(x)
         for field in dataclasses.fields(x):
-            value = downcast(getattr(x, field.name), dtype)
+            value = downcast(dtype, getattr(x, field.name))
             # A frozen dataclass does not allow setattr.
             object.__setattr__(result, field.name, value)
         return result
-    return x
+    if is_opaque(x):
+        return x
+    return tree_map(partial(downcast, dtype), x, is_leaf=is_opaque)

@@ -37,14 +37,16 @@ def _search(arguments: Sequence[str] | None) -> int:
     print(found)
     if found.problem:
         return 1
-    found.save(options.output)
-    picture = Path(options.output).with_suffix(".png")
     try:
         from ..plot import plot_headroom
 
-        plot_headroom(found, picture)
+        plot_headroom(found, Path(options.output).with_suffix(".png"))
     except ImportError as error:
-        print(f"No picture was drawn: {error}")
+        print(f"No figure was drawn: {error}")
+    if not found.where:
+        print(f"\nNo layers to save, so {options.output} was not written.")
+        return 0
+    found.save(options.output)
     print(
         f"\nSaved to {options.output}. Before training, and before adding LoRA layers, "
         f'call:\n    mlx_gradscale.float32_layers(model, "{options.output}")'
@@ -65,21 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="folder of an mlx-lm model")
     add("--data", required=True, help="folder with train.jsonl, as for mlx-lm")
     add("-o", "--output", default="float32_layers.json", help="JSON file to write")
-    add(
-        "--fine-tune-type",
-        choices=("full", "lora"),
-        default="full",
-        help="parameters to train",
-    )
-    add("--batches", type=int, default=4, metavar="N", help="number of batches")
-    add("--batch-size", type=int, default=1, metavar="N", help="samples per batch")
-    add(
-        "--max-seq-length",
-        type=int,
-        default=512,
-        metavar="N",
-        help="maximum number of tokens",
-    )
+    kinds = ("full", "lora")
+    add("--fine-tune-type", choices=kinds, default="full", help="parameters to train")
+    add("--batches", type=int, default=4, help="number of batches")
+    add("--batch-size", type=int, default=1, help="samples per batch")
+    add("--max-seq-length", type=int, default=512, help="maximum number of tokens")
     add("--margin", type=float, default=2.0, help="safety factor for large values")
     add("--tolerance", type=float, default=0.02, help="allowed error of the loss")
     return parser

@@ -5,174 +5,126 @@ the run with one in float32, and also treats values far from float32 as bad.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..core.gradients import is_opaque
-from ..files.text import dtype_name, power
+from ..files.text import dtype_name, list_some, power
 from ..nonfinite import NonFinite, nonfinite
 from .calls import ordered_modules, owner_of
-from .trial import Batch, Run, Setting, Value, relative_distance
+from .trial import Run, Trial, Value, relative_distance
 
-# Relative distance from float32. Rounding of a value between two layers causes less, a
-# sum that overflowed causes more.
-FAR = 0.25
-# Additive masks have magnitudes like this.
+# Relative distances from float32. Rounding of a value between two layers causes less
+# than the first, a sum that overflowed causes more. The second is used if the loss is
+# off but no value is far off.
+_FAR, _SUSPICIOUS = 0.25, 0.05
+# Additive masks, such as -1e9, are larger than this.
 _MASK = 1e4
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why the loss or the gradients of a run are non-finite or inaccurate.
-
-    Attributes:
-        cause (str): "batch", "arguments", "parameters", "forward", "loss" or
-            "gradients".
-        layer (str or None): The path of the layer at fault; "" is the model, None the
-            loss function or no layer.
-        text (str): The location of the first bad value, in words.
-        leaves (list): The non-finite arguments, parameters or gradients.
-        detail (str): The first bad value without its location.
-    """
+    """Why a run is bad. The fields have the same meaning as in ``OverflowReport``."""
 
     cause: str
     layer: str | None = None
     text: str = ""
     leaves: list[NonFinite] = field(default_factory=list)
-    detail: str = ""
 
 
-def find_fault(setting: Setting, batch: Batch, run: Run) -> Fault | None:
-    """Return why a run is non-finite, in the order of computation, or None."""
-    if run.is_finite:
+def find_fault(trial: Trial, run: Run, loss_is_off: bool | None = None) -> Fault | None:
+    """Return the first reason why a run is bad, or None if it is finite.
+
+    Bad values are non-finite. If the run has a reference in float32, values far from it
+    are bad as well, and a fault is always returned.
+    """
+    if loss_is_off is None:
+        loss_is_off = not math.isfinite(run.loss)
+    if run.reference is None and run.has_finite_gradients and not loss_is_off:
         return None
-    arguments = _named_arguments(batch)
+    tree = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
+    flat = tree_flatten(tree, is_leaf=is_opaque)
+    arguments = {path: x for path, x in flat if isinstance(x, mx.array)}
     # Treat -inf as a mask.
     leaves = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
     if leaves:
-        return Fault("batch", leaves=leaves)
-    dtype = setting.compute_dtype if setting.cast_inputs else None
+        names = list_some(leaf.path for leaf in leaves)
+        text = f"The batch contains NaN or inf in {names}. Remove or repair it."
+        return Fault("batch", None, text, leaves)
+    dtype = trial.compute_dtype if trial.cast_inputs else None
     if dtype is not None and not math.isfinite(run.loss):
         large = {p: x for p, x in arguments.items() if _is_too_large(x, dtype)}
         if large:
             leaves = nonfinite({path: x.astype(dtype) for path, x in large.items()})
-            reached = (f"{path} reaches {_extreme(x):.6g}" for path, x in large.items())
+            reached = [f"{p} reaches {_extreme(x):.6g}" for p, x in large.items()]
             limit = f"the {dtype_name(dtype)} maximum of {mx.finfo(dtype).max:.6g}"
             text = f"{', '.join(reached)}, beyond {limit}."
             return Fault("arguments", None, text, leaves)
-    leaves = nonfinite(setting.model.parameters())
+    leaves = nonfinite(trial.model.parameters())
     if leaves:
-        paths = [path for path, _ in ordered_modules(setting.model)]
-        return Fault("parameters", owner_of(paths, leaves[0].path), leaves=leaves)
-    return first_fault(run)
+        names = list_some(leaf.path for leaf in leaves)
+        advice = "Go back to an earlier checkpoint."
+        text = f"The parameters contain NaN or inf in {names}. {advice}"
+        paths = [path for path, _ in ordered_modules(trial.model)]
+        return Fault("parameters", owner_of(paths, leaves[0].path), text, leaves)
+    return _first_fault(run, loss_is_off)
 
 
-def first_fault(
-    run: Run,
-    reference: Run | None = None,
-    loss_is_off: bool | None = None,
-    distance: float = FAR,
-) -> Fault:
-    """Return where the first bad value of a run was computed.
+def _first_fault(run: Run, loss_is_off: bool) -> Fault:
+    def first_bad(values: Iterable[Value], distance: float = _FAR) -> Value | None:
+        return next((x for x in values if _is_bad(x, run, distance, loss_is_off)), None)
 
-    Bad values are non-finite, or at least ``distance`` away from a run in float32.
-    """
-    if loss_is_off is None:
-        loss_is_off = not math.isfinite(run.loss)
-    references = {} if reference is None else _pair(run, reference)
-
-    def is_bad(value: Value) -> bool:
-        other = references.get(id(value))
-        if reference is not None and (other is None or not other.is_finite):
-            return False
-        is_far = other is not None and relative_distance([(value, other)]) >= distance
-        if value.has_gradient:
-            return not value.is_finite or is_far
-        # Only the loss depends on it, and -inf or -1e9 is a mask.
-        is_mask = other is not None and other.largest > _MASK > other.maximum
-        is_nan_or_inf = bool(value.nan or value.positive_inf)
-        return bool(loss_is_off) and (is_nan_or_inf or (is_far and not is_mask))
-
-    leaves = [
-        NonFinite(path, (x.count,), x.dtype, x.nan, x.positive_inf, x.negative_inf)
-        for path, x in run.gradients.items()
-        if not x.is_finite
-    ]
-    cause = "forward"
-    found = next((value for value in run.forward if is_bad(value)), None)
+    leaves = [x.counts for x in run.gradients if not x.is_finite]
+    cause, found = "forward", first_bad(run.forward)
     if found is None and loss_is_off:
-        return Fault("loss", leaves=leaves)
+        found = first_bad(run.forward, _SUSPICIOUS)
     if found is None:
-        cause, found = "gradients", _first_backward(run, is_bad)
+        cause = "loss" if loss_is_off else "gradients"
+        found = None if loss_is_off else first_bad([*run.backward, *run.gradients])
     if found is None:
         return Fault(cause, leaves=leaves)
     layer, place = _origin(found, cause)
-    what = str(found)
+    what = f"contains {found}"
     if found.is_finite:
-        off = relative_distance([(found, references[id(found)])])
-        what = f"differs from float32 by {min(off, 9.99):.0%}"
-    if reference is not None and cause == "gradients":
+        what = f"differs from float32 by {min(relative_distance([found]), 9.99):.0%}"
+    if run.reference is not None and cause == "gradients":
         what += f", at a loss scale of {power(run.scale)}"
-    return Fault(cause, layer, f"It starts in {place}: {what}.", leaves, what)
+    return Fault(cause, layer, f"{place} {what}.", leaves)
 
 
-def _first_backward(run: Run, is_bad: Callable[[Value], bool]) -> Value | None:
-    # The gradient of a weight is ready after the gradient of its layer's output.
-    ready: dict[str | None, int] = {}
-    for i, value in enumerate(run.backward):
-        if value.side == "output":
-            ready.setdefault(value.path, i)
-    values: list[tuple[float, Value]] = [*enumerate(run.backward)]
-    end = len(values)
-    values += [(ready.get(x.caller, end) + 0.5, x) for x in run.gradients.values()]
-    values.sort(key=lambda pair: pair[0])
-    return next((value for _, value in values if is_bad(value)), None)
+def _is_bad(value: Value, run: Run, distance: float, loss_is_off: bool) -> bool:
+    other = value.other
+    if run.reference is not None and (other is None or not other.is_finite):
+        return False
+    is_far = other is not None and relative_distance([value]) >= distance
+    if value.has_gradient:
+        return not value.is_finite or is_far
+    # Only the loss depends on it, and -inf or -1e9 is a mask.
+    is_mask = other is not None and other.largest > _MASK > other.maximum
+    is_nan_or_inf = bool(value.counts.nan or value.counts.positive_inf)
+    return loss_is_off and (is_nan_or_inf or (is_far and not is_mask))
 
 
 def _origin(value: Value, cause: str) -> tuple[str | None, str]:
     """Return the layer that computed a value, and a description of the value."""
     path, caller = _name(value.path), _name(value.caller)
     if value.side == "gradient":
-        return value.caller, f"the gradient of the parameter {value.path}"
+        return value.caller, f"The gradient of the parameter {value.path}"
     if cause == "gradients" and value.side == "input":
-        return value.path, f"the gradient that {path} returns"
+        return value.path, f"The gradient that {path} returns"
     if cause == "gradients":
-        return value.caller, f"the gradient that {caller} returns to {path}"
+        return value.caller, f"The gradient that {caller} returns to {path}"
     if value.side == "output":
-        return value.path, f"the output of {path}"
-    text = f"the input of {path}, which the code of {caller} computes"
+        return value.path, f"The output of {path}"
+    text = f"The input of {path}, which the code of {caller} computes,"
     return value.caller, text
 
 
 def _name(path: str | None) -> str:
     return "the loss function" if path is None else path or "the model"
-
-
-def _pair(run: Run, reference: Run) -> dict[int, Value]:
-    """Return the value in the reference run for each value, by id."""
-    pairs = {id(x): reference.gradients[path] for path, x in run.gradients.items()}
-    for values, others in (
-        (run.forward, reference.forward),
-        (run.backward, reference.backward),
-    ):
-        waiting: dict[tuple[str, str], list[Value]] = {}
-        for value in others:
-            waiting.setdefault((value.path, value.side), []).append(value)
-        for value in values:
-            same = waiting.get((value.path, value.side))
-            if same:
-                pairs[id(value)] = same.pop(0)
-    return pairs
-
-
-def _named_arguments(batch: Batch) -> dict[str, mx.array]:
-    """Return the arrays of a batch by names such as ``args[1].mask.0``."""
-    tree = {f"args[{i}]": x for i, x in enumerate(batch.args)} | batch.kwargs
-    leaves = tree_flatten(tree, is_leaf=is_opaque)
-    return {path: x for path, x in leaves if isinstance(x, mx.array)}
 
 
 def _is_too_large(x: mx.array, dtype: mx.Dtype) -> bool:

@@ -1,25 +1,27 @@
 """Make selected layers of a half-precision model compute in float32."""
 
-import os
-from collections.abc import Callable
+import heapq
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..core.finite import is_floating
+from ..core.gradients import is_opaque
 from ..core.masters import HALF
 from ..files.text import dtype_name
 from .calls import get_handlers, is_inside, ordered_modules, set_handlers
-from .casting import ArgumentCast, downcast, upcast_parameters
-from .where import Chain, resolve, save_float32_layers
+from .casting import downcast, upcast, upcast_parameters
+from .where import resolve
 
 _STATISTICS = ("running_mean", "running_var")
-# Where a BatchNorm in a float32 layer stores the original dtype of its statistics.
+# The attribute of a BatchNorm for the original dtype of its running statistics.
 _OWN_DTYPE = "_statistics_dtype"
-# Few and small, because they stay alive even if replaced in the model.
+# Neighbours stay in memory even if the model replaces them, so use few small ones.
 _MAX_NEIGHBOURS = 4
 
 # Whether the current code was called by a float32 layer.
@@ -43,31 +45,26 @@ class Float32Call:
     computes_in_float32 = True
 
     def __call__(
-        self,
-        module: nn.Module,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, function: Any, /, *args: Any, **kw: Any
     ) -> Any:
         """Call the function in float32, unless an enclosing float32 layer does."""
         if is_inside_layer.get():
-            return function(*args, **kwargs)
-        arguments = ArgumentCast(args, kwargs)
+            return function(*args, **kw)
         token = is_inside_layer.set(True)
         try:
             with upcast_parameters(module) as parameter_dtype:
-                outputs = function(*arguments.args, **arguments.kwargs)
+                named = {name: upcast(x) for name, x in kw.items()}
+                outputs = function(*upcast(args), **named)
         finally:
             is_inside_layer.reset(token)
-            arguments.restore()
-        dtype = arguments.dtype or parameter_dtype or self._model_dtype()
+        given = (x for _, x in tree_flatten((args, kw), is_leaf=is_opaque))
+        dtype = first_half(given) or parameter_dtype or self._model_dtype()
         if dtype is None or not self.casts_back:
             return outputs
-        return downcast(outputs, dtype)
+        return downcast(dtype, outputs)
 
     def _model_dtype(self) -> mx.Dtype | None:
-        arrays = (x for module in self.neighbours for x in _own_arrays(module))
-        return next((x.dtype for x in arrays if x.dtype in HALF), None)
+        return first_half(x for module in self.neighbours for x in module.values())
 
 
 @dataclass(eq=False)
@@ -87,10 +84,6 @@ class Float32Layers:
     def undo(self) -> None:
         """Restore the previous float32 layers of the model, usually none."""
         float32_layers(self._model, self._previous)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the layers to a ``.json`` file for :func:`float32_layers`."""
-        save_float32_layers(path, self.where)
 
     def __enter__(self) -> "Float32Layers":
         return self
@@ -122,8 +115,8 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     Each layer gets a subclass of its class: ``isinstance``, ``type(layer) ==
     nn.Linear`` and tables keyed by type work, but ``type(layer) is nn.Linear`` is
     False. Only calls, and ``as_linear`` of a tied embedding, are intercepted; other
-    methods run in half precision. Arrays that a float32 layer stores in a cache or a
-    list stay float32.
+    methods run in half precision. A layer may write to the lists, dicts and caches that
+    it receives, so the arrays in them are not cast.
 
     Args:
         model (nn.Module): The model. It is modified in place.
@@ -155,11 +148,20 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
         >>> layers.undo()
     """
     chains = resolve(model, where)
-    paths = list(dict.fromkeys(path for chain in chains for path, _ in chain.layers))
     previous = list_float32_layers(model)
-    calls = _make_calls(chains, _find_neighbours(model, paths))
     modules = ordered_modules(model)
-    inside = {id(m) for p, m in modules if any(is_inside(p, each) for each in paths)}
+    paths = list(dict.fromkeys(path for chain in chains for path in chain.paths))
+    neighbours = _find_neighbours(modules, paths)
+    by_path = dict(modules)
+    calls: dict[int, Float32Call] = {}
+    for chain in chains:
+        last = None if chain.reaches_loss else by_path[chain.paths[-1]]
+        for module in map(by_path.__getitem__, chain.paths):
+            # A layer in two chains may be the last of only one of them.
+            call = calls.setdefault(id(module), Float32Call((), True, neighbours))
+            call.entries = (*call.entries, chain.entry)
+            call.casts_back = call.casts_back and module is last
+    inside = {id(module) for path, module in modules if is_inside(path, *paths)}
     for _, module in modules:
         own = [calls[id(module)]] if id(module) in calls else []
         others = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
@@ -186,36 +188,29 @@ def list_float32_layers(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(entry for call in calls for entry in call.entries))
 
 
-def _make_calls(
-    chains: list[Chain], neighbours: tuple[nn.Module, ...]
-) -> dict[int, Float32Call]:
-    """Return the handler of each layer, by module id."""
-    calls: dict[int, Float32Call] = {}
-    for chain in chains:
-        last = None if chain.reaches_loss else chain.layers[-1][1]
-        for _, module in chain.layers:
-            # A layer in two chains may be the last of only one of them.
-            call = calls.setdefault(id(module), Float32Call((), True, neighbours))
-            call.entries = (*call.entries, chain.entry)
-            call.casts_back = call.casts_back and module is last
-    return calls
+def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
+    """Return the dtype of the first half-precision array among these, or None."""
+    dtypes = (x.dtype for x in arrays if isinstance(x, mx.array))
+    return next((dtype for dtype in dtypes if dtype in HALF), None)
 
 
-def _find_neighbours(model: nn.Module, paths: list[str]) -> tuple[nn.Module, ...]:
+def _find_neighbours(
+    modules: list[tuple[str, nn.Module]], paths: list[str]
+) -> tuple[nn.Module, ...]:
     """Return small modules with parameters, not inside or around these paths."""
+
+    def size(module: nn.Module) -> int:
+        arrays = [x for x in module.values() if isinstance(x, mx.array)]
+        return sum(x.size for x in arrays if is_floating(x))
+
     found = [
         module
-        for path, module in ordered_modules(model)
-        if _own_arrays(module)
-        and not any(is_inside(path, p) or is_inside(p, path) for p in paths)
+        for path, module in modules
+        if size(module)
+        and not is_inside(path, *paths)
+        and not any(is_inside(each, path) for each in paths)
     ]
-    found.sort(key=lambda module: sum(x.size for x in _own_arrays(module)))
-    return tuple(found[:_MAX_NEIGHBOURS])
-
-
-def _own_arrays(module: nn.Module) -> list[mx.array]:
-    arrays = [x for x in module.values() if isinstance(x, mx.array)]
-    return [x for x in arrays if is_floating(x)]
+    return tuple(heapq.nsmallest(_MAX_NEIGHBOURS, found, key=size))
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:

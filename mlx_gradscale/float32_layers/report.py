@@ -27,7 +27,6 @@ class Row:
         forward (float): The largest magnitude of its inputs and outputs.
         backward (float): The largest gradient that it returns, times the loss scale.
         is_float32 (bool): Whether it is a float32 layer, or inside one.
-        why (str): The reason, if this layer itself was found.
         overflows_inside (bool): Whether an intermediate result overflows, though the
             inputs and outputs are small.
     """
@@ -36,7 +35,6 @@ class Row:
     forward: float
     backward: float
     is_float32: bool
-    why: str = ""
     overflows_inside: bool = False
 
     @property
@@ -79,7 +77,7 @@ class Float32Search:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
         if self.problem:
             raise ValueError(f"There are no layers to save. {self.problem}")
-        save_float32_layers(path, self.where, self.reasons)
+        save_float32_layers(path, self.where)
 
     def __str__(self) -> str:
         if self.problem:

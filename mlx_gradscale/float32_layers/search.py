@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,15 +12,12 @@ from mlx.utils import tree_flatten
 
 from ..core.gradients import refuse_scaled
 from ..core.masters import HALF
-from ..files.text import list_some
 from .calls import is_inside, owner_of
-from .faults import find_fault, first_fault
+from .faults import find_fault
 from .report import LARGEST, Float32Search, Row
-from .trial import Batch, Call, Run, Setting, Value, run
+from .trial import Call, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
-# A smaller distance from float32, tried if the loss is off but no value is far off.
-_SUSPICIOUS = 0.05
 # Gradients are rounded more often than the loss, namely in both passes.
 _GRADIENT_TOLERANCE = 10
 # The loss scale is lowered in steps of 2^8 until the gradients are finite.
@@ -84,8 +82,6 @@ def find_float32_layers(
         ['layers.1 to layers.2']
         >>> layers = float32_layers(model, found)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
     refuse_scaled(loss_fn)
     if not 1.0 <= margin < math.inf:
         raise ValueError(f"margin must be finite and at least 1, got {margin!r}.")
@@ -102,72 +98,64 @@ def find_float32_layers(
             "batches must be a list in which each element holds the arguments of "
             f"loss_fn, got {type(batches).__name__}."
         )
-    checked = [_as_batch(batch) for batch in batches]
-    if not checked:
+    trial = Trial(model, loss_fn, (), {}, compute_dtype, cast_inputs)
+    trials = [_with_batch(trial, batch) for batch in batches]
+    if not trials:
         raise ValueError("batches is empty. Pass at least one batch.")
-    setting = Setting(model, loss_fn, compute_dtype, cast_inputs)
-    return search_batches(setting, checked, margin, tolerance)
+    return search(trials, margin, tolerance)
 
 
-def _as_batch(batch: Any) -> Batch:
-    if isinstance(batch, (tuple, list)):
-        return Batch(tuple(batch))
+def _with_batch(trial: Trial, batch: Any) -> Trial:
     # A model is also a dict.
-    return Batch((), batch) if type(batch) is dict else Batch((batch,))
+    if type(batch) is dict:
+        return replace(trial, kwargs=batch)
+    is_one = not isinstance(batch, (tuple, list))
+    return replace(trial, args=(batch,) if is_one else tuple(batch))
 
 
-def search_batches(
-    setting: Setting, batches: Sequence[Batch], margin: float, tolerance: float
-) -> Float32Search:
+def search(trials: Sequence[Trial], margin: float, tolerance: float) -> Float32Search:
     """Like :func:`find_float32_layers`, for validated arguments."""
-    search = _Search(setting, margin, tolerance)
+    state, problem = _Search(trials[0].model, margin, tolerance), ""
     try:
-        for i, batch in enumerate(batches):
-            search.add(batch, f"batch {i + 1}")
-        search.verify()
+        for i, trial in enumerate(trials):
+            state.add(trial, f"batch {i + 1}")
+        state.verify()
     except NoCureFound as error:
-        search.reasons = {}
-        return search.report(str(error))
-    return search.report()
+        state.reasons, problem = {}, str(error)
+    return state.report(problem)
 
 
 class _Search:
-    """The layers found so far, and the batches tried with them."""
+    """The layers found so far, and the runs tried with them."""
 
-    def __init__(self, setting: Setting, margin: float, tolerance: float):
-        self.setting = setting
+    def __init__(self, model: nn.Module, margin: float, tolerance: float):
+        self.model = model
         self.reasons: dict[str, str] = {}
-        self.references: list[tuple[Batch, Run]] = []
+        # Each with its reference run in float32.
+        self.trials: list[Trial] = []
         self.halves: list[Run] = []
         self._limit = LARGEST / margin
         self._tolerance = tolerance
-        # Arguments passed in by the loss function are already in half precision.
-        self._given: list[float] = []
+        # Magnitudes of the model's inputs, which are already in half precision.
+        self._given: set[float] = set()
 
-    def add(self, batch: Batch, name: str) -> None:
+    def add(self, trial: Trial, name: str) -> None:
         """Run a batch in float32 and add the layers whose values are too large."""
         _logger.info("%s in float32", name)
-        reference = run(self.setting, batch, in_float32=True)
-        fault = find_fault(self.setting, batch, reference)
+        reference = trial.run_in_float32()
+        fault = find_fault(trial, reference)
         if fault is not None:
-            leaves = list_some(leaf.path for leaf in fault.leaves)
-            why = {
-                "batch": f"The batch contains NaN or inf in {leaves}. Remove or repair "
-                "these samples.",
-                "parameters": f"The parameters contain NaN or inf in {leaves}. Go back "
-                "to an earlier checkpoint.",
-            }
-            other = (
-                f"{fault.text} The loss is {reference.loss}. Look for a logarithm, "
-                "division or square root of zero, and for a cast to half precision."
-            )
-            raise NoCureFound(
-                f"{name.capitalize()} gives non-finite values even in float32. "
-                f"{why.get(fault.cause, other)}"
-            )
-        self.references.append((batch, reference))
+            why = [f"{name.capitalize()} gives non-finite values even in float32."]
+            why += [fault.text] if fault.text else []
+            if fault.cause not in ("batch", "parameters"):
+                why += [
+                    f"The loss is {reference.loss}. Look for a logarithm, division or "
+                    "square root of zero, and for a cast to half precision."
+                ]
+            raise NoCureFound(" ".join(why))
+        self.trials.append(replace(trial, reference=reference))
         calls = reference.loss_call
-        self._given = [v.magnitude for call in calls.children for v in call.inputs]
+        self._given = {v.magnitude for call in calls.children for v in call.inputs}
         self._cover_large_values(calls)
 
     def verify(self) -> None:
@@ -175,35 +163,30 @@ class _Search:
         tried = None
         while tried != list(self.reasons):
             tried = list(self.reasons)
-            self.halves = [self._grow(*each) for each in self.references]
+            self.halves = [self._grow(trial) for trial in self.trials]
 
-    def report(self, problem: str = "") -> Float32Search:
+    def report(self, problem: str) -> Float32Search:
         """Return the layers found, and the largest values of all layers."""
-        where = [chain.entry for chain in resolve(self.setting.model, self.reasons)]
+        where = [chain.entry for chain in resolve(self.model, self.reasons)]
         inside = self._paths(where)
         scale = min((half.scale for half in self.halves), default=1.0)
-        runs = [reference for _, reference in self.references]
-        seen = [value for run in runs for value in run.forward]
-        forward = _largest((value.path, value.magnitude) for value in seen)
+        runs = [trial.reference for trial in self.trials if trial.reference]
+        seen = [x for run in runs for x in run.forward]
         returned = [x for run in runs for x in run.backward if x.side == "input"]
-        backward = _largest((value.path, value.largest * scale) for value in returned)
-        rows = [
-            Row(
-                path,
-                largest,
-                backward.get(path, 0.0),
-                is_inside(path, *inside),
-                self.reasons[path] if path in where else "",
-                path in where and largest <= LARGEST,
-            )
-            for path, largest in forward.items()
-        ]
+        rows = []
+        for path in dict.fromkeys(x.path for x in seen):
+            forward = max(x.magnitude for x in seen if x.path == path)
+            sizes = [x.largest * scale for x in returned if x.path == path]
+            is_float32 = is_inside(path, *inside)
+            overflows_inside = path in where and forward <= LARGEST
+            backward = max(sizes, default=0.0)
+            rows.append(Row(path, forward, backward, is_float32, overflows_inside))
         losses = [(a.loss, b.loss) for a, b in zip(runs, self.halves, strict=False)]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)
         return Float32Search(where, reasons, rows, problem, losses, scale, share)
 
-    # Values between layers, whose size is known from the float32 run.
+    # Large values between layers. The float32 run shows how large they are.
 
     def _cover_large_values(self, call: Call) -> None:
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
@@ -216,7 +199,7 @@ class _Search:
         entry = self._chain_for(call, call.children.index(large[0]))
         largest = max(v.magnitude for c in large for v in c.inputs + c.outputs)
         above = "above 65504" if largest > LARGEST else "close to 65504"
-        self.reasons[entry] = f"values of {largest:.3g}, {above}"
+        self.reasons[entry] = f"Values reach {largest:.3g}, {above}."
 
     def _chain_for(self, call: Call, first: int) -> str:
         """Return the shortest chain for the large values between a call's children."""
@@ -242,105 +225,89 @@ class _Search:
         return short if self._paths([short]) == paths else TO.join(paths)
 
     def _is_large(self, values: list[Value]) -> bool:
-        large = [v.magnitude for v in values if v.magnitude >= self._limit]
-        given = self._given
-        return any(all(abs(x - y) > 1e-3 * abs(y) for y in given) for x in large)
+        sizes = {value.magnitude for value in values} - self._given
+        return any(size >= self._limit for size in sizes)
 
-    # Faults inside layers, detected where half precision deviates from float32.
+    # Faults inside layers. There, half precision deviates from float32.
 
-    def _grow(self, batch: Batch, reference: Run) -> Run:
+    def _grow(self, trial: Trial) -> Run:
         """Add layers until this batch agrees with float32."""
-        called = {"", *(value.path for value in reference.forward)}
         while True:
-            half = self._run_scaled(batch, [*self.reasons])
-            if not self._is_lossy(half, reference):
+            half = self._run_scaled(trial, [*self.reasons])
+            loss_is_off = self._is_loss_off(half)
+            distance = relative_distance(half.gradients)
+            is_close = distance <= _GRADIENT_TOLERANCE * self._tolerance
+            if not loss_is_off and half.has_finite_gradients and is_close:
                 return half
-            cause = find_fault(self.setting, batch, half)
-            if cause is not None and cause.cause == "arguments":
+            fault = find_fault(trial, half, loss_is_off)
+            assert fault is not None, "a run with a reference always has one"
+            if fault.cause == "arguments":
                 raise NoCureFound(
-                    f"{cause.text} Normalise the argument, or pass cast_inputs=False."
+                    f"{fault.text} Normalise the argument, or pass cast_inputs=False."
                 )
-            loss_is_off = self._is_lossy(half, reference, gradients=False)
-            fault = first_fault(half, reference, loss_is_off)
-            if fault.cause == "loss":
-                fault = first_fault(half, reference, loss_is_off, _SUSPICIOUS)
             if fault.cause == "gradients" and not fault.text:
-                distance = half.gradient_distance(reference)
-                tolerance = distance / _GRADIENT_TOLERANCE * 1.5
                 raise NoCureFound(
                     "Nothing overflows, but rounding changes the gradients by "
-                    f"{distance:.0%} compared with float32. Pass "
-                    f"tolerance={tolerance:.2g} to accept this."
+                    f"{distance:.0%} compared with float32. To accept this, pass "
+                    f"tolerance={distance / _GRADIENT_TOLERANCE * 1.5:.2g}."
                 )
-            path = fault.layer
-            if path is None:
-                self._give_the_loss_float32(batch, reference, half.loss)
-                continue
-            inside = self._paths(self.reasons)
-            while is_inside(path, *inside):
-                if not path:
-                    raise NoCureFound(
-                        "Even computing the whole model in float32 is not enough. "
-                        f"{fault.text} Look for a cast to half precision in the model "
-                        "or in the loss function."
-                    )
-                path = owner_of(called - {path}, path)
-            is_output = fault.cause == "forward" and path == fault.layer
-            self.reasons[path] = fault.detail if is_output else fault.text
+            expected = _expected_loss(half)
+            why = (
+                fault.text or f"The loss is {half.loss:.4g} instead of {expected:.4g}."
+            )
+            entry = self._entry_for(trial, half, fault.layer)
+            if entry is None:
+                raise NoCureFound(
+                    "Even computing the whole model in float32 is not enough. "
+                    f"{why} Look for a cast to half precision or a division by zero in "
+                    "the model and in the loss function."
+                )
+            self.reasons[entry] = why
 
-    def _give_the_loss_float32(self, batch: Batch, reference: Run, loss: float) -> None:
-        """Make one of the last layers pass float32 to the loss function."""
-        off = f"The loss is {loss:.4g} instead of {reference.loss:.4g}"
-        paths = [value.path for value in reference.forward if value.side == "output"]
+    def _entry_for(self, trial: Trial, half: Run, path: str | None) -> str | None:
+        """Return the smallest layer around a fault, or one that cures the loss."""
+        if path is not None:
+            inside = self._paths(self.reasons)
+            called = {"", *(value.path for value in half.forward)}
+            while path and is_inside(path, *inside):
+                path = owner_of(called - {path}, path)
+            return None if is_inside(path, *inside) else path
+        paths = [value.path for value in half.forward if value.side == "output"]
         # A tied embedding is called twice: its first output would also be float32.
         once = [p for p in reversed(paths) if p and paths.count(p) == 1]
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
-        for path in [*single[:8], ""]:
-            entry = f"{path}{TO}{THE_LOSS}"
-            if entry in self.reasons:
-                break
-            half = self._run_scaled(batch, [*self.reasons, entry])
-            if not self._is_lossy(half, reference, gradients=False):
-                self.reasons[entry] = f"{off} in half precision"
-                return
-        raise NoCureFound(
-            f"{off}, even if it is computed from float32 outputs. Look for a cast to "
-            "half precision or a division by zero in the loss function."
-        )
+        for last in [*single[:8], ""]:
+            entry = f"{last}{TO}{THE_LOSS}"
+            if not self._is_loss_off(self._run_scaled(trial, [*self.reasons, entry])):
+                return entry
+        return None
 
-    def _is_lossy(self, half: Run, reference: Run, gradients: bool = True) -> bool:
-        off = abs(half.loss - reference.loss)
+    def _is_loss_off(self, half: Run) -> bool:
+        expected = _expected_loss(half)
         # Negated so that a NaN loss counts as off.
-        if not off <= self._tolerance * max(abs(reference.loss), 1e-6):
-            return True
-        allowed = _GRADIENT_TOLERANCE * self._tolerance
-        is_close = half.gradient_distance(reference) <= allowed
-        return gradients and not (half.has_finite_gradients and is_close)
+        allowed = self._tolerance * max(abs(expected), 1e-6)
+        return not abs(half.loss - expected) <= allowed
 
-    def _run_scaled(self, batch: Batch, where: Sequence[str]) -> Run:
+    def _run_scaled(self, trial: Trial, where: Sequence[str]) -> Run:
         """Run in half precision at a scale that a dynamic scaler would find."""
         scale = _MAX_SCALE
         while True:
             _logger.info("in half precision with float32 layers %s", where)
-            half = run(self.setting, batch, where, scale=scale)
+            half = trial.run(where, scale)
             overflows = math.isfinite(half.loss) and not half.has_finite_gradients
             if not overflows or scale <= _MIN_SCALE:
                 return half
             scale *= 2.0**-8
 
     def _paths(self, where: Iterable[str]) -> list[str]:
-        chains = resolve(self.setting.model, where)
-        return [path for chain in chains for path, _ in chain.layers]
+        return [p for chain in resolve(self.model, where) for p in chain.paths]
 
     def _share(self, paths: Sequence[str]) -> float:
         """Return the share of parameters that are in these modules."""
-        sizes = {p: x.size for p, x in tree_flatten(self.setting.model.parameters())}
+        sizes = {p: x.size for p, x in tree_flatten(self.model.parameters())}
         inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
         return float(inside / max(sum(sizes.values()), 1))
 
 
-def _largest(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for path, magnitude in pairs:
-        found[path] = max(magnitude, found.get(path, 0.0))
-    return found
+def _expected_loss(half: Run) -> float:
+    return half.reference.loss if half.reference else math.nan

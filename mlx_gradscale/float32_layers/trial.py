@@ -2,9 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,8 @@ from ..core.gradients import is_opaque, loss_of
 from ..core.scaler import GradScaler
 from ..core.trees import flatten
 from ..files.text import dtype_name
-from .calls import Handler, handled, ordered_modules, owner_of
+from ..nonfinite import NonFinite
+from .calls import Handler, handled, ordered_modules, owner_of, preserved
 from .layers import float32_layers
 
 # Sums with random signs: 64 of them give the distance between two arrays to about 20
@@ -24,35 +26,34 @@ from .layers import float32_layers
 _SUMS = 64
 
 
-@dataclass(eq=False)
 class Value:
     """Statistics of a layer's input or output, or of its unscaled gradient.
 
     Attributes:
         caller (str or None): The layer that called it; None for the loss function.
         side (str): "input", "output", or "gradient" for a parameter's gradient.
-        measured (array): The result of :func:`measure`, lazy until :meth:`read`.
+        measured (array): The result of :func:`measure`, until :meth:`read` is called.
+        other (Value or None): The same value in the reference run, if any.
+        counts (NonFinite): How many elements are NaN or inf.
         largest (float): The largest finite magnitude.
         maximum (float): The largest finite value; a mask of -1e9 has none.
     """
 
-    path: str
-    caller: str | None
-    side: str
-    dtype: mx.Dtype
-    count: int
-    measured: mx.array
-    has_gradient: bool = False
-    nan: int = 0
-    positive_inf: int = 0
-    negative_inf: int = 0
-    largest: float = 0.0
-    maximum: float = 0.0
-    sums: np.ndarray = field(default_factory=lambda: np.zeros(_SUMS))
+    def __init__(
+        self, x: mx.array, path: str, caller: str | None, side: str, scale: float = 0.0
+    ):
+        self.path, self.caller, self.side = path, caller, side
+        self.shape, self.dtype = x.shape, x.dtype
+        # Whether this is a gradient, or a gradient flowed through it. Only gradients
+        # have a scale.
+        self.has_gradient = scale > 0
+        self.measured = measure(x, scale or 1.0)
+        self.other: Value | None = None
 
     def read(self, row: np.ndarray) -> None:
         """Fill in the measured values."""
-        self.nan, self.positive_inf, self.negative_inf = map(int, row[:3])
+        counts = map(int, row[:3])
+        self.counts = NonFinite(self.path, self.shape, self.dtype, *counts)
         self.largest, self.maximum = map(float, row[3:5])
         self.sums = row[5:].astype(np.float64)
         self.measured = mx.array(0)
@@ -60,7 +61,7 @@ class Value:
     @property
     def is_finite(self) -> bool:
         """Whether no element is NaN or infinite."""
-        return not (self.nan or self.positive_inf or self.negative_inf)
+        return not self.counts.count
 
     @property
     def magnitude(self) -> float:
@@ -68,19 +69,21 @@ class Value:
         return self.largest if self.has_gradient else self.maximum
 
     def __str__(self) -> str:
-        counts = {"NaN": self.nan, "+inf": self.positive_inf, "-inf": self.negative_inf}
+        x = self.counts
+        counts = {"NaN": x.nan, "+inf": x.positive_inf, "-inf": x.negative_inf}
         found = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-        return f"{found} of {self.count}, {dtype_name(self.dtype)}"
+        return f"{found} of {math.prod(self.shape)}, {dtype_name(self.dtype)}"
 
 
-def relative_distance(pairs: Sequence[tuple[Value, Value]]) -> float:
-    """Return the joint relative distance between the two values of all pairs."""
-    norm = sum(float(np.square(b.sums).sum()) for _, b in pairs)
-    off = sum(float(np.square(a.sums - b.sums).sum()) for a, b in pairs)
+def relative_distance(values: Iterable[Value]) -> float:
+    """Return the joint relative distance of values from those of the reference run."""
+    pairs = [(value.sums, value.other.sums) for value in values if value.other]
+    norm = sum(float(np.square(b).sum()) for _, b in pairs)
+    off = sum(float(np.square(a - b).sum()) for a, b in pairs)
     return (off / norm) ** 0.5 if norm else float(off > 0)
 
 
-def measure(x: mx.array, scale: float = 1.0) -> mx.array:
+def measure(x: mx.array, scale: float) -> mx.array:
     """Lazily compute counts of NaN and inf, the largest unscaled values, and sums."""
     if not x.size:
         return mx.zeros(5 + _SUMS)
@@ -113,57 +116,62 @@ class Run:
     Attributes:
         forward (list): The inputs and outputs of layers, in call order.
         backward (list): Their gradients, in the order of the backward pass.
-        gradients (dict): The gradients of parameters by path; their ``caller`` is the
+        gradients (list): The gradients of the parameters; their ``caller`` is the
             module of the parameter.
         loss_call (Call): The call of the loss function, containing all others.
+        reference (Run or None): A run in float32 to compare with.
     """
 
-    def __init__(self, paths: list[str], scale: float):
+    def __init__(self, model: nn.Module, scale: float, reference: "Run | None"):
         self.loss = math.nan
         self.scale = scale
+        self.reference = reference
         self.forward: list[Value] = []
         self.backward: list[Value] = []
-        self.gradients: dict[str, Value] = {}
+        self.gradients: list[Value] = []
         self.loss_call = Call(None)
-        self._paths = paths
+        self._paths = [path for path, _ in ordered_modules(model)]
         self._running = [self.loss_call]
         self.is_forward_done = False
 
     @property
     def has_finite_gradients(self) -> bool:
         """Whether the gradients of all parameters are finite."""
-        return all(value.is_finite for value in self.gradients.values())
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
-        return math.isfinite(self.loss) and self.has_finite_gradients
-
-    def gradient_distance(self, other: "Run") -> float:
-        """Return the joint relative distance of all gradients to another run's."""
-        return relative_distance(
-            [(value, other.gradients[path]) for path, value in self.gradients.items()]
-        )
+        return all(value.is_finite for value in self.gradients)
 
     def read(self, loss: mx.array, gradients: Any) -> None:
         """Evaluate everything, and keep the statistics of the unscaled gradients."""
-        for path, x in flatten(gradients):
-            if is_floating(x):
-                owner, size = owner_of(self._paths, path), measure(x)
-                value = Value(path, owner, "gradient", x.dtype, x.size, size, True)
-                self.gradients[path] = value
+        self.gradients = [
+            Value(x, path, owner_of(self._paths, path), "gradient", 1.0)
+            for path, x in flatten(gradients)
+            if is_floating(x)
+        ]
         # Free the gradients early.
         gradients.clear()
-        values = [*self.forward, *self.backward, *self.gradients.values()]
-        rows = np.array(mx.stack([value.measured for value in values]))
-        for value, row in zip(values, rows, strict=True):
+        values = self._values()
+        others = self.reference._values() if self.reference else {}
+        rows = np.array(mx.stack([value.measured for value in values.values()]))
+        for (key, value), row in zip(values.items(), rows, strict=True):
             value.read(row)
+            value.other = others.get(key)
         self.loss = float(loss)
+
+    def _values(self) -> dict[tuple[Any, ...], Value]:
+        """Return all values by keys that are the same in every run."""
+        values: dict[tuple[Any, ...], Value] = {}
+        seen: Counter[tuple[Any, ...]] = Counter()
+        lists = (self.forward, self.backward, self.gradients)
+        for phase, each in enumerate(lists):
+            for value in each:
+                key = phase, value.path, value.side
+                values[(*key, seen[key])] = value
+                seen[key] += 1
+        return values
 
     def make_handler(self, path: str) -> Handler:
         """Return the handler that measures the inputs and outputs of one layer."""
 
-        def handle(_: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        def handle(_: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             call, caller = Call(path), self._running[-1].path
             if not self.is_forward_done:
                 self._running[-1].children.append(call)
@@ -185,95 +193,78 @@ class Run:
         def tap(x: Any) -> Any:
             if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating):
                 return x
-            value = Value(call.path or "", caller, side, x.dtype, x.size, measure(x))
+            value = Value(x, call.path or "", caller, side)
             (call.inputs if side == "input" else call.outputs).append(value)
             if not self.is_forward_done:
                 self.forward.append(value)
-            return self._tap_gradient(x, value)
+            identity: Any = mx.custom_function(lambda x: x)
+            identity.vjp(lambda _, cotangent, __: self._note(value, cotangent))
+            return identity(x)
 
         return tree_map(tap, tree, is_leaf=is_opaque)
 
-    def _tap_gradient(self, x: mx.array, value: Value) -> mx.array:
-        @mx.custom_function
-        def identity(x: mx.array) -> mx.array:
-            return x
-
-        @identity.vjp
-        def identity_vjp(_: Any, cotangent: mx.array, __: Any) -> mx.array:
-            value.has_gradient = True
-            measured = measure(cotangent, self.scale)
-            self.backward.append(
-                replace(value, dtype=cotangent.dtype, measured=measured)
-            )
-            return cotangent
-
-        return cast(mx.array, identity(x))
-
-
-@dataclass
-class Batch:
-    """The arguments of a loss function."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    def _note(self, value: Value, gradient: mx.array) -> mx.array:
+        value.has_gradient = True
+        place = value.path, value.caller, value.side
+        self.backward.append(Value(gradient, *place, self.scale))
+        return gradient
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The model and loss to run, with the options of ``GradScaler.value_and_grad``."""
+class Trial:
+    """A loss and its arguments, with the options of ``GradScaler.value_and_grad``.
+
+    With a reference run in float32, all values are compared with it.
+    """
 
     model: nn.Module
     loss_fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
     compute_dtype: mx.Dtype | None = None
     cast_inputs: bool = True
     keep: Callable[[str, mx.array], bool] | None = None
+    reference: Run | None = None
 
+    def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
+        """Run forward and backward without changing the model.
 
-def run(
-    setting: Setting,
-    batch: Batch,
-    where: Sequence[str] | None = None,
-    *,
-    scale: float = 1.0,
-    in_float32: bool = False,
-) -> Run:
-    """Run a batch forward and backward without changing the model.
-
-    The float32 layers are ``where``, or else the model's current ones.
-    """
-    if not flatten(setting.model.trainable_parameters()):
-        raise ValueError("The model has no trainable parameters. Unfreeze some.")
-    result = Run([path for path, _ in ordered_modules(setting.model)], scale)
-    with handled(setting.model, lambda path, _: result.make_handler(path)):
-        if in_float32:
-            # Frozen parameters as well, which compute_dtype leaves alone.
-            setting.model.set_dtype(mx.float32)
-            setting, where = Setting(setting.model, setting.loss_fn, mx.float32), []
-        if where is not None:
-            float32_layers(setting.model, where)
+        The float32 layers are ``where``, or else the model's current ones.
+        """
+        if not flatten(self.model.trainable_parameters()):
+            raise ValueError("The model has no trainable parameters. Unfreeze some.")
+        result = Run(self.model, scale, self.reference)
 
         def loss_fn(*args: Any, **kwargs: Any) -> Any:
-            outputs = setting.loss_fn(*args, **kwargs)
+            outputs = self.loss_fn(*args, **kwargs)
             result.is_forward_done = True
             return outputs
 
-        result.read(*differentiate(replace(setting, loss_fn=loss_fn), batch, scale))
-    return result
+        with handled(self.model, result.make_handler):
+            if where is not None:
+                float32_layers(self.model, where)
+            result.read(*replace(self, loss_fn=loss_fn).differentiate(scale))
+        return result
 
+    def run_in_float32(self) -> Run:
+        """Run forward and backward in float32 without changing the model."""
+        with preserved(self.model):
+            # Also cast frozen parameters, which compute_dtype does not change.
+            self.model.set_dtype(mx.float32)
+            given = self.model, self.loss_fn, self.args, self.kwargs
+            return Trial(*given, compute_dtype=mx.float32).run([])
 
-def differentiate(
-    setting: Setting, batch: Batch, scale: float = 1.0
-) -> tuple[mx.array, Any]:
-    """Lazily compute the loss and its unscaled gradients, without warnings."""
-    loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
-        setting.model,
-        setting.loss_fn,
-        setting.compute_dtype,
-        keep=setting.keep,
-        cast_inputs=setting.cast_inputs,
-    )
-    with warnings.catch_warnings():
-        # The reports say what is wrong; warnings from trial runs would repeat it.
-        warnings.simplefilter("ignore")
-        outputs, grads = loss_and_grad(*batch.args, **batch.kwargs)
-    return loss_of(outputs), grads
+    def differentiate(self, scale: float = 1.0) -> tuple[mx.array, Any]:
+        """Lazily compute the loss and its unscaled gradients, without warnings."""
+        loss_and_grad = GradScaler(init_scale=scale, dynamic=False).value_and_grad(
+            self.model,
+            self.loss_fn,
+            self.compute_dtype,
+            keep=self.keep,
+            cast_inputs=self.cast_inputs,
+        )
+        with warnings.catch_warnings():
+            # The reports say what is wrong; warnings from trial runs would repeat it.
+            warnings.simplefilter("ignore")
+            outputs, grads = loss_and_grad(*self.args, **self.kwargs)
+        return loss_of(outputs), grads

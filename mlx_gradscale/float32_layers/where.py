@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,7 +26,7 @@ class Chain:
     """Layers that pass float32 to each other, and the entry that names them."""
 
     entry: str
-    layers: tuple[tuple[str, nn.Module], ...]
+    paths: list[str]
     # Whether the last layer also passes float32 on.
     reaches_loss: bool = False
 
@@ -40,26 +40,18 @@ def resolve(model: nn.Module, where: Any) -> list[Chain]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"The model must be an mlx.nn.Module, got {model!r}.")
     modules = dict(ordered_modules(model))
-    chains: dict[str, Chain] = {}
-    for entry in _entries(where, modules):
-        for chain in _chains(modules, entry):
-            chains.setdefault(chain.entry, chain)
-    every = [path for chain in chains.values() for path, _ in chain.layers]
+    found = [c for entry in _entries(where, modules) for c in _chains(modules, entry)]
+    chains = {chain.entry: chain for chain in found}.values()
+    every = {path for chain in chains for path in chain.paths}
     for path in every:
         if not has_method(type(modules[path]), "__call__"):
             raise ValueError(
                 f"{path or 'The model'!r} does not define __call__. Name the modules "
                 f"inside it, for example '{path}{'.' if path else ''}*'."
             )
-    return [
-        replace(chain, layers=layers)
-        for chain in chains.values()
-        if (layers := tuple(x for x in chain.layers if _is_outermost(x[0], every)))
-    ]
-
-
-def _is_outermost(path: str, paths: list[str]) -> bool:
-    return not any(path != other and is_inside(path, other) for other in paths)
+    outermost = {path for path in every if not is_inside(path, *(every - {path}))}
+    kept = [replace(c, paths=[p for p in c.paths if p in outermost]) for c in chains]
+    return [chain for chain in kept if chain.paths]
 
 
 def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
@@ -90,27 +82,26 @@ def _chains(modules: dict[str, nn.Module], entry: str) -> list[Chain]:
     reaches_loss = len(names) > 1 and names[-1] == THE_LOSS
     found = [_matches(modules, name) for name in names[: -1 if reaches_loss else None]]
     if len(names) == 1:
-        return [Chain(path, ((path, modules[path]),)) for path in found[0]]
+        return [Chain(path, [path]) for path in found[0]]
     named = {path for matches in found for path in matches}
     paths = found[0]
     for matches in found[1:]:
         between = _between(modules, paths[-1], matches[0])
         # A layer named by the chain keeps the position where it is named.
         paths = [*paths, *(path for path in between if path not in named), *matches]
-    layers = tuple((path, modules[path]) for path in paths)
-    return [Chain(entry, layers, reaches_loss)]
+    return [Chain(entry, paths, reaches_loss)]
 
 
 def _between(modules: dict[str, nn.Module], first: str, last: str) -> list[str]:
     """Return the layers that a model defines between two others."""
     paths = list(modules)
-    found: list[str] = []
-    for path in paths[paths.index(first) + 1 : paths.index(last)]:
-        is_called = has_method(type(modules[path]), "__call__")
-        is_part = is_inside(path, first, *found) or is_inside(last, path)
-        if is_called and not is_part:
-            found.append(path)
-    return found
+    return [
+        path
+        for path in paths[paths.index(first) + 1 : paths.index(last)]
+        if has_method(type(modules[path]), "__call__")
+        and not is_inside(path, first)
+        and not is_inside(last, path)
+    ]
 
 
 def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
@@ -124,23 +115,18 @@ def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
     return found
 
 
-def save_float32_layers(
-    path: str | os.PathLike[str],
-    layers: Iterable[str],
-    reasons: Mapping[str, str] | None = None,
-) -> None:
+def save_float32_layers(path: str | os.PathLike[str], layers: Iterable[str]) -> None:
     """Write layers to a ``.json`` file for ``float32_layers``.
 
     Args:
         path (str): Must end in ``.json``.
         layers (list): Paths, globs and chains, as for ``float32_layers``.
-        reasons (dict, optional): Why each of them is float32; not read back.
     """
     if not os.fspath(path).endswith(".json"):
         raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
-    content = {**_FORMAT, "layers": list(layers), "reasons": dict(reasons or {})}
+    content = json.dumps({**_FORMAT, "layers": list(layers)}, indent=2)
     with atomic_write(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+        file.write(f"{content}\n".encode())
 
 
 def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:

@@ -1,35 +1,31 @@
 """Plot of a gradient histogram over float16's range."""
 
 import math
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..diagnostics import GradientHistogram, gradient_histogram
 from ..diagnostics.histogram import LARGEST, NORMAL, ROUNDS_UP
 from ..files.text import percent
-from .style import POWER, new_figure
+from .style import POWER, Figure, Output, new_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+# The powers to show. The outer bands are wide enough for their labels.
+_LOW, _HIGH = ROUNDS_UP - 31, LARGEST + 13
 # How float16 represents a magnitude, by power of two, and a colour.
 _BANDS = (
-    ("underflow", -math.inf, ROUNDS_UP, "lost"),
+    ("underflow", _LOW, ROUNDS_UP, "lost"),
     ("subnormal", ROUNDS_UP, NORMAL, "subnormal"),
     ("normal", NORMAL, LARGEST + 1, "normal"),
-    ("overflow", LARGEST + 1, math.inf, "lost"),
+    ("overflow", LARGEST + 1, _HIGH, "lost"),
 )
-# Powers that the two outer bands span: room for their labels, and a limit for tails.
-_NARROWEST, _WIDEST = 11, 40
 
 
 def plot_gradients(
     gradients: Any,
-    path: str | os.PathLike[str] | None = None,
+    path: Output = None,
     *,
     scale: float | None = None,
     dark: bool = False,
-) -> "Figure":
+) -> Figure:
     """Plot gradients over float16's range, without and with loss scaling.
 
     Args:
@@ -54,46 +50,33 @@ def plot_gradients(
     if not isinstance(histogram, GradientHistogram):
         histogram = gradient_histogram(gradients)
     if not histogram.by_power():
-        raise ValueError(
-            "There is nothing to plot. All gradients are zero or non-finite."
-        )
+        raise ValueError("All gradients are zero or non-finite, so there is no plot.")
     if scale is None:
         scale = histogram.scale if histogram.scale != 1 else histogram.best_scale or 1.0
-    powers = [*histogram.by_power(), *histogram.by_power(scale)]
-    low = max(min(ROUNDS_UP - _NARROWEST, *powers), ROUNDS_UP - _WIDEST)
-    high = min(max(LARGEST + _NARROWEST, *powers), LARGEST + _WIDEST) + 1
     with new_figure(2, (8.0, 4.9), dark, path) as (figure, panels, colors):
         for axes, each in zip(panels, (1.0, scale), strict=True):
             counts = histogram.by_power(each)
             heights = [100 * count / histogram.size for count in counts.values()]
             look: Any = {"color": colors["bar"], "width": 0.85, "zorder": 2}
             axes.bar([p + 0.5 for p in counts], heights, **look)
-            axes.set_xlim(low, high)
-            axes.xaxis.set_ticks([p for p in range(low, high) if p % 8 == 0])
+            axes.set_xlim(_LOW, _HIGH)
+            axes.xaxis.set_ticks(range(_LOW, _HIGH + 1, 8))
             axes.xaxis.set_major_formatter(POWER)
             axes.yaxis.set_major_formatter("{x:.0f}%")
             axes.grid(False, axis="x")
-            _label(axes, histogram, each, colors)
+            shares = histogram.at(each)
+            for name, start, end, color in _BANDS:
+                axes.axvspan(start, end, color=colors[color], lw=0, zorder=0)
+                text = f"{name}\n{percent(getattr(shares, name))}"
+                place: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
+                axes.text((start + end) / 2, 1.02, text, size=8, **place)
+            title = f"with loss scale {POWER.format(x=math.log2(each))}"
+            axes.set_title("without loss scaling" if each == 1 else title, pad=28)
+            rest = {"zero": shares.zero, "inf or NaN": shares.nonfinite}
+            hidden = ", ".join(f"{percent(x)} {name}" for name, x in rest.items() if x)
+            title = f"not drawn: {hidden}" if hidden else ""
+            axes.set_title(title, loc="right", fontsize=8, pad=28)
         figure.supylabel("share of all gradients", fontsize=9)
         label = "gradient magnitude (float16 keeps fewer bits of subnormal numbers)"
         panels[-1].set_xlabel(label)
     return figure
-
-
-def _label(
-    axes: Any, histogram: GradientHistogram, scale: float, colors: dict[str, str]
-) -> None:
-    """Draw float16's ranges, with the share of the gradients in each above it."""
-    shares, limits = histogram.at(scale), axes.get_xlim()
-    for name, first, last, color in _BANDS:
-        start, end = max(first, limits[0]), min(last, limits[1])
-        axes.axvspan(start, end, color=colors[color], lw=0, zorder=0)
-        text = f"{name}\n{percent(getattr(shares, name))}"
-        place: Any = {"transform": axes.get_xaxis_transform(), "ha": "center"}
-        axes.text((start + end) / 2, 1.02, text, size=8, **place)
-    scaled = f"with loss scale {POWER.format(x=math.log2(scale))}"
-    axes.set_title("without loss scaling" if scale == 1 else scaled, pad=28)
-    rest = {"zero": shares.zero, "inf or NaN": shares.nonfinite}
-    hidden = ", ".join(f"{percent(x)} {name}" for name, x in rest.items() if x)
-    text = f"not drawn: {hidden}" if hidden else ""
-    axes.set_title(text, loc="right", fontsize=8, pad=28)

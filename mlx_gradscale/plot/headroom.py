@@ -1,15 +1,10 @@
 """Plot of a search for float32 layers: how close each layer comes to 65504."""
 
 import math
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .style import POWER, label_powers, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from ..float32_layers import Float32Search, Row
+from ..float32_layers import Float32Search, Row
+from .style import POWER, Figure, Output, label_powers, new_figure
 
 # Exponents, because the axis is linear: float16's largest and smallest numbers.
 _LIMIT, _LOWEST = math.log2(65504.0), -24.0
@@ -17,12 +12,12 @@ _MOST_NAMES = 40
 
 
 def plot_headroom(
-    search: "Float32Search",
-    path: str | os.PathLike[str] | None = None,
+    search: Float32Search,
+    path: Output = None,
     *,
     dark: bool = False,
-) -> "Figure":
-    """Plot the largest value of each layer against float16's largest, 65504.
+) -> Figure:
+    """Plot how close the values of each layer come to 65504, float16's maximum.
 
     A second panel shows the model with the float32 layers found by the search. A layer
     whose output fits but which overflows in an intermediate result, such as the mean of
@@ -40,12 +35,9 @@ def plot_headroom(
         >>> import mlx.core as mx, mlx.nn as nn
         >>> from mlx_gradscale import find_float32_layers
         >>> from mlx_gradscale.plot import plot_headroom
-        >>> model = nn.Linear(2, 2)
-        >>> def loss_fn(x):
-        ...     return model(x).sum()
-        >>> found = find_float32_layers(
-        ...     model, loss_fn, [mx.ones((1, 2))], compute_dtype=mx.float16
-        ... )
+        >>> model, x = nn.Linear(2, 2), mx.ones((1, 2), mx.float16)
+        >>> model.set_dtype(mx.float16)
+        >>> found = find_float32_layers(model, lambda x: model(x).sum(), [x])
         >>> len(plot_headroom(found).axes)
         1
     """
@@ -73,9 +65,8 @@ def plot_headroom(
 
 
 def _draw(
-    axes: Any, rows: list["Row"], scale: float, cured: bool, colors: dict[str, str]
+    axes: Any, rows: list[Row], scale: float, cured: bool, colors: dict[str, str]
 ) -> None:
-    top = _LIMIT
     in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
     backward = f"backward, loss scale {POWER.format(x=math.log2(scale))}"
     for name, label, color, marker in (
@@ -84,12 +75,8 @@ def _draw(
     ):
         values = ((i, getattr(row, name)) for i, row in enumerate(rows))
         powers = {i: math.log2(x) for i, x in values if 0 < x < math.inf}
-        lost = {i: p for i, p in powers.items() if p > _LIMIT and i not in in_float32}
-        look: Any = {"ls": "", "marker": marker, "ms": 4}
-        points = [*powers], [*powers.values()]
-        axes.plot(*points, color=colors[color], label=label, **look)
-        axes.plot([*lost], [*lost.values()], color=colors["alarm"], **look)
-        top = max([top, *powers.values()])
+        look: Any = {"color": colors[color], "ms": 4, "label": label}
+        axes.plot([*powers], [*powers.values()], marker, **look)
     inside = [i for i, row in enumerate(rows) if row.overflows_inside and not cured]
     if inside:
         look = {"color": colors["alarm"], "ms": 6, "label": "overflows inside"}
@@ -98,8 +85,9 @@ def _draw(
         label = "in float32" if i == in_float32[0] else ""
         axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=label)
     axes.set_xlim(-0.8, len(rows) - 0.2)
-    axes.set_ylim(max(axes.get_ylim()[0], _LOWEST), top + 3)
-    axes.axhspan(_LIMIT, top + 3, color=colors["lost"], lw=0, zorder=0)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(max(bottom, _LOWEST), max(top, _LIMIT) + 3)
+    axes.axhspan(_LIMIT, axes.get_ylim()[1], color=colors["lost"], lw=0, zorder=0)
     axes.axhline(_LIMIT, color=colors["alarm"], lw=1.0, zorder=1)
     place = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": 8}
     axes.text(1.005, _LIMIT, "65504", color=colors["alarm"], **place)

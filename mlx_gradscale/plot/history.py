@@ -5,14 +5,11 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..commands import run_command
 from ..diagnostics import ScaleHistory
-from .style import label_powers, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .style import Figure, Output, label_powers, new_figure
 
 _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
 
@@ -25,11 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "with a mark at every skipped step.",
         epilog="example: mlx_gradscale plot run.csv -o run.svg --dark",
     )
-    parser.add_argument("history", help=".csv or .jsonl file of a ScaleHistory")
-    parser.add_argument(
-        "-o", "--output", help="image to write (default: HISTORY with suffix .png)"
-    )
-    parser.add_argument("--dark", action="store_true", help="use a dark background")
+    add = parser.add_argument
+    add("history", help=".csv or .jsonl file of a ScaleHistory")
+    add("-o", "--output", help="image to write (default: HISTORY with suffix .png)")
+    add("--dark", action="store_true", help="use a dark background")
 
     def draw() -> None:
         options = parser.parse_args(arguments)
@@ -43,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def plot_history(
     history: ScaleHistory | str | os.PathLike[str],
-    path: str | os.PathLike[str] | None = None,
+    path: Output = None,
     *,
     dark: bool = False,
-) -> "Figure":
+) -> Figure:
     """Plot loss, loss scale and gradient norm, and mark every skipped step.
 
     Args:
@@ -74,10 +70,24 @@ def plot_history(
     steps = [record.step for record in records]
     columns = {name: [getattr(r, name) for r in records] for name in _PANELS}
     columns = {n: xs for n, xs in columns.items() if any(x is not None for x in xs)}
+    # Exponents on a linear axis: matplotlib's logarithmic axis shows only one label for
+    # a scale that moves between two powers.
+    columns["scale"] = list(map(math.log2, columns["scale"]))
     size = (8.0, 0.7 + 1.55 * len(columns))
     with new_figure(len(columns), size, dark, path) as (figure, panels, colors):
         for axes, (name, values) in zip(panels, columns.items(), strict=True):
-            _draw(axes, steps, values, name, colors)
+            # matplotlib leaves a gap at NaN, but cannot draw inf. Without a marker, a
+            # value between two gaps would be invisible.
+            finite = [x for x in values if x is not None and math.isfinite(x)]
+            drawn = [math.nan if x is None or math.isinf(x) else x for x in values]
+            look: Any = {"color": colors["line"], "lw": 1.2, "ms": 3, "mew": 0}
+            if name == "scale":
+                axes.step(steps, drawn, ".-", where="post", **look)
+                label_powers(axes.yaxis)
+            else:
+                axes.plot(steps, drawn, ".-", **look)
+                if finite and 0 < min(finite) < max(finite) / 50:
+                    axes.set_yscale("log")
             if skipped:
                 mark: Any = {"color": colors["alarm"], "label": "skipped step", "ms": 5}
                 mark |= {"transform": axes.get_xaxis_transform(), "clip_on": False}
@@ -90,28 +100,3 @@ def plot_history(
         panels[-1].xaxis.get_major_locator().set_params(integer=True)
         figure.align_ylabels()
     return figure
-
-
-def _draw(
-    axes: Any, steps: list[int], values: list[Any], name: str, colors: dict[str, str]
-) -> None:
-    # matplotlib leaves a gap at NaN, but cannot draw inf. Without a marker, a value
-    # between two gaps would be invisible.
-    values = [math.nan if x is None or not math.isfinite(x) else x for x in values]
-    look: Any = {"color": colors["line"], "lw": 1.2, "marker": ".", "ms": 3, "mew": 0}
-    finite = [x for x in values if math.isfinite(x)]
-    if name == "scale":
-        # Exponents on a linear axis: matplotlib's logarithmic axis shows only one label
-        # for a scale that moves between two powers.
-        powers = [math.log2(x) for x in values]
-        axes.step(steps, powers, where="post", **look)
-        axes.set_ylim(min(powers) - 1.5, max(powers) + 1.5)
-        label_powers(axes.yaxis)
-        return
-    axes.plot(steps, values, **look)
-    if not finite:
-        axes.set_yticks([])
-        place = {"ha": "center", "transform": axes.transAxes}
-        axes.text(0.5, 0.5, "inf or NaN in every step", color=colors["alarm"], **place)
-    elif min(finite) > 0 and max(finite) > 50 * min(finite):
-        axes.set_yscale("log")

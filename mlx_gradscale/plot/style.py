@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ..files.atomic import atomic_write
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = Any
+
+# Where to save a figure.
+Output = str | os.PathLike[str] | None
 
 # By role, for a light and a dark background: GitHub's own colours, so that a plot in a
 # README blends in. The last two of eight digits are the opacity.
@@ -48,15 +53,12 @@ POWER = "$2^{{{x:.0f}}}$"
 
 @contextlib.contextmanager
 def new_figure(
-    rows: int,
-    size: tuple[float, float],
-    dark: bool,
-    path: str | os.PathLike[str] | None,
-) -> Iterator[tuple["Figure", list[Any], dict[str, str]]]:
+    rows: int, size: tuple[float, float], dark: bool, path: Output
+) -> Iterator[tuple[Figure, list[Any], dict[str, str]]]:
     """Yield a figure, its axes and its colours by role; save the figure on exit."""
     try:
         import matplotlib
-        from matplotlib.figure import Figure
+        import matplotlib.figure
     except ImportError as error:
         raise ImportError(
             "Plots require matplotlib. Run: pip install 'mlx_gradscale[plot]'"
@@ -65,7 +67,8 @@ def new_figure(
     colored = {key: colors[role] for role, keys in _COLORED.items() for key in keys}
     # A figure created without pyplot opens no window and leaves no global state.
     with matplotlib.rc_context(_SETTINGS | colored):
-        figure = Figure(figsize=size, dpi=130, layout="constrained")
+        new = matplotlib.figure.Figure
+        figure = new(figsize=size, dpi=130, layout="constrained")
         panels = figure.subplots(rows, squeeze=False, sharex=True)
         yield figure, list(panels.flat), colors
         if path is not None:
@@ -78,5 +81,5 @@ def new_figure(
 
 def label_powers(axis: Any) -> None:
     """Label an axis of exponents with whole powers of two."""
-    axis.get_major_locator().set_params(integer=True)
+    axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axis.set_major_formatter(POWER)

@@ -47,24 +47,28 @@ def test_argument_that_promotes_is_named():
     assert "x.astype(mx.float16)" in str(report)
 
 
-@pytest.mark.parametrize("how", ["half model", "compute_dtype", "float32 layer"])
+@pytest.mark.parametrize("how", ["half", "compute_dtype", "float32 layer", "float32"])
 def test_nothing_is_promoted(how):
-    model = Mlp(dtype=mx.float32 if how == "compute_dtype" else mx.float16)
+    is_half = how in ("half", "float32 layer")
+    model = Mlp(dtype=mx.float16 if is_half else mx.float32)
     if how == "float32 layer":
         float32_layers(model, "layers.0")
     options = {"compute_dtype": mx.float16} if how == "compute_dtype" else {}
     report = compute_dtypes(model, mse(model), *batch(dtype=mx.float16), **options)
     assert report.first is None
-    assert "No layer with half-precision parameters computes in float32." in str(report)
+    text = "No layer with half-precision parameters computes in float32."
+    text = "No layer computes in half precision" if how == "float32" else text
+    assert text in str(report)
     paths = [layer.path for layer in report.layers]
     assert ("layers.0" in paths) == (how != "float32 layer")
 
 
-def test_model_without_half_precision_is_reported_as_such():
-    model = Mlp()
-    report = compute_dtypes(model, mse(model), *batch())
-    assert report.first is None
-    assert "No layer computes in half precision" in str(report)
+def test_shared_layer_is_reported_at_each_call_under_its_first_path():
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.Sequential(layer))
+    report = compute_dtypes(model, lambda x: model(x).sum(), batch()[0])
+    paths = [each.path for each in report.layers]
+    assert paths == ["layers.0", "layers.0", "layers.1", ""]
 
 
 def test_layer_by_itself_is_named():

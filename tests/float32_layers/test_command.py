@@ -4,90 +4,66 @@ import json
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from mlx_gradscale import float32_layers
 from mlx_gradscale.float32_layers.command import main
 
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-from mlx_lm.models import llama  # noqa: E402
 from mlx_lm.tuner.trainer import default_loss  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
+from support.lora_parts import make_data, make_model  # noqa: E402
 
-WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz"]
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": len(WORDS),
-    "tie_word_embeddings": True,
-}
-
-
-def make_model():
-    mx.random.seed(0)
-    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
-    mlp = model.model.layers[1].mlp
-    mlp.gate_proj.weight *= 500
-    mlp.up_proj.weight *= 500
-    mlp.down_proj.weight *= 1e-3
-    return model
+MLP = "model.layers.1.mlp"
+OVERFLOW = {"gate_proj": 300, "up_proj": 300, "down_proj": 1e-3}
+FACTORS = {f"{MLP}.{name}.weight": factor for name, factor in OVERFLOW.items()}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    weights = dict(tree_flatten(make_model().parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    vocabulary = {word: i for i, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-    return folder
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("command")
+    data = make_data(root / "data", rows=4)
 
+    def run_command(factors, *more):
+        """Multiply weights of a model by factors and run the command on it."""
+        folder = root / "model"
+        if not folder.exists():
+            make_model(folder)
+        path = str(root / "model" / "model.safetensors")
+        weights = mx.load(path)
+        changed = {name: weights[name] * by for name, by in factors.items()}
+        mx.eval(weights, changed)
+        mx.save_safetensors(path, weights | changed, {"format": "mlx"})
+        try:
+            arguments = ["--model", str(folder), "--data", str(data), "--batches", "2"]
+            return main([*arguments, *more]), mlx_lm.load(str(folder))[0]
+        finally:
+            mx.save_safetensors(path, weights, {"format": "mlx"})
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    rng = np.random.default_rng(0)
-    lines = [
-        json.dumps({"text": " ".join(rng.choice(WORDS[3:], size))})
-        for size in (12, 20, 30, 40)
-    ]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-def run(folder, data, *more):
-    return main(["--model", str(folder), "--data", str(data), *more])
+    return run_command
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_layers_are_written_drawn_and_usable(folder, data, tmp_path, capsys, kind):
+def test_layers_are_written_drawn_and_usable(run, tmp_path, capsys, kind):
     output = tmp_path / "layers.json"
-    more = ["--batches", "2", "--batch-size", "2", "--fine-tune-type", kind]
-    assert run(folder, data, "-o", str(output), *more) == 0
-    out = capsys.readouterr().out
-    assert "model.layers.1.mlp" in out
-    assert f'float32_layers(model, "{output}")' in out
+    more = ["--batch-size", "2", "--fine-tune-type", kind]
+    code, model = run(FACTORS, "-o", str(output), *more)
+    assert code == 0
+    assert f'float32_layers(model, "{output}")' in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"layers.json", "layers.png"}
-    assert json.loads(output.read_text())["layers"] == ["model.layers.1.mlp"]
-    model = make_model()
+    assert json.loads(output.read_text())["layers"] == [MLP]
     model.set_dtype(mx.float16)
     float32_layers(model, output)
-    tokens, lengths = mx.arange(16)[None] % 29, mx.array([[0, 16]])
+    tokens, lengths = mx.arange(16)[None], mx.array([[0, 16]])
     (loss, _), _ = nn.value_and_grad(model, default_loss)(model, tokens, lengths)
     assert mx.isfinite(loss).item()
+
+
+def test_model_without_overflow_needs_no_file(run, tmp_path, capsys):
+    code, _ = run({}, "-o", str(tmp_path / "layers.json"))
+    assert code == 0
+    assert "layers.json was not written" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["layers.png"]
 
 
 BAD = {
@@ -101,23 +77,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_wrong_argument_is_reported(folder, data, tmp_path, capsys, name, monkeypatch):
+def test_wrong_argument_is_reported(run, tmp_path, capsys, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments, message = BAD[name]
-    assert run(folder, data, *arguments) == 1
+    assert run({}, *arguments)[0] == 1
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_exit_code_is_1_where_no_layers_help(folder, data, tmp_path, capsys):
-    broken = tmp_path / "model"
-    broken.mkdir()
-    for path in folder.iterdir():
-        (broken / path.name).write_bytes(path.read_bytes())
-    weights = mx.load(str(broken / "model.safetensors"))
-    weights["model.norm.weight"] = mx.full((32,), float("nan"))
-    mx.eval(weights)
-    mx.save_safetensors(str(broken / "model.safetensors"), weights, {"format": "mlx"})
-    assert run(broken, data, "-o", str(tmp_path / "layers.json")) == 1
+def test_exit_code_is_1_if_no_layers_help(run, tmp_path, capsys):
+    factors = {"model.norm.weight": float("nan")}
+    assert run(factors, "-o", str(tmp_path / "layers.json"))[0] == 1
     assert "contain NaN or inf in model.norm.weight" in capsys.readouterr().out
-    assert not (tmp_path / "layers.json").exists()
+    assert not list(tmp_path.iterdir())

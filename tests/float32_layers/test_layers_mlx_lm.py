@@ -8,7 +8,12 @@ import pytest
 from mlx.utils import tree_flatten
 from support.helpers import each_mode
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer, float32_layers
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    all_finite,
+    float32_layers,
+)
 
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 from mlx_lm.models import cache as caches  # noqa: E402
@@ -16,6 +21,7 @@ from mlx_lm.models import llama  # noqa: E402
 from mlx_lm.tuner.lora import LoRALinear  # noqa: E402
 from mlx_lm.tuner.trainer import default_loss, grad_checkpoint  # noqa: E402
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers  # noqa: E402
+from support.lora_parts import CONFIG  # noqa: E402
 
 HALF = mx.float16
 TOKENS = mx.arange(12)[None] % 32
@@ -25,18 +31,9 @@ LENGTHS = mx.array([[0, 12]])
 def make_model(dtype=HALF, layers=3):
     """A Llama whose second block overflows float16 between its projections."""
     mx.random.seed(0)
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=64,
-            num_hidden_layers=layers,
-            intermediate_size=64,
-            num_attention_heads=2,
-            rms_norm_eps=1e-5,
-            vocab_size=32,
-            tie_word_embeddings=True,
-        )
-    )
+    changes = {"vocab_size": 32, "num_hidden_layers": layers}
+    config = CONFIG | changes | {"tie_word_embeddings": True}
+    model = llama.Model(llama.ModelArgs.from_dict(config))
     mlp = model.model.layers[1].mlp
     mlp.up_proj.weight = mlp.up_proj.weight * 400
     mlp.gate_proj.weight = mlp.gate_proj.weight * 400
@@ -47,10 +44,6 @@ def make_model(dtype=HALF, layers=3):
 
 
 MLP = "model.layers.1.mlp"
-
-
-def finite(tree):
-    return all(mx.isfinite(x).all().item() for _, x in tree_flatten(tree))
 
 
 def gradients(model):
@@ -77,7 +70,7 @@ def unpatched():
 def test_grad_checkpoint_reaches_every_layer(where, unpatched):
     loss, expected = gradients(make_model(mx.float32))
     model = make_model()
-    assert not finite(gradients(model)[1])
+    assert not all_finite(gradients(model)[1])
     float32_layers(model, where)
     plain = gradients(model)
     assert plain[0] == pytest.approx(loss, rel=1e-2)
@@ -125,7 +118,7 @@ def test_adapters_can_be_added_to_float32_layers(dora):
     down = model.model.layers[1].mlp.down_proj
     assert type(down).__name__ == ("DoRALinear" if dora else "LoRALinear")
     _, grads = gradients(model)
-    assert finite(grads)
+    assert all_finite(grads)
     names = {path.rpartition(".")[2] for path, _ in tree_flatten(grads)}
     assert names == ({"lora_a", "lora_b", "m"} if dora else {"lora_a", "lora_b"})
     assert model(TOKENS).dtype == HALF
@@ -133,7 +126,7 @@ def test_adapters_can_be_added_to_float32_layers(dora):
     if not dora:
         assert isinstance(down, LoRALinear)
         remove_lora_layers(model)
-        assert finite(model(TOKENS))
+        assert all_finite(model(TOKENS))
 
 
 @pytest.mark.parametrize("kind", [caches.KVCache, caches.ConcatenateKVCache])

@@ -1,7 +1,6 @@
 """Layers are named by paths, globs, chains, functions and files."""
 
 import json
-import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -123,7 +122,7 @@ def test_layers_round_trip_through_a_file(tmp_path, as_string):
     path = tmp_path / "float32.json"
     where = ["shelf.blocks.0.mlp", "norm to head", "embed to the loss"]
     layers = float32_layers(Net(), where)
-    layers.save(path)
+    save_float32_layers(path, layers.where)
     assert load_float32_layers(path) == where
     again = float32_layers(Net(), str(path) if as_string else path)
     assert again.paths == layers.paths
@@ -133,8 +132,6 @@ def test_layers_round_trip_through_a_file(tmp_path, as_string):
 GOOD = {"format": "mlx_gradscale.float32_layers", "version": 1, "layers": ["norm"]}
 OTHER = {
     "not JSON": b"\x80\x04K\x01.",
-    "deep": b"[" * 100_000,
-    "too large": b" " * (2**24 + 1),
     "another format": json.dumps({**GOOD, "format": "x"}).encode(),
     "version": json.dumps({**GOOD, "version": 2}).encode(),
     "a list": b'["norm"]',
@@ -152,13 +149,6 @@ def test_other_file_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=message):
         float32_layers(model, path)
     assert list_float32_layers(model) == []
-
-
-def test_pipe_is_refused_instead_of_waited_for(tmp_path):
-    path = tmp_path / "float32.json"
-    os.mkfifo(path)
-    with pytest.raises(OSError, match="is a pipe"):
-        float32_layers(Net(), path)
 
 
 def test_file_with_unknown_layers_or_another_name_is_refused(tmp_path):

@@ -108,6 +108,12 @@ def bits(tree):
     return found
 
 
+def model_state(model):
+    """Everything that a diagnostic must leave as it was."""
+    classes = [(p, id(type(m)), dict(vars(m))) for p, m in model.named_modules()]
+    return bits(model.parameters()), classes, mx.random.state[0].tolist()
+
+
 def same(a, b):
     return bits(a) == bits(b)
 

@@ -16,12 +16,12 @@ from mlx_gradscale import (
     GradScaler,
     LossScaleOptimizer,
     __version__,
-    float32_layers,
     save_checkpoint,
     torch_checkpoint,
 )
 from mlx_gradscale.convert import main as convert
 from mlx_gradscale.diagnostics import ScaleHistory
+from mlx_gradscale.float32_layers import save_float32_layers
 
 SCALE, GROWTH_INTERVAL, STEPS = 512.0, 7, 3
 
@@ -80,7 +80,7 @@ def main(folder: Path) -> None:
     for suffix in ("csv", "jsonl"):
         with ScaleHistory(folder / f"history.{suffix}") as history:
             history.record(optimizer, loss=mx.array(0.5))
-    float32_layers(model, ["layers.0"]).save(folder / "float32_layers.json")
+    save_float32_layers(folder / "float32_layers.json", ["layers.0"])
 
 
 if __name__ == "__main__":
