@@ -43,7 +43,7 @@ def read_torch(
     The first result is the object in the file or, for a folder, a dict by file name. A
     sharded model is listed under the name of the unsharded file. The second holds the
     bytes of a folder's other files (random states, arguments, tokenizers), the third
-    the names of those left out.
+    notes on those left out.
     """
     path = Path(path)
     shard = _SHARD.fullmatch(path.name)
@@ -73,7 +73,11 @@ def read_torch(
     read = {*content, *(part[0] for parts in shards.values() for part in parts)}
     read |= {f"{whole}.index.json" for whole in shards}
     files, left = _carry(path, [name for name in names if name not in read])
-    return dict(sorted(content.items())), files, left
+    notes = [
+        "These files are too large, or not regular files, and were left out: "
+        f"{list_some(left)}."
+    ]
+    return dict(sorted(content.items())), files, notes if left else []
 
 
 def _read_shards(

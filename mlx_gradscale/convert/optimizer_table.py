@@ -238,13 +238,13 @@ def torch_differences(name: str, group: Settings) -> dict[str, str]:
     return found
 
 
-def mlx_differences(name: str, settings: Settings) -> dict[str, str]:
+def mlx_differences(name: str, used: str, settings: Settings) -> dict[str, str]:
     """Return the differences between PyTorch's update and an MLX optimizer's."""
     spec = OPTIMIZERS[name]
     mine = spec.mlx.__name__
-    if settings["class"] != mine:
+    if used != mine:
         raise ConvertError(
-            f"The MLX optimizer is {settings['class']}, but the template contains "
+            f"The MLX optimizer is {used}, but the template contains "
             f"{name}. Use a PyTorch checkpoint of the same optimizer as the template, "
             "or leave the optimizer out."
         )

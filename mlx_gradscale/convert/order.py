@@ -1,6 +1,5 @@
 """Find the parameter behind each index in PyTorch's optimizer state."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -11,8 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .groups import Group
-from .layouts import Plan
-from .names import from_peft, unwrap
+from .names import Plan, from_peft, unwrap
 from .options import Options
 from .tree import ConvertError, list_some
 
@@ -129,15 +127,15 @@ class Order:
         if hasattr(model, "sanitize"):
             raise ConvertError("The order of an mlx-lm model is not PyTorch's.")
         entries = self.plan.entries
-        names = [name for name, _ in tree_flatten(model.parameters())]
-        place = {name: i for i, name in enumerate(names)}
+        place = {
+            name: i for i, (name, _) in enumerate(tree_flatten(model.parameters()))
+        }
         keys: dict[str, list[tuple[int, int]]] = {}
         first: dict[str, int] = {}
         for name in sorted(entries, key=lambda n: place.get(entries[n].mlx[0], -1)):
+            *modules, _ = accumulate(name.split("."), "{}.{}".format)
+            rank = {"weight": -2, "bias": -1}.get(name.rpartition(".")[2], 0)
             at = len(keys)
-            modules = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-            leaf = name.rpartition(".")[2]
-            rank = {"weight": -2, "bias": -1}.get(leaf, 0)
             keys[name] = [(1, first.setdefault(m, at)) for m in modules] + [(rank, at)]
         rest = [name for name in self.tensors if name not in entries]
         return sorted(keys, key=keys.__getitem__) + rest
@@ -176,27 +174,17 @@ class Order:
             placings = following
         ways, path = placings.get(tuple(self.sizes), (0, None))
         if ways != 1:
-            raise ConvertError(self._misfit(names, ways, may_skip))
+            raise ConvertError(
+                f"{'More than one' if ways else 'No'} order of the model's "
+                f"{len(names)} tensors matches the optimizer's {len(self.indices)} "
+                f"parameters. {_advice(may_skip)} A flat state, as DeepSpeed and "
+                "fairseq save it, cannot be converted. Leave it out with "
+                "--optimizer-key ''."
+            )
         found = [""] * len(self.indices)
         while path is not None:
             at, found[path[0]], path = path
         return found
-
-    def _misfit(self, names: list[str], ways: int, may_skip: bool) -> str:
-        known = {tuple(self.tensors[name].shape) for name in names}
-        flat = [s for s in self.shapes if s and len(s) == 1 and s not in known]
-        if flat and may_skip:
-            return (
-                f"The optimizer stores {len(self.indices)} flat tensors for the "
-                f"model's {len(names)}, as DeepSpeed ZeRO and fairseq do in half "
-                "precision. This format is not supported. Leave it out with "
-                "--optimizer-key ''."
-            )
-        how_many = "More than one order" if ways else "No order"
-        return (
-            f"{how_many} of the model's {len(names)} tensors matches the optimizer's "
-            f"{len(self.indices)} parameters. {_advice(may_skip)}"
-        )
 
     def _exchange_notes(self, names: list[str]) -> list[str]:
         """Return a note if top-level modules with equal shapes may be swapped."""

@@ -38,10 +38,6 @@ def walk(
 
     Containers come before their contents, and shared ones only once. With ``leaves``,
     all other values are yielded as well.
-
-    Example:
-        >>> [path for path, _ in walk({"a": [{}, 3], "b": mx.zeros(2)})]
-        [(), ('a',), ('a', 0), ('b',)]
     """
     seen: set[int] = set()
     left: list[tuple[Path, Any]] = [((), tree)]
@@ -119,13 +115,18 @@ def unchanged(tree: Any) -> Iterator[None]:
             held.update(items) if isinstance(held, dict) else held.extend(items)
 
 
-def as_leaf(array: mx.array, leaf: Any) -> mx.array:
-    """Return an array in a leaf's dtype, as a Parameter if the leaf was one."""
-    if not is_tensor(leaf):
-        return array
-    name = text.dtype_name(leaf)
-    dtype = getattr(mx, name, None)
-    if isinstance(dtype, mx.Dtype) and name != "float64" and array.dtype != dtype:
-        array = array.astype(dtype)
-    shape = leaf if isinstance(leaf, TensorShape) else TensorShape.of(leaf)
-    return shape.fill(array)
+def match_type(value: Any, old: Any) -> Any:
+    """Return a new value in the type of the old one: a tensor, a tuple or a number."""
+    if is_tensor(old):
+        dtype = getattr(mx, text.dtype_name(old), None)
+        if not isinstance(value, mx.array):
+            value = mx.array(value).reshape(old.shape)
+        if isinstance(dtype, mx.Dtype) and dtype not in (mx.float64, value.dtype):
+            value = value.astype(dtype)
+        return (old if isinstance(old, TensorShape) else TensorShape.of(old)).fill(
+            value
+        )
+    if isinstance(old, tuple):
+        return tuple(value)
+    is_whole = type(old) is int and float(value).is_integer()
+    return type(old)(value) if is_whole or type(old) in (bool, float) else value

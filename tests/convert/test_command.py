@@ -6,8 +6,10 @@ import sys
 from collections import OrderedDict
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import pytest
 from support.convert_runs import (
+    Small,
     fails,
     forward,
     identical,
@@ -16,6 +18,7 @@ from support.convert_runs import (
     usual,
 )
 
+from mlx_gradscale import restore_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import main
@@ -63,13 +66,10 @@ def test_entries_that_mlx_does_not_use_are_named(tmp_path, capsys):
     ("flags", "word"),
     [
         (["--model", "no_such_module:Net"], "ModuleNotFoundError"),
-        (["--model", "support.convert_runs:Nothing"], "has no Nothing"),
+        (["--model", "support.convert_runs:Nothing"], "no attribute 'Nothing'"),
         (["--model", "support.convert_runs"], "MODULE:NAME"),
         (["--model", "os:getcwd"], "must be an mlx.nn.Module"),
         (["--model", "sys:exit"], "SystemExit"),
-        (["--rename", "nothing"], "OLD=NEW"),
-        (["--rename", "(=x"], "regular expression"),
-        (["--rename", r"fc=\g<x>"], "regular expression"),
         (["--names", "no_such_file"], "No such file"),
         (["--step", "-1"], "must be 0 or more"),
         (["--model-key", "net"], "no key 'net'"),
@@ -81,6 +81,21 @@ def test_errors_are_one_line_and_leave_nothing(flags, word, tmp_path, capsys):
     where = paths(tmp_path, usual())
     assert word in fails(capsys, *where, *flags)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "word"),
+    [
+        (["--rename", "nothing"], "nothing has no ="),
+        (["--layout", "nothing"], "nothing has no ="),
+        (["--rename", "(=x"], "regular expression"),
+        (["--rename", r"fc=\g<x>"], "regular expression"),
+    ],
+)
+def test_wrong_flag_is_a_usage_error(flag, word, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*paths(tmp_path, usual()), *flag])
+    assert word in capsys.readouterr().err
 
 
 def test_rename_is_split_at_the_last_equals_sign(tmp_path):
@@ -134,7 +149,9 @@ def test_one_save_of_a_run_goes_back_by_the_runs_template(tmp_path):
 def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):
     pt.save(tmp_path / "a.pt", {"model": small()[0], "epoch": 3})
     forward(tmp_path / "a.pt", tmp_path / "run")
-    assert "model.safetensors" in capsys.readouterr().out
+    assert "no optimizer. The weights are in model.saf" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="optimizer was NoOptimizer, but this one is"):
+        restore_checkpoint(tmp_path / "run", Small(), optim.SGD(0.1))
     forward(tmp_path / "b.pt", tmp_path / "run")
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
 

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.convert_runs import Holder, Small, paths, sgd, small, usual
+from support.convert_runs import (
+    SMALL,
+    Holder,
+    Small,
+    fails,
+    paths,
+    sgd,
+    small,
+    usual,
+)
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch, main
@@ -74,7 +83,7 @@ def attempt(checkpoint):
         template, _ = make_template(checkpoint, model, Options())
         template.optimizer_state()
         run = MlxRun(template.weights())
-        write_template("", template, run, Options(), dry_run=True)
+        write_template("", template, run, dry_run=True)
     except ConvertError as error:
         return str(error)
     return ""
@@ -172,5 +181,5 @@ def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
 def test_template_is_not_taken_for_a_checkpoint(tmp_path, capsys):
     assert main(paths(tmp_path, usual())) == 0
     file = str(tmp_path / "run" / TEMPLATE)
-    assert main(["--torch-path", file, "--mlx-path", str(tmp_path / "b")]) == 1
-    assert "This file is a template" in capsys.readouterr().err
+    where = ["--torch-path", file, "--mlx-path", str(tmp_path / "b"), *SMALL]
+    assert "This file is a template" in fails(capsys, *where)

@@ -8,7 +8,7 @@ from support.convert_runs import Holder, Small, small
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch
 from mlx_gradscale.convert.groups import read_groups
-from mlx_gradscale.convert.layouts import make_plan
+from mlx_gradscale.convert.names import make_plan
 from mlx_gradscale.convert.order import Order
 
 

@@ -361,5 +361,5 @@ def test_schedule_continues_from_the_loaded_step_and_gives_the_next_rate(tmp_pat
     run.optimizer.update(model, grads)
     assert run.optimizer.learning_rate.item() == 0.5**4
     notes = save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
-    assert "rate of the next step, 0.03125" in notes[0]
+    assert "The learning rate in PyTorch is 0.03125" in notes[0]
     assert pt.load(tmp_path / "b.pt")["optimizer"]["param_groups"][0]["lr"] == 0.5**5

@@ -14,8 +14,7 @@ from support.convert_runs import (
 )
 
 from mlx_gradscale import torch_checkpoint as pt
-from mlx_gradscale.checkpoint import read_checkpoint
-from mlx_gradscale.convert import ConvertError, Options, load_torch, main, save_torch
+from mlx_gradscale.convert import ConvertError, Options, load_torch, save_torch
 from mlx_gradscale.convert.sections import find_sections
 from mlx_gradscale.torch_checkpoint import Placeholder
 
@@ -38,15 +37,8 @@ def test_sections_are_found_wherever_they_are_and_come_back(kind, tmp_path):
     assert run.scaler.get_scale() == 512.0
 
 
-def test_bare_state_dict_and_bare_scaler_convert(tmp_path):
-    model, _, scaler = small()
-    there_and_back(tmp_path, model)
-    pt.save(tmp_path / "s.pt", scaler)
-    where = ["--mlx-path", str(tmp_path / "s"), "--torch-path"]
-    assert main([*where, str(tmp_path / "s.pt")]) == 0
-    assert read_checkpoint(tmp_path / "s").scaler["scale"].item() == 512.0
-    assert main([*where, str(tmp_path / "s2.pt")]) == 0
-    identical(pt.load(tmp_path / "s2.pt"), scaler)
+def test_bare_state_dict_converts(tmp_path):
+    there_and_back(tmp_path, small()[0])
 
 
 def test_several_models_need_a_name_and_averages_do_not():
@@ -69,9 +61,9 @@ def test_several_models_need_a_name_and_averages_do_not():
     ("keys", "word"),
     [
         ({"model": "c"}, "no key 'c'. Its keys are a, opt, epoch"),
-        ({"model": "epoch"}, "not the state dict of a model"),
-        ({"optimizer": "a"}, "not the state dict of an optimizer"),
-        ({"scaler": "epoch"}, "not the state dict of a scaler"),
+        ({"model": "epoch"}, "not the state dict of the model"),
+        ({"optimizer": "a"}, "not the state dict of the optimizer"),
+        ({"scaler": "epoch"}, "not the state dict of the scaler"),
         ({"optimizer": "opt/7"}, "no key '7' in opt"),
     ],
 )
@@ -166,16 +158,13 @@ def test_whole_module_is_refused_with_a_sentence_on_state_dict(keys, tmp_path):
         load_torch(tmp_path / "a.pt", Small(), Options(keys=keys))
 
 
-def test_checkpoint_without_a_model_is_an_error_that_leads_somewhere(capsys, tmp_path):
+def test_checkpoint_without_a_model_is_an_error_that_leads_somewhere(tmp_path):
     pt.save(tmp_path / "a.pt", {"optimizer": small()[1], "epoch": 3})
-    with pytest.raises(ConvertError, match=r"optimizer but no model.*--model-key"):
+    with pytest.raises(ConvertError, match=r"no model.*optimizer, epoch.*--model-key"):
         load_torch(tmp_path / "a.pt", Small())
-    pt.save(tmp_path / "a.pt", {"epoch": 3})
-    with pytest.raises(ConvertError, match=r"no model"):
+    pt.save(tmp_path / "a.pt", small()[2])
+    with pytest.raises(ConvertError, match=r"no model.*GradScaler\.load"):
         load_torch(tmp_path / "a.pt", Small())
-    paths = ["--torch-path", str(tmp_path / "a.pt"), "--mlx-path", str(tmp_path / "b")]
-    assert main(paths) == 1
-    assert not (tmp_path / "b").exists()
 
 
 def test_loose_moments_are_not_left_out_in_silence(tmp_path):
@@ -219,7 +208,7 @@ def test_deepspeeds_half_precision_optimizer_is_not_taken_for_a_scaler(tmp_path)
 def test_flat_optimizer_state_is_refused_with_a_way_out(tmp_path):
     checkpoint = {"module": small()[0], "optimizer": deepspeed(True, [mx.zeros(8)])}
     pt.save(tmp_path / "a.pt", checkpoint)
-    with pytest.raises(ConvertError, match=r"1 flat tensors.*--optimizer-key ''"):
+    with pytest.raises(ConvertError, match=r"as DeepSpeed.*--optimizer-key ''"):
         load_torch(tmp_path / "a.pt", Small())
     there_and_back(tmp_path, checkpoint, keys={"optimizer": ""})
 
