@@ -26,7 +26,12 @@ import mlx.nn as nn
 from mlx_gradscale.checkpoint.save import describe_optimizer
 from mlx_gradscale.convert.options import Options
 from mlx_gradscale.convert.save import gather, write_template
-from mlx_gradscale.convert.template import from_object, make_template, to_object
+from mlx_gradscale.convert.template import (
+    build_optimizer,
+    from_object,
+    make_template,
+    to_object,
+)
 from mlx_gradscale.torch_checkpoint import Placeholder, TensorShape
 
 EXPECTED = (ValueError, OSError)
@@ -151,9 +156,8 @@ def convert_tree(tree: Any, folder: Path) -> None:
 
 
 def _settings(template: Any) -> list[dict[str, Any]]:
-    settings: list[dict[str, Any]] = describe_optimizer(template.build_optimizer())[
-        "settings"
-    ]
+    described = describe_optimizer(build_optimizer(template))
+    settings: list[dict[str, Any]] = described["settings"]
     return settings
 
 

@@ -5,7 +5,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +195,10 @@ def _convert(arguments: argparse.Namespace) -> None:
 def _to_mlx(arguments: argparse.Namespace) -> None:
     """Write an mlx_gradscale checkpoint with a ``template.pt`` next to it."""
     path = arguments.mlx_path
-    if path.exists() and not path.is_dir():
+    if path.is_file():
         raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
-    if path.is_dir() and any(path.iterdir()) and not arguments.overwrite:
+    if path.exists() and any(path.iterdir()) and not arguments.overwrite:
         raise FileExistsError(f"{path} already exists. Pass --overwrite to replace it.")
-    if arguments.model is None:
-        raise ConvertError(
-            "--model is missing. The MLX model determines names, layouts and shapes."
-        )
     model = _model(arguments.model)
     run = load_torch(arguments.torch_path, model, _options(arguments))
     template, notes = run.template, run.notes
@@ -243,7 +239,7 @@ def _to_torch(arguments: argparse.Namespace) -> None:
     """Write an mlx_gradscale checkpoint as a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
     run = _read_run(read_checkpoint(folder))
-    model = _model(arguments.model) if arguments.model else None
+    model = _model(arguments.model)
     is_save = folder.name.startswith("save-")  # one of a run's checkpoints
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
     if not like.exists():
@@ -290,38 +286,29 @@ def _read_run(saved: Checkpoint) -> MlxRun:
     return run
 
 
-def _model(place: str) -> nn.Module:
+def _model(place: str | None) -> Any:
     """Return the user's MLX model, from MODULE:NAME or mlx-lm's config."""
-    if Path(place).is_dir() or place.endswith(".json"):
-        return _mlx_lm_model(Path(place))
-    module, colon, name = place.partition(":")
-    if not colon:
-        raise ConvertError(
-            "--model must be MODULE:NAME or the folder of an mlx-lm model, got "
-            f"{place}."
-        )
+    if place is None:
+        return None
     # Last in the path, so that no file there shadows an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-
-    def make() -> Any:
-        made = getattr(importlib.import_module(module), name)
-        return made if isinstance(made, nn.Module) else made()
-
-    return _run_users_code(place, make)
-
-
-def _run_users_code(place: str, make: Callable[[], Any]) -> nn.Module:
     try:
-        made = make()
-    except (Exception, SystemExit) as error:  # it may raise anything
+        if Path(place).is_dir() or place.endswith(".json"):
+            return _mlx_lm_model(Path(place))
+        module, colon, name = place.partition(":")
+        made: Any = getattr(importlib.import_module(module), name) if colon else None
+        made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    except ConvertError:
+        raise
+    except (Exception, SystemExit) as error:  # users' code may raise anything
         raise ConvertError(
             f"--model {place} raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(made, nn.Module):
         raise ConvertError(
             f"--model {place} must be an mlx.nn.Module or a function that returns one, "
-            f"got {type(made).__name__}."
+            f"as MODULE:NAME, got {type(made).__name__}."
         )
     return made
 
@@ -340,18 +327,11 @@ def _mlx_lm_model(path: Path) -> nn.Module:
             f"--model {path} has no model_type, or needs its own code, which this "
             "command does not run. Pass the model as MODULE:NAME."
         )
-    try:
-        from mlx_lm.utils import _get_classes
-    except ImportError as error:
-        raise ImportError(
-            "Building a model from its config requires mlx-lm. Run: pip install mlx-lm"
-        ) from error
+    from mlx_lm.utils import _get_classes
 
-    def make() -> Any:
-        model_class, arguments_class = _get_classes(config)
-        return model_class(arguments_class.from_dict(config))
-
-    return _run_users_code(str(path), make)
+    model_class, arguments_class = _get_classes(config)
+    model: nn.Module = model_class(arguments_class.from_dict(config))
+    return model
 
 
 def _print_notes(notes: Sequence[str]) -> None:
@@ -365,11 +345,12 @@ def _describe(template: Template, source: Path, target: Path) -> str:
         (entry.torch, ", ".join(entry.mlx), entry.layout)
         for entry in template.plan.entries.values()
     ]
-    lines = [f"{printable(source)} -> {printable(target)} (dry run)"]
-    lines += ["", table(("PyTorch", "MLX", "layout"), rows)] if rows else []
-    for group in template.groups:
-        count = len(group.entries)
-        lines.append(f"{group.kind}: {count} parameters, at step {group.step}")
+    lines = [f"{printable(source)} -> {printable(target)} (dry run)", ""]
+    lines += [table(("PyTorch", "MLX", "layout"), rows)]
+    lines += [
+        f"{group.kind}: {len(group.entries)} parameters, at step {group.step}"
+        for group in template.groups
+    ]
     if template.scaler is not None:
         lines.append(f"scaler: {template.scaler_format}'s state")
     return "\n".join(lines)

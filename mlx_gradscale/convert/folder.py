@@ -162,44 +162,38 @@ def write_torch(
         check_file(path, overwrite)
         _write_file(path, checkpoint)
         return
-    for name in [*checkpoint, *files]:
+    for name in files:
         check_name(name, "The template")
     for name in checkpoint:  # a hostile template could write a train.py
-        if name != TRAINER and not _SECTION.fullmatch(name):
+        if name != TRAINER and not _SECTION.fullmatch(str(name)):
             raise ConvertError(
-                f"The template lists {name!r}, which is not a PyTorch file."
+                f"The template refers to {name!r}, which is not a PyTorch file."
             )
-    is_there = path.is_dir() and any(path.iterdir())
-    if is_there:
-        _check_old(path, {*checkpoint, *files}, overwrite)
-    new = path.with_name(f"{path.name}.new") if is_there else path
-    with new_folder(new) as folder:
-        for name, content in checkpoint.items():
-            _write_file(folder / name, content)
-        for name, data in files.items():
-            with atomic_write(folder / name) as file:
-                file.write(np.array(data).tobytes())
-    if is_there:
-        # A folder cannot replace another atomically, so keep both complete throughout.
-        old = path.with_name(f"{path.name}.old")
-        path.rename(old)
-        new.rename(path)
-        discard(old)
-
-
-def _check_old(path: Path, names: set[str], overwrite: bool) -> None:
-    """Raise if a folder must not be replaced."""
-    if not overwrite:
+    there = [file.name for file in path.iterdir()] if path.is_dir() else []
+    if there and not overwrite:
         raise FileExistsError(
             f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
         )
-    there = [file.name for file in path.iterdir()]
+    names = {*checkpoint, *files}
     spare = [name for name in there if name not in names and name[0] != "."]
     if spare:
         raise FileExistsError(
             f"{path} contains files of another checkpoint: {list_some(spare)}. Use "
             "another folder."
         )
+    new = path.with_name(f"{path.name}.new") if there else path
+    with new_folder(new) as folder:
+        for name, content in checkpoint.items():
+            _write_file(folder / name, content)
+        for name, data in files.items():
+            with atomic_write(folder / name) as file:
+                file.write(np.array(data).tobytes())
+    if there:
+        # A folder cannot replace another atomically, so keep both complete throughout.
+        old = path.with_name(f"{path.name}.old")
+        path.rename(old)
+        new.rename(path)
+        discard(old)
 
 
 def _write_file(path: Path, content: Any) -> None:

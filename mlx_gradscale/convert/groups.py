@@ -4,7 +4,6 @@ PyTorch indexes a state dict by numbers or names. torch.distributed may flatten 
 (``state.<name>.<slot>``) or write the numbers as strings.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ from .tree import ConvertError, is_tensor, number
 Index = int | str
 
 _STATE, _GROUPS = "state.", "param_groups."
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _LARGEST_NUMBER, MOST_STEPS = 1e18, 2**53
 # Integers below this hash to themselves, so they cannot be chosen to collide.
 _LARGEST_INDEX = 2**31
@@ -115,6 +113,7 @@ def is_nested(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and isinstance(value.get("param_groups"), list)
+        and value["param_groups"] != []
         and isinstance(value.get("state", {}), dict)
         and all(isinstance(g, dict) and "params" in g for g in value["param_groups"])
     )
@@ -142,11 +141,10 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
     else:
         groups, states = held["param_groups"], held.get("state", {})
     known = _check_groups(groups)
-    if all(
-        type(key) is str and _NUMBER.fullmatch(key) and int(key) in known
-        for key in states
-    ):  # torch.distributed.checkpoint writes numbers as strings
-        states = {int(key): slots for key, slots in states.items()}
+    # torch.distributed.checkpoint writes numbers as strings.
+    texts = {str(index): index for index in known}
+    if all(key in texts for key in states):
+        states = {texts[key]: slots for key, slots in states.items()}
     for index, slots in states.items():
         is_known = _is_index(index) and index in known
         need(is_known, "each index in the state", "an element of params", index)

@@ -8,8 +8,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .tree import ConvertError
-
 Shape = tuple[int, ...]
 
 # Layout -> its minimum number of dimensions n, and the PyTorch axis behind each of
@@ -48,23 +46,19 @@ class Entry:
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """Convert MLX arrays, weights or moments, to the PyTorch tensor."""
         held = [arrays[name] for name in self.mlx]
-        try:
-            if self.layout == FUSED:
-                return mx.concatenate(held)
-            axes = AXES[self.layout][1](held[0].ndim)
-            return mx.transpose(held[0], np.argsort(axes).tolist())
-        except ValueError as error:
-            raise ConvertError(
-                f"{self.mlx[0]} has shape {held[0].shape}, which does not match the "
-                f"layout {self.layout!r}: {error}"
-            ) from error
+        if self.layout == FUSED:
+            return mx.concatenate(held)
+        axes = AXES[self.layout][1](held[0].ndim)
+        return mx.transpose(held[0], np.argsort(axes).tolist())
 
-    def mlx_shapes(self, tensor: mx.array) -> list[Shape]:
-        """Return the shapes in MLX, or the tensor's own if the layout does not fit."""
-        try:
-            return [x.shape for x in self.to_mlx(tensor).values()]
-        except ValueError:
-            return [tensor.shape]
+    def mlx_shapes(self, shape: Shape) -> list[Shape]:
+        """Return the shapes in MLX, or the shape itself if the layout does not fit."""
+        if self.layout == FUSED:
+            is_fused = shape and shape[0] % 3 == 0
+            return [(shape[0] // 3, *shape[1:])] * 3 if is_fused else [shape]
+        least, get_axes = AXES[self.layout]
+        axes = get_axes(len(shape)) if len(shape) >= least else range(len(shape))
+        return [tuple(shape[axis] for axis in axes)]
 
 
 def known_names(model: nn.Module) -> dict[str, Entry]:

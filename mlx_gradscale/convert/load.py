@@ -15,7 +15,7 @@ from ..core.scaler import GradScaler
 from .folder import read_torch
 from .optimizers import Rate
 from .options import Options
-from .template import Template, make_template
+from .template import Template, build_optimizer, make_template
 from .tree import ConvertError, list_some
 
 
@@ -93,10 +93,9 @@ def load_torch(
     if state is not None:
         scaler = GradScaler()
         scaler.load_state_dict(state)
-    optimizer: Optimizer | None = None
-    names: list[str] | None = None
+    optimizer = names = None
     if template.groups:
-        optimizer = template.build_optimizer(learning_rate)
+        optimizer = build_optimizer(template, learning_rate)
         names = _load_optimizer(optimizer, template, model, learning_rate is not None)
     elif loss_scaling or learning_rate is not None:
         what = "learning_rate" if learning_rate is not None else "loss_scaling"

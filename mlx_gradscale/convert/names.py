@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from .layouts import Entry, Shape, known_names
 from .options import Options
-from .sanitize import set_contents, try_sanitize
+from .sanitize import probe_sanitize, try_sanitize
 from .tree import ConvertError, list_some
 
 # Words added by DistributedDataParallel, torch.compile, FullyShardedDataParallel and
@@ -40,13 +40,13 @@ class Plan:
         entries (dict): The tensors that MLX has.
         tied (dict): Alias -> the name whose tensor it shares.
         torch_only (tuple): Names without an MLX counterpart.
-        change_model (Callable): Applies the changes of ``sanitize`` to the model.
+        change_model (Callable): Changes the model as its ``sanitize`` does.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     torch_only: tuple[str, ...] = ()
-    change_model: Callable[[], None] = lambda: None
+    change_model: Callable[[], object] = lambda: None
 
     def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Convert a PyTorch state dict to MLX weights."""
@@ -156,7 +156,7 @@ _Names = Mapping[str, tuple[str, str] | None]
 
 def _find_names(
     shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
-) -> tuple[_Names, dict[str, Entry], Callable[[], None]]:
+) -> tuple[_Names, dict[str, Entry], Callable[[], object]]:
     """Find the MLX name of each tensor, and the layout if the name implies it.
 
     Tensors that ``sanitize`` drops have none. Also return the names that the model
@@ -170,8 +170,8 @@ def _find_names(
         names: _Names = plain
         if has_sanitize:  # it does not see LoRA adapters
             asked = {new: shapes[n] for n, (new, layout) in plain.items() if not layout}
-            kept, known, contents = try_sanitize(model, asked)
-            change_model = partial(set_contents, contents)
+            kept, known = try_sanitize(model, asked)
+            change_model = partial(probe_sanitize, model, asked)
             names = {n: x if x[1] else kept.get(x[0]) for n, x in plain.items()}
         hits = sum(x is not None and x[0] in known for x in names.values())
         found.append((hits, names, known, change_model))
@@ -199,9 +199,9 @@ def _entry(
     """Return the entry of a tensor, or raise if its shape does not match."""
     layout = layout or target.layout
     entry = Entry(name, target.mlx, layout or "same")
-    wanted, made = [own[n] for n in target.mlx], entry.mlx_shapes(tensor)
+    wanted, made = [own[n] for n in target.mlx], entry.mlx_shapes(tensor.shape)
     others = [replace(entry, layout=kind) for kind in ("conv", "conv_transpose")]
-    if not layout and wanted in [other.mlx_shapes(tensor) for other in others]:
+    if not layout and wanted in [other.mlx_shapes(tensor.shape) for other in others]:
         raise ConvertError(
             f"{name} has shape {tensor.shape} and belongs to a custom layer, where "
             f"several layouts match the MLX shape {wanted[0]}. Choose one with "

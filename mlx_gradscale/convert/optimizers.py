@@ -16,13 +16,13 @@ from ..torch_checkpoint import TensorShape
 from .groups import MOST_STEPS, Group, Index, need
 from .layouts import Entry
 from .optimizer_table import (
+    IGNORED,
     SCHEDULED,
     check_differences,
-    mlx_differences,
+    differences,
     plain_setting,
     recognise,
     refused_settings,
-    torch_differences,
 )
 from .options import Options
 from .tree import ConvertError, list_some, match_type, number
@@ -34,8 +34,8 @@ Rate = float | mx.array | Callable[[mx.array], mx.array]
 def set_kind(groups: Sequence[Group], name: str | None) -> None:
     """Set the kind of optimizer that the groups belong to, or raise if unknown."""
     settings = [group.settings for group in groups]
-    states = groups[0].states.values() if groups else ()
-    kind = recognise(settings, {slot for slots in states for slot in slots}, name)
+    slots = {slot for slots in groups[0].states.values() for slot in slots}
+    kind = recognise(settings, slots, name)
     for group in groups:
         group.kind = kind
         group.check_settings()
@@ -57,7 +57,15 @@ def plan_groups(
     for group in groups:
         own = dict(zip(group.settings["params"], left, strict=False))
         group.entries = {i: entries[name] for i, name in own.items() if name in entries}
-        found |= torch_differences(group.kind, group.settings)
+        spec, settings = group.spec, group.settings
+        found |= differences(spec, group.kind, settings)
+        known = {*spec.settings, *spec.required, *spec.refused, *IGNORED}
+        found |= {
+            f"The optimizer's groups have the key {key!r}, which PyTorch's "
+            f"{group.kind} does not have. It may be a different optimizer.": key
+            for key in settings
+            if key not in known
+        }
     _set_steps(groups, options.step)
     notes = [group.spec.note for group in groups if group.spec.note]
     notes += check_differences(found, options.accept)
@@ -137,14 +145,9 @@ def to_mlx(
             for theirs, ours in group.spec.slots.items():
                 moment = group.slots(index).get(theirs)
                 moment = mx.zeros_like(like) if moment is None else moment
-                what = f"{theirs} of {entry.torch}"
-                need(isinstance(moment, mx.array), what, "a tensor", moment)
-                if moment.shape != like.shape:
-                    raise ConvertError(
-                        f"{what} has shape {moment.shape}, but the parameter has shape "
-                        f"{like.shape}. Pass the names in the optimizer's order with "
-                        "names=... (--names)."
-                    )
+                is_right = isinstance(moment, mx.array) and moment.shape == like.shape
+                what = f"a tensor of shape {like.shape}"
+                need(is_right, f"{theirs} of {entry.torch}", what, moment)
                 for mlx_name, array in entry.to_mlx(moment).items():
                     flat[f"{prefix}{mlx_name}.{ours}"] = array
     return flat
@@ -178,7 +181,13 @@ def to_torch(
             raise ConvertError(
                 f"The MLX optimizer's {prefix}step is {step}, not a step count."
             )
-        found |= mlx_differences(group.kind, used["class"], used["values"])
+        if used["class"] != group.spec.mlx.__name__:
+            raise ConvertError(
+                f"The MLX optimizer is {used['class']}, but the template contains "
+                f"{group.kind}. Use a PyTorch checkpoint of the same optimizer as the "
+                "template, or leave the optimizer out."
+            )
+        found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
         for index in group.entries:
             slots = _torch_slots(group, index, flat, prefix, int(step))
             group.write_slots(index, slots)
@@ -284,19 +293,14 @@ def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
     own: list[Rate] = [number(group.settings["lr"]) for group in groups]
     if given is None:
         return own
-    if isinstance(given, (list, tuple)):
-        if len(given) != len(groups):
-            raise ValueError(
-                f"learning_rate has {len(given)} entries, but the MLX optimizer has "
-                f"{len(groups)} parts. Pass one entry for each."
-            )
-        return [*given]
     # In the first step of a warmup all rates are 0, and only initial_lr differs.
     first = [number(group.settings.get("initial_lr")) for group in groups]
-    if len({*zip(own, first, strict=True)}) > 1:
+    is_shared = len({*zip(own, first, strict=True)}) == 1
+    if not isinstance(given, (list, tuple)) and is_shared:
+        given = [given] * len(groups)
+    if not isinstance(given, (list, tuple)) or len(given) != len(groups):
         raise ValueError(
-            f"The parameter groups have different learning rates ({own}). Pass "
-            "learning_rate as a list with one number or schedule per group, in this "
-            "order."
+            f"learning_rate must be a list of {len(groups)} numbers or schedules, one "
+            f"for each part of the MLX optimizer. PyTorch's learning rates are {own}."
         )
-    return [given] * len(groups)
+    return [*given]

@@ -46,21 +46,20 @@ class Order:
         If the tensors are not in PyTorch's order, the order of the MLX model is tried.
         The second result lists notes on cases in which shapes cannot confirm the order.
         """
+        names = options.names
         if self.indices and all(isinstance(index, str) for index in self.indices):
             # FullyShardedDataParallel and torch.distributed use names as indices.
-            given = [str(index) for index in self.indices]
-            return self._match(given, options.renamed), []
-        if options.names is not None:
-            found = self._match(options.names, options.renamed)
+            names = tuple(map(str, self.indices))
+        elif names is None and [len(saved) for saved in self.saved] == self.sizes:
+            names = tuple(name for saved in self.saved for name in saved)
+        if names is not None:
+            found = self._match(names, options.renamed)
             shapes = [self.tensors[name].shape for name in found]
             fits = [a in (None, b) for a, b in zip(self.shapes, shapes, strict=True)]
-            if len(self.sizes) > 1 and not all(fits):
+            if not all(fits):
                 # Transformers' Trainer groups them by weight decay: with, then without.
                 found = self._deal(found)
             return found, []
-        if [len(names) for names in self.saved] == self.sizes:
-            saved = [name for names in self.saved for name in names]
-            return self._match(saved, options.renamed), []
         if is_ordered:
             found = self._deal(self._candidates(self.tensors))
             return found, self._exchange_notes(found)
@@ -86,12 +85,6 @@ class Order:
 
     def _match(self, given: Sequence[str], rename: Callable[[str], str]) -> list[str]:
         """Match explicitly given names, ignoring wrapper prefixes."""
-        if len(given) != len(self.indices):
-            raise ConvertError(
-                f"There are {len(given)} names, but the optimizer has "
-                f"{len(self.indices)} parameters. "
-                f"{_advice(len(given) > len(self.indices))}"
-            )
 
         def plain(name: str) -> str:
             return from_peft(unwrap(rename(name)))[0]
@@ -99,20 +92,16 @@ class Order:
         spelled: dict[str, list[str]] = {}
         for name in self.tensors:
             spelled.setdefault(plain(name), []).append(name)
-        found = []
-        for name in given:
-            fits = [name] if name in self.tensors else spelled.get(plain(name), [])
-            if len(fits) != 1:
-                what = f"could be {' or '.join(fits)}" if fits else "does not occur"
-                raise ConvertError(
-                    f"The optimizer's parameter {name!r} {what} in the model's state "
-                    f"dict. {_advice()}"
-                )
-            found.append(self.plan.tied.get(fits[0], fits[0]))
-        twice = [name for name, count in Counter(found).items() if count > 1]
-        if twice:
+        fits = [[n] if n in self.tensors else spelled.get(plain(n), []) for n in given]
+        wrong = [name for name, fit in zip(given, fits, strict=True) if len(fit) != 1]
+        found = [self.plan.tied.get(fit[0], fit[0]) for fit in fits if len(fit) == 1]
+        count = len(self.indices)
+        if not len(given) == len(found) == len({*found}) == count:
+            what = f" Not found in the model: {list_some(wrong)}." if wrong else ""
             raise ConvertError(
-                f"The names contain {twice[0]!r} more than once. {_advice()}"
+                f"There are {len(given)} names, {len({*found})} of them distinct names "
+                f"of the model, but the optimizer has {count} parameters.{what} "
+                f"{_advice(len(given) > count)}"
             )
         return found
 

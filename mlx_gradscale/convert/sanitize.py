@@ -13,46 +13,35 @@ import mlx.nn as nn
 from .layouts import AXES, Entry, Shape, known_names
 from .tree import ConvertError
 
-# The parameters, submodules and other attributes of each module.
-Contents = list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
-
 # Marks are odd multiples of this, so that a sum or a double is not taken for a mark.
 _APART = 101
 
 
 def try_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
-) -> tuple[dict[str, tuple[str, str]], dict[str, Entry], Contents]:
-    """Return the new name and layout of each tensor that ``sanitize`` keeps.
+) -> tuple[dict[str, tuple[str, str]], dict[str, Entry]]:
+    """Probe ``sanitize``, and undo its changes to the model.
 
-    Also return the names that the model accepts afterwards, and its contents: Gemma 3
-    removes its ``lm_head`` if the checkpoint has none. The model itself is unchanged.
+    Also return the names that the model accepts afterwards: Gemma 3 removes its
+    ``lm_head`` if the checkpoint has none.
     """
-    before = _contents(model)
+    before = [(m, dict(m), dict(vars(m))) for m in model.modules()]
     try:
-        found = probe_sanitize(model, shapes)
-        return found, known_names(model), _contents(model)
+        return probe_sanitize(model, shapes), known_names(model)
     finally:
-        set_contents(before)
-
-
-def _contents(model: nn.Module) -> Contents:
-    return [(m, dict(m), dict(vars(m))) for m in model.modules()]
-
-
-def set_contents(contents: Contents) -> None:
-    """Set the contents of a model's modules."""
-    for module, children, attributes in contents:
-        dict.clear(module)
-        dict.update(module, children)
-        vars(module).clear()
-        vars(module).update(attributes)
+        for module, children, attributes in before:
+            dict.clear(module)
+            dict.update(module, children)
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def probe_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> dict[str, tuple[str, str]]:
-    """Call ``sanitize`` once; raise if it does more than rename and transpose.
+    """Return the new name and layout of each tensor that ``sanitize`` keeps.
+
+    Raise if it does more than rename and transpose.
 
     Example:
         >>> class Model(nn.Module):

@@ -181,16 +181,16 @@ def _fill(
     """Update a checkpoint with a run's values; return notes and stale entries."""
     _fill_model(template, run.weights)
     notes = []
-    if run.optimizer is None:
-        notes += _remove_optimizers(template)
-    elif template.groups:
+    if run.optimizer is None and template.optimizers:
+        for path in reversed(template.optimizers):
+            del get(template.checkpoint, path[:-1])[path[-1]]
+        notes.append("The run has no optimizer state, so none is written.")
+    elif run.optimizer is not None and template.groups:
         notes += optimizers.to_torch(
             template.groups, run.optimizer, run.settings, accept
         )
-    else:
-        notes.append(
-            "The template has no optimizer, so the optimizer state was left out."
-        )
+    elif run.optimizer is not None:
+        notes.append("The template has no optimizer, so its state was left out.")
     if run.scaler is not None and template.scaler is not None:
         notes += _fill_scaler(template, template.scaler, run.scaler)
     elif run.scaler is not None:
@@ -205,39 +205,25 @@ def _fill(
     return notes, [] if template.is_reported else _stale_notes(template, old, new)
 
 
-def _remove_optimizers(template: Template) -> list[str]:
-    if any(not path or isinstance(path[-1], int) for path in template.optimizers):
-        raise ConvertError(
-            "The template contains an optimizer state that cannot be left out. Pass "
-            "the optimizer."
-        )
-    for path in template.optimizers:
-        del get(template.checkpoint, path[:-1])[path[-1]]
-    has_one = bool(template.optimizers)
-    return ["The run has no optimizer state, so none is written."] if has_one else []
-
-
 def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
     entries, held = template.plan.entries, get(template.checkpoint, template.model)
-    placed = [name for entry in entries.values() for name in entry.mlx]
-    missing = [name for name in placed if name not in weights]
-    spare = sorted(weights.keys() - set(placed))
-    if is_adapter([name for name in held if isinstance(name, str)]):
-        spare = []  # the base model is stored elsewhere
-    if missing or spare:
-        what = f"lack {list_some(missing)}" if missing else f"have {list_some(spare)}"
+    placed = {name for entry in entries.values() for name in entry.mlx}
+    wrong = sorted(placed - weights.keys())
+    if not is_adapter([name for name in held if isinstance(name, str)]):
+        wrong += sorted(weights.keys() - placed)  # an adapter's base is elsewhere
+    wrong = wrong or [
+        name
+        for name, entry in entries.items()
+        if entry.mlx_shapes(tuple(held[name].shape))
+        != [weights[n].shape for n in entry.mlx]
+    ]
+    if wrong:
         raise ConvertError(
-            f"The MLX weights {what}, unlike the template's model. Use a PyTorch "
-            "checkpoint of the same model as the template."
+            f"The MLX model and the template's model differ in {list_some(wrong)}. Use "
+            "a PyTorch checkpoint of the same model as the template."
         )
     for name, entry in entries.items():
         tensor, leaf = entry.to_torch(weights), held[name]
-        if tuple(tensor.shape) != tuple(leaf.shape):
-            raise ConvertError(
-                f"{entry.mlx[0]} has shape {tuple(tensor.shape)} in PyTorch's layout, "
-                f"but {name} in the template has shape {tuple(leaf.shape)}. Use a "
-                "PyTorch checkpoint of the same model as the template."
-            )
         # If MLX holds a rounded copy of a tensor in the template, keep the tensor.
         if not isinstance(leaf, mx.array) or not mx.array_equal(
             leaf.astype(tensor.dtype), tensor, equal_nan=True
@@ -303,10 +289,9 @@ def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str
 
     Entries that have changed since they were read are excluded.
     """
-    pairs = list(zip(old, new * len(old) if len(new) == 1 else new, strict=False))
-    if all(a == b for a, b in pairs):
+    then, now = max(old, default=0), max(new, default=0)
+    if not old or not new or then == now:
         return []
-    then, now = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
     found = {
         path: x
         for path, x in template.entries_beside().items()

@@ -58,7 +58,6 @@ def find_sections(
             parts = parts if name == "model" else [*filter(None, parts)]
             given[name] = [_named(checkpoint, name, key) for key in parts]
     (model,) = given.get("model") or [_choose_model(checkpoint, there)]
-    others = [path for path in there["model"] if path != model]
     optimizers = given.get("optimizer", there["optimizer"])
     is_several = len(optimizers) > 1 and len(_trained(there["model"])) > 1
     if is_several and "optimizer" not in given:
@@ -82,28 +81,15 @@ def find_sections(
             "leave it out with --optimizer-key ''; it is then written back to PyTorch "
             "unchanged."
         )
-    notes = []
-    if others:
-        notes.append(
-            f"Converting the model {show(model)}. The checkpoint also contains "
-            f"{list_some(map(show, others))}, which stays unchanged. Choose another "
-            "with --model-key."
-        )
-    if loose:
-        notes.append(
-            f"The optimizer state in {list_some(map(show, loose))} is not converted "
-            "and is written back unchanged. It will not match the new weights, so "
-            "create a new optimizer in PyTorch."
-        )
-    masters = _masters(checkpoint, model)
-    if masters:
-        notes.append(
-            f"The model is in half precision, and {list_some(masters)} contains "
-            "float32 tensors, probably its master weights. They are written back "
-            "unchanged, so a program that loads them loses the steps taken in MLX. "
-            "Save the model in float32 before converting."
-        )
-    return Sections(model, optimizers, scalers[0] if scalers else None, notes)
+    others = [path for path in there["model"] if path != model] + loose
+    shown = [*map(show, others), *_masters(checkpoint, model)]
+    notes = [
+        f"The weights or optimizer states in {list_some(shown)} are not converted. "
+        "They are written back to PyTorch unchanged, so they do not match the weights "
+        "trained in MLX. To convert another model, use --model-key."
+    ]
+    scaler = scalers[0] if scalers else None
+    return Sections(model, optimizers, scaler, notes if shown else [])
 
 
 def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
@@ -231,18 +217,6 @@ def _masters(checkpoint: Any, model: Path) -> dict[str, None]:
             named = [i for i, key in enumerate(path) if _MASTERS.search(str(key)[:80])]
             found |= {show(path[: i + 1]): None for i in named[:1]}
     return found
-
-
-def entries_beside(checkpoint: Any, sections: Collection[Path]) -> dict[Path, Any]:
-    """Return the entries next to the sections, by path."""
-    taken = set(sections)
-    above = {path[:i] for path in taken for i in range(len(path))}
-    known, deepest = above | taken, max(map(len, taken), default=0)
-    return {
-        path: value
-        for path, value in walk(checkpoint, deepest, leaves=True)
-        if path and path[:-1] in above and path not in known
-    }
 
 
 def fingerprint(value: Any) -> str:

@@ -22,8 +22,8 @@ from .layouts import AXES, FUSED, Entry
 from .names import Plan, make_plan
 from .options import Options
 from .order import Order
-from .sections import entries_beside, find_sections, fingerprint
-from .tree import ConvertError, Path, get, is_tensor, list_some, number, show
+from .sections import find_sections, fingerprint
+from .tree import ConvertError, Path, get, is_tensor, list_some, number, show, walk
 
 _VERSION = "mlx_gradscale_template"
 # File name of the template next to an mlx_gradscale checkpoint.
@@ -91,12 +91,6 @@ class Template:
             state = formats.read_state(held, self.scaler_format)
         return state, [str(warning.message) for warning in caught]
 
-    def build_optimizer(self, learning_rate: Any = None) -> Any:
-        """Return the MLX optimizer, without its state."""
-        if not self.groups:
-            raise ConvertError("The checkpoint contains no optimizer.")
-        return optimizers.build(self.groups, learning_rate)
-
     def drop_tensors(
         self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
     ) -> None:
@@ -121,11 +115,15 @@ class Template:
 
     def entries_beside(self) -> dict[str, Any]:
         """Return the entries that MLX does not use, by path."""
-        taken = [*self.optimizers, *([] if self.scaler is None else [self.scaler])]
+        taken = {*self.optimizers, *([] if self.scaler is None else [self.scaler])}
         # At the top level, the model's tensors are mixed with other entries.
-        taken += [self.model] if self.model else [(name,) for name in self.tensors()]
-        beside = entries_beside(self.checkpoint, taken)
-        return {show(path): value for path, value in beside.items()}
+        taken |= {self.model} if self.model else {(name,) for name in self.tensors()}
+        above = {path[:i] for path in taken for i in range(len(path))}
+        return {
+            show(path): value
+            for path, value in walk(self.checkpoint, max(map(len, taken)), leaves=True)
+            if path and path[:-1] in above and path not in above | taken
+        }
 
     def set_age(self) -> None:
         """Record fingerprints of the other entries, to detect later changes."""
@@ -274,4 +272,6 @@ def build_optimizer(
         if not is_template(found):
             raise ConvertError(f"{path} is not a template of mlx_gradscale convert.")
         like = from_object(found)
-    return like.build_optimizer(learning_rate)
+    if not like.groups:
+        raise ConvertError("The checkpoint contains no optimizer.")
+    return optimizers.build(like.groups, learning_rate)

@@ -71,25 +71,18 @@ def show(path: Path) -> str:
 
 
 def find_key(tree: Any, key: str) -> Path:
-    """Return the path that a user wrote as ``KEY/KEY``.
-
-    Example:
-        >>> find_key({"states": [{"a": 1}]}, "states/0/a")
-        ('states', 0, 'a')
-    """
+    """Return the path that a user wrote as ``KEY/KEY``."""
     path: Path = ()
     for word in key.split("/"):
-        keys = [*tree] if isinstance(tree, dict) else []
-        if isinstance(tree, (list, tuple)):
-            keys = [*range(len(tree))]
-        step = int(word) if keys and keys[0] == 0 and word.isdigit() else word
-        if step not in keys:
+        is_list = isinstance(tree, (list, tuple))
+        keys = [*range(len(tree))] if is_list else [*tree] * isinstance(tree, dict)
+        names = {str(name): name for name in keys}
+        if word not in names:
             raise ConvertError(
-                f"The checkpoint has no key {word!r}"
-                f"{' in ' + show(path) if path else ''}. Its keys are "
+                f"{show(path) or 'The checkpoint'} has no key {word!r}. Its keys are "
                 f"{list_some(keys) or 'none'}."
             )
-        tree, path = tree[step], (*path, step)
+        tree, path = tree[names[word]], (*path, names[word])
     return path
 
 
@@ -123,9 +116,8 @@ def match_type(value: Any, old: Any) -> Any:
             value = mx.array(value).reshape(old.shape)
         if isinstance(dtype, mx.Dtype) and dtype not in (mx.float64, value.dtype):
             value = value.astype(dtype)
-        return (old if isinstance(old, TensorShape) else TensorShape.of(old)).fill(
-            value
-        )
+        shape = old if isinstance(old, TensorShape) else TensorShape.of(old)
+        return shape.fill(value)
     if isinstance(old, tuple):
         return tuple(value)
     is_whole = type(old) is int and float(value).is_integer()

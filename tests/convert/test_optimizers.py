@@ -14,7 +14,7 @@ from support.torch_optimizers import (
     gradients,
 )
 
-from mlx_gradscale.convert import ConvertError, save_torch
+from mlx_gradscale.convert import ConvertError, build_optimizer, save_torch
 from mlx_gradscale.convert.optimizer_table import (
     OPTIMIZERS,
     recognise,
@@ -54,7 +54,7 @@ def test_there_and_back_is_equal_in_every_bit(kind, k, tmp_path):
 def test_loaded_state_is_of_the_kind_that_mlx_makes_itself(kind, tmp_path):
     path = Side(kind).steps(range(3)).save(tmp_path / "a.pt")
     loaded = dict(tree_flatten(Mine(path).optimizer.state))
-    own = Mine(path).run.template.build_optimizer()
+    own = build_optimizer(Mine(path).run.template)
     own.init(Params().parameters())
     for key, x in tree_flatten(own.state):
         assert (loaded[key].dtype, loaded[key].shape) == (x.dtype, x.shape)
@@ -173,7 +173,7 @@ def test_settings_that_changed_in_mlx_are_written(tmp_path):
     group = back["optimizer"]["param_groups"][0]
     assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.7)
     mine.optimizer.bias_correction = False
-    with pytest.raises(ConvertError, match="ran without bias correction"):
+    with pytest.raises(ConvertError, match=r"bias_correction=False.*always corrects"):
         mine.save(tmp_path / "c.pt")
     mine.save(tmp_path / "c.pt", accept=("bias_correction",))
 
@@ -337,11 +337,8 @@ def test_learning_rates_that_do_not_fit_the_groups_are_refused(tmp_path):
     groups = [{"params": values[:1], "lr": 0.5}, {"params": values[1:]}]
     theirs.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     path = theirs.steps(range(1)).save(tmp_path / "a.pt")
-    for rate, word in (
-        (0.1, "different learning rates"),
-        ([0.1], "1 entries, but the MLX optimizer has 2"),
-    ):
-        with pytest.raises(ValueError, match=word):
+    for rate in (0.1, [0.1]):
+        with pytest.raises(ValueError, match=r"a list of 2 .* are \[0.5, 0.1\]"):
             load_torch(path, Params(), learning_rate=rate)
     run = load_torch(path, Params(), learning_rate=[0.3, lambda step: mx.array(0.2)])
     first = run.optimizer.optimizers[0]

@@ -346,7 +346,7 @@ def test_template_of_another_model_is_an_error(tmp_path):
     run = load_torch(tmp_path / "a.pt", Small())
     with pytest.raises(ConvertError, match="same model"):
         save_torch(tmp_path / "b.pt", Small(4), like=run.template)
-    with pytest.raises(ConvertError, match="lack fc"):
+    with pytest.raises(ConvertError, match="differ in fc"):
         save_torch(tmp_path / "b.pt", Apart(), like=run.template)
 
 

@@ -64,7 +64,7 @@ def test_several_models_need_a_name_and_averages_do_not():
         ({"model": "epoch"}, "not the state dict of the model"),
         ({"optimizer": "a"}, "not the state dict of the optimizer"),
         ({"scaler": "epoch"}, "not the state dict of the scaler"),
-        ({"optimizer": "opt/7"}, "no key '7' in opt"),
+        ({"optimizer": "opt/7"}, "opt has no key '7'"),
     ],
 )
 def test_named_place_without_such_a_section_is_an_error(keys, word):
@@ -200,9 +200,7 @@ def test_deepspeeds_half_precision_optimizer_is_not_taken_for_a_scaler(tmp_path)
     run = there_and_back(tmp_path, checkpoint)
     assert run.scaler is None
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
-    assert any(
-        "optimizer/fp32_groups contains float32 tensors" in note for note in run.notes
-    )
+    assert any("optimizer/fp32_groups are not" in note for note in run.notes)
 
 
 def test_flat_optimizer_state_is_refused_with_a_way_out(tmp_path):
@@ -220,10 +218,9 @@ def test_masters_beside_half_weights_are_reported(tmp_path):
     run = there_and_back(
         tmp_path, {"model": weights, "optimizer": masters | small()[1]}
     )
-    (note,) = [note for note in run.notes if "half precision" in note]
-    assert "optimizer/fp32_from_fp16_params" in note
+    assert any("fp32_from_fp16_params are not" in note for note in run.notes)
     full = {"model": small()[0], "optimizer": masters | small()[1]}
-    assert not any("half" in note for note in there_and_back(tmp_path, full).notes)
+    assert not any("fp32" in note for note in there_and_back(tmp_path, full).notes)
 
 
 @pytest.mark.parametrize("nested", [False, True])
