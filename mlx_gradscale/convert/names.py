@@ -14,9 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .layouts import Entry, Shape, known_names
+from .layouts import Entry, Shape, known_names, probe_sanitize, try_sanitize
 from .options import Options
-from .sanitize import probe_sanitize, try_sanitize
 from .tree import ConvertError, list_some
 
 # Words added by DistributedDataParallel, torch.compile, FullyShardedDataParallel and
@@ -82,10 +81,6 @@ def from_peft(name: str) -> tuple[str, str]:
     """Return mlx-lm's name and layout for a PEFT tensor; other names are unchanged.
 
     PEFT stores A as (rank, in) and B as (out, rank), mlx-lm (in, rank) and (rank, out).
-
-    Example:
-        >>> from_peft("base_model.model.layers.0.q_proj.lora_A.weight")
-        ('layers.0.q_proj.lora_a', 'transpose')
     """
     name = name.removeprefix(_PEFT)
     found = _ADAPTER.fullmatch(name)
@@ -109,12 +104,6 @@ def make_plan(
     Names and layouts come from the model's layers (``layers`` of an ``nn.Sequential``
     is added, convolutions are transposed, a fused attention weight is split) or its
     ``sanitize``, and every shape is checked.
-
-    Example:
-        >>> tensors = {"0.weight": mx.zeros((8, 3, 5, 5)), "0.bias": mx.zeros(8)}
-        >>> plan = make_plan(tensors, nn.Sequential(nn.Conv2d(3, 8, 5)))
-        >>> plan.to_mlx(tensors)["layers.0.weight"].shape
-        (8, 5, 5, 3)
     """
     options = options or Options()
     options.check_patterns(tensors)

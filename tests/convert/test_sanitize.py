@@ -12,8 +12,8 @@ from support.convert_runs import fails, paths, small
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import Options, load_torch, main, save_torch
+from mlx_gradscale.convert.layouts import probe_sanitize
 from mlx_gradscale.convert.names import make_plan
-from mlx_gradscale.convert.sanitize import probe_sanitize
 
 SHAPES = {"h.w": (4, 4), "h.conv": (5, 3, 2, 2), "h.one": (1, 4), "h.b": (4,),
           "rope": (2,), "scalar": ()}  # fmt: skip
