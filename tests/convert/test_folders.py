@@ -8,7 +8,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support.convert_runs import Small, forward, identical, small, small_adam
+from support.convert_runs import (
+    Small,
+    forward,
+    identical,
+    small,
+    small_adam,
+    take_step,
+)
 
 from mlx_gradscale import restore_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
@@ -44,17 +51,12 @@ def trainer_folder(path, schedule=True):
     return path
 
 
-def step(model, optimizer):
-    _, grads = nn.value_and_grad(model, lambda x: model.fc(x).sum())(mx.ones((1, 3)))
-    optimizer.update(model, grads)
-
-
 def test_trainer_folder_comes_back_with_its_counters_moved(tmp_path, recwarn):
     source = trainer_folder(tmp_path / "checkpoint-3")
     model = Small()
     run = load_torch(source, model, Options(names=NAMES))
     for _ in range(3):
-        step(model, run.optimizer)
+        take_step(model, run.optimizer)
     notes = save_torch(tmp_path / "back", model, run.optimizer, like=run.template)
     assert notes[0] == (
         "Changed to match the optimizer's step: global_step from 3 to 6, "
@@ -80,7 +82,7 @@ def test_trainer_folder_comes_back_with_its_counters_moved(tmp_path, recwarn):
 def test_trainers_count_that_the_user_set_or_that_differs_stays(tmp_path, recwarn):
     model = Small()
     run = load_torch(trainer_folder(tmp_path / "in"), model, Options(names=NAMES))
-    step(model, run.optimizer)
+    take_step(model, run.optimizer)
     run.template["trainer_state.json"]["global_step"] = 100
     run.template["scheduler.pt"]["last_epoch"] = 100
     notes = save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
