@@ -218,10 +218,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     (path / TEMPLATE).unlink(missing_ok=True)
     save_checkpoint(path, model, optimizer, run.scaler, **extra)
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
-    how = (
-        "It contains no optimizer. The weights are in model.safetensors in its save-* "
-        "folder."
-    )
+    how = "It has no optimizer. The weights are in save-*/model.safetensors."
     if run.optimizer is not None:
         how = (
             "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
@@ -232,7 +229,10 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
 
 
 class NoOptimizer(Optimizer):
-    """Optimizer of a checkpoint that contains none; the name appears in errors."""
+    """Stand-in for the optimizer of a checkpoint that has none.
+
+    ``restore_checkpoint`` shows its name in errors.
+    """
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:

@@ -61,7 +61,7 @@ class Entry:
         return mx.transpose(held[0], np.argsort(axes).tolist())
 
     def mlx_shapes(self, shape: Shape) -> list[Shape]:
-        """Return the shapes in MLX, or the shape itself if the layout does not fit."""
+        """Return the shapes in MLX, or the same shape if the layout does not match."""
         if self.layout == FUSED:
             is_fused = shape and shape[0] % 3 == 0
             return [(shape[0] // 3, *shape[1:])] * 3 if is_fused else [shape]
@@ -193,7 +193,7 @@ def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, Any]:
         try:
             return dict(model.sanitize(dict(weights)))
         except KeyError as error:
-            # Gemma 3 removes a child that an earlier call has already removed.
+            # Gemma 3 removes a child, which an earlier call has already removed.
             child = error.args[0]
             if not isinstance(child, str) or child in model or child in weights:
                 raise

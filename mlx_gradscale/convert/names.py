@@ -66,8 +66,9 @@ class Plan:
         dropped = [n for n in self.torch_only if not n.endswith(_COUNTER)]
         if dropped:
             notes.append(
-                f"The MLX model does not have {list_some(dropped)}. They are written "
-                "back to PyTorch unchanged, with their optimizer state."
+                f"The MLX model has no parameters for {list_some(dropped)}. These "
+                "tensors and their optimizer state are written back to PyTorch "
+                "unchanged."
             )
         return notes
 
@@ -107,7 +108,7 @@ def make_plan(
     """
     options = options or Options()
     options.check_patterns(tensors)
-    # The second is from torch.nn.Module.get_extra_state.
+    # torch.nn.Module.get_extra_state adds the second.
     without_place = (_COUNTER, "_extra_state")
     dropped = {n for n in tensors if n.endswith(without_place) or options.is_dropped(n)}
     shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
@@ -148,8 +149,8 @@ def _find_names(
 ) -> tuple[_Names, dict[str, Entry], Callable[[], object]]:
     """Find the MLX name of each tensor, and the layout if the name implies it.
 
-    Tensors that ``sanitize`` drops have none. Also return the names that the model
-    accepts, and a function that applies the changes of ``sanitize`` to the model.
+    The name is None if ``sanitize`` drops the tensor. Also return the names that the
+    model accepts, and a function that changes the model as ``sanitize`` does.
     """
     has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
     known, change_model = known_names(model), Plan.change_model
@@ -157,7 +158,7 @@ def _find_names(
     for candidate in _rename_candidates(rename):
         plain = {name: from_peft(candidate(name)) for name in shapes}
         names: _Names = plain
-        if has_sanitize:  # it does not see LoRA adapters
+        if has_sanitize:  # which does not expect LoRA adapters
             asked = {new: shapes[n] for n, (new, layout) in plain.items() if not layout}
             kept, known = try_sanitize(model, asked)
             change_model = partial(probe_sanitize, model, asked)
@@ -166,7 +167,7 @@ def _find_names(
         found.append((hits, names, known, change_model))
         if hits == len(shapes):
             break
-    # The first of equals strips as little as possible.
+    # Of equal results, max() returns the first, which strips the least.
     return max(found, key=lambda each: each[0])[1:]
 
 

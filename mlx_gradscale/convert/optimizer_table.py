@@ -26,7 +26,7 @@ class OptimizerSpec:
         slots (dict): PyTorch's state name -> MLX's.
         settings (tuple): Group keys that are also MLX's constructor arguments.
         required (set): Group keys that are always present.
-        refused (dict): Group key -> why MLX does not support it.
+        refused (dict): Setting -> how the two sides differ if it is on.
         forced (dict): Constructor arguments that make MLX match PyTorch.
         has_step (bool): Whether PyTorch keeps a step count.
         note (str): A sentence that is always shown to the user.

@@ -58,12 +58,13 @@ def save_torch(
         model (nn.Module): The model. Master weights are written in place of
             half-precision ones.
         optimizer (Optimizer, optional): For a ``LossScaleOptimizer``, the states of the
-            inner optimizer and the scaler are written. If omitted, no optimizer is.
+            inner optimizer and the scaler are written. If omitted, the checkpoint is
+            written without an optimizer.
         scaler (GradScaler, optional): If omitted, the template's scaler is kept.
         like (Template or str): The template from :func:`load_torch`, a PyTorch
             checkpoint of the same model, or a ``template.pt``. Entries without an MLX
-            counterpart are copied from it, so set ``template["epoch"]`` and the like
-            first.
+            counterpart are copied from it, so update entries such as
+            ``template["epoch"]`` first.
         options (Options, optional): Used if ``like`` is a path; otherwise only
             ``accept`` applies.
         overwrite (bool): Replace an existing file or folder.
@@ -184,17 +185,17 @@ def _fill(
     if run.optimizer is None and template.optimizers:
         for path in reversed(template.optimizers):
             del get(template.checkpoint, path[:-1])[path[-1]]
-        notes.append("The run has no optimizer state, so none is written.")
+        notes.append("The run has no optimizer, so its state was left out.")
     elif run.optimizer is not None and template.groups:
         notes += optimizers.to_torch(
             template.groups, run.optimizer, run.settings, accept
         )
     elif run.optimizer is not None:
-        notes.append("The template has no optimizer, so its state was left out.")
+        notes.append("The template has no optimizer state, so none is written.")
     if run.scaler is not None and template.scaler is not None:
         notes += _fill_scaler(template, template.scaler, run.scaler)
     elif run.scaler is not None:
-        notes.append("The template has no scaler, so the scaler state was left out.")
+        notes.append("The template has no scaler state, so none is written.")
     old = [group.step for group in template.groups]
     new = [
         int(number(x))

@@ -16,7 +16,7 @@ _FOUND = (*_CONTAINERS, mx.array, TensorShape, Placeholder)
 
 
 class ConvertError(ValueError):
-    """A checkpoint that cannot be converted as it is; the message says what to do."""
+    """Error about a checkpoint that cannot be converted; it says what to do."""
 
 
 def is_tensor(value: Any) -> bool:
