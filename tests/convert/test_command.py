@@ -160,10 +160,16 @@ def test_interrupt_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch)
         raise KeyboardInterrupt
 
     where = paths(tmp_path, usual())
-    monkeypatch.setattr("mlx_gradscale.convert.command.save_checkpoint", interrupt)
-    assert main(where) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
-    assert not (tmp_path / "run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_gradscale.convert.command.save_checkpoint", interrupt)
+        assert main(where) == 130
+        assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+        assert not (tmp_path / "run").exists()
+    # An overwritten checkpoint is left without a template rather than with a wrong one.
+    assert main(where) == 0
+    monkeypatch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
+    assert main([*where, "--to", "mlx", "--overwrite"]) == 130
+    assert not (tmp_path / "run/template.pt").exists()
 
 
 def test_command_needs_no_torch_and_no_module_of_the_folder_shadows_another(tmp_path):

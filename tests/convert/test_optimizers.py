@@ -111,8 +111,8 @@ def test_two_optimizers_of_one_model_become_one_and_come_back_as_two(tmp_path):
     for seed in range(3):
         step(seed)
     model = {name: p.detach() for name, p in theirs.params.items()}
-    start = {"net": model, "opt_a": pair[0].state_dict(), "opt_b": pair[1].state_dict()}
-    torch.save(start, tmp_path / "a.pt")
+    states = [optimizer.state_dict() for optimizer in pair]
+    torch.save({"net": model, "optimizers": states}, tmp_path / "a.pt")
     mine = Mine(tmp_path / "a.pt")
     assert [type(part) for part in mine.optimizer.optimizers] == [
         optim.AdamW,
@@ -123,13 +123,15 @@ def test_two_optimizers_of_one_model_become_one_and_come_back_as_two(tmp_path):
         step(seed)
     assert_close(mine, theirs)
     back = torch.load(tmp_path / "b.pt", weights_only=True)
-    for optimizer, key in zip(pair, ("opt_a", "opt_b"), strict=True):
+    for optimizer, state in zip(pair, back["optimizers"], strict=True):
         want = optimizer.state_dict()
-        optimizer.load_state_dict(back[key])
+        optimizer.load_state_dict(state)
         for index, slots in want["state"].items():
             for slot, value in slots.items():
-                got = back[key]["state"][index][slot]
+                got = state["state"][index][slot]
                 assert torch.allclose(got, value, rtol=1e-5, atol=1e-5)
+    save_torch(tmp_path / "c.pt", mine.model, like=mine.run.template)
+    assert torch.load(tmp_path / "c.pt", weights_only=True)["optimizers"] == []
 
 
 @pytest.mark.parametrize("step", [3, 3.0, mx.array([3.0])])
