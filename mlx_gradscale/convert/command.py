@@ -128,7 +128,7 @@ def _pair(text: str) -> tuple[str, str]:
     # Split at the last "=": a pattern may contain one, as in (?=...), but no name does.
     old, equals, new = text.rpartition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text} has no =.")
+        raise argparse.ArgumentTypeError(f"{text!r} must contain '='.")
     return old, new
 
 
@@ -182,7 +182,9 @@ def _convert(arguments: argparse.Namespace) -> None:
     if arguments.to is None and sides["mlx"] == sides["torch"]:
         if sides["mlx"]:
             raise ConvertError("Both paths exist. Pass --to mlx or --to torch.")
-        raise FileNotFoundError(f"Neither {torch_path} nor {mlx_path} exists.")
+        raise FileNotFoundError(
+            f"Neither {torch_path} nor {mlx_path} exists. Check the paths."
+        )
     if contains(mlx_path, torch_path) or contains(torch_path, mlx_path):
         raise ConvertError(
             f"--torch-path {torch_path} and --mlx-path {mlx_path} are the same, or one "

@@ -119,7 +119,7 @@ def _carry(path: Path, names: list[str]) -> tuple[dict[str, mx.array], list[str]
 
 
 def _inside(path: Path) -> Path:
-    """Return the path of a file; raise if it is a link out of its folder."""
+    """Return the path of a file, or raise if it is a link to another folder."""
     folder = os.path.realpath(path.parent)
     if not os.path.realpath(path).startswith(os.path.join(folder, "")):
         raise ConvertError(
@@ -130,7 +130,7 @@ def _inside(path: Path) -> Path:
 
 
 def _read_trainer_state(path: Path) -> Any:
-    """Read Trainer's JSON file; a million values take about ten seconds."""
+    """Read Trainer's JSON file; the limit bounds the time to about ten seconds."""
     with open(path, "rb", opener=open_file) as file:
         n_values = file.read(LONGEST_JSON).count(b",")
     if n_values > _MOST_VALUES:

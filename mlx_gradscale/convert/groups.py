@@ -109,7 +109,7 @@ class Group:
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a dict is a state dict; an empty ``state`` may be missing."""
+    """Return whether a value is an optimizer's state dict; ``state`` may be missing."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("param_groups"), list)

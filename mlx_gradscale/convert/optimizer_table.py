@@ -218,7 +218,7 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
 
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Return sentences on unsupported settings, with the keys to accept them by."""
+    """Describe the unsupported settings that are on, each in a sentence."""
     return {
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)

@@ -179,7 +179,7 @@ def to_torch(
         step = float(number(_required(flat, f"{prefix}step")))
         if not 0 <= step < MOST_STEPS:
             raise ConvertError(
-                f"The MLX optimizer's {prefix}step is {step}, not a step count."
+                f"The MLX optimizer's {prefix}step must be a step count, got {step}."
             )
         if used["class"] != group.spec.mlx.__name__:
             raise ConvertError(

@@ -270,8 +270,10 @@ def build_optimizer(
         path = path / TEMPLATE if path.is_dir() else path
         found = torch_checkpoint.load(path)
         if not is_template(found):
-            raise ConvertError(f"{path} is not a template of mlx_gradscale convert.")
+            raise ConvertError(
+                f"{path} is not a template. Pass a folder that the command wrote."
+            )
         like = from_object(found)
     if not like.groups:
-        raise ConvertError("The checkpoint contains no optimizer.")
+        raise ConvertError("The checkpoint has no optimizer. Create one yourself.")
     return optimizers.build(like.groups, learning_rate)

@@ -82,8 +82,8 @@ def test_errors_are_one_line_and_leave_nothing(flags, word, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flag", "word"),
     [
-        (["--rename", "nothing"], "nothing has no ="),
-        (["--layout", "nothing"], "nothing has no ="),
+        (["--rename", "nothing"], "'nothing' must contain '='"),
+        (["--layout", "nothing"], "'nothing' must contain '='"),
         (["--rename", "(=x"], "regular expression"),
         (["--rename", r"fc=\g<x>"], "regular expression"),
     ],

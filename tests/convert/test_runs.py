@@ -81,7 +81,7 @@ def test_command_there_and_back_is_the_same_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*RUNS, "conv_groups", "transformer_groups"])
-def test_live_pytorch_run_continues_in_mlx_and_back(name, tmp_path):
+def test_live_pytorch_run_continues_in_mlx_and_back(name, tmp_path, capsys):
     torch = pytest.importorskip("torch")
     from golden.convert.make import Training
 
@@ -101,6 +101,7 @@ def test_live_pytorch_run_continues_in_mlx_and_back(name, tmp_path):
     scales = go_on(name, model, run, range(BEFORE, middle))
     save_checkpoint(tmp_path / "run", model, optimizer, scaler)
     forward(tmp_path / "back.pt", tmp_path / "run")
+    assert "but these entries are from step" in capsys.readouterr().err
 
     again = Training(*name.split("_"))
     again.load(torch.load(tmp_path / "back.pt", weights_only=True))
