@@ -23,6 +23,7 @@ from ..files.text import printable, table
 from ..formats import FORMATS
 from .layouts import AXES
 from .load import load_torch
+from .names import is_adapter
 from .optimizer_table import OPTIMIZERS
 from .options import Options
 from .save import MlxRun, read_template, write_template
@@ -215,6 +216,10 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     # PyTorch's SGD does not count its steps.
     extra: dict[str, Any] = {"step": step} if step else {}
     optimizer = run.optimizer or NoOptimizer()  # type: ignore[no-untyped-call]
+    if is_adapter(template.plan.entries):
+        # Frozen parameters are not saved. The base model's are not in the checkpoint.
+        model.freeze()
+        model.unfreeze(keys=["lora_a", "lora_b"])
     # If the process is killed in between, the checkpoint has no template rather than
     # the wrong one.
     (path / TEMPLATE).unlink(missing_ok=True)

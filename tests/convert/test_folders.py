@@ -164,7 +164,7 @@ def test_model_in_several_files_comes_back_as_one(end, tmp_path):
         load_torch(source, model)
 
 
-def lora_model():
+def lora_model(freeze=True):
     """A model of mlx-lm's kind with LoRA layers and a frozen base."""
     tuner = pytest.importorskip("mlx_lm.tuner.utils")
     llama = pytest.importorskip("mlx_lm.models.llama")
@@ -178,7 +178,11 @@ def lora_model():
     config = {"rank": 4, "scale": 2.0, "dropout": 0.0,
               "keys": ["self_attn.q_proj", "self_attn.v_proj"]}  # fmt: skip
     tuner.linear_to_lora_layers(model, 2, config)
-    return model
+    return model if freeze else model.unfreeze()
+
+
+def unfrozen_lora_model():
+    return lora_model(freeze=False)
 
 
 def peft_folder(path):
@@ -249,6 +253,11 @@ def test_peft_lora_by_the_command_and_its_errors(tmp_path, capsys):
     forward(tmp_path / "out", tmp_path / "run")
     back = mx.load(str(tmp_path / "out/adapter_model.safetensors"))
     identical({n: back[n] for n in weights}, weights)
+    # The weights of a base model that is not frozen are not saved, either.
+    (tmp_path / "in/optimizer.pt").unlink()
+    flags = ["--model", f"{__name__}:unfrozen_lora_model"]
+    forward(tmp_path / "in", tmp_path / "run_2", *flags)
+    assert sorted(read_checkpoint(tmp_path / "run_2").weights) == sorted(lora)
 
     llama = pytest.importorskip("mlx_lm.models.llama")
     base = llama.Model(lora_model().args)
