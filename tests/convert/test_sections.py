@@ -221,15 +221,22 @@ def test_masters_beside_half_weights_are_reported(tmp_path):
     assert any("fp32_from_fp16_params are not" in note for note in run.notes)
     full = {"model": small()[0], "optimizer": masters | small()[1]}
     assert not any("fp32" in note for note in there_and_back(tmp_path, full).notes)
+    named = {"master.weight": mx.zeros(2), "b": mx.zeros(2, mx.float16)}
+    assert find_sections({"model": named}).notes == []
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_flattened_and_named_states_of_torch_distributed_convert(nested, tmp_path):
+@pytest.mark.parametrize("kind", ["flat", "names", "numbers as strings"])
+def test_states_of_torch_distributed_convert(kind, tmp_path):
     model, optimizer, _ = small()
     (group,) = optimizer["param_groups"]
     names = list(model)
     settings = {key: x for key, x in group.items() if key != "params"}
-    if nested:
+    if kind == "numbers as strings":
+        held = {
+            "state": {str(i): slots for i, slots in optimizer["state"].items()},
+            "param_groups": [group],
+        }
+    elif kind == "names":
         held = {
             "state": dict(zip(names, optimizer["state"].values(), strict=True)),
             "param_groups": [settings | {"params": names[::-1]}],
@@ -243,23 +250,15 @@ def test_flattened_and_named_states_of_torch_distributed_convert(nested, tmp_pat
     run.optimizer.learning_rate = 0.5
     save_torch(tmp_path / "c.pt", Small(), run.optimizer, like=run.template)
     back = pt.load(tmp_path / "c.pt")["optim"]
-    if nested:
-        assert back["param_groups"][0]["lr"] == 0.5
-    else:
+    if kind == "flat":
         assert [back[f"param_groups.{n}.lr"] for n in names] == [0.5, 0.5]
+    else:
+        assert back["param_groups"][0]["lr"] == 0.5
     other, mine = optim.SGD(0.5, momentum=0.9), Small()
     mine.fc.freeze(keys=["bias"])
     other.init(mine.trainable_parameters())
     with pytest.raises(ConvertError, match="although the loaded one did"):
         save_torch(tmp_path / "d.pt", mine, other, like=run.template)
-
-
-def test_numbers_that_became_texts_are_numbers(tmp_path):
-    """As a folder of torch.distributed.checkpoint has them."""
-    model, optimizer, _ = small()
-    optimizer["state"] = {str(i): slots for i, slots in optimizer["state"].items()}
-    run = there_and_back(tmp_path, {"model": model, "optimizer": optimizer})
-    assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
 
 
 def test_optimizer_whose_empty_state_is_missing_converts(tmp_path):
