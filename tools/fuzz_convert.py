@@ -23,9 +23,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_gradscale.checkpoint.save import describe_optimizer
 from mlx_gradscale.convert.options import Options
 from mlx_gradscale.convert.save import gather, write_template
-from mlx_gradscale.convert.template import from_object, make_template, to_object
+from mlx_gradscale.convert.template import (
+    build_optimizer,
+    from_object,
+    make_template,
+    to_object,
+)
 from mlx_gradscale.torch_checkpoint import Placeholder, TensorShape
 
 EXPECTED = (ValueError, OSError)
@@ -144,15 +150,15 @@ def convert_tree(tree: Any, folder: Path) -> None:
     if template.groups:
         run.optimizer = flat
         run.settings = _settings(template)
-    write_template(folder / "out.pt", template, run, options, overwrite=True)
+    write_template(folder / "out.pt", template, run, overwrite=True)
     template.drop_tensors()
     from_object(to_object(template))
 
 
 def _settings(template: Any) -> list[dict[str, Any]]:
-    from mlx_gradscale.convert.optimizers import mlx_settings
-
-    return mlx_settings(template.build_optimizer())
+    described = describe_optimizer(build_optimizer(template))
+    settings: list[dict[str, Any]] = described["settings"]
+    return settings
 
 
 def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
@@ -163,7 +169,7 @@ def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
     run.optimizer, run.settings = template.optimizer_state(), _settings(template)
     template.drop_tensors()
     damaged = from_object(mutate(to_object(template), rng) or {})
-    write_template(folder / "out.pt", damaged, run, Options(), overwrite=True)
+    write_template(folder / "out.pt", damaged, run, overwrite=True)
 
 
 def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:

@@ -5,27 +5,27 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_unflatten
 
 from .. import torch_checkpoint
 from ..checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from ..commands import run_command
 from ..core.masters import join
-from ..core.optimizers import single_optimizers
 from ..core.scale import FIELDS, to_state_dict
 from ..files.paths import contains, read_json
 from ..files.text import align, printable
 from ..formats import FORMATS
-from .load import make_scaler, read_run
+from .layouts import AXES
+from .load import load_torch
+from .names import is_adapter
 from .optimizer_table import OPTIMIZERS
-from .options import LAYOUT_DIMENSIONS, Options
+from .options import Options
 from .save import MlxRun, read_template, write_template
 from .template import TEMPLATE, Template, to_object
 from .tree import ConvertError, list_some
@@ -41,14 +41,6 @@ _FLAGS = LIMIT_FLAGS | {
     f"float64=mx.{name}": f"--float64 {name}" for name in ("float32", "float64")
 }
 _SECTIONS = ("model", "optimizer", "scaler")
-# Flags that may be repeated, with the form of their values.
-_MANY = {
-    "--rename": "OLD=NEW",
-    "--layout": "PATTERN=LAYOUT",
-    "--drop": "PATTERN",
-    "--accept": "SETTING",
-    "--limit": "NAME=NUMBER",
-}
 _HELP = {
     "--torch-path": "PyTorch checkpoint: a .pt file, or a checkpoint folder of "
     "Accelerate or Transformers' Trainer",
@@ -65,7 +57,7 @@ _HELP = {
     "--rename": "rename PyTorch tensors: a regular expression and, after the last =, "
     "its replacement",
     "--layout": "set the layout of the PyTorch tensors that match a shell pattern: "
-    + ", ".join(LAYOUT_DIMENSIONS),
+    + ", ".join(AXES),
     "--drop": "ignore the PyTorch tensors that match a shell pattern",
     "--accept": "convert despite a difference reported by an error, and ignore this "
     "setting",
@@ -74,8 +66,7 @@ _HELP = {
     "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
     "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
     "option runs code",
-    "--step": "step count for optimizers that do not save one; when converting to "
-    "PyTorch, the global_step of a Trainer folder",
+    "--step": "step count for optimizers that do not save one",
     "--overwrite": "overwrite existing files",
     "--dry-run": "print the conversion without writing anything",
 }
@@ -109,24 +100,80 @@ def parser() -> argparse.ArgumentParser:
     def add(flag: str, **settings: Any) -> None:
         made.add_argument(flag, help=_HELP[flag], **settings)
 
-    for flag in ("--torch-path", "--mlx-path"):
-        add(flag, type=Path, metavar="PATH", required=True)
-    for flag in ("--like", "--names"):
-        add(flag, type=Path, metavar="PATH")
+    for flag in ("--torch-path", "--mlx-path", "--like", "--names"):
+        add(flag, type=Path, metavar="PATH", required=flag.endswith("-path"))
     add("--to", choices=("mlx", "torch"))
     add("--optimizer", choices=tuple(OPTIMIZERS))
     add("--scaler-format", choices=tuple(FORMATS))
     add("--float64", choices=("float32", "float64"))
-    for flag, form in _MANY.items():
-        add(flag, action="append", default=[], metavar=form)
+    for flag, form, kind in (
+        ("--rename", "OLD=NEW", _rename),
+        ("--layout", "PATTERN=LAYOUT", _pair),
+        ("--drop", "PATTERN", str),
+        ("--accept", "SETTING", str),
+        ("--limit", "NAME=NUMBER", str),
+    ):
+        add(flag, action="append", default=[], metavar=form, type=kind)
     for name in _SECTIONS:
-        text = f"key of the {name} in the checkpoint; '' leaves it out"
+        text = f"key of the {name} in the checkpoint"
+        text += "" if name == "model" else "; '' leaves it out"
         made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
     add("--model", metavar="MODULE:NAME or PATH")
     add("--step", type=int, metavar="N")
     for flag in ("--overwrite", "--dry-run"):
         add(flag, action="store_true")
     return made
+
+
+def _pair(text: str) -> tuple[str, str]:
+    # Split at the last "=": a pattern may contain one, as in (?=...), but no name does.
+    old, equals, new = text.rpartition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must contain '='.")
+    return old, new
+
+
+def _rename(text: str) -> tuple[str, str]:
+    old, new = _pair(text)
+    try:
+        re.compile(old).sub(new, "")  # checks the replacement even without a match
+    except (re.error, IndexError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not valid: {error}. OLD must be a regular expression and NEW a "
+            "replacement string for re.sub."
+        ) from None
+    return old, new
+
+
+def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
+    """Return the reader's limits with the user's ``NAME=NUMBER`` overrides."""
+    try:
+        pairs = [text.split("=") for text in given]
+        raised = {name: int(float(number)) for name, number in pairs}
+        return torch_checkpoint.Limits(**raised) if raised else None
+    except (ValueError, TypeError, OverflowError):
+        raise ConvertError(
+            f"--limit must be NAME=NUMBER, got {' '.join(given)}. The limits are "
+            f"{', '.join(_LIMITS)}."
+        ) from None
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
+    names = arguments.names.read_text().split() if arguments.names else None
+    return Options(
+        rename=arguments.rename or None,
+        layouts=dict(arguments.layout),
+        drop=tuple(arguments.drop),
+        keys=keys,
+        names=tuple(names) if names is not None else None,
+        optimizer=arguments.optimizer,
+        accept=tuple(arguments.accept),
+        step=arguments.step,
+        scaler_format=arguments.scaler_format,
+        float64=getattr(mx, arguments.float64) if arguments.float64 else None,
+        limits=read_limits(arguments.limit),
+    )
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -136,7 +183,9 @@ def _convert(arguments: argparse.Namespace) -> None:
     if arguments.to is None and sides["mlx"] == sides["torch"]:
         if sides["mlx"]:
             raise ConvertError("Both paths exist. Pass --to mlx or --to torch.")
-        raise FileNotFoundError(f"Neither {torch_path} nor {mlx_path} exists.")
+        raise FileNotFoundError(
+            f"Neither {torch_path} nor {mlx_path} exists. Check the paths."
+        )
     if contains(mlx_path, torch_path) or contains(torch_path, mlx_path):
         raise ConvertError(
             f"--torch-path {torch_path} and --mlx-path {mlx_path} are the same, or one "
@@ -148,13 +197,14 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
     """Write an mlx_gradscale checkpoint with a ``template.pt`` next to it."""
-    path, options = arguments.mlx_path, _options(arguments)
-    if path.exists() and not path.is_dir():
+    path = arguments.mlx_path
+    if path.is_file():
         raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
-    if path.is_dir() and any(path.iterdir()) and not arguments.overwrite:
+    if path.exists() and any(path.iterdir()) and not arguments.overwrite:
         raise FileExistsError(f"{path} already exists. Pass --overwrite to replace it.")
     model = _model(arguments.model)
-    template, notes = read_run(arguments.torch_path, model, options)
+    run = load_torch(arguments.torch_path, model, _options(arguments))
+    template, notes = run.template, run.notes
     others = [*template.age, *(template.files or ())]
     if others:
         notes.append(f"{TEMPLATE} stores these entries unchanged: {list_some(others)}.")
@@ -162,39 +212,28 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         print(_describe(template, arguments.torch_path, path))
         return
-    weights = _Weights(template.weights())
-    optimizer, scaler = Optimizer(), make_scaler(template)
-    extra: dict[str, Any] = {}
-    if template.groups:
-        optimizer = template.build_optimizer()
-        optimizer.state = tree_unflatten([*template.optimizer_state().items()])
-        step = max(int(part.step) for part in single_optimizers(optimizer))
-        # PyTorch's SGD does not count its steps.
-        extra = {"step": step} if step else {}
+    step = max((group.step for group in template.groups), default=0)
+    # PyTorch's SGD does not count its steps.
+    extra: dict[str, Any] = {"step": step} if step else {}
+    # The base class marks a checkpoint that has no optimizer.
+    optimizer = run.optimizer or Optimizer()  # type: ignore[no-untyped-call]
+    if is_adapter(template.plan.entries):
+        # Frozen parameters are not saved. The base model's are not in the checkpoint.
+        model.freeze()
+        model.unfreeze(keys=["lora_a", "lora_b"])
     # If the process is killed in between, the checkpoint has no template rather than
     # the wrong one.
     (path / TEMPLATE).unlink(missing_ok=True)
-    save_checkpoint(path, weights, optimizer, scaler, **extra)
-    template.drop_tensors()
+    save_checkpoint(path, model, optimizer, run.scaler, **extra)
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
-    how = "The weights are in model.safetensors in its save-* folder."
-    if template.groups:
+    how = "It has no optimizer. The weights are in save-*/model.safetensors."
+    if run.optimizer is not None:
         how = (
             "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
             f"{str(path)!r}); restore_checkpoint({str(path)!r}, model, optimizer"
-            f"{'' if scaler is None else ', scaler'})."
+            f"{'' if run.scaler is None else ', scaler'})."
         )
     print(printable(f"Wrote {path}. {how}"))
-
-
-class _Weights(nn.Module):
-    """A model with named weights but no layers."""
-
-    def __init__(self, weights: dict[str, mx.array]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        tree = tree_unflatten(list(weights.items()))
-        for name, value in tree.items() if isinstance(tree, dict) else ():
-            self[name] = value
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
@@ -210,20 +249,15 @@ def _to_torch(arguments: argparse.Namespace) -> None:
             "same model as the template."
         )
     template = read_template(like, model, options)
+    target, dry_run = arguments.torch_path, arguments.dry_run
     notes, stale = write_template(
-        arguments.torch_path,
-        template,
-        run,
-        options,
-        arguments.step,
-        arguments.overwrite,
-        arguments.dry_run,
+        target, template, run, options.accept, arguments.overwrite, dry_run
     )
     _print_notes(notes + stale)
-    if arguments.dry_run:
-        print(_describe(template, folder, arguments.torch_path))
+    if dry_run:
+        print(_describe(template, folder, target))
     else:
-        print(f"Wrote {printable(arguments.torch_path)}.")
+        print(f"Wrote {printable(target)}.")
 
 
 def _read_run(saved: Checkpoint) -> MlxRun:
@@ -247,108 +281,37 @@ def _read_run(saved: Checkpoint) -> MlxRun:
         }
     settings = saved.description["settings"]
     if [row["class"] for row in settings] != ["Optimizer"]:
-        run.optimizer = flat
-        run.settings = [
-            {"class": row["class"], "has_schedule": "learning_rate" in row["schedules"]}
-            | row["values"]
-            for row in settings
-        ]
+        run.optimizer, run.settings = flat, settings
     if saved.scaler:
-        fields = {name: saved.scaler[name].item() for name in FIELDS}
-        run.scaler = to_state_dict(fields)
+        run.scaler = to_state_dict({name: saved.scaler[name].item() for name in FIELDS})
     return run
 
 
-def _options(arguments: argparse.Namespace) -> Options:
-    keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
-    names = arguments.names.read_text().split() if arguments.names else None
-    return Options(
-        rename=[_rename(text) for text in arguments.rename] or None,
-        layouts=dict(_split("--layout", text) for text in arguments.layout),
-        drop=tuple(arguments.drop),
-        keys={section: key for section, key in keys.items() if key is not None},
-        names=tuple(names) if names is not None else None,
-        optimizer=arguments.optimizer,
-        accept=tuple(arguments.accept),
-        step=arguments.step,
-        scaler_format=arguments.scaler_format,
-        float64=getattr(mx, arguments.float64) if arguments.float64 else None,
-        limits=read_limits(arguments.limit),
-    )
-
-
-def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
-    """Return the reader's limits with the user's ``NAME=NUMBER`` overrides."""
-    try:
-        pairs = [text.split("=") for text in given]
-        raised = {name: int(float(number)) for name, number in pairs}
-        return torch_checkpoint.Limits(**raised) if raised else None
-    except (ValueError, TypeError, OverflowError):
-        raise ConvertError(
-            f"--limit must be NAME=NUMBER, got {' '.join(given)}. The limits are "
-            f"{', '.join(_LIMITS)}."
-        ) from None
-
-
-def _split(flag: str, text: str) -> tuple[str, str]:
-    # Split at the last "=": a pattern may contain one, as in (?=...), but no name does.
-    old, equals, new = text.rpartition("=")
-    if not equals:
-        raise ConvertError(f"{flag} must be {_MANY[flag]}, got {text}.")
-    return old, new
-
-
-def _rename(text: str) -> tuple[str, str]:
-    old, new = _split("--rename", text)
-    try:
-        re.compile(old).sub(new, "")  # checks the replacement even without a match
-    except (re.error, IndexError) as error:
-        raise ConvertError(
-            f"--rename {text} is not valid: {error}. OLD must be a regular expression "
-            "and NEW a replacement string for re.sub."
-        ) from None
-    return old, new
-
-
-def _model(place: str | None) -> nn.Module | None:
+def _model(place: str | None) -> Any:
     """Return the user's MLX model, from MODULE:NAME or mlx-lm's config."""
     if place is None:
         return None
-    if Path(place).is_dir() or place.endswith(".json"):
-        return _mlx_lm_model(Path(place))
-    module, colon, name = place.partition(":")
-    if not colon:
-        raise ConvertError(
-            "--model must be MODULE:NAME or the folder of an mlx-lm model, got "
-            f"{place}."
-        )
     # Last in the path, so that no file there shadows an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    holder = _run_users_code(place, lambda: importlib.import_module(module))
-    if not hasattr(holder, name):
-        raise ConvertError(
-            f"--model {place} was not found: {module} "
-            f"({getattr(holder, '__file__', None)}) has no {name}."
-        )
-    made = getattr(holder, name)
-    if not isinstance(made, nn.Module):
-        made = _run_users_code(place, made)
-    if not isinstance(made, nn.Module):
-        raise ConvertError(
-            f"--model {place} must be an mlx.nn.Module or a function that returns one, "
-            f"got {type(made).__name__}."
-        )
-    return made
-
-
-def _run_users_code(place: str, code: Callable[[], Any]) -> Any:
     try:
-        return code()
-    except (Exception, SystemExit) as error:  # it may raise anything
+        if Path(place).is_dir() or place.endswith(".json"):
+            return _mlx_lm_model(Path(place))
+        module, colon, name = place.partition(":")
+        made: Any = getattr(importlib.import_module(module), name) if colon else None
+        made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    except ConvertError:
+        raise
+    except (Exception, SystemExit) as error:  # users' code may raise anything
         raise ConvertError(
             f"--model {place} raised {type(error).__name__}: {error}"
         ) from error
+    if not isinstance(made, nn.Module):
+        raise ConvertError(
+            f"--model {place} must be an mlx.nn.Module or a function that returns one, "
+            f"as MODULE:NAME, got {type(made).__name__}."
+        )
+    return made
 
 
 def _mlx_lm_model(path: Path) -> nn.Module:
@@ -365,18 +328,10 @@ def _mlx_lm_model(path: Path) -> nn.Module:
             f"--model {path} has no model_type, or needs its own code, which this "
             "command does not run. Pass the model as MODULE:NAME."
         )
-    try:
-        from mlx_lm.utils import _get_classes
-    except ImportError as error:
-        raise ImportError(
-            "Building a model from its config requires mlx-lm. Run: pip install mlx-lm"
-        ) from error
+    from mlx_lm.utils import _get_classes
 
-    def make() -> Any:
-        model_class, arguments_class = _get_classes(config)
-        return model_class(arguments_class.from_dict(config))
-
-    model: nn.Module = _run_users_code(str(path), make)
+    model_class, arguments_class = _get_classes(config)
+    model: nn.Module = model_class(arguments_class.from_dict(config))
     return model
 
 
@@ -392,11 +347,12 @@ def _describe(template: Template, source: Path, target: Path) -> str:
         (entry.torch, ", ".join(entry.mlx), entry.layout)
         for entry in template.plan.entries.values()
     ]
-    lines = [f"{printable(source)} -> {printable(target)} (dry run)"]
-    lines += ["", align(rows, left=3)] if len(rows) > 1 else []
-    for group in template.groups:
-        count = len(group.entries)
-        lines.append(f"{group.kind}: {count} parameters, at step {group.step}")
+    lines = [f"{printable(source)} -> {printable(target)} (dry run)", ""]
+    lines += [align(rows, left=3)]
+    lines += [
+        f"{group.kind}: {len(group.entries)} parameters, at step {group.step}"
+        for group in template.groups
+    ]
     if template.scaler is not None:
         lines.append(f"scaler: {template.scaler_format}'s state")
     return "\n".join(lines)

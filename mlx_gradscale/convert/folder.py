@@ -43,7 +43,7 @@ def read_torch(
     The first result is the object in the file or, for a folder, a dict by file name. A
     sharded model is listed under the name of the unsharded file. The second holds the
     bytes of a folder's other files (random states, arguments, tokenizers), the third
-    the names of those left out.
+    notes on those left out.
     """
     path = Path(path)
     shard = _SHARD.fullmatch(path.name)
@@ -73,7 +73,11 @@ def read_torch(
     read = {*content, *(part[0] for parts in shards.values() for part in parts)}
     read |= {f"{whole}.index.json" for whole in shards}
     files, left = _carry(path, [name for name in names if name not in read])
-    return dict(sorted(content.items())), files, left
+    notes = [
+        "These files are too large, or not regular files, and were left out: "
+        f"{list_some(left)}."
+    ]
+    return dict(sorted(content.items())), files, notes if left else []
 
 
 def _read_shards(
@@ -115,7 +119,7 @@ def _carry(path: Path, names: list[str]) -> tuple[dict[str, mx.array], list[str]
 
 
 def _inside(path: Path) -> Path:
-    """Return the path of a file; raise if it is a link out of its folder."""
+    """Return the path of a file, or raise if it is a link to another folder."""
     folder = os.path.realpath(path.parent)
     if not os.path.realpath(path).startswith(os.path.join(folder, "")):
         raise ConvertError(
@@ -126,7 +130,7 @@ def _inside(path: Path) -> Path:
 
 
 def _read_trainer_state(path: Path) -> Any:
-    """Read Trainer's JSON file; a million values take about ten seconds."""
+    """Read Trainer's JSON file; the limit bounds the time to about ten seconds."""
     with open(path, "rb", opener=open_file) as file:
         n_values = file.read(LONGEST_JSON).count(b",")
     if n_values > _MOST_VALUES:
@@ -158,44 +162,38 @@ def write_torch(
         check_file(path, overwrite)
         _write_file(path, checkpoint)
         return
-    for name in [*checkpoint, *files]:
+    for name in files:
         check_name(name, "The template")
     for name in checkpoint:  # a hostile template could write a train.py
-        if name != TRAINER and not _SECTION.fullmatch(name):
+        if name != TRAINER and not _SECTION.fullmatch(str(name)):
             raise ConvertError(
-                f"The template lists {name!r}, which is not a PyTorch file."
+                f"The template refers to {name!r}, which is not a PyTorch file."
             )
-    is_there = path.is_dir() and any(path.iterdir())
-    if is_there:
-        _check_old(path, {*checkpoint, *files}, overwrite)
-    new = path.with_name(f"{path.name}.new") if is_there else path
-    with new_folder(new) as folder:
-        for name, content in checkpoint.items():
-            _write_file(folder / name, content)
-        for name, data in files.items():
-            with atomic_write(folder / name) as file:
-                file.write(np.array(data).tobytes())
-    if is_there:
-        # A folder cannot replace another atomically, so keep both complete throughout.
-        old = path.with_name(f"{path.name}.old")
-        path.rename(old)
-        new.rename(path)
-        discard(old)
-
-
-def _check_old(path: Path, names: set[str], overwrite: bool) -> None:
-    """Raise if a folder must not be replaced."""
-    if not overwrite:
+    there = [file.name for file in path.iterdir()] if path.is_dir() else []
+    if there and not overwrite:
         raise FileExistsError(
             f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
         )
-    there = [file.name for file in path.iterdir()]
+    names = {*checkpoint, *files}
     spare = [name for name in there if name not in names and name[0] != "."]
     if spare:
         raise FileExistsError(
             f"{path} contains files of another checkpoint: {list_some(spare)}. Use "
             "another folder."
         )
+    new = path.with_name(f"{path.name}.new") if there else path
+    with new_folder(new) as folder:
+        for name, content in checkpoint.items():
+            _write_file(folder / name, content)
+        for name, data in files.items():
+            with atomic_write(folder / name) as file:
+                file.write(np.array(data).tobytes())
+    if there:
+        # A folder cannot replace another atomically, so keep both complete throughout.
+        old = path.with_name(f"{path.name}.old")
+        path.rename(old)
+        new.rename(path)
+        discard(old)
 
 
 def _write_file(path: Path, content: Any) -> None:

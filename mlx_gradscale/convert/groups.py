@@ -4,8 +4,7 @@ PyTorch indexes a state dict by numbers or names. torch.distributed may flatten 
 (``state.<name>.<slot>``) or write the numbers as strings.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ from .tree import ConvertError, is_tensor, number
 Index = int | str
 
 _STATE, _GROUPS = "state.", "param_groups."
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _LARGEST_NUMBER, MOST_STEPS = 1e18, 2**53
 # Integers below this hash to themselves, so they cannot be chosen to collide.
 _LARGEST_INDEX = 2**31
@@ -89,11 +87,10 @@ class Group:
     def drop_tensors(self, index: Index) -> None:
         """Replace the moments of a parameter with their shapes."""
         slots = self.slots(index)
-        moments = {slot: slots.get(slot) for slot in self.spec.slots}
         shapes = {
             slot: TensorShape.of(x)
-            for slot, x in moments.items()
-            if isinstance(x, mx.array)
+            for slot, x in slots.items()
+            if slot in self.spec.slots and isinstance(x, mx.array)
         }
         self.write_slots(index, shapes)
         slots.update(shapes)  # a copy, if the state dict is flat
@@ -112,10 +109,11 @@ class Group:
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a dict is a state dict; an empty ``state`` may be missing."""
+    """Return whether a value is an optimizer's state dict; ``state`` may be missing."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("param_groups"), list)
+        and value["param_groups"] != []
         and isinstance(value.get("state", {}), dict)
         and all(isinstance(g, dict) and "params" in g for g in value["param_groups"])
     )
@@ -125,12 +123,10 @@ def is_flat(value: Any) -> bool:
     """Return whether ``flatten_optimizer_state_dict=True`` made this dict."""
     return (
         isinstance(value, dict)
-        and any(isinstance(key, str) and key.startswith(_GROUPS) for key in value)
+        and _are_strings(value)
+        and any(key.startswith(_GROUPS) for key in value)
         and all(
-            isinstance(key, str)
-            and key.startswith((_STATE, _GROUPS))
-            and key.count(".") >= 2
-            for key in value
+            key.startswith((_STATE, _GROUPS)) and key.count(".") >= 2 for key in value
         )
     )
 
@@ -145,12 +141,19 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
     else:
         groups, states = held["param_groups"], held.get("state", {})
     known = _check_groups(groups)
-    if all(
-        type(key) is str and _NUMBER.fullmatch(key) and int(key) in known
-        for key in states
-    ):  # torch.distributed.checkpoint writes numbers as strings
-        states = {int(key): slots for key, slots in states.items()}
-    _check_states(states, known)
+    # torch.distributed.checkpoint writes numbers as strings.
+    texts = {str(index): index for index in known}
+    if all(key in texts for key in states):
+        states = {texts[key]: slots for key, slots in states.items()}
+    for index, slots in states.items():
+        is_known = _is_index(index) and index in known
+        need(is_known, "each index in the state", "an element of params", index)
+        is_right = isinstance(slots, dict) and _are_strings(slots)
+        need(is_right, f"the state of {index}", "a dict of slots", slots)
+        step = slots.get("step")
+        is_count = _is_number(step) and 0 <= number(step) < MOST_STEPS
+        is_right = step is None or is_count
+        need(is_right, f"the step of {index}", "a step count", step)
     return [Group(held, settings, states, is_flattened) for settings in groups]
 
 
@@ -183,39 +186,25 @@ def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
     """Return the indices, or raise if PyTorch could not have written these groups."""
     indices: list[Any] = []
     for group in groups:
-        need(_is_texts(list(group)), "the keys of a group", "strings", group)
+        need(_are_strings(group), "each key of a group", "a string", group)
         params, names = group["params"], group.get("param_names", [])
-        is_list = isinstance(params, (list, tuple))
-        fits = is_list and all(map(_is_index, params))
-        need(fits, "params", "a list of indices or names", params)
-        need(_is_texts(names), "param_names", "a list of names", names)
+        is_right = isinstance(params, (list, tuple)) and all(map(_is_index, params))
+        need(is_right, "params", "a list of indices or names", params)
+        is_right = isinstance(names, (list, tuple)) and _are_strings(names)
+        need(is_right, "param_names", "a list of names", names)
         indices += params
     known = set(indices)
-    need(len(known) == len(indices), "params", "free of duplicates", indices)
-    kinds = set(map(type, indices))
-    need(len(kinds) < 2, "params", "all numbers or all names", indices)
+    is_right = len(known) == len(indices) and len(set(map(type, indices))) < 2
+    need(is_right, "params", "distinct, and all numbers or all names", indices)
     return known
-
-
-def _check_states(states: Mapping[Any, Any], known: set[Index]) -> None:
-    for index, slots in states.items():
-        is_known = _is_index(index) and index in known
-        need(is_known, "each index in the state", "an element of params", index)
-        fits = isinstance(slots, dict) and _is_texts(list(slots))
-        need(fits, f"the state of {index}", "a dict of slots", slots)
-        step = slots.get("step")
-        fits = step is None or (
-            _is_number(step) and 0 <= float(number(step)) < MOST_STEPS
-        )
-        need(fits, f"the step of {index}", "a step count", step)
 
 
 def _is_index(value: Any) -> bool:
     return type(value) is str or (type(value) is int and 0 <= value < _LARGEST_INDEX)
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(type(x) is str for x in value)
+def _are_strings(values: Iterable[Any]) -> bool:
+    return all(type(x) is str for x in values)
 
 
 def _is_number(value: Any) -> bool:

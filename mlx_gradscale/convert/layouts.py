@@ -1,34 +1,40 @@
-"""Map each tensor of a PyTorch model to its MLX name and layout.
+"""Layouts of PyTorch tensors in MLX, from the layers of a model or its ``sanitize``.
 
-A plan is made once per checkpoint and applies to both weights and moments, in both
-directions.
+The models of mlx-lm have a ``sanitize`` that converts weights from Transformers. It is
+called with marked arrays, so that each output shows which input it came from.
 """
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .names import (
-    AXES,
-    CONVOLUTIONS,
-    TRANSPOSED,
-    Names,
-    Shape,
-    Target,
-    find_names,
-    is_adapter,
-)
-from .options import Options
-from .tree import ConvertError, list_some
+from .tree import ConvertError
 
+Shape = tuple[int, ...]
+
+# Layout -> its minimum number of dimensions n, and the PyTorch axis behind each of
+# MLX's n axes.
+AXES: dict[str, tuple[int, Callable[[int], Shape]]] = {
+    "same": (0, lambda n: tuple(range(n))),
+    # (in, out) <-> (out, in): Transformers' Conv1D, PEFT's LoRA
+    "transpose": (2, lambda n: (1, 0, *range(2, n))),
+    # (out, in, *kernel) <-> (out, *kernel, in); nn.Bilinear: (out, in1, in2)
+    "conv": (3, lambda n: (0, *range(2, n), 1)),
+    # (in, out, *kernel) <-> (out, *kernel, in)
+    "conv_transpose": (3, lambda n: (*range(1, n), 0)),
+}
 # nn.MultiheadAttention's in_proj: query, key and value fused in one tensor.
-_FUSED = "split_qkv"
-LAYOUTS = (*AXES, _FUSED)
+FUSED = "split_qkv"
+_FUSED_PARTS = ("query_proj", "key_proj", "value_proj")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Marks are odd multiples of this, so that a sum or a double is not taken for a mark.
+_APART = 101
 
 
 @dataclass(frozen=True)
@@ -41,242 +47,159 @@ class Entry:
 
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
         """Convert a PyTorch tensor, weight or moment, to MLX arrays."""
-        if self.layout == _FUSED:
+        if self.layout == FUSED:
             return dict(zip(self.mlx, mx.split(tensor, 3), strict=True))
-        return {self.mlx[0]: mx.transpose(tensor, AXES[self.layout](tensor.ndim))}
+        axes = AXES[self.layout][1](tensor.ndim)
+        return {self.mlx[0]: mx.transpose(tensor, axes)}
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
         """Convert MLX arrays, weights or moments, to the PyTorch tensor."""
         held = [arrays[name] for name in self.mlx]
+        if self.layout == FUSED:
+            return mx.concatenate(held)
+        axes = AXES[self.layout][1](held[0].ndim)
+        return mx.transpose(held[0], np.argsort(axes).tolist())
+
+    def mlx_shapes(self, shape: Shape) -> list[Shape]:
+        """Return the shapes in MLX, or the same shape if the layout does not match."""
+        if self.layout == FUSED:
+            is_fused = shape and shape[0] % 3 == 0
+            return [(shape[0] // 3, *shape[1:])] * 3 if is_fused else [shape]
+        least, get_axes = AXES[self.layout]
+        axes = get_axes(len(shape)) if len(shape) >= least else range(len(shape))
+        return [tuple(shape[axis] for axis in axes)]
+
+
+def known_names(model: nn.Module) -> dict[str, Entry]:
+    """Return the entries of a model by each PyTorch name that it accepts.
+
+    The layout is ``""`` if the parameter does not belong to one of MLX's own layers.
+    """
+    modules = dict(model.named_modules())
+    entries = []
+    for name, array in tree_flatten(model.parameters()):
+        path, _, leaf = name.rpartition(".")
+        layout = "" if array.ndim > 2 else "same"
+        if leaf == "weight" and isinstance(modules.get(path), _CONVOLUTIONS):
+            layout = "conv"
+        elif leaf == "weight" and isinstance(modules.get(path), _TRANSPOSED):
+            layout = "conv_transpose"
+        entries.append(Entry(name, (name,), layout))
+    for path, module in modules.items():
+        if isinstance(module, nn.MultiHeadAttention):
+            prefix = f"{path}." if path else ""
+            entries += [
+                Entry(
+                    f"{prefix}in_proj_{leaf}",
+                    tuple(f"{prefix}{part}.{leaf}" for part in _FUSED_PARTS),
+                    FUSED,
+                )
+                for leaf in ("weight", "bias")
+                if all(leaf in module[part] for part in _FUSED_PARTS)
+            ]
+    known = {entry.torch: entry for entry in entries}
+    for entry in entries:
+        known.setdefault(_torch_spelling(entry.torch, modules), entry)
+    return known
+
+
+def _torch_spelling(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Drop the "layers" that MLX's nn.Sequential adds before its indices."""
+    words = name.split(".")
+    return ".".join(
+        word
+        for i, word in enumerate(words)
+        if word != "layers"
+        or not isinstance(modules.get(".".join(words[:i])), nn.Sequential)
+    )
+
+
+def try_sanitize(
+    model: nn.Module, shapes: Mapping[str, Shape]
+) -> tuple[dict[str, tuple[str, str]], dict[str, Entry]]:
+    """Probe ``sanitize``, and undo its changes to the model.
+
+    Also return the names that the model accepts afterwards: Gemma 3 removes its
+    ``lm_head`` if the checkpoint has none.
+    """
+    before = [(m, dict(m), dict(vars(m))) for m in model.modules()]
+    try:
+        return probe_sanitize(model, shapes), known_names(model)
+    finally:
+        for module, children, attributes in before:
+            dict.clear(module)
+            dict.update(module, children)
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def probe_sanitize(
+    model: nn.Module, shapes: Mapping[str, Shape]
+) -> dict[str, tuple[str, str]]:
+    """Return the new name and layout of each tensor that ``sanitize`` keeps.
+
+    Raise if it does more than rename and transpose.
+    """
+    marks = {name: _APART * (2 * i + 1) for i, name in enumerate(shapes)}
+    names = {mark: name for name, mark in marks.items()}
+    marked = {name: _mark(marks[name], shape) for name, shape in shapes.items()}
+    found: dict[str, tuple[str, str]] = {}
+    for new, array in _sanitize(model, marked).items():
+        is_array = isinstance(array, mx.array) and array.size > 0
+        old = names.get(array[(0,) * array.ndim].item()) if is_array else None
+        layout = old and _find_layout(array, marks[old], shapes[old])
+        if not old or not layout or old in found:
+            what = f"{old} becomes {new}" if old else f"{new} is computed"
+            raise ConvertError(
+                f"{type(model).__name__}.sanitize does more than rename and transpose: "
+                f"{what}. Pass the model as MODULE:NAME, and names and layouts with "
+                "--rename and --layout."
+            )
+        found[old] = (new, layout)
+    return found
+
+
+def _mark(mark: int, shape: Shape) -> mx.array:
+    """Return an array with ``mark`` at 0 and ``mark + a + 1`` at 1 along axis a.
+
+    It is a view of a small buffer: the steps along the axes are 1, 2, 3 and so on.
+    """
+    if 0 in shape:
+        return mx.zeros(shape)
+    size = sum((n - 1) * (axis + 1) for axis, n in enumerate(shape)) + 1
+    buffer = mx.arange(size).astype(mx.float32) + mark
+    return mx.as_strided(buffer, shape, [axis + 1 for axis in range(len(shape))])
+
+
+def _find_layout(array: mx.array, mark: int, shape: Shape) -> str | None:
+    """Return the layout that moves the axes of a marked array as ``sanitize`` did."""
+    ones = {
+        axis: array[tuple(int(axis == i) for i in range(array.ndim))].item()
+        for axis, size in enumerate(array.shape)
+        if size > 1
+    }
+    for layout, (least, get_axes) in AXES.items():
+        if len(shape) >= least:
+            axes = get_axes(len(shape))
+            is_moved = array.shape == tuple(shape[axis] for axis in axes)
+            wanted = {axis: mark + axes[axis] + 1 for axis in ones if is_moved}
+            if is_moved and ones == wanted:
+                return layout
+    return None
+
+
+def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, Any]:
+    try:
         try:
-            if self.layout == _FUSED:
-                return mx.concatenate(held)
-            axes = AXES[self.layout](held[0].ndim)
-            return mx.transpose(held[0], np.argsort(axes).tolist())
-        except ValueError as error:
-            raise ConvertError(
-                f"{self.mlx[0]} has shape {held[0].shape}, which does not match the "
-                f"layout {self.layout!r}: {error}"
-            ) from error
-
-
-@dataclass
-class Plan:
-    """All tensors of a PyTorch state dict, by their PyTorch names.
-
-    Attributes:
-        entries (dict): The tensors that MLX has.
-        tied (dict): Alias -> the name whose tensor it shares.
-        torch_only (tuple): Names without an MLX counterpart.
-        change_model (Callable): See :class:`~mlx_gradscale.convert.names.Names`.
-    """
-
-    entries: dict[str, Entry]
-    tied: dict[str, str] = field(default_factory=dict)
-    torch_only: tuple[str, ...] = ()
-    change_model: Callable[[], None] = lambda: None
-
-    def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Convert a PyTorch state dict to MLX weights."""
-        out: dict[str, mx.array] = {}
-        for name, entry in self.entries.items():
-            out |= entry.to_mlx(tensors[name])
-        return out
-
-    def notes(self) -> list[str]:
-        """Return notes for the user on names and tensors."""
-        notes = []
-        if any(n.endswith(".lora_a") for e in self.entries.values() for n in e.mlx):
-            notes.append(
-                "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
-                "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to "
-                "lora_alpha / sqrt(r) if use_rslora was set."
-            )
-        counters = "num_batches_tracked"  # BatchNorm's, which MLX does not count
-        dropped = [n for n in self.torch_only if not n.endswith(counters)]
-        if dropped:
-            notes.append(f"The MLX model does not have {list_some(dropped)}.")
-        return notes
-
-
-def make_plan(
-    tensors: Mapping[str, mx.array], model: nn.Module, options: Options | None = None
-) -> Plan:
-    """Plan the conversion of a PyTorch state dict.
-
-    Names and layouts come from the model's layers (``layers`` of an ``nn.Sequential``
-    is added, convolutions are transposed, a fused attention weight is split), and
-    every shape is checked.
-
-    Example:
-        >>> tensors = {"0.weight": mx.zeros((8, 3, 5, 5)), "0.bias": mx.zeros(8)}
-        >>> plan = make_plan(tensors, nn.Sequential(nn.Conv2d(3, 8, 5)))
-        >>> plan.to_mlx(tensors)["layers.0.weight"].shape
-        (8, 5, 5, 3)
-    """
-    options = options or Options()
-    options.check_patterns(tensors)
-    # BatchNorm's step count, and results of torch.nn.Module.get_extra_state.
-    without_place = ("num_batches_tracked", "_extra_state")
-    torch_only = [
-        name
-        for name in tensors
-        if name.endswith(without_place) or options.is_dropped(name)
-    ]
-    excluded = set(torch_only)
-    shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in excluded}
-    names = find_names(shapes, options.renamed, model)
-    plan = Plan({}, change_model=names.change_model)
-    owners: dict[int, str] = {}
-    lost: list[str] = []
-    for name in shapes:
-        owner = owners.get(id(tensors[name]))
-        entry = _entry(name, shapes[name], names, options)
-        if owner is not None:
-            plan.tied[name] = owner
-            if entry and entry.mlx != plan.entries[owner].mlx:
-                raise ConvertError(
-                    f"{owner} and {name} share one tensor in PyTorch, but are separate "
-                    "parameters in the MLX model and would diverge in training. Tie "
-                    "them in MLX (embedding.as_linear), or untie them in PyTorch "
-                    "before saving."
-                )
-        elif entry is not None:
-            owners[id(tensors[name])] = name
-            plan.entries[name] = entry
-        else:
-            (torch_only if names.new[name] is None else lost).append(name)
-    # An unmatched name of a tensor that matches by another name becomes its alias.
-    for name in [*torch_only, *lost]:
-        if id(tensors[name]) in owners:
-            plan.tied[name] = owners[id(tensors[name])]
-    plan.torch_only = tuple(n for n in torch_only if n not in plan.tied)
-    lost = [n for n in lost if n not in plan.tied]
-    _check_names(plan, lost, names.known, is_partial=is_adapter(shapes))
-    return plan
-
-
-def _entry(name: str, shape: Shape, names: Names, options: Options) -> Entry | None:
-    found = names.new[name]
-    if found is None:
-        return None
-    new, learned = found
-    chosen = options.layout(name, len(shape)) or learned
-    target = names.known.get(new)
-    if target is None:
-        return None
-    layout = chosen or target.layout or _layout_of_unknown(name, shape, target)
-    made = _mlx_shapes(shape, layout)
-    if made != target.shapes:
-        hint = ""
-        if shape[::-1] == target.shapes[0]:
-            hint = f" If PyTorch stores it as (in, out), use --layout {name}=transpose."
+            return dict(model.sanitize(dict(weights)))
+        except KeyError as error:
+            # Gemma 3 removes a child, which an earlier call has already removed.
+            child = error.args[0]
+            if not isinstance(child, str) or child in model or child in weights:
+                raise
+            dict.__setitem__(model, child, nn.Module())
+            return dict(model.sanitize(dict(weights)))
+    except Exception as error:  # this is the model's own code
         raise ConvertError(
-            f"{name} has shape {shape}, or {made[0]} in MLX's layout ({layout}), but "
-            f"{' and '.join(target.mlx)} in the MLX model has shape "
-            f"{target.shapes[0]}.{hint}"
-        )
-    return Entry(name, target.mlx, layout)
-
-
-def _mlx_shapes(shape: Shape, layout: str) -> tuple[Shape, ...]:
-    """Return the shapes in MLX, or the shape itself if the layout does not match."""
-    if layout == _FUSED:
-        is_fused = shape and shape[0] % 3 == 0
-        return ((shape[0] // 3, *shape[1:]),) * 3 if is_fused else (shape,)
-    axes = AXES[layout](len(shape))
-    if len(axes) != len(shape):
-        return (shape,)
-    return (tuple(shape[axis] for axis in axes),)
-
-
-def _layout_of_unknown(name: str, shape: Shape, target: Target) -> str:
-    """Keep the layout of a custom layer, unless another layout matches as well."""
-    others = [_mlx_shapes(shape, layout) for layout in ("conv", "conv_transpose")]
-    if target.shapes in others:
-        raise ConvertError(
-            f"{name} has shape {shape} and belongs to a custom layer, where several "
-            f"layouts match the MLX shape {target.shapes[0]}. Choose one with --layout "
-            f"{name}=conv, {name}=conv_transpose or {name}=same."
-        )
-    return "same"
-
-
-def _check_names(
-    plan: Plan, lost: list[str], known: dict[str, Target], is_partial: bool
-) -> None:
-    taken: dict[str, str] = {}
-    for entry in plan.entries.values():
-        for name in entry.mlx:
-            if name in taken:
-                raise ConvertError(
-                    f"{taken[name]} and {entry.torch} would both become {name}. Change "
-                    "the renames so that the names stay distinct."
-                )
-            taken[name] = entry.torch
-    wanted = {n for target in known.values() for n in target.mlx}
-    if is_partial:  # the base model is elsewhere
-        wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
-        if lost and not wanted:
-            raise ConvertError(
-                "The checkpoint contains LoRA adapters, but the MLX model has no LoRA "
-                "layers. Add them with mlx_lm.tuner.utils.linear_to_lora_layers; for "
-                "the command, in a function passed as --model MODULE:NAME."
-            )
-    missing = [name for name in sorted(wanted) if name not in taken]
-    said = []
-    if lost:
-        said.append(f"The MLX model has no parameter for {list_some(lost)}.")
-    if missing:
-        said.append(f"The checkpoint has no tensor for {list_some(missing)}.")
-    if said:
-        hint = next((h for p, h in _REWRITTEN.items() if any(map(p.search, lost))), "")
-        hint = hint or (
-            "Rename tensors with rename=... (--rename; '^net[.]=' removes a prefix), "
-            "or ignore them with drop=... (--drop)."
-        )
-        raise ConvertError(" ".join([*said, hint]))
-
-
-# Names that PyTorch stores in place of a plain weight, and what to do about them.
-_REWRITTEN = {
-    re.compile(
-        r"(^|\.)parametrizations\.|\w_orig$|\bweight_g$"
-    ): "Parametrized, pruned and normalised weights cannot be converted. Before "
-    "saving, call remove_parametrizations, prune.remove, remove_weight_norm or "
-    "remove_spectral_norm from torch.nn.utils, and leave the optimizer out "
-    "(--optimizer-key '').",
-    re.compile(r"(weight|bias)_[ih]h_l\d"): "Recurrent layers (RNN, LSTM, GRU) cannot "
-    "be converted, because PyTorch's have two biases and MLX's have one. Use --drop "
-    "and an MLX model without these layers to convert the rest.",
-}
-
-
-def model_notes(model: nn.Module) -> list[str]:
-    """Return notes on layers whose weights match but whose results may differ."""
-    notes, channels = [], 0
-    for name, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
-        # With one group, or one channel per group, both sides group the same way.
-        if (
-            isinstance(module, nn.GroupNorm)
-            and not module.pytorch_compatible
-            and 1 < module.num_groups < module.dims
-        ):
-            notes.append(
-                f"{name} is a GroupNorm without pytorch_compatible=True, which groups "
-                "channels differently from PyTorch. Create it with "
-                "pytorch_compatible=True."
-            )
-        elif isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
-            channels = module.weight.shape[0]
-        elif isinstance(module, nn.Linear):
-            inputs = module.weight.shape[1]
-            if channels and inputs > channels and inputs % channels == 0:
-                notes.append(
-                    f"{name} has {inputs} inputs, and the convolution before it has "
-                    f"{channels} channels. PyTorch flattens with the channels first. "
-                    "If the MLX model flattens here, use "
-                    "mx.moveaxis(x, -1, 1).flatten(1)."
-                )
-            channels = 0
-    return notes
+            f"{type(model).__name__}.sanitize raised {type(error).__name__}: {error}"
+        ) from error

@@ -9,13 +9,13 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from ..core.masters import HALF, to_float32
+from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from .folder import read_torch
 from .optimizers import Rate
 from .options import Options
-from .template import Template, make_template
+from .template import Template, build_optimizer, make_template
 from .tree import ConvertError, list_some
 
 
@@ -85,14 +85,17 @@ def load_torch(
         array([[1, 1]], dtype=float32)
     """
     options = options or Options()
-    template, notes = read_run(path, model, options)
-    weights = template.weights()
+    checkpoint, files, notes = read_torch(path, options)
+    template, more = make_template(checkpoint, model, options, files)
+    weights, (state, _) = template.weights(), template.scaler_state()
     template.plan.change_model()
-    scaler = make_scaler(template)
-    optimizer: Optimizer | None = None
-    names: list[str] | None = None
+    scaler: GradScaler | None = None
+    if state is not None:
+        scaler = GradScaler()
+        scaler.load_state_dict(state)
+    optimizer = names = None
     if template.groups:
-        optimizer = template.build_optimizer(learning_rate)
+        optimizer = build_optimizer(template, learning_rate)
         names = _load_optimizer(optimizer, template, model, learning_rate is not None)
     elif loss_scaling or learning_rate is not None:
         what = "learning_rate" if learning_rate is not None else "loss_scaling"
@@ -108,37 +111,8 @@ def load_torch(
         model.load_weights(list(weights.items()), strict=False)
     # Arrays are read from the file lazily. Evaluate them before the file can change.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
-    entries = template.plan.entries.values()
-    kept = [e.torch for e in entries if set(e.mlx) & set(rounded)]
-    template.drop_tensors(kept, names)
-    return TorchRun(optimizer, scaler, template, notes)
-
-
-def read_run(
-    path: str | os.PathLike[str], model: nn.Module | None, options: Options
-) -> tuple[Template, list[str]]:
-    """Read a PyTorch checkpoint; return a template with its tensors, and notes."""
-    checkpoint, files, left = read_torch(path, options)
-    template, notes = make_template(checkpoint, model, options, files)
-    if left:
-        notes.append(
-            "These files are too large, or not regular files, and were left out: "
-            f"{list_some(left)}."
-        )
-    return template, notes
-
-
-def make_scaler(template: Template) -> GradScaler | None:
-    """Return a scaler with the template's state, or None if it has none."""
-    state, _ = template.scaler_state()
-    if state is None:
-        return None
-    scaler = GradScaler()
-    try:
-        scaler.load_state_dict(state)
-    except (TypeError, KeyError, RuntimeError) as error:
-        raise ConvertError(f"The scaler state cannot be loaded: {error}") from error
-    return scaler
+    template.drop_tensors(rounded, names)
+    return TorchRun(optimizer, scaler, template, notes + more)
 
 
 def _load_optimizer(
@@ -148,7 +122,6 @@ def _load_optimizer(
     flat = template.optimizer_state()
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
-    names = [name for name, _ in tree_flatten(trainable)]
     own = dict(tree_flatten(optimizer.state))
     missing = [key for key in own if key not in flat]
     if missing:
@@ -160,7 +133,7 @@ def _load_optimizer(
     kept = ("learning_rate",) if keep_rate else ()
     state = [(k, x if k.split(".")[-1] in kept else flat[k]) for k, x in own.items()]
     optimizer.state = tree_unflatten(state)
-    return names
+    return [name for name, _ in tree_flatten(trainable)]
 
 
 def _load_rounded(
@@ -172,9 +145,7 @@ def _load_rounded(
     infinite = [
         name
         for name, x in cast.items()
-        if x.dtype in HALF
-        and not mx.all(mx.isfinite(x)).item()
-        and mx.all(mx.isfinite(weights[name])).item()
+        if mx.any(mx.isfinite(x) != mx.isfinite(weights[name])).item()
     ]
     if infinite:
         raise ConvertError(
@@ -184,13 +155,13 @@ def _load_rounded(
     model.load_weights(list(cast.items()), strict=False)
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
-    names = {name for name, _ in tree_flatten(trainable)}
     masters = tree_map_with_path(
         lambda path, x: to_float32(weights.get(path, x)), trainable
     )
     optimizer.set_masters(trainable, masters)
+    names = {name for name, _ in tree_flatten(trainable)}
     return [
-        n
-        for n, x in cast.items()
-        if x.dtype in HALF and weights[n].dtype != x.dtype and n not in names
+        name
+        for name, x in cast.items()
+        if x.dtype != weights[name].dtype and name not in names
     ]

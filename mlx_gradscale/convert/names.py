@@ -1,24 +1,22 @@
-"""Map PyTorch names to the parameters of an MLX model.
+"""Map each tensor of a PyTorch state dict to its MLX name and layout.
 
 Wrappers (DistributedDataParallel, torch.compile, FSDP, Lightning) add words to names,
-PEFT has its own names, and mlx-lm models have a ``sanitize`` that converts from
-Transformers' names. It is called once with marked arrays, so that each output shows
-which input, and which of its axes, it came from.
+and PEFT has its own names. A plan is made once per checkpoint and applies to both
+weights and moments, in both directions.
 """
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .tree import ConvertError
-
-Shape = tuple[int, ...]
+from .layouts import Entry, Shape, known_names, probe_sanitize, try_sanitize
+from .options import Options
+from .tree import ConvertError, list_some
 
 # Words added by DistributedDataParallel, torch.compile, FullyShardedDataParallel and
 # activation checkpointing.
@@ -30,70 +28,65 @@ _PREFIXES = ("model.", "transformer.")
 # base_model.model.<path>.lora_A[.<adapter>].weight
 _PEFT = "base_model.model."
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight")
-
-# Layout -> the PyTorch axis behind each of MLX's n axes.
-AXES: dict[str, Callable[[int], Shape]] = {
-    "same": lambda n: tuple(range(n)),
-    # (in, out) <-> (out, in): Transformers' Conv1D, PEFT's LoRA
-    "transpose": lambda n: (1, 0, *range(2, n)),
-    # (out, in, *kernel) <-> (out, *kernel, in); nn.Bilinear: (out, in1, in2)
-    "conv": lambda n: (0, *range(2, n), 1),
-    # (in, out, *kernel) <-> (out, *kernel, in)
-    "conv_transpose": lambda n: (*range(1, n), 0),
-}
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-@dataclass(frozen=True)
-class Target:
-    """Parameters of the model: their names, shapes, and layout."""
-
-    mlx: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    layout: str | None  # None: not one of MLX's own layers
+_COUNTER = "num_batches_tracked"  # BatchNorm's step count, which MLX does not have
 
 
 @dataclass
-class Names:
-    """The MLX names of a state dict.
+class Plan:
+    """All tensors of a PyTorch state dict, by their PyTorch names.
 
     Attributes:
-        new (dict): PyTorch name -> MLX name, and the layout where the name implies it;
-            None if the model's ``sanitize`` drops the tensor.
-        known (dict): The names that the model accepts.
-        change_model (Callable): Applies the changes of ``sanitize`` to the model. Gemma
-            3 loses its ``lm_head`` if the checkpoint has none.
+        entries (dict): The tensors that MLX has.
+        tied (dict): Alias -> the name whose tensor it shares.
+        torch_only (tuple): Names without an MLX counterpart.
+        change_model (Callable): Changes the model as its ``sanitize`` does.
     """
 
-    new: dict[str, tuple[str, str | None] | None]
-    known: dict[str, Target]
-    change_model: Callable[[], None] = lambda: None
+    entries: dict[str, Entry] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    torch_only: tuple[str, ...] = ()
+    change_model: Callable[[], object] = lambda: None
+
+    def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Convert a PyTorch state dict to MLX weights."""
+        out: dict[str, mx.array] = {}
+        for name, entry in self.entries.items():
+            out |= entry.to_mlx(tensors[name])
+        return out
+
+    def notes(self) -> list[str]:
+        """Return notes for the user."""
+        notes = []
+        if any(n.endswith(".lora_a") for e in self.entries.values() for n in e.mlx):
+            notes.append(
+                "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
+                "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to "
+                "lora_alpha / sqrt(r) if use_rslora was set."
+            )
+        dropped = [n for n in self.torch_only if not n.endswith(_COUNTER)]
+        if dropped:
+            notes.append(
+                f"The MLX model has no parameters for {list_some(dropped)}. These "
+                "tensors and their optimizer state are written back to PyTorch "
+                "unchanged."
+            )
+        return notes
 
 
 def unwrap(name: str) -> str:
-    """Remove the words that wrappers insert into a name.
-
-    Example:
-        >>> unwrap("module._orig_mod.blocks.0._fsdp_wrapped_module.weight")
-        'blocks.0.weight'
-    """
+    """Remove the words that wrappers insert into a name."""
     return _WRAPPERS.sub("", name)
 
 
-def from_peft(name: str) -> tuple[str, str | None]:
+def from_peft(name: str) -> tuple[str, str]:
     """Return mlx-lm's name and layout for a PEFT tensor; other names are unchanged.
 
     PEFT stores A as (rank, in) and B as (out, rank), mlx-lm (in, rank) and (rank, out).
-
-    Example:
-        >>> from_peft("base_model.model.layers.0.q_proj.lora_A.weight")
-        ('layers.0.q_proj.lora_a', 'transpose')
     """
     name = name.removeprefix(_PEFT)
     found = _ADAPTER.fullmatch(name)
     if found is None:
-        return name, None
+        return name, ""
     return f"{found[1]}.lora_{found[2].lower()}", "transpose"
 
 
@@ -104,25 +97,78 @@ def is_adapter(names: Collection[str]) -> bool:
     )
 
 
-def find_names(
+def make_plan(
+    tensors: Mapping[str, mx.array], model: nn.Module, options: Options | None = None
+) -> Plan:
+    """Plan the conversion of a PyTorch state dict.
+
+    Names and layouts come from the model's layers (``layers`` of an ``nn.Sequential``
+    is added, convolutions are transposed, a fused attention weight is split) or its
+    ``sanitize``, and every shape is checked.
+    """
+    options = options or Options()
+    options.check_patterns(tensors)
+    # torch.nn.Module.get_extra_state adds the second.
+    without_place = (_COUNTER, "_extra_state")
+    dropped = {n for n in tensors if n.endswith(without_place) or options.is_dropped(n)}
+    shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
+    own = {n: x.shape for n, x in tree_flatten(model.parameters())}
+    new, known, change_model = _find_names(shapes, options.renamed, model)
+    plan = Plan(change_model=change_model)
+    owners: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        mlx_name, layout = new.get(name) or ("", "")
+        if mlx_name not in known:
+            continue
+        layout = options.layout(name, tensor.ndim) or layout
+        entry = _entry(name, tensor, known[mlx_name], layout, own)
+        owner = owners.setdefault(id(tensor), name)
+        if owner == name:
+            plan.entries[name] = entry
+        elif entry.mlx != plan.entries[owner].mlx:
+            raise ConvertError(
+                f"{owner} and {name} share one tensor in PyTorch, but are separate "
+                "parameters in the MLX model and would diverge in training. Tie them "
+                "in MLX (embedding.as_linear), or untie them in PyTorch before saving."
+            )
+    # An unmatched name of a tensor that matches by another name is an alias.
+    rest = [name for name in tensors if name not in plan.entries]
+    plan.tied = {n: owners[id(tensors[n])] for n in rest if id(tensors[n]) in owners}
+    rest = [name for name in rest if name not in plan.tied]
+    plan.torch_only = tuple(n for n in rest if new.get(n) is None)
+    lost = [name for name in rest if name not in plan.torch_only]
+    _check_names(plan, lost, known, is_partial=is_adapter(shapes))
+    return plan
+
+
+_Names = Mapping[str, tuple[str, str] | None]
+
+
+def _find_names(
     shapes: Mapping[str, Shape], rename: Callable[[str], str], model: nn.Module
-) -> Names:
-    """Find the MLX name of each tensor."""
+) -> tuple[_Names, dict[str, Entry], Callable[[], object]]:
+    """Find the MLX name of each tensor, and the layout if the name implies it.
+
+    The name is None if ``sanitize`` drops the tensor. Also return the names that the
+    model accepts, and a function that changes the model as ``sanitize`` does.
+    """
     has_sanitize = hasattr(model, "sanitize") and not is_adapter(shapes)
-    known = known_names(model)
-    best, best_hits = Names({}, known), -1
+    known, change_model = known_names(model), Plan.change_model
+    found = []
     for candidate in _rename_candidates(rename):
         plain = {name: from_peft(candidate(name)) for name in shapes}
-        names = Names({**plain}, known)
-        if has_sanitize:
-            names = _after_sanitize(model, plain, shapes)
-        found = [new[0] for new in names.new.values() if new is not None]
-        hits = sum(new in names.known for new in found)
-        if hits > best_hits:  # the first of equals: strip as little as possible
-            best, best_hits = names, hits
+        names: _Names = plain
+        if has_sanitize:  # which does not expect LoRA adapters
+            asked = {new: shapes[n] for n, (new, layout) in plain.items() if not layout}
+            kept, known = try_sanitize(model, asked)
+            change_model = partial(probe_sanitize, model, asked)
+            names = {n: x if x[1] else kept.get(x[0]) for n, x in plain.items()}
+        hits = sum(x is not None and x[0] in known for x in names.values())
+        found.append((hits, names, known, change_model))
         if hits == len(shapes):
             break
-    return best
+    # Of equal results, max() returns the first, which strips the least.
+    return max(found, key=lambda each: each[0])[1:]
 
 
 def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str], str]]:
@@ -133,178 +179,66 @@ def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str],
         yield partial(lambda p, name: rename(unwrap(name).removeprefix(p)), prefix)
 
 
-def known_names(model: nn.Module) -> dict[str, Target]:
-    """Return the PyTorch names, in either spelling, that a model accepts."""
-    modules = dict(model.named_modules())
-    known: dict[str, Target] = {}
-    for name, array in tree_flatten(model.parameters()):
-        words = name.split(".")
-        owner = modules.get(".".join(words[:-1]))
-        layout = None if array.ndim > 2 else "same"
-        if words[-1] == "weight" and isinstance(owner, (*CONVOLUTIONS, nn.Bilinear)):
-            layout = "conv"
-        elif words[-1] == "weight" and isinstance(owner, TRANSPOSED):
-            layout = "conv_transpose"
-        target = Target((name,), (array.shape,), layout)
-        known[name] = target
-        known.setdefault(_torch_spelling(words, modules), target)
-    for path, module in modules.items():
-        if isinstance(module, nn.MultiHeadAttention):
-            known |= _fused_names(path, module, modules)
-    return known
-
-
-def _torch_spelling(words: list[str], modules: Mapping[str, nn.Module]) -> str:
-    """Drop the "layers" that MLX's nn.Sequential adds before its indices."""
-    return ".".join(
-        word
-        for i, word in enumerate(words)
-        if word != "layers"
-        or not isinstance(modules.get(".".join(words[:i])), nn.Sequential)
-    )
-
-
-def _fused_names(
-    path: str, module: nn.Module, modules: Mapping[str, nn.Module]
-) -> dict[str, Target]:
-    """Return the in_proj_weight and in_proj_bias names of PyTorch's attention."""
-    prefix = f"{path}." if path else ""
-    parts = ("query_proj", "key_proj", "value_proj")
-    known = {}
-    for leaf in ("weight", "bias"):
-        if all(leaf in module[part] for part in parts):
-            names = tuple(f"{prefix}{part}.{leaf}" for part in parts)
-            shapes = tuple(module[part][leaf].shape for part in parts)
-            fused = f"{prefix}in_proj_{leaf}"
-            target = Target(names, shapes, "split_qkv")
-            known[fused] = target
-            known[_torch_spelling(fused.split("."), modules)] = target
-    return known
-
-
-def _after_sanitize(
-    model: nn.Module,
-    plain: Mapping[str, tuple[str, str | None]],
-    shapes: Mapping[str, Shape],
-) -> Names:
-    """Return the names after ``sanitize``, which does not see LoRA adapters."""
-    asked = {new: shapes[name] for name, (new, layout) in plain.items() if not layout}
-    before = _contents(model)
-    try:
-        found = probe_sanitize(model, asked)
-        after, known = _contents(model), known_names(model)
-    finally:
-        _restore(before)
-    new = {
-        name: (new, layout) if layout else found.get(new)
-        for name, (new, layout) in plain.items()
-    }
-    return Names(new, known, lambda: _restore(after))
-
-
-# Contents of a model's modules: parameters and submodules, other attributes.
-_Contents = list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]
-
-
-def _contents(model: nn.Module) -> _Contents:
-    return [(m, dict(m), dict(vars(m))) for m in model.modules()]
-
-
-def _restore(contents: _Contents) -> None:
-    for module, children, attributes in contents:
-        dict.clear(module)
-        dict.update(module, children)
-        vars(module).clear()
-        vars(module).update(attributes)
-
-
-# Marks are odd multiples of this, so that a sum or a double is not taken for a mark.
-_APART = 101
-
-
-def probe_sanitize(
-    model: nn.Module, shapes: Mapping[str, Shape]
-) -> dict[str, tuple[str, str | None]]:
-    """Find the new name and the layout of each tensor that ``sanitize`` keeps.
-
-    Anything beyond renaming and transposing is an error.
-
-    Example:
-        >>> class Model(nn.Module):
-        ...     def sanitize(self, weights):
-        ...         return {f"model.{k}": v.T for k, v in weights.items()}
-        >>> probe_sanitize(Model(), {"w": (2, 3)})
-        {'w': ('model.w', 'transpose')}
-    """
-    marks = {name: _APART * (2 * i + 1) for i, name in enumerate(shapes)}
-    names = {mark: name for name, mark in marks.items()}
-    marked = {name: _mark(marks[name], shape) for name, shape in shapes.items()}
-    found: dict[str, tuple[str, str | None]] = {}
-    for new, array in _sanitize(model, marked).items():
-        is_array = isinstance(array, mx.array) and array.size > 0
-        old = names.get(_at(array, {})) if is_array else None
-        axes = () if old is None else _trace_axes(array, marks[old], shapes[old])
-        layout = next((kind for kind, of in AXES.items() if of(len(axes)) == axes), "")
-        if old is None or axes == (-1,) or not layout or old in found:
-            what = f"{old} becomes {new}" if old else f"{new} is computed"
-            raise ConvertError(
-                f"{type(model).__name__}.sanitize does more than rename and transpose: "
-                f"{what}. Pass the model as MODULE:NAME, and names and layouts with "
-                "--rename and --layout."
-            )
-        found[old] = (new, layout)
-    return found
-
-
-def _mark(mark: int, shape: Shape) -> mx.array:
-    """Return an array with ``mark`` at 0 and ``mark + a + 1`` at 1 along axis a.
-
-    It is a view of a small buffer: the steps along the axes are 1, 2, 3 and so on.
-    """
-    if 0 in shape:
-        return mx.zeros(shape)
-    size = sum((n - 1) * (axis + 1) for axis, n in enumerate(shape)) + 1
-    buffer = mx.arange(size).astype(mx.float32) + mark
-    return mx.as_strided(buffer, shape, [axis + 1 for axis in range(len(shape))])
-
-
-def _at(array: mx.array, index: Mapping[int, int]) -> Any:
-    return array[tuple(index.get(axis, 0) for axis in range(array.ndim))].item()
-
-
-def _trace_axes(array: mx.array, mark: int, shape: Shape) -> Shape:
-    """Return the input axis behind each output axis; (-1,) if there is none."""
-    found = {
-        axis: int(_at(array, {axis: 1})) - mark - 1
-        for axis, size in enumerate(array.shape)
-        if size > 1
-    }
-    # Axes of size 1 cannot be told apart, and need not be.
-    rest = iter([a for a in range(len(shape)) if a not in found.values()])
-    axes = tuple(
-        found[axis] if axis in found else next(rest, -1) for axis in range(array.ndim)
-    )
-    is_moved = sorted(axes) == [*range(len(shape))] and array.shape == tuple(
-        shape[a] for a in axes
-    )
-    return axes if is_moved else (-1,)
-
-
-def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, Any]:
-    try:
-        try:
-            return dict(model.sanitize(dict(weights)))
-        except KeyError as error:
-            # sanitize removes a child that an earlier call already removed.
-            child = error.args[0] if error.args else None
-            if not isinstance(child, str) or child in model or child in weights:
-                raise
-            dict.__setitem__(model, child, nn.Module())
-            try:
-                return dict(model.sanitize(dict(weights)))
-            finally:
-                dict.pop(model, child, None)
-    except Exception as error:  # this is the model's own code
+def _entry(
+    name: str,
+    tensor: mx.array,
+    target: Entry,
+    layout: str,
+    own: Mapping[str, Shape],
+) -> Entry:
+    """Return the entry of a tensor, or raise if its shape does not match."""
+    layout = layout or target.layout
+    entry = Entry(name, target.mlx, layout or "same")
+    wanted, made = [own[n] for n in target.mlx], entry.mlx_shapes(tensor.shape)
+    others = [replace(entry, layout=kind) for kind in ("conv", "conv_transpose")]
+    if not layout and wanted in [other.mlx_shapes(tensor.shape) for other in others]:
         raise ConvertError(
-            f"{type(model).__name__}.sanitize raised {type(error).__name__}: {error}"
-        ) from error
+            f"{name} has shape {tensor.shape} and belongs to a custom layer, where "
+            f"several layouts match the MLX shape {wanted[0]}. Choose one with "
+            f"--layout {name}=conv, {name}=conv_transpose or {name}=same."
+        )
+    if made != wanted:
+        hint = ""
+        if tensor.shape[::-1] == wanted[0]:
+            hint = f" If PyTorch stores it as (in, out), use --layout {name}=transpose."
+        raise ConvertError(
+            f"{name} has shape {tensor.shape}, or {made[0]} in MLX's layout "
+            f"({entry.layout}), but {' and '.join(target.mlx)} in the MLX model has "
+            f"shape {wanted[0]}.{hint}"
+        )
+    return entry
+
+
+def _check_names(
+    plan: Plan, lost: list[str], known: Mapping[str, Entry], is_partial: bool
+) -> None:
+    taken: dict[str, str] = {}
+    for entry in plan.entries.values():
+        for name in entry.mlx:
+            if name in taken:
+                raise ConvertError(
+                    f"{taken[name]} and {entry.torch} would both become {name}. Change "
+                    "the renames so that the names stay distinct."
+                )
+            taken[name] = entry.torch
+    wanted = {n for target in known.values() for n in target.mlx}
+    if is_partial:  # the base model is elsewhere
+        wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
+        if lost and not wanted:
+            raise ConvertError(
+                "The checkpoint contains LoRA adapters, but the MLX model has no LoRA "
+                "layers. Add them with mlx_lm.tuner.utils.linear_to_lora_layers; for "
+                "the command, in a function passed as --model MODULE:NAME."
+            )
+    missing = [name for name in sorted(wanted) if name not in taken]
+    problems = []
+    if lost:
+        problems.append(f"The MLX model has no parameter for {list_some(lost)}.")
+    if missing:
+        problems.append(f"The checkpoint has no tensor for {list_some(missing)}.")
+    if problems:
+        raise ConvertError(
+            f"{' '.join(problems)} Rename tensors with rename=... (--rename; "
+            "'^net[.]=' removes a prefix), or ignore them with drop=... (--drop). "
+            "Recurrent layers and parametrized or pruned weights cannot be converted."
+        )

@@ -16,27 +16,26 @@ from ..torch_checkpoint import TensorShape
 from .groups import MOST_STEPS, Group, Index, need
 from .layouts import Entry
 from .optimizer_table import (
+    IGNORED,
     SCHEDULED,
     check_differences,
-    mlx_differences,
+    differences,
     plain_setting,
     recognise,
     refused_settings,
-    torch_differences,
 )
 from .options import Options
-from .tree import ConvertError, as_leaf, list_some, number
+from .tree import ConvertError, list_some, match_type, number
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
 
 
-def set_kind(groups: Sequence[Group], options: Options) -> None:
+def set_kind(groups: Sequence[Group], name: str | None) -> None:
     """Set the kind of optimizer that the groups belong to, or raise if unknown."""
     settings = [group.settings for group in groups]
-    states = groups[0].states.values() if groups else ()
-    slots = {slot for slots in states for slot in slots}
-    kind = recognise(settings, slots, options.optimizer)
+    slots = {slot for slots in groups[0].states.values() for slot in slots}
+    kind = recognise(settings, slots, name)
     for group in groups:
         group.kind = kind
         group.check_settings()
@@ -53,23 +52,23 @@ def plan_groups(
     ``names`` are the PyTorch names of all parameters, group by group. Differences
     between PyTorch and MLX raise an error unless they are accepted.
     """
-    if options.step is not None and options.step < 0:
-        raise ConvertError(f"step (--step) must be 0 or more, got {options.step}.")
     found: dict[str, str] = {}
     left = iter(names)
     for group in groups:
         own = dict(zip(group.settings["params"], left, strict=False))
         group.entries = {i: entries[name] for i, name in own.items() if name in entries}
-        found |= torch_differences(group.kind, group.settings)
-    _set_steps(groups, options.step or 0)
+        spec, settings = group.spec, group.settings
+        found |= differences(spec, group.kind, settings)
+        known = {*spec.settings, *spec.required, *spec.refused, *IGNORED}
+        found |= {
+            f"The optimizer's groups have the key {key!r}, which PyTorch's "
+            f"{group.kind} does not have. It may be a different optimizer.": key
+            for key in settings
+            if key not in known
+        }
+    _set_steps(groups, options.step)
     notes = [group.spec.note for group in groups if group.spec.note]
     notes += check_differences(found, options.accept)
-    torch_only = [name for name in names if name not in entries]
-    if torch_only:
-        notes.append(
-            f"The MLX model does not have {list_some(torch_only)}. Their optimizer "
-            "state is written back to PyTorch unchanged."
-        )
     fresh = [
         entry.torch
         for group in groups
@@ -84,40 +83,33 @@ def plan_groups(
         )
     kinds = {group.kind for group in groups if not group.spec.has_step}
     if kinds and options.step is None:
-        said = " and ".join(sorted(kinds))
         notes.append(
-            f"{said} saves no step count, so MLX starts at step 0. Pass step=... "
-            "(--step) to set it."
-        )
-    if any("max_momentum" in group.settings for group in groups):
-        notes.append(  # from OneCycleLR and CyclicLR
-            "PyTorch's schedule also changes the momentum (or betas[0]). In MLX it "
-            "stays at its current value unless you set it before each step."
+            f"{' and '.join(sorted(kinds))} saves no step count, so MLX starts at step "
+            "0. Pass step=... (--step) to set it."
         )
     return notes
 
 
-def _set_steps(groups: Sequence[Group], default: int) -> None:
+def _set_steps(groups: Sequence[Group], given: int | None) -> None:
     """Read the step count of each group; MLX has one per group, not per parameter."""
-    known: list[int | None] = []
+    if given is not None and given < 0:
+        raise ConvertError(f"step (--step) must be 0 or more, got {given}.")
+    known: list[dict[int, str]] = []
     for group in groups:
-        counts: dict[int, str] = {}
-        for index, entry in group.entries.items():
-            step = group.slots(index).get("step")
-            if step is not None:
-                counts.setdefault(int(number(step)), entry.torch)
+        steps = {e: group.slots(i).get("step") for i, e in group.entries.items()}
+        counts = {int(number(x)): e.torch for e, x in steps.items() if x is not None}
         if len(counts) > 1:
-            said = [f"{name} at {step}" for step, name in sorted(counts.items())]
+            shown = [f"{name} at {step}" for step, name in sorted(counts.items())]
             raise ConvertError(
-                f"The parameters of a group are at different steps ({list_some(said)}),"
-                " but MLX has one step count per optimizer. Put them in separate "
-                "groups."
+                "The parameters of a group are at different steps "
+                f"({list_some(shown)}), but MLX has one step count per optimizer. Put "
+                "them in separate groups."
             )
-        known.append(next(iter(counts), None))
-    seen = {step for step in known if step is not None}
-    filler = seen.pop() if len(seen) == 1 else default
-    for group, step in zip(groups, known, strict=True):
-        group.step = filler if step is None else step
+        known.append(counts)
+    every = {step for counts in known for step in counts}
+    default = every.pop() if len(every) == 1 else given or 0
+    for group, counts in zip(groups, known, strict=True):
+        group.step = next(iter(counts), default)
 
 
 def split(groups: Sequence[Group]) -> list[tuple[str, Group]]:
@@ -153,14 +145,9 @@ def to_mlx(
             for theirs, ours in group.spec.slots.items():
                 moment = group.slots(index).get(theirs)
                 moment = mx.zeros_like(like) if moment is None else moment
-                what = f"{theirs} of {entry.torch}"
-                need(isinstance(moment, mx.array), what, "a tensor", moment)
-                if moment.shape != like.shape:
-                    raise ConvertError(
-                        f"{what} has shape {moment.shape}, but the parameter has shape "
-                        f"{like.shape}. Pass the names in the optimizer's order with "
-                        "names=... (--names)."
-                    )
+                is_right = isinstance(moment, mx.array) and moment.shape == like.shape
+                what = f"a tensor of shape {like.shape}"
+                need(is_right, f"{theirs} of {entry.torch}", what, moment)
                 for mlx_name, array in entry.to_mlx(moment).items():
                     flat[f"{prefix}{mlx_name}.{ours}"] = array
     return flat
@@ -174,8 +161,8 @@ def to_torch(
 ) -> list[str]:
     """Write MLX's state into PyTorch's state dicts, and return notes.
 
-    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict; ``settings`` holds those of
-    each MLX optimizer (:func:`mlx_settings`).
+    ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, and ``settings`` describes
+    each MLX optimizer, as in a checkpoint of :func:`save_checkpoint`.
     """
     parts = split(groups)
     is_single = not parts[0][0]
@@ -186,28 +173,34 @@ def to_torch(
             f"parameter groups require {wanted}."
         )
     found: dict[str, str] = {}
-    rates: list[str] = []
+    rates: dict[str, None] = {}
     for i, (prefix, group) in enumerate(parts):
         used = settings[0 if is_single else i]
         step = float(number(_required(flat, f"{prefix}step")))
         if not 0 <= step < MOST_STEPS:
             raise ConvertError(
-                f"The MLX optimizer's {prefix}step is {step}, not a step count."
+                f"The MLX optimizer's {prefix}step must be a step count, got {step}."
             )
-        found |= mlx_differences(group.kind, used)
+        if used["class"] != group.spec.mlx.__name__:
+            raise ConvertError(
+                f"The MLX optimizer is {used['class']}, but the template contains "
+                f"{group.kind}. Use a PyTorch checkpoint of the same optimizer as the "
+                "template, or leave the optimizer out."
+            )
+        found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
         for index in group.entries:
             slots = _torch_slots(group, index, flat, prefix, int(step))
             group.write_slots(index, slots)
-        rate = used.get("next_rate", number(_required(flat, f"{prefix}learning_rate")))
-        for key, value in _changed_settings(group, used, rate).items():
+        rate = number(_required(flat, f"{prefix}learning_rate"))
+        for key, value in _changed_settings(group, used["values"], rate).items():
             group.write_setting(key, value)
-        if used.get("has_schedule"):
-            rates.append(f"{number(rate):.6g}")
+        if "learning_rate" in used["schedules"]:
+            rates[f"{rate:.6g}"] = None
     notes = check_differences(found, accept)
     if rates:
         notes.append(
-            "MLX's learning rate schedule is not converted. PyTorch gets the learning "
-            f"rate of the next step, {', '.join(dict.fromkeys(rates))}."
+            "MLX's learning rate schedule is not converted. The learning rate in "
+            f"PyTorch is {', '.join(rates)}."
         )
     return notes
 
@@ -244,41 +237,31 @@ def _torch_slots(
     is_same = group.lacks_state(index) and not has_moved
     if is_same and not any(mx.any(x).item() for x in new.values()):
         return {}
-    count = {"step": _torch_step(group, index, step)} if group.spec.has_step else {}
-    return count | {slot: as_leaf(x, old.get(slot)) for slot, x in new.items()}
-
-
-def _torch_step(group: Group, index: Index, step: int) -> Any:
-    """Return a step count as PyTorch wrote it: a number or a one-element array."""
-    known = chain([group.slots(index)], group.states.values())
-    steps = (slots.get("step") for slots in known)
-    like = next((each for each in steps if each is not None), mx.array(0.0))
-    if isinstance(like, mx.array):
-        return mx.full(like.shape, step, like.dtype)
-    return float(step) if type(like) is float else step
+    written = {slot: match_type(x, old.get(slot)) for slot, x in new.items()}
+    if not group.spec.has_step:
+        return written
+    # A number or an array, depending on PyTorch's version.
+    steps = (slots.get("step") for slots in chain([old], group.states.values()))
+    was = next((x for x in steps if x is not None), mx.array(0.0))
+    return {"step": match_type(step, was)} | written
 
 
 def _changed_settings(
     group: Group, used: Mapping[str, Any], rate: float
 ) -> dict[str, Any]:
     """Return the settings that have changed since PyTorch, in PyTorch's types."""
-    settings, changed = group.settings, {}
-    for key in group.spec.settings:
-        if key in used and used[key] != plain_setting(settings[key]):
-            is_tuple = isinstance(settings[key], tuple)
-            changed[key] = tuple(used[key]) if is_tuple else used[key]
+    settings, spec = group.settings, group.spec
+    changed = {
+        key: used[key]
+        for key in spec.settings
+        if key in used and used[key] != plain_setting(settings[key])
+    }
     # Compare with a tolerance: a schedule may have run on another device or compiled,
     # and MLX's learning rate is float32.
     if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
         changed["lr"] = rate
-    for key, value in changed.items():
-        if isinstance(settings[key], mx.array):
-            changed[key] = mx.array(value, settings[key].dtype)
-    for key, off in refused_settings(group.spec, settings).items():
-        value = plain_setting(settings[key])  # accepted settings stay off
-        is_plain = isinstance(value, (bool, int, float))
-        changed[key] = type(value)(off) if is_plain else off
-    return changed
+    changed |= refused_settings(spec, settings)  # accepted settings stay off
+    return {key: match_type(value, settings[key]) for key, value in changed.items()}
 
 
 def constructor_args(group: Group) -> dict[str, Any]:
@@ -310,36 +293,14 @@ def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
     own: list[Rate] = [number(group.settings["lr"]) for group in groups]
     if given is None:
         return own
-    if isinstance(given, (list, tuple)):
-        if len(given) != len(groups):
-            raise ValueError(
-                f"learning_rate has {len(given)} entries, but the MLX optimizer has "
-                f"{len(groups)} parts. Pass one entry for each."
-            )
-        return [*given]
     # In the first step of a warmup all rates are 0, and only initial_lr differs.
     first = [number(group.settings.get("initial_lr")) for group in groups]
-    if len({*zip(own, first, strict=True)}) > 1:
+    is_shared = len({*zip(own, first, strict=True)}) == 1
+    if not isinstance(given, (list, tuple)) and is_shared:
+        given = [given] * len(groups)
+    if not isinstance(given, (list, tuple)) or len(given) != len(groups):
         raise ValueError(
-            f"The parameter groups have different learning rates ({own}). Pass "
-            "learning_rate as a list with one number or schedule per group, in this "
-            "order."
+            f"learning_rate must be a list of {len(groups)} numbers or schedules, one "
+            f"for each part of the MLX optimizer. PyTorch's learning rates are {own}."
         )
-    return [given] * len(groups)
-
-
-def mlx_settings(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the class, settings and next learning rate of each single optimizer."""
-    if isinstance(optimizer, optim.MultiOptimizer):
-        return [row for part in optimizer.optimizers for row in mlx_settings(part)]
-    schedule = getattr(optimizer, "_schedulers", {}).get("learning_rate")
-    row = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in vars(optimizer).items()
-        if not name.startswith("_")
-    }
-    row |= {"class": type(optimizer).__name__, "has_schedule": schedule is not None}
-    if schedule is not None and "step" in optimizer.state:
-        # MLX's state holds the last step's rate, PyTorch's groups the next step's.
-        row["next_rate"] = number(mx.array(schedule(optimizer.step)))
-    return [row]
+    return [*given]

@@ -8,12 +8,10 @@ from fnmatch import fnmatchcase
 import mlx.core as mx
 
 from ..torch_checkpoint import Limits
+from .layouts import AXES
 from .tree import ConvertError, list_some
 
 Rename = Mapping[str, str] | Callable[[str], str] | Iterable[tuple[str, str]] | None
-
-# The layouts that a user can give, with the minimum number of dimensions.
-LAYOUT_DIMENSIONS = {"conv": 3, "conv_transpose": 3, "transpose": 2, "same": 0}
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Options:
     def layout(self, name: str, ndim: int) -> str | None:
         """Return the layout that the user gave for a tensor, or None."""
         for pattern, layout in self.layouts.items():
-            if ndim >= LAYOUT_DIMENSIONS[layout] and fnmatchcase(name, pattern):
+            if ndim >= AXES[layout][0] and fnmatchcase(name, pattern):
                 return layout
         return None
 
@@ -84,10 +82,9 @@ class Options:
         """Raise if a layout is unknown or a pattern matches no name."""
         names = list(names)
         for layout in self.layouts.values():
-            if layout not in LAYOUT_DIMENSIONS:
+            if layout not in AXES:
                 raise ConvertError(
-                    f"{layout!r} is not a layout. Use one of "
-                    f"{', '.join(LAYOUT_DIMENSIONS)}."
+                    f"{layout!r} is not a layout. Use one of {', '.join(AXES)}."
                 )
         for pattern in (*self.layouts, *self.drop):
             if not any(fnmatchcase(name, pattern) for name in names):

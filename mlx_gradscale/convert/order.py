@@ -1,6 +1,5 @@
 """Find the parameter behind each index in PyTorch's optimizer state."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -11,8 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .groups import Group
-from .layouts import Plan
-from .names import from_peft, unwrap
+from .names import Plan, from_peft, unwrap
 from .options import Options
 from .tree import ConvertError, list_some
 
@@ -48,21 +46,20 @@ class Order:
         If the tensors are not in PyTorch's order, the order of the MLX model is tried.
         The second result lists notes on cases in which shapes cannot confirm the order.
         """
+        names = options.names
         if self.indices and all(isinstance(index, str) for index in self.indices):
             # FullyShardedDataParallel and torch.distributed use names as indices.
-            given = [str(index) for index in self.indices]
-            return self._match(given, options.renamed), []
-        if options.names is not None:
-            found = self._match(options.names, options.renamed)
+            names = tuple(map(str, self.indices))
+        elif names is None and [len(saved) for saved in self.saved] == self.sizes:
+            names = tuple(name for saved in self.saved for name in saved)
+        if names is not None:
+            found = self._match(names, options.renamed)
             shapes = [self.tensors[name].shape for name in found]
             fits = [a in (None, b) for a, b in zip(self.shapes, shapes, strict=True)]
-            if len(self.sizes) > 1 and not all(fits):
+            if not all(fits):
                 # Transformers' Trainer groups them by weight decay: with, then without.
                 found = self._deal(found)
             return found, []
-        if [len(names) for names in self.saved] == self.sizes:
-            saved = [name for names in self.saved for name in names]
-            return self._match(saved, options.renamed), []
         if is_ordered:
             found = self._deal(self._candidates(self.tensors))
             return found, self._exchange_notes(found)
@@ -88,12 +85,6 @@ class Order:
 
     def _match(self, given: Sequence[str], rename: Callable[[str], str]) -> list[str]:
         """Match explicitly given names, ignoring wrapper prefixes."""
-        if len(given) != len(self.indices):
-            raise ConvertError(
-                f"There are {len(given)} names, but the optimizer has "
-                f"{len(self.indices)} parameters. "
-                f"{_advice(len(given) > len(self.indices))}"
-            )
 
         def plain(name: str) -> str:
             return from_peft(unwrap(rename(name)))[0]
@@ -101,20 +92,16 @@ class Order:
         spelled: dict[str, list[str]] = {}
         for name in self.tensors:
             spelled.setdefault(plain(name), []).append(name)
-        found = []
-        for name in given:
-            fits = [name] if name in self.tensors else spelled.get(plain(name), [])
-            if len(fits) != 1:
-                what = f"could be {' or '.join(fits)}" if fits else "does not occur"
-                raise ConvertError(
-                    f"The optimizer's parameter {name!r} {what} in the model's state "
-                    f"dict. {_advice()}"
-                )
-            found.append(self.plan.tied.get(fits[0], fits[0]))
-        twice = [name for name, count in Counter(found).items() if count > 1]
-        if twice:
+        fits = [[n] if n in self.tensors else spelled.get(plain(n), []) for n in given]
+        wrong = [name for name, fit in zip(given, fits, strict=True) if len(fit) != 1]
+        found = [self.plan.tied.get(fit[0], fit[0]) for fit in fits if len(fit) == 1]
+        count = len(self.indices)
+        if not len(given) == len(found) == len({*found}) == count:
+            what = f" Not found in the model: {list_some(wrong)}." if wrong else ""
             raise ConvertError(
-                f"The names contain {twice[0]!r} more than once. {_advice()}"
+                f"There are {len(given)} names, {len({*found})} of them distinct names "
+                f"of the model, but the optimizer has {count} parameters.{what} "
+                f"{_advice(len(given) > count)}"
             )
         return found
 
@@ -129,15 +116,15 @@ class Order:
         if hasattr(model, "sanitize"):
             raise ConvertError("The order of an mlx-lm model is not PyTorch's.")
         entries = self.plan.entries
-        names = [name for name, _ in tree_flatten(model.parameters())]
-        place = {name: i for i, name in enumerate(names)}
+        place = {
+            name: i for i, (name, _) in enumerate(tree_flatten(model.parameters()))
+        }
         keys: dict[str, list[tuple[int, int]]] = {}
         first: dict[str, int] = {}
         for name in sorted(entries, key=lambda n: place.get(entries[n].mlx[0], -1)):
+            *modules, _ = accumulate(name.split("."), "{}.{}".format)
+            rank = {"weight": -2, "bias": -1}.get(name.rpartition(".")[2], 0)
             at = len(keys)
-            modules = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-            leaf = name.rpartition(".")[2]
-            rank = {"weight": -2, "bias": -1}.get(leaf, 0)
             keys[name] = [(1, first.setdefault(m, at)) for m in modules] + [(rank, at)]
         rest = [name for name in self.tensors if name not in entries]
         return sorted(keys, key=keys.__getitem__) + rest
@@ -176,27 +163,17 @@ class Order:
             placings = following
         ways, path = placings.get(tuple(self.sizes), (0, None))
         if ways != 1:
-            raise ConvertError(self._misfit(names, ways, may_skip))
+            raise ConvertError(
+                f"{'More than one' if ways else 'No'} order of the model's "
+                f"{len(names)} tensors matches the optimizer's {len(self.indices)} "
+                f"parameters. {_advice(may_skip)} A flat state, as DeepSpeed and "
+                "fairseq save it, cannot be converted. Leave it out with "
+                "--optimizer-key ''."
+            )
         found = [""] * len(self.indices)
         while path is not None:
             at, found[path[0]], path = path
         return found
-
-    def _misfit(self, names: list[str], ways: int, may_skip: bool) -> str:
-        known = {tuple(self.tensors[name].shape) for name in names}
-        flat = [s for s in self.shapes if s and len(s) == 1 and s not in known]
-        if flat and may_skip:
-            return (
-                f"The optimizer stores {len(self.indices)} flat tensors for the "
-                f"model's {len(names)}, as DeepSpeed ZeRO and fairseq do in half "
-                "precision. This format is not supported. Leave it out with "
-                "--optimizer-key ''."
-            )
-        how_many = "More than one order" if ways else "No order"
-        return (
-            f"{how_many} of the model's {len(names)} tensors matches the optimizer's "
-            f"{len(self.indices)} parameters. {_advice(may_skip)}"
-        )
 
     def _exchange_notes(self, names: list[str]) -> list[str]:
         """Return a note if top-level modules with equal shapes may be swapped."""

@@ -13,7 +13,9 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from .. import formats
+from ..checkpoint.save import describe_optimizer
 from ..core.optimizer import LossScaleOptimizer
+from ..core.optimizers import single_optimizers
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from . import optimizers
@@ -24,10 +26,10 @@ from .sections import fingerprint
 from .template import Template, from_object, is_template, make_template
 from .tree import (
     ConvertError,
-    as_leaf,
+    Path,
     get,
-    is_tensor,
     list_some,
+    match_type,
     number,
     show,
     unchanged,
@@ -47,7 +49,6 @@ def save_torch(
     *,
     like: Template | str | os.PathLike[str],
     options: Options | None = None,
-    step: int | None = None,
     overwrite: bool = True,
 ) -> list[str]:
     """Write an MLX run as a PyTorch checkpoint with the structure of a template.
@@ -57,16 +58,15 @@ def save_torch(
         model (nn.Module): The model. Master weights are written in place of
             half-precision ones.
         optimizer (Optimizer, optional): For a ``LossScaleOptimizer``, the states of the
-            inner optimizer and the scaler are written. If omitted, no optimizer is.
+            inner optimizer and the scaler are written. If omitted, the checkpoint is
+            written without an optimizer.
         scaler (GradScaler, optional): If omitted, the template's scaler is kept.
         like (Template or str): The template from :func:`load_torch`, a PyTorch
             checkpoint of the same model, or a ``template.pt``. Entries without an MLX
-            counterpart are copied from it, so set ``template["epoch"]`` and the like
-            first.
+            counterpart are copied from it, so update entries such as
+            ``template["epoch"]`` first.
         options (Options, optional): Used if ``like`` is a path; otherwise only
             ``accept`` applies.
-        step (int, optional): The ``global_step`` of a Trainer folder. By default it
-            advances with the optimizer's step count.
         overwrite (bool): Replace an existing file or folder.
 
     Returns:
@@ -92,7 +92,7 @@ def save_torch(
     options = options or Options()
     template = read_template(like, model, options)
     run = gather(model, optimizer, scaler)
-    notes, stale = write_template(path, template, run, options, step, overwrite)
+    notes, stale = write_template(path, template, run, options.accept, overwrite)
     for note in stale:
         warnings.warn(note, stacklevel=2)
     return notes + stale
@@ -114,14 +114,13 @@ def write_template(
     path: str | os.PathLike[str],
     template: Template,
     run: "MlxRun",
-    options: Options,
-    step: int | None = None,
+    accept: Iterable[str] = (),
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
     """Write a template with a run's values; return notes and stale entries."""
     with unchanged(template.checkpoint):
-        notes, stale = _fill(template, run, options.accept, step)
+        notes, stale = _fill(template, run, accept)
         if not dry_run:
             write_torch(path, template.checkpoint, template.files, overwrite)
             template.is_reported = True
@@ -141,13 +140,19 @@ def gather(
         scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
     if optimizer is not None:
+        run.settings = describe_optimizer(optimizer)["settings"]
         run.optimizer = {
             # A schedule that returns Python numbers leaves one in the state.
             name: x if isinstance(x, mx.array) else mx.array(x)
             for name, x in tree_flatten(optimizer.state)
             if isinstance(x, (mx.array, int, float))
         }
-        run.settings = optimizers.mlx_settings(optimizer)
+        for i, part in enumerate(single_optimizers(optimizer)):
+            schedule = part._schedulers.get("learning_rate")
+            if schedule is not None and "step" in part.state:
+                # MLX's state holds the last step's rate, PyTorch's the next step's.
+                prefix = "" if part is optimizer else f"states.{i}."
+                run.optimizer[f"{prefix}learning_rate"] = mx.array(schedule(part.step))
     if scaler is not None and scaler.is_enabled():
         run.scaler = scaler.state_dict()
     return run
@@ -160,8 +165,8 @@ class MlxRun:
     Attributes:
         weights (dict): In full precision.
         optimizer (dict, optional): ``tree_flatten(optimizer.state)`` as a dict.
-        settings (list): Settings of each single optimizer
-            (:func:`~mlx_gradscale.convert.optimizers.mlx_settings`).
+        settings (list): Descriptions of each single optimizer, as in a checkpoint of
+            ``save_checkpoint``.
         scaler (dict, optional): ``GradScaler.state_dict()``.
     """
 
@@ -172,98 +177,76 @@ class MlxRun:
 
 
 def _fill(
-    template: Template, run: MlxRun, accept: Iterable[str], step: int | None
+    template: Template, run: MlxRun, accept: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """Update a checkpoint with a run's values; return notes and stale entries."""
+    _fill_model(template, run.weights)
     notes = []
-    if template.model is not None:
-        _fill_model(template, run.weights)
-    if run.optimizer is None:
-        notes += _remove_optimizers(template)
-    elif template.groups:
+    if run.optimizer is None and template.optimizers:
+        for path in reversed(template.optimizers):
+            del get(template.checkpoint, path[:-1])[path[-1]]
+        notes.append("The run has no optimizer, so its state was left out.")
+    elif run.optimizer is not None and template.groups:
         notes += optimizers.to_torch(
             template.groups, run.optimizer, run.settings, accept
         )
-    else:
-        notes.append(
-            "The template has no optimizer, so the optimizer state was left out."
-        )
+    elif run.optimizer is not None:
+        notes.append("The template has no optimizer state, so none is written.")
     if run.scaler is not None and template.scaler is not None:
-        notes += _fill_scaler(template, run.scaler)
+        notes += _fill_scaler(template, template.scaler, run.scaler)
     elif run.scaler is not None:
-        notes.append("The template has no scaler, so the scaler state was left out.")
+        notes.append("The template has no scaler state, so none is written.")
     old = [group.step for group in template.groups]
     new = [
         int(number(x))
         for key, x in (run.optimizer or {}).items()
         if re.fullmatch(r"(states\.\d+\.)?step", key)
     ]
-    notes += _move_trainer(template.checkpoint, old, new, step)
+    notes += _move_trainer(template.checkpoint, old, new)
     return notes, [] if template.is_reported else _stale_notes(template, old, new)
 
 
-def _remove_optimizers(template: Template) -> list[str]:
-    if any(not path or isinstance(path[-1], int) for path in template.optimizers):
-        raise ConvertError(
-            "The template contains an optimizer state that cannot be left out. Pass "
-            "the optimizer."
-        )
-    for path in template.optimizers:
-        del get(template.checkpoint, path[:-1])[path[-1]]
-    has_one = bool(template.optimizers)
-    return ["The run has no optimizer state, so none is written."] if has_one else []
-
-
 def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
-    entries = template.plan.entries
-    held = get(template.checkpoint, template.model or ())
-    placed = [name for entry in entries.values() for name in entry.mlx]
-    missing = [name for name in placed if name not in weights]
-    spare = sorted(weights.keys() - set(placed))
-    if is_adapter([name for name in held if isinstance(name, str)]):
-        spare = []  # the base model is stored elsewhere
-    if missing or spare:
-        said = f"lack {list_some(missing)}" if missing else f"have {list_some(spare)}"
+    entries, held = template.plan.entries, get(template.checkpoint, template.model)
+    placed = {name for entry in entries.values() for name in entry.mlx}
+    wrong = sorted(placed - weights.keys())
+    if not is_adapter([name for name in held if isinstance(name, str)]):
+        wrong += sorted(weights.keys() - placed)  # an adapter's base is elsewhere
+    wrong = wrong or [
+        name
+        for name, entry in entries.items()
+        if entry.mlx_shapes(tuple(held[name].shape))
+        != [weights[n].shape for n in entry.mlx]
+    ]
+    if wrong:
         raise ConvertError(
-            f"The MLX weights {said}, unlike the template's model. Use a PyTorch "
-            "checkpoint of the same model as the template."
+            f"The MLX model and the template's model differ in {list_some(wrong)}. Use "
+            "a PyTorch checkpoint of the same model as the template."
         )
     for name, entry in entries.items():
         tensor, leaf = entry.to_torch(weights), held[name]
-        if tuple(tensor.shape) != tuple(leaf.shape):
-            raise ConvertError(
-                f"{entry.mlx[0]} has shape {tuple(tensor.shape)} in PyTorch's layout, "
-                f"but {name} in the template has shape {tuple(leaf.shape)}. Use a "
-                "PyTorch checkpoint of the same model as the template."
-            )
-        # An array that is left is unchanged since, and perhaps in full precision here.
-        if not isinstance(leaf, mx.array) or not _is_rounding(tensor, leaf):
-            held[name] = as_leaf(tensor, leaf)
+        # If MLX holds a rounded copy of a tensor in the template, keep the tensor.
+        if not isinstance(leaf, mx.array) or not mx.array_equal(
+            leaf.astype(tensor.dtype), tensor, equal_nan=True
+        ):
+            held[name] = match_type(tensor, leaf)
     for alias, name in template.plan.tied.items():
         held[alias] = held[name]
 
 
-def _is_rounding(tensor: mx.array, leaf: mx.array) -> bool:
-    rounded = leaf if leaf.dtype == tensor.dtype else leaf.astype(tensor.dtype)
-    return bool(mx.array_equal(rounded, tensor, equal_nan=True).item())
-
-
-def _fill_scaler(template: Template, state: Mapping[str, Any]) -> list[str]:
-    held, kind = get(template.checkpoint, template.scaler or ()), template.scaler_format
+def _fill_scaler(template: Template, path: Path, state: Mapping[str, Any]) -> list[str]:
+    held, kind = get(template.checkpoint, path), template.scaler_format or "torch"
     inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
     held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
-    fields = formats.FORMATS[kind or "torch"].fields
     updated = {
         theirs: state[ours]
-        for ours, theirs in fields.items()
+        for ours, theirs in formats.FORMATS[kind].fields.items()
         if ours in state and (theirs in held or kind == "torch")
     }
-    for key, x in updated.items():
-        old = held.get(key)
-        if is_tensor(old) and kind != "torch":
-            held[key] = as_leaf(mx.array(x), old)
-        elif type(old) is not type(x) or old != x:
-            held[key] = x
+    # PyTorch's scaler states have Python numbers.
+    held |= {
+        k: x if kind == "torch" else match_type(x, held[k]) for k, x in updated.items()
+    }
     if kind != "torch":
         return [
             f"The scaler state has {kind}'s format. Updated {list_some(updated)}; its "
@@ -273,9 +256,7 @@ def _fill_scaler(template: Template, state: Mapping[str, Any]) -> list[str]:
     return [f"PyTorch's GradScaler ignores {', '.join(own)}."] if own else []
 
 
-def _move_trainer(
-    checkpoint: Any, old: list[int], new: list[int], step: int | None
-) -> list[str]:
+def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
     ``Trainer(resume_from_checkpoint=)`` uses them to decide how much data to skip. If
@@ -283,24 +264,14 @@ def _move_trainer(
     skipped steps or if the user set it, it is left unchanged.
     """
     state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
-    if not isinstance(state, dict) or type(state.get("global_step")) is not int:
-        if step is not None:
-            raise ConvertError(
-                f"--step {step} sets the global_step in {TRAINER}, but the template "
-                "has none. Leave it out."
-            )
+    state = state if isinstance(state, dict) else {}
+    was = state.get("global_step")
+    if type(was) is not int or {*old} != {was} or len({*new}) != 1 or new[0] == was:
         return []
-    was, now = state["global_step"], step
-    if now is None:
-        now = new[0] if len(set(new)) == 1 and set(old) == {was} else was
-    if now < 0:
-        raise ConvertError(f"step (--step) must be 0 or more, got {now}.")
-    if now == was:
-        return []
+    now = new[0]
     moved: list[tuple[Any, str, Any]] = [(state, "global_step", now)]
-    epoch: Any = state.get("epoch")
-    if type(epoch) in (int, float) and was > 0:
-        moved.append((state, "epoch", epoch * now / was))
+    if type(state.get("epoch")) in (int, float) and was > 0:
+        moved.append((state, "epoch", state["epoch"] * now / was))
     for name, content in checkpoint.items():
         is_schedule = "scheduler" in str(name) and isinstance(content, dict)
         if is_schedule and content.get("last_epoch") == was:
@@ -308,10 +279,10 @@ def _move_trainer(
             if type(content.get("_step_count")) is int:
                 count = content["_step_count"] + now - was
                 moved.append((content, "_step_count", count))
-    said = [f"{key} from {held[key]:g} to {value:g}" for held, key, value in moved]
+    shown = [f"{key} from {held[key]:g} to {value:g}" for held, key, value in moved]
     for held, key, value in moved:
         held[key] = value
-    return [f"Changed to match the optimizer's step: {', '.join(said)}."]
+    return [f"Changed to match the optimizer's step: {', '.join(shown)}."]
 
 
 def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str]:
@@ -319,10 +290,9 @@ def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str
 
     Entries that have changed since they were read are excluded.
     """
-    pairs = list(zip(old, new * len(old) if len(new) == 1 else new, strict=False))
-    if all(a == b for a, b in pairs):
+    then, now = max(old, default=0), max(new, default=0)
+    if not old or not new or then == now:
         return []
-    then, now = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
     found = {
         path: x
         for path, x in template.entries_beside().items()

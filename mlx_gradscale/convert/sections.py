@@ -1,10 +1,9 @@
 """Find the model, its optimizers and the scaler in a checkpoint of any structure."""
 
 import hashlib
-import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -41,10 +40,10 @@ _DEEPEST = 4
 class Sections:
     """Paths of a model's state dict, its optimizers and the scaler, and notes."""
 
-    model: Path | None = None
-    optimizers: list[Path] = field(default_factory=list)
-    scaler: Path | None = None
-    notes: list[str] = field(default_factory=list)
+    model: Path
+    optimizers: list[Path]
+    scaler: Path | None
+    notes: list[str]
 
 
 def find_sections(
@@ -56,30 +55,25 @@ def find_sections(
     for name, text in (keys or {}).items():
         if text is not None:
             parts = text.split(",") if name == "optimizer" else [text]
-            given[name] = [_named(checkpoint, name, key) for key in parts if key]
-    models, scalers = there["model"], given.get("scaler", there["scaler"])
-    chosen = given.get("model")
-    if chosen is None:
-        chosen = _choose_model(models, there["mixed"])
+            parts = parts if name == "model" else [*filter(None, parts)]
+            given[name] = [_named(checkpoint, name, key) for key in parts]
+    (model,) = given.get("model") or [_choose_model(checkpoint, there)]
     optimizers = given.get("optimizer", there["optimizer"])
-    if len(optimizers) > 1 and "optimizer" not in given and len(_trained(models)) > 1:
+    is_several = len(optimizers) > 1 and len(_trained(there["model"])) > 1
+    if is_several and "optimizer" not in given:
         raise ConvertError(
-            "The checkpoint contains several models and "
-            f"{len(optimizers)} optimizers: {list_some(map(show, optimizers))}. Choose "
-            "the model's optimizer with --optimizer-key."
+            f"The checkpoint contains several models and {len(optimizers)} optimizers: "
+            f"{list_some(map(show, optimizers))}. Choose the model's optimizer with "
+            "--optimizer-key."
         )
+    scalers = given.get("scaler", there["scaler"])
     if len(scalers) > 1:
         raise ConvertError(
             f"The checkpoint contains {len(scalers)} scalers: "
             f"{list_some(map(show, scalers))}. Choose one with --scaler-key."
         )
-    found = Sections(chosen[0] if chosen else None, optimizers)
-    found.scaler = scalers[0] if scalers else None
-    if found.model is None and "model" not in given:
-        _refuse_without_model(checkpoint, found)
-    used = {*optimizers, found.model}
-    loose = [path for path in there["optimizer"] if path not in used]
-    loose += [path for path in there["moments"] if path not in used]
+    used = {*optimizers, model}
+    loose = [p for p in there["optimizer"] + there["moments"] if p not in used]
     if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
             f"{show(loose[0])} looks like an optimizer state, but is not a "
@@ -87,9 +81,15 @@ def find_sections(
             "leave it out with --optimizer-key ''; it is then written back to PyTorch "
             "unchanged."
         )
-    others = [path for path in models if path != found.model]
-    found.notes = _notes(checkpoint, found, others, loose)
-    return found
+    others = [path for path in there["model"] if path != model] + loose
+    shown = [*map(show, others), *_masters(checkpoint, model)]
+    notes = [
+        f"The weights or optimizer states in {list_some(shown)} are not converted. "
+        "They are written back to PyTorch unchanged, so they do not match the weights "
+        "trained in MLX. To convert another model, use --model-key."
+    ]
+    scaler = scalers[0] if scalers else None
+    return Sections(model, optimizers, scaler, notes if shown else [])
 
 
 def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
@@ -152,20 +152,31 @@ def _trained(models: list[Path]) -> list[Path]:
     return fits or [p for p in models if not _AVERAGE.search(show(p)[-200:])] or models
 
 
-def _choose_model(models: list[Path], mixed: list[Path]) -> list[Path]:
-    if not models:
-        return mixed
-    fits = _trained(models)
+def _choose_model(checkpoint: Any, there: Mapping[str, list[Path]]) -> Path:
+    models = there["model"]
+    fits = _trained(models) or there["mixed"][:1]
     preferred = [p for p in fits if p and p[-1] in _MODEL_NAMES]
     fits = preferred if len(preferred) == 1 else fits
-    if len(fits) != 1:
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
         raise ConvertError(
             f"The checkpoint contains {len(models)} models: "
             f"{list_some(map(show, models))}. Choose one with --model-key, and its "
             "optimizer with --optimizer-key. To write both back to one PyTorch "
             "checkpoint, pass the output of the first to the second as --like."
         )
-    return fits
+    for path, value in walk(checkpoint, 2):
+        what = _whole_module(value)
+        if what:
+            raise ConvertError(f"{show(path) or 'The file'} {what}")
+    keys = list_some(checkpoint) if isinstance(checkpoint, dict) else "none"
+    raise ConvertError(
+        f"The checkpoint contains no model. Its keys are {keys}. Pass the model's key "
+        "with --model-key. If the model is in another file, copy both into one folder, "
+        "as model.safetensors and optimizer.pt, and pass the folder. To load only a "
+        "scaler, use GradScaler.load()."
+    )
 
 
 def _named(checkpoint: Any, section: str, key: str) -> Path:
@@ -177,8 +188,7 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
         "scaler": isinstance(value, dict) and bool(value),
     }
     if not fits[section]:
-        article = "an" if section == "optimizer" else "a"
-        what = _whole_module(value) or f"is not the state dict of {article} {section}."
+        what = _whole_module(value) or f"is not the state dict of the {section}."
         raise ConvertError(f"--{section}-key {key} {what}")
     return path
 
@@ -193,82 +203,20 @@ def _whole_module(value: Any) -> str | None:
     return None
 
 
-def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
-    for path, value in walk(checkpoint, 2):
-        what = _whole_module(value)
-        if what:
-            raise ConvertError(f"{show(path) or 'The file'} {what}")
-    if found.scaler is None or found.optimizers:
-        has = "an optimizer but no model" if found.optimizers else "no model"
-        keys = list_some(checkpoint) if isinstance(checkpoint, dict) else "none"
-        raise ConvertError(
-            f"Found {has} in the checkpoint. Its keys are {keys}. Pass the model's key "
-            "with --model-key. If the model is in another file, copy both into one "
-            "folder, as model.safetensors and optimizer.pt, and pass the folder."
-        )
-
-
 def _is_within(path: Path, sections: Collection[Path]) -> bool:
     return any(path[:i] in sections for i in range(len(path) + 1))
 
 
-def _notes(
-    checkpoint: Any, found: Sections, others: list[Path], loose: list[Path]
-) -> list[str]:
-    notes = []
-    if others and found.model is not None:
-        notes.append(
-            f"Converting the model {show(found.model)}. The checkpoint also contains "
-            f"{list_some(map(show, others))}, which stays unchanged. Choose another "
-            "with --model-key."
-        )
-    if loose:
-        notes.append(
-            f"The optimizer state in {list_some(map(show, loose))} is not converted "
-            "and is written back unchanged. It will not match the new weights, so "
-            "create a new optimizer in PyTorch."
-        )
-    masters = _masters(checkpoint, found, others)
-    if masters:
-        notes.append(
-            f"The model is in half precision, and {list_some(masters)} contains "
-            "float32 tensors of the same size, probably its master weights. They are "
-            "written back unchanged, so a program that loads them loses the steps "
-            "taken in MLX. Save the model in float32 before converting."
-        )
-    return notes
-
-
-def _masters(checkpoint: Any, found: Sections, others: list[Path]) -> list[str]:
+def _masters(checkpoint: Any, model: Path) -> dict[str, None]:
     """Return the paths of float32 copies of a half-precision model."""
-    held = {} if found.model is None else get(checkpoint, found.model)
-    half = sum(
-        math.prod(x.shape)
-        for x in held.values()
-        if is_tensor(x) and dtype_name(x) in ("float16", "bfloat16")
-    )
-    used = {(*path, "state") for path in found.optimizers} | set(others)
-    sizes: dict[Path, int] = {}
-    for path, value in walk(checkpoint) if half else ():
-        if not is_tensor(value) or path[:-1] == found.model or _is_within(path, used):
-            continue
-        if dtype_name(value) == "float32":
+    found: dict[str, None] = {}
+    dtypes = [dtype_name(x) for x in get(checkpoint, model).values() if is_tensor(x)]
+    is_half = "float16" in dtypes or "bfloat16" in dtypes
+    for path, value in walk(checkpoint) if is_half else ():
+        if path[:-1] != model and is_tensor(value) and dtype_name(value) == "float32":
             named = [i for i, key in enumerate(path) if _MASTERS.search(str(key)[:80])]
-            place = path[: named[0] + 1] if named else path[:-1]
-            sizes[place] = sizes.get(place, 0) + math.prod(value.shape)
-    return [show(path) for path, size in sizes.items() if size >= half]
-
-
-def entries_beside(checkpoint: Any, sections: Collection[Path]) -> dict[Path, Any]:
-    """Return the entries next to the sections, by path."""
-    taken = set(sections)
-    above = {path[:i] for path in taken for i in range(len(path))}
-    known, deepest = above | taken, max(map(len, taken), default=0)
-    return {
-        path: value
-        for path, value in walk(checkpoint, deepest, leaves=True)
-        if path and path[:-1] in above and path not in known
-    }
+            found |= {show(path[: i + 1]): None for i in named[:1]}
+    return found
 
 
 def fingerprint(value: Any) -> str:

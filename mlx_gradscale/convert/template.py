@@ -18,11 +18,12 @@ from .. import formats, torch_checkpoint
 from ..torch_checkpoint import TensorShape
 from . import optimizers
 from .groups import MOST_STEPS, Group, read_groups
-from .layouts import LAYOUTS, Entry, Plan, make_plan, model_notes
+from .layouts import AXES, FUSED, Entry
+from .names import Plan, make_plan
 from .options import Options
 from .order import Order
-from .sections import entries_beside, find_sections, fingerprint
-from .tree import ConvertError, Path, get, is_tensor, list_some, number, show
+from .sections import find_sections, fingerprint
+from .tree import ConvertError, Path, get, is_tensor, list_some, number, show, walk
 
 _VERSION = "mlx_gradscale_template"
 # File name of the template next to an mlx_gradscale checkpoint.
@@ -40,7 +41,7 @@ class Template:
             ``TensorShape`` leaves.
         files (dict, optional): For a folder, the bytes of the files that are not in
             ``checkpoint``.
-        model (tuple, optional): The path of the model's state dict.
+        model (tuple): The path of the model's state dict.
         optimizers (list): The paths of its optimizers' state dicts.
         scaler (tuple, optional): The path of the scaler's state.
         scaler_format (str, optional): A key of ``mlx_gradscale.formats.FORMATS``.
@@ -51,12 +52,12 @@ class Template:
     """
 
     checkpoint: Any
-    files: dict[str, mx.array] | None = None
-    model: Path | None = None
-    optimizers: list[Path] = field(default_factory=list)
-    scaler: Path | None = None
+    files: dict[str, mx.array] | None
+    model: Path
+    optimizers: list[Path]
+    scaler: Path | None
     scaler_format: str | None = None
-    plan: Plan = field(default_factory=lambda: Plan({}))
+    plan: Plan = field(default_factory=Plan)
     groups: list[Group] = field(default_factory=list)
     age: dict[str, str] = field(default_factory=dict)
     is_reported: bool = False
@@ -69,8 +70,6 @@ class Template:
 
     def tensors(self) -> dict[str, Any]:
         """Return the model's tensors by their PyTorch names."""
-        if self.model is None:
-            return {}
         held = get(self.checkpoint, self.model)
         return {name: x for name, x in held.items() if is_tensor(x)}
 
@@ -92,28 +91,22 @@ class Template:
             state = formats.read_state(held, self.scaler_format)
         return state, [str(warning.message) for warning in caught]
 
-    def build_optimizer(self, learning_rate: Any = None) -> Any:
-        """Return the MLX optimizer, without its state."""
-        if not self.groups:
-            raise ConvertError("The checkpoint contains no optimizer.")
-        return optimizers.build(self.groups, learning_rate)
-
     def drop_tensors(
         self, keep: Iterable[str] = (), optimizer_names: Iterable[str] | None = None
     ) -> None:
         """Replace the tensors that MLX holds with their shapes.
 
         Args:
-            keep (Iterable): PyTorch names of weights to keep because MLX rounded them.
+            keep (Iterable): MLX names of weights to keep because MLX rounded them.
             optimizer_names (Iterable, optional): MLX names of the parameters whose
                 moments MLX holds. Default: all.
         """
-        kept, shapes = set(keep), dict[int, TensorShape]()
-        held = get(self.checkpoint, self.model) if self.model is not None else {}
-        for name in [*self.plan.entries, *self.plan.tied]:
-            x = held[name]
-            if isinstance(x, mx.array) and self.plan.tied.get(name, name) not in kept:
-                held[name] = shapes.setdefault(id(x), TensorShape.of(x))
+        held, kept = get(self.checkpoint, self.model), set(keep)
+        for name, entry in self.plan.entries.items():
+            if isinstance(held[name], mx.array) and not kept & {*entry.mlx}:
+                held[name] = TensorShape.of(held[name])
+        for alias, name in self.plan.tied.items():
+            held[alias] = held[name]
         owned = None if optimizer_names is None else set(optimizer_names)
         for group in self.groups:
             for index, entry in group.entries.items():
@@ -122,12 +115,15 @@ class Template:
 
     def entries_beside(self) -> dict[str, Any]:
         """Return the entries that MLX does not use, by path."""
-        taken = [*self.optimizers, *([] if self.scaler is None else [self.scaler])]
-        if self.model is not None:
-            # At the top level, the model's tensors are mixed with other entries.
-            taken += [self.model] if self.model else [(n,) for n in self.tensors()]
-        beside = entries_beside(self.checkpoint, taken)
-        return {show(path): value for path, value in beside.items()}
+        taken = {*self.optimizers, *([] if self.scaler is None else [self.scaler])}
+        # At the top level, the model's tensors are mixed with other entries.
+        taken |= {self.model} if self.model else {(name,) for name in self.tensors()}
+        above = {path[:i] for path in taken for i in range(len(path))}
+        return {
+            show(path): value
+            for path, value in walk(self.checkpoint, max(map(len, taken)), leaves=True)
+            if path and path[:-1] in above and path not in above | taken
+        }
 
     def set_age(self) -> None:
         """Record fingerprints of the other entries, to detect later changes."""
@@ -145,38 +141,20 @@ def make_template(
     if is_template(checkpoint):
         raise ConvertError("This file is a template. Pass the PyTorch checkpoint.")
     found = find_sections(checkpoint, options.keys)
+    if model is None:
+        raise ConvertError(
+            "The MLX model is missing. It determines names, layouts and shapes. Pass "
+            "--model."
+        )
     template = Template(checkpoint, files, found.model, found.optimizers, found.scaler)
-    notes, tensors = found.notes, template.tensors()
-    if found.model is not None:
-        empty = [n for n, x in tensors.items() if not isinstance(x, mx.array)]
-        if empty:
-            raise ConvertError(
-                f"{list_some(empty)} has a shape but no values. Pass the original "
-                "PyTorch checkpoint."
-            )
-        if model is None:
-            raise ConvertError(
-                f"Converting {show(found.model) or 'the weights'} requires the MLX "
-                "model, which determines names, layouts and shapes. Pass model=... "
-                "(--model)."
-            )
-        template.plan = make_plan(tensors, model, options)
-        notes += template.plan.notes() + model_notes(model)
-    elif model is not None and options.keys.get("model") != "":
-        raise ConvertError(
-            "The checkpoint contains no state dict of a model. Omit the model, or pass "
-            "the key of its state dict with --model-key."
-        )
-    elif found.optimizers:
-        raise ConvertError(
-            "The optimizer cannot be converted without its model. Leave the optimizer "
-            "out too, with --optimizer-key ''."
-        )
+    tensors = {n: x for n, x in template.tensors().items() if isinstance(x, mx.array)}
+    template.plan = make_plan(tensors, model, options)
+    notes = found.notes + template.plan.notes()
     for path in found.optimizers:
         groups = read_groups(get(checkpoint, path))
-        optimizers.set_kind(groups, options)
+        optimizers.set_kind(groups, options.optimizer)
         template.groups += groups
-    if template.groups and model is not None and found.model is not None:
+    if template.groups:
         # A safetensors file does not preserve PyTorch's order of tensors.
         file = str(found.model[0]) if files is not None else ""
         is_ordered = not file.endswith(".safetensors")
@@ -242,9 +220,9 @@ def _parse(value: Mapping[str, Any]) -> Template:
     entries, tied = template.plan.entries, template.plan.tied
     for name, (layout, mlx_names) in value["entries"].items():
         entries[name] = Entry(name, tuple(mlx_names), layout)
-        _expect(layout in LAYOUTS and type(name) is str)
+        _expect(layout in (*AXES, FUSED) and type(name) is str)
         _expect(all(type(n) is str for n in mlx_names))
-        _expect(len(mlx_names) == (3 if layout == "split_qkv" else 1))
+        _expect(len(mlx_names) == (3 if layout == FUSED else 1))
     tied |= value["tied"]
     _expect(all(owner in entries for owner in tied.values()))
     if template.files is not None:
@@ -254,8 +232,7 @@ def _parse(value: Mapping[str, Any]) -> Template:
         if path is not None:
             held = get(template.checkpoint, path)
             _expect(type(path) is tuple and isinstance(held, dict))
-    if template.model is not None:
-        _expect(template.tensors().keys() >= {*entries, *tied})
+    _expect(template.tensors().keys() >= {*entries, *tied})
     _expect(template.scaler is None or template.scaler_format in formats.FORMATS)
     for path in template.optimizers:
         template.groups += read_groups(get(template.checkpoint, path))
@@ -293,6 +270,10 @@ def build_optimizer(
         path = path / TEMPLATE if path.is_dir() else path
         found = torch_checkpoint.load(path)
         if not is_template(found):
-            raise ConvertError(f"{path} is not a template of mlx_gradscale convert.")
+            raise ConvertError(
+                f"{path} is not a template. Pass a folder that the command wrote."
+            )
         like = from_object(found)
-    return like.build_optimizer(learning_rate)
+    if not like.groups:
+        raise ConvertError("The checkpoint has no optimizer. Create one yourself.")
+    return optimizers.build(like.groups, learning_rate)

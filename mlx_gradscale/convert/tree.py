@@ -16,7 +16,7 @@ _FOUND = (*_CONTAINERS, mx.array, TensorShape, Placeholder)
 
 
 class ConvertError(ValueError):
-    """A checkpoint that cannot be converted as it is; the message says what to do."""
+    """Error about a checkpoint that cannot be converted; it says what to do."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -38,10 +38,6 @@ def walk(
 
     Containers come before their contents, and shared ones only once. With ``leaves``,
     all other values are yielded as well.
-
-    Example:
-        >>> [path for path, _ in walk({"a": [{}, 3], "b": mx.zeros(2)})]
-        [(), ('a',), ('a', 0), ('b',)]
     """
     seen: set[int] = set()
     left: list[tuple[Path, Any]] = [((), tree)]
@@ -75,25 +71,18 @@ def show(path: Path) -> str:
 
 
 def find_key(tree: Any, key: str) -> Path:
-    """Return the path that a user wrote as ``KEY/KEY``.
-
-    Example:
-        >>> find_key({"states": [{"a": 1}]}, "states/0/a")
-        ('states', 0, 'a')
-    """
+    """Return the path that a user wrote as ``KEY/KEY``."""
     path: Path = ()
     for word in key.split("/"):
-        keys = [*tree] if isinstance(tree, dict) else []
-        if isinstance(tree, (list, tuple)):
-            keys = [*range(len(tree))]
-        step = int(word) if keys and keys[0] == 0 and word.isdigit() else word
-        if step not in keys:
+        is_list = isinstance(tree, (list, tuple))
+        keys = [*range(len(tree))] if is_list else [*tree] * isinstance(tree, dict)
+        names = {str(name): name for name in keys}
+        if word not in names:
             raise ConvertError(
-                f"The checkpoint has no key {word!r}"
-                f"{' in ' + show(path) if path else ''}. Its keys are "
+                f"{show(path) or 'The checkpoint'} has no key {word!r}. Its keys are "
                 f"{list_some(keys) or 'none'}."
             )
-        tree, path = tree[step], (*path, step)
+        tree, path = tree[names[word]], (*path, names[word])
     return path
 
 
@@ -119,13 +108,17 @@ def unchanged(tree: Any) -> Iterator[None]:
             held.update(items) if isinstance(held, dict) else held.extend(items)
 
 
-def as_leaf(array: mx.array, leaf: Any) -> mx.array:
-    """Return an array in a leaf's dtype, as a Parameter if the leaf was one."""
-    if not is_tensor(leaf):
-        return array
-    name = text.dtype_name(leaf)
-    dtype = getattr(mx, name, None)
-    if isinstance(dtype, mx.Dtype) and name != "float64" and array.dtype != dtype:
-        array = array.astype(dtype)
-    shape = leaf if isinstance(leaf, TensorShape) else TensorShape.of(leaf)
-    return shape.fill(array)
+def match_type(value: Any, old: Any) -> Any:
+    """Return a new value in the type of the old one: a tensor, a tuple or a number."""
+    if is_tensor(old):
+        dtype = getattr(mx, text.dtype_name(old), None)
+        if not isinstance(value, mx.array):
+            value = mx.array(value).reshape(old.shape)
+        if isinstance(dtype, mx.Dtype) and dtype not in (mx.float64, value.dtype):
+            value = value.astype(dtype)
+        shape = old if isinstance(old, TensorShape) else TensorShape.of(old)
+        return shape.fill(value)
+    if isinstance(old, tuple):
+        return tuple(value)
+    is_whole = type(old) is int and float(value).is_integer()
+    return type(old)(value) if is_whole or type(old) in (bool, float) else value

@@ -6,8 +6,10 @@ import sys
 from collections import OrderedDict
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import pytest
 from support.convert_runs import (
+    Small,
     fails,
     forward,
     identical,
@@ -16,6 +18,7 @@ from support.convert_runs import (
     usual,
 )
 
+from mlx_gradscale import restore_checkpoint
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import main
@@ -47,29 +50,22 @@ def test_direction_is_that_of_the_path_that_exists(tmp_path, capsys):
     assert main([*where, "--to", "torch", "--overwrite"]) == 0
 
 
-def test_success_says_how_to_resume(tmp_path, capsys):
-    assert main(paths(tmp_path, usual())) == 0
-    out = capsys.readouterr().out
-    assert f"build_optimizer('{tmp_path / 'run'}')" in out
-    assert "restore_checkpoint(" in out
-
-
-def test_entries_that_mlx_does_not_use_are_named(tmp_path, capsys):
+def test_success_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
     assert main(paths(tmp_path, usual() | {"args": {"lr": 1}})) == 0
-    assert "these entries unchanged: epoch, args." in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"build_optimizer('{tmp_path / 'run'}')" in said.out
+    assert "restore_checkpoint(" in said.out
+    assert "these entries unchanged: epoch, args." in said.err
 
 
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
         (["--model", "no_such_module:Net"], "ModuleNotFoundError"),
-        (["--model", "support.convert_runs:Nothing"], "has no Nothing"),
+        (["--model", "support.convert_runs:Nothing"], "no attribute 'Nothing'"),
         (["--model", "support.convert_runs"], "MODULE:NAME"),
         (["--model", "os:getcwd"], "must be an mlx.nn.Module"),
         (["--model", "sys:exit"], "SystemExit"),
-        (["--rename", "nothing"], "OLD=NEW"),
-        (["--rename", "(=x"], "regular expression"),
-        (["--rename", r"fc=\g<x>"], "regular expression"),
         (["--names", "no_such_file"], "No such file"),
         (["--step", "-1"], "must be 0 or more"),
         (["--model-key", "net"], "no key 'net'"),
@@ -81,6 +77,21 @@ def test_errors_are_one_line_and_leave_nothing(flags, word, tmp_path, capsys):
     where = paths(tmp_path, usual())
     assert word in fails(capsys, *where, *flags)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "word"),
+    [
+        (["--rename", "nothing"], "'nothing' must contain '='"),
+        (["--layout", "nothing"], "'nothing' must contain '='"),
+        (["--rename", "(=x"], "regular expression"),
+        (["--rename", r"fc=\g<x>"], "regular expression"),
+    ],
+)
+def test_wrong_flag_is_a_usage_error(flag, word, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*paths(tmp_path, usual()), *flag])
+    assert word in capsys.readouterr().err
 
 
 def test_rename_is_split_at_the_last_equals_sign(tmp_path):
@@ -115,16 +126,6 @@ def test_float64_needs_a_decision(tmp_path, capsys):
     assert weight.dtype == mx.float32
 
 
-def test_run_without_a_template_asks_for_one(tmp_path, capsys):
-    where = paths(tmp_path, usual())
-    assert main(where) == 0
-    (tmp_path / "a.pt").rename(tmp_path / "like.pt")
-    (tmp_path / "run/template.pt").unlink()
-    assert "--like" in fails(capsys, *where)
-    assert main([*where, "--like", str(tmp_path / "like.pt")]) == 0
-    identical(pt.load(tmp_path / "a.pt"), pt.load(tmp_path / "like.pt"))
-
-
 def test_one_save_of_a_run_goes_back_by_the_runs_template(tmp_path):
     assert main(paths(tmp_path, usual())) == 0
     forward(tmp_path / "b.pt", tmp_path / "run/save-000001")
@@ -134,7 +135,11 @@ def test_one_save_of_a_run_goes_back_by_the_runs_template(tmp_path):
 def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):
     pt.save(tmp_path / "a.pt", {"model": small()[0], "epoch": 3})
     forward(tmp_path / "a.pt", tmp_path / "run")
-    assert "model.safetensors" in capsys.readouterr().out
+    assert (
+        "no optimizer. The weights are in save-*/model.saf" in capsys.readouterr().out
+    )
+    with pytest.raises(ValueError, match="contains no optimizer state"):
+        restore_checkpoint(tmp_path / "run", Small(), optim.SGD(0.1))
     forward(tmp_path / "b.pt", tmp_path / "run")
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
 
@@ -155,10 +160,16 @@ def test_interrupt_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch)
         raise KeyboardInterrupt
 
     where = paths(tmp_path, usual())
-    monkeypatch.setattr("mlx_gradscale.convert.command.save_checkpoint", interrupt)
-    assert main(where) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
-    assert not (tmp_path / "run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_gradscale.convert.command.save_checkpoint", interrupt)
+        assert main(where) == 130
+        assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+        assert not (tmp_path / "run").exists()
+    # An overwritten checkpoint is left without a template rather than with a wrong one.
+    assert main(where) == 0
+    monkeypatch.setattr("mlx_gradscale.torch_checkpoint.save", interrupt)
+    assert main([*where, "--to", "mlx", "--overwrite"]) == 130
+    assert not (tmp_path / "run/template.pt").exists()
 
 
 def test_command_needs_no_torch_and_no_module_of_the_folder_shadows_another(tmp_path):

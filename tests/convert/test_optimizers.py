@@ -14,7 +14,7 @@ from support.torch_optimizers import (
     gradients,
 )
 
-from mlx_gradscale.convert import ConvertError, save_torch
+from mlx_gradscale.convert import ConvertError, build_optimizer, load_torch, save_torch
 from mlx_gradscale.convert.optimizer_table import (
     OPTIMIZERS,
     recognise,
@@ -27,7 +27,13 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("k", [1, 7])
 def test_mlx_continues_where_pytorch_stopped(kind, k, tmp_path):
     theirs = Side(kind).steps(range(k))
-    mine = Mine(theirs.save(tmp_path / "a.pt")).steps(range(k, k + 20))
+    mine = Mine(theirs.save(tmp_path / "a.pt"))
+    own = build_optimizer(mine.run.template)
+    own.init(Params().parameters())
+    loaded = dict(tree_flatten(mine.optimizer.state))
+    for key, x in tree_flatten(own.state):
+        assert (loaded[key].dtype, loaded[key].shape) == (x.dtype, x.shape)
+    mine.steps(range(k, k + 20))
     assert_close(mine, theirs.steps(range(k, k + 20)))
 
 
@@ -47,17 +53,11 @@ def test_pytorch_continues_where_mlx_stopped(kind, tmp_path):
 @pytest.mark.parametrize("k", [0, 3])
 def test_there_and_back_is_equal_in_every_bit(kind, k, tmp_path):
     path = Side(kind).steps(range(k)).save(tmp_path / "a.pt")
-    assert_same_state(path, Mine(path).save(tmp_path / "b.pt"))
-
-
-@EVERY
-def test_loaded_state_is_of_the_kind_that_mlx_makes_itself(kind, tmp_path):
-    path = Side(kind).steps(range(3)).save(tmp_path / "a.pt")
-    loaded = dict(tree_flatten(Mine(path).optimizer.state))
-    own = Mine(path).run.template.build_optimizer()
-    own.init(Params().parameters())
-    for key, x in tree_flatten(own.state):
-        assert (loaded[key].dtype, loaded[key].shape) == (x.dtype, x.shape)
+    mine = Mine(path)
+    # lion_pytorch may decay its weights in another way.
+    notes = [note for note in mine.run.notes if "decoupled_weight_decay=True" in note]
+    assert bool(notes) == (kind == "Lion")
+    assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
 def test_groups_become_a_multi_optimizer(tmp_path):
@@ -79,27 +79,22 @@ def test_groups_become_a_multi_optimizer(tmp_path):
         save_torch(tmp_path / "c.pt", mine.model, one, like=mine.run.template)
 
 
-def test_equal_groups_become_one_optimizer(tmp_path):
-    theirs = Side("SGD")
-    values = list(theirs.params.values())
-    groups = [{"params": values[:1]}, {"params": values[1:]}]
-    theirs.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.5)
-    path = theirs.steps(range(2)).save(tmp_path / "a.pt")
-    mine = Mine(path)
-    assert isinstance(mine.optimizer, optim.SGD)
-    assert_same_state(path, mine.save(tmp_path / "b.pt"))
-
-
-def test_equal_groups_at_different_steps_stay_apart(tmp_path):
+def test_equal_groups_become_one_optimizer_unless_their_steps_differ(tmp_path):
     theirs = Side("Adam")
     values = list(theirs.params.values())
     theirs.optimizer = torch.optim.Adam(
         [{"params": values[:1]}, {"params": values[1:]}]
     )
-    theirs.steps(range(2))
+    path = theirs.steps(range(2)).save(tmp_path / "a.pt")
+    mine = Mine(path)
+    assert isinstance(mine.optimizer, optim.Adam)
+    assert_same_state(path, mine.save(tmp_path / "b.pt"))
     theirs.optimizer.state[values[0]]["step"] += 1
     mine = Mine(theirs.save(tmp_path / "a.pt"))
     assert [part.step.item() for part in mine.optimizer.optimizers] == [3, 2]
+    theirs.optimizer.state[values[1]]["step"] += 2
+    with pytest.raises(ConvertError, match=r"different steps \(b at 2, a\.bias at 4"):
+        Mine(theirs.save(tmp_path / "a.pt"))
 
 
 def test_two_optimizers_of_one_model_become_one_and_come_back_as_two(tmp_path):
@@ -116,8 +111,8 @@ def test_two_optimizers_of_one_model_become_one_and_come_back_as_two(tmp_path):
     for seed in range(3):
         step(seed)
     model = {name: p.detach() for name, p in theirs.params.items()}
-    start = {"net": model, "opt_a": pair[0].state_dict(), "opt_b": pair[1].state_dict()}
-    torch.save(start, tmp_path / "a.pt")
+    states = [optimizer.state_dict() for optimizer in pair]
+    torch.save({"net": model, "optimizers": states}, tmp_path / "a.pt")
     mine = Mine(tmp_path / "a.pt")
     assert [type(part) for part in mine.optimizer.optimizers] == [
         optim.AdamW,
@@ -128,13 +123,15 @@ def test_two_optimizers_of_one_model_become_one_and_come_back_as_two(tmp_path):
         step(seed)
     assert_close(mine, theirs)
     back = torch.load(tmp_path / "b.pt", weights_only=True)
-    for optimizer, key in zip(pair, ("opt_a", "opt_b"), strict=True):
+    for optimizer, state in zip(pair, back["optimizers"], strict=True):
         want = optimizer.state_dict()
-        optimizer.load_state_dict(back[key])
+        optimizer.load_state_dict(state)
         for index, slots in want["state"].items():
             for slot, value in slots.items():
-                got = back[key]["state"][index][slot]
+                got = state["state"][index][slot]
                 assert torch.allclose(got, value, rtol=1e-5, atol=1e-5)
+    save_torch(tmp_path / "c.pt", mine.model, like=mine.run.template)
+    assert torch.load(tmp_path / "c.pt", weights_only=True)["optimizers"] == []
 
 
 @pytest.mark.parametrize("step", [3, 3.0, mx.array([3.0])])
@@ -149,21 +146,15 @@ def test_step_counts_of_older_pytorch_come_back_in_their_type(step, tmp_path):
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
 
 
-def test_learning_rate_keeps_its_digits_until_mlx_changes_it(tmp_path):
-    mine = Mine(Side("Adam", lr=0.001).steps(range(1)).save(tmp_path / "a.pt"))
-    for rate, want in ((None, 0.001), (0.5, 0.5)):
+@pytest.mark.parametrize("lr", [0.001, torch.tensor(0.25)])
+def test_learning_rate_keeps_its_digits_and_type_until_mlx_changes_it(lr, tmp_path):
+    mine = Mine(Side("Adam", lr=lr).steps(range(1)).save(tmp_path / "a.pt"))
+    for rate, want in ((None, lr), (0.5, 0.5)):
         if rate is not None:
             mine.optimizer.learning_rate = rate
         back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)
-        assert back["optimizer"]["param_groups"][0]["lr"] == want
-
-
-def test_tensor_settings_come_back_as_tensors(tmp_path):
-    theirs = Side("Adam", lr=torch.tensor(0.25)).steps(range(1))
-    mine = Mine(theirs.save(tmp_path / "a.pt"))
-    assert mine.optimizer.learning_rate.item() == 0.25
-    back = torch.load(mine.save(tmp_path / "b.pt"), weights_only=True)
-    assert torch.is_tensor(back["optimizer"]["param_groups"][0]["lr"])
+        got = back["optimizer"]["param_groups"][0]["lr"]
+        assert (got, type(got)) == (want, type(lr))
 
 
 def test_settings_that_changed_in_mlx_are_written(tmp_path):
@@ -173,7 +164,7 @@ def test_settings_that_changed_in_mlx_are_written(tmp_path):
     group = back["optimizer"]["param_groups"][0]
     assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.7)
     mine.optimizer.bias_correction = False
-    with pytest.raises(ConvertError, match="ran without bias correction"):
+    with pytest.raises(ConvertError, match=r"AdamW has bias_correction=F.*--accept"):
         mine.save(tmp_path / "c.pt")
     mine.save(tmp_path / "c.pt", accept=("bias_correction",))
 
@@ -197,7 +188,7 @@ def test_step_that_is_no_count_is_not_written(tmp_path):
     mine = Mine(Side("Adam").steps(range(1)).save(tmp_path / "a.pt"))
     for step in (float("nan"), float("inf"), -1.0):
         mine.optimizer.state["step"] = mx.array(step)
-        with pytest.raises(ConvertError, match="not a step count"):
+        with pytest.raises(ConvertError, match="must be a step count"):
             mine.save(tmp_path / "b.pt")
 
 
@@ -210,13 +201,7 @@ def test_what_schedules_put_into_the_groups_comes_back(tmp_path):
     theirs.optimizer.param_groups[0].update(foreach=True, name="all")
     path = theirs.steps(range(1)).save(tmp_path / "a.pt")
     mine = Mine(path)
-    assert any("changes the momentum" in note for note in mine.run.notes)
     assert_same_state(path, mine.save(tmp_path / "b.pt"))
-
-
-def test_lion_that_may_decay_otherwise_is_reported(tmp_path):
-    mine = Mine(Side("Lion").steps(range(1)).save(tmp_path / "a.pt"))
-    assert any("decoupled_weight_decay=True" in note for note in mine.run.notes)
 
 
 @pytest.mark.parametrize(
@@ -295,20 +280,6 @@ def test_what_mlx_computes_differently_is_refused_until_accepted(
         assert_close(mine, theirs.steps(range(2, 22)))
 
 
-def test_setting_of_mlx_that_starts_otherwise_in_pytorch_is_refused(tmp_path):
-    mine = Mine(Side("SGD momentum").steps(range(1)).save(tmp_path / "a.pt"))
-    mine.optimizer.dampening = 0.5
-    with pytest.raises(ConvertError, match=r"has dampening=0\.5.*--accept"):
-        mine.save(tmp_path / "b.pt")
-
-
-def test_parameters_of_one_group_at_different_steps_are_an_error(tmp_path):
-    theirs = Side("Adam").steps(range(2))
-    theirs.optimizer.state[theirs.params["b"]]["step"] += 1
-    with pytest.raises(ConvertError, match=r"different steps \(a.weight at 2, b at 3"):
-        Mine(theirs.save(tmp_path / "a.pt"))
-
-
 def test_group_key_that_is_not_the_optimizers_is_refused_until_accepted(tmp_path):
     theirs = Side("SGD momentum")  # another rule in SGD's clothes
     theirs.optimizer.param_groups[0]["trust_coefficient"] = 0.001
@@ -331,18 +302,13 @@ def test_wrong_options_are_named(tmp_path):
 
 
 def test_learning_rates_that_do_not_fit_the_groups_are_refused(tmp_path):
-    from mlx_gradscale.convert import load_torch
-
     theirs = Side("SGD")
     values = list(theirs.params.values())
     groups = [{"params": values[:1], "lr": 0.5}, {"params": values[1:]}]
     theirs.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     path = theirs.steps(range(1)).save(tmp_path / "a.pt")
-    for rate, word in (
-        (0.1, "different learning rates"),
-        ([0.1], "1 entries, but the MLX optimizer has 2"),
-    ):
-        with pytest.raises(ValueError, match=word):
+    for rate in (0.1, [0.1]):
+        with pytest.raises(ValueError, match=r"a list of 2 .* are \[0.5, 0.1\]"):
             load_torch(path, Params(), learning_rate=rate)
     run = load_torch(path, Params(), learning_rate=[0.3, lambda step: mx.array(0.2)])
     first = run.optimizer.optimizers[0]

@@ -8,7 +8,7 @@ from support.convert_runs import Holder, Small, small
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch
 from mlx_gradscale.convert.groups import read_groups
-from mlx_gradscale.convert.layouts import make_plan
+from mlx_gradscale.convert.names import make_plan
 from mlx_gradscale.convert.order import Order
 
 
@@ -83,9 +83,9 @@ def test_doubt_is_an_error_that_asks_for_names():
     state["param_groups"][1]["param_names"] = ["b"]
     assert find(state, tensors)[0] == want
     for names, word in (
-        (("a", "b"), "2 names, but the optimizer has 3"),
-        (("a", "b", "x"), "'x' does not occur in the model"),
-        (("a", "b", "b"), "'b' more than once"),
+        (("a", "b"), "2 names.* but the optimizer has 3"),
+        (("a", "b", "x"), "Not found in the model: x"),
+        (("a", "b", "b"), "2 of them distinct"),
     ):
         with pytest.raises(ConvertError, match=word):
             find(state, tensors, names=names)
@@ -108,13 +108,13 @@ def test_safetensors_file_does_not_tell_the_order():
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
-        self.second = nn.Linear(4, 4)
+        self.second = nn.GroupNorm(2, 4)  # MLX's has its bias before its weight
         self.first = nn.Linear(4, 4)
 
 
 def test_order_of_the_mlx_model_is_taken_for_safetensors_with_a_note():
     names = ["second.weight", "second.bias", "first.weight", "first.bias"]
-    tensors = {n: mx.zeros((4, 4) if "weight" in n else 4) for n in names}
+    tensors = {n: mx.zeros((4, 4) if n == "first.weight" else 4) for n in names}
     state, want = adam_state([names], tensors)
     found, notes = find(state, tensors, Pair(), is_ordered=False)
     assert found == want

@@ -17,7 +17,7 @@ from golden.convert.data import (
 from mlx.utils import tree_unflatten
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import main
+from mlx_gradscale.convert import load_torch, main
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "convert"
 RUNS = [f"{k}_{o}" for k in ("conv", "transformer") for o in ("adam", "adamw", "sgd")]
@@ -194,6 +194,21 @@ def small_adam():
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
              "amsgrad": False, "params": [0, 1]}  # fmt: skip
     return weights, {"state": state, "param_groups": [group]}, group
+
+
+def small_run(folder, options=None, **more):
+    """The model and the run of a file with small_adam() and more entries."""
+    weights, optimizer, _ = small_adam()
+    checkpoint = {"model": weights, "optimizer": optimizer, **more}
+    torch_checkpoint.save(folder / "a.pt", checkpoint)
+    model = Small()
+    return model, load_torch(folder / "a.pt", model, options)
+
+
+def take_step(model, optimizer):
+    """One step of a Small model."""
+    _, grads = nn.value_and_grad(model, lambda x: model.fc(x).sum())(mx.ones((1, 3)))
+    optimizer.update(model, grads)
 
 
 def sgd(params, **more):
