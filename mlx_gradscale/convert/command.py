@@ -216,7 +216,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     # PyTorch's SGD does not count its steps.
     extra: dict[str, Any] = {"step": step} if step else {}
     # The base class marks a checkpoint that has no optimizer.
-    optimizer = run.optimizer or Optimizer()  # type: ignore[no-untyped-call]
+    optimizer = run.optimizer or Optimizer()
     if is_adapter(template.plan.entries):
         # Frozen parameters are not saved. The base model's are not in the checkpoint.
         model.freeze()
