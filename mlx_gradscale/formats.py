@@ -1,9 +1,9 @@
-"""Scaler states of other frameworks, as one table of keys.
+"""Convert the scaler states of other frameworks.
 
-apex, DeepSpeed, Megatron and NeMo save PyTorch checkpoints with their own scalers.
-Their states are converted to PyTorch's five keys, plus this package's own keys
-(``hysteresis``, ``min_scale`` and so on) if present. A :class:`FormatWarning` lists
-values that a state does not contain.
+The checkpoints of Apex, DeepSpeed, Megatron and NeMo contain the states of their own
+scalers. These are converted to PyTorch's five keys, plus this package's own keys
+(``hysteresis``, ``min_scale`` and so on) if they differ from the defaults. If a state
+does not contain a setting, a :class:`FormatWarning` reports the value that is assumed.
 """
 
 import math
@@ -15,14 +15,14 @@ import numpy as np
 
 from .core.scale import FIELDS, SETTINGS, TORCH_KEYS, from_state_dict, to_state_dict
 
-__all__ = ["FORMATS", "Format", "FormatWarning", "read_state", "recognise"]
+__all__ = ["FORMATS", "Format", "FormatWarning", "read_state", "recognize"]
 
 _OWN_KEYS = {name: name for name in FIELDS if name not in TORCH_KEYS.values()}
 _TYPES = {key: type(FIELDS[name][1]) for key, name in (TORCH_KEYS | _OWN_KEYS).items()}
 
 
 class FormatWarning(UserWarning):
-    """Warning about scaler state that a format does not contain."""
+    """Warns about settings that a scaler state does not contain."""
 
 
 class Format(NamedTuple):
@@ -30,11 +30,11 @@ class Format(NamedTuple):
 
     Attributes:
         required (set): The keys that distinguish this format from the others.
-        fields (dict): Our key -> its key.
-        assumed (dict): Our key -> the framework's default, for keys missing from its
-            state.
-        compute (Callable, optional): (its state, our values) -> those of our values
-            that are not plain copies.
+        fields (dict): Maps this package's keys to the framework's keys.
+        assumed (dict): Maps this package's keys to the framework's defaults, for values
+            that its state does not contain.
+        compute (Callable, optional): A function of the framework's state and the values
+            found so far that returns the values that are not plain copies.
     """
 
     required: set[str]
@@ -103,24 +103,33 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def recognise(state: Mapping[str, Any]) -> str:
-    """Identify the format of a scaler state, a key of :data:`FORMATS`, by its keys.
+def recognize(state: Mapping[str, Any]) -> str:
+    """Return the name of a scaler state's format, identified by the keys of the state.
+
+    Args:
+        state (dict): The scaler state.
+
+    Returns:
+        str: A key of :data:`FORMATS`.
+
+    Raises:
+        ValueError: If the state is empty or its format is unknown.
 
     Example:
-        >>> recognise({"loss_scale": 2.0, "unskipped": 3})
+        >>> recognize({"loss_scale": 2.0, "unskipped": 3})
         'apex'
     """
     keys = _flat(state).keys()
     if not keys:
         raise ValueError(
-            "The scaler state is empty, because it was saved by a disabled scaler. "
-            "Skip loading it."
+            "The scaler state is empty, probably because a disabled scaler saved it. "
+            "Do not load it."
         )
     for name, row in FORMATS.items():
         if row.required <= keys:
             return name
     raise ValueError(
-        f"Cannot recognise the scaler state from its keys {sorted(keys)[:20]}. Pass "
+        f"Cannot identify the scaler format from the keys {sorted(keys)[:20]}. Pass "
         f"format=... (--scaler-format), one of {', '.join(FORMATS)}."
     )
 
@@ -128,8 +137,8 @@ def recognise(state: Mapping[str, Any]) -> str:
 def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
     """Return whether a dict is a scaler state: numbers, with the keys of a format.
 
-    Unless it is named like a scaler, only PyTorch's format counts, because the keys of
-    the other formats are common words.
+    ``is_named`` says whether the dict is stored under a name like "scaler". If not,
+    only PyTorch's format counts, because the keys of the others are common words.
     """
     known = FORMATS.values() if is_named else [FORMATS["torch"]]
     try:
@@ -166,7 +175,7 @@ def read_state(
          'growth_interval': 500, '_growth_tracker': 7}
     """
     values = _flat(state)
-    name = recognise(values) if format is None or not values else format
+    name = recognize(values) if format is None or not values else format
     if name not in FORMATS:
         raise ValueError(
             f"{name!r} is not a scaler format. Use one of {', '.join(FORMATS)}."

@@ -30,10 +30,11 @@ _SHORT_LIST, _MOST_ROWS, _DEEPEST = 8, 20_000, 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run ``mlx_gradscale inspect``.
 
     Args:
-        argv (list): Default: the arguments of the process.
+        argv (list, optional): The arguments of the command. Default: those of the
+            process.
 
     Returns:
         int: 0, or 1 after an error, which is printed on one line.
@@ -59,7 +60,7 @@ def _inspect(argv: Sequence[str] | None) -> None:
         action="append",
         default=[],
         metavar="NAME=NUMBER",
-        help="raise one of the reader's limits",
+        help="raise a limit of the reader, such as operations=1e8",
     )
     arguments = parser.parse_args(argv)
     found = describe(arguments.path, read_limits(arguments.limit))
@@ -155,7 +156,7 @@ def render(found: dict[str, Any]) -> str:
     Example:
         >>> entry = {"name": "fc.weight", "shape": [2, 3], "dtype": "float32"}
         >>> print(render({"path": "a.pt", "entries": [entry]}))
-        a.pt: 1 tensors, 6 elements
+        a.pt: 1 tensor, 6 elements
         <BLANKLINE>
         name       value
         fc.weight  float32 2x3
@@ -167,7 +168,8 @@ def render(found: dict[str, Any]) -> str:
             sizes.append(math.prod(entry["shape"]))
             value = f"{entry['dtype']} {'x'.join(map(str, entry['shape'])) or 'scalar'}"
         rows.append((entry["name"], value))
-    head = f"{found['path']}: {len(sizes)} tensors, {sum(sizes):,} elements"
+    tensors = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
+    head = f"{found['path']}: {tensors}, {sum(sizes):,} elements"
     return "\n".join([printable(head), "", align(rows, left=2)])
 
 

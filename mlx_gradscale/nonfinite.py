@@ -12,7 +12,16 @@ from .core.trees import flatten
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A leaf that contains NaN or inf, as reported by :func:`nonfinite`."""
+    """A leaf that contains NaN or inf, as reported by :func:`nonfinite`.
+
+    Attributes:
+        path (str): The dotted path of the leaf.
+        shape (tuple): Its shape.
+        dtype (Dtype): Its dtype.
+        nan (int): The number of NaN values.
+        positive_inf (int): The number of inf values.
+        negative_inf (int): The number of -inf values.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -32,6 +41,12 @@ def nonfinite(tree: Any) -> list[NonFinite]:
 
     This reads from the device, once for the whole tree. Call it after a skipped step,
     not on every step.
+
+    Args:
+        tree (Any): A tree of arrays, such as gradients, scaled or not.
+
+    Returns:
+        list: A :class:`NonFinite` for each leaf that contains NaN or inf.
 
     Example:
         >>> import mlx.core as mx

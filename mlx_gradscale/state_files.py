@@ -24,8 +24,8 @@ def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write a dict of Python numbers to a file, atomically.
 
     Args:
-        path (str): Must end in ``.json``, ``.json.gz``, ``.safetensors``, ``.pt`` or
-            ``.pt.gz``.
+        path (str): The file to write, which must end in ``.json``, ``.json.gz``,
+            ``.safetensors``, ``.pt`` or ``.pt.gz``.
         state (dict): The numbers by name.
     """
     suffix = _suffix(path)
@@ -48,7 +48,8 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a file written by :func:`save_state` or ``torch.save``.
 
     Raises:
-        ValueError: If the file does not contain the state of a scaler.
+        ValueError: If the file cannot be decoded, is too large to be the state of a
+            scaler, or does not contain a dict.
     """
     suffix = _suffix(path)
     with open(path, "rb", opener=open_file) as file:

@@ -8,9 +8,9 @@
         checksums.json          CRC-32 of the other files
 
 A folder cannot replace another atomically, so a save never replaces anything: it fills
-a hidden folder, renames it to the next free number, and then removes the oldest. The
-newest checkpoint is complete even if a process is killed, old ones are neither read nor
-modified, and two writers use different numbers. A single file could be replaced
+a hidden folder, renames it to the next free number, and then removes old checkpoints.
+The newest one is complete even if a process is killed, a damaged one does not prevent
+the next save, and two writers use different numbers. A single file could be replaced
 atomically, but mlx-lm could not load the weights from it.
 """
 
@@ -56,13 +56,13 @@ class Checkpoint(NamedTuple):
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return the newest checkpoint in a run's folder.
+    """Return the folder of a run's newest checkpoint.
 
     Args:
-        path (str): As for ``save_checkpoint``.
+        path (str): The folder of the run, as passed to ``save_checkpoint``.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: If the folder contains no checkpoint.
 
     Example:
         >>> import mlx.nn as nn, mlx.optimizers as optim, tempfile
@@ -85,9 +85,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         path (str): The folder of a run, to read its newest checkpoint, or the folder of
             a single checkpoint.
 
+    Returns:
+        Checkpoint: The contents.
+
     Raises:
-        FileNotFoundError: There is no checkpoint.
-        ValueError: It is damaged.
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If the checkpoint is damaged.
     """
     run = Path(path)
     saves = _list_saves(run)
@@ -99,7 +102,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if not save.exists():  # a writer has removed it after saving a newer one
             return read_checkpoint(path)
         older = [x.name for x in saves if x != save]
-        advice = f" Older checkpoints are {list_some(older)}." if older else ""
+        advice = ""
+        if older:
+            advice = f" Older checkpoints are {list_some(older)}. Pass the path of one."
         text = f"Cannot read {save}: {describe_error(error)}{advice}"
         raise ValueError(text) from error
 
@@ -111,7 +116,7 @@ def describe_error(error: Exception) -> str:
 
 
 def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
-    """Add a checkpoint to a run's folder, then remove all but the newest."""
+    """Add a checkpoint to a run's folder, then remove all but the newest ``keep``."""
     numbers = dict(saved.optimizer)
     arrays = {f"scaler.{name}": x for name, x in saved.scaler.items()}
     for path, x in saved.optimizer.items():
@@ -164,7 +169,10 @@ def _read_save(folder: Path) -> Checkpoint:
     arrays = read_arrays(folder / _ARRAYS, open_inside)[0]
     content = decode(read_json(folder / _JSON, open_inside), arrays)
     if content | _FORMAT != content:
-        raise ValueError("training.json has an unknown format or version.")
+        raise ValueError(
+            "training.json has an unknown format or version. It may have been written "
+            "by a newer version of mlx_gradscale."
+        )
     for row in content["settings"]:
         if [*map(type, row.values())] != [str, list, dict]:
             raise ValueError("training.json does not describe an optimizer.")

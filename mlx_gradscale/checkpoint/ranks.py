@@ -1,4 +1,4 @@
-"""A single checkpoint for all ranks, written and read by rank 0."""
+"""Coordinate ranks that share one checkpoint, which rank 0 reads and writes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +35,8 @@ def together(group: Group, caller: str) -> Iterator[None]:
 def seed_of(keys: mx.array, group: Group) -> int:
     """Return the seed that restores this rank's ``mx.random`` key.
 
-    A rank beyond the saved ones gets the key they shared, or a new key.
+    A rank that was not saved gets the same key if all saved ones are equal, and a new
+    key otherwise.
     """
     rank, count = group.rank(), len(keys)
     if keys.dtype != mx.uint32 or keys.shape != (count, 2):

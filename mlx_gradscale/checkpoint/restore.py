@@ -40,16 +40,17 @@ def restore_checkpoint(
     optimizer: Optimizer,
     scaler: GradScaler | None = None,
 ) -> dict[str, Any]:
-    """Restore model, optimizer and scaler from :func:`save_checkpoint`.
+    """Restore a run saved by :func:`save_checkpoint`, in place.
 
-    The resumed run is bit-identical to the saved one. All arrays are replaced in the
-    containers that hold them, so a step that was compiled before uses the restored
-    values.
+    The model, the optimizer, the scaler and the random state are restored, and the
+    resumed run is bit-identical to the saved one. Arrays are replaced in the containers
+    that hold them, so a step that is already compiled uses the restored values.
 
-    Build the model, optimizer and scaler as before, including schedules. The learning
-    rate of an optimizer without a schedule is restored. Master weights may be of a
-    different kind than before. In distributed training, all ranks must call this; only
-    rank 0 reads. The number of ranks may differ from before.
+    First create the model, the optimizer and the scaler as in the saved run, including
+    schedules. Without a schedule, the learning rate is restored too. A
+    ``LossScaleOptimizer`` may have a different ``masters`` argument than the saved one.
+    In distributed training, all ranks must call this; only rank 0 reads. The number of
+    ranks may differ from that of the saved run.
 
     Args:
         path (str): The folder of the run, to restore its newest checkpoint, or one of
@@ -57,15 +58,16 @@ def restore_checkpoint(
         model (nn.Module): Names, shapes and dtypes of the weights must match. Frozen
             weights that were not saved must have the same values.
         optimizer (Optimizer): Class and settings must match those of the saved
-            optimizer. It does not have to be initialised.
+            optimizer. It does not have to be initialized.
         scaler (GradScaler, optional): As for :func:`save_checkpoint`.
 
     Returns:
-        dict: The ``extra`` of :func:`save_checkpoint`.
+        dict: The ``extra`` values passed to :func:`save_checkpoint`.
 
     Raises:
-        FileNotFoundError: There is no checkpoint.
-        ValueError: It is damaged or does not match. Nothing was changed.
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If the checkpoint is damaged or does not match the model, the
+            optimizer or the scaler. Nothing is changed.
 
     Example:
         >>> import mlx.nn as nn, mlx.optimizers as optim, tempfile
@@ -107,7 +109,7 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
         values[name] = own.get(name)
         if name in own and fingerprint(own[name]) != expected:
             raise ValueError(
-                f"the frozen parameter {shorten(name)}, which checkpoints do not "
+                f"the frozen parameter {shorten(name)}, which this checkpoint does not "
                 "contain, differs from that of the saved run. Load the same base model "
                 "first."
             )
@@ -207,7 +209,7 @@ def _replace(
 
 
 def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise if optimizer settings differ from the saved ones; warn about schedules."""
+    """Raise if settings differ from the saved ones; warn if schedules differ."""
     own = describe_optimizer(optimizer)
     was, now = _settings(saved), _settings(own)
     if was[0, "class"] == "Optimizer" != now[0, "class"]:
@@ -227,7 +229,8 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
             warnings.warn(
                 f"The saved {new['class']} had schedules for "
                 f"{shorten(old['schedules'])}, but this one has schedules for "
-                f"{new['schedules']}. Checkpoints do not contain schedules.",
+                f"{new['schedules']}. Checkpoints do not contain schedules, so create "
+                "the optimizer with the same ones.",
                 stacklevel=3,
             )
 

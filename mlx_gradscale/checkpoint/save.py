@@ -27,11 +27,11 @@ from .memory_order import find_orders
 STATE = (mx.array, bool, int, float)
 # BatchNorm's statistics, which change although they are not trainable.
 STATISTICS = ("running_mean", "running_var")
-# Entries of a LossScaleOptimizer's state that are not saved: the scaler is saved by
-# itself, max_grad_norm is a setting, and the others are copies of the weights' bits.
+# Entries of a LossScaleOptimizer's state that are not saved with it: the scaler is
+# saved separately, max_grad_norm is a setting, and "written" repeats the weights.
 _UNSAVED = ("scaler.", "max_grad_norm", "written.")
-# Bytes to checksum of a frozen weight that is not saved. Another base model differs in
-# every tensor, and reading 4 GB of weights would take seconds in each save.
+# How many bytes of each unsaved frozen weight to checksum. A different base model
+# differs in every tensor, and reading 4 GB of weights would add seconds to each save.
 _SAMPLE = 2**16
 
 
@@ -49,30 +49,34 @@ def save_checkpoint(
 
     A run resumed with :func:`restore_checkpoint` is bit-identical to this one. Each
     call adds a folder ``save-000001``, ``save-000002``, ... to ``path`` and then
-    removes the oldest, so the newest one is complete even if the process is killed.
-    Other files in ``path`` are left alone. ``mx.load`` and mlx-lm can load the
-    ``model.safetensors`` in each folder; see ``latest_checkpoint``. Learning rate
-    schedules are Python code and are not saved, but the step count that they depend on
-    is.
+    removes all but the newest ``keep``. The newest checkpoint is complete even if the
+    process is killed. Other files in ``path`` are left alone. ``mx.load`` and mlx-lm
+    can load the ``model.safetensors`` in each folder; see ``latest_checkpoint``.
+    Learning rate schedules are Python code and are not saved, but the step count that
+    they depend on is.
 
     In distributed training, all ranks must call this; rank 0 writes. Trainable
     parameters and states must be equal on all ranks, so gather a sharded model first.
-    The random state is saved for every rank; ``extra`` and buffers such as BatchNorm's
-    statistics are rank 0's.
+    The random state of every rank is saved. ``extra`` and buffers, such as BatchNorm's
+    statistics, are taken from rank 0.
 
     Args:
         path (str): The folder of the run. It is created if necessary.
         model (nn.Module): The model, saved with its buffers.
         optimizer (Optimizer): Any optimizer, or a ``LossScaleOptimizer``.
-        scaler (GradScaler, optional): The scaler of the training loop. The scaler of a
-            ``LossScaleOptimizer`` is saved with it.
+        scaler (GradScaler, optional): The scaler of the training loop. Omit it for a
+            ``LossScaleOptimizer``, whose scaler is always saved.
         keep (int): How many checkpoints to keep in ``path``. Default: ``1``.
-        frozen (bool, optional): Whether to save frozen parameters. If not, the model
-            must have the same ones on restore. Default: ``True``, or ``False`` for a
-            model with LoRA layers.
-        **extra (Any): Other values that the loop needs, such as the step or the data
-            position: None, bool, int, float, str, list, tuple, dict with string keys,
-            and arrays, in any combination.
+        frozen (bool, optional): Whether to save frozen parameters. If not, load the
+            same values into the model before restoring. Default: ``True``, or ``False``
+            for a model with LoRA layers.
+        **extra (Any): Other values that the loop needs, such as the step or the
+            position in the data. They may be None, bool, int, float, str, arrays, and
+            lists, tuples and dicts of these; dict keys must be strings.
+
+    Raises:
+        ValueError: If a trainable parameter or the optimizer state contains NaN or inf.
+            Nothing is saved.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, tempfile
@@ -243,6 +247,6 @@ def _check_finite(model: nn.Module, state: dict[str, Any]) -> None:
     values = {"model": model.trainable_parameters(), "optimizer": arrays}
     if not all_finite(values).item():
         raise ValueError(
-            f"{nonfinite(values)[0].path} contains NaN or inf. Nothing was saved; "
-            "earlier checkpoints are unchanged."
+            f"{nonfinite(values)[0].path} contains NaN or inf, so nothing was saved. "
+            "Earlier checkpoints are unchanged; restore one of them to continue."
         )

@@ -165,7 +165,7 @@ def make_template(
         notes += doubts
     if found.scaler is not None:
         state = get(checkpoint, found.scaler)
-        template.scaler_format = options.scaler_format or formats.recognise(state)
+        template.scaler_format = options.scaler_format or formats.recognize(state)
         notes += template.scaler_state()[1]
     template.set_age()
     schedules = [

@@ -30,11 +30,12 @@ def calibrate(
     headroom: int = 1,
     group: mx.distributed.Group | None = None,
 ) -> float:
-    """Set the scale to the largest that does not overflow on one batch.
+    """Find a loss scale on one batch, and set the scaler to it.
 
-    Without calibration, a run finds its scale by skipping steps. Model, optimizer and
-    random state are unchanged. It takes about six forward and backward passes and
-    waits for each of them: call it before training, not in a step.
+    The scale is the largest power of two at which no gradient overflows, lowered by
+    ``headroom`` powers of two. Without calibration, a run finds its scale by skipping
+    steps. The model, the optimizer and the random state are unchanged. This runs about
+    six forward and backward passes and waits for each, so call it before training.
 
     Args:
         source (GradScaler or LossScaleOptimizer): The scaler whose scale to set.
@@ -42,16 +43,18 @@ def calibrate(
         loss_fn (Callable): As for ``value_and_grad``.
         *batch (Any): The arguments of ``loss_fn``.
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
-        headroom (int): The number of powers of two to stay below that, for batches with
-            larger gradients. Default: ``1``.
+        headroom (int): The number of powers of two by which to lower the scale, for
+            batches with larger gradients. Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. All must
             call this, each with its own batch. Default: all ranks.
 
     Returns:
-        float: The scale, which is the smallest found by any rank.
+        float: The new scale, which is the smallest found by any rank; ``1.0`` if the
+        scaler is disabled.
 
     Raises:
-        ValueError: If the loss itself is non-finite, or no scale is small enough.
+        ValueError: If the loss itself is non-finite, if the gradients overflow at every
+            scale, or if another rank failed.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -78,7 +81,8 @@ def calibrate(
         # If only one rank raised, the others would wait for it.
         scale = float(mx.distributed.all_min(mx.array(scale), group=group))
     if scale == 0.0:
-        raise problem or ValueError("calibrate() failed on another rank.")
+        text = "calibrate() failed on another rank. See the error of that rank."
+        raise problem or ValueError(text)
     scaler.update(scale)
     return scale
 

@@ -13,12 +13,12 @@ class LossScaleCallback:
     """Add loss scale, skipped steps and gradient norm to mlx-lm's reports.
 
     Each training report gets the keys ``loss_scale``, ``skipped_steps``,
-    ``consecutive_skips`` and, if the optimizer has it, ``grad_norm``. The report is
-    printed as one line, on the first rank only, and passed on to another callback. The
-    values are read from the device once per report.
+    ``consecutive_skips`` and, for an optimizer with ``max_grad_norm``, ``grad_norm``.
+    The report is printed as one line, on rank 0 only, and passed on to
+    ``wrapped_callback``. The values are read from the device once per report.
 
-    It implements the methods of ``mlx_lm.tuner.callbacks.TrainingCallback``, which is
-    all that mlx-lm needs, without importing mlx-lm.
+    This class has the methods of ``mlx_lm.tuner.callbacks.TrainingCallback``, but does
+    not derive from it, so that it can be imported without mlx-lm.
 
     Args:
         optimizer (LossScaleOptimizer or GradScaler): The optimizer or scaler in use.

@@ -22,11 +22,11 @@ from ..float32_layers.trial import Trial
 
 @dataclass(frozen=True)
 class LayerDtypes:
-    """One call of a layer.
+    """The dtypes in one call of a layer.
 
     Attributes:
-        model (str): The class of the model that contains the layer, and the name of the
-            argument if that model is an argument of the loss function.
+        model (str): The class of the model that contains the layer. For another model
+            among the arguments of the loss function, also the name of the argument.
         path (str): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The half-precision dtype of its own parameters, or
             None.
@@ -49,7 +49,7 @@ class DtypeReport:
     """The result of :func:`compute_dtypes`; print it for a table.
 
     Attributes:
-        layers (tuple): Each layer call, in order, without float32 layers.
+        layers (tuple): The calls of all layers except float32 layers, in order.
         half_statistics (tuple): The BatchNorm layers with running statistics in half
             precision.
     """
@@ -104,8 +104,9 @@ def compute_dtypes(
     """Trace one batch and report the dtype in which each layer computes.
 
     One float32 array, such as a batch, a mask or a positional encoding, promotes
-    float16 results to float32, and so everything after it. MLX does this silently, and
-    the model is then as slow and as large as in float32. Nothing is evaluated.
+    float16 results to float32, and everything computed from them. MLX does this
+    silently, and the model is then as slow and as large as in float32. The batch is
+    only traced, not evaluated.
 
     Args:
         model (nn.Module): The model, which is not changed. Other models among the
@@ -116,6 +117,9 @@ def compute_dtypes(
         keep (Callable, optional): As for ``value_and_grad``.
         cast_inputs (bool): As for ``value_and_grad``.
         **kwargs (Any): Keyword arguments of ``loss_fn``.
+
+    Returns:
+        DtypeReport: The dtypes of each layer; print it for a table.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn

@@ -26,7 +26,7 @@ _ADVICE = {
     "compute_dtype= that training uses, and the scale= of that step.",
     "batch": "No loss scale can fix this.",
     "arguments": "The arguments are finite, but overflow in compute_dtype, which no "
-    "loss scale can fix. Normalise them, or call value_and_grad(..., "
+    "loss scale can fix. Normalize them, or call value_and_grad(..., "
     "cast_inputs=False) and cast the model's inputs in the loss function.",
     "parameters": "No loss scale can fix this.",
     "forward": "The forward pass overflows. Loss scaling affects only gradients and "
@@ -57,9 +57,9 @@ class OverflowReport:
         scale (float): The loss scale, excluding that of a ``scale_loss`` function.
         leaves (list): The non-finite leaves of the batch, the parameters or the
             gradients. ``args[1].mask`` is in the second argument of the loss function.
-        cure (list or None): The layers that must be float32 to make loss and gradients
-            of this batch finite, in the format of ``float32_layers`` and already tried.
-            None if no layers help or none are needed.
+        cure (list or None): The layers that must compute in float32 to make the loss
+            and the gradients finite, in the format of ``float32_layers``. They have
+            been tried on this batch. None if no layers help or none are needed.
     """
 
     cause: str
@@ -82,7 +82,7 @@ class OverflowReport:
 
     @property
     def line(self) -> str:
-        """The line of code that fixes it, and where to put it; "" if none does."""
+        """The fix as a line of code, with instructions; "" if there is none."""
         if self.cure is None:
             return ""
         where = self.cure[0] if len(self.cure) == 1 else self.cure
@@ -117,9 +117,9 @@ def explain_overflow(
 ) -> OverflowReport:
     """Rerun one batch, and report which layer overflows first and how to fix it.
 
-    It first reports whether the loss itself is finite, then names the layer. The model
-    and the random state are unchanged afterwards. It reads from the device and runs the
-    batch several times: call it after a skipped step, not on every step.
+    The report says whether the loss itself is finite, and names the layer. The model
+    and the random state are unchanged afterwards. This reads from the device and runs
+    the batch several times: call it after a skipped step, not on every step.
 
     Args:
         model (nn.Module): The model.
@@ -127,13 +127,17 @@ def explain_overflow(
             returns the loss, or a tuple that starts with it.
         *batch (Any): The arguments of ``loss_fn``. mlx-lm's losses take the model
             first.
-        scale (float, GradScaler or LossScaleOptimizer): The loss scale. After an
-            overflow, a scaler has already lowered its scale. Omit it if ``loss_fn``
-            comes from ``scale_loss``. Default: none.
+        scale (float, GradScaler or LossScaleOptimizer): The loss scale. A scaler lowers
+            its scale after an overflow, so pass the scale of the skipped step as a
+            number. Omit it if ``loss_fn`` was returned by ``scale_loss``. Default:
+            ``1.0``.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         keep (Callable, optional): As for ``GradScaler.value_and_grad``.
         cast_inputs (bool): As for ``GradScaler.value_and_grad``.
         **named (Any): Keyword arguments of ``loss_fn``.
+
+    Returns:
+        OverflowReport: The cause, the layer and a fix; print it for a summary.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn

@@ -14,8 +14,8 @@ from ..core.scale import LARGEST_SCALE, SMALLEST_SCALE
 from ..files.text import align, percent, power
 from .reading import scale_of
 
-# Powers of two in float16: values from 2**-25 up do not round to zero, values from
-# 2**-14 up have all 11 bits, and 2**15 is the largest power.
+# Exponents in float16: values above 2**-25 do not round to zero, values from 2**-14 up
+# have all 11 bits, and 2**15 is the largest power of two.
 ROUNDS_UP, NORMAL, LARGEST = -25, -14, 15
 # Bins: zero, the exponents of float32, inf and NaN. All subnormals of float32 share the
 # first power, because they underflow in float16 at any scale. Numbers just below 2**128
@@ -57,8 +57,8 @@ class GradientHistogram:
     """Counts of gradients by power of two, from :func:`gradient_histogram`.
 
     Attributes:
-        bins (np.ndarray): The number of zeros, of values in each power-of-two bin from
-            2**-127 up, of infs and of NaNs.
+        bins (np.ndarray): Counts: zeros first, then one bin for each power of two from
+            2**-127 up, then infs and NaNs.
         scale (float): The loss scale that the values were multiplied by.
         leaves (dict): The histogram of each leaf, by path.
 
@@ -87,10 +87,14 @@ class GradientHistogram:
         return int(self.bins[_INF:].sum())
 
     def by_power(self, scale: float = 1.0) -> dict[int, int]:
-        """Return {p: count of magnitudes from 2**p to 2**(p + 1)} at a scale.
+        """Return the number of values from 2**p up to 2**(p + 1), as ``{p: count}``.
 
-        Magnitudes are first rounded to float16's 11 bits, so that overflows start at
-        2**16. Subnormals of float32 count as 2**-127, before scaling.
+        Magnitudes are rounded to float16's 11 bits, so every value that overflows has
+        a power of at least 16. Subnormals of float32 count as 2**-127 before scaling.
+
+        Args:
+            scale (float): The loss scale, rounded to the nearest power of two.
+                Default: ``1.0``, for unscaled gradients.
         """
         shift = round(math.log2(scale / self.scale))
         powers = self.bins[1:_INF]
@@ -112,13 +116,14 @@ class GradientHistogram:
 
     @property
     def best_scale(self) -> float | None:
-        """The power of two that loses least, or None if all values are zero.
+        """The best loss scale for float16, a power of two.
 
-        At this scale nothing overflows, since one overflow costs the whole step. Among
-        such scales, the fewest values underflow, and then subnormals lose the fewest
-        bits. If several scales are equally good, this is the middle one. If values are
-        already non-finite, it is smaller than :attr:`scale`. If every scale overflows,
-        it is the smallest one.
+        Scales at which a value overflows are excluded, because one overflow skips the
+        whole step. Of the others, the best scale has the fewest underflows and, among
+        those, loses the fewest bits to subnormals. If several are equally good, it is
+        the middle one. If some values are already non-finite, it is smaller than
+        :attr:`scale`. If values overflow at every scale, it is the smallest scale. None
+        if all values are zero or non-finite.
         """
         powers = self.by_power()
         if not powers:
@@ -162,8 +167,11 @@ def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
 
     Args:
         grads (Any): A tree of arrays; leaves that are not floating-point are ignored.
-        scale (float, GradScaler or LossScaleOptimizer): The loss scale of the
-            gradients. Default: ``1.0``, for unscaled gradients.
+        scale (float, GradScaler or LossScaleOptimizer): The loss scale that ``grads``
+            are multiplied by. Default: ``1.0``, for unscaled gradients.
+
+    Returns:
+        GradientHistogram: The counts; print it for a table.
 
     Example:
         >>> import mlx.core as mx

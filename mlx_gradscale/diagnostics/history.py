@@ -39,16 +39,17 @@ _HEADER = ",".join(field.name for field in fields(ScaleRecord))
 class ScaleHistory:
     """The loss scale, skipped steps, gradient norm and loss of a run.
 
-    :meth:`record` only stores lazy arrays, which are read from the device together
-    every ``every`` steps. A loop that evaluates its arrays as usual never waits for
-    this. :meth:`flush`, or the end of a ``with`` block, reads the remaining ones.
+    :meth:`record` only stores lazy arrays. They are read from the device once every
+    ``every`` steps, so a loop that evaluates its arrays in each step does not wait for
+    them. :meth:`flush`, or the end of a ``with`` block, reads the remaining ones.
 
     Args:
         path (str, optional): A ``.csv`` or ``.jsonl`` file to append to. If it exists,
-            the run continues after its last step. To continue from an earlier step,
-            pass ``step`` to :meth:`record`: if a file contains a step twice, the later
-            line counts. Only one process may write to it. Default: ``None``.
-        every (int): The number of steps to read at a time. Default: ``50``.
+            numbering continues after its last step; :meth:`load` reads its records. To
+            resume from an earlier step, pass ``step`` to :meth:`record`: when the file
+            is read, a line replaces all earlier lines with the same or a later step.
+            Only one process may write to a file. Default: ``None``.
+        every (int): How often to read from the device, in steps. Default: ``50``.
 
     Example:
         >>> import mlx.core as mx
@@ -90,13 +91,13 @@ class ScaleHistory:
         Args:
             source (GradScaler or LossScaleOptimizer): The scaler or optimizer that has
                 just stepped.
-            loss (array, optional): The loss. Evaluate it with the step, as in
-                ``mx.eval(loss, model.state, ...)``, or its graph stays in memory until
-                it is read here.
-            grad_norm (array, optional): The norm of the unscaled gradients, as
-                returned by ``clip_grad_norm``. A ``LossScaleOptimizer`` with
-                ``max_grad_norm`` provides its own.
-            step (int, optional): The step number. Default: one more than the last.
+            loss (array or float, optional): The loss. Evaluate it with the step, as in
+                ``mx.eval(loss, model.state, ...)``; otherwise its graph stays in memory
+                until the history reads it.
+            grad_norm (array or float, optional): The norm of the unscaled gradients, as
+                returned by ``clip_grad_norm``. Default: ``source.grad_norm``, if
+                ``source`` is a ``LossScaleOptimizer`` with ``max_grad_norm``.
+            step (int, optional): The step number. Default: one more than the previous.
         """
         state = scaler_of(source).state
         if grad_norm is None:
@@ -151,8 +152,14 @@ class ScaleHistory:
     def load(cls, path: str | os.PathLike[str]) -> "ScaleHistory":
         """Read a history from a file.
 
+        Args:
+            path (str): The ``.csv`` or ``.jsonl`` file.
+
         Returns:
-            ScaleHistory: A history with these records, not attached to a file.
+            ScaleHistory: The records; new ones are not written to the file.
+
+        Raises:
+            ValueError: If the file is not a history.
         """
         history = cls()
         history._records = _parse(Path(path), _read(Path(path)))
@@ -187,7 +194,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
-    """Return the records. If a step occurs twice, the later line counts."""
+    """Return the records; each replaces earlier ones with the same or a later step."""
     if path.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"The file must end in .csv or .jsonl, got {path.name!r}.")
     # A crash may have cut off the last line, but not the only one.
@@ -200,8 +207,8 @@ def _parse(path: Path, data: bytes) -> list[ScaleRecord]:
             record = _parse_line(path, line)
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             raise ValueError(
-                f"{path} is not a history file (line {i} is {line[:100]!r}). Use "
-                "another file name."
+                f"{path} is not a history file (line {i} is {line[:100]!r}). Pass a "
+                "file written by ScaleHistory, or a new file name."
             ) from None
         while records and records[-1].step >= record.step:
             records.pop()

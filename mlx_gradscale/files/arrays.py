@@ -86,7 +86,10 @@ def write_arrays(
         ({'w': array([0, 0], dtype=float32)}, {'format': 'mlx'})
     """
     if "__metadata__" in arrays:
-        raise ValueError("A safetensors file cannot store an array as '__metadata__'.")
+        raise ValueError(
+            "A safetensors file cannot contain an array named '__metadata__'. Rename "
+            "the array."
+        )
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, x in arrays.items():
@@ -128,7 +131,7 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Shape], dict[str, str]]:
             n_bytes = math.prod(shape) * dtype.size if dtype and is_shape else -1
             start, end = end, end + n_bytes
             if n_bytes < 0 or len(shape) > 32 or entry["data_offsets"] != [start, end]:
-                text = f"{name!r:.80} is not an array that MLX supports"
+                text = f"{name!r:.80} has an unsupported dtype, shape or offset"
                 raise ValueError(f"{text}: {shorten(entry)}.")
             found[name] = dtype, shape
         if length + end != size:

@@ -1,9 +1,9 @@
 """Write files and folders atomically, and clean up after killed writers.
 
-A writer fills a hidden folder next to its target and then renames it. While it writes,
-it holds a shared lock on the parent folder, which the system releases if the process is
-killed. A writer that gets an exclusive lock is the only one, so any hidden folders were
-left by killed writers.
+A writer creates a hidden folder next to its target, and finally renames it, or the file
+in it, to the target. Meanwhile, it holds a shared lock on the parent folder, which the
+system releases if the process is killed. A writer that gets an exclusive lock is the
+only one, so any hidden folders were left by killed writers.
 """
 
 import fcntl
@@ -47,10 +47,10 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Open a hidden folder that is renamed to ``path`` at the end of the block.
+    """Create a hidden folder that is renamed to ``path`` at the end of the block.
 
     Raises:
-        FileExistsError: ``path`` exists and is not an empty folder.
+        FileExistsError: If ``path`` exists and is not an empty folder.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -51,7 +51,9 @@ def check_file(path: str | os.PathLike[str], overwrite: bool = False) -> None:
 
 
 def check_name(name: object, what: str) -> str:
-    """Return a file name found in the file ``what`` if it is a single path component.
+    """Return a name from an untrusted file; raise unless it is a plain file name.
+
+    The error says that the file ``what`` refers to the name.
 
     Example:
         >>> check_name("../.bashrc", "index.json")

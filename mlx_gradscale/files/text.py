@@ -69,7 +69,7 @@ def dtype_name(of: mx.array | mx.Dtype) -> str:
 
 
 def power(value: float) -> str:
-    """Format a number like a loss scale: as ``2^16``, otherwise with four digits.
+    """Format a power of two as ``2^16``, and any other number with four digits.
 
     Example:
         >>> power(65536.0), power(0.5), power(1000.0)

@@ -16,11 +16,11 @@ from mlx.utils import tree_flatten
 
 from ..core.trees import restore, snapshot
 
-# The methods that call a module; a tied embedding is also the output layer.
+# The methods to intercept. A tied embedding is the output layer through as_linear.
 _METHODS = ("__call__", "as_linear")
 # The modules that these methods return inherit the handlers.
 _CONVERSIONS = ("to_quantized", "to_lora")
-# The attribute that stores the handlers, so that they are not in any tree of arrays.
+# A Python attribute, not an item of the module, so that trees do not contain handlers.
 _HANDLERS = "_call_handlers"
 
 # Called with the module, the function to call and its arguments; returns the outputs.
@@ -43,7 +43,7 @@ def is_inside(path: str, *outer: str) -> bool:
 
 
 def owner_of(paths: Iterable[str], parameter: str) -> str:
-    """Return the module path that contains a parameter, possibly in a list."""
+    """Return the path of the innermost module that contains a parameter."""
     return max((path for path in paths if is_inside(parameter, path)), key=len)
 
 

@@ -38,8 +38,8 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
         writes = []
         for container, key, old in places:
             now = container[key]
-            # A forward pass may update buffers, such as a running mean. Only
-            # mx.checkpoint, which updates the model, replaces a parameter.
+            # A forward pass may update buffers, such as a running mean. Parameters are
+            # only replaced by mx.checkpoint, which must be undone.
             is_buffer = id(old) not in trainable and isinstance(now, mx.array)
             is_updated = is_buffer and now is not new[id(old)]
             writes.append(
@@ -49,10 +49,10 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
 
 
 def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.array]:
-    """Return the parameters; computing their gradients restores the module.
+    """Return the parameters, and restore the module when they are differentiated.
 
-    A checkpointed layer runs again in the backward pass and leaves its float32
-    parameters in the model, long after the forward pass has restored it.
+    A checkpointed layer runs again in the backward pass, after the forward pass has
+    restored the module, and leaves its float32 parameters in it.
     """
 
     def restore(_: Any, cotangents: Any, __: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The command ``mlx_gradscale float16``: can this mlx-lm model train in float16?"""
+"""The command ``mlx_gradscale float16``: find float32 layers for an mlx-lm model."""
 
 import argparse
 import logging
@@ -15,7 +15,7 @@ from .search import find_float32_layers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find the layers of an mlx-lm model that must be float32, and save them."""
+    """Run ``mlx_gradscale float16`` and return the exit code."""
     expected = (OSError, ValueError, TypeError, ImportError)
     return run_command(lambda: _search(arguments), expected, "mlx_gradscale float16: ")
 
@@ -24,10 +24,11 @@ def _search(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     if not Path(options.model).is_dir():
         raise ValueError(f"--model must be a folder, got {options.model!r}.")
-    if min(options.batches, options.batch_size, options.max_seq_length) < 1:
-        raise ValueError(
-            "--batches, --batch-size and --max-seq-length must be positive."
-        )
+    for name in ("batches", "batch_size", "max_seq_length"):
+        number = getattr(options, name)
+        if number < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} must be 1 or more, got {number}.")
     if not options.output.endswith(".json"):
         raise ValueError(f"--output must end in .json, got {options.output!r}.")
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -52,7 +52,7 @@ def find_fault(trial: Trial, run: Run, loss_is_off: bool | None = None) -> Fault
     leaves = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
-        text = f"The batch contains NaN or inf in {names}. Remove or repair it."
+        text = f"The batch contains NaN or inf in {names}. Fix or skip this batch."
         return Fault("batch", None, text, leaves)
     dtype = trial.compute_dtype if trial.cast_inputs else None
     if dtype is not None and not math.isfinite(run.loss):
@@ -66,7 +66,7 @@ def find_fault(trial: Trial, run: Run, loss_is_off: bool | None = None) -> Fault
     leaves = nonfinite(trial.model.parameters())
     if leaves:
         names = list_some(leaf.path for leaf in leaves)
-        advice = "Go back to an earlier checkpoint."
+        advice = "Restore an earlier checkpoint."
         text = f"The parameters contain NaN or inf in {names}. {advice}"
         paths = [path for path, _ in ordered_modules(trial.model)]
         return Fault("parameters", owner_of(paths, leaves[0].path), text, leaves)
@@ -102,7 +102,8 @@ def _is_bad(value: Value, run: Run, distance: float, loss_is_off: bool) -> bool:
     is_far = other is not None and relative_distance([value]) >= distance
     if value.has_gradient:
         return not value.is_finite or is_far
-    # Only the loss depends on it, and -inf or -1e9 is a mask.
+    # No gradient flows through it, so it can only affect the loss; -inf or -1e9 is a
+    # mask.
     is_mask = other is not None and other.largest > _MASK > other.maximum
     is_nan_or_inf = bool(value.counts.nan or value.counts.positive_inf)
     return loss_is_off and (is_nan_or_inf or (is_far and not is_mask))
@@ -114,9 +115,10 @@ def _origin(value: Value, cause: str) -> tuple[str | None, str]:
     if value.side == "gradient":
         return value.caller, f"The gradient of the parameter {value.path}"
     if cause == "gradients" and value.side == "input":
-        return value.path, f"The gradient that {path} returns"
+        return value.path, f"The gradient of the input of {path}"
     if cause == "gradients":
-        return value.caller, f"The gradient that {caller} returns to {path}"
+        text = f"The gradient of the output of {path}, computed by {caller},"
+        return value.caller, text
     if value.side == "output":
         return value.path, f"The output of {path}"
     text = f"The input of {path}, which the code of {caller} computes,"

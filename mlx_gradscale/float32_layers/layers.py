@@ -21,8 +21,8 @@ from .where import resolve
 _STATISTICS = ("running_mean", "running_var")
 # The attribute of a BatchNorm for the original dtype of its running statistics.
 _OWN_DTYPE = "_statistics_dtype"
-# Neighbours stay in memory even if the model replaces them, so use few small ones.
-_MAX_NEIGHBOURS = 4
+# Neighbors stay in memory even if the model replaces them, so use a few small ones.
+_MAX_NEIGHBORS = 4
 
 # Whether the current code was called by a float32 layer.
 is_inside_layer: ContextVar[bool] = ContextVar("is_inside_layer", default=False)
@@ -33,15 +33,15 @@ class Float32Call:
     """The handler of a float32 layer, which calls its module in float32.
 
     Attributes:
-        entries (tuple): The entries of ``where`` that name it.
+        entries (tuple): The entries of ``where`` that select the layer.
         casts_back (bool): Whether outputs are cast back to half precision.
-        neighbours (tuple): Modules outside the float32 layers. They provide the model's
-            dtype if neither arguments nor parameters of this module do.
+        neighbors (tuple): Modules outside the float32 layers. They provide the model's
+            dtype if neither the arguments nor the parameters of the layer do.
     """
 
     entries: tuple[str, ...]
     casts_back: bool
-    neighbours: tuple[nn.Module, ...]
+    neighbors: tuple[nn.Module, ...]
     computes_in_float32 = True
 
     def __call__(
@@ -64,7 +64,7 @@ class Float32Call:
         return downcast(dtype, outputs)
 
     def _model_dtype(self) -> mx.Dtype | None:
-        return first_half(x for module in self.neighbours for x in module.values())
+        return first_half(x for module in self.neighbors for x in module.values())
 
 
 @dataclass(eq=False)
@@ -99,8 +99,8 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     each call, and outputs are cast back. Parameters keep their names and dtypes, so
     saving, loading, freezing, LoRA, quantization, copying, pickling and gradient
     checkpointing work as before. Only the running statistics of a BatchNorm become
-    float32. A float32 model does not change, except that with ``compute_dtype`` the
-    parameters of these layers are not cast.
+    float32. In a float32 model this has no effect, unless it is trained with
+    ``compute_dtype``: the parameters of these layers are then not cast.
 
     Each call replaces the layers selected by an earlier call, and
     ``float32_layers(model, [])`` restores the original model. Recompile a step if the
@@ -121,16 +121,18 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     Args:
         model (nn.Module): The model. It is modified in place.
         where (str, list, Callable or Path): A path such as ``"layers.3.mlp"``, a glob
-            such as ``"*.mlp"``, a chain as above, or a list of these; a predicate of
-            path and module; the result of :func:`find_float32_layers`, or the
-            ``.json`` file it was saved to.
+            such as ``"*.mlp"``, a chain as above, or a list of these; a function that
+            receives the path and the module and returns whether to select it; the
+            result of :func:`find_float32_layers`, or the ``.json`` file it was saved
+            to.
 
     Returns:
         Float32Layers: Call its ``undo()`` to revert the change, or use it as a context
         manager.
 
     Raises:
-        ValueError: If an entry does not match any module. The model is unchanged.
+        ValueError: If an entry does not match any module, or matches one that cannot be
+            called. The model is unchanged.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -151,14 +153,14 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     previous = list_float32_layers(model)
     modules = ordered_modules(model)
     paths = list(dict.fromkeys(path for chain in chains for path in chain.paths))
-    neighbours = _find_neighbours(modules, paths)
+    neighbors = _find_neighbors(modules, paths)
     by_path = dict(modules)
     calls: dict[int, Float32Call] = {}
     for chain in chains:
         last = None if chain.reaches_loss else by_path[chain.paths[-1]]
         for module in map(by_path.__getitem__, chain.paths):
             # A layer in two chains may be the last of only one of them.
-            call = calls.setdefault(id(module), Float32Call((), True, neighbours))
+            call = calls.setdefault(id(module), Float32Call((), True, neighbors))
             call.entries = (*call.entries, chain.entry)
             call.casts_back = call.casts_back and module is last
     inside = {id(module) for path, module in modules if is_inside(path, *paths)}
@@ -194,10 +196,10 @@ def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
     return next((dtype for dtype in dtypes if dtype in HALF), None)
 
 
-def _find_neighbours(
+def _find_neighbors(
     modules: list[tuple[str, nn.Module]], paths: list[str]
 ) -> tuple[nn.Module, ...]:
-    """Return small modules with parameters, not inside or around these paths."""
+    """Return small modules with parameters that are neither in nor around these."""
 
     def size(module: nn.Module) -> int:
         arrays = [x for x in module.values() if isinstance(x, mx.array)]
@@ -210,7 +212,7 @@ def _find_neighbours(
         and not is_inside(path, *paths)
         and not any(is_inside(each, path) for each in paths)
     ]
-    return tuple(heapq.nsmallest(_MAX_NEIGHBOURS, found, key=size))
+    return tuple(heapq.nsmallest(_MAX_NEIGHBORS, found, key=size))
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:

@@ -12,9 +12,10 @@ _MAX_ROWS = 40
 
 WHOLE_MODEL = (
     "The overflow is in the model's own code, between its layers, so the whole model "
-    "would have to compute in float32, at the cost of float32 in time and memory. It "
-    "is better to cast that expression to float32 (x.astype(mx.float32)) and its "
-    "result back, to move the expression into its own layer, or to use bfloat16."
+    "would have to compute in float32, and would be as slow and as large as in "
+    "float32. It is better to cast that expression to float32 (x.astype(mx.float32)) "
+    "and its result back, to move the expression into its own layer, or to use "
+    "bfloat16."
 )
 
 
@@ -25,10 +26,11 @@ class Row:
     Attributes:
         layer (str): Its path; "" is the model.
         forward (float): The largest magnitude of its inputs and outputs.
-        backward (float): The largest gradient that it returns, times the loss scale.
+        backward (float): The largest gradient of its inputs, times the loss scale.
         is_float32 (bool): Whether it is a float32 layer, or inside one.
-        overflows_inside (bool): Whether an intermediate result overflows, though the
-            inputs and outputs are small.
+        overflows_inside (bool): Whether the search selected this layer although its
+            inputs and outputs do not exceed 65504, usually because an intermediate
+            result does.
     """
 
     layer: str
@@ -51,12 +53,11 @@ class Float32Search:
     Attributes:
         where (list): The layers, in the format of ``float32_layers``, which also
             accepts this object.
-        reasons (dict): The reason for each of them, in words.
-        rows (list): The largest values of every layer, in call order.
+        reasons (dict): Maps each entry of ``where`` to the reason for it.
+        rows (list): A :class:`Row` for every layer, in call order.
         problem (str): Why no layers help; "" if ``where`` was verified to suffice.
-        losses (list): The loss of each batch, in float32 and with ``where``.
-        scale (float): The loss scale of the runs in half precision; if several, the
-            smallest.
+        losses (list): For each batch, the loss in float32 and the loss with ``where``.
+        scale (float): The smallest loss scale of the runs in half precision.
         float16_parameters (float): The share of parameters outside the float32 layers.
     """
 
@@ -70,7 +71,7 @@ class Float32Search:
 
     @property
     def is_whole_model(self) -> bool:
-        """Whether nothing less than the whole model in float32 is enough."""
+        """Whether the whole model must compute in float32."""
         return any(not entry.partition(TO)[0] for entry in self.where)
 
     def save(self, path: str | os.PathLike[str]) -> None:

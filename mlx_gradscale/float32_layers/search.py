@@ -18,7 +18,7 @@ from .report import LARGEST, Float32Search, Row
 from .trial import Call, Run, Trial, Value, relative_distance
 from .where import THE_LOSS, TO, resolve
 
-# Gradients are rounded more often than the loss, namely in both passes.
+# Gradients are rounded in both passes, so they may be farther off than the loss.
 _GRADIENT_TOLERANCE = 10
 # The loss scale is lowered in steps of 2^8 until the gradients are finite.
 _MAX_SCALE, _MIN_SCALE = 2.0**16, 2.0**-40
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class NoCureFound(Exception):
-    """Raised with the reason why no float32 layers make the model train in float16."""
+    """Raised if no choice of float32 layers helps; the message gives the reason."""
 
 
 def find_float32_layers(
@@ -43,26 +43,27 @@ def find_float32_layers(
     """Find which layers must compute in float32, and verify that they suffice.
 
     Runs every batch in float32 and in half precision, forward and backward. If a value
-    between layers comes within ``margin`` of 65504, the layers from its source to its
-    last reader become float32, as does a layer whose output is non-finite or far from
-    the float32 output. Finally, loss and gradients must agree with float32.
+    between layers comes within a factor of ``margin`` of 65504, the layers from its
+    source to its last reader become float32, as does a layer whose output is non-finite
+    or far from the float32 output. Finally, loss and gradients must agree with float32.
 
     The model is unchanged afterwards: pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
     at level INFO.
 
     Args:
-        model (nn.Module): The model, either in half precision or for use with
-            ``compute_dtype``.
-        loss_fn (Callable): As for ``nn.value_and_grad``, without ``scale_loss``.
+        model (nn.Module): The model, in half precision unless ``compute_dtype`` is
+            given.
+        loss_fn (Callable): As for ``nn.value_and_grad``, not wrapped by ``scale_loss``.
         batches (Iterable): Arguments of ``loss_fn`` for each batch: a tuple, a dict of
             keywords, or a single argument. A few typical batches suffice.
         compute_dtype (Dtype, optional): As for ``GradScaler.value_and_grad``.
         cast_inputs (bool): As for ``GradScaler.value_and_grad``.
-        margin (float): By what factor values may grow during training before they
+        margin (float): The factor by which values may grow during training before they
             overflow. Default: ``2.0``.
-        tolerance (float): The allowed relative distance of the loss from the float32
-            loss. All gradients together may be ten times as far. Default: ``0.02``.
+        tolerance (float): The allowed relative difference between the loss and the
+            float32 loss. For the gradients, ten times this is allowed. Default:
+            ``0.02``.
 
     Returns:
         Float32Search: The layers, the reason for each, and the largest values of every
@@ -95,8 +96,8 @@ def find_float32_layers(
         )
     if isinstance(batches, (mx.array, dict, str)) or not isinstance(batches, Iterable):
         raise TypeError(
-            "batches must be a list in which each element holds the arguments of "
-            f"loss_fn, got {type(batches).__name__}."
+            "batches must be a list with the arguments of loss_fn for each batch, got "
+            f"{type(batches).__name__}. Put a single batch in a list."
         )
     trial = Trial(model, loss_fn, (), {}, compute_dtype, cast_inputs)
     trials = [_with_batch(trial, batch) for batch in batches]
@@ -243,7 +244,7 @@ class _Search:
             assert fault is not None, "a run with a reference always has one"
             if fault.cause == "arguments":
                 raise NoCureFound(
-                    f"{fault.text} Normalise the argument, or pass cast_inputs=False."
+                    f"{fault.text} Normalize the argument, or pass cast_inputs=False."
                 )
             if fault.cause == "gradients" and not fault.text:
                 raise NoCureFound(

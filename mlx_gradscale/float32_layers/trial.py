@@ -30,13 +30,14 @@ class Value:
     """Statistics of a layer's input or output, or of its unscaled gradient.
 
     Attributes:
+        path (str): The layer; for a parameter's gradient, the parameter.
         caller (str or None): The layer that called it; None for the loss function.
         side (str): "input", "output", or "gradient" for a parameter's gradient.
         measured (array): The result of :func:`measure`, until :meth:`read` is called.
         other (Value or None): The same value in the reference run, if any.
         counts (NonFinite): How many elements are NaN or inf.
         largest (float): The largest finite magnitude.
-        maximum (float): The largest finite value; a mask of -1e9 has none.
+        maximum (float): The largest finite value, unaffected by a mask such as -1e9.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class Value:
 
     @property
     def magnitude(self) -> float:
-        """The largest magnitude that matters, ignoring masks such as -1e9."""
+        """The largest magnitude, ignoring masks such as -1e9, which get no gradient."""
         return self.largest if self.has_gradient else self.maximum
 
     def __str__(self) -> str:
         x = self.counts
         counts = {"NaN": x.nan, "+inf": x.positive_inf, "-inf": x.negative_inf}
-        found = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-        return f"{found} of {math.prod(self.shape)}, {dtype_name(self.dtype)}"
+        found = " and ".join(f"{n} {name}" for name, n in counts.items() if n)
+        return f"{found} out of {math.prod(self.shape)} {dtype_name(self.dtype)} values"
 
 
 def relative_distance(values: Iterable[Value]) -> float:

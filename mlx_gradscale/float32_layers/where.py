@@ -46,8 +46,8 @@ def resolve(model: nn.Module, where: Any) -> list[Chain]:
     for path in every:
         if not has_method(type(modules[path]), "__call__"):
             raise ValueError(
-                f"{path or 'The model'!r} does not define __call__. Name the modules "
-                f"inside it, for example '{path}{'.' if path else ''}*'."
+                f"{repr(path) if path else 'The model'} does not define __call__. Name "
+                f"the modules inside it, for example '{path}{'.' if path else ''}*'."
             )
     outermost = {path for path in every if not is_inside(path, *(every - {path}))}
     kept = [replace(c, paths=[p for p in c.paths if p in outermost]) for c in chains]
@@ -66,13 +66,16 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     if callable(where):
         found = [path for path, module in modules.items() if where(path, module)]
         if not found:
-            raise ValueError("The function returned True for none of the modules.")
+            raise ValueError(
+                "The function returned True for none of the modules. It is called with "
+                "the path and the module."
+            )
         return found
     entries: list[Any] = list(where) if isinstance(where, Iterable) else [None]
     if not all(isinstance(entry, str) for entry in entries):
         raise TypeError(
-            "The layers must be a path, a glob, a list of these, a function of path "
-            f"and module, or a .json file, got {where!r}."
+            "where must be a path, a glob, a chain, a list of these, a function of "
+            f"path and module, or a .json file, got {where!r}."
         )
     return entries
 
@@ -119,7 +122,7 @@ def save_float32_layers(path: str | os.PathLike[str], layers: Iterable[str]) -> 
     """Write layers to a ``.json`` file for ``float32_layers``.
 
     Args:
-        path (str): Must end in ``.json``.
+        path (str): The file to write, which must end in ``.json``.
         layers (list): Paths, globs and chains, as for ``float32_layers``.
     """
     if not os.fspath(path).endswith(".json"):
@@ -132,8 +135,14 @@ def save_float32_layers(path: str | os.PathLike[str], layers: Iterable[str]) -> 
 def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:
     """Read the layers that :func:`save_float32_layers` wrote.
 
+    Args:
+        path (str): The ``.json`` file.
+
+    Returns:
+        list: Paths, globs and chains, as for ``float32_layers``.
+
     Raises:
-        ValueError: If the file does not contain such a list.
+        ValueError: If the file does not contain a list of float32 layers.
     """
     content = read_json(path)
     if isinstance(content, dict) and _FORMAT.items() <= content.items():

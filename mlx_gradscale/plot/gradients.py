@@ -10,7 +10,7 @@ from .style import POWER, Figure, Output, new_figure
 
 # The powers to show. The outer bands are wide enough for their labels.
 _LOW, _HIGH = ROUNDS_UP - 31, LARGEST + 13
-# How float16 represents a magnitude, by power of two, and a colour.
+# The name, the exponents and the color of each range of float16.
 _BANDS = (
     ("underflow", _LOW, ROUNDS_UP, "lost"),
     ("subnormal", ROUNDS_UP, NORMAL, "subnormal"),
@@ -34,8 +34,8 @@ def plot_gradients(
             ``histogram.leaves[path]``.
         path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
         scale (float, optional): The loss scale of the second panel. Default: the
-            scale of the histogram, or its best one if that is 1.
-        dark (bool): Use colours for a dark background. Default: ``False``.
+            ``scale`` of the histogram or, if that is 1, its ``best_scale``.
+        dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.
@@ -50,7 +50,7 @@ def plot_gradients(
     if not isinstance(histogram, GradientHistogram):
         histogram = gradient_histogram(gradients)
     if not histogram.by_power():
-        raise ValueError("All gradients are zero or non-finite, so there is no plot.")
+        raise ValueError("Nothing to plot: all gradients are zero or non-finite.")
     if scale is None:
         scale = histogram.scale if histogram.scale != 1 else histogram.best_scale or 1.0
     with new_figure(2, (8.0, 4.9), dark, path) as (figure, panels, colors):

@@ -19,14 +19,15 @@ def plot_headroom(
 ) -> Figure:
     """Plot how close the values of each layer come to 65504, float16's maximum.
 
-    A second panel shows the model with the float32 layers found by the search. A layer
-    whose output fits but which overflows in an intermediate result, such as the mean of
-    squares in a norm, is marked with a cross above the limit.
+    If the search found float32 layers, a second panel shows the model with them. A
+    cross above the limit marks a layer that must compute in float32 although its inputs
+    and outputs fit into float16, usually because an intermediate result overflows, such
+    as the mean of squares in a norm.
 
     Args:
         search (Float32Search): The result of ``find_float32_layers``.
         path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
-        dark (bool): Use colours for a dark background. Default: ``False``.
+        dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.

@@ -15,7 +15,12 @@ _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``mlx_gradscale plot run.csv -o run.png``, and return the exit code."""
+    """Run ``mlx_gradscale plot`` and return the exit code.
+
+    Args:
+        arguments (list, optional): The arguments of the command, such as
+            ``["run.csv", "-o", "run.png"]``. Default: those of the process.
+    """
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale plot",
         description="Plot the history of a run: loss, loss scale and gradient norm, "
@@ -48,7 +53,7 @@ def plot_history(
     Args:
         history (ScaleHistory or str): The history, or its ``.csv`` or ``.jsonl`` file.
         path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
-        dark (bool): Use colours for a dark background. Default: ``False``.
+        dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
         Figure: The matplotlib figure.

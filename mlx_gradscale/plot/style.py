@@ -1,4 +1,4 @@
-"""Shared plotting code: colours, fonts, power-of-two labels, and saving figures."""
+"""Shared plotting code: colors, fonts, power-of-two labels, and saving figures."""
 
 import contextlib
 import io
@@ -17,8 +17,8 @@ else:
 # Where to save a figure.
 Output = str | os.PathLike[str] | None
 
-# By role, for a light and a dark background: GitHub's own colours, so that a plot in a
-# README blends in. The last two of eight digits are the opacity.
+# Colors by role, for a light and a dark background. They are GitHub's own, so that a
+# plot blends into a README. The last two of eight digits are the opacity.
 _COLORS = {
     "page": ("#ffffff", "#0d1117"),
     "text": ("#24292f", "#e6edf3"),
@@ -55,7 +55,7 @@ POWER = "$2^{{{x:.0f}}}$"
 def new_figure(
     rows: int, size: tuple[float, float], dark: bool, path: Output
 ) -> Iterator[tuple[Figure, list[Any], dict[str, str]]]:
-    """Yield a figure, its axes and its colours by role; save the figure on exit."""
+    """Yield a figure, its axes and its colors by role; save the figure on exit."""
     try:
         import matplotlib
         import matplotlib.figure

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_gradscale import GradScaler
-from mlx_gradscale.formats import FORMATS, FormatWarning, read_state, recognise
+from mlx_gradscale.formats import FORMATS, FormatWarning, read_state, recognize
 
 TORCH = {
     "scale": 1024.0,
@@ -47,7 +47,7 @@ def test_reads_every_format_without_a_word_when_nothing_is_missing(name):
     assert [type(v) for v in got.values()] == [float, float, float, int, int]
     if name == "megatron":
         state = state | {"hysteresis_tracker": 2}
-    assert recognise(state) == name
+    assert recognize(state) == name
 
 
 def test_settings_that_megatron_does_not_save_are_warned_about():

@@ -275,7 +275,7 @@ def cast_in_the_model(model, loss_fn):
 
 X_IS_HALF = []
 HOPELESS = {
-    "weights": (break_weight, "in layers.1.weight. Go back to an earlier"),
+    "weights": (break_weight, "in layers.1.weight. Restore an earlier"),
     "batch": (lambda _, loss_fn: (loss_fn, X * float("inf")),
         r"NaN or inf in args\[0\]"),
     "logarithm": (lambda _, loss_fn: (lambda x: mx.log(loss_fn(x) * 0), X),
@@ -333,7 +333,7 @@ MISUSE = {
         "Unfreeze some",
     ),
     "float32": (lambda: make(dtype=mx.float32), [X], {}, ValueError, "set_dtype"),
-    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "Expected a loss function"),
+    "loss": (lambda: (make()[0], 3), [X], {}, TypeError, "not callable"),
     "scaled": (lambda: (make()[0], SCALED), [X], {}, TypeError, "by scale_loss"),
 }
 

@@ -92,7 +92,7 @@ REFUSED = {
     "chain": ("norm to haed", ValueError, "mean head"),
     "only the loss": (" to the loss to norm", ValueError, "no module 'the loss'"),
     "predicate": (lambda path, module: False, ValueError, "True for none of"),
-    "none": (None, TypeError, "The layers must be"),
+    "none": (None, TypeError, "where must be"),
 }
 
 
