@@ -147,9 +147,9 @@ def test_the_same_script_overflows_without_float32_layers(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nothere.py"], "the script nothere.py does not exist"),
-        (["--init-scale", "0", "x.py"], "scale must be"),
-        (["--max-grad-norm", "-1", "x.py"], "max_grad_norm must be a positive number"),
+        (["nothere.py"], "the file nothere.py does not exist"),
+        (["--init-scale", "0", __file__], "scale must be"),
+        (["--max-grad-norm", "-1", __file__], "max_grad_norm must be a positive"),
         (["--float32-layers", "none.json", __file__], "file none.json does not exist"),
     ],
 )
