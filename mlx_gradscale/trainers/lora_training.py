@@ -10,13 +10,12 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.cli_ui import TrainUI, rprint
 from mlx_lm.tuner.trainer import (
     default_loss,
@@ -29,8 +28,9 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..checkpoint import restore_checkpoint, save_checkpoint
 from ..compile_step import compile_step
 from ..diagnostics import LossScaleCallback, ScaleHistory
+from ..float32_layers import float32_layers
 from .everywhere import find_first_scale, warn_if_untrained
-from .lora import wrap_optimizer
+from .lora import read_loss_scale, wrap_optimizer
 
 FOLDER = "checkpoint"
 # The options that determine which rows are in which batch.
@@ -41,12 +41,10 @@ class Training:
     """One run of the command.
 
     Args:
-        options (SimpleNamespace): Our options.
-        arguments (Any): The arguments of mlx-lm.
+        arguments (Any): The arguments of the command, ours and those of mlx-lm.
     """
 
-    def __init__(self, options: SimpleNamespace, arguments: Any):
-        self._options = options
+    def __init__(self, arguments: Any):
         self._arguments = arguments
         self._folder = Path(arguments.adapter_path) / FOLDER
         # The position in the run. Each epoch has its own order of batches.
@@ -71,20 +69,20 @@ class Training:
         maybe_set_recommended_wired_limit()
         if args.grad_checkpoint:
             grad_checkpoint(model.layers[0])
-        self.choose_float32_layers(model)
-        self.optimizer = wrap_optimizer(optimizer, self._options)
+        self.prepare(model)
+        self.optimizer = wrap_optimizer(optimizer, self._arguments)
         self.optimizer.init(model.trainable_parameters())
         self._callback = LossScaleCallback(self.optimizer, training_callback)
         self._dataset = train_dataset
         model.train()
-        if self._options.resume:
+        if self._arguments.resume:
             self._resume()
-        elif self._options.loss_scale == "dynamic":
+        elif self.optimizer.scaler.is_dynamic():
             batch = model, *next(self._iterate_epoch())
             find_first_scale(self.optimizer.scaler, model, default_loss, batch)
         history: Any = nullcontext()
-        if self._options.history and self._world.rank() == 0:
-            history = ScaleHistory(self._options.history)
+        if self._arguments.history and self._world.rank() == 0:
+            history = ScaleHistory(self._arguments.history)
         with history as self._history, TrainUI(args.iters, self._world.rank()) as ui:
             for _ in range(self._iteration):
                 ui.advance()
@@ -94,12 +92,21 @@ class Training:
         skipped: Any = self.optimizer.scaler.skipped_steps.item()
         warn_if_untrained(type(optimizer).__name__, applied, skipped)
 
-    def choose_float32_layers(self, model: nn.Module) -> None:
-        """Make the layers given by ``--float32-layers`` compute in float32."""
-        if self._options.float32_layers is not None:
-            from .. import float32_layers
+    def prepare(self, model: nn.Module) -> None:
+        """Cast the model to ``--dtype``, except for its ``--float32-layers``."""
+        dtype, layers = self._arguments.dtype, self._arguments.float32_layers
+        # Some mlx-lm models exclude weights from casting, such as those of a router.
+        is_cast = getattr(model, "cast_predicate", lambda path: True)
 
-            float32_layers(model, self._options.float32_layers)
+        def cast(path: str, x: mx.array) -> mx.array:
+            floating = mx.issubdtype(x.dtype, mx.floating)
+            return x.astype(getattr(mx, dtype)) if floating and is_cast(path) else x
+
+        if dtype is not None:
+            model.update(tree_map_with_path(cast, model.parameters()))
+            mx.eval(model.parameters())
+        if layers is not None:
+            float32_layers(model, Path(layers))
 
     def _iterate_epoch(self) -> Iterator[Any]:
         batches: Iterator[Any] = iterate_batches(
@@ -238,8 +245,8 @@ class Training:
 
     def _same(self) -> dict[str, Any]:
         settings = {name: getattr(self._arguments, name) for name in _SAME}
-        ours = {"rows": len(self._dataset), "loss_scale": self._options.loss_scale}
-        return settings | ours
+        scale = read_loss_scale(self._arguments.loss_scale)
+        return settings | {"rows": len(self._dataset), "loss_scale": scale}
 
     def _resume(self) -> None:
         # Only rank 0 needs the folder.

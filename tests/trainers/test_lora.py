@@ -19,7 +19,7 @@ from support.ring import run_ranks
 from mlx_gradscale.diagnostics import ScaleHistory
 from mlx_gradscale.float32_layers import list_float32_layers, save_float32_layers
 from mlx_gradscale.trainers import lora_training
-from mlx_gradscale.trainers.lora import main, read_options
+from mlx_gradscale.trainers.lora import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:.*swig.*")
 
@@ -277,14 +277,20 @@ def test_unknown_lora_flag_is_an_error_of_the_parser(capsys):
         (["--loss-scale", "much"], "loss_scale must be dynamic, off or a positive"),
         (["--loss-scale", "0"], "scale must be positive and finite"),
         (["--max-grad-norm", "-1"], "max_grad_norm must be a positive number, got -1"),
-        (["--history", "run.txt"], "history must be a .csv or .jsonl file"),
-        (["--float32-layers", "none.json"], "file none.json does not exist"),
+        (["--history", "run.txt"], "must end in .csv or .jsonl, got 'run.txt'"),
+        (["--float32-layers", "none.json"], "none.json"),
         (["--resume"], "There is no checkpoint to resume from"),
+        (["-c", "dtype: float8"], "dtype must be one of float16, bfloat16, float32"),
+        (["-c", "masters: none"], 'masters must be "float32" or "remainder"'),
     ],
 )
 def test_wrong_value_of_a_lora_flag_is_an_error_in_one_line(
     flags, sentence, place, tmp_path, capsys
 ):
+    if flags[0] == "-c":
+        config = tmp_path / "config.yaml"
+        config.write_text(flags[1])
+        flags = ["-c", config]
     assert main(arguments(place, tmp_path / "a", *flags)) == 1
     assert sentence in capsys.readouterr().err
 
@@ -294,29 +300,26 @@ def test_an_error_of_mlx_lm_keeps_its_traceback(place, tmp_path):
         main(arguments(place, tmp_path / "a", "--num-layers", "9"))
 
 
-def test_a_yaml_file_can_set_our_options():
-    def read(**given):
-        return read_options(types.SimpleNamespace(**given))
-
-    options = read(loss_scale=False, dtype="bfloat16", max_grad_norm=2)
-    assert options.dtype == mx.bfloat16
-    assert (options.loss_scale, options.max_grad_norm) == (1.0, 2.0)
-    assert read(loss_scale=1024).loss_scale == 1024.0
-    assert read(loss_scale=True).loss_scale == "dynamic"
-    assert read(masters="remainder").masters == "remainder"
-    with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16"):
-        read(dtype="float8")
-    with pytest.raises(ValueError, match='masters must be "float32" or "remainder"'):
-        read(masters="none")
-
-
-@pytest.mark.parametrize("scale", ["off", "128"])
-def test_loss_scale_flag_turns_scaling_off_or_keeps_it_fixed(scale, place, tmp_path):
-    history = tmp_path / "run.csv"
-    flags = ("--iters", "2", "--loss-scale", scale, "--history", history)
+@pytest.mark.parametrize(
+    ("how", "given", "wanted"),
+    [
+        ("flag", "off", (1.0, mx.float16)),
+        ("flag", "128", (128.0, mx.float16)),
+        ("YAML", "loss_scale: off\ndtype: bfloat16", (1.0, mx.bfloat16)),
+        ("YAML", "loss_scale: 1024\nmasters: remainder", (1024.0, mx.float16)),
+    ],
+)
+def test_loss_scale_can_be_off_or_fixed(how, given, wanted, place, tmp_path):
+    history, flags = tmp_path / "run.csv", ("--loss-scale", given)
+    if how == "YAML":
+        config = tmp_path / "config.yaml"
+        config.write_text(given)
+        flags = ("-c", config)
+    flags = ("--iters", "2", *flags, "--history", history)
     assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
-    wanted = 1.0 if scale == "off" else 128.0
-    assert [(s, ok) for *_, s, ok in losses(history)] == [(wanted, True)] * 2
+    assert [(s, ok) for *_, s, ok in losses(history)] == [(wanted[0], True)] * 2
+    saved = mx.load(str(tmp_path / "a/adapters.safetensors"))
+    assert {x.dtype for x in saved.values()} == {wanted[1]}
 
 
 def test_float32_layers_are_those_of_the_model_that_is_trained(
