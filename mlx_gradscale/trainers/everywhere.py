@@ -1,11 +1,13 @@
 """``everywhere()``: loss scaling in a trainer that creates its own optimizer and loss.
 
-In all threads, gradients come from a scaled loss and update its scale immediately, so
-that it adapts no matter what the trainer does with them. Steps go through a
-``GuardedOptimizer`` alongside the trainer's own optimizer, whose state, pickles and
-learning rate stay the trainer's. Functions that the trainer compiles capture our state.
+It replaces MLX's gradient functions, optimizer steps and ``mx.compile`` in all threads.
+Gradients come from a scaled loss and update its scale immediately, so that the scale
+adapts no matter what the trainer does with them. A ``GuardedOptimizer`` takes each step
+in place of the trainer's optimizer and shares its state, so the trainer can still read,
+set and pickle it. Functions that the trainer compiles also capture our state.
 """
 
+import os
 import sys
 import threading
 import weakref
@@ -14,6 +16,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -47,13 +50,13 @@ def everywhere(
     loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
     float32 master weights and skips non-finite steps. This applies to all threads, to
     existing optimizers and to functions that the trainer compiles, which run uncompiled
-    until their first training step is done. On exit, MLX is restored, with a warning if
-    all steps were skipped.
+    until their first training step is done. On exit, MLX's functions are restored, and
+    a warning is issued if all steps were skipped.
 
-    It does not affect a trainer that updates weights without an ``mlx.optimizers``
-    optimizer. Before entering the context, it must not have compiled its step, created
-    its gradient function, or imported ``compile``, ``grad`` or ``value_and_grad`` by
-    name. Gradients of a parameter tree are scaled if the tree is the first argument.
+    The trainer must update its weights with an ``mlx.optimizers`` optimizer. It must
+    compile its step and create its gradient function inside the context, and import
+    ``compile``, ``grad`` and ``value_and_grad`` by name only there. Gradients of a
+    parameter tree are scaled if the tree is the first argument.
 
     Args:
         init_scale (float, optional): The initial loss scale of each model. Default:
@@ -67,8 +70,8 @@ def everywhere(
             :class:`LossScaleOptimizer`.
 
     Yields:
-        Everywhere: ``scalers`` are the scalers in use; ``report()`` says how many
-        gradients overflowed and how many steps were applied.
+        Everywhere: ``scalers`` lists the scalers in use; ``report()`` returns lines
+        with the numbers of overflowed gradients and applied steps.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -109,7 +112,7 @@ class _Part:
         self.name = type(owner).__name__
         self.guard = guard
         self.scaler: GradScaler = getattr(guard, "scaler", guard)
-        # Counted here, because compiled functions capture this dict anyway.
+        # The count is stored in a dict that compiled functions capture anyway.
         self.scaler.state["total"] = mx.array(0)
 
     def n_applied_and_skipped(self) -> tuple[int, int]:
@@ -148,7 +151,7 @@ class Everywhere:
         return lines
 
     def warn_at_end(self) -> None:
-        """Warn if an optimizer did not train, or if the trainer was not reached."""
+        """Warn if all steps were skipped, or if steps or losses were missed."""
         steps = [part for part in self._parts if part.scaler not in self.scalers]
         for part in steps:
             warn_if_untrained(part.name, *part.n_applied_and_skipped())
@@ -162,7 +165,7 @@ class Everywhere:
             )
 
     def find(self, owner: Any, make: _Fn) -> _Part:
-        """Return our part for a model or an optimizer, creating it if needed."""
+        """Return the part of a model or an optimizer, and create it if needed."""
         self.n_calls += 1
         part = next((part for part in self._parts if part.owner() is owner), None)
         if part is None:
@@ -177,15 +180,16 @@ class Everywhere:
         """
         for part in self._parts:
             if part.owner() is None:
-                part.guard = part.scaler  # frees all but the counts for the report
+                # Free the master weights, but keep the counts for the report.
+                part.guard = part.scaler
         self.state[:] = [part.guard.state for part in self._parts]
         with suppress(ValueError):  # MLX does not evaluate inside a trace
             mx.async_eval(self.state)
 
     def has_half(self, model: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether to scale; warn once about a model that needs no scaling."""
+        """Return whether to scale the loss; warn once about a float32 model."""
         if model is None:
-            return isinstance(args[0], CONTAINERS) and _has_half(args[0])
+            return any(isinstance(x, CONTAINERS) and _has_half(x) for x in args[:1])
         if self.compute_dtype is not None or _has_half(model):
             return True
         if not self._has_warned:
@@ -201,7 +205,7 @@ class Everywhere:
         return GradScaler(2.0**10 if self.init_scale is None else self.init_scale)
 
     def prepare(self, model: Any, loss_fn: _Fn, batch: Any) -> GradScaler:
-        """Return a scaler for a model; without one, it is that of parameter trees."""
+        """Return a new scaler for a model, or for parameter trees if it is None."""
         from .. import find_float32_layers, float32_layers
 
         dtype, where = self.compute_dtype, self.float32_layers
@@ -228,7 +232,7 @@ class Everywhere:
             part = self.find(optimizer, lambda: self.make_guard(optimizer))
             try:
                 new = part.guard.apply_gradients(gradients, parameters)
-            except ValueError:  # a parameter that it has not seen before
+            except ValueError:  # there are parameters that it has not seen before
                 part.guard.init(tree_map(lambda _, x: x, gradients, parameters))
                 new = part.guard.apply_gradients(gradients, parameters)
             part.scaler.state["total"] += 1
@@ -265,8 +269,12 @@ def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
         )
 
 
-# The replacements of MLX's functions, with the original as their first argument.
+# The replacements of MLX's functions. Their first argument is the original function.
 
+# The folders of MLX and of this package.
+_OWN_FOLDERS = tuple(
+    os.path.join(Path(f).parents[1], "") for f in (nn.__file__, __file__)
+)
 _lock = threading.Lock()
 _originals: list[tuple[Any, str, Any]] = []
 #: The contexts that were entered; the last one is active.
@@ -309,8 +317,8 @@ def _replacement(original: _Fn, ours: _Fn) -> _Fn:
 
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        is_plain = caller in ("mlx", "mlx_gradscale") or _current() is None
+        is_own = sys._getframe(1).f_code.co_filename.startswith(_OWN_FOLDERS)
+        is_plain = is_own or _current() is None
         return (original if is_plain else ours)(*args, **kwargs)
 
     return replacement

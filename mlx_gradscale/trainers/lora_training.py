@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -48,7 +49,7 @@ class Training:
         self._arguments = arguments
         self._folder = Path(arguments.adapter_path) / FOLDER
         # The position in the run. Each epoch has its own order of batches.
-        self._iteration = self._epoch = self._batch = self._trained_tokens = 0
+        self._at = SimpleNamespace(iteration=0, epoch=0, batch=0, trained_tokens=0)
         #: Whether mlx-lm has called :meth:`train`.
         self.was_called = False
 
@@ -84,7 +85,7 @@ class Training:
         if self._arguments.history and self._world.rank() == 0:
             history = ScaleHistory(self._arguments.history)
         with history as self._history, TrainUI(args.iters, self._world.rank()) as ui:
-            for _ in range(self._iteration):
+            for _ in range(self._at.iteration):
                 ui.advance()
             self._loop(ui, val_dataset)
         self._save_adapters(Path(args.adapter_file))
@@ -93,7 +94,7 @@ class Training:
         warn_if_untrained(type(optimizer).__name__, applied, skipped)
 
     def prepare(self, model: nn.Module) -> None:
-        """Cast the model to ``--dtype``, except for its ``--float32-layers``."""
+        """Cast the model to ``--dtype`` and select its ``--float32-layers``."""
         dtype, layers = self._arguments.dtype, self._arguments.float32_layers
         # Some mlx-lm models exclude weights from casting, such as those of a router.
         is_cast = getattr(model, "cast_predicate", lambda path: True)
@@ -113,7 +114,7 @@ class Training:
             dataset=self._dataset,
             batch_size=self._args.batch_size,
             max_seq_length=self._args.max_seq_length,
-            seed=self._arguments.seed + self._epoch,
+            seed=self._arguments.seed + self._at.epoch,
             comm_group=self._world,
         )
         return batches
@@ -121,10 +122,10 @@ class Training:
     def _iterate(self) -> Iterator[Any]:
         """Yield batches indefinitely, starting at the current position."""
         while True:
-            for batch in islice(self._iterate_epoch(), self._batch, None):
-                self._batch += 1
+            for batch in islice(self._iterate_epoch(), self._at.batch, None):
+                self._at.batch += 1
                 yield batch
-            self._epoch, self._batch = self._epoch + 1, 0
+            self._at.epoch, self._at.batch = self._at.epoch + 1, 0
 
     def _make_step(self) -> Callable[..., Any]:
         model, optimizer = self._model, self.optimizer
@@ -149,7 +150,7 @@ class Training:
         is_due, grads = False, None
         losses = tokens = mx.array(0.0)
         n_steps, seconds = 0, 0.0
-        for it in range(self._iteration + 1, args.iters + 1):
+        for it in range(self._at.iteration + 1, args.iters + 1):
             batch = next(batches)
             is_last = it == args.iters
             if val_dataset and (it == 1 or it % args.steps_per_eval == 0 or is_last):
@@ -162,7 +163,7 @@ class Training:
             if mx.get_cache_memory() > args.clear_cache_threshold:
                 mx.clear_cache()
             seconds += time.perf_counter() - start
-            self._iteration = it
+            self._at.iteration = it
             ui.advance()
             if self._history is not None:
                 self._history.record(self.optimizer, loss=loss, step=it)
@@ -211,16 +212,18 @@ class Training:
             mx.distributed.all_sum(x, group=self._world, stream=mx.cpu).item()
             for x in (loss / self._world.size(), tokens)
         )
-        self._trained_tokens += int(tokens)
-        ui.report_train(self._iteration, loss, tokens / seconds, self._trained_tokens)
+        self._at.trained_tokens += int(tokens)
+        ui.report_train(
+            self._at.iteration, loss, tokens / seconds, self._at.trained_tokens
+        )
         self._callback.on_train_loss_report(
             {
-                "iteration": self._iteration,
+                "iteration": self._at.iteration,
                 "train_loss": loss,
                 "learning_rate": float(self.optimizer.learning_rate),
                 "iterations_per_second": n_steps / seconds,
                 "tokens_per_second": tokens / seconds,
-                "trained_tokens": self._trained_tokens,
+                "trained_tokens": self._at.trained_tokens,
                 "peak_memory": mx.get_peak_memory() / 1e9,
             }
         )
@@ -236,10 +239,7 @@ class Training:
             self._model,
             self.optimizer,
             frozen=False,
-            iteration=self._iteration,
-            epoch=self._epoch,
-            batch=self._batch,
-            trained_tokens=self._trained_tokens,
+            position=vars(self._at),
             same=self._same(),
         )
 
@@ -249,12 +249,6 @@ class Training:
         return settings | {"rows": len(self._dataset), "loss_scale": scale}
 
     def _resume(self) -> None:
-        # Only rank 0 needs the folder.
-        if self._world.size() == 1 and not self._folder.is_dir():
-            raise FileNotFoundError(
-                f"There is no checkpoint to resume from in {self._folder}. Run without "
-                "--resume first; it saves a checkpoint every --save-every iterations."
-            )
         saved = restore_checkpoint(self._folder, self._model, self.optimizer)
         for name, now in self._same().items():
             was = saved["same"].get(name)
@@ -264,16 +258,9 @@ class Training:
                     f"{name} {now}. Resume with the same value, or start a new run "
                     "from its weights with --resume-adapter-file."
                 )
-        self._iteration, self._epoch = saved["iteration"], saved["epoch"]
-        self._batch, self._trained_tokens = saved["batch"], saved["trained_tokens"]
+        self._at = SimpleNamespace(**saved["position"])
         if not self._arguments.lr_schedule:
             # The learning rate of the command overrides that of the checkpoint.
-            was = float(self.optimizer.learning_rate)
             self.optimizer.learning_rate = self._arguments.learning_rate
-            now = float(self.optimizer.learning_rate)
-            if was != now:
-                rprint(f"The learning rate changed from {was:g} to {now:g}.")
-        if self._arguments.iters <= self._iteration:
-            rprint(
-                f"All {self._iteration} iterations are done. Raise --iters to continue."
-            )
+        if self._arguments.iters <= self._at.iteration:
+            rprint("All iterations are done. Raise --iters to continue.")

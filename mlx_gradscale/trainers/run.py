@@ -13,6 +13,11 @@ import mlx.core as mx
 
 from .everywhere import everywhere
 
+_NOTHING = (
+    "No gradients were scaled. Either the script does its own loss scaling, or no "
+    "model is in half precision (see --compute-dtype)."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script or a module with loss scaling and master weights.
@@ -44,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             here = stack.enter_context(context)
         except ValueError as error:
             parser.error(str(error))
-        stack.callback(lambda: print(_summary(here.report()), file=sys.stderr))
+        stack.callback(
+            lambda: print(*here.report() or [_NOTHING], sep="\n", file=sys.stderr)
+        )
         # Like Python, use the script's folder, or the current one for a module.
         folder = os.path.abspath("" if options.module else os.path.dirname(script))
         arguments = [script, *options.arguments]
@@ -55,13 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             runpy.run_path(script, run_name="__main__")
     return 0
-
-
-def _summary(lines: list[str]) -> str:
-    return "\n".join(lines) or (
-        "No gradients were scaled. Either the script does its own loss scaling, or no "
-        "model is in half precision (see --compute-dtype)."
-    )
 
 
 def _make_parser() -> argparse.ArgumentParser:
