@@ -63,7 +63,7 @@ class Training:
         val_dataset: Any = None,
         training_callback: Any = None,
     ) -> None:
-        """Replacement for mlx-lm's ``train``."""
+        """Train the model; the command calls this instead of mlx-lm's ``train``."""
         self.was_called = True
         self._world = mx.distributed.init()
         self._model, self._args = model, args

@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (list, optional): Default: the arguments of the process.
 
     Returns:
-        int: 0. A script that exits keeps its own exit code, after the summary.
+        int: 0. If the script exits or fails, its exception propagates after the
+        summary is printed.
     """
     parser = _make_parser()
     options = parser.parse_args(argv)

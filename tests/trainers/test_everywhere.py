@@ -1,4 +1,4 @@
-"""``everywhere()``: trainers that make their own optimizer and loss."""
+"""``everywhere()``: trainers that create their own optimizer and loss."""
 
 import copy
 import gc
@@ -37,7 +37,7 @@ def is_as_before():
 
 
 def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps=6):
-    """A trainer as others write them: nothing can be handed in."""
+    """Train like a third-party trainer that accepts neither optimizer nor loss."""
     mx.random.seed(3)
     model = Mlp(dtype=dtype)
     loss_and_grad = nn.value_and_grad(model, lambda x, y: 1e-3 * mse(model)(x, y))
@@ -213,7 +213,7 @@ def test_a_gradient_inside_of_a_loss_is_not_scaled():
     assert found[1] == pytest.approx(found[0], rel=0.01)
 
 
-def test_a_training_loop_in_a_worker_thread_is_reached():
+def test_a_training_loop_in_a_worker_thread_is_scaled():
     found = []
     with everywhere() as here:
         worker = threading.Thread(target=lambda: found.append(train()[0]))

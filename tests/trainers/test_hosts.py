@@ -305,7 +305,7 @@ def test_gradients_of_other_arguments_than_the_first_are_those_of_mlx():
 
 
 class Host:
-    """An optimizer, as hosts that mind bad gradients themselves call it."""
+    """An optimizer behind a host's own check for bad gradients."""
 
     def __init__(self, guard):
         self.optimizer, self.guard = optim.AdamW(1e-2), guard
