@@ -121,6 +121,8 @@ def test_lora_follows_mlx_lm_in_float32(place, tmp_path, monkeypatch):
         assert sum(found[3 * i : 3 * i + 3]) / 3 == pytest.approx(loss, rel=0.02)
     config = json.loads((tmp_path / "ours/adapter_config.json").read_text())
     assert config["fine_tune_type"] == "lora"
+    saved = mx.load(str(tmp_path / "ours/adapters.safetensors"))
+    assert {x.dtype for x in saved.values()} == {mx.float16}
 
 
 def test_qlora_learns(place, tmp_path):
