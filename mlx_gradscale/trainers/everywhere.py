@@ -1,9 +1,10 @@
 """``everywhere()``: loss scaling in a trainer that creates its own optimizer and loss.
 
-In all threads, gradients come from a scaled loss and update its scale immediately, so
-that it adapts no matter what the trainer does with them. Steps go through a
-``GuardedOptimizer`` alongside the trainer's own optimizer, whose state, pickles and
-learning rate stay the trainer's. Functions that the trainer compiles capture our state.
+It replaces MLX's gradient functions, optimizer steps and ``mx.compile`` in all threads.
+Gradients come from a scaled loss and update its scale immediately, so that the scale
+adapts no matter what the trainer does with them. A ``GuardedOptimizer`` takes each step
+in place of the trainer's optimizer and shares its state, so the trainer can still read,
+set and pickle it. Functions that the trainer compiles also capture our state.
 """
 
 import os
@@ -30,15 +31,15 @@ from ..core.notices import warn_user
 from ..core.optimizer import GuardedOptimizer
 from ..core.scale import count_step, next_scale
 from ..core.scaler import GradScaler
-from ..core.trees import CONTAINERS, flatten, leaves
+from ..core.trees import CONTAINERS, leaves
 
 _Fn = Callable[..., Any]
 
 
 @contextmanager
 def everywhere(
-    make_scaler: Callable[[], GradScaler] | None = None,
     *,
+    init_scale: float | None = None,
     compute_dtype: mx.Dtype | None = None,
     float32_layers: Any = None,
     **arguments: Any,
@@ -49,17 +50,17 @@ def everywhere(
     loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
     float32 master weights and skips non-finite steps. This applies to all threads, to
     existing optimizers and to functions that the trainer compiles, which run uncompiled
-    until their first training step is done. On exit, MLX is restored, with a warning if
-    all steps were skipped.
+    until their first training step is done. On exit, MLX's functions are restored, and
+    a warning is issued if all steps were skipped.
 
-    It does not affect a trainer that updates weights without an ``mlx.optimizers``
-    optimizer. Before entering the context, it must not have compiled its step, created
-    its gradient function, or imported ``compile``, ``grad`` or ``value_and_grad`` by
-    name. Gradients of a parameter tree are scaled if the tree is the first argument.
+    The trainer must update its weights with an ``mlx.optimizers`` optimizer. It must
+    compile its step and create its gradient function inside the context, and import
+    ``compile``, ``grad`` and ``value_and_grad`` by name only there. Gradients of a
+    parameter tree are scaled if the tree is the first argument.
 
     Args:
-        make_scaler (Callable, optional): Returns the scaler for each model. Default: a
-            ``GradScaler`` whose scale is found on the first batch.
+        init_scale (float, optional): The initial loss scale of each model. Default:
+            found on the first batch.
         compute_dtype (Dtype, optional): Compute in this dtype for float32 models.
             Default: the model's own dtype.
         float32_layers (Any, optional): Layers that compute in float32, as for
@@ -69,8 +70,8 @@ def everywhere(
             :class:`LossScaleOptimizer`.
 
     Yields:
-        Everywhere: ``scalers`` are the scalers in use; ``report()`` says how many
-        gradients overflowed and how many steps were applied.
+        Everywhere: ``scalers`` lists the scalers in use; ``report()`` returns lines
+        with the numbers of overflowed gradients and applied steps.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -85,9 +86,10 @@ def everywhere(
         >>> here.report()[-1]
         'AdamW: 1 steps applied, 0 skipped'
     """
+    here = Everywhere(init_scale, compute_dtype, float32_layers, arguments)
     # Raise here if an argument is invalid, not in the trainer's first step.
-    GuardedOptimizer(SGD(0.0), **arguments)
-    here = Everywhere(make_scaler, compute_dtype, float32_layers, arguments)
+    here.make_scaler()
+    here.make_guard(SGD(0.0))
     with _lock:
         if not _entered:
             _replace_functions()
@@ -99,124 +101,98 @@ def everywhere(
             _entered.remove(here)
             while _originals and not _entered:
                 setattr(*_originals.pop())
-    here.warn_at_end()
+        here.warn_at_end()
 
 
 class _Part:
-    """Our state for one model or one optimizer, with a count of its uses."""
+    """Our scaler for one model, or our guard for one optimizer."""
 
-    def __init__(self, owner: Any, scaler: GradScaler):
+    def __init__(self, owner: Any, guard: Any):
         self.owner = weakref.ref(owner)
-        self.scaler = scaler
-        self.count = {"count": mx.array(0)}
-
-    @property
-    def state(self) -> list[Any]:
-        """The state that compiled functions have to capture."""
-        return [self.count, self.scaler.state]
+        self.name = type(owner).__name__
+        self.guard = guard
+        self.scaler: GradScaler = getattr(guard, "scaler", guard)
+        # The count is stored in a dict that compiled functions capture anyway.
+        self.scaler.state["total"] = mx.array(0)
 
     def n_applied_and_skipped(self) -> tuple[int, int]:
         skipped: Any = self.scaler.skipped_steps.item()
-        total: Any = self.count["count"].item()
+        total: Any = self.scaler.state["total"].item()
         return total - skipped, skipped
-
-
-class _Gradients(_Part):
-    """The scaler of one model."""
-
-    def update_scale(self, gradients: Any) -> None:
-        # Check the scaled arrays, if known: the unscaled ones may never be computed.
-        sources = [getattr(g, "source", None) or (g,) for g in leaves(gradients)]
-        finite, state = all_finite([x for x, *_ in sources]), self.scaler.state
-        state.update(count_step(state, finite) | next_scale(state, finite))
-        self.count["count"] += 1
-
-    def __str__(self) -> str:
-        n, bad = self.n_applied_and_skipped()
-        scale = f"loss scale {self.scaler.get_scale():g}"
-        return f"{scale}, {bad} of {n + bad} gradients overflowed"
-
-
-class _Steps(_Part):
-    """The guard of one optimizer."""
-
-    def __init__(self, optimizer: Optimizer, arguments: dict[str, Any]):
-        # A twin that shares all attributes, so that we do not keep the trainer's alive.
-        twin = object.__new__(type(optimizer))
-        twin.__dict__ = vars(optimizer)
-        self._guarded: Any = GuardedOptimizer(twin, **arguments)
-        super().__init__(optimizer, self._guarded.scaler)
-        self.name = type(optimizer).__name__
-        self._paths: set[str] = set()
-
-    @property
-    def state(self) -> list[Any]:
-        if self.owner() is None:
-            self._guarded = None  # the counts stay for the report
-        return [*super().state, self._guarded.state if self._guarded else {}]
-
-    def take(self, gradients: Any, parameters: Any) -> Any:
-        trained = tree_map(lambda _, parameter: parameter, gradients, parameters)
-        paths = {path for path, _ in flatten(trained)}
-        if not paths <= self._paths:
-            self._guarded.init(trained)
-            self._paths |= paths
-        self.count["count"] += 1
-        return self._guarded.apply_gradients(gradients, parameters)
-
-    def __str__(self) -> str:
-        n, bad = self.n_applied_and_skipped()
-        return f"{self.name}: {n} steps applied, {bad} skipped"
 
 
 @dataclass(eq=False)
 class Everywhere:
-    """The scalers and guarded steps of one ``with everywhere()`` block."""
+    """The scalers and guarded optimizers of one ``with everywhere()`` block."""
 
-    make_scaler: Callable[[], GradScaler] | None
+    init_scale: float | None
     compute_dtype: mx.Dtype | None
     float32_layers: Any
     arguments: dict[str, Any]
+    #: One scaler per model, and one for all parameter trees without a model.
+    scalers: list[GradScaler] = field(default_factory=list)
     #: The state that compiled functions have to capture.
     state: list[Any] = field(default_factory=list)
     #: The number of gradients and steps that ran as Python code.
     n_calls: int = 0
-    _parts: list[Any] = field(default_factory=list)
+    _parts: list[_Part] = field(default_factory=list)
     _has_warned: bool = False
-
-    @property
-    def scalers(self) -> list[GradScaler]:
-        """One scaler per model, and one for all parameter trees without a model."""
-        return [each.scaler for each in self._parts if isinstance(each, _Gradients)]
 
     def report(self) -> list[str]:
         """Return one line for each scaler and each optimizer in use."""
-        return [str(each) for each in self._parts]
+        lines = []
+        for part in self._parts:
+            good, bad = part.n_applied_and_skipped()
+            if part.scaler in self.scalers:
+                scale = f"loss scale {part.scaler.get_scale():g}"
+                lines.append(f"{scale}, {bad} of {good + bad} gradients overflowed")
+            else:
+                lines.append(f"{part.name}: {good} steps applied, {bad} skipped")
+        return lines
 
     def warn_at_end(self) -> None:
-        """Warn if an optimizer did not train, or if no step was guarded."""
-        steps = [each for each in self._parts if isinstance(each, _Steps)]
-        for each in steps:
-            warn_if_untrained(each.name, *each.n_applied_and_skipped())
-        if self._parts and not steps:
+        """Warn if all steps were skipped, or if steps or losses were missed."""
+        steps = [part for part in self._parts if part.scaler not in self.scalers]
+        for part in steps:
+            warn_if_untrained(part.name, *part.n_applied_and_skipped())
+        if bool(steps) != bool(self.scalers):
+            only, missing = ("steps", "losses") if steps else ("losses", "steps")
             warn_user(
-                "Gradients were computed, but no mlx.optimizers.Optimizer took a step. "
-                "Weights that are updated in another way are not protected against "
-                "non-finite gradients."
-            )
-        if steps and not self.scalers:
-            warn_user(
-                "Steps were guarded, but no gradients came from a scaled loss, so "
-                "small float16 gradients may have been lost. Import value_and_grad, "
-                "and create the gradient function, inside everywhere()."
+                f"Only the {only} of this trainer were intercepted, not its {missing}, "
+                "so float16 training may fail. Inside everywhere(), import "
+                "value_and_grad, create the gradient function, and update the weights "
+                "with an optimizer from mlx.optimizers."
             )
 
-    def has_work(self, tree: Any, is_model: bool = True) -> bool:
-        """Return whether this runs in half precision; warn once if a model does not."""
-        dtypes = {x.dtype for x in leaves(tree) if isinstance(x, mx.array)}
-        if not dtypes.isdisjoint(HALF) or (is_model and self.compute_dtype is not None):
+    def find(self, owner: Any, make: _Fn) -> _Part:
+        """Return the part of a model or an optimizer, and create it if needed."""
+        self.n_calls += 1
+        part = next((part for part in self._parts if part.owner() is owner), None)
+        if part is None:
+            part = _Part(owner, make())
+            self._parts.append(part)
+        return part
+
+    def refresh(self) -> None:
+        """List our state for compiled functions, and evaluate it.
+
+        The trainer evaluates only its own arrays, so the graph of ours would grow.
+        """
+        for part in self._parts:
+            if part.owner() is None:
+                # Free the master weights, but keep the counts for the report.
+                part.guard = part.scaler
+        self.state[:] = [part.guard.state for part in self._parts]
+        with suppress(ValueError):  # MLX does not evaluate inside a trace
+            mx.async_eval(self.state)
+
+    def has_half(self, model: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether to scale the loss; warn once about a float32 model."""
+        if model is None:
+            return any(isinstance(x, CONTAINERS) and _has_half(x) for x in args[:1])
+        if self.compute_dtype is not None or _has_half(model):
             return True
-        if is_model and not self._has_warned:
+        if not self._has_warned:
             self._has_warned = True
             warn_user(
                 "This model has no half-precision parameters, so there is nothing to "
@@ -224,35 +200,12 @@ class Everywhere:
             )
         return False
 
-    def part_of(self, owner: Any, make: Callable[[], _Part]) -> Any:
-        """Return our state for a model or an optimizer, creating it if needed."""
-        self.n_calls += 1
-        found = next((each for each in self._parts if each.owner() is owner), None)
-        if found is None:
-            found = make()
-            self._parts.append(found)
-        return found
+    def make_scaler(self) -> GradScaler:
+        """Return a scaler for one model."""
+        return GradScaler(2.0**10 if self.init_scale is None else self.init_scale)
 
-    def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
-        """Return the new parameters, or the old ones if the step is skipped."""
-        with _busy():
-            part = self.part_of(optimizer, lambda: _Steps(optimizer, self.arguments))
-            new = part.take(gradients, parameters)
-            self.evaluate_state()
-        return new
-
-    def evaluate_state(self) -> None:
-        """List our state for compiled functions, and evaluate it.
-
-        The trainer evaluates only its own arrays, so the graph of ours would grow.
-        """
-        # A trainer may have replaced the state of its optimizer.
-        self.state[:] = [each.state for each in self._parts]
-        with suppress(ValueError):  # MLX does not evaluate inside a trace
-            mx.async_eval(self.state)
-
-    def new_scaler(self, model: Any, loss_fn: _Fn, batch: Any) -> GradScaler:
-        """Return a scaler; without a model, it is that of all parameter trees."""
+    def prepare(self, model: Any, loss_fn: _Fn, batch: Any) -> GradScaler:
+        """Return a new scaler for a model, or for parameter trees if it is None."""
         from .. import find_float32_layers, float32_layers
 
         dtype, where = self.compute_dtype, self.float32_layers
@@ -260,12 +213,31 @@ class Everywhere:
             where = find_float32_layers(model, loss_fn, [batch], compute_dtype=dtype)
         if where is not None and model is not None:
             float32_layers(model, where)
-        if self.make_scaler is not None:
-            return self.make_scaler()
-        scaler = GradScaler(2.0**10)
-        if model is not None:
+        scaler = self.make_scaler()
+        if self.init_scale is None and model is not None:
             find_first_scale(scaler, model, loss_fn, batch, dtype)
+        self.scalers.append(scaler)
         return scaler
+
+    def make_guard(self, optimizer: Optimizer) -> GuardedOptimizer:
+        """Return a guard for one optimizer."""
+        # A twin that shares all attributes, so that the trainer's can be freed.
+        twin = object.__new__(type(optimizer))
+        twin.__dict__ = vars(optimizer)
+        return GuardedOptimizer(twin, **self.arguments)
+
+    def step(self, optimizer: Optimizer, gradients: Any, parameters: Any) -> Any:
+        """Return the new parameters, or the old ones if the step is skipped."""
+        with _busy():
+            part = self.find(optimizer, lambda: self.make_guard(optimizer))
+            try:
+                new = part.guard.apply_gradients(gradients, parameters)
+            except ValueError:  # there are parameters that it has not seen before
+                part.guard.init(tree_map(lambda _, x: x, gradients, parameters))
+                new = part.guard.apply_gradients(gradients, parameters)
+            part.scaler.state["total"] += 1
+            self.refresh()
+        return new
 
 
 def find_first_scale(
@@ -297,11 +269,11 @@ def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
         )
 
 
-# What is replaced. MLX's original is the first argument of each replacement.
+# The replacements of MLX's functions. Their first argument is the original function.
 
 # The folders of MLX and of this package.
 _OWN_FOLDERS = tuple(
-    f"{Path(file).parents[1]}{os.sep}" for file in (nn.__file__, __file__)
+    os.path.join(Path(f).parents[1], "") for f in (nn.__file__, __file__)
 )
 _lock = threading.Lock()
 _originals: list[tuple[Any, str, Any]] = []
@@ -353,21 +325,15 @@ def _replacement(original: _Fn, ours: _Fn) -> _Fn:
 
 
 def _model_gradient(original: _Fn, model: nn.Module, fn: _Fn) -> _Fn:
-    def scaled(scaler: GradScaler, dtype: mx.Dtype | None) -> _Fn:
-        return scaler.value_and_grad(model, fn, dtype)
-
-    return _gradient(original(model, fn), fn, scaled, model)
+    return _gradient(original(model, fn), fn, model)
 
 
 def _tree_gradient(
     original: _Fn, fun: _Fn, argnums: Any = None, argnames: Any = ()
 ) -> _Fn:
-    def scaled(scaler: GradScaler, _: Any) -> Any:
-        return original(scaler.scale_loss(fun))
-
     plain = original(fun, argnums, argnames)
     is_first = argnums in (None, 0) and not argnames
-    return _gradient(plain, fun, scaled, None) if is_first else plain
+    return _gradient(plain, fun, None) if is_first else plain
 
 
 def _grad(_: _Fn, fun: _Fn, *args: Any, **kwargs: Any) -> _Fn:
@@ -375,41 +341,46 @@ def _grad(_: _Fn, fun: _Fn, *args: Any, **kwargs: Any) -> _Fn:
     return wraps(fun)(lambda *args, **kwargs: value_and_grad(*args, **kwargs)[1])
 
 
-def _gradient(plain: _Fn, fn: _Fn, scaled: _Fn, model: Any) -> _Fn:
+def _gradient(plain: _Fn, fn: _Fn, model: nn.Module | None) -> _Fn:
     @wraps(fn)
     def gradient_fn(*args: Any, **kwargs: Any) -> Any:
-        here, tree = _current(), model
-        if model is None:
-            tree = args[0] if args and isinstance(args[0], CONTAINERS) else ()
+        here = _current()
         is_scaled = hasattr(fn, "has_scaled_gradient")  # comes from scale_loss()
         with _busy():
-            if here is None or is_scaled or not here.has_work(tree, model is not None):
+            if here is None or is_scaled or not here.has_half(model, args):
                 return plain(*args, **kwargs)
-            here.evaluate_state()
             owner, loss_fn = here if model is None else model, partial(fn, **kwargs)
-            part = here.part_of(
-                owner, lambda: _Gradients(owner, here.new_scaler(model, loss_fn, args))
-            )
-            compute = scaled(part.scaler, here.compute_dtype)
+            part = here.find(owner, lambda: here.prepare(model, loss_fn, args))
+            if model is None:
+                compute = mx.value_and_grad(part.scaler.scale_loss(fn))
+            else:
+                compute = part.scaler.value_and_grad(model, fn, here.compute_dtype)
             value, gradients = compute(*args, **kwargs)
-            part.update_scale(gradients)
+            # Check the scaled arrays if possible: the others may never be computed.
+            sources = [getattr(g, "source", None) or (g,) for g in leaves(gradients)]
+            finite, state = all_finite([x for x, *_ in sources]), part.scaler.state
+            state.update(count_step(state, finite) | next_scale(state, finite))
+            state["total"] += 1
+            here.refresh()
             return value, gradients
 
     return gradient_fn
 
 
+def _update(_: _Fn, self: Any, model: nn.Module, gradients: Any) -> None:
+    apply_gradients = type(self).apply_gradients
+    model.update(_apply_gradients(apply_gradients, self, gradients, model))
+
+
 def _apply_gradients(original: _Fn, self: Any, gradients: Any, parameters: Any) -> Any:
     here = _entered[-1]
-    step = here.step if here.has_work(parameters) else original
+    step = here.step if here.scalers or _has_half(parameters) else original
     return step(self, gradients, parameters)
 
 
-def _update(original: _Fn, self: Any, model: nn.Module, gradients: Any) -> None:
-    here = _entered[-1]
-    if here.has_work(model):
-        model.update(here.step(self, gradients, model))
-    else:
-        original(self, model, gradients)
+def _has_half(tree: Any) -> bool:
+    dtypes = {x.dtype for x in leaves(tree) if isinstance(x, mx.array)}
+    return not dtypes.isdisjoint(HALF)
 
 
 def _compile(
@@ -438,12 +409,11 @@ def _compile(
             n_calls = here.n_calls
             result = fun(*args, **kwargs)
             if here.n_calls > n_calls:
-                state = [*captured.values(), here.state]
-                trained = here, compile_step(fun, state)
+                trained = here, compile_step(fun, [*captured.values(), here.state])
             return result
-        here.evaluate_state()
+        here.refresh()
         result = trained[1](*args, **kwargs)
-        here.evaluate_state()
+        here.refresh()
         return result
 
     return compiled

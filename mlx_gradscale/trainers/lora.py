@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import SGD, Optimizer
-from mlx.utils import tree_map_with_path
 
 from ..commands import run_command
 from ..core.optimizer import LossScaleOptimizer
@@ -79,11 +77,13 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         host = _import_host()
-        build_parser, run = host.build_parser, host.run
         with (
             patch.object(sys, "argv", ["mlx_gradscale lora", *arguments]),
-            patch.object(host, "build_parser", lambda: _add_flags(build_parser())),
-            patch.object(host, "run", partial(_run, host, run)),
+            patch.multiple(
+                host,
+                build_parser=partial(_build_parser, host.build_parser),
+                run=partial(_run, host, host.run),
+            ),
         ):
             host.main()
     except (ImportError, OSError, ValueError) as error:
@@ -100,7 +100,7 @@ def _import_host() -> Any:
     """Return ``mlx_lm.lora``, or raise an ``ImportError`` that says what to install."""
     try:
         from mlx_lm import lora
-        from mlx_lm.lora import build_parser, evaluate, load, main, run, train  # noqa: F401
+        from mlx_lm.lora import build_parser, evaluate, main, run, train  # noqa: F401
 
         from . import lora_training  # noqa: F401
     except ImportError as error:
@@ -110,7 +110,8 @@ def _import_host() -> Any:
     return lora
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = build()
     group = parser.add_argument_group("loss scaling (mlx_gradscale)")
     for name, options in _FLAGS.items():
         group.add_argument(f"--{name}", **options)
@@ -123,34 +124,22 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def read_options(arguments: Any) -> SimpleNamespace:
-    """Return our validated options, some of which may come from a YAML file.
-
-    Returns:
-        SimpleNamespace: The flags by name. ``loss_scale`` is ``"dynamic"`` or a number,
-        1.0 if it is off.
-    """
-    names = [name.replace("-", "_") for name in _FLAGS]
-    options = SimpleNamespace(**{x: getattr(arguments, x, None) for x in names})
-    if options.dtype not in (None, *_DTYPES):
-        choices = ", ".join(_DTYPES)
-        raise ValueError(f"dtype must be one of {choices}, got {options.dtype}.")
-    options.dtype = options.dtype and getattr(mx, options.dtype)
-    options.masters = options.masters or "float32"
-    options.history = history = options.history and Path(options.history)
-    if history and history.suffix not in (".csv", ".jsonl"):
-        raise ValueError(f"history must be a .csv or .jsonl file, got {history}.")
-    options.float32_layers = layers = options.float32_layers and Path(
-        options.float32_layers
+def wrap_optimizer(optimizer: Optimizer, args: Any) -> LossScaleOptimizer:
+    """Wrap mlx-lm's optimizer with loss scaling and master weights."""
+    scale, world = read_loss_scale(args.loss_scale), mx.distributed.init()
+    is_group = world.size() > 1
+    return LossScaleOptimizer(
+        optimizer,
+        GradScaler() if scale == "dynamic" else GradScaler(scale, dynamic=False),
+        max_grad_norm=args.max_grad_norm,
+        masters=args.masters or "float32",
+        group=world if is_group else None,
+        average=is_group,
     )
-    if layers and not layers.is_file():
-        raise ValueError(f"The float32_layers file {layers} does not exist.")
-    options.loss_scale = _loss_scale(options.loss_scale)
-    wrap_optimizer(SGD(0.0), options)  # raises if another value is invalid
-    return options
 
 
-def _loss_scale(given: Any) -> str | float:
+def read_loss_scale(given: Any) -> Any:
+    """Return ``"dynamic"`` or a number, which is 1.0 if loss scaling is off."""
     # YAML reads off as False and on as True.
     name = str(given).lower()
     if name in ("none", "dynamic", "true"):
@@ -163,65 +152,29 @@ def _loss_scale(given: Any) -> str | float:
         ) from None
 
 
-def wrap_optimizer(
-    optimizer: Optimizer, options: SimpleNamespace
-) -> LossScaleOptimizer:
-    """Wrap mlx-lm's optimizer with loss scaling and master weights."""
-    scale, world = options.loss_scale, mx.distributed.init()
-    is_group = world.size() > 1
-    return LossScaleOptimizer(
-        optimizer,
-        GradScaler() if scale == "dynamic" else GradScaler(scale, dynamic=False),
-        max_grad_norm=options.max_grad_norm,
-        masters=options.masters,
-        group=world if is_group else None,
-        average=is_group,
-    )
-
-
 def _run(host: Any, run: Callable[..., Any], args: Any, *rest: Any) -> None:
     from .lora_training import Training
 
-    options = read_options(args)
-    training = Training(options, args)
-    load, evaluate = host.load, host.evaluate
+    # A YAML file may contain any value.
+    if args.dtype not in (None, *_DTYPES):
+        choices = ", ".join(_DTYPES)
+        raise ValueError(f"dtype must be one of {choices}, got {args.dtype}.")
+    wrap_optimizer(SGD(0.0), args)  # raises if another value is invalid
+    training, evaluate = Training(args), host.evaluate
 
-    def load_in_dtype(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        model, *others = load(*args, **kwargs)
-        if options.dtype is not None:
-            _cast(model, options.dtype)
-        return model, *others
-
-    def evaluate_in_float32(*args: Any, model: nn.Module, **kwargs: Any) -> Any:
-        if not training.was_called:
-            training.choose_float32_layers(model)
+    def evaluate_prepared(*args: Any, model: nn.Module, **kwargs: Any) -> Any:
+        training.prepare(model)
         return evaluate(*args, model=model, **kwargs)
 
-    with (
-        patch.object(host, "load", load_in_dtype),
-        patch.object(host, "evaluate", evaluate_in_float32),
-        patch.object(host, "train", training.train),
-    ):
+    with patch.multiple(host, evaluate=evaluate_prepared, train=training.train):
         run(args, *rest)
     if args.train and not training.was_called:
         raise ImportError(f"This version of mlx-lm is incompatible. {_INSTALL}")
-    if args.train and options.history and mx.distributed.init().rank() == 0:
-        _draw(options.history)
+    if args.train and args.history and mx.distributed.init().rank() == 0:
+        _plot(Path(args.history))
 
 
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    # Some mlx-lm models exclude weights from casting, such as those of a router.
-    is_cast = getattr(model, "cast_predicate", lambda path: True)
-
-    def cast(path: str, x: mx.array) -> mx.array:
-        floating = mx.issubdtype(x.dtype, mx.floating)
-        return x.astype(dtype) if floating and is_cast(path) else x
-
-    model.update(tree_map_with_path(cast, model.parameters()))
-    mx.eval(model.parameters())
-
-
-def _draw(history: Path) -> None:
+def _plot(history: Path) -> None:
     from ..plot import plot_history
 
     picture = history.with_suffix(".png")

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.cli_ui import TrainUI, rprint
 from mlx_lm.tuner.trainer import (
     default_loss,
@@ -29,8 +29,9 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..checkpoint import restore_checkpoint, save_checkpoint
 from ..compile_step import compile_step
 from ..diagnostics import LossScaleCallback, ScaleHistory
+from ..float32_layers import float32_layers
 from .everywhere import find_first_scale, warn_if_untrained
-from .lora import wrap_optimizer
+from .lora import read_loss_scale, wrap_optimizer
 
 FOLDER = "checkpoint"
 # The options that determine which rows are in which batch.
@@ -41,16 +42,14 @@ class Training:
     """One run of the command.
 
     Args:
-        options (SimpleNamespace): Our options.
-        arguments (Any): The arguments of mlx-lm.
+        arguments (Any): The arguments of the command, ours and those of mlx-lm.
     """
 
-    def __init__(self, options: SimpleNamespace, arguments: Any):
-        self._options = options
+    def __init__(self, arguments: Any):
         self._arguments = arguments
         self._folder = Path(arguments.adapter_path) / FOLDER
         # The position in the run. Each epoch has its own order of batches.
-        self._iteration = self._epoch = self._batch = self._trained_tokens = 0
+        self._at = SimpleNamespace(iteration=0, epoch=0, batch=0, trained_tokens=0)
         #: Whether mlx-lm has called :meth:`train`.
         self.was_called = False
 
@@ -64,29 +63,29 @@ class Training:
         val_dataset: Any = None,
         training_callback: Any = None,
     ) -> None:
-        """Replacement for mlx-lm's ``train``."""
+        """Train the model; the command calls this instead of mlx-lm's ``train``."""
         self.was_called = True
         self._world = mx.distributed.init()
         self._model, self._args = model, args
         maybe_set_recommended_wired_limit()
         if args.grad_checkpoint:
             grad_checkpoint(model.layers[0])
-        self.choose_float32_layers(model)
-        self.optimizer = wrap_optimizer(optimizer, self._options)
+        self.prepare(model)
+        self.optimizer = wrap_optimizer(optimizer, self._arguments)
         self.optimizer.init(model.trainable_parameters())
         self._callback = LossScaleCallback(self.optimizer, training_callback)
         self._dataset = train_dataset
         model.train()
-        if self._options.resume:
+        if self._arguments.resume:
             self._resume()
-        elif self._options.loss_scale == "dynamic":
+        elif self.optimizer.scaler.is_dynamic():
             batch = model, *next(self._iterate_epoch())
             find_first_scale(self.optimizer.scaler, model, default_loss, batch)
         history: Any = nullcontext()
-        if self._options.history and self._world.rank() == 0:
-            history = ScaleHistory(self._options.history)
+        if self._arguments.history and self._world.rank() == 0:
+            history = ScaleHistory(self._arguments.history)
         with history as self._history, TrainUI(args.iters, self._world.rank()) as ui:
-            for _ in range(self._iteration):
+            for _ in range(self._at.iteration):
                 ui.advance()
             self._loop(ui, val_dataset)
         self._save_adapters(Path(args.adapter_file))
@@ -94,19 +93,28 @@ class Training:
         skipped: Any = self.optimizer.scaler.skipped_steps.item()
         warn_if_untrained(type(optimizer).__name__, applied, skipped)
 
-    def choose_float32_layers(self, model: nn.Module) -> None:
-        """Make the layers given by ``--float32-layers`` compute in float32."""
-        if self._options.float32_layers is not None:
-            from .. import float32_layers
+    def prepare(self, model: nn.Module) -> None:
+        """Cast the model to ``--dtype`` and select its ``--float32-layers``."""
+        dtype, layers = self._arguments.dtype, self._arguments.float32_layers
+        # Some mlx-lm models exclude weights from casting, such as those of a router.
+        is_cast = getattr(model, "cast_predicate", lambda path: True)
 
-            float32_layers(model, self._options.float32_layers)
+        def cast(path: str, x: mx.array) -> mx.array:
+            floating = mx.issubdtype(x.dtype, mx.floating)
+            return x.astype(getattr(mx, dtype)) if floating and is_cast(path) else x
+
+        if dtype is not None:
+            model.update(tree_map_with_path(cast, model.parameters()))
+            mx.eval(model.parameters())
+        if layers is not None:
+            float32_layers(model, Path(layers))
 
     def _iterate_epoch(self) -> Iterator[Any]:
         batches: Iterator[Any] = iterate_batches(
             dataset=self._dataset,
             batch_size=self._args.batch_size,
             max_seq_length=self._args.max_seq_length,
-            seed=self._arguments.seed + self._epoch,
+            seed=self._arguments.seed + self._at.epoch,
             comm_group=self._world,
         )
         return batches
@@ -114,10 +122,10 @@ class Training:
     def _iterate(self) -> Iterator[Any]:
         """Yield batches indefinitely, starting at the current position."""
         while True:
-            for batch in islice(self._iterate_epoch(), self._batch, None):
-                self._batch += 1
+            for batch in islice(self._iterate_epoch(), self._at.batch, None):
+                self._at.batch += 1
                 yield batch
-            self._epoch, self._batch = self._epoch + 1, 0
+            self._at.epoch, self._at.batch = self._at.epoch + 1, 0
 
     def _make_step(self) -> Callable[..., Any]:
         model, optimizer = self._model, self.optimizer
@@ -142,7 +150,7 @@ class Training:
         is_due, grads = False, None
         losses = tokens = mx.array(0.0)
         n_steps, seconds = 0, 0.0
-        for it in range(self._iteration + 1, args.iters + 1):
+        for it in range(self._at.iteration + 1, args.iters + 1):
             batch = next(batches)
             is_last = it == args.iters
             if val_dataset and (it == 1 or it % args.steps_per_eval == 0 or is_last):
@@ -155,7 +163,7 @@ class Training:
             if mx.get_cache_memory() > args.clear_cache_threshold:
                 mx.clear_cache()
             seconds += time.perf_counter() - start
-            self._iteration = it
+            self._at.iteration = it
             ui.advance()
             if self._history is not None:
                 self._history.record(self.optimizer, loss=loss, step=it)
@@ -204,16 +212,18 @@ class Training:
             mx.distributed.all_sum(x, group=self._world, stream=mx.cpu).item()
             for x in (loss / self._world.size(), tokens)
         )
-        self._trained_tokens += int(tokens)
-        ui.report_train(self._iteration, loss, tokens / seconds, self._trained_tokens)
+        self._at.trained_tokens += int(tokens)
+        ui.report_train(
+            self._at.iteration, loss, tokens / seconds, self._at.trained_tokens
+        )
         self._callback.on_train_loss_report(
             {
-                "iteration": self._iteration,
+                "iteration": self._at.iteration,
                 "train_loss": loss,
                 "learning_rate": float(self.optimizer.learning_rate),
                 "iterations_per_second": n_steps / seconds,
                 "tokens_per_second": tokens / seconds,
-                "trained_tokens": self._trained_tokens,
+                "trained_tokens": self._at.trained_tokens,
                 "peak_memory": mx.get_peak_memory() / 1e9,
             }
         )
@@ -229,25 +239,16 @@ class Training:
             self._model,
             self.optimizer,
             frozen=False,
-            iteration=self._iteration,
-            epoch=self._epoch,
-            batch=self._batch,
-            trained_tokens=self._trained_tokens,
+            position=vars(self._at),
             same=self._same(),
         )
 
     def _same(self) -> dict[str, Any]:
         settings = {name: getattr(self._arguments, name) for name in _SAME}
-        ours = {"rows": len(self._dataset), "loss_scale": self._options.loss_scale}
-        return settings | ours
+        scale = read_loss_scale(self._arguments.loss_scale)
+        return settings | {"rows": len(self._dataset), "loss_scale": scale}
 
     def _resume(self) -> None:
-        # Only rank 0 needs the folder.
-        if self._world.size() == 1 and not self._folder.is_dir():
-            raise FileNotFoundError(
-                f"There is no checkpoint to resume from in {self._folder}. Run without "
-                "--resume first; it saves a checkpoint every --save-every iterations."
-            )
         saved = restore_checkpoint(self._folder, self._model, self.optimizer)
         for name, now in self._same().items():
             was = saved["same"].get(name)
@@ -257,16 +258,9 @@ class Training:
                     f"{name} {now}. Resume with the same value, or start a new run "
                     "from its weights with --resume-adapter-file."
                 )
-        self._iteration, self._epoch = saved["iteration"], saved["epoch"]
-        self._batch, self._trained_tokens = saved["batch"], saved["trained_tokens"]
+        self._at = SimpleNamespace(**saved["position"])
         if not self._arguments.lr_schedule:
             # The learning rate of the command overrides that of the checkpoint.
-            was = float(self.optimizer.learning_rate)
             self.optimizer.learning_rate = self._arguments.learning_rate
-            now = float(self.optimizer.learning_rate)
-            if was != now:
-                rprint(f"The learning rate changed from {was:g} to {now:g}.")
-        if self._arguments.iters <= self._iteration:
-            rprint(
-                f"All {self._iteration} iterations are done. Raise --iters to continue."
-            )
+        if self._arguments.iters <= self._at.iteration:
+            rprint("All iterations are done. Raise --iters to continue.")

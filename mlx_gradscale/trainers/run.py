@@ -5,16 +5,18 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
-from mlx.optimizers import SGD
 
-from ..core.optimizer import LossScaleOptimizer
-from ..core.scaler import GradScaler
 from .everywhere import everywhere
+
+_NOTHING = (
+    "No gradients were scaled. Either the script does its own loss scaling, or no "
+    "model is in half precision (see --compute-dtype)."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,88 +26,76 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (list, optional): Default: the arguments of the process.
 
     Returns:
-        int: 0. A script that exits keeps its own exit code, after the summary.
+        int: 0. If the script exits or fails, its exception propagates after the
+        summary is printed.
     """
-    options = _parse(argv)
-    dtype, layers = options.compute_dtype, options.float32_layers
-    exit_code: SystemExit | None = None
-    with everywhere(
-        options.init_scale and partial(GradScaler, options.init_scale),
-        compute_dtype=dtype and getattr(mx, dtype),
-        float32_layers=layers if layers in (None, "auto") else Path(layers),
-        max_grad_norm=options.max_grad_norm,
-    ) as here:
+    parser = _make_parser()
+    options = parser.parse_args(argv)
+    script, dtype, layers = (
+        options.script,
+        options.compute_dtype,
+        options.float32_layers,
+    )
+    for path in ([] if options.module else [script]) + ([layers] if layers else []):
+        if path != "auto" and not os.path.isfile(path):
+            parser.error(f"the file {path} does not exist")
+    with ExitStack() as stack:
         try:
-            _run(options)
-        except SystemExit as error:
-            exit_code = error
-        finally:
-            lines = here.report() or [
-                "No gradients were scaled. Either the script does its own loss "
-                "scaling, or no model is in half precision (see --compute-dtype)."
-            ]
-            print(*lines, sep="\n", file=sys.stderr)
-    if exit_code is not None:
-        raise exit_code
+            context = everywhere(
+                init_scale=options.init_scale,
+                compute_dtype=dtype and getattr(mx, dtype),
+                float32_layers=layers if layers in (None, "auto") else Path(layers),
+                max_grad_norm=options.max_grad_norm,
+            )
+            here = stack.enter_context(context)
+        except ValueError as error:
+            parser.error(str(error))
+        stack.callback(
+            lambda: print(*here.report() or [_NOTHING], sep="\n", file=sys.stderr)
+        )
+        # Like Python, use the script's folder, or the current one for a module.
+        folder = os.path.abspath("" if options.module else os.path.dirname(script))
+        arguments = [script, *options.arguments]
+        stack.enter_context(patch.object(sys, "argv", arguments))
+        stack.enter_context(patch.object(sys, "path", [folder, *sys.path]))
+        if options.module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     return 0
 
 
-def _run(options: argparse.Namespace) -> None:
-    # Like Python, use the script's folder, or the current one for a module.
-    folder = "" if options.module else os.path.dirname(options.script)
-    path = [os.path.abspath(folder), *sys.path]
-    with patch.multiple(sys, argv=[options.script, *options.arguments], path=path):
-        if options.module:
-            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(options.script, run_name="__main__")
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale run",
         description="Run a training script with loss scaling and master weights.",
         epilog="example: mlx_gradscale run --max-grad-norm 1 train.py --epochs 3",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--init-scale",
         type=float,
         metavar="SCALE",
         help="initial loss scale; default: found on the first batch",
     )
-    parser.add_argument(
+    add(
         "--max-grad-norm",
         type=float,
         metavar="NORM",
         help="clip gradients to this global norm",
     )
-    parser.add_argument(
+    add(
         "--compute-dtype",
         choices=("float16", "bfloat16"),
         help="compute in this dtype and keep the parameters in float32",
     )
-    parser.add_argument(
+    add(
         "--float32-layers",
         metavar="FILE|auto",
         help="JSON file that lists the layers to compute in float32, or auto to find "
         "them on the first batch",
     )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="run a module, as python -m does"
-    )
-    parser.add_argument("script", help="script to run, or module with -m")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="arguments of the script"
-    )
-    options = parser.parse_args(argv)
-    scale, layers = options.init_scale, options.float32_layers
-    try:
-        scaler = None if scale is None else GradScaler(scale)
-        LossScaleOptimizer(SGD(0.0), scaler, max_grad_norm=options.max_grad_norm)
-    except ValueError as error:
-        parser.error(str(error))
-    if not options.module and not os.path.isfile(options.script):
-        parser.error(f"the script {options.script} does not exist")
-    if layers not in (None, "auto") and not os.path.isfile(layers):
-        parser.error(f"the --float32-layers file {layers} does not exist")
-    return options
+    add("-m", dest="module", action="store_true", help="run a module, like python -m")
+    add("script", help="script to run, or module with -m")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser

@@ -1,4 +1,4 @@
-"""``everywhere()``: trainers that make their own optimizer and loss."""
+"""``everywhere()``: trainers that create their own optimizer and loss."""
 
 import copy
 import gc
@@ -37,7 +37,7 @@ def is_as_before():
 
 
 def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps=6):
-    """A trainer as others write them: nothing can be handed in."""
+    """Train like a third-party trainer that accepts neither optimizer nor loss."""
     mx.random.seed(3)
     model = Mlp(dtype=dtype)
     loss_and_grad = nn.value_and_grad(model, lambda x, y: 1e-3 * mse(model)(x, y))
@@ -60,35 +60,33 @@ def train(dtype=mx.float16, make=lambda: optim.AdamW(1e-2), compiled=True, steps
 
 
 @each_mode
-def test_training_follows_float32_where_plain_float16_is_nan(compiled):
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["half", "compute"])
+def test_training_follows_float32_where_plain_float16_is_nan(dtype, compiled):
     wanted, *_ = train(mx.float32, compiled=compiled)
     assert math.isnan(train(compiled=compiled)[0])
-    with everywhere() as here:
-        found, model, optimizer = train(compiled=compiled)
-    assert found == pytest.approx(wanted, rel=0.02)
-    assert type(optimizer) is optim.AdamW
-    assert optimizer.step.item() == 6
-    assert {x.dtype for x in model.layers[0].values()} == {mx.float16}
-    moments = optimizer.state["layers"][0]["weight"]
-    assert {x.dtype for x in moments.values()} == {mx.float32}
-    assert here.report()[1] == "AdamW: 6 steps applied, 0 skipped"
-    assert is_as_before()
-
-
-def test_a_wrong_argument_raises_before_anything_is_replaced():
-    with pytest.raises(ValueError, match="max_grad_norm must be"):
-        everywhere(max_grad_norm=-1.0).__enter__()
-    assert is_as_before()
-
-
-def test_compute_dtype_leaves_the_weights_of_the_trainer_in_float32():
-    wanted, *_ = train(mx.float32)
-    with everywhere(compute_dtype=mx.float16) as here:
-        found, model, _ = train(mx.float32)
+    compute_dtype = mx.float16 if dtype == mx.float32 else None
+    with everywhere(compute_dtype=compute_dtype) as here:
+        found, model, optimizer = train(dtype, compiled=compiled)
     assert found == pytest.approx(wanted, rel=0.02)
     assert found != wanted
-    assert {x.dtype for x in model.layers[0].values()} == {mx.float32}
-    assert here.report()[1] == "AdamW: 6 steps applied, 0 skipped"
+    assert type(optimizer) is optim.AdamW
+    assert optimizer.step.item() == 6
+    assert {x.dtype for x in model.layers[0].values()} == {dtype}
+    moments = optimizer.state["layers"][0]["weight"]
+    assert {x.dtype for x in moments.values()} == {mx.float32}
+    # A larger scale would fit on the first batch.
+    assert here.report() == [
+        "loss scale 65536, 0 of 6 gradients overflowed",
+        "AdamW: 6 steps applied, 0 skipped",
+    ]
+    assert is_as_before()
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "init_scale"])
+def test_a_wrong_argument_raises_before_anything_is_replaced(name):
+    with pytest.raises(ValueError, match="must be"):
+        everywhere(**{name: -1.0}).__enter__()
+    assert is_as_before()
 
 
 def test_max_grad_norm_clips_the_steps_of_the_trainer():
@@ -100,13 +98,12 @@ def test_max_grad_norm_clips_the_steps_of_the_trainer():
         assert (bits(model.parameters()) == before) is is_same
 
 
-def several():
-    groups = [optim.AdamW(1e-2), optim.SGD(0.1)]
-    return optim.MultiOptimizer(groups, [lambda path, x: "0" in path])
-
-
 @each_mode
 def test_a_multi_optimizer_is_guarded_as_one(compiled):
+    def several():
+        groups = [optim.AdamW(1e-2), optim.SGD(0.1)]
+        return optim.MultiOptimizer(groups, [lambda path, x: "0" in path])
+
     wanted, *_ = train(mx.float32, make=several, compiled=compiled)
     with everywhere() as here:
         found, _, optimizer = train(make=several, compiled=compiled)
@@ -118,7 +115,7 @@ def test_a_multi_optimizer_is_guarded_as_one(compiled):
 
 def test_everything_is_restored_when_nested_and_after_an_exception():
     def fail():
-        with everywhere(lambda: GradScaler(2.0)) as inner:
+        with everywhere(init_scale=2.0) as inner:
             train(steps=1)
             assert inner.scalers[0].get_scale() == 2.0
             raise KeyError("a trainer's own")
@@ -220,7 +217,7 @@ def test_a_gradient_inside_of_a_loss_is_not_scaled():
     assert found[1] == pytest.approx(found[0], rel=0.01)
 
 
-def test_a_training_loop_in_a_worker_thread_is_reached():
+def test_a_training_loop_in_a_worker_thread_is_scaled():
     found = []
     with everywhere() as here:
         worker = threading.Thread(target=lambda: found.append(train()[0]))
@@ -244,6 +241,6 @@ def test_the_random_stream_of_the_trainer_is_unchanged():
 def test_gradient_function_created_before_the_block_warns_at_the_end():
     model, optimizer = Mlp(dtype=mx.float16), optim.SGD(0.1)
     loss_and_grad = nn.value_and_grad(model, mse(model))
-    warns = pytest.warns(UserWarning, match="no gradients came from a scaled loss")
+    warns = pytest.warns(UserWarning, match="Only the steps of this trainer")
     with warns, everywhere():
         optimizer.update(model, loss_and_grad(*batch(dtype=mx.float16))[1])

@@ -67,8 +67,7 @@ def test_a_script_whose_steps_were_all_skipped_says_so(tmp_path, capsys):
 
 
 def test_an_optimizer_that_never_steps_is_not_in_the_summary(tmp_path, capsys):
-    script = "import mlx.optimizers as optim\noptimizer = optim.SGD(0.1)\n"
-    assert run(tmp_path, script) == 0
+    assert run(tmp_path, "import mlx.optimizers as o; optimizer = o.SGD(0.1)") == 0
     assert capsys.readouterr().err.startswith("No gradients were scaled")
 
 
@@ -82,19 +81,17 @@ def test_a_script_whose_model_stays_float32_computes_in_float16(tmp_path, capsys
     assert lines[-1].endswith("float32 float32")
 
 
-TWO_MODELS = (
-    SCRIPT
-    + """
+OTHER_MODEL = """
 other = Linear(4, 1)
 other.set_dtype(mx.float16)
 value_and_grad(other, lambda x: other(x).astype(mx.float32).mean())(x)
 optim.AdamW(0.1).update(other, {"weight": mx.ones((1, 4))})
 """
-)
 
 
 def test_the_summary_has_a_line_for_each_scaler_and_each_optimizer(tmp_path, capsys):
-    assert run(tmp_path, TWO_MODELS, "--init-scale", "8", arguments=("0.1",)) == 0
+    flags = ("--init-scale", "8")
+    assert run(tmp_path, SCRIPT + OTHER_MODEL, *flags, arguments=("0.1",)) == 0
     assert capsys.readouterr().err.splitlines() == [
         "loss scale 8, 0 of 3 gradients overflowed",
         "SGD: 3 steps applied, 0 skipped",
@@ -129,27 +126,22 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("how", ["FILE", "auto"])
-def test_float32_layers_cure_a_script_that_overflows(how, tmp_path, capsys):
-    flag = how
-    if how == "FILE":
-        flag = str(tmp_path / "layers.json")
-        save_float32_layers(flag, ["layers.1 to layers.2"])
-    assert run(tmp_path, OVERFLOWING, "--float32-layers", flag) == 0
-    assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
-
-
-def test_the_same_script_overflows_without_float32_layers(tmp_path):
+def test_float32_layers_cure_a_script_that_overflows(tmp_path, capsys):
     with pytest.warns(UserWarning, match="was not trained"):
         run(tmp_path, OVERFLOWING)
+    file = str(tmp_path / "layers.json")
+    save_float32_layers(file, ["layers.1 to layers.2"])
+    for where in (file, "auto"):
+        assert run(tmp_path, OVERFLOWING, "--float32-layers", where) == 0
+        assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nothere.py"], "the script nothere.py does not exist"),
-        (["--init-scale", "0", "x.py"], "scale must be"),
-        (["--max-grad-norm", "-1", "x.py"], "max_grad_norm must be a positive number"),
+        (["nothere.py"], "the file nothere.py does not exist"),
+        (["--init-scale", "0", __file__], "scale must be"),
+        (["--max-grad-norm", "-1", __file__], "max_grad_norm must be a positive"),
         (["--float32-layers", "none.json", __file__], "file none.json does not exist"),
     ],
 )
