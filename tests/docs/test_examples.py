@@ -23,7 +23,7 @@ def run(name, *arguments):
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    pytest.importorskip("matplotlib", reason="the examples are not installed")
+    pytest.importorskip("tqdm", reason="the examples are not installed")
     picture = tmp_path_factory.mktemp("quickstart") / "quickstart.png"
     output = run("quickstart.py", "--steps", "60", "--picture", str(picture))
     assert picture.stat().st_size > 10_000
@@ -83,7 +83,7 @@ def test_killed_run_resumes_with_bit_identical_losses():
 
 
 def test_make_pictures_draws_the_pictures_of_the_repository(tmp_path):
-    pytest.importorskip("matplotlib", reason="the examples are not installed")
+    pytest.importorskip("tqdm", reason="the examples are not installed")
     run("make_pictures.py", "--steps", "12", "--output", str(tmp_path))
     committed = {path.name for path in (EXAMPLES / "pictures").glob("*.png")}
     assert {path.name for path in tmp_path.iterdir()} == committed - {"quickstart.png"}
