@@ -86,33 +86,20 @@ GOOD = GradScaler(init_scale=512.0).state_dict()
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "message"),
     [
-        {},
-        [1],
-        "state",
-        {k: v for k, v in GOOD.items() if k != "_growth_tracker"},
-        {"scale": 2.0},
-        {**GOOD, "scale": "abc"},
-        {**GOOD, "scale": 0.0},
-        {**GOOD, "scale": NAN},
-        {**GOOD, "scale": True},
-        {**GOOD, "growth_factor": 0.5},
-        {**GOOD, "backoff_factor": 9},
-        {**GOOD, "growth_interval": 0},
-        {**GOOD, "growth_interval": 3.7},
-        {**GOOD, "_growth_tracker": -1},
-        {**GOOD, "_growth_tracker": 3.7},
-        {**GOOD, "backoff_interval": 0},
-        {**GOOD, "min_scale": 1024.0},
-        {**GOOD, "dynamic": 3},
+        ({}, "empty"),  # a RuntimeError, as in PyTorch
+        ([1], "dict"),
+        ("state", "dict"),
+        ({"scale": 2.0}, "growth_factor"),
+        ({k: v for k, v in GOOD.items() if k != "_growth_tracker"}, "_growth_tracker"),
+        ({"epoch": 3, "scaler": GOOD}, "pass only the scaler's part"),
     ],
-    ids=str,
 )
-def test_a_bad_state_dict_changes_nothing(bad):
+def test_what_is_no_state_dict_is_refused_and_changes_nothing(bad, message):
     scaler = trained()
     before = bits(scaler.state)
-    with pytest.raises((TypeError, ValueError, KeyError, RuntimeError)):
+    with pytest.raises((TypeError, KeyError, RuntimeError), match=message):
         scaler.load_state_dict(bad)
     assert bits(scaler.state) == before
 
@@ -128,17 +115,6 @@ def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
         "_growth_tracker": 7,
         "backoff_interval": 3,
     }
-
-
-def test_loading_a_whole_checkpoint_into_a_scaler_is_refused():
-    scaler = GradScaler()
-    with pytest.raises(KeyError, match="pass only the scaler's part"):
-        scaler.load_state_dict({"epoch": 3, "scaler": scaler.state_dict()})
-
-
-def test_an_empty_state_dict_is_a_runtime_error_as_in_pytorch():
-    with pytest.raises(RuntimeError, match="empty"):
-        GradScaler().load_state_dict({})
 
 
 @pytest.mark.parametrize("load", ["state dict", "wrapper state"])

@@ -104,9 +104,11 @@ def check_beside_bare(make, compiled, bad, columns=6, steps=6, tolerance=1e-6):
         step = mx.compile(step, inputs=optimizer.state, outputs=optimizer.state)
     for i in range(steps):
         old = leaves_of([weights, optimizer.optimizer.state])
+        before, kept = weights, bits(weights)
         weights = step(gradients(i), weights)
         new = leaves_of([weights, optimizer.optimizer.state])
         assert (new == old) == (i in bad)
+        assert bits(before) == kept  # also by an optimizer that works in place
     bare, expected = make(), start()
     bare.init(expected)
     for i in range(steps):
