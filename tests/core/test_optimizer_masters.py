@@ -82,6 +82,11 @@ def test_weights_that_the_user_replaces_are_kept(dtype, compiled, kind):
             training.model.trainable_parameters(),
         )
         training.model.update(new)
+        if i == 2:
+            for layer in training.model.layers:
+                layer.weight += 1
+                layer.bias[0] = 5
+            new = tree_map(lambda x: x * 1, training.model.trainable_parameters())
         training.run([7], bad=(7,) if i == 1 else ())
         # By value: the optimizer's arithmetic may turn -0 into 0.
         now = training.model.trainable_parameters()

@@ -115,19 +115,6 @@ def test_a_saved_state_resumes_in_a_fresh_process(tmp_path):
     assert bits(saved) == bits(dict(tree_flatten(training.model.parameters())))
 
 
-@pytest.mark.compiles
-def test_learning_rate_and_step_are_read_and_set():
-    training = Training(optim.SGD(0.5))
-    assert training.optimizer.learning_rate.item() == 0.5
-    training.run([0])
-    training.optimizer.learning_rate = 0.0
-    before = bits(training.model.parameters())
-    training.run([1])
-    assert bits(training.model.parameters()) == before
-    assert training.optimizer.step.item() == 2
-    assert training.traced.count == 1
-
-
 # Bad input
 
 

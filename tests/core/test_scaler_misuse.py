@@ -94,32 +94,35 @@ def test_calls_out_of_order_are_refused(calls, message):
 
 
 @each_mode
-def test_gradients_of_plain_value_and_grad_are_taken_as_true_with_one_warning(compiled):
-    found = []
-    for scaled in (False, True):
-        mx.random.seed(4)
-        model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler()
-        plain = nn.value_and_grad(model, mse(model))
-        optimizer.init(model.trainable_parameters())
-        state = [model.state, optimizer.state, scaler.state]
+@pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
+def test_gradients_of_plain_value_and_grad_are_taken_as_true_with_one_warning(
+    wrap, compiled
+):
+    mx.random.seed(4)
+    model, other, inner = Mlp(), Mlp(), optim.SGD(0.1)
+    other.update(model.parameters())
+    scaler = GradScaler()
+    optimizer = LossScaleOptimizer(inner, scaler) if wrap else inner
+    update = optimizer.update if wrap else partial(scaler.minimize, inner)
+    plain = nn.value_and_grad(model, mse(model))
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state, scaler.state]
 
-        def step(x, y, model=model, optimizer=optimizer, scaler=scaler, plain=plain):
-            scaler.minimize(optimizer, model, plain(x, y)[1])
+    def step(x, y):
+        update(model, plain(x, y)[1])
 
-        if not scaled:
-            for _ in range(3):
-                optimizer.update(model, plain(*batch())[1])
-        else:
-            step = mx.compile(step, inputs=state, outputs=state) if compiled else step
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for _ in range(3):
-                    step(*batch())
-            messages = [str(w.message) for w in caught]
-            assert ["do not come from this scaler" in m for m in messages] == [True]
-        found.append(dict(tree_flatten(model.parameters())))
-    for path, x in found[0].items():
-        assert mx.allclose(x, found[1][path], rtol=1e-5, atol=1e-6), path
+    step = mx.compile(step, inputs=state, outputs=state) if compiled else step
+    bare, expected = optim.SGD(0.1), nn.value_and_grad(other, mse(other))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            step(*batch(seed))
+            bare.update(other, expected(*batch(seed))[1])
+    messages = [str(w.message) for w in caught]
+    assert ["do not come from this scaler" in m for m in messages] == [True]
+    found, expected = model.parameters(), dict(tree_flatten(other.parameters()))
+    for path, x in tree_flatten(found):
+        assert mx.allclose(x, expected[path], rtol=1e-5, atol=1e-6), path
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["step", "update"])
