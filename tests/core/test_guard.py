@@ -120,22 +120,6 @@ def test_float64_parameters_stay_float64_and_come_back_bit_for_bit():
         assert step(2.0**-40, True) == 1 / 3 - 2.0**-41
 
 
-def test_multi_optimizer_filter_may_look_at_the_dtype():
-    optimizer = optim.MultiOptimizer(
-        [optim.SGD(1.0), optim.SGD(0.0)], [lambda path, w: w.dtype == mx.float16]
-    )
-    weights = {"a": mx.ones(2, mx.float16), "b": mx.ones(2)}
-    new = guarded_apply(optimizer, weights, weights)
-    assert (new["a"].tolist(), new["b"].tolist()) == ([0, 0], [1, 1])
-
-
-def test_schedule_may_return_plain_numbers():
-    optimizer, weights = optim.SGD(lambda step: 0.5), {"w": mx.zeros(1)}
-    for _ in range(3):
-        weights = guarded_apply(optimizer, {"w": mx.ones(1)}, weights)
-    assert weights["w"].item() == -1.5
-
-
 def test_paths_that_are_the_same_with_dots_are_refused():
     tree = {"a.b": mx.ones(1), "a": {"b": mx.zeros(1)}}
     with pytest.raises(ValueError, match="Rename one"):

@@ -10,6 +10,7 @@ import mlx.optimizers as optim
 import pytest
 
 import mlx_gradscale.core
+from mlx_gradscale import GradScaler
 from mlx_gradscale.core import optimizers
 
 CORE = Path(mlx_gradscale.core.__file__).parent
@@ -92,6 +93,14 @@ def test_only_optimizers_py_uses_private_attributes_of_mlx(path):
     assert found & PRIVATE == (PRIVATE if path.name == "optimizers.py" else set())
 
 
-def test_every_mlx_optimizer_has_the_private_attributes_that_are_not_settings():
+def test_mlx_still_has_the_private_attributes_that_optimizers_py_uses():
     private = {name for name in vars(optim.AdamW(1e-3)) if name.startswith("_")}
     assert private == set(optimizers._NOT_SETTINGS)
+    assert PRIVATE - {"_split_dictionary"} <= private
+    assert hasattr(optim.MultiOptimizer, "_split_dictionary")
+
+
+def test_the_scaler_has_about_thirty_public_names_with_docstrings():
+    names = [name for name in dir(GradScaler) if not name.startswith("_")]
+    assert len(names) <= 32
+    assert all(getattr(GradScaler, name).__doc__ for name in names)
