@@ -10,7 +10,6 @@ from mlx.utils import tree_map
 from support.helpers import (
     BAD_VALUES,
     INF,
-    OPTIMIZERS,
     Mlp,
     batch,
     bits,
@@ -140,51 +139,6 @@ def test_an_overflow_skips_backs_off_and_is_counted(value):
     assert scaler.get_scale() == 32768
     assert scaler.skipped_steps.item() == scaler.consecutive_skips.item() == 1
     assert not scaler.last_step_applied.item()
-
-
-def test_a_finite_step_is_the_plain_optimizers_on_unscaled_gradients():
-    models = [Mlp(), Mlp()]
-    models[1].update(models[0].parameters())
-    optimizers = [optim.AdamW(1e-2), optim.AdamW(1e-2)]
-    scaler = GradScaler()
-    scaled = scaler.value_and_grad(models[0], mse(models[0]))
-    plain = nn.value_and_grad(models[1], mse(models[1]))
-    for seed in range(5):
-        loss, gradients = scaled(*batch(seed))
-        scaler.minimize(optimizers[0], models[0], gradients)
-        expected, gradients = plain(*batch(seed))
-        optimizers[1].update(models[1], gradients)
-        assert loss.item() == expected.item()
-    # 65536 is a power of two, so scaling there and back loses nothing.
-    assert same(models[0].parameters(), models[1].parameters())
-
-
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW schedule", "MultiOptimizer"])
-def test_a_disabled_scaler_is_bit_identical_to_the_plain_script(name):
-    def scaled(model, optimizer):
-        scaler = GradScaler(enabled=False)
-        loss_and_grad = scaler.value_and_grad(model, mse(model))
-        for seed in range(5):
-            loss, gradients = loss_and_grad(*batch(seed))
-            gradients = scaler.unscale_(optimizer, gradients)
-            assert scaler.step(optimizer, model, gradients).item()
-            scaler.update()
-        return loss
-
-    def plain(model, optimizer):
-        loss_and_grad = nn.value_and_grad(model, mse(model))
-        for seed in range(5):
-            loss, gradients = loss_and_grad(*batch(seed))
-            optimizer.update(model, gradients)
-        return loss
-
-    results = []
-    for train in (scaled, plain):
-        mx.random.seed(3)
-        model, optimizer = Mlp(), OPTIMIZERS[name]()
-        loss = train(model, optimizer)
-        results.append(bits([model.parameters(), optimizer.state, loss]))
-    assert results[0] == results[1]
 
 
 def test_unscale_alone_is_enough_for_update():

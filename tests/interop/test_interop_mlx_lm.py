@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from support.hf_trainer import train
 from support.regression import convert
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
@@ -116,46 +117,19 @@ def test_run_continues_in_mlx_lms_model_and_back(kind, saved, tmp_path):
 
 
 def trained(folder, most, resume=None):
-    """A Llama by the Trainer, whose optimizer has two groups; batches and losses."""
-    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-    seen = []
+    """A Llama by the Trainer, whose optimizer has two groups."""
 
-    class Trainer(transformers.Trainer):
-        def compute_loss(self, model, inputs, **others):
-            loss = super().compute_loss(model, inputs, **others)
-            seen.append((inputs["input_ids"].numpy(), loss.item()))
-            return loss
+    def item(number):
+        x = torch.tensor(data(number)[0])
+        return {"input_ids": x, "labels": x}
 
-    class Data(torch.utils.data.Dataset):
-        def __len__(self):
-            return 32
-
-        def __getitem__(self, number):
-            x = torch.tensor(data(number)[0])
-            return {"input_ids": x, "labels": x}
-
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=most,
-        save_steps=3,
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-        max_grad_norm=0.0,
-    )
     torch.manual_seed(0)
-    made = Trainer(llama(), arguments, train_dataset=Data())
-    made.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return made, seen
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.0}
+    return train(llama(), item, folder, most, resume, save_steps=3, **settings)
 
 
 def test_trainers_llama_continues_in_mlx_lm_and_resumes(tmp_path):
-    made, seen_there = trained(tmp_path / "whole", 9)
-    batches, want = zip(*seen_there, strict=True)
+    made, batches, want = trained(tmp_path / "whole", 9)
     there = tmp_path / "whole" / "checkpoint-3"
     names = [name for name, _ in made.model.named_parameters()]
     (tmp_path / "names").write_text("\n".join(names))
@@ -164,15 +138,16 @@ def test_trainers_llama_continues_in_mlx_lm_and_resumes(tmp_path):
     mlx = mlx_lm_model(there)
     optimizer = build_optimizer(tmp_path / "run")
     restore_checkpoint(tmp_path / "run", mlx, optimizer)
-    onward = mlx_steps(mlx, optimizer, range(3, 6), batches.__getitem__)
+    taken = lambda number: batches[number]["input_ids"]  # noqa: E731
+    onward = mlx_steps(mlx, optimizer, range(3, 6), taken)
     np.testing.assert_allclose(onward, want[3:6], rtol=1e-4)
     save_checkpoint(tmp_path / "run", mlx, optimizer)
     back = tmp_path / "back" / "checkpoint-3"
     back.parent.mkdir()
     convert(back, tmp_path / "run")
-    again, after = trained(tmp_path / "on", 9, resume=back)
+    again, _, after = trained(tmp_path / "on", 9, resume=back)
     assert again.state.global_step == 9
-    np.testing.assert_allclose([loss for _, loss in after], want[6:], rtol=1e-4)
+    np.testing.assert_allclose(after, want[6:], rtol=1e-4)
 
 
 def lora_model():
