@@ -159,7 +159,7 @@ class Counts(nn.Module):
         return self.layer(x)
 
 
-def test_what_a_forward_pass_writes_to_a_trainable_array_stays_as_in_mlx():
+def test_trainable_array_written_by_the_forward_pass_is_kept_as_in_mlx():
     found = []
     for ours in (False, True):
         model = Counts()

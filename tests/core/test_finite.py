@@ -183,7 +183,7 @@ def test_nonfinite_counts_both_parts_of_a_complex_array():
     assert (record.negative_inf, record.count) == (1, 4)
 
 
-def test_what_is_no_array_is_refused_with_its_path():
+def test_finite_checks_name_the_path_of_a_leaf_that_is_not_an_array():
     with pytest.raises(TypeError, match=r"got 1\.0\.$"):
         arrays(1.0)
     with pytest.raises(TypeError, match=r"got None at 'a'\.$"):

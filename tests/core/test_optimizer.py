@@ -86,7 +86,7 @@ def test_the_scaler_cannot_be_exchanged():
         wrapped().scaler = GradScaler()
 
 
-def test_a_numpy_max_grad_norm_is_accepted_and_a_loss_is_no_function():
+def test_max_grad_norm_may_be_numpy_and_scale_loss_refuses_an_array():
     assert wrapped(max_grad_norm=np.float32(2)).max_grad_norm == 2.0
     with pytest.raises(TypeError, match="Expected a loss function"):
         wrapped().scale_loss(mx.array(1.0))

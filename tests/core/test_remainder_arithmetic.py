@@ -69,7 +69,9 @@ def test_a_joined_master_is_within_the_documented_bound(dtype, masters):
 @pytest.mark.parametrize(
     "part", [0.0, 1e-7, 0.24999, 0.25, 0.499995, 0.5, 0.500005, 0.9]
 )
-def test_the_bound_holds_between_every_weight_and_the_next(dtype, part):
+def test_joined_master_is_within_the_bound_between_every_weight_and_the_next(
+    dtype, part
+):
     patterns = mx.arange(65536).astype(mx.uint16).view(dtype)
     values = np.array(mx.where(mx.isfinite(patterns), patterns, 0).astype(mx.float32))
     values = values.astype(np.float64)

@@ -144,7 +144,7 @@ def test_a_validation_loss_leaves_the_model_its_own_arrays(fails, wrap):
 
 
 @either
-def test_the_value_is_not_scaled_and_an_overflow_is_nan(wrap):
+def test_scale_loss_returns_the_unscaled_loss_and_nan_for_an_overflow(wrap):
     source = make(wrap, 2.0**64)
     loss_fn = source.scale_loss(lambda w, k: mx.sum(w * k))
     loss, gradient = mx.value_and_grad(loss_fn)(mx.array([0.5, 1.0]), 2.0**64)

@@ -106,7 +106,7 @@ def construct(name, value):
         ("last_step_applied", False),
     ],
 )
-def test_a_field_at_its_bound_is_accepted(name, value):
+def test_scaler_field_at_its_bound_is_accepted(name, value):
     loaded = GradScaler()
     loaded.load_state_dict(GOOD | {name: value})
     assert loaded.state[name.removeprefix("_")].item() == np.float32(value)
@@ -131,7 +131,7 @@ def test_a_field_at_its_bound_is_accepted(name, value):
         ("last_step_applied", None, TypeError),
     ],
 )
-def test_a_field_beyond_its_bound_is_refused_by_name(name, value, error):
+def test_scaler_field_beyond_its_bound_is_refused_by_name(name, value, error):
     scaler = used()
     before = bits(scaler.state)
     with pytest.raises(error, match=name.removeprefix("_")):
@@ -181,7 +181,7 @@ def test_a_bad_new_scale_is_refused(value):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN])
-def test_an_array_that_is_no_scale_leaves_the_scale(value):
+def test_update_with_an_invalid_array_leaves_the_scale(value):
     # Without reading it from the device, it cannot be refused.
     scaler = GradScaler()
     scaler.update(mx.array(value))

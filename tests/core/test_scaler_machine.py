@@ -167,4 +167,4 @@ class Machine(RuleBasedStateMachine):
 Machine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None
 )
-TestMachine = Machine.TestCase
+TestScalerFollowsTheReferenceThroughRandomCalls = Machine.TestCase

@@ -33,7 +33,7 @@ def test_the_state_dict_is_pytorchs_with_its_types():
     assert [type(x) for x in state.values()] == [float, float, float, int, int]
 
 
-def test_own_settings_are_saved_only_where_they_differ():
+def test_state_dict_has_settings_that_torch_lacks_only_if_they_were_changed():
     state = trained(backoff_interval=3, min_scale=1.0).state_dict()
     extra = set(state) - set(GradScaler().state_dict())
     assert extra == {"backoff_interval", "min_scale", "skipped_steps"}
@@ -76,7 +76,7 @@ class Named(GradScaler):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, None])
-def test_copies_of_a_subclass_keep_what_it_added(copied):
+def test_copied_scaler_of_a_subclass_keeps_its_attributes(copied):
     scaler = Named("run")
     other = copied(scaler) if copied else pickle.loads(pickle.dumps(scaler))
     assert (type(other), other.name, other.get_scale()) == (Named, "run", 4.0)
@@ -96,7 +96,7 @@ GOOD = GradScaler(init_scale=512.0).state_dict()
         ({"epoch": 3, "scaler": GOOD}, "pass only the scaler's part"),
     ],
 )
-def test_what_is_no_state_dict_is_refused_and_changes_nothing(bad, message):
+def test_load_state_dict_refuses_an_incomplete_state_and_changes_nothing(bad, message):
     scaler = trained()
     before = bits(scaler.state)
     with pytest.raises((TypeError, KeyError, RuntimeError), match=message):
@@ -104,7 +104,7 @@ def test_what_is_no_state_dict_is_refused_and_changes_nothing(bad, message):
     assert bits(scaler.state) == before
 
 
-def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
+def test_load_state_dict_ignores_extra_keys_and_accepts_mlx_and_numpy_scalars():
     scaler = GradScaler(backoff_interval=3)
     scaler.load_state_dict(
         {**GOOD, "scale": mx.array(2.0), "_growth_tracker": np.int64(7), "new": object}

@@ -152,7 +152,9 @@ def test_random_script_gives_the_scale_tracker_weights_and_skips_of_torch(
 
 @settings(max_examples=60)
 @given(any_factors, st.lists(st.booleans(), max_size=25))
-def test_other_factors_are_within_one_ulp_at_each_update(arguments, pattern):
+def test_scale_with_any_factors_is_within_one_ulp_of_torch_at_each_update(
+    arguments, pattern
+):
     theirs, ours = Torch(arguments), Mlx(arguments)
     for finite in pattern:
         for side in (theirs, ours):

@@ -104,7 +104,7 @@ SOME = ["SGD schedule", "AdamW corrected", "Muon", "MultiOptimizer"]
         *[pytest.param(name, True, marks=compiles) for name in SOME],
     ],
 )
-def test_with_a_scaler_a_skip_changes_no_bit_and_other_steps_are_bare_steps(
+def test_skipped_step_of_a_scaler_changes_no_bit_and_others_match_bare_steps(
     name, compiled
 ):
     make = OPTIMIZERS[name]
@@ -132,7 +132,7 @@ def test_with_a_scaler_a_skip_changes_no_bit_and_other_steps_are_bare_steps(
         ],
     ],
 )
-def test_in_the_wrapper_a_skip_changes_no_bit_and_masters_are_bare_steps(
+def test_skipped_step_of_the_wrapper_changes_no_bit_and_others_match_bare_steps(
     name, dtype, mode
 ):
     make, dtype = OPTIMIZERS[name], DTYPES[dtype]
@@ -164,7 +164,7 @@ def test_half_parameters_without_masters_step_in_float32_and_keep_their_dtype(
 @pytest.mark.parametrize(
     "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
 )
-def test_with_remainders_a_skip_changes_no_bit_and_other_steps_are_bare_steps(
+def test_skipped_step_with_remainders_changes_no_bit_and_others_match_bare_steps(
     name, dtype
 ):
     make = OPTIMIZERS[name]

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from support.helpers import Mlp, Traced, batch, bits, mse
+from support.optimizer_helpers import HALVES
 
 from mlx_gradscale import GradScaler
-
-HALVES = [mx.float16, mx.bfloat16]
 
 
 def dtypes(tree):
@@ -167,7 +166,7 @@ def test_a_compute_dtype_that_is_not_floating_is_refused(dtype):
 
 
 @pytest.mark.parametrize("compute_dtype", [None, mx.float16])
-def test_the_model_holds_its_own_arrays_again(compute_dtype):
+def test_value_and_grad_restores_the_models_own_arrays(compute_dtype):
     model = Mlp()
     before = tree_flatten(model.parameters())
     GradScaler().value_and_grad(model, mse(model), compute_dtype)(*batch())
@@ -193,20 +192,14 @@ def square_norm(tree):
     return sum(mx.sum(mx.square(x)) for _, x in tree_flatten(tree))
 
 
-def penalized(model, gradients_of):
-    """A loss with the norm of its own gradient, as for WGAN."""
-
-    def loss_fn(x, y):
-        return mse(model)(x, y) + 0.1 * square_norm(gradients_of(x, y))
-
-    return loss_fn
-
-
 @pytest.mark.parametrize("compute_dtype", [None, mx.bfloat16])
 def test_a_gradient_penalty_inside_a_loss_function_is_right(compute_dtype):
     model, scaler = Mlp(), GradScaler(1024.0)
     inner = nn.value_and_grad(model, mse(model))
-    loss_fn = penalized(model, lambda x, y: inner(x, y)[1])
+
+    def loss_fn(x, y):  # with the norm of its own gradient, as for WGAN
+        return mse(model)(x, y) + 0.1 * square_norm(inner(x, y)[1])
+
     loss, grads = scaler.value_and_grad(model, loss_fn, compute_dtype)(*batch())
     expected, plain = nn.value_and_grad(model, loss_fn)(*batch())
     near = 1e-5 if compute_dtype is None else 0.1

@@ -19,7 +19,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
 
 CHECKS = [
     "data parallel",
-    "data parallel remainder",
     "sharded remainder",
     "own loop",
     "decide",
@@ -85,19 +84,18 @@ def check_data_parallel(report, ranks, steps):
     assert report["steps"] == finite.sum()
 
 
-def test_overflow_on_one_rank_skips_the_step_on_both(two):
+def test_overflow_on_one_rank_skips_the_step_on_both_ranks(two):
     report = equal(two, "data parallel")
     check_data_parallel(report, 2, 200)
     assert report["traces"] == 1
 
 
-def test_overflow_on_one_rank_skips_the_step_with_remainders(two):
-    check_data_parallel(equal(two, "data parallel remainder"), 2, 50)
+def test_overflow_on_one_rank_skips_the_step_of_shards_with_remainders(two):
     report = equal(two, "sharded remainder")
     assert report == {"skipped": 1, "same": True, "moved": True}
 
 
-def test_overflow_on_one_rank_skips_the_step_on_all_four(four):
+def test_overflow_on_one_rank_skips_the_step_on_all_four_ranks(four):
     check_data_parallel(equal(four, "data parallel short"), 4, 50)
 
 
@@ -249,7 +247,7 @@ def test_training_resumes_from_the_checkpoint_after_a_rank_died(tmp_path, monkey
         )
 
 
-def test_example_runs_under_mlx_launch(tmp_path, monkeypatch):
+def test_distributed_example_runs_under_mlx_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
     output = mlx_launch(2, tmp_path / "run", EXAMPLE, "--steps", "40")
     assert "2 ranks, in sync" in output, output

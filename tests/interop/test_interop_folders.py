@@ -98,7 +98,7 @@ def trainer(folder, most, resume=None):
     return train(WithLoss(), item, folder, most, resume, **settings)
 
 
-def test_trainer_resumes_from_what_comes_back(tmp_path):
+def test_transformers_trainer_resumes_from_a_converted_checkpoint(tmp_path):
     whole, batches, losses = trainer(tmp_path / "whole", 20)
     want = whole.model.state_dict()
     trainer(tmp_path / "half", 10)
@@ -135,7 +135,7 @@ def test_trainer_resumes_from_what_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_model_that_transformers_split_comes_back(name, tmp_path):
+def test_sharded_weights_of_transformers_survive_a_round_trip(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
     config = transformers.LlamaConfig(

@@ -1,7 +1,5 @@
 """Models of Transformers into mlx-lm's, whose sanitize tells names and layouts."""
 
-import json
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -10,7 +8,6 @@ from support.hf_trainer import train
 from support.regression import convert
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
-from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import build_optimizer
 from mlx_gradscale.convert.command import _mlx_lm_model as mlx_lm_model
 
@@ -70,7 +67,7 @@ def mlx_steps(model, optimizer, numbers, data=data):
 
 @pytest.mark.parametrize("kind", [gpt2, llama])
 @pytest.mark.parametrize("saved", ["file", "folder"])
-def test_run_continues_in_mlx_lms_model_and_back(kind, saved, tmp_path):
+def test_transformers_run_continues_in_mlx_lms_model_and_back(kind, saved, tmp_path):
     torch.manual_seed(0)
     model = kind()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -148,47 +145,3 @@ def test_trainers_llama_continues_in_mlx_lm_and_resumes(tmp_path):
     again, _, after = trained(tmp_path / "on", 9, resume=back)
     assert again.state.global_step == 9
     np.testing.assert_allclose(after, want[6:], rtol=1e-4)
-
-
-def lora_model():
-    from mlx_lm.tuner.lora import LoRALinear
-
-    layer, model = nn.Module(), nn.Module()
-    layer.self_attn, model.model = nn.Module(), nn.Module()
-    layer.self_attn.q_proj = LoRALinear(16, 16, r=4)
-    model.model.layers = [layer]
-    return model
-
-
-def test_lora_adapters_of_peft_become_mlx_lms(tmp_path):
-    """The adapters' product is the same; names and layouts are mlx-lm's."""
-    from mlx_lm.tuner.lora import LoRALinear
-
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((4, 16)), rng.standard_normal((16, 4))
-    stem = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {
-        f"{stem}.lora_A.weight": torch.tensor(a, dtype=torch.float32),
-        f"{stem}.lora_B.weight": torch.tensor(b, dtype=torch.float32),
-    }
-    import safetensors.torch
-
-    (tmp_path / "peft").mkdir()
-    path = tmp_path / "peft" / "adapter_model.safetensors"
-    safetensors.torch.save_file(tensors, path, {"format": "pt"})
-    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps({"r": 4}))
-    convert(tmp_path / "peft", tmp_path / "run", "--model", f"{__name__}:lora_model")
-    weights = read_checkpoint(tmp_path / "run").weights
-    stem = "model.layers.0.self_attn.q_proj."
-    layer = LoRALinear.from_base(nn.Linear(16, 16, bias=False), r=4, scale=2.0)
-    names = {key.removeprefix(stem): value for key, value in weights.items()}
-    layer.load_weights(list(names.items()), strict=False)
-    assert names.keys() == {"lora_a", "lora_b"}
-    x = rng.standard_normal((3, 16))
-    want = x @ np.array(layer.linear.weight).T + 2.0 * (x @ a.T) @ b.T
-    found = np.array(layer(mx.array(x, mx.float32)))
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
-    convert(tmp_path / "back", tmp_path / "run")
-    back = safetensors.torch.load_file(tmp_path / "back" / path.name)
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[key], tensors[key]) for key in back)

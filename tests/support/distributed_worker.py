@@ -39,7 +39,7 @@ from support.helpers import (
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
 
-def data_parallel(group, steps=200, masters="float32"):
+def data_parallel(group, steps=200):
     """Float16 training where random ranks overflow at random steps."""
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(
@@ -48,7 +48,6 @@ def data_parallel(group, steps=200, masters="float32"):
         max_grad_norm=1.0,
         group=group,
         average=True,
-        masters=masters,
     )
     step = compiled_step(model, optimizer)
     scales = []
@@ -392,7 +391,6 @@ def differ(group):
 CHECKS = {
     "data parallel": data_parallel,
     "data parallel short": lambda group: data_parallel(group, 50),
-    "data parallel remainder": lambda group: data_parallel(group, 50, "remainder"),
     "sharded remainder": sharded_remainder,
     "own loop": own_loop,
     "decide": decide,

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 from support.helpers import (
@@ -22,11 +22,6 @@ def wrapped(inner=None, scale=1.0, **arguments):
     scaler = GradScaler(init_scale=scale)
     scaler.scale(mx.array(1.0))
     return LossScaleOptimizer(inner or optim.AdamW(1e-2), scaler, **arguments)
-
-
-def rounded(optimizer, tree):
-    """The masters, cast to the dtype of the parameters."""
-    return tree_map(lambda m, p: m.astype(p.dtype), optimizer.masters(tree), dict(tree))
 
 
 class Training:
