@@ -11,6 +11,7 @@ from support.regression import (
     convert,
     mlx_steps,
     torch_net,
+    torch_steps,
 )
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
@@ -165,3 +166,19 @@ def test_sharded_weights_of_transformers_survive_a_round_trip(name, tmp_path):
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back")
     for key, tensor in model.state_dict().items():
         assert torch.equal(found.state_dict()[key], tensor)
+
+
+def test_lion_of_lion_pytorch_continues_in_mlx_and_back(tmp_path):
+    lion = pytest.importorskip("lion_pytorch", reason="needs lion-pytorch")
+    net = torch_net()
+    optimizer = lion.Lion(net.parameters(), lr=1e-3, weight_decay=0.1)
+    torch_steps(net, optimizer, range(10))
+    run = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(run, tmp_path / "a.pt")
+    want = torch_steps(net, optimizer, range(10, 20))
+    losses = mlx_steps(tmp_path / "a.pt", tmp_path / "b.pt", range(10, 15))
+    assert_near(losses, want[:5])
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    net.load_state_dict(back["model"])
+    optimizer.load_state_dict(back["optimizer"])
+    assert_near(torch_steps(net, optimizer, range(15, 20)), want[5:])
