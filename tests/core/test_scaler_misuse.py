@@ -51,15 +51,6 @@ def test_a_device_as_in_pytorch_is_refused():
         GradScaler(device="mps")
 
 
-def test_subclass_of_grad_scaler_may_have_its_own_arguments():
-    class Named(GradScaler):
-        def __init__(self, name, device="cuda"):
-            super().__init__(init_scale=4.0)
-            self.name = name, device
-
-    assert Named("run", device="mps").name == ("run", "mps")
-
-
 def test_value_and_grad_refuses_arguments_that_are_not_a_model_or_a_function():
     model, scaler = Mlp(), GradScaler()
     with pytest.raises(TypeError, match="must be a model, got function"):

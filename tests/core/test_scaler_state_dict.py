@@ -70,7 +70,7 @@ def test_scaler_is_pickled_and_copied_only_between_iterations(copied):
 
 
 class Named(GradScaler):
-    def __init__(self, name):
+    def __init__(self, name, device="mps"):
         super().__init__(init_scale=4.0)
         self.name = name
 
