@@ -138,6 +138,15 @@ def test_gradients_that_match_no_parameter_are_named_and_nothing_changes(
     assert bits(optimizer.state) == before
 
 
+def test_multi_optimizer_with_one_initialised_part_is_initialised_whole():
+    parts, weights = [optim.Adam(0.1), optim.Adam(0.1)], {"a": mx.ones(1)}
+    parts[0].init(weights)
+    optimizer = optim.MultiOptimizer(parts, [lambda path, _: path == "a"])
+    weights["b"] = mx.ones(1)
+    new = guarded_apply(optimizer, weights, weights)
+    assert new["a"].item() == new["b"].item() < 1
+
+
 def test_multi_optimizer_steps_around_a_frozen_module():
     optimizer = optim.MultiOptimizer(
         [optim.SGD(1.0), optim.SGD(2.0)], [lambda path, _: path == "layers.0.w"]

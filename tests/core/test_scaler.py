@@ -97,17 +97,13 @@ def test_a_batch_that_is_dropped_after_its_gradients_moves_the_scale():
         scaler.update()
         assert scaler.get_scale() == scale
         del grads
+    loss_and_grad(*batch())  # gradients that nobody keeps count as an overflow
+    scaler.update()
+    assert scaler.get_scale() == 256.0
     assert bits(model.parameters()) == before
     assert scaler.skipped_steps.item() == 0
     with pytest.raises(RuntimeError, match="without a step"):
         scaler.update()
-
-
-def test_gradients_that_were_thrown_away_count_as_an_overflow():
-    model, scaler = Mlp(), GradScaler(1024.0)
-    scaler.value_and_grad(model, mse(model), mx.float16)(*batch())
-    scaler.update()
-    assert scaler.get_scale() == 512.0
 
 
 def test_a_part_of_the_model_is_stepped_through_the_part_or_the_whole():
