@@ -6,6 +6,7 @@ import sys
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import numpy as np
 import pytest
 
 pytest.importorskip("mlx_lm", reason="needs mlx-lm")
@@ -84,6 +85,7 @@ def test_grpo_of_mlx_lm_lora_trains_without_an_overflow_inside_everywhere(tmp_pa
     grpo = pytest.importorskip(
         "mlx_lm_lora.trainer.grpo_trainer", reason="needs the extra interop"
     )
+    np.random.seed(0)  # noqa: NPY002 - it shuffles with this one
     folder = make_model(tmp_path / "model").parent
     model, tokenizer = load(str(folder / "model"))
     rows = [(tokenizer.encode(text), [3], text, "3") for text in PROMPTS]
