@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 CORE = {TESTS / "core", TESTS.parent / "mlx_gradscale" / "core"}
 COMPILED = {TESTS / "performance", TESTS / "interop"}
 # The longest files start first, so that no worker ends long after the others.
-LONGEST = ["test_skip_matrix_compiled.py", "test_distributed.py", "test_lora.py"]
+LONGEST = ["test_skip_matrix.py", "test_distributed.py", "test_lora.py"]
 # Options that choose some tests, or that want to see them in this process.
 HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
 

@@ -24,7 +24,7 @@ print(json.dumps([*kept, bool(np.float32(2.0**-126) * np.float32(0.5) > 0)]))
 """
 
 
-def test_the_library_flushes_as_apple_gpus_do_and_leaves_python_alone(tmp_path):
+def test_flush_subnormals_library_flushes_in_mlx_and_not_in_python(tmp_path):
     if reason := as_on_metal.why_not():
         pytest.skip(reason)
     environment = as_on_metal.environment(as_on_metal.build(tmp_path))

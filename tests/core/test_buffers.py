@@ -4,8 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
-from mlx.utils import tree_flatten, tree_map
-from support.helpers import INF, NAN, Traced, batch, bits, each_mode, mse
+from mlx.utils import tree_map
+from support.helpers import INF, NAN, Traced, batch, bits, mse
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 
@@ -88,7 +88,6 @@ compiled_only = [pytest.mark.compiles, pytest.mark.many_kernels]
         ("value_and_grad", "eager"),
         ("scale_loss", "eager"),
         pytest.param("GradScaler", "whole", marks=compiled_only),
-        pytest.param("scale_loss", "whole", marks=compiled_only),
         pytest.param("value_and_grad", "separately", marks=compiled_only),
     ],
 )
@@ -104,6 +103,12 @@ def test_statistics_stay_finite_after_an_infinite_batch(mode, compiled):
         assert bits(buffers(run.model)) == moved
         assert bits(run.model.trainable_parameters()) == trained
     assert run.scaler.skipped_steps.item() == 2
+    run.model.layers[1].running_mean = mx.full((8,), 7.0)
+    run.step(x * INF, y)
+    assert run.model.layers[1].running_mean.tolist() == [7.0] * 8
+    # As in PyTorch, the forward pass of a skipped step may move statistics.
+    run.step(x, y * NAN)
+    assert run.scaler.skipped_steps.item() == 4
     run.step(*batch(2))
     assert bits(buffers(run.model)) != moved
     assert all_finite(buffers(run.model))
@@ -128,24 +133,6 @@ def test_accumulated_passes_each_keep_the_statistics_finite(make):
     assert all_finite(buffers(model))
 
 
-def test_a_finite_forward_pass_of_a_skipped_step_may_move_the_statistics():
-    # As in PyTorch, where the forward pass is over when the step is skipped.
-    run = Run("value_and_grad", "eager")
-    x, y = batch(0)
-    run.step(x, y * NAN)
-    assert run.scaler.skipped_steps.item() == 1
-    assert all_finite(buffers(run.model))
-
-
-def test_a_buffer_that_the_user_sets_between_steps_is_kept():
-    run = Run("value_and_grad", "eager")
-    run.step(*batch(0))
-    run.model.layers[1].running_mean = mx.full((8,), 7.0)
-    x, y = batch(1)
-    run.step(x * INF, y)
-    assert run.model.layers[1].running_mean.tolist() == [7.0] * 8
-
-
 def test_a_validation_loss_of_scale_loss_writes_nothing_non_finite():
     mx.random.seed(2)
     model, scaler = Normed(), GradScaler(16.0)
@@ -155,37 +142,6 @@ def test_a_validation_loss_of_scale_loss_writes_nothing_non_finite():
     before = bits(buffers(model))
     assert mx.isnan(loss_fn(model, x * NAN, y)).item()
     assert bits(buffers(model)) == before
-
-
-@each_mode
-@pytest.mark.parametrize("cast", [None, mx.float16], ids=["own dtype", "float16"])
-def test_a_checkpointed_layer_is_trained_and_is_no_buffer(cast, compiled):
-    found = []
-    for checkpointed in (False, True):
-        mx.random.seed(2)
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 1))
-        optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(16.0))
-        first = model.layers[0]
-        layer = nn.utils.checkpoint(first) if checkpointed else first
-
-        def loss_fn(x, y, model=model, layer=layer):
-            out = model.layers[2](model.layers[1](layer(x)))
-            return mx.mean(mx.square(out.astype(mx.float32) - y))
-
-        loss_and_grad = optimizer.value_and_grad(model, loss_fn, cast)
-        optimizer.init(model.trainable_parameters())
-
-        def step(x, y, model=model, optimizer=optimizer, f=loss_and_grad):
-            optimizer.update(model, f(x, y)[1])
-
-        state = [model.state, optimizer.state]
-        step = mx.compile(step, inputs=state, outputs=state) if compiled else step
-        for seed in range(3):
-            step(*batch(seed))
-        assert optimizer.step.item() == 3
-        found.append(model.parameters())
-    for (path, a), (_, b) in zip(*map(tree_flatten, found), strict=True):
-        assert mx.allclose(a, b, rtol=1e-3, atol=1e-5).item(), path
 
 
 class Counts(nn.Module):
@@ -203,7 +159,7 @@ class Counts(nn.Module):
         return self.layer(x)
 
 
-def test_what_a_forward_pass_writes_to_a_trainable_array_stays_as_in_mlx():
+def test_trainable_array_written_by_the_forward_pass_is_kept_as_in_mlx():
     found = []
     for ours in (False, True):
         model = Counts()
@@ -216,16 +172,16 @@ def test_what_a_forward_pass_writes_to_a_trainable_array_stays_as_in_mlx():
     assert found[1][1].item() == 2
 
 
-def test_the_model_and_its_statistics_are_restored_when_the_loss_raises():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8))
+@pytest.mark.parametrize("compute_dtype", [None, mx.float16])
+def test_the_model_and_its_statistics_are_restored_when_the_loss_raises(compute_dtype):
+    model = Normed()
     before = bits(model.parameters())
 
     def loss_fn(x):
         model(x)
         raise KeyError("no such batch")
 
-    for compute_dtype in (None, mx.float16):
-        function = GradScaler().value_and_grad(model, loss_fn, compute_dtype)
-        with pytest.raises(KeyError):
-            function(mx.ones((4, 8)))
-        assert bits(model.parameters()) == before
+    function = GradScaler().value_and_grad(model, loss_fn, compute_dtype)
+    with pytest.raises(KeyError, match="no such batch"):
+        function(mx.ones((4, 8)))
+    assert bits(model.parameters()) == before

@@ -2,10 +2,8 @@
 
 import inspect
 import pickle
-import warnings
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
@@ -14,11 +12,7 @@ from support.helpers import (
     BAD_VALUES,
     INF,
     Mlp,
-    Traced,
-    batch,
-    bits,
     gradients_like,
-    mse,
     parameters,
     same,
 )
@@ -54,6 +48,15 @@ def test_an_infinite_gradient_skips_and_is_never_clipped_to_zero(value):
     assert not np.isfinite(optimizer.grad_norm.item())
 
 
+def test_a_max_grad_norm_is_set_only_where_it_was_given_and_to_a_positive_number():
+    optimizer = wrapped(max_grad_norm=1.0)
+    for bad in (0, -1.0, "1", None, True):
+        with pytest.raises(ValueError, match="positive number"):
+            optimizer.max_grad_norm = bad
+    with pytest.raises(AttributeError, match="without max_grad_norm"):
+        wrapped().max_grad_norm = 1.0
+
+
 def test_a_max_grad_norm_of_inf_only_measures():
     optimizer = wrapped(optim.SGD(1.0), max_grad_norm=INF)
     new = optimizer.apply_gradients({"a": mx.array([3.0, 4.0])}, {"a": mx.zeros(2)})
@@ -78,12 +81,7 @@ def test_masters_keep_the_structure_and_follow_replaced_weights():
     assert optimizer.masters(five)["0"].item() == 5.0
 
 
-def test_the_scaler_cannot_be_exchanged():
-    with pytest.raises(AttributeError):
-        wrapped().scaler = GradScaler()
-
-
-def test_a_numpy_max_grad_norm_is_accepted():
+def test_max_grad_norm_may_be_a_numpy_number():
     assert wrapped(max_grad_norm=np.float32(2)).max_grad_norm == 2.0
 
 
@@ -114,53 +112,6 @@ def test_signature_and_repr_show_the_settings():
     assert texts == ["GradScaler(state without values: see mx.compile)"]
 
 
-def test_a_numpy_bool_and_a_one_element_array_are_accepted():
-    assert GradScaler(enabled=np.bool_(True)).is_enabled()
-    scaler = GradScaler(dynamic=np.bool_(False))
-    scaler.update(mx.array([4.0]))
-    assert scaler.get_scale() == 4.0
-    assert not scaler.state["dynamic"]
-
-
-@pytest.mark.parametrize("scale", [2**63, 2**64])
-def test_large_integers_are_scales(scale):
-    assert GradScaler(init_scale=scale, max_scale=2**64).get_scale() == float(scale)
-    scaler = GradScaler()
-    scaler.update(scale)
-    assert scaler.get_scale() == float(scale)
-
-
-@pytest.mark.compiles
-def test_the_norm_to_clip_to_can_be_changed_in_a_compiled_step():
-    model = Mlp()
-    optimizer = LossScaleOptimizer(optim.SGD(1.0), GradScaler(8.0), max_grad_norm=1e-3)
-    loss_and_grad = optimizer.value_and_grad(model, mse(model))
-    optimizer.init(model.trainable_parameters())
-    state = [model.state, optimizer.state]
-
-    def step(x, y):
-        optimizer.update(model, loss_and_grad(x, y)[1])
-
-    traced = Traced(step)
-    compiled = mx.compile(traced, inputs=state, outputs=state)
-
-    def moved():
-        before = model.layers[0].weight
-        compiled(*batch())
-        return mx.abs(model.layers[0].weight - before).max().item()
-
-    small = moved()
-    optimizer.max_grad_norm = 1e-1
-    assert moved() > 20 * small
-    assert optimizer.max_grad_norm == pytest.approx(0.1)
-    assert traced.count == 1
-    for bad in (0, -1.0, "1", None, True):
-        with pytest.raises(ValueError, match="positive number"):
-            optimizer.max_grad_norm = bad
-    with pytest.raises(AttributeError, match="without max_grad_norm"):
-        LossScaleOptimizer(optim.SGD(0.1)).max_grad_norm = 1.0
-
-
 def test_attributes_of_the_optimizer_inside_are_read_and_set_through_the_wrapper():
     inner = optim.AdamW(1e-3, weight_decay=0.3)
     optimizer = LossScaleOptimizer(inner)
@@ -171,6 +122,8 @@ def test_attributes_of_the_optimizer_inside_are_read_and_set_through_the_wrapper
     assert inner.betas == [0.8, 0.9]
     optimizer.note = "mine"
     assert not hasattr(inner, "note")
+    with pytest.raises(AttributeError):
+        optimizer.scaler = GradScaler()
     with pytest.raises(AttributeError, match=r"AdamW.*nonsense"):
         optimizer.nonsense  # noqa: B018
     assert pickle.loads(pickle.dumps(optimizer)).weight_decay == 0.0
@@ -185,54 +138,10 @@ def test_the_warning_about_a_float16_loss_points_to_the_users_line():
     assert [w.filename for w in caught] == [__file__]
 
 
-def test_a_payload_of_nan_weights_survives_a_skipped_step():
-    weights = mx.array([0x7C01, 0x7E01, 0xFE55, 0x3C00], mx.uint16).view(mx.float16)
-    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(1.0, dynamic=False))
-    grads = {"w": mx.array([INF, 0.0, 0.0, 0.0])}
-    new = optimizer.apply_gradients(grads, {"w": weights})
-    assert new["w"].view(mx.uint16).tolist() == [0x7C01, 0x7E01, 0xFE55, 0x3C00]
-
-
 @pytest.mark.parametrize("name", ["weight_decay", "init_scale", "device"])
 def test_an_argument_that_the_wrapper_lacks_is_refused_by_name(name):
     with pytest.raises(TypeError, match=name):
         LossScaleOptimizer(optim.AdamW(1e-3), **{name: 0.1})
-
-
-def test_gradients_may_come_from_anywhere_with_one_warning():
-    mx.random.seed(4)
-    model = Mlp(dtype=mx.float16)
-    optimizer = LossScaleOptimizer(optim.SGD(0.1))
-    plain = nn.value_and_grad(model, mse(model))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for seed in range(3):
-            before = optimizer.masters(model.trainable_parameters())
-            _, grads = plain(*batch(seed, dtype=mx.float16))
-            optimizer.update(model, grads)
-            after = optimizer.masters(model.trainable_parameters())
-            moved = tree_map(lambda a, b: a - b, before, after)
-            for (path, x), (_, g) in zip(
-                tree_flatten(moved), tree_flatten(grads), strict=True
-            ):
-                assert mx.allclose(x, 0.1 * g, rtol=1e-3, atol=1e-6), path
-    messages = [str(w.message) for w in caught]
-    assert ["do not come from this scaler" in m for m in messages] == [True]
-
-
-def test_a_part_of_the_model_is_stepped_through_the_whole():
-    mx.random.seed(4)
-    model = Mlp(dtype=mx.float16)
-    optimizer = LossScaleOptimizer(optim.SGD(0.1), GradScaler(256.0))
-    optimizer.init(model.trainable_parameters())
-    head = model.layers[1]
-    loss_and_grad = optimizer.value_and_grad(head, mse(model))
-    before = bits(model.layers[0].parameters()), bits(head.parameters())
-    _, grads = loss_and_grad(*batch(dtype=mx.float16))
-    optimizer.update(model, {"layers": [{}, grads]})
-    assert optimizer.scaler.last_step_applied.item()
-    assert bits(model.layers[0].parameters()) == before[0]
-    assert bits(head.parameters()) != before[1]
 
 
 def test_gradients_of_scale_are_unscaled_by_the_wrapper_and_by_unscale():
@@ -260,9 +169,3 @@ def test_the_learning_rate_and_the_step_in_the_state_are_those_inside():
         optimizer.state["nonsense"]
     with pytest.raises(KeyError, match="nonsense"):
         optimizer.state["nonsense"] = mx.array(1.0)
-
-
-def test_every_public_name_of_the_scaler_is_documented_and_there_are_about_thirty():
-    names = [name for name in dir(GradScaler) if not name.startswith("_")]
-    assert len(names) <= 32
-    assert all(getattr(GradScaler, name).__doc__ for name in names)

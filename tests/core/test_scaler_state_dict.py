@@ -33,7 +33,7 @@ def test_the_state_dict_is_pytorchs_with_its_types():
     assert [type(x) for x in state.values()] == [float, float, float, int, int]
 
 
-def test_own_settings_are_saved_only_where_they_differ():
+def test_state_dict_has_settings_that_torch_lacks_only_if_they_were_changed():
     state = trained(backoff_interval=3, min_scale=1.0).state_dict()
     extra = set(state) - set(GradScaler().state_dict())
     assert extra == {"backoff_interval", "min_scale", "skipped_steps"}
@@ -70,13 +70,13 @@ def test_scaler_is_pickled_and_copied_only_between_iterations(copied):
 
 
 class Named(GradScaler):
-    def __init__(self, name):
+    def __init__(self, name, device="mps"):
         super().__init__(init_scale=4.0)
         self.name = name
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, None])
-def test_copies_of_a_subclass_keep_what_it_added(copied):
+def test_copied_scaler_of_a_subclass_keeps_its_attributes(copied):
     scaler = Named("run")
     other = copied(scaler) if copied else pickle.loads(pickle.dumps(scaler))
     assert (type(other), other.name, other.get_scale()) == (Named, "run", 4.0)
@@ -86,38 +86,25 @@ GOOD = GradScaler(init_scale=512.0).state_dict()
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "message"),
     [
-        {},
-        [1],
-        "state",
-        {k: v for k, v in GOOD.items() if k != "_growth_tracker"},
-        {"scale": 2.0},
-        {**GOOD, "scale": "abc"},
-        {**GOOD, "scale": 0.0},
-        {**GOOD, "scale": NAN},
-        {**GOOD, "scale": True},
-        {**GOOD, "growth_factor": 0.5},
-        {**GOOD, "backoff_factor": 9},
-        {**GOOD, "growth_interval": 0},
-        {**GOOD, "growth_interval": 3.7},
-        {**GOOD, "_growth_tracker": -1},
-        {**GOOD, "_growth_tracker": 3.7},
-        {**GOOD, "backoff_interval": 0},
-        {**GOOD, "min_scale": 1024.0},
-        {**GOOD, "dynamic": 3},
+        ({}, "empty"),  # a RuntimeError, as in PyTorch
+        ([1], "dict"),
+        ("state", "dict"),
+        ({"scale": 2.0}, "growth_factor"),
+        ({k: v for k, v in GOOD.items() if k != "_growth_tracker"}, "_growth_tracker"),
+        ({"epoch": 3, "scaler": GOOD}, "pass only the scaler's part"),
     ],
-    ids=str,
 )
-def test_a_bad_state_dict_changes_nothing(bad):
+def test_load_state_dict_refuses_an_incomplete_state_and_changes_nothing(bad, message):
     scaler = trained()
     before = bits(scaler.state)
-    with pytest.raises((TypeError, ValueError, KeyError, RuntimeError)):
+    with pytest.raises((TypeError, KeyError, RuntimeError), match=message):
         scaler.load_state_dict(bad)
     assert bits(scaler.state) == before
 
 
-def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
+def test_load_state_dict_ignores_extra_keys_and_accepts_mlx_and_numpy_scalars():
     scaler = GradScaler(backoff_interval=3)
     scaler.load_state_dict(
         {**GOOD, "scale": mx.array(2.0), "_growth_tracker": np.int64(7), "new": object}
@@ -128,17 +115,6 @@ def test_extra_keys_are_ignored_and_scalars_of_other_kinds_taken():
         "_growth_tracker": 7,
         "backoff_interval": 3,
     }
-
-
-def test_loading_a_whole_checkpoint_into_a_scaler_is_refused():
-    scaler = GradScaler()
-    with pytest.raises(KeyError, match="pass only the scaler's part"):
-        scaler.load_state_dict({"epoch": 3, "scaler": scaler.state_dict()})
-
-
-def test_an_empty_state_dict_is_a_runtime_error_as_in_pytorch():
-    with pytest.raises(RuntimeError, match="empty"):
-        GradScaler().load_state_dict({})
 
 
 @pytest.mark.parametrize("load", ["state dict", "wrapper state"])

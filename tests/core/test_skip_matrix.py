@@ -89,13 +89,24 @@ def run_script(run, make, dtype):
     return bare, expected
 
 
-# A kernel takes most of a second to compile, so the compiled half of the matrix is in
-# test_skip_matrix_compiled.py, outside of the quick tests.
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+# A kernel takes most of a second to compile, so the compiled half of the matrix has one
+# dtype per optimizer, and fewer optimizers for what differs little.
+compiles = [pytest.mark.compiles, pytest.mark.many_kernels]
+SOME = ["SGD schedule", "AdamW corrected", "Muon", "MultiOptimizer"]
 
 
-def check_with_a_scaler(name, compiled):
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        *[(name, False) for name in OPTIMIZERS],
+        *[pytest.param(name, True, marks=compiles) for name in SOME],
+    ],
+)
+def test_skipped_step_of_a_scaler_changes_no_bit_and_others_match_bare_steps(
+    name, compiled
+):
     make = OPTIMIZERS[name]
     run = Run(make, mx.float32, compiled, wrap=False)
     bare, expected = run_script(run, make, mx.float32)
@@ -104,31 +115,33 @@ def check_with_a_scaler(name, compiled):
     assert not compiled or run.traced.count == 1
 
 
-def check_in_the_wrapper(name, dtype, compiled):
-    make = OPTIMIZERS[name]
-    run = Run(make, dtype, compiled, wrap=True)
+# "autocompiled" is an eager loop in which the package compiles the update itself.
+@pytest.mark.parametrize(
+    ("name", "dtype", "mode"),
+    [
+        *[(name, dtype, "eager") for name in OPTIMIZERS for dtype in DTYPES],
+        *[
+            pytest.param("AdamW corrected", x, "compiled", marks=pytest.mark.compiles)
+            for x in DTYPES
+        ],
+        *[
+            pytest.param(name, "float16", mode, marks=compiles)
+            for name in OPTIMIZERS
+            for mode in ("compiled", "autocompiled")
+            if mode == "compiled" or name in SOME
+        ],
+    ],
+)
+def test_skipped_step_of_the_wrapper_changes_no_bit_and_others_match_bare_steps(
+    name, dtype, mode
+):
+    make, dtype = OPTIMIZERS[name], DTYPES[dtype]
+    run = Run(make, dtype, mode == "compiled", wrap=True)
     bare, expected = run_script(run, make, dtype)
     assert same(run.optimizer.masters(run.box[0]), expected)
     assert same(run.inner.state, bare.state)
     assert same(run.box[0], tree_map(lambda x: x.astype(dtype), expected))
-    assert not compiled or run.traced.count == 1
-
-
-@every_optimizer
-def test_with_a_scaler_a_skip_changes_no_bit_and_other_steps_are_bare_steps(name):
-    check_with_a_scaler(name, compiled=False)
-
-
-@every_optimizer
-@every_dtype
-def test_in_the_wrapper_a_skip_changes_no_bit_and_masters_are_bare_steps(name, dtype):
-    check_in_the_wrapper(name, dtype, compiled=False)
-
-
-@pytest.mark.compiles
-@every_dtype
-def test_a_compiled_skip_of_adamw_changes_no_bit(dtype):
-    check_in_the_wrapper("AdamW corrected", dtype, compiled=True)
+    assert mode != "compiled" or run.traced.count == 1
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
@@ -151,7 +164,7 @@ def test_half_parameters_without_masters_step_in_float32_and_keep_their_dtype(
 @pytest.mark.parametrize(
     "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
 )
-def test_with_remainders_a_skip_changes_no_bit_and_other_steps_are_bare_steps(
+def test_skipped_step_with_remainders_changes_no_bit_and_others_match_bare_steps(
     name, dtype
 ):
     make = OPTIMIZERS[name]

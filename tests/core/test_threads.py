@@ -1,10 +1,6 @@
-"""The same training in other threads, on other streams and without ``mx.compile``."""
+"""The same training in other threads and on other streams."""
 
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +11,6 @@ from support.helpers import Mlp, batch, bits, mse
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
 pytestmark = pytest.mark.compiles
-TESTS = Path(__file__).parents[1]
 LOOPS = ["eager", "compiled"]
 
 
@@ -90,38 +85,6 @@ def test_an_optimizer_made_in_one_thread_trains_in_another(loop, initialised, ex
     assert optimizer.step.item() > before
 
 
-def train_plain(loop, model, scaler):
-    """The same with a GradScaler alone, on float32 weights."""
-    optimizer = optim.AdamW(1e-2)
-    optimizer.init(model.trainable_parameters())
-    loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
-    state = [model.state, optimizer.state, scaler.state]
-
-    def step(x, y):
-        loss, grads = loss_and_grad(x, y)
-        scaler.minimize(optimizer, model, grads)
-        return loss
-
-    if loop == "compiled":
-        step = mx.compile(step, inputs=state, outputs=state)
-    for i in range(4):
-        x, y = batch(i)
-        mx.eval(step(x * 30000 if i == 1 else x, y), state)
-    assert scaler.skipped_steps.item() >= 1
-    return bits([model.parameters(), optimizer.state, scaler.state])
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_scaler_made_in_one_thread_trains_alike_in_another(loop):
-    made = []
-    for _ in range(2):
-        mx.random.seed(0)
-        made.append((Mlp(), GradScaler(256.0)))
-    mx.eval([model.parameters() for model, _ in made])
-    here = train_plain(loop, *made[0])
-    assert in_threads(lambda: train_plain(loop, *made[1])) == [here]
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_two_models_train_in_two_threads_at_once(loop, expected):
     made = [make(seed) for seed in (0, 1)]
@@ -148,27 +111,3 @@ def test_training_continues_when_the_default_device_changes(loop):
     finally:
         mx.set_default_device(before)
     assert optimizer.step.item() == 6 * len(devices)
-
-
-def without_compile():
-    """What both loops come to where nothing is compiled, as text."""
-    return repr([train(loop) for loop in LOOPS])
-
-
-def test_eager_and_compiled_training_agree_where_compiling_is_disabled():
-    mx.disable_compile()
-    try:
-        here = without_compile()
-        assert train("eager") == train("compiled")
-    finally:
-        mx.enable_compile()
-    code = "from core import test_threads as t; print(t.without_compile())"
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    there = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"MLX_DISABLE_COMPILE": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert there.stdout.strip() == here

@@ -23,7 +23,7 @@ def run(name, *arguments):
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    pytest.importorskip("matplotlib", reason="the examples are not installed")
+    pytest.importorskip("tqdm", reason="the examples are not installed")
     picture = tmp_path_factory.mktemp("quickstart") / "quickstart.png"
     output = run("quickstart.py", "--steps", "60", "--picture", str(picture))
     assert picture.stat().st_size > 10_000
@@ -31,11 +31,10 @@ def quickstart(tmp_path_factory):
     return {name: tuple(map(float, rest)) for name, *rest in row.findall(output)}
 
 
-def test_quickstart_plain_float16_is_nan(quickstart):
+def test_quickstart_is_nan_in_float16_and_master_weights_alone_lose_gradients(
+    quickstart,
+):
     assert str(quickstart["float16"][0]) == "nan"
-
-
-def test_quickstart_master_weights_alone_lose_small_gradients(quickstart):
     loss, quality, zero = quickstart["float16 + master weights"]
     assert zero > 95
     assert loss > 2 * quickstart["float32"][0]
@@ -55,7 +54,7 @@ def test_compiled_step_example_learns():
     assert float(re.search(r"accuracy ([\d.]+)%", output)[1]) > 95
 
 
-def test_own_loop_learns_after_skipping_its_first_steps():
+def test_own_loop_example_learns_after_skipping_its_first_steps():
     output = run("own_loop.py")
     # It starts with a scale of 2**22 on purpose: the first steps overflow.
     assert "skipped" in output.splitlines()[0]
@@ -69,13 +68,13 @@ def test_gan_example_learns():
     assert float(re.search(r"mean is ([\d.]+) from", output)[1]) < 0.6
 
 
-def test_everywhere_learns_where_plain_float16_is_nan():
+def test_everywhere_example_learns_where_plain_float16_is_nan():
     output = run("everywhere.py")
     assert "float16: loss nan" in output
     assert float(re.search(r"everywhere\(\): loss ([\d.]+)", output)[1]) < 0.1
 
 
-def test_killed_run_resumes_with_bit_identical_losses():
+def test_resume_example_continues_a_killed_run_bit_identically():
     output = run("resume.py")
     assert "killed in step 34\n" in output
     assert "resumed at step 30\n" in output
@@ -83,7 +82,7 @@ def test_killed_run_resumes_with_bit_identical_losses():
 
 
 def test_make_pictures_draws_the_pictures_of_the_repository(tmp_path):
-    pytest.importorskip("matplotlib", reason="the examples are not installed")
+    pytest.importorskip("tqdm", reason="the examples are not installed")
     run("make_pictures.py", "--steps", "12", "--output", str(tmp_path))
     committed = {path.name for path in (EXAMPLES / "pictures").glob("*.png")}
     assert {path.name for path in tmp_path.iterdir()} == committed - {"quickstart.png"}

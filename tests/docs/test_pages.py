@@ -59,35 +59,5 @@ def test_paths_in_the_architecture_guide_exist():
 def test_every_example_is_on_the_examples_page():
     page = (ROOT / "docs" / "examples.md").read_text()
     helpers = {"overflowing.py", "make_pictures.py"}
-    for path in (ROOT / "examples").glob("*.py"):
-        assert (
-            path.name in helpers
-            or f"{{literalinclude}} ../examples/{path.name}" in page
-        )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("```python\nprint(1)\n```\n```output\n2\n```\n", "1"),
-        ("```sh\npython -m mlx_gradscale plot FILE.csv --blue\n```\n", "--blue"),
-        ("```ruby\n```\n", "ruby"),
-    ],
-)
-def test_wrong_page_is_reported_with_its_problem(tmp_path, text, message):
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    with pytest.raises(AssertionError, match=message):
-        pages.run(page, {})
-
-
-def test_dead_links_and_unknown_names_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Here\n[gone](gone.md) [there](page.md#here) [far](https://mlx.dev) "
-        "[nowhere](page.md#elsewhere) `mlx_gradscale.nothing`\n"
-    )
-    assert pages.dead_links(page) == ["gone.md"]
-    page.write_text(page.read_text().replace("[gone](gone.md) ", ""))
-    assert pages.dead_anchors(page) == ["page.md#elsewhere"]
-    assert pages.names(page) == {"mlx_gradscale.nothing"}
+    shown = set(re.findall(r"{literalinclude} ../examples/(.*)", page))
+    assert shown == {x.name for x in (ROOT / "examples").glob("*.py")} - helpers

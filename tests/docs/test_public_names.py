@@ -6,8 +6,6 @@ from importlib import import_module
 
 import pytest
 
-import mlx_gradscale
-
 MODULES = (
     *("convert", "diagnostics", "distributed", "ema", "float32_layers", "formats"),
     *("plot", "torch_checkpoint"),
@@ -30,8 +28,3 @@ def test_importing_the_package_imports_nothing_optional():
     code = f"import sys, {modules}; print([m for m in {optional} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert out.stdout.decode().strip() == "[]"
-
-
-def test_public_names_of_the_package_resolve():
-    for name in mlx_gradscale.__all__:
-        getattr(mlx_gradscale, name)

@@ -27,7 +27,7 @@ def decayed(net):
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
-def test_state_by_name_continues_in_mlx_and_back(is_flat, tmp_path):
+def test_optimizer_state_by_name_continues_in_mlx_and_back(is_flat, tmp_path):
     distributed = pytest.importorskip("torch.distributed.checkpoint.state_dict")
     options = distributed.StateDictOptions(flatten_optimizer_state_dict=is_flat)
     net = torch_net()
@@ -93,27 +93,6 @@ def test_shards_of_two_ranks_are_refused_with_the_call_that_gathers_them(
     assert f"get_state_dict(model, optimizer, {options})" in said
 
 
-@pytest.mark.parametrize("kind", ["whole.pt", "dcp"])
-def test_fsdp2_on_two_ranks_continues_in_mlx_and_back(kind, sharded, tmp_path):
-    net = torch_net()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    want = torch_steps(net, optimizer, range(20))
-    source = sharded / kind
-    if kind == "dcp":
-        source = tmp_path / "whole.pt"
-        run_format_utils("dcp_to_torch", sharded / kind, source)
-    losses = mlx_steps(source, tmp_path / "back.pt", range(10, 15))
-    assert_near(losses, want[10:15])
-    back = torch.load(tmp_path / "back.pt", weights_only=True)
-    distributed = torch.distributed.checkpoint.state_dict
-    net = torch_net()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    options = distributed.StateDictOptions(full_state_dict=True)
-    states = {"model_state_dict": back["model"], "optim_state_dict": back["optim"]}
-    distributed.set_state_dict(net, optimizer, **states, options=options)
-    assert_near(torch_steps(net, optimizer, range(15, 20)), want[15:])
-
-
 def run_format_utils(way, source, target):
     """PyTorch's own command between a folder and a file."""
     module = "torch.distributed.checkpoint.format_utils"
@@ -121,28 +100,31 @@ def run_format_utils(way, source, target):
     subprocess.run(words, check=True, capture_output=True)
 
 
-def test_folder_of_distcp_files_continues_in_mlx_and_back(tmp_path, capsys):
-    dcp = pytest.importorskip("torch.distributed.checkpoint")
-
-    def made():
-        net = torch_net()
-        return net, torch.optim.AdamW(net.parameters(), 1e-2)
-
-    net, optimizer = made()
-    torch_steps(net, optimizer, range(10))
-    model, state = dcp.state_dict.get_state_dict(net, optimizer)
-    dcp.save({"model": model, "optim": state}, checkpoint_id=tmp_path / "dcp")
-    want = torch_steps(net, optimizer, range(10, 20))
-    arguments = ["--torch-path", tmp_path / "dcp", "--mlx-path", tmp_path / "run"]
-    assert main([*map(str, arguments)]) == 1
-    assert "format_utils dcp_to_torch" in capsys.readouterr().err
-    run_format_utils("dcp_to_torch", tmp_path / "dcp", tmp_path / "a.pt")
-    losses = mlx_steps(tmp_path / "a.pt", tmp_path / "back.pt", range(10, 15))
-    assert_near(losses, want[:5])
-    run_format_utils("torch_to_dcp", tmp_path / "back.pt", tmp_path / "back")
-    net, optimizer = made()
-    model, state = dcp.state_dict.get_state_dict(net, optimizer)
-    dcp.load({"model": model, "optim": state}, checkpoint_id=tmp_path / "back")
+@pytest.mark.parametrize("kind", ["whole.pt", "dcp"])
+def test_fsdp2_on_two_ranks_continues_in_mlx_and_back(kind, sharded, tmp_path, capsys):
+    dcp = torch.distributed.checkpoint
+    net = torch_net()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    want = torch_steps(net, optimizer, range(20))
+    source, back = sharded / kind, tmp_path / "back.pt"
+    if kind == "dcp":
+        paths = ["--torch-path", source, "--mlx-path", tmp_path / "run"]
+        assert main([*map(str, paths)]) == 1
+        assert "format_utils dcp_to_torch" in capsys.readouterr().err
+        source = tmp_path / "whole.pt"
+        run_format_utils("dcp_to_torch", sharded / kind, source)
+    losses = mlx_steps(source, back, range(10, 15))
+    assert_near(losses, want[10:15])
+    net = torch_net()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    options = dcp.state_dict.StateDictOptions(full_state_dict=True)
+    if kind == "dcp":
+        run_format_utils("torch_to_dcp", back, tmp_path / "back")
+        model, state = dcp.state_dict.get_state_dict(net, optimizer)
+        dcp.load({"model": model, "optim": state}, checkpoint_id=tmp_path / "back")
+    else:
+        found = torch.load(back, weights_only=True)
+        model, state = found["model"], found["optim"]
     states = {"model_state_dict": model, "optim_state_dict": state}
-    dcp.state_dict.set_state_dict(net, optimizer, **states)
-    assert_near(torch_steps(net, optimizer, range(15, 20)), want[5:])
+    dcp.state_dict.set_state_dict(net, optimizer, **states, options=options)
+    assert_near(torch_steps(net, optimizer, range(15, 20)), want[15:])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.hf_trainer import train
 from support.regression import (
     MODEL,
     TOLERANCE,
@@ -10,6 +11,7 @@ from support.regression import (
     convert,
     mlx_steps,
     torch_net,
+    torch_steps,
 )
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
@@ -76,50 +78,30 @@ def test_accelerate_continues_in_mlx_and_back(safe, onto, tmp_path):
     assert_near(again.steps(range(15, 20)), want[5:])
 
 
+class WithLoss(torch.nn.Module):
+    """As the Trainer wants a model: it returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch_net()
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": (logits - labels).pow(2).mean(), "logits": logits}
+
+
 def trainer(folder, most, resume=None):
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    def item(number):
+        x, y = batch(number, rows=1)
+        return {"x": torch.tensor(x[0]), "labels": torch.tensor(y[0])}
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, self.batches, self.losses = torch_net(), [], []
-
-        def forward(self, x, labels):
-            logits = self.net(x)
-            loss = (logits - labels).pow(2).mean()
-            self.batches.append((x.numpy(), labels.numpy()))
-            self.losses.append(loss.item())
-            return {"loss": loss, "logits": logits}
-
-    class Data(torch.utils.data.Dataset):
-        def __len__(self):
-            return 32
-
-        def __getitem__(self, number):
-            x, y = batch(number, rows=1)
-            return {"x": torch.tensor(x[0]), "labels": torch.tensor(y[0])}
-
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=most,
-        save_steps=10,
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-    )
-    made = transformers.Trainer(Model(), arguments, train_dataset=Data())
-    made.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return made
+    settings = {"save_steps": 10, "learning_rate": 1e-2, "weight_decay": 0.1}
+    return train(WithLoss(), item, folder, most, resume, **settings)
 
 
-def test_trainer_resumes_from_what_comes_back(tmp_path):
-    whole = trainer(tmp_path / "whole", 20).model
-    want, losses = whole.state_dict(), whole.losses
+def test_transformers_trainer_resumes_from_a_converted_checkpoint(tmp_path):
+    whole, batches, losses = trainer(tmp_path / "whole", 20)
+    want = whole.model.state_dict()
     trainer(tmp_path / "half", 10)
     there = tmp_path / "half" / "checkpoint-10"
     names = {p.name for p in there.iterdir()}
@@ -132,13 +114,15 @@ def test_trainer_resumes_from_what_comes_back(tmp_path):
     assert {p.name for p in back.iterdir()} == names
     for name in ("rng_state.pth", "training_args.bin", "trainer_state.json"):
         assert (back / name).read_bytes() == (there / name).read_bytes()
-    found = trainer(tmp_path / "on", 20, resume=back)
+    found, *_ = trainer(tmp_path / "on", 20, resume=back)
     assert found.state.global_step == 20
     for name, tensor in found.model.state_dict().items():
         np.testing.assert_allclose(tensor, want[name], **TOLERANCE)
 
     # As many steps as the Trainer would have made: it goes on with the data after.
-    taken = whole.batches.__getitem__
+    def taken(number):
+        return batches[number]["x"], batches[number]["labels"]
+
     # Its max_grad_norm is 1 by default.
     options = {"rename": [(r"^net\.", "")]}
     steps = {"data": taken, "max_norm": 1.0, "options": options}
@@ -146,13 +130,13 @@ def test_trainer_resumes_from_what_comes_back(tmp_path):
     assert_near(found, losses[10:15])
     optimizer = torch.load(back / "optimizer.pt", weights_only=True)
     assert optimizer["state"][0]["step"] == 15
-    again = trainer(tmp_path / "on", 20, resume=back)
+    again, _, found = trainer(tmp_path / "on", 20, resume=back)
     assert again.state.global_step == 20
-    assert_near(again.model.losses, losses[15:])
+    assert_near(found, losses[15:])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_model_that_transformers_split_comes_back(name, tmp_path):
+def test_sharded_weights_of_transformers_survive_a_round_trip(name, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
     config = transformers.LlamaConfig(
@@ -182,3 +166,19 @@ def test_a_model_that_transformers_split_comes_back(name, tmp_path):
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back")
     for key, tensor in model.state_dict().items():
         assert torch.equal(found.state_dict()[key], tensor)
+
+
+def test_lion_of_lion_pytorch_continues_in_mlx_and_back(tmp_path):
+    lion = pytest.importorskip("lion_pytorch", reason="needs lion-pytorch")
+    net = torch_net()
+    optimizer = lion.Lion(net.parameters(), lr=1e-3, weight_decay=0.1)
+    torch_steps(net, optimizer, range(10))
+    run = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(run, tmp_path / "a.pt")
+    want = torch_steps(net, optimizer, range(10, 20))
+    losses = mlx_steps(tmp_path / "a.pt", tmp_path / "b.pt", range(10, 15))
+    assert_near(losses, want[:5])
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    net.load_state_dict(back["model"])
+    optimizer.load_state_dict(back["optimizer"])
+    assert_near(torch_steps(net, optimizer, range(15, 20)), want[5:])

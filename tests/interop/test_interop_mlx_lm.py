@@ -1,15 +1,13 @@
 """Models of Transformers into mlx-lm's, whose sanitize tells names and layouts."""
 
-import json
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from support.hf_trainer import train
 from support.regression import convert
 
 from mlx_gradscale import restore_checkpoint, save_checkpoint
-from mlx_gradscale.checkpoint import read_checkpoint
 from mlx_gradscale.convert import build_optimizer
 from mlx_gradscale.convert.command import _mlx_lm_model as mlx_lm_model
 
@@ -69,7 +67,7 @@ def mlx_steps(model, optimizer, numbers, data=data):
 
 @pytest.mark.parametrize("kind", [gpt2, llama])
 @pytest.mark.parametrize("saved", ["file", "folder"])
-def test_run_continues_in_mlx_lms_model_and_back(kind, saved, tmp_path):
+def test_transformers_run_continues_in_mlx_lms_model_and_back(kind, saved, tmp_path):
     torch.manual_seed(0)
     model = kind()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -116,46 +114,19 @@ def test_run_continues_in_mlx_lms_model_and_back(kind, saved, tmp_path):
 
 
 def trained(folder, most, resume=None):
-    """A Llama by the Trainer, whose optimizer has two groups; batches and losses."""
-    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
-    seen = []
+    """A Llama by the Trainer, whose optimizer has two groups."""
 
-    class Trainer(transformers.Trainer):
-        def compute_loss(self, model, inputs, **others):
-            loss = super().compute_loss(model, inputs, **others)
-            seen.append((inputs["input_ids"].numpy(), loss.item()))
-            return loss
+    def item(number):
+        x = torch.tensor(data(number)[0])
+        return {"input_ids": x, "labels": x}
 
-    class Data(torch.utils.data.Dataset):
-        def __len__(self):
-            return 32
-
-        def __getitem__(self, number):
-            x = torch.tensor(data(number)[0])
-            return {"input_ids": x, "labels": x}
-
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=most,
-        save_steps=3,
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-        max_grad_norm=0.0,
-    )
     torch.manual_seed(0)
-    made = Trainer(llama(), arguments, train_dataset=Data())
-    made.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return made, seen
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.0}
+    return train(llama(), item, folder, most, resume, save_steps=3, **settings)
 
 
 def test_trainers_llama_continues_in_mlx_lm_and_resumes(tmp_path):
-    made, seen_there = trained(tmp_path / "whole", 9)
-    batches, want = zip(*seen_there, strict=True)
+    made, batches, want = trained(tmp_path / "whole", 9)
     there = tmp_path / "whole" / "checkpoint-3"
     names = [name for name, _ in made.model.named_parameters()]
     (tmp_path / "names").write_text("\n".join(names))
@@ -164,56 +135,13 @@ def test_trainers_llama_continues_in_mlx_lm_and_resumes(tmp_path):
     mlx = mlx_lm_model(there)
     optimizer = build_optimizer(tmp_path / "run")
     restore_checkpoint(tmp_path / "run", mlx, optimizer)
-    onward = mlx_steps(mlx, optimizer, range(3, 6), batches.__getitem__)
+    taken = lambda number: batches[number]["input_ids"]  # noqa: E731
+    onward = mlx_steps(mlx, optimizer, range(3, 6), taken)
     np.testing.assert_allclose(onward, want[3:6], rtol=1e-4)
     save_checkpoint(tmp_path / "run", mlx, optimizer)
     back = tmp_path / "back" / "checkpoint-3"
     back.parent.mkdir()
     convert(back, tmp_path / "run")
-    again, after = trained(tmp_path / "on", 9, resume=back)
+    again, _, after = trained(tmp_path / "on", 9, resume=back)
     assert again.state.global_step == 9
-    np.testing.assert_allclose([loss for _, loss in after], want[6:], rtol=1e-4)
-
-
-def lora_model():
-    from mlx_lm.tuner.lora import LoRALinear
-
-    layer, model = nn.Module(), nn.Module()
-    layer.self_attn, model.model = nn.Module(), nn.Module()
-    layer.self_attn.q_proj = LoRALinear(16, 16, r=4)
-    model.model.layers = [layer]
-    return model
-
-
-def test_lora_adapters_of_peft_become_mlx_lms(tmp_path):
-    """The adapters' product is the same; names and layouts are mlx-lm's."""
-    from mlx_lm.tuner.lora import LoRALinear
-
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((4, 16)), rng.standard_normal((16, 4))
-    stem = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {
-        f"{stem}.lora_A.weight": torch.tensor(a, dtype=torch.float32),
-        f"{stem}.lora_B.weight": torch.tensor(b, dtype=torch.float32),
-    }
-    import safetensors.torch
-
-    (tmp_path / "peft").mkdir()
-    path = tmp_path / "peft" / "adapter_model.safetensors"
-    safetensors.torch.save_file(tensors, path, {"format": "pt"})
-    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps({"r": 4}))
-    convert(tmp_path / "peft", tmp_path / "run", "--model", f"{__name__}:lora_model")
-    weights = read_checkpoint(tmp_path / "run").weights
-    stem = "model.layers.0.self_attn.q_proj."
-    layer = LoRALinear.from_base(nn.Linear(16, 16, bias=False), r=4, scale=2.0)
-    names = {key.removeprefix(stem): value for key, value in weights.items()}
-    layer.load_weights(list(names.items()), strict=False)
-    assert names.keys() == {"lora_a", "lora_b"}
-    x = rng.standard_normal((3, 16))
-    want = x @ np.array(layer.linear.weight).T + 2.0 * (x @ a.T) @ b.T
-    found = np.array(layer(mx.array(x, mx.float32)))
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
-    convert(tmp_path / "back", tmp_path / "run")
-    back = safetensors.torch.load_file(tmp_path / "back" / path.name)
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[key], tensors[key]) for key in back)
+    np.testing.assert_allclose(after, want[6:], rtol=1e-4)

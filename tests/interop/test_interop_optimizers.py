@@ -29,7 +29,7 @@ MAKERS = {
 }
 
 
-def test_none_is_missing():
+def test_no_optimizer_of_mlx_optimizers_is_missing_from_the_tests():
     there = {
         name
         for name, x in vars(theirs).items()
@@ -58,7 +58,7 @@ def test_compiled_step_of_a_third_party_optimizer_is_right_or_refused(name):
         check_beside_bare(MAKERS[name], compiled=True, bad=())
 
 
-def test_unsloths_8_bit_adamw_goes_on_as_it_would_have(tmp_path, monkeypatch):
+def test_unsloths_8_bit_adamw_resumes_bit_identically(tmp_path, monkeypatch):
     monkeypatch.setenv("UNSLOTH_ZOO_DISABLE_GPU_INIT", "1")
     packed = pytest.importorskip(
         "unsloth_zoo.mlx.optimizers_quantized", reason="needs unsloth-zoo"

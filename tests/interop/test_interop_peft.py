@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from support.hf_trainer import train
 
 from mlx_gradscale.convert import Options, load_torch, save_torch
 from mlx_gradscale.convert.command import _mlx_lm_model as mlx_lm_model
@@ -11,7 +12,6 @@ from mlx_gradscale.convert.command import _mlx_lm_model as mlx_lm_model
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 peft = pytest.importorskip("peft", reason="needs peft")
-pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 tuner = pytest.importorskip("mlx_lm.tuner.utils", reason="needs mlx-lm")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -26,51 +26,26 @@ def base_model():
     return transformers.LlamaForCausalLM(config)
 
 
-def train(folder, most, resume=None):
-    """Train adapters to a number of steps; return the model, batches and losses."""
+def train_adapters(folder, most, resume=None):
     config = peft.LoraConfig(
         r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]
     )
     torch.manual_seed(1)
     model = peft.get_peft_model(base_model(), config)
-    seen = []
 
-    class Trainer(transformers.Trainer):
-        def compute_loss(self, model, inputs, **others):
-            loss = super().compute_loss(model, inputs, **others)
-            seen.append((inputs["input_ids"].numpy(), loss.item()))
-            return loss
+    def item(number):
+        rng = np.random.default_rng(number)
+        x = torch.tensor(rng.integers(0, 32, 8))
+        return {"input_ids": x, "labels": x}
 
-    class Data(torch.utils.data.Dataset):
-        def __len__(self):
-            return 32
-
-        def __getitem__(self, number):
-            rng = np.random.default_rng(number)
-            x = torch.tensor(rng.integers(0, 32, 8))
-            return {"input_ids": x, "labels": x}
-
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=most,
-        save_steps=3,
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-    )
-    made = Trainer(model, arguments, train_dataset=Data())
-    made.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return model, seen
+    settings = {"save_steps": 3, "learning_rate": 1e-2, "max_grad_norm": 0.0}
+    return train(model, item, folder, most, resume, **settings)
 
 
 def test_lora_of_a_trainer_continues_in_mlx_lm_and_resumes(tmp_path):
-    model, seen = train(tmp_path / "whole", 9)
-    batches, want = zip(*seen, strict=True)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    made, batches, want = train_adapters(tmp_path / "whole", 9)
+    parameters = made.model.named_parameters()
+    names = [name for name, p in parameters if p.requires_grad]
     base = base_model()
     base.save_pretrained(tmp_path / "base")
     text = base.config.to_json_string(use_diff=False)
@@ -91,7 +66,7 @@ def test_lora_of_a_trainer_continues_in_mlx_lm_and_resumes(tmp_path):
 
     losses = []
     for number in range(3, 6):
-        x = mx.array(batches[number])
+        x = mx.array(batches[number]["input_ids"])
         loss, grads = nn.value_and_grad(mine, loss_fn)(x)
         run.optimizer.update(mine, grads)
         losses.append(loss.item())
@@ -100,5 +75,5 @@ def test_lora_of_a_trainer_continues_in_mlx_lm_and_resumes(tmp_path):
     back = tmp_path / "back/checkpoint-6"
     back.parent.mkdir()
     save_torch(back, mine, run.optimizer, like=run.template)
-    _, after = train(tmp_path / "on", 9, resume=back)
-    np.testing.assert_allclose([loss for _, loss in after], want[6:], rtol=1e-4)
+    *_, after = train_adapters(tmp_path / "on", 9, resume=back)
+    np.testing.assert_allclose(after, want[6:], rtol=1e-4)

@@ -130,7 +130,9 @@ def final_loss(train, dtype, folder, monkeypatch, context):
 
 
 @pytest.mark.parametrize("train", [mlx_vlm, mlx_lm_lora, mlx_tune, unsloth_zoo])
-def test_a_trainer_follows_float32_where_float16_fails(train, tmp_path, monkeypatch):
+def test_third_party_trainer_in_everywhere_follows_float32_where_float16_fails(
+    train, tmp_path, monkeypatch
+):
     nothing = contextlib.nullcontext()
 
     def loss(dtype, name, context=nothing):

@@ -19,7 +19,7 @@ from mlx_gradscale import (
 )
 from mlx_gradscale.distributed import assert_in_sync
 from support.checkpoint_runs import Run
-from support.distributed_parts import fingerprint
+from support.distributed_parts import fingerprint, message
 
 
 class Net(nn.Module):
@@ -36,14 +36,6 @@ class Net(nn.Module):
     def __call__(self, x):
         x = self.norm(self.layers[0](x).astype(mx.float32)).astype(mx.float16)
         return self.layers[1](self.dropout(nn.relu(x)))
-
-
-def message(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def main(folder, checkpoint, task):
@@ -79,18 +71,20 @@ def failures(run, checkpoint, rank):
     file = Path(checkpoint).parent / "file"
     if rank == 0:
         file.write_bytes(b"mine")
-    found["file"] = message(save_checkpoint, file, *run.parts)
-    found["missing"] = message(restore_checkpoint, file.parent / "no", *run.parts)
+    found["file"] = message(lambda: save_checkpoint(file, *run.parts))
+    found["missing"] = message(
+        lambda: restore_checkpoint(file.parent / "no", *run.parts)
+    )
     extra = {"it": {1}}
-    found["a set"] = message(save_checkpoint, checkpoint, *run.parts, **extra)
+    found["a set"] = message(lambda: save_checkpoint(checkpoint, *run.parts, **extra))
     weight = run.model.layers[0].weight
     run.model.layers[0].weight = weight + rank
-    found["shards"] = message(save_checkpoint, checkpoint, *run.parts)
+    found["shards"] = message(lambda: save_checkpoint(checkpoint, *run.parts))
     run.model.layers[0].weight = weight
     if rank == 1:
         run.model.more = nn.Linear(1, 1)
     before = run.fingerprint()
-    found["other model"] = message(restore_checkpoint, checkpoint, *run.parts)
+    found["other model"] = message(lambda: restore_checkpoint(checkpoint, *run.parts))
     found["unchanged"] = run.fingerprint() == before
     if rank == 1:
         del run.model["more"]

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
-from mlx_gradscale.distributed import assert_in_sync, from_rank_0
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from mlx_gradscale.distributed import broadcast
 from support.distributed_parts import compiled_step, fingerprint
 from support.helpers import Mlp, batch, mse
 
@@ -28,17 +33,10 @@ def share(step, group):
     return tuple(mx.split(a, group.size())[group.rank()] for a in (x, y))
 
 
-def save(path, tree):
-    """Write to another file and rename it, so that the last file stays whole."""
-    beside = path.with_name(f"beside-{path.name}")
-    mx.save_safetensors(str(beside), dict(tree_flatten(tree)))
-    os.replace(beside, path)
-
-
 def main(folder, checkpoint, stop, dies=-1, dies_at=-1):
     group = mx.distributed.init(backend="ring")
-    rank, path = group.rank(), Path(checkpoint)
-    mx.random.seed(rank)  # a rank that did not load would start elsewhere
+    rank = group.rank()
+    mx.random.seed(rank)  # a rank that did not restore would start elsewhere
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(
         optim.AdamW(1e-2),
@@ -46,20 +44,13 @@ def main(folder, checkpoint, stop, dies=-1, dies_at=-1):
         group=group,
         average=True,
     )
-    state = {"model": model.parameters(), "step": mx.array(0)}
-    if from_rank_0(path.exists, group):
-        loaded = from_rank_0(lambda: mx.load(checkpoint), group)
-        state = tree_unflatten(list(loaded.items()))
-        model.update(state["model"])
-        optimizer.init(model.trainable_parameters())
-        optimizer.state = state["optimizer"]
+    start = 0
+    if Path(checkpoint).exists():
+        start = restore_checkpoint(checkpoint, model, optimizer)["step"]
     else:
-        state = from_rank_0(lambda: state, group)
-    model.update(state["model"])
-    start = state["step"].item()
-    report = {"start": start, "loaded": fingerprint(everything(model, optimizer))}
+        model.update(broadcast(model.parameters(), group))
+    report = {"start": start, "loaded": hash_of(model, optimizer)}
     step = compiled_step(model, optimizer)
-    assert_in_sync(everything(model, optimizer), group)
     try:
         for i in range(start, stop):
             if rank == dies and i == dies_at:
@@ -68,21 +59,19 @@ def main(folder, checkpoint, stop, dies=-1, dies_at=-1):
                 mx.eval(loss_and_grad(*share(i, group)))
                 os._exit(9)
             step(*share(i, group))
-            report["saved"] = fingerprint(everything(model, optimizer))
-            if rank == 0:
-                save(path, everything(model, optimizer) | {"step": mx.array(i + 1)})
+            report["saved"] = hash_of(model, optimizer)
+            save_checkpoint(checkpoint, model, optimizer, step=i + 1)
     except RuntimeError as error:
         report["error"] = str(error)
     else:
         report["scaler"] = optimizer.scaler.state_dict()
-        report["parameters"] = {
-            path: x.tolist() for path, x in tree_flatten(optimizer.state["masters"])
-        }
+        masters = tree_flatten(optimizer.masters(model.trainable_parameters()))
+        report["parameters"] = {path: x.tolist() for path, x in masters}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
 
 
-def everything(model, optimizer):
-    return {"model": model.parameters(), "optimizer": optimizer.state}
+def hash_of(model, optimizer):
+    return fingerprint([model.parameters(), optimizer.state])
 
 
 if __name__ == "__main__":

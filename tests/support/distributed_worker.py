@@ -16,11 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 from mlx_gradscale.core import ranks as core_ranks
 from mlx_gradscale.diagnostics import calibrate
-from mlx_gradscale.distributed import (
-    assert_in_sync,
-    broadcast,
-    from_rank_0,
-)
+from mlx_gradscale.distributed import assert_in_sync, broadcast, from_rank_0
 from support.distributed_parts import (
     Deep,
     all_reduces,
@@ -30,7 +26,6 @@ from support.distributed_parts import (
     overflows,
     rank_batch,
 )
-from support.graphs import most_buffers
 from support.helpers import (
     INF,
     Mlp,
@@ -44,7 +39,7 @@ from support.helpers import (
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
 
-def data_parallel(group, steps=200, masters="float32"):
+def data_parallel(group, steps=200):
     """Float16 training where random ranks overflow at random steps."""
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(
@@ -53,7 +48,6 @@ def data_parallel(group, steps=200, masters="float32"):
         max_grad_norm=1.0,
         group=group,
         average=True,
-        masters=masters,
     )
     step = compiled_step(model, optimizer)
     scales = []
@@ -279,27 +273,17 @@ def counted(group):
     }
     for name, ranks in cases.items():
         for max_grad_norm in (None, 1.0):
-            found[f"{name} {max_grad_norm}"], buffers = zip(
-                *(count_of(depth, max_grad_norm, ranks) for depth in (1, 12)),
-                strict=True,
-            )
-            found["buffers"] = max(*buffers, found.get("buffers", 0))
+            counts = found[f"{name} {max_grad_norm}"] = []
+            for depth in (1, 12):
+                model = Deep(depth)
+                optimizer = LossScaleOptimizer(
+                    optim.AdamW(1e-2), max_grad_norm=max_grad_norm, **ranks
+                )
+                step = compiled_step(model, optimizer)
+                loss = step.compiled(*rank_batch(0, 0, False))
+                # Not evaluated, on any rank.
+                counts.append(all_reduces([loss, model.state, optimizer.state]))
     return found
-
-
-def count_of(depth, max_grad_norm, ranks):
-    model = Deep(depth)
-    optimizer = LossScaleOptimizer(
-        optim.AdamW(1e-2), max_grad_norm=max_grad_norm, **ranks
-    )
-    step = compiled_step(model, optimizer)
-    x, y = rank_batch(0, 0, False)
-    before = tree_map(lambda x: x, [x, y, model.state, optimizer.state])
-    mx.eval(before)
-    loss = step.compiled(x, y)
-    # Not evaluated, on any rank.
-    after = [loss, model.parameters(), optimizer.state]
-    return all_reduces(after), most_buffers(before, after)
 
 
 def drift(group):
@@ -364,10 +348,49 @@ def calibrated(group):
     return found
 
 
+def differ(group):
+    """Let the last rank differ in one thing after the other; return the errors."""
+    odd = group.rank() == group.size() - 1
+    found = {}
+
+    def init(case, model=None, inner=None, scaler=None, **options):
+        if model is None:
+            mx.random.seed(0)
+            model = Deep(1)
+        options = {"average": True, **options}
+        inner = inner or optim.AdamW(1e-2)
+        optimizer = LossScaleOptimizer(inner, scaler, group=group, **options)
+        found[case] = message(lambda: optimizer.init(model.trainable_parameters()))
+
+    init("nothing")
+    mx.random.seed(group.rank())
+    model = Deep(1)
+    init("seed", model)
+    model.update(broadcast(model.parameters(), group))
+    init("broadcast", model)
+    mx.random.seed(0)
+    init("layer", Deep(2 if odd else 1))
+    model = Deep(1)
+    if odd:
+        model.out = nn.Linear(9, 1)
+    init("shape", model)
+    init("scale", scaler=GradScaler(2.0**9 if odd else 2.0**8))
+    init("interval", scaler=GradScaler(growth_interval=7 if odd else 8))
+    init("norm", max_grad_norm=1.0 if odd else None)
+    init("masters", masters="remainder" if odd else "float32")
+    init("optimizer", inner=optim.SGD(1e-2) if odd else optim.Lion(1e-2))
+    init("decay", inner=optim.AdamW(1e-2, weight_decay=0.1 if odd else 0.01))
+    mx.random.seed(group.rank())
+    init("shards", Deep(1), average=False, sharded=True)
+    # A scaler constructed on one rank alone must not wait for the others.
+    if odd:
+        GradScaler(group=group)
+    return found
+
+
 CHECKS = {
     "data parallel": data_parallel,
     "data parallel short": lambda group: data_parallel(group, 50),
-    "data parallel remainder": lambda group: data_parallel(group, 50, "remainder"),
     "sharded remainder": sharded_remainder,
     "own loop": own_loop,
     "decide": decide,
@@ -376,6 +399,7 @@ CHECKS = {
     "counted": counted,
     "drift": drift,
     "calibrated": calibrated,
+    "differ": differ,
 }
 
 

@@ -50,7 +50,6 @@ OPTIMIZERS = {
     "Muon": lambda: optim.Muon(0.02),
     "MultiOptimizer": multi,
 }
-NOT_ELEMENTWISE = {"Adafactor", "Adafactor moment", "Muon", "MultiOptimizer"}
 
 
 def parameters(dtype=mx.float32, seed=0):

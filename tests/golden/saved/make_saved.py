@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_gradscale import (
     GradScaler,
@@ -29,14 +29,8 @@ SCALE, GROWTH_INTERVAL, STEPS = 512.0, 7, 3
 def make_run() -> tuple[nn.Module, LossScaleOptimizer]:
     """Return a model of known weights, and an optimizer with known settings."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model.update(
-        {
-            "layers": [
-                {"weight": mx.full(layer.weight.shape, 0.5), "bias": layer.bias * 0}
-                for layer in model.layers
-            ]
-        }
-    )
+    known = lambda x: mx.full(x.shape, 0.5 if x.ndim > 1 else 0.0)  # noqa: E731
+    model.update(tree_map(known, model.parameters()))
     model.set_dtype(mx.float16)
     scaler = GradScaler(SCALE, growth_interval=GROWTH_INTERVAL, hysteresis=2)
     return model, LossScaleOptimizer(optim.AdamW(1e-2), scaler)
@@ -44,13 +38,8 @@ def make_run() -> tuple[nn.Module, LossScaleOptimizer]:
 
 def steps(model: nn.Module, optimizer: LossScaleOptimizer) -> list[mx.array]:
     """Take three steps with gradients that every machine computes alike."""
-    gradients = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).trainable_parameters()
-    gradients = {
-        "layers": [
-            {name: mx.full(x.shape, 0.25) for name, x in layer.items()}
-            for layer in gradients["layers"]
-        ]
-    }
+    parameters = model.trainable_parameters()
+    gradients = tree_map(lambda x: mx.full(x.shape, 0.25), parameters)
     optimizer.scale_loss(lambda model: model, model)  # true gradients from here on
     for _ in range(STEPS):
         optimizer.update(model, gradients)

@@ -207,7 +207,8 @@ def mmengine(path):
     return losses
 
 
-def lightning(path):
+def fit_with_lightning(folder, most, averaged, resume=None, first=0):
+    """Train to ``most`` steps with a checkpoint at each tenth; return the losses."""
     import lightning as pl
 
     losses = []
@@ -228,19 +229,26 @@ def lightning(path):
             return torch.optim.AdamW(self.model.parameters(), 1e-2)
 
     known = pl.pytorch.callbacks
+    # Not after fit: at its end the average takes the place of the model.
+    save = known.ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=BEFORE, save_top_k=-1
+    )
+    numbers = torch.utils.data.DataLoader(range(first, 100), batch_size=None)
+    pl.Trainer(
+        max_steps=most,
+        max_epochs=-1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[save, *([known.EMAWeightAveraging(decay=0.9)] if averaged else [])],
+    ).fit(Module(), numbers, ckpt_path=resume, weights_only=False)
+    return losses
+
+
+def lightning(path):
     with tempfile.TemporaryDirectory() as folder:
-        save = known.ModelCheckpoint(
-            folder, "{step}", every_n_train_steps=BEFORE, save_top_k=-1
-        )
-        pl.Trainer(
-            max_steps=BEFORE + AFTER,
-            max_epochs=-1,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[save, known.EMAWeightAveraging(decay=0.9)],
-        ).fit(Module(), torch.utils.data.DataLoader(range(100), batch_size=None))
+        losses = fit_with_lightning(folder, BEFORE + AFTER, averaged=True)
         shutil.copy(Path(folder) / f"step={BEFORE}.ckpt", path)
         _leave_out_folder(path, folder, "callbacks")
     return losses

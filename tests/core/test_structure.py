@@ -1,0 +1,106 @@
+"""The core trains alone, imports in one direction, and knows MLX in one place."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.optimizers as optim
+import pytest
+
+import mlx_gradscale.core
+from mlx_gradscale import GradScaler
+from mlx_gradscale.core import optimizers
+
+CORE = Path(mlx_gradscale.core.__file__).parent
+FILES = sorted(path for path in CORE.glob("*.py") if path.stem != "__init__")
+# Attributes of MLX's optimizers that MLX does not document.
+PRIVATE = {"_schedulers", "_initialized", "_split_dictionary"}
+ORDER = (
+    *("notices", "trees", "scale", "finite", "masters", "gradients", "optimizers"),
+    *("ranks", "guard", "scaler", "optimizer"),
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_core_imports_in_one_direction(path):
+    below = {*ORDER[: ORDER.index(path.stem)]}
+    text = path.read_text()
+    own = {*re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)}
+    for names in re.findall(r"^\s*from \. import (.*)", text, re.MULTILINE):
+        own |= {name.split(" as ")[0].strip() for name in names.split(",")}
+    assert own <= below
+
+
+TRAIN_ALONE = """
+import sys, types, importlib.abc
+root = sys.argv[1]
+
+class OnlyCore(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("mlx_gradscale.") and not name.startswith(
+            "mlx_gradscale.core"
+        ):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, OnlyCore())
+package = types.ModuleType("mlx_gradscale")
+package.__path__ = [root + "/mlx_gradscale"]
+sys.modules["mlx_gradscale"] = package
+
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+from mlx_gradscale.core.optimizer import LossScaleOptimizer
+from mlx_gradscale.core.scaler import GradScaler
+
+model = nn.Linear(4, 1)
+model.set_dtype(mx.float16)
+optimizer = LossScaleOptimizer(optim.AdamW(1e-2), GradScaler(2.0**30))
+loss_and_grad = optimizer.value_and_grad(
+    model, lambda x: mx.square(model(x).astype(mx.float32)).mean()
+)
+for _ in range(20):
+    loss, grads = loss_and_grad(mx.ones((8, 4), mx.float16))
+    optimizer.update(model, grads)
+scaler = optimizer.scaler
+assert scaler.skipped_steps.item() > 0 and scaler.last_step_applied.item()
+scaler.load_state_dict(scaler.state_dict())
+print(*(name for name in sys.modules if name.startswith("mlx_gradscale.core.")))
+"""
+
+
+def test_the_core_trains_with_the_rest_of_the_package_removed():
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", TRAIN_ALONE, str(CORE.parents[1])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    imported = {name.split(".")[2] for name in ended.stdout.split()}
+    assert imported == {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_only_optimizers_py_uses_private_attributes_of_mlx(path):
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+            # A LossScaleOptimizer is an Optimizer and sets its own attributes.
+            if not (path.name == "optimizer.py" and of_self):
+                found.add(node.attr)
+    assert found & PRIVATE == (PRIVATE if path.name == "optimizers.py" else set())
+
+
+def test_mlx_still_has_the_private_attributes_that_optimizers_py_uses():
+    private = {name for name in vars(optim.AdamW(1e-3)) if name.startswith("_")}
+    assert private == set(optimizers._NOT_SETTINGS)
+    assert PRIVATE - {"_split_dictionary"} <= private
+    assert hasattr(optim.MultiOptimizer, "_split_dictionary")
+
+
+def test_the_scaler_has_about_thirty_public_names_with_docstrings():
+    names = [name for name in dir(GradScaler) if not name.startswith("_")]
+    assert len(names) <= 32
+    assert all(getattr(GradScaler, name).__doc__ for name in names)
