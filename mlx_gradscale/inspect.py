@@ -26,6 +26,8 @@ __all__ = ["describe", "main", "render"]
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, RuntimeError, MemoryError)
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors", ".json")
 _SHORT_LIST, _MOST_ROWS, _DEEPEST = 8, 20_000, 12
+# Bytes of JSON that count as one of the limits' operations, and those of a tensor.
+_JSON_BYTES, _TENSOR = 3, 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +80,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
     """
     path = Path(path)
     is_folder = path.is_dir() and not (path / ".metadata").is_file()
+    limits = limits or Limits()  # which all files of a folder share
     content = _read_folder(path, limits) if is_folder else _read(path, limits)
     entries = list(islice(_entries(content, ()), _MOST_ROWS + 1))
     if len(entries) > _MOST_ROWS:
@@ -85,7 +88,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
     return {"path": str(path), "entries": entries}
 
 
-def _read_folder(path: Path, limits: Limits | None) -> dict[str, Any]:
+def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
     """Read each file of a folder, and of the newest checkpoint in it."""
     newest = [latest_checkpoint(path)] if any(path.glob("save-*")) else []
     files = [file for folder in (*newest, path) for file in sorted(folder.iterdir())]
@@ -101,13 +104,15 @@ def _read_folder(path: Path, limits: Limits | None) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path, limits: Limits | None) -> Any:
-    if path.suffix == ".json":
-        return read_json(path)
-    if path.suffix == ".safetensors":
-        header = sorted(read_header(path).items())
-        return {n: TensorShape(x.shape, dtype_name(x.dtype)) for n, x in header}
+def _read(path: Path, limits: Limits) -> Any:
     try:
+        if path.suffix == ".json":
+            limits.spend(path.stat().st_size // _JSON_BYTES)
+            return read_json(path)
+        if path.suffix == ".safetensors":
+            header = sorted(read_header(path).items())
+            limits.spend(_TENSOR * len(header))
+            return {n: TensorShape(x.shape, dtype_name(x.dtype)) for n, x in header}
         return torch_checkpoint.shapes(path, limits)
     except torch_checkpoint.CheckpointError as error:
         raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from ..files.paths import (
     open_inside,
     read_json,
 )
+from ..torch_checkpoint import Limits
 from .options import Options
 from .tree import ConvertError, is_tensor, list_some
 
 # Transformers' step and epoch counts: the only JSON that changes during training.
 TRAINER = "trainer_state.json"
-_MOST_VALUES = 10**6
+# Converting a million of its values takes about ten seconds.
+_OPERATIONS_PER_VALUE = 10
 _SECTION = re.compile(
     r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
     r"\.(safetensors|bin|pt|pth|ckpt)"
@@ -46,6 +49,8 @@ def read_torch(
     the names of those left out.
     """
     path = Path(path)
+    # A copy, which all files of the checkpoint share.
+    options = replace(options, limits=replace(options.limits or Limits()))
     shard = _SHARD.fullmatch(path.name)
     if shard and int(shard[3]) > 1:
         raise ConvertError(
@@ -69,7 +74,7 @@ def read_torch(
             "convert the weights that it writes."
         )
     if TRAINER in names:
-        content[TRAINER] = _read_trainer_state(_inside(path / TRAINER))
+        content[TRAINER] = _read_trainer_state(_inside(path / TRAINER), options)
     read = {*content, *(part[0] for parts in shards.values() for part in parts)}
     read |= {f"{whole}.index.json" for whole in shards}
     files, left = _carry(path, [name for name in names if name not in read])
@@ -125,15 +130,11 @@ def _inside(path: Path) -> Path:
     return path
 
 
-def _read_trainer_state(path: Path) -> Any:
-    """Read Trainer's JSON file; a million values take about ten seconds."""
+def _read_trainer_state(path: Path, options: Options) -> Any:
     with open(path, "rb", opener=open_file) as file:
         n_values = file.read(LONGEST_JSON).count(b",")
-    if n_values > _MOST_VALUES:
-        raise ConvertError(
-            f"{path} has more than {_MOST_VALUES:,} values. Delete the oldest entries "
-            "of its log_history."
-        )
+    if options.limits is not None:
+        options.limits.spend(_OPERATIONS_PER_VALUE * n_values)
     return read_json(path)
 
 

@@ -4,7 +4,6 @@ PyTorch indexes a state dict by numbers or names. torch.distributed may flatten 
 (``state.<name>.<slot>``) or write the numbers as strings.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +19,7 @@ from .tree import ConvertError, is_tensor, number
 Index = int | str
 
 _STATE, _GROUPS = "state.", "param_groups."
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _LARGEST_NUMBER, MOST_STEPS = 1e18, 2**53
-# Integers below this hash to themselves, so they cannot be chosen to collide.
 _LARGEST_INDEX = 2**31
 
 
@@ -33,7 +30,7 @@ class Group:
     Attributes:
         held (dict): The optimizer's state dict in the checkpoint.
         settings (dict): The group itself, with its ``params``.
-        states (dict): Index -> slots, such as ``exp_avg``, of all groups.
+        states (dict): Index as text -> slots, such as ``exp_avg``, of all groups.
         is_flat (bool): Whether ``held`` is flattened.
         kind (str): A key of :data:`OPTIMIZERS`.
         entries (dict): Index -> the parameter, if MLX has it.
@@ -42,7 +39,7 @@ class Group:
 
     held: dict[Any, Any]
     settings: dict[str, Any]
-    states: Mapping[Index, dict[str, Any]]
+    states: Mapping[str, dict[str, Any]]
     is_flat: bool = False
     kind: str = ""
     entries: dict[Index, Entry] = field(default_factory=dict)
@@ -55,7 +52,7 @@ class Group:
 
     def slots(self, index: Index) -> dict[str, Any]:
         """Return a parameter's state, empty if it has none yet."""
-        return self.states.get(index) or {}
+        return self.states.get(str(index)) or {}
 
     def lacks_state(self, index: Index) -> bool:
         """Return whether PyTorch has no state for a parameter yet."""
@@ -144,14 +141,11 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
         groups, states = _unflatten(held)
     else:
         groups, states = held["param_groups"], held.get("state", {})
-    known = _check_groups(groups)
-    if all(
-        type(key) is str and _NUMBER.fullmatch(key) and int(key) in known
-        for key in states
-    ):  # torch.distributed.checkpoint writes numbers as strings
-        states = {int(key): slots for key, slots in states.items()}
-    _check_states(states, known)
-    return [Group(held, settings, states, is_flattened) for settings in groups]
+    _check_states(states, _check_groups(groups))
+    # torch.distributed.checkpoint writes numbers as strings.
+    by_text = {str(index): slots for index, slots in states.items()}
+    need(len(by_text) == len(states), "state", "free of duplicates", states)
+    return [Group(held, settings, by_text, is_flattened) for settings in groups]
 
 
 def _unflatten(
@@ -179,8 +173,11 @@ def _brief(value: Any) -> Any:
     return number(value) if value is None or _is_number(value) else id(value)
 
 
-def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
-    """Return the indices, or raise if PyTorch could not have written these groups."""
+def _check_groups(groups: list[dict[str, Any]]) -> set[str]:
+    """Return the indices, or raise if PyTorch could not have written these groups.
+
+    They are returned as text: a file can choose integers whose hashes collide.
+    """
     indices: list[Any] = []
     for group in groups:
         need(_is_texts(list(group)), "the keys of a group", "strings", group)
@@ -190,16 +187,16 @@ def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
         need(fits, "params", "a list of indices or names", params)
         need(_is_texts(names), "param_names", "a list of names", names)
         indices += params
-    known = set(indices)
+    known = set(map(str, indices))
     need(len(known) == len(indices), "params", "free of duplicates", indices)
     kinds = set(map(type, indices))
     need(len(kinds) < 2, "params", "all numbers or all names", indices)
     return known
 
 
-def _check_states(states: Mapping[Any, Any], known: set[Index]) -> None:
+def _check_states(states: Mapping[Any, Any], known: set[str]) -> None:
     for index, slots in states.items():
-        is_known = _is_index(index) and index in known
+        is_known = _is_index(index) and str(index) in known
         need(is_known, "each index in the state", "an element of params", index)
         fits = isinstance(slots, dict) and _is_texts(list(slots))
         need(fits, f"the state of {index}", "a dict of slots", slots)

@@ -77,9 +77,9 @@ def find_sections(
     found.scaler = scalers[0] if scalers else None
     if found.model is None and "model" not in given:
         _refuse_without_model(checkpoint, found)
-    used = {*optimizers, found.model}
-    loose = [path for path in there["optimizer"] if path not in used]
-    loose += [path for path in there["moments"] if path not in used]
+    used = {_text(path) for path in (*optimizers, found.model) if path is not None}
+    unused = [*there["optimizer"], *there["moments"]]
+    loose = [path for path in unused if _text(path) not in used]
     if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
             f"{show(loose[0])} looks like an optimizer state, but is not a "
@@ -96,7 +96,7 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
     """Return the paths of everything that looks like a section, by kind."""
     kinds = ("optimizer", "scaler", "moments", "model", "mixed")
     found: dict[str, list[Path]] = {kind: [] for kind in kinds}
-    inside: set[Path] = set()  # contents of a section are not sections themselves
+    inside: set[str] = set()  # contents of a section are not sections themselves
     for path, value in walk(checkpoint):
         if not isinstance(value, dict) or _is_within(path, inside):
             continue
@@ -105,11 +105,11 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
             continue
         found[kind].append(path)
         if is_nested(value):  # there may be a scaler next to these (mmengine)
-            inside |= {(*path, "state"), (*path, "param_groups")}
+            inside |= {_text((*path, key)) for key in ("state", "param_groups")}
         elif kind != "mixed":
-            inside.add(path)
+            inside.add(_text(path))
     # An optimizer's dict does not contain a model (DeepSpeed's float32 groups).
-    optimizers = set(found["optimizer"])
+    optimizers = set(map(_text, found["optimizer"]))
     found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
     return found
 
@@ -208,8 +208,13 @@ def _refuse_without_model(checkpoint: Any, found: Sections) -> None:
         )
 
 
-def _is_within(path: Path, sections: Collection[Path]) -> bool:
-    return any(path[:i] in sections for i in range(len(path) + 1))
+def _text(path: Path) -> str:
+    """Return a path as a key of a set: a file can choose keys whose hashes collide."""
+    return "".join(f"/{str(key)[:200]}" for key in path)
+
+
+def _is_within(path: Path, sections: Collection[str]) -> bool:
+    return any(_text(path[:i]) in sections for i in range(len(path) + 1))
 
 
 def _notes(
@@ -247,27 +252,29 @@ def _masters(checkpoint: Any, found: Sections, others: list[Path]) -> list[str]:
         for x in held.values()
         if is_tensor(x) and dtype_name(x) in ("float16", "bfloat16")
     )
-    used = {(*path, "state") for path in found.optimizers} | set(others)
-    sizes: dict[Path, int] = {}
+    states = [(*path, "state") for path in found.optimizers]
+    used = set(map(_text, [*states, *others]))
+    sizes: dict[str, int] = {}
     for path, value in walk(checkpoint) if half else ():
         if not is_tensor(value) or path[:-1] == found.model or _is_within(path, used):
             continue
         if dtype_name(value) == "float32":
             named = [i for i, key in enumerate(path) if _MASTERS.search(str(key)[:80])]
             place = path[: named[0] + 1] if named else path[:-1]
-            sizes[place] = sizes.get(place, 0) + math.prod(value.shape)
-    return [show(path) for path, size in sizes.items() if size >= half]
+            name = show(place)
+            sizes[name] = sizes.get(name, 0) + math.prod(value.shape)
+    return [name for name, size in sizes.items() if size >= half]
 
 
-def entries_beside(checkpoint: Any, sections: Collection[Path]) -> dict[Path, Any]:
+def entries_beside(checkpoint: Any, sections: Collection[Path]) -> dict[str, Any]:
     """Return the entries next to the sections, by path."""
-    taken = set(sections)
-    above = {path[:i] for path in taken for i in range(len(path))}
-    known, deepest = above | taken, max(map(len, taken), default=0)
+    above = {_text(path[:i]) for path in sections for i in range(len(path))}
+    known = above.union(map(_text, sections))
+    deepest = max(map(len, sections), default=0)
     return {
-        path: value
+        show(path): value
         for path, value in walk(checkpoint, deepest, leaves=True)
-        if path and path[:-1] in above and path not in known
+        if path and _text(path[:-1]) in above and _text(path) not in known
     }
 
 

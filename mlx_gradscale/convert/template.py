@@ -126,8 +126,7 @@ class Template:
         if self.model is not None:
             # At the top level, the model's tensors are mixed with other entries.
             taken += [self.model] if self.model else [(n,) for n in self.tensors()]
-        beside = entries_beside(self.checkpoint, taken)
-        return {show(path): value for path, value in beside.items()}
+        return entries_beside(self.checkpoint, taken)
 
     def set_age(self) -> None:
         """Record fingerprints of the other entries, to detect later changes."""

@@ -10,9 +10,12 @@ class CheckpointError(ValueError):
     """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Limits:
-    """Limits on a file's resource use. The defaults are far above real checkpoints.
+    """The work and memory that files may take. Each file uses up a part of it.
+
+    Pass one object to several calls to limit them together. The defaults are far above
+    real checkpoints.
 
     Args:
         operations (int): Pickle instructions and the values that they make, counting
@@ -26,24 +29,23 @@ class Limits:
     operations: int = 10_000_000
     tensor_bytes: int = 2**29
 
-
-class Budget:
-    """The operations that a file has left."""
-
-    __slots__ = ("limits", "operations")
-
-    def __init__(self, limits: Limits | None) -> None:
-        self.limits = limits or Limits()
-        self.operations = self.limits.operations
-
     def spend(self, operations: int) -> None:
         """Pay for work before doing it. Raise if too little is left."""
         self.operations -= operations
-        if self.operations < 0:
-            raise CheckpointError(
-                f"the file takes more than {self.limits.operations} operations to "
-                "read. If you trust it, raise limits.operations."
-            )
+        check(
+            self.operations >= 0,
+            "the file takes more operations to read than limits.operations allows "
+            f"({Limits.operations:,} by default). If you trust it, raise the limit.",
+        )
+
+    def spend_bytes(self, tensor_bytes: int) -> None:
+        """Pay for the memory of tensors that the file does not contain."""
+        self.tensor_bytes -= tensor_bytes
+        check(
+            self.tensor_bytes >= 0,
+            "the tensors hold more than four times the size of the file. If you trust "
+            "it, raise limits.tensor_bytes.",
+        )
 
 
 def check(condition: object, problem: str) -> None:

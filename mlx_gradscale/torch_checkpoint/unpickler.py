@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from .foreign import DefaultDict, Placeholder, TensorShape, dtype_name, flag
-from .limits import Budget, CheckpointError, check
+from .limits import CheckpointError, Limits, check
 from .tensors import (
     BY_STORAGE,
     ELEMENTS,
@@ -62,16 +62,13 @@ class Unpickler:
 
     Args:
         stream (BytesIO): The stream. After ``read``, it is at the end of the pickle.
-        tensors (TensorReader): Builds the tensors.
-        budget (Budget): The operations that the file has left.
+        tensors (TensorReader): Builds the tensors, and has the limits.
     """
 
-    def __init__(
-        self, stream: io.BytesIO, tensors: TensorReader, budget: Budget
-    ) -> None:
+    def __init__(self, stream: io.BytesIO, tensors: TensorReader) -> None:
         self._stream = stream
         self._tensors = tensors
-        self._budget = budget
+        self._limits = tensors.limits
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []
         # A list rather than a dict, because a file can choose the numbers.
@@ -81,7 +78,7 @@ class Unpickler:
 
     def read(self) -> Any:
         """Execute the instructions to the end and return the object."""
-        stream, budget, start = self._stream, self._budget, self._stream.tell()
+        stream, limits, start = self._stream, self._limits, self._stream.tell()
         try:
             while (code := stream.read(1)) != b".":
                 if code not in _OPCODES:
@@ -92,16 +89,16 @@ class Unpickler:
                     raise CheckpointError(problem)
                 decode, action = _OPCODES[code]
                 argument = decode(stream) if decode else None
-                budget.operations -= 1
-                if budget.operations < 0:
-                    budget.spend(0)
+                limits.operations -= 1
+                if limits.operations < 0:
+                    limits.spend(0)
                 if action:
                     action(self, argument)
                 else:
                     self._stack.append(argument)
             is_whole = not self._outer and len(self._stack) == 1
             check(is_whole, "the pickle stops in the middle.")
-            check_tree(self._stack[0], budget)
+            check_tree(self._stack[0], limits)
             return self._stack[0]
         except (ValueError, IndexError) as error:
             problem = str(error)
@@ -144,7 +141,7 @@ class Unpickler:
     def _put(self, index: int) -> None:
         missing = index + 1 - len(self._memo)
         if missing > 0:
-            self._budget.spend(missing - 1)
+            self._limits.spend(missing - 1)
             self._memo.extend([_NOTHING] * missing)
         self._remembered += self._memo[index] is _NOTHING
         self._memo[index] = self._stack[-1]
@@ -173,13 +170,13 @@ class Unpickler:
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
             check(is_state, f"it changes a {kind.__name__} in an unknown way.")
-            self._budget.spend(_OBJECT)
+            self._limits.spend(_OBJECT)
             target.__dict__.update(values[0])
 
     def _add(self, target: set[Any], members: Iterable[Any]) -> set[Any]:
-        self._budget.spend(_OBJECT)
+        self._limits.spend(_OBJECT)
         for member in members:
-            self._budget.spend(1)
+            self._limits.spend(1)
             self._pay_for_key(target, member)
             target.add(member)
         return target
@@ -195,13 +192,13 @@ class Unpickler:
         parts = _check_key(key)
         texts = [len(part) // 1024 for part in parts if type(part) in _TEXTS]
         if len(texts) == len(parts):
-            self._budget.spend(sum(texts))
+            self._limits.spend(sum(texts))
         # The keys 0, 1, 2, ... of an optimizer never collide.
         elif type(key) is not int or not 0 <= key <= len(target):
             # Others may have equal hashes and are then compared in every slot.
             is_short = type(key) is float or (type(key) is int and abs(key) < 2**60)
             cost = 1 if is_short else 8 * len(parts) + sum(texts)
-            self._budget.spend(cost * len(target) // _SLOTS + 1)
+            self._limits.spend(cost * len(target) // _SLOTS + 1)
 
     def _name(self, module: Any, name: Any) -> None:
         """Push the placeholder of a name."""
@@ -209,7 +206,7 @@ class Unpickler:
         # One object per name, as for the class itself.
         key = f"{module}\n{name}"
         if key not in self._names:
-            self._budget.spend(_OBJECT + len(key) // _TEXT)
+            self._limits.spend(_OBJECT + len(key) // _TEXT)
             self._names[key] = named = Placeholder(module, name)
             path, shown = named.path, f"{named.path[:120]!a}"
             is_name = len(path) <= 1000 and path.isprintable()
@@ -223,7 +220,7 @@ class Unpickler:
         self._push(self._names[key])
 
     def _persistent(self, _: None) -> None:
-        self._budget.spend(_OBJECT)
+        self._limits.spend(_OBJECT)
         self._push(self._tensors.storage(*self._pop(1)))
 
     def _call(self, opcode: bytes) -> None:
@@ -234,7 +231,7 @@ class Unpickler:
             f"it calls a {_kind(callee)} with a {_kind(args)}.",
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
-        self._budget.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
+        self._limits.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
         is_getattr = path == "builtins.getattr"
         is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
         if is_getattr and args[0].is_name:
@@ -247,9 +244,9 @@ class Unpickler:
             if path in _HASHING and type(arg) in (list, dict):
                 self._add(set(), arg)
             elif type(arg) in _TEXTS:
-                self._budget.spend(len(arg) // _TEXT)
+                self._limits.spend(len(arg) // _TEXT)
             elif type(arg) in _ITEMS:
-                self._budget.spend(len(arg))
+                self._limits.spend(len(arg))
         self._stack.append(self._build(path, args))
 
     def _build(self, path: str, args: tuple[Any, ...]) -> Any:
@@ -396,7 +393,7 @@ def _check_key(key: Any) -> tuple[Any, ...]:
 
 
 def check_tree(
-    root: Any, budget: Budget, unknown: type[Exception] = CheckpointError
+    root: Any, limits: Limits, unknown: type[Exception] = CheckpointError
 ) -> None:
     """Raise if an object is too deep, too large when expanded, or contains itself.
 
@@ -411,7 +408,7 @@ def check_tree(
 
     def visit(value: Any, depth: int) -> None:
         kind = type(value)
-        budget.spend(1 + (len(value) // _TEXT if kind in _TEXTS else 0))
+        limits.spend(1 + (len(value) // _TEXT if kind in _TEXTS else 0))
         if kind is Placeholder:
             if id(value) not in seen:
                 seen.add(id(value))
