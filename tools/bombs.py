@@ -25,10 +25,11 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from convert import test_hostile as trees  # noqa: E402
-from support.convert_runs import Holder, small  # noqa: E402
+from support.convert_runs import Holder, forward, small, usual  # noqa: E402
 from torch_checkpoint import test_limits as pickles  # noqa: E402
 
 from mlx_gradscale import torch_checkpoint  # noqa: E402
+from mlx_gradscale.convert.template import TEMPLATE  # noqa: E402
 from tests.support.torch_files import pack, pickled, tensor, text  # noqa: E402
 
 SECONDS, BYTES = 30, 10**9
@@ -50,11 +51,11 @@ def nearly(value: bytes, price: float) -> bytes:
 
 
 def lists() -> bytes:
-    return nearly(b"]", 2.125)
+    return nearly(b"]", 7.125)
 
 
 def dicts() -> bytes:
-    return nearly(b"}K\x00Ns", 7.625)
+    return nearly(b"}K\x00Ns", 22.625)
 
 
 def expanded(megabytes: int, count: int = 1) -> bytes:
@@ -131,6 +132,9 @@ CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
         },
         SMALL,
     ),
+    # A template for the conversion of an MLX checkpoint to PyTorch.
+    "template: lists": (lambda: {TEMPLATE: lists()}, SMALL),
+    "template: dicts": (lambda: {TEMPLATE: dicts()}, SMALL),
     "JSON: empty objects": (lambda: trainer(array("{}", JSON_BYTES // 3)), SMALL),
     "JSON: a million objects": (lambda: trainer(array('{"a":1}', 990_000)), SMALL),
     "JSON: a million numbers": (lambda: trainer(array("1.5", 990_000)), SMALL),
@@ -152,6 +156,11 @@ def write(name: str, folder: Path) -> None:
     """Write the files of a bomb: bytes, or objects to save."""
     files = INSPECT[name]() if name in INSPECT else CONVERT[name][0]()
     folder.mkdir()
+    if TEMPLATE in files:
+        torch_checkpoint.save(folder / "usual.pt", usual())
+        forward(folder / "usual.pt", folder / "run")
+        (folder / "usual.pt").unlink()
+        folder = folder / "run"
     for file, content in files.items():
         if isinstance(content, bytes):
             (folder / file).write_bytes(content)
@@ -170,13 +179,10 @@ def run(name: str, place: Path) -> tuple[float, int, str]:
     source = str(files[0] if len(files) == 1 else folder)
     arguments = ["inspect", source]
     if name in CONVERT:
-        arguments = [
-            "convert",
-            "--torch-path",
-            source,
-            "--mlx-path",
-            str(place / "out"),
-        ]
+        ends = [source, str(place / "out")]
+        if files[0].is_dir():  # an MLX checkpoint with its template
+            ends.reverse()
+        arguments = ["convert", "--torch-path", ends[0], "--mlx-path", ends[1]]
         arguments += ["--model", CONVERT[name][1]]
     most = (4 * SECONDS, 4 * SECONDS)
     with open(place / "stderr", "w+") as stderr:

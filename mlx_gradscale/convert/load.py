@@ -109,7 +109,8 @@ def load_torch(
     # Arrays are read from the file lazily. Evaluate them before the file can change.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
     entries = template.plan.entries.values()
-    kept = [e.torch for e in entries if set(e.mlx) & set(rounded)]
+    held = set(rounded)
+    kept = [e.torch for e in entries if held.intersection(e.mlx)]
     template.drop_tensors(kept, names)
     return TorchRun(optimizer, scaler, template, notes)
 

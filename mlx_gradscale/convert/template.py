@@ -262,7 +262,7 @@ def _parse(value: Mapping[str, Any]) -> Template:
         group.kind, group.step, names = stored
         group.entries = {index: entries[name] for index, name in names.items()}
         _expect(type(group.step) is int and 0 <= group.step < MOST_STEPS)
-        _expect(names.keys() <= set(group.settings["params"]))
+        _expect(set(map(str, names)) <= set(map(str, group.settings["params"])))
         group.check_settings()
     template.set_age()
     return template

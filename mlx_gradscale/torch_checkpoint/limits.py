@@ -12,16 +12,18 @@ class CheckpointError(ValueError):
 
 @dataclass
 class Limits:
-    """The work and memory that files may take. Each file uses up a part of it.
+    """Limits on the work and memory that reading may take.
 
-    Pass one object to several calls to limit them together. The defaults are far above
-    real checkpoints.
+    Every file that is read with this object uses up a part of it. To limit several
+    files together, pass the same object to all calls; to limit each file separately,
+    create a new object for each. The defaults are far above real checkpoints.
 
     Args:
-        operations (int): Pickle instructions and the values that they make, counting
-            shared ones wherever they appear. The size of the pickle (8 bytes are one
-            operation), objects, copies and hash collisions count as well. An operation
-            takes about 1 microsecond and at most 100 bytes; a tensor is about 50.
+        operations (int): Each pickle instruction is one operation. Each value in the
+            result is six, and shared values count wherever they appear. The size of the
+            pickle (8 bytes are one operation), objects, copies and hash collisions
+            count as well. An operation takes about 1 microsecond and at most 100 bytes;
+            a tensor takes about 110 operations.
         tensor_bytes (int): The tensors may hold four times the size of the file plus
             this many bytes. Only views that repeat elements come close.
     """

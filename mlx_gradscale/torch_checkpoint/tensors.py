@@ -2,7 +2,7 @@
 
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -225,14 +225,8 @@ class TensorReader:
         check(total <= self._file_size, "records of the file overlap.")
         mx.eval([bits for bits, *_ in copies])
         parts = [copies[i::_THREADS] for i in range(_THREADS)]
-        copy = partial(_copy, read_into)
-        try:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                done: Iterable[None] = threads.map(copy, parts)
-        except RuntimeError:  # the interpreter is shutting down
-            done = map(copy, parts)
-        for _ in done:  # raises the error of a copy
-            pass
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(partial(_copy, read_into), parts))
         # A lazy array would be tied to the thread that made it.
         mx.eval(list(self._tensors.values()))
 

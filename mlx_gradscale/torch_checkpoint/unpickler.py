@@ -40,6 +40,8 @@ _NOTHING = object()
 _TEXT = 32
 # The operations that a call or a set costs, and a call that makes a tensor.
 _OBJECT, _TENSOR = 4, 24
+# Those of a value in the result, because a conversion walks through it several times.
+_VALUE = 6
 # Probing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 64
 # Nesting of containers. Python's own recursion limit is 1000.
@@ -173,7 +175,7 @@ class Unpickler:
             self._limits.spend(_OBJECT)
             target.__dict__.update(values[0])
 
-    def _add(self, target: set[Any], members: Iterable[Any]) -> set[Any]:
+    def _add(self, target: set[Any], members: Iterable[Any] = ()) -> set[Any]:
         self._limits.spend(_OBJECT)
         for member in members:
             self._limits.spend(1)
@@ -241,9 +243,7 @@ class Unpickler:
             return self._stack.append(callee.called(opcode, args))
         # An argument may come from the memo and be copied any number of times.
         for arg in args:
-            if path in _HASHING and type(arg) in (list, dict):
-                self._add(set(), arg)
-            elif type(arg) in _TEXTS:
+            if type(arg) in _TEXTS:
                 self._limits.spend(len(arg) // _TEXT)
             elif type(arg) in _ITEMS:
                 self._limits.spend(len(arg))
@@ -285,6 +285,11 @@ def _bytearray(u: Unpickler, *args: Any) -> bytearray:
     return bytearray(_encode(u, *args) if len(args) == 2 else b"".join(args))
 
 
+def _count(u: Unpickler, counts: dict[Any, int]) -> Counter[Any]:
+    u._add(set(), counts)
+    return Counter(counts)
+
+
 _VIEW = (Storage, int, tuple, tuple)
 _V2 = (*_VIEW, bool, OrderedDict)
 _V3 = (*_V2, Placeholder)
@@ -306,17 +311,16 @@ BUILDERS: dict[str, tuple[Any, ...]] = {
         (_from_type, (Placeholder, Placeholder, tuple, object)),
     ),
     "collections.OrderedDict": (lambda u: OrderedDict(), ()),
-    "collections.Counter": (lambda u, counts: Counter(counts), (dict,)),
+    "collections.Counter": (_count, (dict,)),
     "collections.defaultdict": (lambda u, *x: DefaultDict((), *x), (), (Placeholder,)),
     "_codecs.encode": (_encode, (str, str)),
     "builtins.bytes": (lambda u: b"", ()),
     "builtins.bytearray": (_bytearray, (), (bytes,), (str, str)),
     "builtins.complex": (lambda u, *x: complex(*x), (float, float)),
-    "builtins.set": (lambda u, *x: set(*x), (), (list,)),
-    "builtins.frozenset": (lambda u, *x: frozenset(*x), (), (list,)),
+    "builtins.set": (lambda u, *x: u._add(set(), *x), (), (list,)),
+    "builtins.frozenset": (lambda u, *x: frozenset(u._add(set(), *x)), (), (list,)),
     ".".join(TENSOR_SHAPE): (_tensor_shape, (tuple, str), (tuple, str, bool, bool)),
 }
-_HASHING = ("builtins.set", "builtins.frozenset", "collections.Counter")
 
 
 def _read_names(stream: IO[bytes]) -> tuple[str, str]:
@@ -347,7 +351,7 @@ _ACTIONS: dict[str, Callable[[Unpickler, Any], object] | None] = {
     "TUPLE2": lambda u, _: u._push(u._pop(2)),
     "TUPLE3": lambda u, _: u._push(u._pop(3)),
     "TUPLE": lambda u, _: u._push(tuple(u._pop_mark())),
-    "EMPTY_SET": lambda u, _: u._push(u._add(set(), ())),
+    "EMPTY_SET": lambda u, _: u._push(u._add(set())),
     "FROZENSET": lambda u, _: u._push(frozenset(u._add(set(), u._pop_mark()))),
     "MARK": Unpickler._mark,
     # Python writes these two for tuples that contain themselves.
@@ -408,7 +412,7 @@ def check_tree(
 
     def visit(value: Any, depth: int) -> None:
         kind = type(value)
-        limits.spend(1 + (len(value) // _TEXT if kind in _TEXTS else 0))
+        limits.spend(_VALUE + (len(value) // _TEXT if kind in _TEXTS else 0))
         if kind is Placeholder:
             if id(value) not in seen:
                 seen.add(id(value))

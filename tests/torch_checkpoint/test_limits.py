@@ -137,9 +137,9 @@ def test_small_files_take_no_more_time_and_memory_than_they_are_allowed(tmp_path
 @pytest.mark.parametrize(
     ("function", "args", "end", "price"),
     [
-        ("collections.OrderedDict", b"", b")", 7),
-        ("x.Unknown", b"", b")", 7),
-        ("torch._utils._rebuild_parameter", tensor() + b"\x88" + HOOKS, b"\x87", 27),
+        ("collections.OrderedDict", b"", b")", 12),
+        ("x.Unknown", b"", b")", 24),
+        ("torch._utils._rebuild_parameter", PARAMETER, b"\x87", 32),
     ],
 )
 def test_calls_cost_what_they_take(function, args, end, price):
@@ -159,7 +159,7 @@ def test_a_zip_directory_of_many_records_is_paid_for():
 def test_the_limit_on_operations_holds_and_can_be_raised():
     lists = pickled(b"]" * 100 + b"a" * 99)
     long = pickled(text("x" * 8000))
-    for data, most in ((lists, 450), (long, 1400)):
+    for data, most in ((lists, 900), (long, 1400)):
         with pytest.raises(CheckpointError, match="more operations"):
             torch_checkpoint.load(data, Limits(operations=most - 150))
         torch_checkpoint.load(data, Limits(operations=most))
@@ -176,7 +176,7 @@ def test_files_that_are_read_with_one_limit_share_it():
     lists = pickled(b"(" + b"]" * 1000 + b"t")
     views = pickled(tensor(shape=(2**20,), strides=(0,)))
     for data, limits, says in (
-        (lists, Limits(operations=5000), "more operations"),
+        (lists, Limits(operations=18_000), "more operations"),
         (views, Limits(tensor_bytes=10 * 2**20), "four times the size"),
     ):
         for read in (torch_checkpoint.load, torch_checkpoint.shapes):
@@ -285,9 +285,9 @@ def test_keys_that_real_files_have_cost_little():
     # Two instructions and two values for each key, and the size of the pickle.
     names = [text(str(i)) for i in range(100_000)]
     for keys, operations in (
-        (whole_numbers(100_000), 550_000),
-        (names, 550_000),
-        ([key + text("x") + b"\x86" for key in names[:30_000]], 550_000),
+        (whole_numbers(100_000), 1_600_000),
+        (names, 1_600_000),
+        ([key + text("x") + b"\x86" for key in names[:30_000]], 1_600_000),
         (whole_numbers(0, 200_000, 10), 4_000_000),  # losses by step
     ):
         found = torch_checkpoint.load(dict_of(keys), Limits(operations=operations))
