@@ -108,7 +108,7 @@ CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
             "every order fits": MANY,
             "every subset fits": MANY,
             "a thousand groups": MANY,
-            "flat groups of long lists": MANY,
+            "flat groups of long lists": SMALL,
             "long names": SMALL,
             "containers that are shared": SMALL,
             "many moments in no section": SMALL,
@@ -175,6 +175,8 @@ def run(name: str, place: Path) -> tuple[float, int, str]:
     builder = multiprocessing.Process(target=write, args=(name, folder))
     builder.start()
     builder.join()
+    if builder.exitcode:
+        sys.exit(f"{name} could not be written.")
     [*files] = folder.iterdir()
     source = str(files[0] if len(files) == 1 else folder)
     arguments = ["inspect", source]

@@ -56,7 +56,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         >>> torch_checkpoint.load(path)["weight"].shape
         (2, 3)
     """
-    check_tree(obj, Limits(), TypeError)
+    # Larger than the default, because obj may have been read with a raised limit.
+    check_tree(obj, Limits(operations=10**8), TypeError)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     try:

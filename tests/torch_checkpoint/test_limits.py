@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from mlx_gradscale import torch_checkpoint
+from mlx_gradscale.convert import Options
+from mlx_gradscale.convert.folder import read_torch
+from mlx_gradscale.inspect import describe
 from mlx_gradscale.torch_checkpoint import CheckpointError, Limits
 from tests.support.torch_files import integer, name, pack, pickled, tensor, text
 
@@ -183,6 +186,21 @@ def test_files_that_are_read_with_one_limit_share_it():
             read(data, limits)
         with pytest.raises(CheckpointError, match=says):
             torch_checkpoint.load(data, limits)
+
+
+def test_files_of_one_folder_share_a_limit(tmp_path):
+    for i in range(3):  # each takes about 7,000 operations
+        data = pickled(b"(" + b"]" * 1000 + b"t")
+        (tmp_path / f"model_{i}.pt").write_bytes(data)
+    enough, few = Limits(operations=30_000), Limits(operations=18_000)
+    assert len(describe(tmp_path, enough)["entries"]) > 3
+    with pytest.raises(CheckpointError, match="more operations"):
+        describe(tmp_path, few)
+    options = Options(limits=Limits(operations=18_000))
+    with pytest.raises(CheckpointError, match="more operations"):
+        read_torch(tmp_path, options)
+    # Options may be used again, so convert takes a copy.
+    assert options.limits == Limits(operations=18_000)
 
 
 def test_a_shared_container_counts_where_it_is_deepest():
