@@ -110,7 +110,6 @@ CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
             "a thousand groups": MANY,
             "flat groups of long lists": SMALL,
             "long names": SMALL,
-            "containers that are shared": SMALL,
             "many moments in no section": SMALL,
         }.items()
     },
