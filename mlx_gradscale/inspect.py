@@ -27,6 +27,8 @@ __all__ = ["describe", "main", "render"]
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, RuntimeError, MemoryError)
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors", ".json")
 _SHORT_LIST, _MOST_ROWS, _DEEPEST = 8, 20_000, 12
+# Bytes of JSON that count as one operation of the limits, and operations per tensor.
+_JSON_BYTES, _TENSOR = 3, 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +82,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
     """
     path = Path(path)
     is_folder = path.is_dir() and not (path / ".metadata").is_file()
+    limits = limits or Limits()  # shared by all files of a folder
     content = _read_folder(path, limits) if is_folder else _read(path, limits)
     entries = list(islice(_entries(content, ()), _MOST_ROWS + 1))
     if len(entries) > _MOST_ROWS:
@@ -87,7 +90,7 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
     return {"path": str(path), "entries": entries}
 
 
-def _read_folder(path: Path, limits: Limits | None) -> dict[str, Any]:
+def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
     """Read each file of a folder or, if it contains checkpoints, of the newest one."""
     folder = path
     with suppress(FileNotFoundError):
@@ -104,13 +107,15 @@ def _read_folder(path: Path, limits: Limits | None) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path, limits: Limits | None) -> Any:
-    if path.suffix == ".json":
-        return read_json(path)
-    if path.suffix == ".safetensors":
-        found = sorted(read_shapes(path).items())
-        return {n: TensorShape(shape, dtype_name(x)) for n, (x, shape) in found}
+def _read(path: Path, limits: Limits) -> Any:
     try:
+        if path.suffix == ".json":
+            limits.spend(path.stat().st_size // _JSON_BYTES)
+            return read_json(path)
+        if path.suffix == ".safetensors":
+            found = sorted(read_shapes(path).items())
+            limits.spend(_TENSOR * len(found))
+            return {n: TensorShape(shape, dtype_name(x)) for n, (x, shape) in found}
         return torch_checkpoint.shapes(path, limits)
     except torch_checkpoint.CheckpointError as error:
         raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error

@@ -38,7 +38,7 @@ from mlx_gradscale.torch_checkpoint import (
     plain_value,
 )
 
-LIMITS = Limits(operations=2**19, tensor_bytes=2**26)
+LIMITS = {"operations": 2**19, "tensor_bytes": 2**26}
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "torch"
 # Edge values for sizes, counts and signs.
 EDGES = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16]
@@ -364,10 +364,10 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
 def judge(data: bytes, torch: Any = None) -> str:
     """Return "refused", "loaded" or "same as torch"; raise for anything else."""
     try:
-        value = torch_checkpoint.load(data, limits=LIMITS)
+        value = torch_checkpoint.load(data, Limits(**LIMITS))
     except CheckpointError:
         return "refused"
-    torch_checkpoint.shapes(data, LIMITS)
+    torch_checkpoint.shapes(data, Limits(**LIMITS))
     check_sound(value, set())
     check_way_back(value)
     if torch is None:

@@ -20,7 +20,6 @@ Index = int | str
 
 _STATE, _GROUPS = "state.", "param_groups."
 _LARGEST_NUMBER, MOST_STEPS = 1e18, 2**53
-# Integers below this hash to themselves, so they cannot be chosen to collide.
 _LARGEST_INDEX = 2**31
 
 
@@ -31,7 +30,7 @@ class Group:
     Attributes:
         held (dict): The optimizer's state dict in the checkpoint.
         settings (dict): The group itself, with its ``params``.
-        states (dict): Index -> slots, such as ``exp_avg``, of all groups.
+        states (dict): Index as text -> slots, such as ``exp_avg``, of all groups.
         is_flat (bool): Whether ``held`` is flattened.
         kind (str): A key of :data:`OPTIMIZERS`.
         entries (dict): Index -> the parameter, if MLX has it.
@@ -40,7 +39,7 @@ class Group:
 
     held: dict[Any, Any]
     settings: dict[str, Any]
-    states: Mapping[Index, dict[str, Any]]
+    states: Mapping[str, dict[str, Any]]
     is_flat: bool = False
     kind: str = ""
     entries: dict[Index, Entry] = field(default_factory=dict)
@@ -53,7 +52,7 @@ class Group:
 
     def slots(self, index: Index) -> dict[str, Any]:
         """Return a parameter's state, empty if it has none yet."""
-        return self.states.get(index) or {}
+        return self.states.get(str(index)) or {}
 
     def lacks_state(self, index: Index) -> bool:
         """Return whether PyTorch has no state for a parameter yet."""
@@ -141,12 +140,8 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
     else:
         groups, states = held["param_groups"], held.get("state", {})
     known = _check_groups(groups)
-    # torch.distributed.checkpoint writes numbers as strings.
-    texts = {str(index): index for index in known}
-    if all(key in texts for key in states):
-        states = {texts[key]: slots for key, slots in states.items()}
     for index, slots in states.items():
-        is_known = _is_index(index) and index in known
+        is_known = _is_index(index) and str(index) in known
         need(is_known, "each index in the state", "an element of params", index)
         is_right = isinstance(slots, dict) and _are_strings(slots)
         need(is_right, f"the state of {index}", "a dict of slots", slots)
@@ -154,7 +149,10 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
         is_count = _is_number(step) and 0 <= number(step) < MOST_STEPS
         is_right = step is None or is_count
         need(is_right, f"the step of {index}", "a step count", step)
-    return [Group(held, settings, states, is_flattened) for settings in groups]
+    # torch.distributed.checkpoint writes numbers as strings.
+    by_text = {str(index): slots for index, slots in states.items()}
+    need(len(by_text) == len(states), "each index in the state", "unique", states)
+    return [Group(held, settings, by_text, is_flattened) for settings in groups]
 
 
 def _unflatten(
@@ -182,8 +180,11 @@ def _brief(value: Any) -> Any:
     return number(value) if value is None or _is_number(value) else id(value)
 
 
-def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
-    """Return the indices, or raise if PyTorch could not have written these groups."""
+def _check_groups(groups: list[dict[str, Any]]) -> set[str]:
+    """Return the indices, or raise if PyTorch could not have written these groups.
+
+    They are returned as text, because a file can contain integers whose hashes collide.
+    """
     indices: list[Any] = []
     for group in groups:
         need(_are_strings(group), "each key of a group", "a string", group)
@@ -193,7 +194,7 @@ def _check_groups(groups: list[dict[str, Any]]) -> set[Index]:
         is_right = isinstance(names, (list, tuple)) and _are_strings(names)
         need(is_right, "param_names", "a list of names", names)
         indices += params
-    known = set(indices)
+    known = set(map(str, indices))
     is_right = len(known) == len(indices) and len(set(map(type, indices))) < 2
     need(is_right, "params", "distinct, and all numbers or all names", indices)
     return known

@@ -12,7 +12,17 @@ from .. import formats
 from ..files.text import dtype_name
 from ..torch_checkpoint import Placeholder
 from .groups import is_flat, is_nested
-from .tree import ConvertError, Path, find_key, get, is_tensor, list_some, show, walk
+from .tree import (
+    ConvertError,
+    Path,
+    find_key,
+    get,
+    is_tensor,
+    key_of,
+    list_some,
+    show,
+    walk,
+)
 
 # Among several state dicts (say, a model and its average), the one with such a name is
 # the model.
@@ -72,8 +82,8 @@ def find_sections(
             f"The checkpoint contains {len(scalers)} scalers: "
             f"{list_some(map(show, scalers))}. Choose one with --scaler-key."
         )
-    used = {*optimizers, model}
-    loose = [p for p in there["optimizer"] + there["moments"] if p not in used]
+    used = set(map(key_of, [*optimizers, model]))
+    loose = [p for p in there["optimizer"] + there["moments"] if key_of(p) not in used]
     if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
             f"{show(loose[0])} looks like an optimizer state, but is not a "
@@ -96,7 +106,7 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
     """Return the paths of everything that looks like a section, by kind."""
     kinds = ("optimizer", "scaler", "moments", "model", "mixed")
     found: dict[str, list[Path]] = {kind: [] for kind in kinds}
-    inside: set[Path] = set()  # contents of a section are not sections themselves
+    inside: set[str] = set()  # contents of a section are not sections themselves
     for path, value in walk(checkpoint):
         if not isinstance(value, dict) or _is_within(path, inside):
             continue
@@ -105,11 +115,11 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
             continue
         found[kind].append(path)
         if is_nested(value):  # there may be a scaler next to these (mmengine)
-            inside |= {(*path, "state"), (*path, "param_groups")}
+            inside |= {key_of((*path, key)) for key in ("state", "param_groups")}
         elif kind != "mixed":
-            inside.add(path)
+            inside.add(key_of(path))
     # An optimizer's dict does not contain a model (DeepSpeed's float32 groups).
-    optimizers = set(found["optimizer"])
+    optimizers = set(map(key_of, found["optimizer"]))
     found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
     return found
 
@@ -203,8 +213,8 @@ def _whole_module(value: Any) -> str | None:
     return None
 
 
-def _is_within(path: Path, sections: Collection[Path]) -> bool:
-    return any(path[:i] in sections for i in range(len(path) + 1))
+def _is_within(path: Path, sections: Collection[str]) -> bool:
+    return any(key_of(path[:i]) in sections for i in range(len(path) + 1))
 
 
 def _masters(checkpoint: Any, model: Path) -> dict[str, None]:

@@ -23,7 +23,17 @@ from .names import Plan, make_plan
 from .options import Options
 from .order import Order
 from .sections import find_sections, fingerprint
-from .tree import ConvertError, Path, get, is_tensor, list_some, number, show, walk
+from .tree import (
+    ConvertError,
+    Path,
+    get,
+    is_tensor,
+    key_of,
+    list_some,
+    number,
+    show,
+    walk,
+)
 
 _VERSION = "mlx_gradscale_template"
 # File name of the template next to an mlx_gradscale checkpoint.
@@ -115,14 +125,15 @@ class Template:
 
     def entries_beside(self) -> dict[str, Any]:
         """Return the entries that MLX does not use, by path."""
-        taken = {*self.optimizers, *([] if self.scaler is None else [self.scaler])}
+        taken = [*self.optimizers, *([] if self.scaler is None else [self.scaler])]
         # At the top level, the model's tensors are mixed with other entries.
-        taken |= {self.model} if self.model else {(name,) for name in self.tensors()}
-        above = {path[:i] for path in taken for i in range(len(path))}
+        taken += [self.model] if self.model else [(name,) for name in self.tensors()]
+        above = {key_of(path[:i]) for path in taken for i in range(len(path))}
+        used = above.union(map(key_of, taken))
         return {
             show(path): value
             for path, value in walk(self.checkpoint, max(map(len, taken)), leaves=True)
-            if path and path[:-1] in above and path not in above | taken
+            if path and key_of(path[:-1]) in above and key_of(path) not in used
         }
 
     def set_age(self) -> None:
@@ -240,7 +251,7 @@ def _parse(value: Mapping[str, Any]) -> Template:
         group.kind, group.step, names = stored
         group.entries = {index: entries[name] for index, name in names.items()}
         _expect(type(group.step) is int and 0 <= group.step < MOST_STEPS)
-        _expect(names.keys() <= set(group.settings["params"]))
+        _expect(set(map(str, names)) <= set(map(str, group.settings["params"])))
         group.check_settings()
     template.set_age()
     return template

@@ -65,6 +65,11 @@ def get(tree: Any, path: Path) -> Any:
     return tree
 
 
+def key_of(path: Path) -> str:
+    """Return a path as text, for sets: a file can contain keys whose hashes collide."""
+    return "".join(f"/{str(key)[:200]}" for key in path)
+
+
 def show(path: Path) -> str:
     """Return a path as users write it: ``optimizer_states/0``."""
     return "/".join(str(key)[:80] for key in path)

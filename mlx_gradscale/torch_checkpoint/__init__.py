@@ -6,9 +6,9 @@ returns the same object without reading tensors, and ``save`` writes files that
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
 ``load`` raises only ``CheckpointError`` for a bad file. With the default ``Limits``,
-the worst file costs 30 s and 1 GB in addition to the tensors that it actually holds;
-``--limit`` raises them in the ``convert`` and ``inspect`` commands. Checksums are
-verified; pipes and devices are refused.
+the worst file takes 30 s and 1 GB in addition to the tensors that it actually holds.
+The ``convert`` and ``inspect`` commands apply one ``Limits`` to all files that they
+read; ``--limit`` raises it. Checksums are verified; pipes and devices are refused.
 
 Not supported: sparse, quantized and nested tensors, DTensors, TorchScript archives,
 ``torch.distributed.checkpoint`` folders (the error shows PyTorch's command to convert

@@ -10,15 +10,20 @@ class CheckpointError(ValueError):
     """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Limits:
-    """Limits on a file's resource use. The defaults are far above real checkpoints.
+    """Limits on the work and memory that reading may take.
+
+    Every file that is read with this object uses up a part of it. To limit several
+    files together, pass the same object to all calls; to limit each file separately,
+    create a new object for each. The defaults are far above real checkpoints.
 
     Args:
-        operations (int): Pickle instructions and the values that they make, counting
-            shared ones wherever they appear. The size of the pickle (8 bytes are one
-            operation), objects, copies and hash collisions count as well. An operation
-            takes about 1 microsecond and at most 100 bytes; a tensor is about 50.
+        operations (int): Each pickle instruction is one operation. Each value in the
+            result is six, and shared values count wherever they appear. The size of the
+            pickle (8 bytes are one operation), objects, copies and hash collisions
+            count as well. An operation takes about 1 microsecond and at most 100 bytes;
+            a tensor takes about 110 operations.
         tensor_bytes (int): The tensors may hold four times the size of the file plus
             this many bytes. Only views that repeat elements come close.
     """
@@ -26,24 +31,23 @@ class Limits:
     operations: int = 10_000_000
     tensor_bytes: int = 2**29
 
-
-class Budget:
-    """The operations that a file has left."""
-
-    __slots__ = ("limits", "operations")
-
-    def __init__(self, limits: Limits | None) -> None:
-        self.limits = limits or Limits()
-        self.operations = self.limits.operations
-
     def spend(self, operations: int) -> None:
         """Pay for work before doing it. Raise if too little is left."""
         self.operations -= operations
-        if self.operations < 0:
-            raise CheckpointError(
-                f"the file takes more than {self.limits.operations} operations to "
-                "read. If you trust it, raise limits.operations."
-            )
+        check(
+            self.operations >= 0,
+            "the file takes more operations to read than limits.operations allows "
+            f"({Limits.operations:,} by default). If you trust it, raise the limit.",
+        )
+
+    def spend_bytes(self, tensor_bytes: int) -> None:
+        """Pay for the memory of tensors that the file does not contain."""
+        self.tensor_bytes -= tensor_bytes
+        check(
+            self.tensor_bytes >= 0,
+            "the tensors hold more than four times the size of the file. If you trust "
+            "it, raise limits.tensor_bytes.",
+        )
 
 
 def check(condition: object, problem: str) -> None:

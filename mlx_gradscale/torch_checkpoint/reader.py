@@ -8,12 +8,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from .limits import Budget, CheckpointError, Limits, check
+from .limits import CheckpointError, Limits, check
 from .tensors import Record, TensorReader, check_sum
 from .unpickler import Unpickler
 
@@ -66,7 +67,7 @@ def load(
         raise ValueError(
             f"float64 must be None, mx.float32 or mx.float64, not {float64!r}."
         )
-    return _read(file, limits, float64, only_shapes=False)
+    return _read(file, limits or Limits(), float64, only_shapes=False)
 
 
 def shapes(file: File, limits: Limits | None = None) -> Any:
@@ -85,7 +86,7 @@ def shapes(file: File, limits: Limits | None = None) -> Any:
         >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
         (2, 2)
     """
-    return _read(file, limits, None, only_shapes=True)
+    return _read(file, limits or Limits(), None, only_shapes=True)
 
 
 def _open(file: str | os.PathLike[str]) -> int:
@@ -110,55 +111,41 @@ def _open(file: str | os.PathLike[str]) -> int:
 
 
 def _read(
-    file: File, limits: Limits | None, float64: mx.Dtype | None, only_shapes: bool
+    file: File, limits: Limits, float64: mx.Dtype | None, only_shapes: bool
 ) -> Any:
-    if isinstance(file, (bytes, bytearray)):
-        data = memoryview(bytes(file))
-        return _read_data(data, None, limits, float64, only_shapes)
-    descriptor = _open(file)
-    try:
-        data = memoryview(b"")
-        if os.fstat(descriptor).st_size:
-            data = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        return _read_data(data, descriptor, limits, float64, only_shapes)
-    finally:
-        os.close(descriptor)
+    with ExitStack() as stack:
+        data, descriptor = memoryview(b""), None
+        if isinstance(file, (bytes, bytearray)):
+            data = memoryview(bytes(file))
+        else:
+            descriptor = _open(file)
+            stack.callback(os.close, descriptor)
+            if os.fstat(descriptor).st_size:
+                data = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        head = bytes(data[:4])
+        is_gzip = head[:2] == b"\x1f\x8b"
+        check(not is_gzip, "This file is compressed with gzip. Decompress it first.")
+        is_zip = head == b"PK\x03\x04"
+        is_known = is_zip or head[:1] == b"\x80"
+        check(is_known, "This is not a file that torch.save() wrote.")
+        tensors = TensorReader(data.nbytes, limits, float64, only_shapes)
+        value, find = (_read_zip if is_zip else _read_legacy)(data, tensors)
+
+        def read_into(target: np.ndarray[Any, Any], start: int) -> None:
+            if descriptor is None:
+                np.copyto(target, data[start : start + target.nbytes])
+                return
+            # Unlike a copy from the mapped file, this takes no memory for its pages.
+            n_read = os.preadv(descriptor, [target.data], start)
+            check(n_read == target.nbytes, "The file became shorter while it was read.")
+
+        if not only_shapes:
+            tensors.read(find, read_into)
+        return value
 
 
-def _read_data(
-    data: memoryview,
-    descriptor: int | None,
-    limits: Limits | None,
-    float64: mx.Dtype | None,
-    only_shapes: bool,
-) -> Any:
-    budget = Budget(limits)
-    tensors = TensorReader(data.nbytes, budget.limits, float64, only_shapes)
-    head = bytes(data[:4])
-    is_gzip = head[:2] == b"\x1f\x8b"
-    check(not is_gzip, "This file is compressed with gzip. Decompress it first.")
-    is_zip = head == b"PK\x03\x04"
-    is_known = is_zip or head[:1] == b"\x80"
-    check(is_known, "This is not a file that torch.save() wrote.")
-    value, find = (_read_zip if is_zip else _read_legacy)(data, budget, tensors)
-
-    def read_into(target: np.ndarray[Any, Any], start: int) -> None:
-        if descriptor is None:
-            np.copyto(target, data[start : start + target.nbytes])
-            return
-        # Unlike a copy from the mapped file, this takes no memory for its pages.
-        n_read = os.preadv(descriptor, [target.data], start)
-        check(n_read == target.nbytes, "The file became shorter while it was read.")
-
-    if not only_shapes:
-        tensors.read(find, read_into)
-    return value
-
-
-def _read_zip(
-    data: memoryview, budget: Budget, tensors: TensorReader
-) -> tuple[Any, _Find]:
-    entries = _zip_entries(data, budget)
+def _read_zip(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
+    entries = _zip_entries(data, tensors.limits)
     # PyTorch assumes that all records are in the folder of the first one.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
     check(
@@ -179,32 +166,32 @@ def _read_zip(
         )
     record = find("data.pkl")
     pickle = record.of(data)
-    budget.spend(pickle.nbytes // _PICKLE)
+    tensors.limits.spend(pickle.nbytes // _PICKLE)
     check_sum(zlib.crc32(pickle), record.checksum)
     stream = io.BytesIO(pickle)
-    value = Unpickler(stream, tensors, budget).read()
+    value = Unpickler(stream, tensors).read()
     check(not stream.read(1), "There is data after the end of the pickle.")
     return value, lambda key: find(f"data/{key}")
 
 
 class _Directory:
-    """A file for ``zipfile`` that charges the budget for reading the directory."""
+    """A file for ``zipfile`` that limits the size of the directory."""
 
-    def __init__(self, file: Any, budget: Budget) -> None:
-        self._file, self._budget = file, budget
+    def __init__(self, file: Any, limits: Limits) -> None:
+        self._file, self._limits = file, limits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
     def read(self, *size: int) -> bytes:
-        self._budget.spend(sum(size) // _DIRECTORY)
+        self._limits.spend(sum(size) // _DIRECTORY)
         return self._file.read(*size)  # type: ignore[no-any-return]
 
 
-def _zip_entries(data: memoryview, budget: Budget) -> dict[str, zipfile.ZipInfo]:
+def _zip_entries(data: memoryview, limits: Limits) -> dict[str, zipfile.ZipInfo]:
     file = data.obj if isinstance(data.obj, mmap.mmap) else io.BytesIO(data.obj)
     try:
-        with zipfile.ZipFile(_Directory(file, budget)) as archive:
+        with zipfile.ZipFile(_Directory(file, limits)) as archive:
             infos = archive.infolist()
     except CheckpointError:
         raise
@@ -237,18 +224,16 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
     return Record(start, info.file_size, info.CRC)
 
 
-def _read_legacy(
-    data: memoryview, budget: Budget, tensors: TensorReader
-) -> tuple[Any, _Find]:
+def _read_legacy(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
     """Read the format used before PyTorch 1.6.
 
     Five pickles (magic number, version, system, object, storage keys) precede the
     storages, each of which is an 8-byte element count followed by the data.
     """
-    stream = io.BytesIO(data[: _PICKLE * budget.operations])
+    stream = io.BytesIO(data[: _PICKLE * tensors.limits.operations])
     values = []
     for expected in (_MAGIC, _VERSION, None, None, None):
-        values.append(Unpickler(stream, tensors, budget).read())
+        values.append(Unpickler(stream, tensors).read())
         is_known = type(values[-1]) is int and values[-1] == expected
         check(is_known or not expected, "This pickle is not a PyTorch checkpoint.")
     *_, value, keys = values

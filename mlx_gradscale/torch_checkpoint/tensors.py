@@ -2,7 +2,7 @@
 
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -96,7 +96,7 @@ class TensorReader:
 
     Args:
         file_size (int): Size of the file.
-        limits (Limits): Limits the total size of all tensors.
+        limits (Limits): What the file may use.
         float64 (Dtype or None): The dtype to convert float64 to.
         only_shapes (bool): Whether to make no arrays.
     """
@@ -105,8 +105,8 @@ class TensorReader:
         self, file_size: int, limits: Limits, float64: Any, only_shapes: bool
     ) -> None:
         self.storages: dict[str, Storage] = {}
-        self._file_size = file_size
-        self._room = 4 * file_size + limits.tensor_bytes
+        self.limits = limits
+        self._file_size, self._room = file_size, 4 * file_size
         self._float64 = float64
         self._only_shapes = only_shapes
         # Keys are strings, whose hashes a file cannot choose.
@@ -158,11 +158,8 @@ class TensorReader:
         view = f"{element.name} {offset} {shape} {strides} {storage.key}"
         if view not in self._tensors:
             self._room -= prod(shape) * element.size
-            check(
-                self._room >= 0,
-                "the tensors hold more than four times the size of the file. If you "
-                "trust it, raise limits.tensor_bytes.",
-            )
+            self.limits.spend_bytes(max(0, -self._room))
+            self._room = max(0, self._room)
             self._tensors[view] = TensorShape(shape, element.name)
             if not self._only_shapes:
                 array = self._view(storage, element, offset, shape, strides)
@@ -228,14 +225,8 @@ class TensorReader:
         check(total <= self._file_size, "records of the file overlap.")
         mx.eval([bits for bits, *_ in copies])
         parts = [copies[i::_THREADS] for i in range(_THREADS)]
-        copy = partial(_copy, read_into)
-        try:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                done: Iterable[None] = threads.map(copy, parts)
-        except RuntimeError:  # the interpreter is shutting down
-            done = map(copy, parts)
-        for _ in done:  # raises the error of a copy
-            pass
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(partial(_copy, read_into), parts))
         # A lazy array would be tied to the thread that made it.
         mx.eval(list(self._tensors.values()))
 

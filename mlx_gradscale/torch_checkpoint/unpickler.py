@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from .foreign import DefaultDict, Placeholder, TensorShape, dtype_name, flag
-from .limits import Budget, CheckpointError, check
+from .limits import CheckpointError, Limits, check
 from .tensors import (
     BY_STORAGE,
     ELEMENTS,
@@ -40,6 +40,8 @@ _NOTHING = object()
 _TEXT = 32
 # The operations that a call or a set costs, and a call that makes a tensor.
 _OBJECT, _TENSOR = 4, 24
+# Those of a value in the result, because a conversion walks through it several times.
+_VALUE = 6
 # Probing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 64
 # Nesting of containers. Python's own recursion limit is 1000.
@@ -62,16 +64,13 @@ class Unpickler:
 
     Args:
         stream (BytesIO): The stream. After ``read``, it is at the end of the pickle.
-        tensors (TensorReader): Builds the tensors.
-        budget (Budget): The operations that the file has left.
+        tensors (TensorReader): Builds the tensors, and has the limits.
     """
 
-    def __init__(
-        self, stream: io.BytesIO, tensors: TensorReader, budget: Budget
-    ) -> None:
+    def __init__(self, stream: io.BytesIO, tensors: TensorReader) -> None:
         self._stream = stream
         self._tensors = tensors
-        self._budget = budget
+        self._limits = tensors.limits
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []
         # A list rather than a dict, because a file can choose the numbers.
@@ -81,7 +80,7 @@ class Unpickler:
 
     def read(self) -> Any:
         """Execute the instructions to the end and return the object."""
-        stream, budget, start = self._stream, self._budget, self._stream.tell()
+        stream, limits, start = self._stream, self._limits, self._stream.tell()
         try:
             while (code := stream.read(1)) != b".":
                 if code not in _OPCODES:
@@ -92,16 +91,16 @@ class Unpickler:
                     raise CheckpointError(problem)
                 decode, action = _OPCODES[code]
                 argument = decode(stream) if decode else None
-                budget.operations -= 1
-                if budget.operations < 0:
-                    budget.spend(0)
+                limits.operations -= 1
+                if limits.operations < 0:
+                    limits.spend(0)
                 if action:
                     action(self, argument)
                 else:
                     self._stack.append(argument)
             is_whole = not self._outer and len(self._stack) == 1
             check(is_whole, "the pickle stops in the middle.")
-            check_tree(self._stack[0], budget)
+            check_tree(self._stack[0], limits)
             return self._stack[0]
         except (ValueError, IndexError) as error:
             problem = str(error)
@@ -144,7 +143,7 @@ class Unpickler:
     def _put(self, index: int) -> None:
         missing = index + 1 - len(self._memo)
         if missing > 0:
-            self._budget.spend(missing - 1)
+            self._limits.spend(missing - 1)
             self._memo.extend([_NOTHING] * missing)
         self._remembered += self._memo[index] is _NOTHING
         self._memo[index] = self._stack[-1]
@@ -173,13 +172,13 @@ class Unpickler:
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
             check(is_state, f"it changes a {kind.__name__} in an unknown way.")
-            self._budget.spend(_OBJECT)
+            self._limits.spend(_OBJECT)
             target.__dict__.update(values[0])
 
-    def _add(self, target: set[Any], members: Iterable[Any]) -> set[Any]:
-        self._budget.spend(_OBJECT)
+    def _add(self, target: set[Any], members: Iterable[Any] = ()) -> set[Any]:
+        self._limits.spend(_OBJECT)
         for member in members:
-            self._budget.spend(1)
+            self._limits.spend(1)
             self._pay_for_key(target, member)
             target.add(member)
         return target
@@ -195,13 +194,13 @@ class Unpickler:
         parts = _check_key(key)
         texts = [len(part) // 1024 for part in parts if type(part) in _TEXTS]
         if len(texts) == len(parts):
-            self._budget.spend(sum(texts))
+            self._limits.spend(sum(texts))
         # The keys 0, 1, 2, ... of an optimizer never collide.
         elif type(key) is not int or not 0 <= key <= len(target):
             # Others may have equal hashes and are then compared in every slot.
             is_short = type(key) is float or (type(key) is int and abs(key) < 2**60)
             cost = 1 if is_short else 8 * len(parts) + sum(texts)
-            self._budget.spend(cost * len(target) // _SLOTS + 1)
+            self._limits.spend(cost * len(target) // _SLOTS + 1)
 
     def _name(self, module: Any, name: Any) -> None:
         """Push the placeholder of a name."""
@@ -209,7 +208,7 @@ class Unpickler:
         # One object per name, as for the class itself.
         key = f"{module}\n{name}"
         if key not in self._names:
-            self._budget.spend(_OBJECT + len(key) // _TEXT)
+            self._limits.spend(_OBJECT + len(key) // _TEXT)
             self._names[key] = named = Placeholder(module, name)
             path, shown = named.path, f"{named.path[:120]!a}"
             is_name = len(path) <= 1000 and path.isprintable()
@@ -223,7 +222,7 @@ class Unpickler:
         self._push(self._names[key])
 
     def _persistent(self, _: None) -> None:
-        self._budget.spend(_OBJECT)
+        self._limits.spend(_OBJECT)
         self._push(self._tensors.storage(*self._pop(1)))
 
     def _call(self, opcode: bytes) -> None:
@@ -234,7 +233,7 @@ class Unpickler:
             f"it calls a {_kind(callee)} with a {_kind(args)}.",
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
-        self._budget.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
+        self._limits.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
         is_getattr = path == "builtins.getattr"
         is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
         if is_getattr and args[0].is_name:
@@ -244,12 +243,10 @@ class Unpickler:
             return self._stack.append(callee.called(opcode, args))
         # An argument may come from the memo and be copied any number of times.
         for arg in args:
-            if path in _HASHING and type(arg) in (list, dict):
-                self._add(set(), arg)
-            elif type(arg) in _TEXTS:
-                self._budget.spend(len(arg) // _TEXT)
+            if type(arg) in _TEXTS:
+                self._limits.spend(len(arg) // _TEXT)
             elif type(arg) in _ITEMS:
-                self._budget.spend(len(arg))
+                self._limits.spend(len(arg))
         self._stack.append(self._build(path, args))
 
     def _build(self, path: str, args: tuple[Any, ...]) -> Any:
@@ -288,6 +285,11 @@ def _bytearray(u: Unpickler, *args: Any) -> bytearray:
     return bytearray(_encode(u, *args) if len(args) == 2 else b"".join(args))
 
 
+def _count(u: Unpickler, counts: dict[Any, int]) -> Counter[Any]:
+    u._add(set(), counts)
+    return Counter(counts)
+
+
 _VIEW = (Storage, int, tuple, tuple)
 _V2 = (*_VIEW, bool, OrderedDict)
 _V3 = (*_V2, Placeholder)
@@ -309,17 +311,16 @@ BUILDERS: dict[str, tuple[Any, ...]] = {
         (_from_type, (Placeholder, Placeholder, tuple, object)),
     ),
     "collections.OrderedDict": (lambda u: OrderedDict(), ()),
-    "collections.Counter": (lambda u, counts: Counter(counts), (dict,)),
+    "collections.Counter": (_count, (dict,)),
     "collections.defaultdict": (lambda u, *x: DefaultDict((), *x), (), (Placeholder,)),
     "_codecs.encode": (_encode, (str, str)),
     "builtins.bytes": (lambda u: b"", ()),
     "builtins.bytearray": (_bytearray, (), (bytes,), (str, str)),
     "builtins.complex": (lambda u, *x: complex(*x), (float, float)),
-    "builtins.set": (lambda u, *x: set(*x), (), (list,)),
-    "builtins.frozenset": (lambda u, *x: frozenset(*x), (), (list,)),
+    "builtins.set": (lambda u, *x: u._add(set(), *x), (), (list,)),
+    "builtins.frozenset": (lambda u, *x: frozenset(u._add(set(), *x)), (), (list,)),
     ".".join(TENSOR_SHAPE): (_tensor_shape, (tuple, str), (tuple, str, bool, bool)),
 }
-_HASHING = ("builtins.set", "builtins.frozenset", "collections.Counter")
 
 
 def _read_names(stream: IO[bytes]) -> tuple[str, str]:
@@ -350,7 +351,7 @@ _ACTIONS: dict[str, Callable[[Unpickler, Any], object] | None] = {
     "TUPLE2": lambda u, _: u._push(u._pop(2)),
     "TUPLE3": lambda u, _: u._push(u._pop(3)),
     "TUPLE": lambda u, _: u._push(tuple(u._pop_mark())),
-    "EMPTY_SET": lambda u, _: u._push(u._add(set(), ())),
+    "EMPTY_SET": lambda u, _: u._push(u._add(set())),
     "FROZENSET": lambda u, _: u._push(frozenset(u._add(set(), u._pop_mark()))),
     "MARK": Unpickler._mark,
     # Python writes these two for tuples that contain themselves.
@@ -396,7 +397,7 @@ def _check_key(key: Any) -> tuple[Any, ...]:
 
 
 def check_tree(
-    root: Any, budget: Budget, unknown: type[Exception] = CheckpointError
+    root: Any, limits: Limits, unknown: type[Exception] = CheckpointError
 ) -> None:
     """Raise if an object is too deep, too large when expanded, or contains itself.
 
@@ -411,7 +412,7 @@ def check_tree(
 
     def visit(value: Any, depth: int) -> None:
         kind = type(value)
-        budget.spend(1 + (len(value) // _TEXT if kind in _TEXTS else 0))
+        limits.spend(_VALUE + (len(value) // _TEXT if kind in _TEXTS else 0))
         if kind is Placeholder:
             if id(value) not in seen:
                 seen.add(id(value))

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, dtype_name
-from .limits import Budget
+from .limits import Limits
 from .tensors import ELEMENTS, Storage, bytes_of, row_strides
 from .unpickler import TENSOR_SHAPE, check_tree
 
@@ -56,7 +56,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         >>> torch_checkpoint.load(path)["weight"].shape
         (2, 3)
     """
-    check_tree(obj, Budget(None), TypeError)
+    # Larger than the default, because obj may have been read with a raised limit.
+    check_tree(obj, Limits(operations=10**8), TypeError)
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     try:

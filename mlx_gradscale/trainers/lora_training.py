@@ -78,7 +78,7 @@ class Training:
         model.train()
         if self._arguments.resume:
             self._resume()
-        elif self.optimizer.scaler.is_dynamic():
+        elif self.optimizer.scaler.state["dynamic"]:
             batch = model, *next(self._iterate_epoch())
             find_first_scale(self.optimizer.scaler, model, default_loss, batch)
         history: Any = nullcontext()

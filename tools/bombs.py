@@ -1,0 +1,232 @@
+"""Run hostile checkpoints through the commands, one at a time, at the default limits.
+
+    python tools/bombs.py                all of them, about ten minutes
+    python tools/bombs.py JSON zip       those with one of these words in their name
+
+Each must take at most 30 s of CPU time and 1 GB of memory, and end in success or in one
+sentence and exit code 1. The bombs are those of the tests, at the size that the limits
+allow, and some that are just within the limits.
+"""
+
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from convert import test_hostile as trees  # noqa: E402
+from support.convert_runs import Holder, forward, small, usual  # noqa: E402
+from torch_checkpoint import test_limits as pickles  # noqa: E402
+
+from mlx_gradscale import torch_checkpoint  # noqa: E402
+from mlx_gradscale.convert.template import TEMPLATE  # noqa: E402
+from tests.support.torch_files import pack, pickled, tensor, text  # noqa: E402
+
+SECONDS, BYTES = 30, 10**9
+OPERATIONS = torch_checkpoint.Limits().operations
+SCALE = 4  # times the size of the trees in the tests: 80,000 tensors
+JSON_BYTES = 2**24 - 100
+SMALL, MANY = "support.convert_runs:Small", "tools.bombs:many"
+Files = dict[str, Any]
+
+
+def many() -> Holder:
+    """Return the model of the trees with many parameters."""
+    return Holder({f"p{i}": mx.zeros(1) for i in range(20_000 * SCALE)})
+
+
+def nearly(value: bytes, price: float) -> bytes:
+    """Repeat the pickle of a value as often as the limits allow."""
+    return pickled(b"(" + value * int(0.97 * OPERATIONS / price) + b"t")
+
+
+def lists() -> bytes:
+    return nearly(b"]", 7.125)
+
+
+def dicts() -> bytes:
+    return nearly(b"}K\x00Ns", 22.625)
+
+
+def expanded(megabytes: int, count: int = 1) -> bytes:
+    """Tensors that repeat one element."""
+    size = megabytes * 2**18 // count
+    views = [tensor(shape=(size - i,), strides=(0,)) for i in range(count)]
+    named = [text(f"p{i}") + view for i, view in enumerate(views)]
+    return pickled(b"}(" + b"".join(named) + b"u")
+
+
+def trainer(history: str) -> Files:
+    state = f'{{"global_step": 1, "log_history": {history}}}'
+    return {"model.pt": small()[0], "trainer_state.json": state.encode()}
+
+
+def array(value: str, count: int) -> str:
+    return f"[{','.join([value] * count)}]"
+
+
+INSPECT: dict[str, Callable[[], Files]] = {
+    **{
+        f"pickle: {name}": lambda make=make: {"a.pt": pickled(make(OPERATIONS))}
+        for name, make in (pickles.BOMBS | pickles.COLLISIONS).items()
+    },
+    "within the limit: lists": lambda: {"a.pt": lists()},
+    "within the limit: dicts": lambda: {"a.pt": dicts()},
+    "within the limit: long integers": lambda: {
+        "a.pt": nearly(b"\x8b\x00\x00\x10\x00" + b"\x01" * 2**20, 2**17 + 2)
+    },
+    "within the limit: zip records": lambda: {
+        "a.pt": pack(
+            {"data.pkl": b"\x80\x02N."} | dict.fromkeys(map(str, range(750_000)), b"")
+        )
+    },
+    "legacy file of lists": lambda: {"a.pt": b"\x80\x02(" + b"]" * 2 * OPERATIONS},
+    "folder of twenty files": lambda: {f"{i}.pt": lists() for i in range(20)},
+    "folder of JSON files": lambda: {
+        f"{i}.json": array('{"a":1}', JSON_BYTES // 8).encode() for i in range(5)
+    },
+}
+CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
+    **{
+        f"tree: {name}": (lambda name=name: {"a.pt": trees.bombs(SCALE)[name]()}, model)
+        for name, model in {
+            "colliding indices": SMALL,
+            "colliding keys of the state": SMALL,
+            "small integers that collide": SMALL,
+            "paths of equal hash": SMALL,
+            "models times optimizers": SMALL,
+            "every order fits": MANY,
+            "every subset fits": MANY,
+            "a thousand groups": MANY,
+            "flat groups of long lists": SMALL,
+            "long names": SMALL,
+            "many moments in no section": SMALL,
+        }.items()
+    },
+    "tree: lists": (lambda: {"model.pt": small()[0], "scheduler.pt": lists()}, SMALL),
+    "tree: dicts": (lambda: {"model.pt": small()[0], "scheduler.pt": dicts()}, SMALL),
+    "tree: folder of twenty files": (
+        lambda: {f"model_{i}.pt": lists() for i in range(20)},
+        SMALL,
+    ),
+    "tree: expanded weights": (
+        lambda: {"model.pt": expanded(500, 3)},
+        "tools.bombs:wide",
+    ),
+    "tree: expanded tensors in two files": (
+        lambda: {
+            "model.pt": small()[0],
+            "optimizer.pt": expanded(500),
+            "scheduler.pt": expanded(500, 2),
+        },
+        SMALL,
+    ),
+    # A template for the conversion of an MLX checkpoint to PyTorch.
+    "template: lists": (lambda: {TEMPLATE: lists()}, SMALL),
+    "template: dicts": (lambda: {TEMPLATE: dicts()}, SMALL),
+    "JSON: empty objects": (lambda: trainer(array("{}", JSON_BYTES // 3)), SMALL),
+    "JSON: objects": (lambda: trainer(array('{"a":1}', 470_000)), SMALL),
+    "JSON: a million numbers": (lambda: trainer(array("1.5", 990_000)), SMALL),
+    "JSON: a million keys": (
+        lambda: trainer(json.dumps({str(i): i for i in range(990_000)})),
+        SMALL,
+    ),
+    "JSON: nested": (lambda: trainer("[" * 100_000), SMALL),
+}
+
+
+def wide() -> Holder:
+    """Return the model of the expanded weights."""
+    size = 500 * 2**18 // 3
+    return Holder({f"p{i}": mx.zeros(size - i) for i in range(3)})
+
+
+def write(name: str, folder: Path) -> None:
+    """Write the files of a bomb: bytes, or objects to save."""
+    files = INSPECT[name]() if name in INSPECT else CONVERT[name][0]()
+    folder.mkdir()
+    if TEMPLATE in files:
+        torch_checkpoint.save(folder / "usual.pt", usual())
+        forward(folder / "usual.pt", folder / "run")
+        (folder / "usual.pt").unlink()
+        folder = folder / "run"
+    for file, content in files.items():
+        if isinstance(content, bytes):
+            (folder / file).write_bytes(content)
+        else:
+            torch_checkpoint.save(folder / file, content)
+
+
+def run(name: str, place: Path) -> tuple[float, int, str]:
+    """Return CPU seconds, peak memory in bytes, and how the command ended."""
+    folder = place / "bomb"
+    # Another process, because a child's peak memory starts at its parent's.
+    builder = multiprocessing.Process(target=write, args=(name, folder))
+    builder.start()
+    builder.join()
+    if builder.exitcode:
+        sys.exit(f"{name} could not be written.")
+    [*files] = folder.iterdir()
+    source = str(files[0] if len(files) == 1 else folder)
+    arguments = ["inspect", source]
+    if name in CONVERT:
+        ends = [source, str(place / "out")]
+        if files[0].is_dir():  # an MLX checkpoint with its template
+            ends.reverse()
+        arguments = ["convert", "--torch-path", ends[0], "--mlx-path", ends[1]]
+        arguments += ["--model", CONVERT[name][1]]
+    most = (4 * SECONDS, 4 * SECONDS)
+    with open(place / "stderr", "w+") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mlx_gradscale", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, most),
+        )
+        _, status, usage = os.wait4(child.pid, 0)
+        stderr.seek(0)
+        lines = [line for line in stderr if not line.startswith("note: ")]
+    code = os.waitstatus_to_exitcode(status)
+    ended = f"FAILED with exit code {code}"
+    if code == 0 and not lines:
+        ended = "accepted"
+    elif code == 1 and len(lines) == 1 and lines[0].startswith("error: "):
+        ended = f"refused: ...{lines[0][-70:].strip()}"
+    seconds = usage.ru_utime + usage.ru_stime
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if seconds > SECONDS or peak > BYTES:
+        ended = f"FAILED: too expensive, {ended}"
+    return seconds, peak, ended
+
+
+def main() -> int:
+    """Run the bombs, and return 1 if one failed."""
+    words = sys.argv[1:] or [""]
+    results = []
+    for name in [*INSPECT, *CONVERT]:
+        if any(word in name for word in words):
+            with tempfile.TemporaryDirectory() as place:
+                seconds, peak, ended = run(name, Path(place))
+            results.append((seconds, peak, ended.startswith("FAILED")))
+            print(f"{name:44}{seconds:6.1f} s{peak / 1e6:6.0f} MB  {ended}", flush=True)
+    times, peaks, failed = zip(*results, strict=True)
+    print(
+        f"worst of {len(results)}: {max(times):.1f} s, {max(peaks) / 1e6:.0f} MB; "
+        f"{sum(failed)} failed"
+    )
+    return int(any(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
