@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command named by the first argument.
 
     Args:
-        argv (list, optional): Default: the arguments of the process.
+        argv (list, optional): The name of the command and its arguments.
+            Default: the arguments of the process.
 
     Returns:
         int: The command's exit code, or 2 if there is no such command.

@@ -11,7 +11,6 @@ from .files.text import printable
 def run_command(
     work: Callable[[], int | None],
     expected: tuple[type[Exception], ...] = (),
-    prefix: str = "error: ",
     flags: Mapping[str, str] | None = None,
 ) -> int:
     """Run the work of a command and return its exit code.
@@ -19,7 +18,6 @@ def run_command(
     Args:
         work (Callable): Returns an exit code; None means 0.
         expected (tuple): Errors to print on one line; others are raised.
-        prefix (str): The start of that line. Default: ``"error: "``.
         flags (dict, optional): Maps argument names in errors to command-line flags.
 
     Returns:
@@ -49,5 +47,5 @@ def run_command(
         text = " ".join(str(error).split()) or type(error).__name__
         for argument, flag in (flags or {}).items():
             text = text.replace(argument, flag)
-        print(f"{prefix}{printable(text)}", file=sys.stderr)
+        print(f"error: {printable(text)}", file=sys.stderr)
         return 1

@@ -32,11 +32,11 @@ def assert_in_sync(tree: Any, group: Group | None = None) -> None:
 
     Args:
         tree (Any): A tree of arrays.
-        group (Group, optional): Default: the global group.
+        group (Group, optional): The ranks to compare. Default: the global group.
 
     Raises:
-        RuntimeError: If the ranks differ. The message lists the leaves, and the value
-            of each rank.
+        RuntimeError: If the ranks differ. The message lists the leaves that differ,
+            with the value or checksum of each rank.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -65,8 +65,9 @@ def broadcast(tree: Any, group: Group | None = None) -> Any:
     """Return rank 0's ``tree`` on every rank.
 
     Args:
-        tree (Any): As for :func:`from_rank_0`; only rank 0's tree is used.
-        group (Group, optional): Default: the global group.
+        tree (Any): A tree of the types that :func:`from_rank_0` accepts. Only rank 0's
+            tree is used.
+        group (Group, optional): The ranks that take part. Default: the global group.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn
@@ -85,7 +86,7 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     Args:
         load (Callable): Returns a tree (dict, list, tuple) of arrays, Python numbers,
             strings and None; anything else raises a TypeError.
-        group (Group, optional): Default: the global group.
+        group (Group, optional): The ranks that take part. Default: the global group.
 
     Example:
         >>> import mlx.core as mx

@@ -22,9 +22,10 @@ class EMA:
     steps are too small to change a float16 weight. Skipped steps do not count.
 
     Args:
-        model (nn.Module): The model whose weights initialise the average.
-        optimizer (Optimizer, optional): A ``LossScaleOptimizer`` supplies the master
-            weights and whether its last step was applied. Default: ``None``.
+        model (nn.Module): The model whose weights initialize the average.
+        optimizer (Optimizer, optional): A ``LossScaleOptimizer``, which supplies the
+            master weights and whether its last step was applied. Other optimizers are
+            ignored. Default: ``None``.
         decay (float): The share of the average that each step keeps. Default:
             ``0.999``.
 
@@ -70,11 +71,15 @@ class EMA:
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        if _shapes(state) != _shapes(self._state):
-            raise ValueError(
-                "The state does not match this EMA. Load a state that was saved with "
-                "the same trainable parameters."
-            )
+        here, there = _shapes(self._state), _shapes(state)
+        for path in sorted(here.keys() | there.keys()):
+            old, new = here.get(path, "none"), there.get(path, "none")
+            if old != new:
+                raise ValueError(
+                    f"The state does not match this EMA: the shape of {path!r} is "
+                    f"{new}, expected {old}. Load a state that was saved with the same "
+                    "trainable parameters."
+                )
         self._state["rate"] = state["rate"]
         self._state["weights"].update(state["weights"])
 

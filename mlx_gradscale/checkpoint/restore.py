@@ -227,10 +227,10 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     for old, new in zip(saved["settings"], own["settings"], strict=True):
         if old["schedules"] != new["schedules"]:
             warnings.warn(
-                f"The saved {new['class']} had schedules for "
-                f"{shorten(old['schedules'])}, but this one has schedules for "
+                f"The saved {new['class']} had schedules="
+                f"{shorten(old['schedules'])}, but this one has schedules="
                 f"{new['schedules']}. Checkpoints do not contain schedules, so create "
-                "the optimizer with the same ones.",
+                "the optimizer with the same schedules.",
                 stacklevel=3,
             )
 

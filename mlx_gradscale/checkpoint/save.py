@@ -160,7 +160,7 @@ def places_in(tree: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
-    """Return the places of an optimizer's state that checkpoints contain."""
+    """Like :func:`places_in`, for the optimizer state that checkpoints contain."""
     places = places_in(optimizer.state)
     if isinstance(optimizer, LossScaleOptimizer):
         return {k: place for k, place in places.items() if not k.startswith(_UNSAVED)}

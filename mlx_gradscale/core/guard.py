@@ -131,7 +131,7 @@ class Plan:
 
 
 class _Layout(NamedTuple):
-    """The structure and settings that a compiled step is specialised for."""
+    """The structure and settings that a compiled step is specialized for."""
 
     structure: Any  # the gradients' tree, with paths as leaves
     scaled: set[str]
@@ -344,7 +344,7 @@ def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array
     has_one_moment = all(n == 1 for owner, n in n_moments.items() if owner)
     if not has_one_moment or mx.default_device() != mx.Device(mx.cpu):
         yield from each_use(factor)
-    # GCC vectorises loops with up to 10 pairs of possibly overlapping pointers. An
+    # GCC vectorizes loops with up to 10 pairs of possibly overlapping pointers. An
     # update with one moment and a factor has 11, unless the factor is not stored as
     # float32: Lion then takes 1.0 instead of 6.7 times as long as the bare optimizer.
     # Each leaf needs its own array, or the cast would be computed once as a full array.

@@ -18,7 +18,6 @@ from .optimizers import (
     fingerprint,
     initialize,
     is_builtin,
-    mark_initialized,
     needs_init,
     single_optimizers,
 )
@@ -305,8 +304,7 @@ class LossScaleOptimizer(Optimizer):
             self._state = state
             self._masters.state = {name: state[name] for name in self._masters.state}
             self.optimizer.state = state["optimizer"]
-            mark_initialized(self.optimizer)
-            self._initialized = self._has_parameters
+            self._initialized = False  # init() keeps this state
 
     def _set_inner(self, state: dict[str, Any]) -> None:
         # Write to the existing dicts: compiled steps have captured them.

@@ -1,7 +1,7 @@
-"""Internals of MLX's optimizers: private names, initialisation, compilation.
+"""Internals of MLX's optimizers: private names, initialization, compilation.
 
 No other file uses private names of ``mlx.optimizers``. If MLX changes one,
-tests/core/test_mlx_internals.py reports which.
+tests/core/test_structure.py reports which.
 """
 
 import weakref
@@ -98,7 +98,7 @@ def needs_init(optimizer: Optimizer) -> bool:
 def initialize(optimizer: Optimizer, parameters: Any) -> None:
     """Create float32 optimizer state for every parameter that has none.
 
-    MLX initialises state in the dtype of the gradients, and in float16 Adam's second
+    MLX initializes state in the dtype of the gradients, and in float16 Adam's second
     moment is zero for every gradient below 2.4e-4.
     """
     for part, tree in parts(optimizer, parameters):
@@ -116,12 +116,6 @@ def initialize(optimizer: Optimizer, parameters: Any) -> None:
             )
         if box[key].dtype in HALF:
             box[key] = box[key].astype(mx.float32)
-
-
-def mark_initialized(optimizer: Optimizer) -> None:
-    """Mark an optimizer as initialised, so that it uses the given state."""
-    for part in single_optimizers(optimizer):
-        part._initialized = True
 
 
 def scheduled_values(optimizer: Optimizer) -> list[dict[str, mx.array]]:

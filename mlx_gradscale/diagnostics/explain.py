@@ -51,15 +51,16 @@ class OverflowReport:
         cause (str): "nothing", "batch", "arguments", "parameters", "forward", "loss",
             "gradients" or "derivative".
         layer (str or None): The path of the layer that computed the first non-finite
-            value; "" is the model itself, None the loss function or no layer.
+            value. "" means the model itself; None means the loss function or no layer.
         where (str): The first non-finite value and its location, in words.
         loss (float): The loss.
         scale (float): The loss scale, excluding that of a ``scale_loss`` function.
         leaves (list): The non-finite leaves of the batch, the parameters or the
-            gradients. ``args[1].mask`` is in the second argument of the loss function.
+            gradients. The path ``args[1].mask``, for example, refers to the second
+            argument of the loss function.
         cure (list or None): The layers that must compute in float32 to make the loss
-            and the gradients finite, in the format of ``float32_layers``. They have
-            been tried on this batch. None if no layers help or none are needed.
+            and the gradients finite, in the format of ``float32_layers``. Verified
+            on this batch. None if no layers help or none are needed.
     """
 
     cause: str

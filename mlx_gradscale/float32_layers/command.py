@@ -17,7 +17,7 @@ from .search import find_float32_layers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``mlx_gradscale float16`` and return the exit code."""
     expected = (OSError, ValueError, TypeError, ImportError)
-    return run_command(lambda: _search(arguments), expected, "mlx_gradscale float16: ")
+    return run_command(lambda: _search(arguments), expected)
 
 
 def _search(arguments: Sequence[str] | None) -> int:

@@ -230,7 +230,7 @@ class Trial:
     def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
         """Run forward and backward without changing the model.
 
-        The float32 layers are ``where``, or else the model's current ones.
+        ``where`` replaces the model's float32 layers for this run; None keeps them.
         """
         if not flatten(self.model.trainable_parameters()):
             raise ValueError("The model has no trainable parameters. Unfreeze some.")

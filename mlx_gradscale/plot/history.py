@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(output)
 
     expected = (OSError, ValueError, ImportError)
-    return run_command(draw, expected, "mlx_gradscale plot: ")
+    return run_command(draw, expected)
 
 
 def plot_history(

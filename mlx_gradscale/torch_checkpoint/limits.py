@@ -41,7 +41,7 @@ class Limits:
         )
 
     def spend_bytes(self, tensor_bytes: int) -> None:
-        """Pay for the memory of tensors that the file does not contain."""
+        """Pay for tensor memory beyond four times the size of the file."""
         self.tensor_bytes -= tensor_bytes
         check(
             self.tensor_bytes >= 0,

@@ -91,7 +91,7 @@ def _fine_tune(argv: Sequence[str] | None) -> int:
         is_ours = str(frame.f_globals.get("__name__")).startswith("mlx_gradscale.")
         if isinstance(error, BrokenPipeError) or not is_ours:
             raise  # errors from mlx-lm keep their traceback
-        print(f"mlx_gradscale lora: {printable(error)}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 1
     return 0
 

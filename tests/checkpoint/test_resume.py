@@ -104,7 +104,7 @@ def test_every_mlx_optimizer_resumes_bit_identically(name, wrapped, tmp_path):
     assert bits(optimizer.state) == bits(other[1].state)
 
 
-def test_uninitialised_optimizer_can_be_saved_and_restored(tmp_path):
+def test_uninitialized_optimizer_can_be_saved_and_restored(tmp_path):
     run = Run(optim.AdamW(1e-2))
     save_checkpoint(tmp_path / "run", *run.parts)
     assert not run.optimizer._initialized
@@ -227,16 +227,16 @@ WRONG = {
 }
 
 
-def initialise(run):
+def initialize(run):
     run.optimizer.init(run.model.trainable_parameters())
     return run
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("prepare", [lambda run: run, initialise])
+@pytest.mark.parametrize("prepare", [lambda run: run, initialize])
 def test_mismatch_is_named_and_changes_nothing(wrong, prepare, tmp_path):
     make_saved, make_other, message = WRONG[wrong]
-    save_checkpoint(tmp_path / "run", *initialise(make_saved()).parts)
+    save_checkpoint(tmp_path / "run", *initialize(make_saved()).parts)
     other = prepare(make_other())
     before = state_of(other)
     with pytest.raises(ValueError, match=message) as caught:
@@ -249,7 +249,9 @@ def test_missing_schedule_warns_at_the_call(tmp_path):
     run = started("schedule", 1)
     save_checkpoint(tmp_path, *run.parts)
     other = Run(optim.AdamW(1e-2, bias_correction=True))
-    with pytest.warns(UserWarning, match=r"\['learning_rate'\], but .* for \[\]") as w:
+    with pytest.warns(
+        UserWarning, match=r"schedules=\['learning_rate'\], but .* schedules=\[\]"
+    ) as w:
         restore_checkpoint(tmp_path, *other.parts)
     assert [warning.filename for warning in w] == [__file__]
 

@@ -72,10 +72,10 @@ def expected():
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("initialised", [False, True])
-def test_an_optimizer_made_in_one_thread_trains_in_another(loop, initialised, expected):
+@pytest.mark.parametrize("initialized", [False, True])
+def test_an_optimizer_made_in_one_thread_trains_in_another(loop, initialized, expected):
     model, optimizer = make()
-    if initialised:
+    if initialized:
         optimizer.init(model.trainable_parameters())
     [found] = in_threads(lambda: train(loop, model, optimizer))
     assert found == expected[loop, 0]

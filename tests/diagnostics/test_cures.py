@@ -15,7 +15,7 @@ BATCH = X.astype(HALF), Y.astype(HALF)
 
 
 class Net(nn.Module):
-    """Adds ``gain`` times the output of a layer, and normalises the sum."""
+    """Adds ``gain`` times the output of a layer, and normalizes the sum."""
 
     def __init__(self, gain=1.0, dtype=HALF):
         super().__init__()

@@ -178,7 +178,7 @@ def test_command_reports_a_missing_and_a_foreign_file_in_one_line(tmp_path, caps
     for name in ("none.csv", "other.csv"):
         assert main([str(tmp_path / name)]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("mlx_gradscale plot: ")
+        assert error.startswith("error: ")
         assert name in error
         assert error.count("\n") == 1
 

@@ -269,7 +269,7 @@ def test_unknown_lora_flag_is_an_error_of_the_parser(capsys):
     ("flags", "sentence"),
     [
         (["--loss-scale", "much"], "loss_scale must be dynamic, off or a positive"),
-        (["--loss-scale", "0"], "scale must be positive and finite"),
+        (["--loss-scale", "0"], "scale must be between"),
         (["--max-grad-norm", "-1"], "max_grad_norm must be a positive number, got -1"),
         (["--history", "run.txt"], "must end in .csv or .jsonl, got 'run.txt'"),
         (["--float32-layers", "none.json"], "none.json"),

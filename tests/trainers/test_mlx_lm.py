@@ -74,6 +74,6 @@ def test_mlx_lm_trainer_learns_in_float16_and_reports_unscaled_losses(full, tmp_
     assert optimizer.step.item() + optimizer.scaler.skipped_steps.item() == 24
     assert optimizer.step.item() > 20
     assert dict(tree_flatten(model.parameters())).popitem()[1].dtype == mx.float16
-    # Two traces of the step, as for any optimizer that is not initialised before;
+    # Two traces of the step, as for any optimizer that is not initialized before;
     # the other calls are the validation's, one batch each.
     assert len(calls) == (2 if full else 24) + len(validated)
