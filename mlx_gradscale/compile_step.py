@@ -16,10 +16,10 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     """Compile a training step over the state that it reads and writes.
 
     Equivalent to ``mx.compile(step, inputs=state, outputs=state)`` with two additions.
-    If the step raises during tracing, the model, optimizer, scaler and random state are
-    restored; MLX would leave unusable placeholders in them. It also warns after 50
-    consecutive skipped steps. The counter it reads is at least 50 steps old, so nothing
-    waits for the device.
+    If the step raises during tracing, ``state`` and the random state are restored; MLX
+    would leave unusable placeholders in them. The compiled step also warns about 50
+    consecutive skipped steps and about a very small loss scale. The values it reads are
+    at least 50 steps old, so nothing waits for the device.
 
     Args:
         step (Callable): The training step.

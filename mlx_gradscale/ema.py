@@ -62,7 +62,7 @@ class EMA:
     def state(self) -> dict[str, Any]:
         """The tree to pass to ``mx.compile`` and to save.
 
-        Assigning to it updates the existing arrays in place.
+        Assigning a saved state replaces the arrays in the existing dicts.
 
         Save it with ``save_checkpoint(..., ema=ema.state)`` and restore it with
         ``ema.state = restore_checkpoint(...)["ema"]``.
@@ -88,8 +88,8 @@ class EMA:
 
         Args:
             model (nn.Module): The model to average.
-            applied (array, optional): If false, the average does not change. Pass the
-                result of ``GradScaler.step``. Default: whether the
+            applied (array, optional): If false, the average does not change. With a
+                ``GradScaler``, pass the result of its ``step``. Default: whether the
                 ``LossScaleOptimizer`` applied its last step, or true without one.
         """
         if applied is None and isinstance(self._optimizer, LossScaleOptimizer):
@@ -107,7 +107,14 @@ class EMA:
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Load the average into the model for evaluation or export; restore on exit."""
+        """Load the average into the model for evaluation or export.
+
+        The average is cast to the model's dtypes. On exit, the model's own weights are
+        restored.
+
+        Args:
+            model (nn.Module): The model to change.
+        """
         own = model.trainable_parameters()
         dtypes = {path: x.dtype for path, x in tree_flatten(own)}
         averages = self._state["weights"].items()

@@ -59,9 +59,9 @@ _HELP = {
     "--layout": "set the layout of the PyTorch tensors that match a shell pattern: "
     + ", ".join(AXES),
     "--drop": "ignore the PyTorch tensors that match a shell pattern",
-    "--accept": "convert despite a difference reported by an error, and ignore this "
-    "setting",
-    "--limit": "raise one of the reader's limits",
+    "--accept": "ignore this optimizer setting, although PyTorch and MLX differ in it; "
+    "the error about the difference lists the settings",
+    "--limit": f"raise a limit on reading files: {' or '.join(_LIMITS)}",
     "--model": "the MLX model, which determines names, layouts and shapes: a Module "
     "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
     "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
@@ -76,11 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv (list, optional): Default: the arguments of the process.
+        argv (list, optional): The arguments of the command. Default: the arguments of
+            the process.
 
     Returns:
-        int: 0 on success, 1 after an error and 130 after Ctrl-C, each reported in one
-        line. Wrong usage exits with 2.
+        int: 0 on success, 1 after an error, which is printed on one line, and 130 after
+        Ctrl-C. Invalid arguments exit with 2.
     """
     return run_command(
         lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS
@@ -196,7 +197,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
-    """Write an mlx_gradscale checkpoint with a ``template.pt`` next to it."""
+    """Write an mlx_gradscale checkpoint with a ``template.pt`` in its folder."""
     path = arguments.mlx_path
     if path.is_file():
         raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
@@ -218,7 +219,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     # The base class marks a checkpoint that has no optimizer.
     optimizer = run.optimizer or Optimizer()
     if is_adapter(template.plan.entries):
-        # Frozen parameters are not saved. The base model's are not in the checkpoint.
+        # The checkpoint does not contain the base model, so save only the adapters.
         model.freeze()
         model.unfreeze(keys=["lora_a", "lora_b"])
     # If the process is killed in between, the checkpoint has no template rather than
@@ -226,7 +227,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
     (path / TEMPLATE).unlink(missing_ok=True)
     save_checkpoint(path, model, optimizer, run.scaler, **extra)
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
-    how = "It has no optimizer. The weights are in save-*/model.safetensors."
+    how = "The run has no optimizer. The weights are in save-*/model.safetensors."
     if run.optimizer is not None:
         how = (
             "To resume: optimizer = mlx_gradscale.convert.build_optimizer("
@@ -291,7 +292,7 @@ def _model(place: str | None) -> Any:
     """Return the user's MLX model, from MODULE:NAME or mlx-lm's config."""
     if place is None:
         return None
-    # Last in the path, so that no file there shadows an installed module.
+    # Append the current folder, so that no file in it shadows an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -307,9 +308,11 @@ def _model(place: str | None) -> Any:
             f"--model {place} raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(made, nn.Module):
+        got = type(made).__name__ if colon else "no such folder and no ':'"
         raise ConvertError(
             f"--model {place} must be an mlx.nn.Module or a function that returns one, "
-            f"as MODULE:NAME, got {type(made).__name__}."
+            "as MODULE:NAME, or the folder or config.json of an mlx-lm model, got "
+            f"{got}."
         )
     return made
 
@@ -325,8 +328,9 @@ def _mlx_lm_model(path: Path) -> nn.Module:
     is_plain = isinstance(kind, str) and plain.isidentifier() and ".." not in kind
     if not is_plain or "model_file" in config:
         raise ConvertError(
-            f"--model {path} has no model_type, or needs its own code, which this "
-            "command does not run. Pass the model as MODULE:NAME."
+            f"--model {path} has no valid model_type, or needs its own code "
+            "(model_file), which this command does not run. Pass the model as "
+            "MODULE:NAME."
         )
     from mlx_lm.utils import _get_classes
 

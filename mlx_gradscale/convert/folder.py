@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import torch_checkpoint
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_write, discard, new_folder
+from ..files.atomic import atomic_write, new_folder
 from ..files.paths import (
     LONGEST_JSON,
     check_file,
@@ -35,7 +35,7 @@ _SECTION = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt)"
 )
 _SHARD = re.compile(r"((\w+_)?model)-\d{1,6}-of-(\d{1,6})\.(safetensors|bin)")
-# Limits on a folder's other files to carry along.
+# Maximum total size and number of a folder's other files that are copied.
 _MOST_BYTES, _MOST_FILES = 2**28, 1000
 
 
@@ -44,13 +44,14 @@ def read_torch(
 ) -> tuple[Any, dict[str, mx.array] | None, list[str]]:
     """Read a file, or a Trainer or Accelerate folder.
 
-    The first result is the object in the file or, for a folder, a dict by file name. A
-    sharded model is listed under the name of the unsharded file. The second holds the
-    bytes of a folder's other files (random states, arguments, tokenizers), the third
-    notes on those left out.
+    The first result is the object in the file or, for a folder, a dict that maps file
+    names to their contents. A sharded model is listed under the name of the unsharded
+    file. The second result maps the names of a folder's other files (random states,
+    arguments, tokenizers) to their bytes, and the third lists notes on files that were
+    left out.
     """
     path = Path(path)
-    # A copy, which all files of the checkpoint share.
+    # All files of the checkpoint share one copy, so the user's object does not change.
     limits = replace(options.limits or Limits())
     options = replace(options, limits=limits)
     shard = _SHARD.fullmatch(path.name)
@@ -81,8 +82,8 @@ def read_torch(
     read |= {f"{whole}.index.json" for whole in shards}
     files, left = _carry(path, [name for name in names if name not in read])
     notes = [
-        "These files are too large, or not regular files, and were left out: "
-        f"{list_some(left)}."
+        "These files were left out, because they are hidden, too large, too many or "
+        f"not regular files: {list_some(left)}."
     ]
     return dict(sorted(content.items())), files, notes if left else []
 
@@ -158,7 +159,10 @@ def write_torch(
     files: dict[str, mx.array] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write what :func:`read_torch` reads, all or nothing."""
+    """Write a file or folder in the form that :func:`read_torch` returns.
+
+    If it cannot be written completely, an existing file or folder is kept.
+    """
     path = Path(path)
     if files is None:
         check_file(path, overwrite)
@@ -169,7 +173,8 @@ def write_torch(
     for name in checkpoint:  # a hostile template could write a train.py
         if name != TRAINER and not _SECTION.fullmatch(str(name)):
             raise ConvertError(
-                f"The template refers to {name!r}, which is not a PyTorch file."
+                f"The template refers to {name!r}, which is not a file of a PyTorch "
+                "checkpoint. Use another template."
             )
     there = [file.name for file in path.iterdir()] if path.is_dir() else []
     if there and not overwrite:
@@ -183,19 +188,12 @@ def write_torch(
             f"{path} contains files of another checkpoint: {list_some(spare)}. Use "
             "another folder."
         )
-    new = path.with_name(f"{path.name}.new") if there else path
-    with new_folder(new) as folder:
+    with new_folder(path, overwrite) as folder:
         for name, content in checkpoint.items():
             _write_file(folder / name, content)
         for name, data in files.items():
             with atomic_write(folder / name) as file:
                 file.write(np.array(data).tobytes())
-    if there:
-        # A folder cannot replace another atomically, so keep both complete throughout.
-        old = path.with_name(f"{path.name}.old")
-        path.rename(old)
-        new.rename(path)
-        discard(old)
 
 
 def _write_file(path: Path, content: Any) -> None:

@@ -92,7 +92,7 @@ class Group:
             if slot in self.spec.slots and isinstance(x, mx.array)
         }
         self.write_slots(index, shapes)
-        slots.update(shapes)  # a copy, if the state dict is flat
+        slots.update(shapes)  # slots is a copy if the state dict is flat
 
     def check_settings(self) -> None:
         """Raise if a setting is not a number."""
@@ -119,7 +119,7 @@ def is_nested(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether ``flatten_optimizer_state_dict=True`` made this dict."""
+    """Return whether a value is a state dict that torch.distributed has flattened."""
     return (
         isinstance(value, dict)
         and _are_strings(value)
@@ -212,7 +212,7 @@ def _is_number(value: Any) -> bool:
     """Return whether a value is a real number in any form that PyTorch writes."""
     if isinstance(value, mx.array):
         return value.size == 1 and value.dtype != mx.complex64
-    # An int can have any size, but a float is at most 1.8e308.
+    # An int above 1.8e308 cannot be converted to a float.
     plain = number(value)
     return type(plain) in (bool, int, float) and not abs(plain) > _LARGEST_NUMBER
 
@@ -223,5 +223,7 @@ def need(is_right: bool, where: str, what: str, value: Any) -> None:
         is_large = isinstance(value, (dict, list, tuple))
         shown = f"a {type(value).__name__}" if is_large else shorten(value, 60)
         raise ConvertError(
-            f"The optimizer state is damaged: {where} must be {what}, got {shown}."
+            f"The optimizer state is damaged: {where} must be {what}, got {shown}. "
+            "Save it again in PyTorch, or leave it out with keys={'optimizer': ''} "
+            "(--optimizer-key '')."
         )

@@ -1,7 +1,7 @@
-"""Layouts of PyTorch tensors in MLX, from the layers of a model or its ``sanitize``.
+"""Find the MLX layout of PyTorch tensors from a model's layers or its ``sanitize``.
 
-The models of mlx-lm have a ``sanitize`` that converts weights from Transformers. It is
-called with marked arrays, so that each output shows which input it came from.
+The models of mlx-lm have a ``sanitize`` method that converts weights from Transformers.
+We call it with marked arrays, so that each output shows which input it came from.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ from .tree import ConvertError
 
 Shape = tuple[int, ...]
 
-# Layout -> its minimum number of dimensions n, and the PyTorch axis behind each of
-# MLX's n axes.
+# Layout -> its minimum number of dimensions, and a function that takes the number of
+# dimensions and returns the PyTorch axis behind each MLX axis.
 AXES: dict[str, tuple[int, Callable[[int], Shape]]] = {
     "same": (0, lambda n: tuple(range(n))),
     # (in, out) <-> (out, in): Transformers' Conv1D, PEFT's LoRA
@@ -33,7 +33,7 @@ FUSED = "split_qkv"
 _FUSED_PARTS = ("query_proj", "key_proj", "value_proj")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-# Marks are odd multiples of this, so that a sum or a double is not taken for a mark.
+# Marks are odd multiples of this, so that the sum of two marks is not a mark.
 _APART = 101
 
 
@@ -73,7 +73,8 @@ class Entry:
 def known_names(model: nn.Module) -> dict[str, Entry]:
     """Return the entries of a model by each PyTorch name that it accepts.
 
-    The layout is ``""`` if the parameter does not belong to one of MLX's own layers.
+    The layout is ``""`` (unknown) for parameters of three or more dimensions that are
+    not the weight of one of MLX's convolutions or of ``nn.Bilinear``.
     """
     modules = dict(model.named_modules())
     entries = []
@@ -152,8 +153,9 @@ def probe_sanitize(
             what = f"{old} becomes {new}" if old else f"{new} is computed"
             raise ConvertError(
                 f"{type(model).__name__}.sanitize does more than rename and transpose: "
-                f"{what}. Pass the model as MODULE:NAME, and names and layouts with "
-                "--rename and --layout."
+                f"{what}. Use a model without sanitize (on the command line, --model "
+                "MODULE:NAME), and pass names and layouts with rename=... (--rename) "
+                "and layouts=... (--layout)."
             )
         found[old] = (new, layout)
     return found
@@ -201,5 +203,6 @@ def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, Any]:
             return dict(model.sanitize(dict(weights)))
     except Exception as error:  # this is the model's own code
         raise ConvertError(
-            f"{type(model).__name__}.sanitize raised {type(error).__name__}: {error}"
+            f"{type(model).__name__}.sanitize raised {type(error).__name__}: {error}. "
+            "Check that the checkpoint is of this model."
         ) from error

@@ -24,12 +24,16 @@ class TorchRun:
     """The result of :func:`load_torch`.
 
     Attributes:
-        optimizer (Optimizer, optional): Built with PyTorch's settings and state. With
-            ``loss_scaling`` it is wrapped in a ``LossScaleOptimizer``.
-        scaler (GradScaler, optional): With PyTorch's state.
+        optimizer (Optimizer, optional): The MLX optimizer, with PyTorch's settings and
+            state. With ``loss_scaling`` it is wrapped in a ``LossScaleOptimizer``. None
+            if the checkpoint has no optimizer.
+        scaler (GradScaler, optional): The scaler, with PyTorch's state. With
+            ``loss_scaling`` it is the scaler of the ``LossScaleOptimizer``. Otherwise,
+            it is None if the checkpoint has no scaler.
         template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
-        notes (list): Differences in MLX, and entries that were left out.
+        notes (list): Sentences for the user, about differences in MLX and about entries
+            that were not converted.
     """
 
     optimizer: Optimizer | None
@@ -51,8 +55,10 @@ def load_torch(
     """Load a PyTorch checkpoint into an MLX model and build its optimizer and scaler.
 
     Args:
-        path (str): A ``.pt`` file, or a Transformers Trainer or Accelerate folder.
-        model (nn.Module): Receives the weights; every name and shape must match.
+        path (str): A ``.pt`` or ``.safetensors`` file, or a checkpoint folder of
+            Accelerate or Transformers' Trainer.
+        model (nn.Module): The model to load the weights into. Every name and shape must
+            match.
         options (Options, optional): Settings that the checkpoint does not determine.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
             for ``mlx.optimizers``, to replace the checkpoint's rate. PyTorch's
@@ -61,16 +67,20 @@ def load_torch(
         loss_scaling (bool): Wrap the optimizer in a ``LossScaleOptimizer``. The weights
             are cast to the model's own dtypes, and the uncast ones become its master
             weights: call ``model.set_dtype(mx.float16)`` first. If False, the model
-            takes the checkpoint's dtypes.
-        max_grad_norm (float, optional): For the ``LossScaleOptimizer``.
-        masters (str): For the ``LossScaleOptimizer``.
+            takes the checkpoint's dtypes. Default: ``False``.
+        max_grad_norm (float, optional): Passed to the ``LossScaleOptimizer``; ignored
+            without ``loss_scaling``. Default: ``None``.
+        masters (str): Passed to the ``LossScaleOptimizer``; ignored without
+            ``loss_scaling``. Default: ``"float32"``.
 
     Returns:
         TorchRun: Optimizer, scaler and template. The optimizer computes the same
         updates as PyTorch's.
 
     Raises:
-        ConvertError: If anything does not match. The model's weights are unchanged.
+        ConvertError: If the checkpoint does not match the model or cannot be converted.
+            The model's weights are unchanged.
+        CheckpointError: If a file is damaged, hostile or unsupported.
 
     Example:
         >>> import tempfile
@@ -139,7 +149,10 @@ def _load_optimizer(
 def _load_rounded(
     model: nn.Module, weights: Mapping[str, mx.array], optimizer: LossScaleOptimizer
 ) -> list[str]:
-    """Load weights in the model's dtypes; return rounded ones without a master copy."""
+    """Load weights in the model's dtypes.
+
+    Return the names of rounded weights that have no master weight.
+    """
     own = dict(tree_flatten(model.parameters()))
     cast = {name: x.astype(own[name].dtype) for name, x in weights.items()}
     infinite = [

@@ -195,12 +195,13 @@ def _entry(
         raise ConvertError(
             f"{name} has shape {tensor.shape} and belongs to a custom layer, where "
             f"several layouts match the MLX shape {wanted[0]}. Choose one with "
-            f"--layout {name}=conv, {name}=conv_transpose or {name}=same."
+            f"layouts=... (--layout {name}=conv, {name}=conv_transpose or {name}=same)."
         )
     if made != wanted:
         hint = ""
         if tensor.shape[::-1] == wanted[0]:
-            hint = f" If PyTorch stores it as (in, out), use --layout {name}=transpose."
+            hint = " If PyTorch stores it as (in, out), pass layouts=... (--layout "
+            hint += f"{name}=transpose)."
         raise ConvertError(
             f"{name} has shape {tensor.shape}, or {made[0]} in MLX's layout "
             f"({entry.layout}), but {' and '.join(target.mlx)} in the MLX model has "
@@ -218,7 +219,7 @@ def _check_names(
             if name in taken:
                 raise ConvertError(
                     f"{taken[name]} and {entry.torch} would both become {name}. Change "
-                    "the renames so that the names stay distinct."
+                    "rename=... (--rename) so that the names stay distinct."
                 )
             taken[name] = entry.torch
     wanted = {n for target in known.values() for n in target.mlx}
@@ -227,8 +228,9 @@ def _check_names(
         if lost and not wanted:
             raise ConvertError(
                 "The checkpoint contains LoRA adapters, but the MLX model has no LoRA "
-                "layers. Add them with mlx_lm.tuner.utils.linear_to_lora_layers; for "
-                "the command, in a function passed as --model MODULE:NAME."
+                "layers. Add them with mlx_lm.tuner.utils.linear_to_lora_layers. On "
+                "the command line, do this in a function and pass it as --model "
+                "MODULE:NAME."
             )
     missing = [name for name in sorted(wanted) if name not in taken]
     problems = []

@@ -1,9 +1,9 @@
 """Table of PyTorch's and MLX's optimizers: names, settings and differences.
 
-Each entry was checked against both sources (torch 2.13, mlx 0.32.4), and the tests run
-it against both. Where MLX's update differs from PyTorch's, either constructor arguments
-make it match (``forced``), or the setting is refused (``refused``) until the user
-accepts it by name.
+Each entry was checked against the source code of both (torch 2.13, mlx 0.32.4), and
+the tests compare their updates. Where MLX's update differs from PyTorch's, either
+constructor arguments make it match (``forced``), or the setting is refused
+(``refused``) until the user accepts it by name.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer on both sides.
+    """An optimizer in PyTorch and its counterpart in MLX.
 
     Attributes:
         mlx (type): MLX's class.
@@ -57,7 +57,7 @@ IGNORED = {
     *("foreach", "capturable", "differentiable", "fused"),
     *("decoupled_weight_decay", "initial_accumulator_value"),
 }
-# The values that turn settings off, where it is not 0 or False.
+# The values that turn settings off, where they are not 0 or False.
 _OFF = {"cautious_factor": 1, "bias_correction": 1}
 _MAXIMIZE = {
     "maximize": "MLX only minimizes. Negate the loss and set maximize to False"
@@ -65,7 +65,7 @@ _MAXIMIZE = {
 _REFUSED_ADAM = _MAXIMIZE | {
     "amsgrad": "MLX does not track the largest second moment",
     "bias_correction": "PyTorch always corrects the bias, so the two differ in the "
-    "first thousands of steps. For new MLX runs, pass bias_correction=True",
+    "first few thousand steps. For new MLX runs, pass bias_correction=True",
 }
 _L2 = {"weight_decay": "MLX does not add weight_decay * w to the gradient (L2)"}
 _CAUTIOUS = "MLX's Lion has no cautious masking"
@@ -94,7 +94,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         settings=("momentum", "weight_decay", "nesterov"),
         required={"momentum", "dampening", "nesterov"},
         refused={
-            "dampening": "PyTorch initialises the momentum with the gradient, and MLX "
+            "dampening": "PyTorch initializes the momentum with the gradient, and MLX "
             "with (1 - dampening) times the gradient"
         }
         | _MAXIMIZE,
@@ -148,7 +148,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 }
 
 
-def recognise(
+def recognize(
     groups: Sequence[Settings], slots: Iterable[str], name: str | None = None
 ) -> str:
     """Return the key of :data:`OPTIMIZERS` that a state dict belongs to.
@@ -196,8 +196,9 @@ def _adam_or_adamw(groups: Sequence[Settings]) -> str:
     if all(not number(group.get("weight_decay", 0)) for group in groups):
         return "Adam"  # identical without weight decay
     raise ConvertError(
-        "The optimizer is either Adam or AdamW with weight decay. The PyTorch version "
-        "that saved it did not record which. Pass optimizer=... (--optimizer)."
+        "The optimizer has weight decay and is either Adam or AdamW. The PyTorch "
+        "version that saved it did not record which. Pass optimizer='Adam' or "
+        "optimizer='AdamW' (--optimizer)."
     )
 
 

@@ -21,7 +21,7 @@ from .optimizer_table import (
     check_differences,
     differences,
     plain_setting,
-    recognise,
+    recognize,
     refused_settings,
 )
 from .options import Options
@@ -35,7 +35,7 @@ def set_kind(groups: Sequence[Group], name: str | None) -> None:
     """Set the kind of optimizer that the groups belong to, or raise if unknown."""
     settings = [group.settings for group in groups]
     slots = {slot for slots in groups[0].states.values() for slot in slots}
-    kind = recognise(settings, slots, name)
+    kind = recognize(settings, slots, name)
     for group in groups:
         group.kind = kind
         group.check_settings()
@@ -103,7 +103,7 @@ def _set_steps(groups: Sequence[Group], given: int | None) -> None:
             raise ConvertError(
                 "The parameters of a group are at different steps "
                 f"({list_some(shown)}), but MLX has one step count per optimizer. Put "
-                "them in separate groups."
+                "them in separate parameter groups in PyTorch."
             )
         known.append(counts)
     every = {step for counts in known for step in counts}
@@ -113,10 +113,11 @@ def _set_steps(groups: Sequence[Group], given: int | None) -> None:
 
 
 def split(groups: Sequence[Group]) -> list[tuple[str, Group]]:
-    """Return the groups with the prefix of each one's MLX state.
+    """Return each group with the prefix of its MLX state.
 
-    Groups with the same update rule, schedule and step become one MLX optimizer, with
-    an empty prefix. Others are the parts of a ``MultiOptimizer``.
+    If all groups have the same update rule, schedule and step, they become one MLX
+    optimizer, with an empty prefix. Otherwise, each group becomes a part of a
+    ``MultiOptimizer``.
     """
     rules = [
         (
@@ -170,7 +171,8 @@ def to_torch(
         wanted = "one optimizer" if is_single else f"a MultiOptimizer of {len(groups)}"
         raise ConvertError(
             f"The MLX optimizer has {len(settings)} parts, but PyTorch's {len(groups)} "
-            f"parameter groups require {wanted}."
+            f"parameter groups require {wanted}. Create it with load_torch() or "
+            "build_optimizer()."
         )
     found: dict[str, str] = {}
     rates: dict[str, None] = {}
@@ -249,7 +251,7 @@ def _torch_slots(
 def _changed_settings(
     group: Group, used: Mapping[str, Any], rate: float
 ) -> dict[str, Any]:
-    """Return the settings that have changed since PyTorch, in PyTorch's types."""
+    """Return the settings to change in PyTorch, in PyTorch's types."""
     settings, spec = group.settings, group.spec
     changed = {
         key: used[key]
@@ -260,7 +262,8 @@ def _changed_settings(
     # and MLX's learning rate is float32.
     if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
         changed["lr"] = rate
-    changed |= refused_settings(spec, settings)  # accepted settings stay off
+    # Settings that MLX ignored, because the user accepted this, are turned off.
+    changed |= refused_settings(spec, settings)
     return {key: match_type(value, settings[key]) for key, value in changed.items()}
 
 
@@ -301,6 +304,7 @@ def _rates(groups: Sequence[Group], given: Any) -> list[Rate]:
     if not isinstance(given, (list, tuple)) or len(given) != len(groups):
         raise ValueError(
             f"learning_rate must be a list of {len(groups)} numbers or schedules, one "
-            f"for each part of the MLX optimizer. PyTorch's learning rates are {own}."
+            f"for each part of the MLX optimizer, got {given!r}. PyTorch's learning "
+            f"rates are {own}."
         )
     return [*given]

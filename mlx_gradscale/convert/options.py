@@ -1,4 +1,4 @@
-"""Options for what cannot be inferred from a checkpoint."""
+"""The ``Options`` of a conversion."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,21 +22,31 @@ class Options:
 
     Args:
         rename (dict, Callable or list): PyTorch name -> MLX name, as a mapping, a
-            function, or (regular expression, replacement) pairs tried in turn.
+            function, or (regular expression, replacement) pairs, all of which are
+            applied in turn. Names that are not in the mapping do not change.
         layouts (dict): Pattern -> the layout of these tensors: ``"conv"`` and
             ``"conv_transpose"`` for weights of convolutions, ``"transpose"`` for
             weights that are (in, out) in PyTorch, ``"same"`` to leave them unchanged.
-            The first pattern that matches a name counts.
-        drop (tuple): Patterns of tensors that the MLX model does not have.
-        keys (dict): ``"model"``, ``"optimizer"``, ``"scaler"`` -> its path in the
-            checkpoint, such as ``"optimizer_states/0"``; ``""`` leaves it out.
-        names (tuple): The PyTorch names of the optimizer's parameters, in order.
-        optimizer (str): The optimizer's class; by default inferred from its keys.
-        accept (tuple): Differences between PyTorch and MLX to accept.
-        step (int): The step count, for optimizers that keep none (SGD, Lion).
-        scaler_format (str): A key of :data:`mlx_gradscale.formats.FORMATS`.
-        float64 (Dtype): The dtype to convert float64 to; by default it is an error.
-        limits (Limits): For reading the file.
+            The first pattern that matches a name counts, except that layouts which need
+            more dimensions than the tensor has are skipped.
+        drop (tuple): Patterns of tensors to ignore because the MLX model does not have
+            them.
+        keys (dict): ``"model"``, ``"optimizer"`` or ``"scaler"`` -> its path in the
+            checkpoint, such as ``"optimizer_states/0"``. Separate several optimizers by
+            commas. ``""`` leaves out the optimizer or the scaler.
+        names (tuple): The PyTorch names of the optimizer's parameters, in the order of
+            its parameter groups.
+        optimizer (str): The optimizer's class, such as ``"AdamW"``; by default inferred
+            from its keys.
+        accept (tuple): Names of optimizer settings to ignore although PyTorch and MLX
+            differ in them. The error about the difference lists them.
+        step (int): The step count, for optimizers that do not save one (SGD, Lion).
+        scaler_format (str): A key of :data:`mlx_gradscale.formats.FORMATS`; by default
+            inferred from the keys of the scaler state.
+        float64 (Dtype): The dtype to convert float64 tensors to. By default, such
+            tensors are an error.
+        limits (Limits): Limits on the resource use of reading, shared by all files of
+            the checkpoint.
 
     Example:
         >>> Options(rename=[("^net[.]", "")]).renamed("net.fc.weight")

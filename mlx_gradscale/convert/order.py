@@ -26,7 +26,7 @@ class Order:
     Args:
         groups (Sequence): The groups of all optimizers.
         tensors (dict): The model's tensors by their PyTorch names.
-        plan (Plan): Their conversion.
+        plan (Plan): The mapping of these tensors to MLX.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Order:
     ) -> tuple[list[str], list[str]]:
         """Return the PyTorch name of each parameter, group by group.
 
-        If the tensors are not in PyTorch's order, the order of the MLX model is tried.
-        The second result lists notes on cases in which shapes cannot confirm the order.
+        If ``is_ordered`` is false, the tensors are not in PyTorch's order, and the
+        order of the MLX model is tried instead. The second result lists notes on cases
+        in which shapes cannot confirm the order.
         """
         names = options.names
         if self.indices and all(isinstance(index, str) for index in self.indices):
@@ -168,7 +169,7 @@ class Order:
                 f"{len(names)} tensors matches the optimizer's {len(self.indices)} "
                 f"parameters. {_advice(may_skip)} A flat state, as DeepSpeed and "
                 "fairseq save it, cannot be converted. Leave it out with "
-                "--optimizer-key ''."
+                "keys={'optimizer': ''} (--optimizer-key '')."
             )
         found = [""] * len(self.indices)
         while path is not None:

@@ -54,24 +54,32 @@ def save_torch(
     """Write an MLX run as a PyTorch checkpoint with the structure of a template.
 
     Args:
-        path (str): The file, or the folder if the template is one.
+        path (str): The file to write, or the folder if the template is of a folder.
         model (nn.Module): The model. Master weights are written in place of
             half-precision ones.
         optimizer (Optimizer, optional): For a ``LossScaleOptimizer``, the states of the
             inner optimizer and the scaler are written. If omitted, the checkpoint is
             written without an optimizer.
-        scaler (GradScaler, optional): If omitted, the template's scaler is kept.
+        scaler (GradScaler, optional): The scaler whose state is written. If omitted,
+            that of a ``LossScaleOptimizer`` is written; with any other optimizer, the
+            template's scaler state is kept.
         like (Template or str): The template from :func:`load_torch`, a PyTorch
             checkpoint of the same model, or a ``template.pt``. Entries without an MLX
             counterpart are copied from it, so update entries such as
             ``template["epoch"]`` first.
         options (Options, optional): Used if ``like`` is a path; otherwise only
             ``accept`` applies.
-        overwrite (bool): Replace an existing file or folder.
+        overwrite (bool): Whether to replace an existing file or folder. Default:
+            ``True``.
 
     Returns:
-        list: Sentences for the user. Stale entries also raise a warning, once per
-        template.
+        list: Sentences for the user. Entries of the template that may count steps but
+        were not updated also cause a warning, once per template.
+
+    Raises:
+        ConvertError: If the run does not match the template or cannot be converted.
+        FileExistsError: If ``path`` exists and ``overwrite`` is False, or if it is a
+            folder that contains other files.
 
     Example:
         >>> import tempfile
@@ -118,7 +126,7 @@ def write_template(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Write a template with a run's values; return notes and stale entries."""
+    """Write a template with a run's values; return notes and notes on stale entries."""
     with unchanged(template.checkpoint):
         notes, stale = _fill(template, run, accept)
         if not dry_run:
@@ -163,7 +171,8 @@ class MlxRun:
     """The values of an MLX run, by name.
 
     Attributes:
-        weights (dict): In full precision.
+        weights (dict): The master weights, and the model's own weights where there are
+            none.
         optimizer (dict, optional): ``tree_flatten(optimizer.state)`` as a dict.
         settings (list): Descriptions of each single optimizer, as in a checkpoint of
             ``save_checkpoint``.
@@ -185,17 +194,23 @@ def _fill(
     if run.optimizer is None and template.optimizers:
         for path in reversed(template.optimizers):
             del get(template.checkpoint, path[:-1])[path[-1]]
-        notes.append("The run has no optimizer, so its state was left out.")
+        notes.append("The run has no optimizer, so no optimizer state is written.")
     elif run.optimizer is not None and template.groups:
         notes += optimizers.to_torch(
             template.groups, run.optimizer, run.settings, accept
         )
     elif run.optimizer is not None:
-        notes.append("The template has no optimizer state, so none is written.")
+        notes.append(
+            "The template has no optimizer state to update, so the state of the MLX "
+            "optimizer is not written."
+        )
     if run.scaler is not None and template.scaler is not None:
         notes += _fill_scaler(template, template.scaler, run.scaler)
     elif run.scaler is not None:
-        notes.append("The template has no scaler state, so none is written.")
+        notes.append(
+            "The template has no scaler state to update, so the state of the MLX "
+            "scaler is not written."
+        )
     old = [group.step for group in template.groups]
     new = [
         int(number(x))
@@ -225,7 +240,7 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
         )
     for name, entry in entries.items():
         tensor, leaf = entry.to_torch(weights), held[name]
-        # If MLX holds a rounded copy of a tensor in the template, keep the tensor.
+        # If MLX only rounded the template's tensor, keep that tensor.
         if not isinstance(leaf, mx.array) or not mx.array_equal(
             leaf.astype(tensor.dtype), tensor, equal_nan=True
         ):
@@ -260,8 +275,8 @@ def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
     ``Trainer(resume_from_checkpoint=)`` uses them to decide how much data to skip. If
-    its step count equaled the optimizer's, it does so again. Otherwise, as after
-    skipped steps or if the user set it, it is left unchanged.
+    the Trainer's step count was that of the optimizer, it is set to the new one.
+    Otherwise, as after skipped steps or if the user set it, it is left unchanged.
     """
     state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
     state = state if isinstance(state, dict) else {}

@@ -74,13 +74,14 @@ def find_sections(
         raise ConvertError(
             f"The checkpoint contains several models and {len(optimizers)} optimizers: "
             f"{list_some(map(show, optimizers))}. Choose the model's optimizer with "
-            "--optimizer-key."
+            "keys={'optimizer': ...} (--optimizer-key)."
         )
     scalers = given.get("scaler", there["scaler"])
     if len(scalers) > 1:
         raise ConvertError(
             f"The checkpoint contains {len(scalers)} scalers: "
-            f"{list_some(map(show, scalers))}. Choose one with --scaler-key."
+            f"{list_some(map(show, scalers))}. Choose one with keys={{'scaler': ...}} "
+            "(--scaler-key)."
         )
     used = set(map(key_of, [*optimizers, model]))
     loose = [p for p in there["optimizer"] + there["moments"] if key_of(p) not in used]
@@ -88,15 +89,16 @@ def find_sections(
         raise ConvertError(
             f"{show(loose[0])} looks like an optimizer state, but is not a "
             "state_dict() with state and param_groups. Save optimizer.state_dict(), or "
-            "leave it out with --optimizer-key ''; it is then written back to PyTorch "
-            "unchanged."
+            "leave it out with keys={'optimizer': ''} (--optimizer-key ''); it is then "
+            "written back to PyTorch unchanged."
         )
     others = [path for path in there["model"] if path != model] + loose
     shown = [*map(show, others), *_masters(checkpoint, model)]
     notes = [
         f"The weights or optimizer states in {list_some(shown)} are not converted. "
-        "They are written back to PyTorch unchanged, so they do not match the weights "
-        "trained in MLX. To convert another model, use --model-key."
+        "They are written back to PyTorch unchanged, so they will not match the "
+        "weights trained in MLX. To convert another model, pass keys={'model': ...} "
+        "(--model-key)."
     ]
     scaler = scalers[0] if scalers else None
     return Sections(model, optimizers, scaler, notes if shown else [])
@@ -172,20 +174,26 @@ def _choose_model(checkpoint: Any, there: Mapping[str, list[Path]]) -> Path:
     if fits:
         raise ConvertError(
             f"The checkpoint contains {len(models)} models: "
-            f"{list_some(map(show, models))}. Choose one with --model-key, and its "
-            "optimizer with --optimizer-key. To write both back to one PyTorch "
-            "checkpoint, pass the output of the first to the second as --like."
+            f"{list_some(map(show, models))}. Choose one with keys={{'model': ...}} "
+            "(--model-key), and its optimizer with keys={'optimizer': ...} "
+            "(--optimizer-key). To write several back to one PyTorch checkpoint, use "
+            "the output of each conversion as the template (--like) of the next."
         )
     for path, value in walk(checkpoint, 2):
         what = _whole_module(value)
         if what:
             raise ConvertError(f"{show(path) or 'The file'} {what}")
-    keys = list_some(checkpoint) if isinstance(checkpoint, dict) else "none"
+    advice = ""
+    if isinstance(checkpoint, dict) and checkpoint:
+        advice = (
+            f"Its keys are {list_some(checkpoint)}. Pass the model's key with "
+            "keys={'model': ...} (--model-key). "
+        )
     raise ConvertError(
-        f"The checkpoint contains no model. Its keys are {keys}. Pass the model's key "
-        "with --model-key. If the model is in another file, copy both into one folder, "
-        "as model.safetensors and optimizer.pt, and pass the folder. To load only a "
-        "scaler, use GradScaler.load()."
+        f"The checkpoint contains no model. {advice}"
+        "If the model is in another file, copy both files into one folder, as "
+        "model.safetensors (or model.pt) and optimizer.pt, and pass the folder. To "
+        "load only a scaler, use GradScaler.load()."
     )
 
 
@@ -198,7 +206,8 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
         "scaler": isinstance(value, dict) and bool(value),
     }
     if not fits[section]:
-        what = _whole_module(value) or f"is not the state dict of the {section}."
+        what = f"is not the state dict of the {section}. To list the contents of the "
+        what = _whole_module(value) or f"{what}checkpoint, run mlx_gradscale inspect."
         raise ConvertError(f"--{section}-key {key} {what}")
     return path
 
@@ -230,7 +239,10 @@ def _masters(checkpoint: Any, model: Path) -> dict[str, None]:
 
 
 def fingerprint(value: Any) -> str:
-    """Return a string that changes with any number or string in a value."""
+    """Return a hash of the numbers, strings and small tensors in a value.
+
+    Tensors of more than 4096 elements contribute only their shape and dtype.
+    """
     digest = hashlib.sha256()
     for path, item in walk(value, 100, leaves=True):
         text = ""

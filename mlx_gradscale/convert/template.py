@@ -36,7 +36,7 @@ from .tree import (
 )
 
 _VERSION = "mlx_gradscale_template"
-# File name of the template next to an mlx_gradscale checkpoint.
+# File name of the template in the folder of an mlx_gradscale checkpoint.
 TEMPLATE = "template.pt"
 
 
@@ -57,7 +57,8 @@ class Template:
         scaler_format (str, optional): A key of ``mlx_gradscale.formats.FORMATS``.
         plan (Plan): Mapping of the model's tensors to MLX.
         groups (list): The parameter groups of all optimizers.
-        age (dict): Fingerprints of the other entries, taken when they were read.
+        age (dict): Fingerprints of the entries that MLX does not use, taken when they
+            were read.
         is_reported (bool): Whether stale entries have been reported.
     """
 
@@ -150,7 +151,9 @@ def make_template(
 ) -> tuple[Template, list[str]]:
     """Find the sections of a checkpoint and map them to MLX; also return notes."""
     if is_template(checkpoint):
-        raise ConvertError("This file is a template. Pass the PyTorch checkpoint.")
+        raise ConvertError(
+            "This file is a template. Pass the PyTorch checkpoint it was made from."
+        )
     found = find_sections(checkpoint, options.keys)
     if model is None:
         raise ConvertError(
@@ -188,7 +191,7 @@ def make_template(
     if schedules:
         notes.append(
             f"The PyTorch schedule in {list_some(schedules)} is not converted. Pass an "
-            "MLX schedule to load_torch(..., learning_rate=...)."
+            "MLX schedule as learning_rate= to load_torch() or build_optimizer()."
         )
     return template, notes
 
@@ -274,7 +277,8 @@ def build_optimizer(
             :func:`~mlx_gradscale.convert.load_torch`.
 
     Returns:
-        Optimizer: Without state, which ``restore_checkpoint`` restores.
+        Optimizer: The optimizer, without its state. To restore the state, call
+        ``restore_checkpoint``.
     """
     if not isinstance(like, Template):
         path = pathlib.Path(like)
@@ -282,9 +286,12 @@ def build_optimizer(
         found = torch_checkpoint.load(path)
         if not is_template(found):
             raise ConvertError(
-                f"{path} is not a template. Pass a folder that the command wrote."
+                f"{path} is not a template. Pass a folder that mlx_gradscale convert "
+                "wrote, or its template.pt."
             )
         like = from_object(found)
     if not like.groups:
-        raise ConvertError("The checkpoint has no optimizer. Create one yourself.")
+        raise ConvertError(
+            "The template has no optimizer state. Create the optimizer yourself."
+        )
     return optimizers.build(like.groups, learning_rate)

@@ -16,7 +16,7 @@ _FOUND = (*_CONTAINERS, mx.array, TensorShape, Placeholder)
 
 
 class ConvertError(ValueError):
-    """Error about a checkpoint that cannot be converted; it says what to do."""
+    """Raised if a run cannot be converted. The message says what to do."""
 
 
 def is_tensor(value: Any) -> bool:

@@ -46,20 +46,30 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Create a hidden folder that is renamed to ``path`` at the end of the block.
+def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Open a hidden folder that is renamed to ``path`` at the end of the block.
+
+    With ``overwrite``, it replaces a folder. A folder cannot replace another in one
+    rename, so the old one is named ``NAME.old-...`` for a moment. Both are complete at
+    any time.
 
     Raises:
-        FileExistsError: If ``path`` exists and is not an empty folder.
+        FileExistsError: If ``path`` exists and may not be replaced.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    is_used = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_used and not (overwrite and target.is_dir()):
         raise FileExistsError(f"{path} already exists. Move it, or use another path.")
+    old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
     with temporary_folder(target.parent) as folder:
         yield folder
         sync(*folder.rglob("*"), folder)
+        if is_used:
+            target.rename(old)
         folder.rename(target)
         sync(target.parent)
+    if is_used:
+        discard(old)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ returns the same object without reading tensors, and ``save`` writes files that
 ``torch.load`` reads. Nothing in a file is ever executed: objects of unknown classes
 become a ``Placeholder``, which ``save`` writes back unchanged.
 
-``load`` raises only ``CheckpointError`` for a bad file. With the default ``Limits``,
-the worst file takes 30 s and 1 GB in addition to the tensors that it actually holds.
+For a bad file, ``load`` raises only ``CheckpointError``. With the default ``Limits``,
+a file takes at most 30 s and 1 GB in addition to the tensors that it actually contains.
 The ``convert`` and ``inspect`` commands apply one ``Limits`` to all files that they
 read; ``--limit`` raises it. Checksums are verified; pipes and devices are refused.
 

@@ -29,7 +29,7 @@ class Placeholder:
         args (tuple or None): The arguments of the call; None for a bare name.
         callee (Placeholder or None): The class or function called.
         opcode (bytes): The pickle instruction that makes the call.
-        edits (list): The instructions that follow, with their values.
+        edits (list): Later instructions that change the object, with their values.
 
     Example:
 
@@ -98,9 +98,9 @@ class DefaultDict(dict[Any, Any]):
 
 
 class TorchTensor(mx.array):
-    """An array that remembers being a ``Parameter`` or having ``requires_grad``.
+    """An array with PyTorch's flags ``requires_grad`` and ``is_parameter``.
 
-    It shares memory with the array. Results of arithmetic are plain arrays.
+    It shares memory with ``array``. Results of arithmetic are plain arrays.
 
     Args:
         array (mx.array): The values.

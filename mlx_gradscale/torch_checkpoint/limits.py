@@ -6,7 +6,7 @@ from dataclasses import dataclass
 class CheckpointError(ValueError):
     """The file is damaged, hostile, or not a readable PyTorch checkpoint.
 
-    File system errors (a missing file, no permission) remain an ``OSError``.
+    File system errors (a missing file, no permission) raise an ``OSError`` instead.
     """
 
 
@@ -19,20 +19,21 @@ class Limits:
     create a new object for each. The defaults are far above real checkpoints.
 
     Args:
-        operations (int): Each pickle instruction is one operation. Each value in the
-            result is six, and shared values count wherever they appear. The size of the
-            pickle (8 bytes are one operation), objects, copies and hash collisions
-            count as well. An operation takes about 1 microsecond and at most 100 bytes;
-            a tensor takes about 110 operations.
-        tensor_bytes (int): The tensors may hold four times the size of the file plus
-            this many bytes. Only views that repeat elements come close.
+        operations (int): The maximum number of operations. Each pickle instruction
+            counts as one, and each value in the result as six, wherever it appears. The
+            size of the pickle (one operation per 8 bytes), objects, copies and hash
+            collisions count as well. An operation takes about 1 microsecond and at most
+            100 bytes; a tensor takes about 110 operations. Default: ``10_000_000``.
+        tensor_bytes (int): The maximum size of all tensors in bytes, in addition to
+            four times the size of the file. Only views that repeat elements come close.
+            Default: ``2**29``.
     """
 
     operations: int = 10_000_000
     tensor_bytes: int = 2**29
 
     def spend(self, operations: int) -> None:
-        """Pay for work before doing it. Raise if too little is left."""
+        """Deduct the cost of work before doing it, or raise if too little is left."""
         self.operations -= operations
         check(
             self.operations >= 0,
@@ -41,7 +42,7 @@ class Limits:
         )
 
     def spend_bytes(self, tensor_bytes: int) -> None:
-        """Pay for tensor memory beyond four times the size of the file."""
+        """Deduct tensor memory beyond four times the size of the file, or raise."""
         self.tensor_bytes -= tensor_bytes
         check(
             self.tensor_bytes >= 0,

@@ -41,9 +41,10 @@ def load(
         file (str, PathLike or bytes): A path, or the contents of a file. Do not
             truncate the file while it is read.
         limits (Limits, optional): Limits on the file's resource use.
-        float64 (Dtype, optional): The dtype to convert float64 to. MLX supports it only
-            on the CPU, so it is an error by default; ``mx.float32`` rounds it, and
-            ``mx.float64`` keeps it. complex128 is always an error.
+        float64 (Dtype, optional): The dtype to convert float64 tensors to. MLX supports
+            float64 only on the CPU, so such tensors are an error by default.
+            ``mx.float32`` rounds them, and ``mx.float64`` keeps them. complex128 is
+            always an error.
 
     Returns:
         The object in the file.
@@ -98,12 +99,13 @@ def _open(file: str | os.PathLike[str]) -> int:
     try:
         check(
             not os.path.exists(os.path.join(file, ".metadata")),
-            f"{os.fspath(file)} is a folder of torch.distributed.checkpoint. Make a "
-            "file of it with: python -m torch.distributed.checkpoint.format_utils "
+            f"{os.fspath(file)} is a folder of torch.distributed.checkpoint. Convert "
+            "it to a file with: python -m torch.distributed.checkpoint.format_utils "
             f"dcp_to_torch {os.fspath(file)} FILE",
         )
         is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        check(is_regular, f"{os.fspath(file)} is not a regular file.")
+        problem = f"{os.fspath(file)} is not a regular file. Pass the path of a file "
+        check(is_regular, f"{problem}that torch.save() wrote.")
     except BaseException:
         os.close(descriptor)
         raise
@@ -135,7 +137,7 @@ def _read(
             if descriptor is None:
                 np.copyto(target, data[start : start + target.nbytes])
                 return
-            # Unlike a copy from the mapped file, this takes no memory for its pages.
+            # Copying from the mapped file would also keep its pages in memory.
             n_read = os.preadv(descriptor, [target.data], start)
             check(n_read == target.nbytes, "The file became shorter while it was read.")
 
@@ -161,8 +163,8 @@ def _read_zip(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
     if folder + "byteorder" in entries:
         check(
             bytes(find("byteorder").of(data)) == b"little",
-            "The file was written on a big-endian machine. Load it in PyTorch and save "
-            "it again on another.",
+            "The file was written on a big-endian machine. Load it in PyTorch on a "
+            "little-endian machine and save it again.",
         )
     record = find("data.pkl")
     pickle = record.of(data)
@@ -240,7 +242,7 @@ def _read_legacy(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
     is_list = type(keys) is list and all(type(key) is str for key in keys)
     check(
         is_list and sorted(keys) == sorted(tensors.storages),
-        "The list of storages is not that of the tensors.",
+        "The list of storages does not match the tensors.",
     )
     records, at = {}, stream.tell()
     for key in keys:
@@ -248,7 +250,7 @@ def _read_legacy(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
         records[key] = Record(at + 8, storage.nbytes, None)
         fits = count == storage.numel and at + 8 + storage.nbytes <= data.nbytes
-        check(fits, "A storage has another size than its tensors say.")
+        check(fits, "The size of a storage does not match its tensors.")
         at += 8 + storage.nbytes
     check(at == data.nbytes, "There is data after the last storage.")
     return value, records.__getitem__

@@ -16,8 +16,8 @@ from .limits import CheckpointError, Limits, check
 
 # MLX stores a dimension as int32; numpy 1 supports at most 32 dimensions.
 _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
-# Data is copied and its checksum computed in pieces that fit in a cache, and in these
-# many threads: zlib alone takes 0.3 s for 1 GB.
+# Data is copied and its checksum computed in pieces that fit in a cache, by this many
+# threads: a single thread takes 0.3 s for the checksum of 1 GB.
 _PIECE, _THREADS = 2**18, 4
 _ReadInto = Callable[[np.ndarray[Any, Any], int], None]
 
@@ -46,7 +46,7 @@ ELEMENTS: dict[str, Element] = {}
 for _name, *_kind in map(str.split, _STORAGES.split(", ")):
     _dtype = getattr(mx, "bool_" if _name == "bool" else _name, None)
     ELEMENTS[_name] = Element(_name, f"{_kind[0]}Storage" if _kind else None, _dtype)
-# The element types of storages. Those of an untyped one are in its tensors.
+# The element types of storages. That of an untyped storage is given by its tensors.
 BY_STORAGE: dict[str, Element | None] = {
     f"torch.{e.storage}": e for e in ELEMENTS.values() if e.storage
 }
@@ -96,9 +96,9 @@ class TensorReader:
 
     Args:
         file_size (int): Size of the file.
-        limits (Limits): What the file may use.
+        limits (Limits): Limits on the file's resource use.
         float64 (Dtype or None): The dtype to convert float64 to.
-        only_shapes (bool): Whether to make no arrays.
+        only_shapes (bool): Whether to build shapes instead of arrays.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class TensorReader:
         is_storage = type(pid) is tuple and len(pid) in (5, 6) and type(pid[0]) is str
         check(
             is_storage and pid[0] == "storage",
-            "the file refers to something that is no storage, as whole models of old "
-            "versions do. Save model.state_dict() in PyTorch and load that.",
+            "the file refers to something that is not a storage, as whole models saved "
+            "by old PyTorch versions do. Save model.state_dict() in PyTorch instead.",
         )
         _, kind, key, _location, numel, *views = pid
         path = kind.path if type(kind) is Placeholder and kind.is_name else ""
@@ -151,7 +151,7 @@ class TensorReader:
         if rest and isinstance(rest[0], Placeholder):
             element, metadata = element_named(rest[0].path), rest[1:] and rest[1]
         if element is None:
-            raise CheckpointError("a tensor is rebuilt without a known dtype.")
+            raise CheckpointError("the dtype of a tensor is missing or unknown.")
         _check_view(storage.nbytes // element.size, offset, shape, strides)
         advice = "Call .resolve_conj() and .resolve_neg() in PyTorch and save again."
         check(not metadata, f"the tensor is lazily conjugated or negated. {advice}")
@@ -175,15 +175,15 @@ class TensorReader:
         strides: tuple[int, ...],
     ) -> mx.array:
         """Return a view of a storage whose data ``read`` fills in later."""
-        target, advice = element.mlx, "Convert it in PyTorch and save again."
+        target = element.mlx
+        problem = "MLX does not support. Convert the tensor in PyTorch and save again."
         if element.name == "float64":
             target = self._float64
-            advice = "Pass float64=mx.float32 to round such tensors, or "
-            advice += "float64=mx.float64 to keep them for the CPU."
+            problem = "MLX supports only on the CPU. Pass float64=mx.float32 to round "
+            problem += "such tensors, or float64=mx.float64 to keep them for the CPU."
         if element.mlx is None or target is None:
             raise CheckpointError(
-                f"MLX does not compute with torch.{element.name}, the dtype of the "
-                f"tensor. {advice}"
+                f"the tensor has the dtype torch.{element.name}, which {problem}"
             )
         if 0 in shape:
             return mx.zeros(shape, target, stream=mx.cpu)
@@ -212,8 +212,8 @@ class TensorReader:
 
         Args:
             find (callable): Takes the key of a storage and returns its record.
-            read_into (callable): Takes an array of bytes, and where in the file to read
-                them.
+            read_into (callable): Takes an array of bytes to fill, and the offset in the
+                file to read from.
         """
         copies, total = [], 0
         for storage, bits, values in self._arrays.values():
@@ -265,7 +265,7 @@ def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _check_view(
     room: int, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...]
 ) -> None:
-    """Raise unless a view is within a storage of ``room`` elements, and within MLX."""
+    """Raise unless a view is in a storage of ``room`` elements, and MLX supports it."""
     is_sound = len(shape) == len(strides) and len(shape) <= _MAX_NDIM
     check(
         is_sound and all(map(is_count, (offset, *shape, *strides))),

@@ -36,11 +36,11 @@ _TEXTS = frozenset({str, bytes, bytearray})
 _KEYS = frozenset({int, float, bool, complex, type(None), str, bytes, Placeholder})
 _LEAVES = _KEYS | {bytearray, TensorShape}
 _NOTHING = object()
-# Bytes of a text that is copied per operation.
+# Copying this many bytes of text costs one operation.
 _TEXT = 32
-# The operations that a call or a set costs, and a call that makes a tensor.
+# The cost, in operations, of a call or a set, and of a call that makes a tensor.
 _OBJECT, _TENSOR = 4, 24
-# Those of a value in the result, because a conversion walks through it several times.
+# The cost of a value in the result, which a conversion walks through several times.
 _VALUE = 6
 # Probing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 64
@@ -54,7 +54,7 @@ _NOT_DENSE = (
 _CONVERT = "Save it as a dense tensor (.to_dense(), .dequantize())."
 _GATHER = (
     "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
-    "what rank 0 gets: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
+    "it on rank 0: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
     "optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
 )
 
@@ -73,7 +73,7 @@ class Unpickler:
         self._limits = tensors.limits
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []
-        # A list rather than a dict, because a file can choose the numbers.
+        # A list, because a file could choose dict keys whose hashes collide.
         self._memo: list[Any] = []
         self._remembered = 0
         self._names: dict[str, Any] = {}
@@ -99,7 +99,7 @@ class Unpickler:
                 else:
                     self._stack.append(argument)
             is_whole = not self._outer and len(self._stack) == 1
-            check(is_whole, "the pickle stops in the middle.")
+            check(is_whole, "the pickle does not end with one complete object.")
             check_tree(self._stack[0], limits)
             return self._stack[0]
         except (ValueError, IndexError) as error:
@@ -157,7 +157,8 @@ class Unpickler:
         """Change the container on top of the stack; a placeholder records values."""
         target, kind = self._stack[-1], type(self._stack[-1])
         is_pairs = opcode in b"su"
-        check(not is_pairs or len(values) % 2 == 0, "it sets a key without a value.")
+        is_whole = not is_pairs or len(values) % 2 == 0
+        check(is_whole, "the pickle sets a key without a value.")
         if kind is Placeholder:
             target.edits.append((opcode, values))
         elif kind is list and opcode in b"ae":
@@ -171,7 +172,8 @@ class Unpickler:
         else:
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
-            check(is_state, f"it changes a {kind.__name__} in an unknown way.")
+            problem = f"the pickle changes a {kind.__name__} in an unknown way."
+            check(is_state, problem)
             self._limits.spend(_OBJECT)
             target.__dict__.update(values[0])
 
@@ -230,7 +232,7 @@ class Unpickler:
         callee, args = self._pop(2)
         check(
             type(callee) is Placeholder and type(args) is tuple,
-            f"it calls a {_kind(callee)} with a {_kind(args)}.",
+            f"the pickle calls a {_kind(callee)} with a {_kind(args)}.",
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
         self._limits.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
@@ -271,7 +273,7 @@ def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -
 
 def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorShape:
     is_shape = len(shape) <= 64 and all(map(is_count, shape)) and element_named(dtype)
-    check(is_shape, "a TensorShape has no shape or dtype.")
+    check(is_shape, "a TensorShape has an invalid shape or dtype.")
     return TensorShape(shape, dtype, *flags)
 
 
@@ -334,7 +336,7 @@ def _read_names(stream: IO[bytes]) -> tuple[str, str]:
 # What each instruction does with its argument. None pushes it onto the stack.
 _ACTIONS: dict[str, Callable[[Unpickler, Any], object] | None] = {
     "PROTO": lambda u, version: check(
-        2 <= version <= 5, f"pickle protocol {version} is not one of 2 to 5."
+        2 <= version <= 5, f"pickle protocol {version} is not supported; 2 to 5 are."
     ),
     "FRAME": lambda u, size: None,  # a hint for buffering
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT")),
@@ -404,7 +406,7 @@ def check_tree(
     Only placeholders may form cycles. Code that walks the object later does not need
     these checks. ``unknown`` is the error for a value of any other type.
     """
-    too_deep = f"containers are over {_MAX_DEPTH} deep, or one contains itself."
+    too_deep = f"containers are nested over {_MAX_DEPTH} deep, or one contains itself."
     # Placeholders are visited last, each only once.
     pending: list[tuple[int, list[Any]]] = [(0, [root])]
     seen: set[int] = set()
@@ -437,12 +439,12 @@ def check_tree(
             isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in ELEMENTS
         ):
             dtype = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
-            advice = " Save .item() of it." if isinstance(value, np.generic) else ""
+            advice = " Save its .item()." if isinstance(value, np.generic) else ""
             place = "".join(f"[{key!a:.80}]" for key in trail[:depth][:20])
             raise unknown(
                 f"obj{place} is a {_kind(value)}{dtype}, which a checkpoint cannot "
-                f"hold.{advice} Arrays, dicts, lists, tuples, sets, numbers, text, "
-                "bytes and None are saved."
+                f"hold.{advice} Only arrays, dicts, lists, tuples, sets, numbers, "
+                "strings, bytes and None can be saved."
             )
 
     for depth, values in pending:

@@ -74,8 +74,8 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
         _write_zip(file, "archive", buffer.getvalue(), pickler.arrays)
     else:
         raise TypeError(
-            "save() takes a path or a writable binary file first and the object "
-            f"second, not a {type(file).__name__} first."
+            "save() takes a path or a writable binary file as its first argument and "
+            f"the object as its second, got a {type(file).__name__} first."
         )
 
 
@@ -230,7 +230,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             return self.save(named)  # type: ignore[no-any-return]
         if not f"{obj.module}{obj.name}".isprintable():
             raise TypeError(
-                f"{obj.module!a:.80} {obj.name!a:.80} is no printable name."
+                f"{obj.module!a:.80} {obj.name!a:.80} is not a printable name."
             )
         outer, dot, inner = obj.name.rpartition(".")
         if dot:

@@ -50,8 +50,9 @@ def everywhere(
     loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
     float32 master weights and skips non-finite steps. This applies to all threads, to
     existing optimizers and to functions that the trainer compiles, which run uncompiled
-    until their first training step is done. On exit, MLX's functions are restored, and
-    a warning is issued if all steps were skipped.
+    until their first training step is done. On exit, MLX's functions are restored. A
+    warning is issued if all steps of an optimizer were skipped, or if only the losses
+    or only the steps of the trainer were intercepted.
 
     The trainer must update its weights with an ``mlx.optimizers`` optimizer. It must
     compile its step and create its gradient function inside the context, and import
@@ -221,7 +222,7 @@ class Everywhere:
 
     def make_guard(self, optimizer: Optimizer) -> GuardedOptimizer:
         """Return a guard for one optimizer."""
-        # A twin that shares all attributes, so that the trainer's can be freed.
+        # A twin with the same attributes, so that the trainer's optimizer can be freed.
         twin = object.__new__(type(optimizer))
         twin.__dict__ = vars(optimizer)
         return GuardedOptimizer(twin, **self.arguments)
@@ -245,14 +246,14 @@ def find_first_scale(
 ) -> None:
     """Find the scale on the first batch, so that a short run does not lose steps.
 
-    Starting from 65536 and halving once per step, a run of 42 steps lost 13 of them. If
-    no scale makes the loss finite, the scale does not change, and a warning about the
-    skipped steps follows later.
+    With an initial scale of 65536 that was halved after each overflow, a run of 42
+    steps lost 13 of them. If the loss or the gradients are non-finite at every scale,
+    the scale does not change, and a warning about the skipped steps follows later.
     """
     from ..diagnostics import calibrate
 
     with suppress(ValueError):
-        # A headroom of two powers, for gradients that are four times as large later.
+        # Leave two powers of two, for later gradients that are four times as large.
         scale = calibrate(
             scaler, model, loss_fn, *batch, compute_dtype=dtype, headroom=2
         )
@@ -313,7 +314,7 @@ def _replace_functions() -> None:
 
 
 def _replacement(original: _Fn, ours: _Fn) -> _Fn:
-    """Return a replacement for an MLX function that MLX and this package do not see."""
+    """Return a replacement that calls the original for MLX and for this package."""
 
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -356,7 +357,7 @@ def _gradient(plain: _Fn, fn: _Fn, model: nn.Module | None) -> _Fn:
             else:
                 compute = part.scaler.value_and_grad(model, fn, here.compute_dtype)
             value, gradients = compute(*args, **kwargs)
-            # Check the scaled arrays if possible: the others may never be computed.
+            # Check the scaled arrays if possible: the unscaled may never be computed.
             sources = [getattr(g, "source", None) or (g,) for g in leaves(gradients)]
             finite, state = all_finite([x for x, *_ in sources]), part.scaler.state
             state.update(count_step(state, finite) | next_scale(state, finite))
@@ -390,7 +391,7 @@ def _compile(
     outputs: Any = None,
     shapeless: bool = False,
 ) -> _Fn:
-    """Compile a function that trains over our state as well.
+    """Compile a function; if it trains, also capture our state.
 
     It runs uncompiled until its first training step is done, because finding the first
     scale requires reading values, and only then do we know whether it needs our state.

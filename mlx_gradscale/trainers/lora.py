@@ -1,4 +1,4 @@
-"""The command ``mlx_gradscale lora``: mlx-lm's fine-tuning command, in float16."""
+"""The ``mlx_gradscale lora`` command: ``mlx_lm.lora`` with loss scaling."""
 
 import argparse
 import sys
@@ -26,7 +26,10 @@ _INSTALL = (
 _DTYPES = ("float16", "bfloat16", "float32")
 # No defaults here, so that a YAML file can set them.
 _FLAGS: dict[str, dict[str, Any]] = {
-    "dtype": {"choices": _DTYPES, "help": "Train in this dtype."},
+    "dtype": {
+        "choices": _DTYPES,
+        "help": "Train in this dtype. Default: the dtypes of the stored model.",
+    },
     "loss-scale": {
         "metavar": "dynamic|NUMBER|off",
         "help": "Dynamic or fixed loss scale; off only skips non-finite steps. "
@@ -39,12 +42,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "masters": {
         "choices": ("float32", "remainder"),
-        "help": "Store master weights in float32, or only the 16 bits lost by rounding "
-        "(remainder), which takes less memory. Default: float32.",
+        "help": "Store master weights in float32, or only their rounding error in 16 "
+        "bits (remainder), which takes less memory. Default: float32.",
     },
     "float32-layers": {
         "metavar": "FILE",
-        "help": "JSON file that lists the layers to compute in float32.",
+        "help": "JSON file that lists the layers to compute in float32, written by "
+        "mlx_gradscale float16.",
     },
     "history": {
         "metavar": "FILE",
@@ -64,10 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fine-tune like ``mlx_lm.lora``, with loss scaling and master weights.
 
     Args:
-        argv (list, optional): Default: the arguments of the process.
+        argv (list, optional): The arguments of the command. Default: the arguments of
+            the process.
 
     Returns:
-        int: 0, or 1 after an error, which is printed on one line. Invalid arguments
+        int: 0 on success, 1 after an error in this package, which is printed on one
+        line, and 130 after Ctrl-C. Errors in mlx-lm are raised, and invalid arguments
         exit with 2.
     """
     return run_command(lambda: _fine_tune(argv))

@@ -14,8 +14,8 @@ import mlx.core as mx
 from .everywhere import everywhere
 
 _NOTHING = (
-    "No gradients were scaled. Either the script does its own loss scaling, or no "
-    "model is in half precision (see --compute-dtype)."
+    "No gradients were scaled. The script does its own loss scaling, has no model in "
+    "half precision (see --compute-dtype), or does not use MLX's gradient functions."
 )
 
 
@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a script or a module with loss scaling and master weights.
 
     Args:
-        argv (list, optional): Default: the arguments of the process.
+        argv (list, optional): The options, the script and its arguments. Default: the
+            arguments of the process.
 
     Returns:
         int: 0. If the script exits or fails, its exception propagates after the

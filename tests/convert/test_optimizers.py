@@ -17,7 +17,7 @@ from support.torch_optimizers import (
 from mlx_gradscale.convert import ConvertError, build_optimizer, load_torch, save_torch
 from mlx_gradscale.convert.optimizer_table import (
     OPTIMIZERS,
-    recognise,
+    recognize,
 )
 
 torch = pytest.importorskip("torch")
@@ -227,12 +227,12 @@ def test_no_optimizer_of_pytorch_is_taken_for_another(cls):
     for held in (before, optimizer.state_dict()):
         slots = {slot for state in held["state"].values() for slot in state}
         if cls.__name__ in OPTIMIZERS:
-            assert recognise(held["param_groups"], slots) == cls.__name__
+            assert recognize(held["param_groups"], slots) == cls.__name__
         else:
             with pytest.raises(
                 ConvertError, match=r"an unknown format.*--optimizer-key ''"
             ):
-                recognise(held["param_groups"], slots)
+                recognize(held["param_groups"], slots)
 
 
 def test_old_adam_with_decay_needs_its_name():
@@ -241,10 +241,10 @@ def test_old_adam_with_decay_needs_its_name():
     for group in held["param_groups"]:
         del group["decoupled_weight_decay"]
     with pytest.raises(ConvertError, match="Adam or AdamW"):
-        recognise(held["param_groups"], slots)
-    assert recognise(held["param_groups"], slots, "AdamW") == "AdamW"
+        recognize(held["param_groups"], slots)
+    assert recognize(held["param_groups"], slots, "AdamW") == "AdamW"
     held["param_groups"][0]["weight_decay"] = 0
-    assert recognise(held["param_groups"], slots) == "Adam"
+    assert recognize(held["param_groups"], slots) == "Adam"
 
 
 REFUSED = [

@@ -286,7 +286,7 @@ def test_failed_save_leaves_the_template_and_the_file_as_they_were(tmp_path):
 def test_without_optimizer_its_section_is_left_out(tmp_path):
     model, run = small_run(tmp_path, epoch=3)
     assert save_torch(tmp_path / "b.pt", model, like=run.template) == [
-        "The run has no optimizer, so its state was left out."
+        "The run has no optimizer, so no optimizer state is written."
     ]
     assert list(pt.load(tmp_path / "b.pt")) == ["model", "epoch"]
     assert list(run.template.checkpoint) == ["model", "optimizer", "epoch"]

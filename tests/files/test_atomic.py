@@ -46,6 +46,18 @@ def test_next_writer_removes_what_killed_writers_left(kind, tmp_path):
     assert owner(tmp_path / "out") == "mine"
 
 
+def test_folder_replaces_another_only_if_asked_and_leaves_nothing_behind(tmp_path):
+    write("folder", tmp_path / "out", "old")
+    with pytest.raises(FileExistsError, match="already exists"):
+        write("folder", tmp_path / "out", "new")
+    assert owner(tmp_path / "out") == "old"
+    with new_folder(tmp_path / "out", overwrite=True) as folder:
+        fill(folder, "new")
+        assert owner(tmp_path / "out") == "old"
+    assert owner(tmp_path / "out") == "new"
+    assert names(tmp_path) == {"out"}
+
+
 @each_kind
 def test_living_writers_lose_nothing(kind, tmp_path):
     with WRITERS[kind](tmp_path / "out") as first:

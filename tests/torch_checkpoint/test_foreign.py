@@ -276,5 +276,5 @@ def test_chains_of_placeholders_are_bounded():
 
 def test_names_that_would_be_instructions_are_not_written():
     for module, attribute in (("os\nsystem\n(", "x"), ("a", "b\nc")):
-        with pytest.raises(TypeError, match="no printable name"):
+        with pytest.raises(TypeError, match="not a printable name"):
             save_bytes(Placeholder.named(module, attribute))

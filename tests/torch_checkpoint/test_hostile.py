@@ -138,8 +138,8 @@ WRONG = "with invalid arguments"
 @pytest.mark.parametrize(
     ("opcodes", "says"),
     [
-        (b"", "stops in the middle"),
-        (b"(N", "stops in the middle"),
+        (b"", "does not end with one complete object"),
+        (b"(N", "does not end with one complete object"),
         (b"t", "empty stack"),
         (b"K\x01\x86", "empty stack"),
         (b"a", "empty stack"),
@@ -161,7 +161,7 @@ WRONG = "with invalid arguments"
         (b"\x80\x06", "protocol 6"),
         (b"cno newline", "does not end"),
         (b"c" + b"x" * 2000 + b"\n", "does not end"),
-        (b"NQ", "is no storage"),
+        (b"NQ", "is not a storage"),
         (b"NNR", "calls a NoneType"),
         (name("x", "Y") + b"N\x81", "with a NoneType"),
         (name("collections", "OrderedDict") + b"NR", "with a NoneType"),
@@ -421,10 +421,10 @@ def legacy(key: str, *, numel: int = 4, keys: list[str] | None = None) -> bytes:
 def test_legacy_files_that_lie_are_refused():
     assert torch_checkpoint.load(legacy("94")).tolist() == [0.0] * 4
     refused(legacy("9" * 65), "unknown way")
-    refused(legacy("94", numel=5), "another size")
-    refused(legacy("94", keys=["95"]), "not that of the tensors")
-    refused(legacy("94", keys=["94", "94"]), "not that of the tensors")
-    refused(legacy("94")[:-1], "another size")
+    refused(legacy("94", numel=5), "size of a storage does not match")
+    refused(legacy("94", keys=["95"]), "list of storages does not match")
+    refused(legacy("94", keys=["94", "94"]), "list of storages does not match")
+    refused(legacy("94")[:-1], "size of a storage does not match")
     refused(LEGACY + b"x", "after the last storage")
     refused(
         LEGACY[:15].replace(b"\x6c\xfc", b"\x6d\xfc") + LEGACY[15:], "not a PyTorch"
