@@ -51,11 +51,11 @@ def nearly(value: bytes, price: float) -> bytes:
 
 
 def lists() -> bytes:
-    return nearly(b"]", 7.125)
+    return nearly(b"]", 9.125)
 
 
 def dicts() -> bytes:
-    return nearly(b"}K\x00Ns", 22.625)
+    return nearly(b"}K\x00Ns", 28.625)
 
 
 def expanded(megabytes: int, count: int = 1) -> bytes:

@@ -41,7 +41,7 @@ _TEXT = 32
 # The cost, in operations, of a call or a set, and of a call that makes a tensor.
 _OBJECT, _TENSOR = 4, 24
 # The cost of a value in the result, which a conversion walks through several times.
-_VALUE = 6
+_VALUE = 8
 # Probing this many occupied slots of a hash table takes as long as one operation.
 _SLOTS = 64
 # Nesting of containers. Python's own recursion limit is 1000.

@@ -141,7 +141,7 @@ def test_small_files_take_no_more_time_and_memory_than_they_are_allowed(tmp_path
     ("function", "args", "end", "price"),
     [
         ("collections.OrderedDict", b"", b")", 12),
-        ("x.Unknown", b"", b")", 24),
+        ("x.Unknown", b"", b")", 28),
         ("torch._utils._rebuild_parameter", PARAMETER, b"\x87", 32),
     ],
 )
@@ -149,7 +149,7 @@ def test_calls_cost_what_they_take(function, args, end, price):
     data = pickled(called(function, args, 1000, end))
     with pytest.raises(CheckpointError, match="operations"):
         torch_checkpoint.load(data, Limits(operations=1000 * price))
-    torch_checkpoint.load(data, Limits(operations=1000 * price + 5000))
+    torch_checkpoint.load(data, Limits(operations=1000 * price + 6000))
 
 
 def test_a_zip_directory_of_many_records_is_paid_for():
@@ -162,7 +162,7 @@ def test_a_zip_directory_of_many_records_is_paid_for():
 def test_the_limit_on_operations_holds_and_can_be_raised():
     lists = pickled(b"]" * 100 + b"a" * 99)
     long = pickled(text("x" * 8000))
-    for data, most in ((lists, 900), (long, 1400)):
+    for data, most in ((lists, 1100), (long, 1400)):
         with pytest.raises(CheckpointError, match="more operations"):
             torch_checkpoint.load(data, Limits(operations=most - 150))
         torch_checkpoint.load(data, Limits(operations=most))
@@ -179,7 +179,7 @@ def test_files_that_are_read_with_one_limit_share_it():
     lists = pickled(b"(" + b"]" * 1000 + b"t")
     views = pickled(tensor(shape=(2**20,), strides=(0,)))
     for data, limits, says in (
-        (lists, Limits(operations=18_000), "more operations"),
+        (lists, Limits(operations=22_000), "more operations"),
         (views, Limits(tensor_bytes=10 * 2**20), "four times the size"),
     ):
         for read in (torch_checkpoint.load, torch_checkpoint.shapes):
@@ -189,7 +189,7 @@ def test_files_that_are_read_with_one_limit_share_it():
 
 
 def test_files_of_one_folder_share_a_limit(tmp_path):
-    for i in range(3):  # each takes about 7,000 operations
+    for i in range(3):  # each takes about 9,000 operations
         data = pickled(b"(" + b"]" * 1000 + b"t")
         (tmp_path / f"model_{i}.pt").write_bytes(data)
     enough, few = Limits(operations=30_000), Limits(operations=18_000)
@@ -303,9 +303,9 @@ def test_keys_that_real_files_have_cost_little():
     # Two instructions and two values for each key, and the size of the pickle.
     names = [text(str(i)) for i in range(100_000)]
     for keys, operations in (
-        (whole_numbers(100_000), 1_600_000),
-        (names, 1_600_000),
-        ([key + text("x") + b"\x86" for key in names[:30_000]], 1_600_000),
+        (whole_numbers(100_000), 2_000_000),
+        (names, 2_000_000),
+        ([key + text("x") + b"\x86" for key in names[:30_000]], 2_000_000),
         (whole_numbers(0, 200_000, 10), 4_000_000),  # losses by step
     ):
         found = torch_checkpoint.load(dict_of(keys), Limits(operations=operations))
