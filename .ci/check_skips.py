@@ -1,6 +1,6 @@
 """python .ci/check_skips.py LOG [--without-extras]: fail on skips that are not allowed.
 
-LOG is the output of ``pytest -rs`` in an environment with the extra ``test-all``, or
+LOG is the output of ``pytest -rs`` in an environment with the ``test-all`` extra, or
 with ``test`` alone (``--without-extras``). If you add a test that is rightly skipped in
 one of them, add its reason to the list.
 """

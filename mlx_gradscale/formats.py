@@ -206,7 +206,7 @@ def read_state(
     if guessed:
         warnings.warn(
             f"{name} does not save all settings, so its defaults are used: "
-            f"{', '.join(guessed)}. Pass the values if the run used others.",
+            f"{', '.join(guessed)}. If the run used different values, pass them.",
             FormatWarning,
             stacklevel=2,
         )

@@ -645,7 +645,7 @@ def _as_scale(value: Any) -> mx.array:
         return value.reshape(()).astype(mx.float32)
     if not rule.is_scale(value):
         raise ValueError(
-            "new_scale must be positive and finite in float32, and a single number, "
-            f"got {value!r}."
+            "new_scale must be a single number that is positive and finite in "
+            f"float32, got {value!r}."
         )
     return mx.array(float(value))

@@ -1,4 +1,4 @@
-"""Open only regular files, check file names from untrusted files, and bound JSON."""
+"""Open only regular files, check untrusted file names, and limit the size of JSON."""
 
 import json
 import os

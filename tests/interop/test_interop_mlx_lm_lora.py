@@ -50,7 +50,7 @@ def trained_loss(folder, dtype, run):
 def test_mlx_lm_loras_command_follows_float32_where_float16_fails(
     tmp_path, monkeypatch, capsys
 ):
-    pytest.importorskip("mlx_lm_lora.train", reason="needs the extra interop")
+    pytest.importorskip("mlx_lm_lora.train", reason="needs the interop extra")
     # It is to be run as a program, not to be found imported.
     for name in [n for n in sys.modules if n.startswith("mlx_lm_lora")]:
         monkeypatch.delitem(sys.modules, name)
@@ -83,7 +83,7 @@ def long_words(prompts, completions, answer, types=None):
 
 def test_grpo_of_mlx_lm_lora_trains_without_an_overflow_inside_everywhere(tmp_path):
     grpo = pytest.importorskip(
-        "mlx_lm_lora.trainer.grpo_trainer", reason="needs the extra interop"
+        "mlx_lm_lora.trainer.grpo_trainer", reason="needs the interop extra"
     )
     np.random.seed(0)  # noqa: NPY002 - it shuffles with this one
     folder = make_model(tmp_path / "model").parent

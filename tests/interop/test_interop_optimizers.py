@@ -6,7 +6,7 @@ import pytest
 from support.optimizer_helpers import check_beside_bare
 from support.packed_moments import check_resume
 
-theirs = pytest.importorskip("mlx_optimizers", reason="needs the extra interop")
+theirs = pytest.importorskip("mlx_optimizers", reason="needs the interop extra")
 
 
 def kron():

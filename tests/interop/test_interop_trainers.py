@@ -1,6 +1,6 @@
 """Trainers of others inside of ``everywhere()``: near float32 where float16 fails.
 
-They come with the extra ``interop``. Each trains all weights of the same small Llama
+They come with the ``interop`` extra. Each trains all weights of the same small Llama
 with its own loop, optimizer and defaults; the loss is that of the model it leaves.
 """
 
@@ -31,7 +31,7 @@ def host(name):
     try:
         return importlib.import_module(name)
     except ImportError:
-        pytest.skip("the extra interop is not installed")
+        pytest.skip("the interop extra is not installed")
 
 
 def mlx_vlm(model, rows, folder, monkeypatch):
