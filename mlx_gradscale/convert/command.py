@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         int: 0 on success, 1 after an error, which is printed on one line, and 130 after
-        Ctrl-C. Invalid arguments exit with 2.
+        Ctrl-C. Invalid arguments exit with status 2.
     """
     return run_command(
         lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS

@@ -150,7 +150,8 @@ def probe_sanitize(
         old = names.get(array[(0,) * array.ndim].item()) if is_array else None
         layout = old and _find_layout(array, marks[old], shapes[old])
         if not old or not layout or old in found:
-            what = f"{old} becomes {new}" if old else f"{new} is computed"
+            made = f"it copies or alters {old} to make {new}"
+            what = made if old else f"it computes {new}"
             raise ConvertError(
                 f"{type(model).__name__}.sanitize does more than rename and transpose: "
                 f"{what}. Use a model without sanitize (on the command line, --model "

@@ -2,5 +2,5 @@
 
 Reading order: ``scale``, ``trees``, ``finite``, ``masters``, ``notices``,
 ``gradients``, ``optimizers``, ``ranks``, ``guard``, ``scaler``, ``optimizer``.
-Importing them does not import the rest of the package.
+They do not import the rest of the package.
 """

@@ -69,7 +69,9 @@ def dtype_name(of: mx.array | mx.Dtype) -> str:
 
 
 def power(value: float) -> str:
-    """Format a power of two as ``2^16``, and any other number with four digits.
+    """Format a power of two as ``2^16``, and other numbers to four significant digits.
+
+    Zero, negative and non-finite numbers are formatted with ``str``.
 
     Example:
         >>> power(65536.0), power(0.5), power(1000.0)

@@ -53,7 +53,7 @@ class Placeholder:
         return cls(module, name)
 
     def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
-        """Return the object that a pickle instruction makes by calling this."""
+        """Return a placeholder for the object made by calling this one."""
         made = Placeholder(self.module, self.name)
         made.callee, made.opcode, made.args = self, opcode, args
         return made

@@ -142,7 +142,7 @@ class TensorReader:
         _hooks: Any = None,
         *rest: Any,
     ) -> Any:
-        """Return the checked view of a storage as an array, or its shape.
+        """Check a view of a storage and return it as an array, or only its shape.
 
         The arguments are those of PyTorch's ``_rebuild_tensor_v2``, or of ``_v3``,
         which has a dtype before the metadata.
