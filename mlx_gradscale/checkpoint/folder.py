@@ -165,7 +165,9 @@ def _rename_to_next(folder: Path, run: Path) -> None:
 
 def _read_save(folder: Path) -> Checkpoint:
     if _compute_checksums(folder) != read_json(folder / _CHECKSUMS, open_inside):
-        raise ValueError("the checksums of its files do not match. It is damaged.")
+        raise ValueError(
+            "its files do not match their checksums, so the checkpoint is damaged."
+        )
     arrays = read_arrays(folder / _ARRAYS, open_inside)[0]
     content = decode(read_json(folder / _JSON, open_inside), arrays)
     if content | _FORMAT != content:

@@ -30,7 +30,7 @@ class Group:
     Attributes:
         held (dict): The optimizer's state dict in the checkpoint.
         settings (dict): The group itself, with its ``params``.
-        states (dict): Index as text -> slots, such as ``exp_avg``, of all groups.
+        states (dict): ``str(index)`` -> slots, such as ``exp_avg``, for all groups.
         is_flat (bool): Whether ``held`` is flattened.
         kind (str): A key of :data:`OPTIMIZERS`.
         entries (dict): Index -> the parameter, if MLX has it.

@@ -230,7 +230,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             return self.save(named)  # type: ignore[no-any-return]
         if not f"{obj.module}{obj.name}".isprintable():
             raise TypeError(
-                f"{obj.module!a:.80} {obj.name!a:.80} is not a printable name."
+                f"{f'{obj.module}.{obj.name}'!a:.160} is not a printable name."
             )
         outer, dot, inner = obj.name.rpartition(".")
         if dot:
