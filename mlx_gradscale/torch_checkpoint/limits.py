@@ -20,8 +20,8 @@ class Limits:
 
     Args:
         operations (int): The maximum number of operations. Each pickle instruction
-            counts as one, and each value in the result as six, wherever it appears. The
-            size of the pickle (one operation per 8 bytes), objects, copies and hash
+            counts as one, and each value in the result as eight, wherever it appears.
+            The size of the pickle (one operation per 8 bytes), objects, copies and hash
             collisions count as well. An operation takes about 1 microsecond and at most
             100 bytes; a tensor takes about 110 operations. Default: ``10_000_000``.
         tensor_bytes (int): The maximum size of all tensors in bytes, in addition to
