@@ -16,11 +16,7 @@ import numpy as np
 import pytest
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.torch_checkpoint import (
-    CheckpointError,
-    Placeholder,
-    plain_value,
-)
+from mlx_gradscale.torch_checkpoint import Placeholder, plain_value
 from tests.support.torch_files import (
     GOLDEN,
     name,
@@ -58,14 +54,8 @@ class Table(dict):
 
 
 Point = collections.namedtuple("Point", "x y")
-
-
-def numbers():
-    found = Numbers([1, 2])
-    found.unit = "m"
-    return found
-
-
+NUMBERS = Numbers([1, 2])
+NUMBERS.unit = "m"
 OBJECTS = {
     "Namespace": argparse.Namespace(lr=0.1, out=pathlib.Path("/a/b"), big=2**100),
     "long Namespace": argparse.Namespace(**{f"k{i}": i for i in range(2500)}),
@@ -93,7 +83,7 @@ OBJECTS = {
     "defaultdict": collections.defaultdict(list, {"a": [1]}),
     "defaultdict of None": collections.defaultdict(None, {i: i for i in range(1001)}),
     "deque": collections.deque([1, 2], 3),
-    "list with attributes": numbers(),
+    "list with attributes": NUMBERS,
     "dict of its own": Table(a=1, b=[2]),
     "named tuple": Point(1, 2),
     "class": Config.Inner,
@@ -124,8 +114,7 @@ def read_by_torch(data: bytes):
 def test_pytorch_finds_its_own_objects_again(kind):
     for protocol in (2, 4, 5):
         data = torch_bytes({"x": OBJECTS[kind]}, pickle_protocol=protocol)
-        loaded = torch_checkpoint.load(data)
-        back = save_bytes(loaded)
+        back = save_bytes(torch_checkpoint.load(data))
         found = read_by_torch(back)["x"]
         assert type(found) is type(OBJECTS[kind])
         # Not the object itself: numpy turns the bytes of a big-endian array around.
@@ -186,23 +175,6 @@ def test_a_ring_of_objects():
     assert found[0].outer is found
 
 
-def test_tensors_inside_come_back_as_parameters():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    model[0].bias.requires_grad_(False)
-    args = argparse.Namespace(model=model, plain=torch.arange(3), tied=model[0].weight)
-    data = torch_bytes(args)
-    loaded = torch_checkpoint.load(data)
-    back = save_bytes(loaded)
-    assert records(back)["data.pkl"] == records(data)["data.pkl"]
-    found = read_by_torch(back)
-    assert found.tied is found.model[0].weight
-    grads = [p.requires_grad for p in found.model.parameters()]
-    assert grads == [True, False, True, True]
-    assert type(found.plain) is torch.Tensor
-    for key, value in model.state_dict().items():
-        assert torch.equal(found.model.state_dict()[key], value)
-
-
 def test_a_golden_file_without_pytorch():
     found = torch_checkpoint.load(GOLDEN / "foreign.pt")
     assert found["same"] is found["args"]
@@ -239,7 +211,8 @@ def test_the_same_name_is_the_same_key():
 
 
 SCALAR = name("numpy._core.multiarray", "scalar")
-DTYPE = name("numpy", "dtype") + text("f8") + b"\x89\x88\x87R"
+DTYPE = name("numpy", "dtype")
+FLOAT = DTYPE + text("f8") + b"\x89\x88\x87R"
 ORDER = b"(K\x03" + text("<") + b"tb"
 
 
@@ -247,15 +220,10 @@ ORDER = b"(K\x03" + text("<") + b"tb"
     "pickle",
     [
         SCALAR + b")R",
-        SCALAR + DTYPE + b"C\x02ab\x86R",
-        SCALAR + DTYPE + ORDER + b"C\x02ab\x86R",
-        SCALAR + name("numpy", "dtype") + text("O8") + b"\x85RC\x08abcdefgh\x86R",
-        SCALAR
-        + name("numpy", "dtype")
-        + text("f99")
-        + b"\x85RC\x63"
-        + bytes(99)
-        + b"\x86R",
+        SCALAR + FLOAT + b"C\x02ab\x86R",
+        SCALAR + FLOAT + ORDER + b"C\x02ab\x86R",
+        SCALAR + DTYPE + text("O8") + b"\x85RC\x08abcdefgh\x86R",
+        SCALAR + DTYPE + text("f99") + b"\x85RC\x63" + bytes(99) + b"\x86R",
         name("argparse", "Namespace") + b")RK\x01b",
     ],
 )
@@ -263,15 +231,6 @@ def test_what_a_class_itself_would_not_write_has_no_meaning(pickle):
     found = torch_checkpoint.load(pickled(pickle))
     assert isinstance(found, Placeholder)
     assert plain_value(found) is found
-
-
-def test_chains_of_placeholders_are_bounded():
-    # Each in the state of the one before, and each called with the one before.
-    one = name("x", "Y")
-    deep = b"(" + one + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200 + b"t"
-    for chain in (one + (one + b"\x85R") * 200, deep):
-        with pytest.raises(CheckpointError, match="over 128 deep"):
-            torch_checkpoint.load(pickled(chain))
 
 
 def test_names_that_would_be_instructions_are_not_written():

@@ -1,13 +1,10 @@
-"""Six hundred fixed mutants of those that tools/torch_checkpoint_fuzz.py makes."""
+"""Mutants that tools/torch_checkpoint_fuzz.py makes, the same ones every time."""
 
 import importlib.util
-import random
 import warnings
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 FUZZ = Path(__file__).parents[2] / "tools" / "torch_checkpoint_fuzz.py"
 spec = importlib.util.spec_from_file_location("torch_checkpoint_fuzz", FUZZ)
@@ -18,7 +15,7 @@ spec.loader.exec_module(fuzz)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_mutant_loads_or_is_a_checkpoint_error(seed):
     outcomes = {"refused": 0, "loaded": 0}
-    for _, data in fuzz.mutants(100, seed):
+    for _, data in fuzz.mutants(130, seed):
         outcomes[fuzz.judge(data)] += 1
     # Both happen, or the mutants would test nothing.
     assert outcomes["refused"] > 20
@@ -31,19 +28,6 @@ def test_mutants_that_pytorch_reads_too_have_the_same_values():
         warnings.simplefilter("ignore")  # PyTorch's, about what the mutants hold
         outcomes = [fuzz.judge(data, torch) for _, data in fuzz.mutants(300, 11)]
     assert outcomes.count("same as torch") > 10
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.sampled_from(fuzz.seeds()),
-    st.lists(st.sampled_from(fuzz.MUTATIONS), min_size=1, max_size=3),
-    st.integers(0, 2**32),
-)
-def test_mutations_that_hypothesis_puts_together(data, mutations, seed):
-    rng = random.Random(seed)
-    for mutate in mutations:
-        data = fuzz.apply(mutate, data, rng)
-    assert fuzz.judge(data) in ("refused", "loaded")
 
 
 def test_the_judge_sees_what_is_unsound():

@@ -1,8 +1,11 @@
 """Every way a file can lie is met with a ``CheckpointError``, soon and in bounds."""
 
 import copy
+import gzip
 import io
+import itertools
 import pickle
+import pickletools
 import struct
 import zipfile
 from contextlib import suppress
@@ -17,6 +20,7 @@ from mlx_gradscale.torch_checkpoint import (
     Limits,
     Placeholder,
     plain_value,
+    unpickler,
 )
 from tests.support.torch_files import (
     GOLDEN,
@@ -91,18 +95,15 @@ def test_names_that_are_none(path):
     refused(pickled(text("x" * 2000) + text("y") + b"\x93"), "is not a name")
 
 
-class _Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
 @pytest.mark.parametrize("protocol", range(6))
 def test_nothing_is_run(tmp_path, protocol):
     marker = tmp_path / "executed"
-    evil = pickle.dumps({"x": _Evil(marker)}, protocol=protocol)
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (marker,)
+
+    evil = pickle.dumps({"x": Evil()}, protocol=protocol)
     with suppress(CheckpointError):  # protocols 0 and 1 are not read
         found = torch_checkpoint.load(pack({"data.pkl": evil}))["x"]
         assert found.path == "pathlib.Path.touch"
@@ -115,10 +116,6 @@ def test_nothing_is_run(tmp_path, protocol):
 
 
 def test_opcodes_outside_the_table_are_refused_by_name():
-    import pickletools
-
-    from mlx_gradscale.torch_checkpoint import unpickler
-
     refused_names = {op.name for op in pickletools.opcodes} - {*unpickler._ACTIONS}
     assert refused_names == {
         *("INT", "LONG", "FLOAT", "STRING", "UNICODE"),
@@ -132,7 +129,9 @@ def test_opcodes_outside_the_table_are_refused_by_name():
     refused(pickled(b"\xff"), "opcode 0xff")
 
 
-WRONG = "with invalid arguments"
+WRONG, DEEP = "with invalid arguments", "over 128 deep"
+ENCODE, ORDERED = name("_codecs", "encode"), name("collections", "OrderedDict")
+Y = name("x", "Y")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ WRONG = "with invalid arguments"
         (b"N(NNu", "changes a NoneType"),
         (b"N(N\x90", "changes a NoneType"),
         (b"}(Nu", "without a value"),
-        (name("x", "Y") + b")R(NNNu", "without a value"),
+        (Y + b")R(NNNu", "without a value"),
         (b"}]Ns", "key or set member is a list"),
         (b"}}" + text("x") + b"NsbN", "changes a dict"),
         (b"h\x05", "object 5 is not in the pickle"),
@@ -163,18 +162,12 @@ WRONG = "with invalid arguments"
         (b"c" + b"x" * 2000 + b"\n", "does not end"),
         (b"NQ", "is not a storage"),
         (b"NNR", "calls a NoneType"),
-        (name("x", "Y") + b"N\x81", "with a NoneType"),
-        (name("collections", "OrderedDict") + b"NR", "with a NoneType"),
+        (Y + b"N\x81", "with a NoneType"),
+        (ORDERED + b"NR", "with a NoneType"),
         (name("torch._utils", "_rebuild_tensor_v2") + b")R", WRONG),
         (name("__builtin__", "complex") + b"G" + bytes(8) + b"N\x86R", WRONG),
-        (
-            name("_codecs", "encode") + text("x") + text("rot13") + b"\x86R",
-            "not valid Latin-1",
-        ),
-        (
-            name("_codecs", "encode") + text("€") + text("latin1") + b"\x86R",
-            "not valid Latin-1",
-        ),
+        (ENCODE + text("x") + text("rot13") + b"\x86R", "not valid Latin-1"),
+        (ENCODE + text("€") + text("latin1") + b"\x86R", "not valid Latin-1"),
         (name("__builtin__", "bytearray") + integer(2**62) + b"\x85R", WRONG),
         (name("collections", "defaultdict") + b"K\x01\x85R", WRONG),
         (name("collections", "Counter") + b"]\x85R", WRONG),
@@ -182,25 +175,21 @@ WRONG = "with invalid arguments"
         (name("__builtin__", "set") + b"]]\x86R", WRONG),
         (name("mlx_gradscale.torch_checkpoint", "TensorShape") + b"N\x85R", WRONG),
         (storage(), "is a Storage, which a checkpoint cannot hold"),
-        (
-            name("collections", "OrderedDict") + b")R}" + text("items") + b"Nsb",
-            "attributes other than _metadata",
-        ),
+        (ORDERED + b")R}" + text("items") + b"Nsb", "attributes other than _metadata"),
+        (b"]q\x00h\x00a", "contains itself"),
+        (b"}q\x00" + text("x") + b"h\x00s", "contains itself"),
+        (b"]q\x00h\x00\x85a", "contains itself"),
+        (ORDERED + b")Rq\x00}" + text("_metadata") + b"h\x00sb", "contains itself"),
+        (b"N" + b"\x85" * 129, DEEP),
+        # A shared container counts where it is deepest.
+        (b"N" + b"\x85" * 100 + b"q\x00h\x00" + b"\x85" * 100 + b"\x86", DEEP),
+        # Placeholders in the state of the one before, and called with the one before.
+        (Y + (Y + b"\x85R") * 200, DEEP),
+        (b"(" + Y + b"q\x00" + b"h\x00" * 200 + b")R" + b"\x85R" * 200 + b"t", DEEP),
     ],
 )
 def test_senseless_pickles_are_refused(opcodes, says):
     refused(pickled(opcodes), says)
-
-
-def test_containers_that_contain_themselves_are_refused():
-    for opcodes in (
-        b"]q\x00h\x00a",
-        b"}q\x00" + text("x") + b"h\x00s",
-        b"]q\x00h\x00\x85a",
-        name("collections", "OrderedDict")
-        + (b")Rq\x00}" + text("_metadata") + b"h\x00sb"),
-    ):
-        refused(pickled(opcodes), "contains itself")
 
 
 def test_protocols_and_frames_that_python_writes_are_read():
@@ -214,6 +203,9 @@ def test_protocols_and_frames_that_python_writes_are_read():
     assert torch_checkpoint.load(pickled(b"K\x07q\x00K\x08\x94h\x01\x87")) == (7, 8, 8)
     long = b"\x8b" + (300).to_bytes(4, "little") + b"\x01" * 300
     assert torch_checkpoint.load(pickled(long)).bit_length() == 2393
+    texts_of_python_2 = pickled(b"}(U\x01aK\x01T\x01\x00\x00\x00bK\x02u")
+    assert torch_checkpoint.load(texts_of_python_2) == {"a": 1, "b": 2}
+    assert torch_checkpoint.load(pickled(tensor(metadata=b"}"))).size == 4
 
 
 # Tensors.
@@ -245,13 +237,15 @@ def test_protocols_and_frames_that_python_writes_are_read():
         (tensor(of=b"N"), WRONG),
         (tensor(of=b"(" + text("module") + b"tQ"), "whole model"),
         (tensor(of=storage(kind="UntypedStorage")), "missing or unknown"),
+        (tensor(metadata=b"}" + text("neg") + b"\x88s"), r"\.resolve_neg\(\)"),
+        (tensor(metadata=b"]"), WRONG),
         (
             b"(" + tensor() + tensor(of=storage(kind="IntStorage")) + b"t",
             "different types share a storage",
         ),
     ],
 )
-def test_tensors_that_reach_outside_are_refused(pickle, says):
+def test_tensors_that_cannot_be_are_refused(pickle, says):
     refused(pickled(pickle), says)
 
 
@@ -267,7 +261,7 @@ SCALAR = name("numpy._core.multiarray", "scalar")
         ONE + ONE + b"\x93",
         name("torch", "device") + ONE + b"\x85R",
         name("__builtin__", "bytearray") + text("a") + ONE + b"\x86R",
-        name("collections", "OrderedDict") + b")R" + ONE + b"b",
+        ORDERED + b")R" + ONE + b"b",
         name("torch._utils", "_rebuild_parameter") + ONE + ONE + b"\x86R",
         name("torch._utils", "_rebuild_tensor_v2") + b"(" + ONE * 7 + b"tR",
         name("torch._tensor", "_rebuild_from_type_v2") + b"(" + ONE * 4 + b"tR",
@@ -289,13 +283,6 @@ def test_a_tensor_in_any_place_is_read_or_a_checkpoint_error(pickle):
 def test_bool_bytes_other_than_0_and_1_are_refused():
     data = b"\x80\x02" + tensor(of=storage(kind="BoolStorage")) + b"."
     refused(pack({"data.pkl": data, "data/0": b"\x00\x01\x02\x01"}), "bool")
-
-
-def test_metadata_of_a_tensor_is_refused():
-    metadata = b"}" + text("neg") + b"\x88s"
-    refused(pickled(tensor(metadata=metadata)), r"\.resolve_neg\(\)")
-    refused(pickled(tensor(metadata=b"]")), WRONG)
-    assert torch_checkpoint.load(pickled(tensor(metadata=b"}"))).size == 4
 
 
 def test_many_views_of_one_storage_are_bounded():
@@ -401,10 +388,22 @@ def test_an_error_has_no_commands_to_a_terminal():
     assert str(caught.value).isprintable()
 
 
-def test_data_after_the_pickle_and_other_byte_orders_are_refused():
-    refused(pack({"data.pkl": b"\x80\x02N.N."}), "after the end")
-    contents = {"data.pkl": b"\x80\x02N.", "byteorder": b"big"}
-    refused(pack(contents), "big-endian")
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "not a file"),
+        (b"hello", "not a file"),
+        (gzip.compress(b"x", mtime=0), "gzip"),
+        (pack({"readme.txt": b"x"}), r"no record 'data\.pkl'"),
+        (pack({"data.pkl": b"\x80\x02N.N."}), "after the end"),
+        (pack({"data.pkl": b"\x80\x02N.", "byteorder": b"big"}), "big-endian"),
+        (b"\x80\x02K\x07.", "not a PyTorch"),
+        (b"\x80\x02K\x07.\x80\x02K\x07.", "not a PyTorch"),
+    ],
+    ids=itertools.count(),  # not the bytes: a zip file has the time in it
+)
+def test_other_files_are_refused_with_a_sentence(data, says):
+    refused(data, says)
 
 
 # Legacy files.

@@ -1,6 +1,5 @@
 """Whatever ``torch.save`` writes of plain training state, ``load`` reads the same."""
 
-import gzip
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,42 +10,28 @@ from hypothesis import strategies as st
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.torch_checkpoint import CheckpointError, TorchTensor
-from tests.support.torch_files import (
-    assert_equals_torch,
-    pack,
-    pickled,
-    torch_bytes,
-)
+from tests.support.torch_files import assert_equals_torch, torch_bytes
 
 torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-WRITERS = {
-    **{f"zip, protocol {p}": {"pickle_protocol": p} for p in (2, 3, 4, 5)},
-    **{
-        f"legacy, protocol {p}": {
-            "pickle_protocol": p,
-            "_use_new_zipfile_serialization": False,
-        }
-        for p in (2, 3, 4, 5)
-    },
-}
+WRITERS = [
+    {"pickle_protocol": protocol, "_use_new_zipfile_serialization": is_zip}
+    for is_zip in (True, False)
+    for protocol in (2, 3, 4, 5)
+]
 NAMES = "float32 float16 bfloat16 complex64 bool uint8 int8 int16 int32 int64"
 DTYPES = [getattr(torch, x) for x in f"{NAMES} uint16 uint32 uint64".split()]
-
-
-def random_tensor(numel: int, dtype, seed: int):
-    data = torch.randint(
-        0, 256, (numel * dtype.itemsize,), generator=torch.manual_seed(seed)
-    ).to(torch.uint8)
-    return data % 2 == 1 if dtype == torch.bool else data.view(dtype)
 
 
 @st.composite
 def strided_tensors(draw):
     """Any view of a storage that PyTorch itself allows."""
     dtype = draw(st.sampled_from(DTYPES))
-    base = random_tensor(draw(st.integers(1, 200)), dtype, draw(st.integers(0, 99)))
+    size = draw(st.integers(1, 200)) * dtype.itemsize
+    random = torch.manual_seed(draw(st.integers(0, 99)))
+    data = torch.randint(0, 256, (size,), generator=random).to(torch.uint8)
+    base = data % 2 == 1 if dtype == torch.bool else data.view(dtype)
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     strides = [draw(st.integers(0, 9)) for _ in shape]
     reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n)
@@ -79,14 +64,15 @@ plain_values = st.recursive(
 )
 
 
-@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("options", WRITERS, ids=str)
 @settings(deadline=None, max_examples=40)
 @given(obj=plain_values)
 def test_anything_plain_comes_back_equal(options, obj):
     assert_equals_torch(torch_checkpoint.load(torch_bytes(obj, **options)), obj)
 
 
-def training_state():
+@pytest.mark.parametrize("options", WRITERS, ids=str)
+def test_training_state(options, tmp_path):
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.LSTM(2, 3)
     )
@@ -94,23 +80,17 @@ def training_state():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return {
+    state = {
         "model": model.state_dict(),
         "module parameters": dict(model.named_parameters()),
         "optimizer": optimizer.state_dict(),
         "rng": torch.get_rng_state(),
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
     }
-
-
-@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
-def test_training_state(options, tmp_path):
-    state = training_state()
     path = tmp_path / "run.pt"
     torch.save(state, path, **options)
     loaded = torch_checkpoint.load(path)
-    expected = {**state, "module parameters": dict(state["module parameters"])}
-    assert_equals_torch(loaded, expected)
+    assert_equals_torch(loaded, state)
     parameter = loaded["module parameters"]["0.weight"]
     assert type(parameter) is TorchTensor
     assert parameter.requires_grad
@@ -135,12 +115,20 @@ def test_tensors_with_python_attributes_lose_only_those():
     assert_equals_torch(torch_checkpoint.load(torch_bytes(obj)), obj)
 
 
-def test_lazy_conjugates_are_refused_with_advice():
-    z = torch.tensor([1 + 2j, 3 - 4j])
-    for lazy in (z.conj(), z.conj().imag):
-        with pytest.raises(CheckpointError, match=r"\.resolve_conj\(\)"):
-            torch_checkpoint.load(torch_bytes(lazy))
-    assert_equals_torch(torch_checkpoint.load(torch_bytes(z)), z)
+Z = torch.tensor([1 + 2j, 3 - 4j])
+
+
+@pytest.mark.parametrize(
+    ("refused", "says"),
+    [
+        (Z.conj(), r"\.resolve_conj\(\)"),
+        (Z.conj().imag, r"\.resolve_conj\(\)"),
+        (Z.to(torch.complex128), r"near 'z'.*complex128"),
+    ],
+)
+def test_complex_tensors_that_mlx_cannot_hold_are_refused(refused, says):
+    with pytest.raises(CheckpointError, match=says):
+        torch_checkpoint.load(torch_bytes({"z": refused}), float64=mx.float64)
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
@@ -162,38 +150,11 @@ def test_double_precision_is_rounded_in_pieces_as_pytorch_rounds():
     assert_equals_torch(loaded, {"x": obj.float()})
 
 
-def test_complex128_is_refused():
-    data = torch_bytes({"z": torch.ones(1, dtype=torch.complex128)})
-    with pytest.raises(CheckpointError, match=r"near 'z'.*complex128"):
-        torch_checkpoint.load(data, float64=mx.float64)
-
-
-def test_python_2_texts():
-    data = pickled(b"}(U\x01aK\x01T\x01\x00\x00\x00bK\x02u")
-    assert torch_checkpoint.load(data) == {"a": 1, "b": 2}
-
-
 def test_arrays_loaded_in_another_thread_can_be_used_in_this_one():
     data = torch_bytes({"x": torch.arange(6.0).view(2, 3).T})
     with ThreadPoolExecutor(1) as thread:
         x = thread.submit(torch_checkpoint.load, data).result()["x"]
     assert (x + 1).tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"", "not a file"),
-        (b"hello", "not a file"),
-        (gzip.compress(b"x", mtime=0), "gzip"),
-        (pack({"readme.txt": b"x"}), r"no record 'data\.pkl'"),
-        (b"\x80\x02K\x07.", "not a PyTorch"),
-        (b"\x80\x02K\x07.\x80\x02K\x07.", "not a PyTorch"),
-    ],
-)
-def test_other_files_are_refused_with_a_sentence(data, says):
-    with pytest.raises(CheckpointError, match=says):
-        torch_checkpoint.load(data)
 
 
 def test_files_beyond_4_gib(tmp_path):

@@ -1,5 +1,6 @@
 """What ``save`` writes is what ``torch.save`` would, and PyTorch reads it back."""
 
+import argparse
 import io
 import os
 import stat
@@ -124,10 +125,12 @@ def test_the_pickle_is_pytorchs_own_byte_for_byte():
     torch = pytest.importorskip("torch")
     # Python's pickler writes dicts and lists of 1000 n or 1000 n + 1 items otherwise.
     counts = (0, 1, 2, 999, 1002, 2999)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+    layer = torch.nn.Linear(2, 3)
+    layer.bias.requires_grad_(False)
     obj = {
-        "model": torch.nn.Sequential(
-            torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)
-        ).state_dict(),
+        "model": model.state_dict(),
+        "object": argparse.Namespace(layer=layer, tied=layer.weight),
         "dtypes": [
             torch.ones(2, 3).to(dtype)
             for dtype in (torch.bfloat16, torch.uint16, torch.int64, torch.bool)
@@ -148,8 +151,10 @@ def test_the_pickle_is_pytorchs_own_byte_for_byte():
         "leaf": torch.ones(2, requires_grad=True),
     }
     theirs = torch_bytes(obj)
-    ours = save_bytes(torch_checkpoint.load(theirs))
-    assert records(ours)["data.pkl"] == records(theirs)["data.pkl"]
+    ours = records(save_bytes(torch_checkpoint.load(theirs)))
+    assert ours.items() >= {
+        (key, data) for key, data in records(theirs).items() if key.startswith("data")
+    }
 
 
 def test_records_are_stored_and_aligned_and_pytorch_maps_them(tmp_path):
@@ -224,18 +229,6 @@ def test_what_load_would_refuse_is_not_saved():
 def test_swapped_arguments_are_explained():
     with pytest.raises(TypeError, match="takes a path"):
         torch_checkpoint.save({"x": 1}, "x.pt")
-
-
-def test_state_dict_metadata_comes_back():
-    torch = pytest.importorskip("torch")
-    model = torch.nn.BatchNorm1d(2)
-    loaded = torch_checkpoint.load(torch_bytes(model.state_dict()))
-    back = torch.load(io.BytesIO(save_bytes(loaded)), weights_only=True)
-    assert back._metadata == model.state_dict()._metadata
-    model.load_state_dict(back, strict=True)
-    loaded.note = "x"
-    with pytest.raises(CheckpointError, match="attributes other than _metadata"):
-        save_bytes(loaded)
 
 
 # A failed save leaves the old file, and nothing else, behind.
