@@ -22,23 +22,18 @@ FACTORS = {f"{MLP}.{name}.weight": factor for name, factor in OVERFLOW.items()}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("command")
-    data = make_data(root / "data", rows=4)
+    folder, data = root / "model", make_data(root / "data", rows=4)
+    make_model(folder)
+    path = str(folder / "model.safetensors")
+    weights = mx.load(path)
+    mx.eval(weights)
 
     def run_command(factors, *more):
         """Multiply weights of a model by factors and run the command on it."""
-        folder = root / "model"
-        if not folder.exists():
-            make_model(folder)
-        path = str(root / "model" / "model.safetensors")
-        weights = mx.load(path)
         changed = {name: weights[name] * by for name, by in factors.items()}
-        mx.eval(weights, changed)
         mx.save_safetensors(path, weights | changed, {"format": "mlx"})
-        try:
-            arguments = ["--model", str(folder), "--data", str(data), "--batches", "2"]
-            return main([*arguments, *more]), mlx_lm.load(str(folder))[0]
-        finally:
-            mx.save_safetensors(path, weights, {"format": "mlx"})
+        arguments = ["--model", str(folder), "--data", str(data), "--batches", "2"]
+        return main([*arguments, *more]), mlx_lm.load(str(folder))[0]
 
     return run_command
 

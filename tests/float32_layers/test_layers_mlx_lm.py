@@ -8,16 +8,12 @@ import pytest
 from mlx.utils import tree_flatten
 from support.helpers import each_mode
 
-from mlx_gradscale import (
-    GradScaler,
-    LossScaleOptimizer,
-    all_finite,
-    float32_layers,
-)
+from mlx_gradscale import GradScaler, LossScaleOptimizer, all_finite, float32_layers
 
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 from mlx_lm.models import cache as caches  # noqa: E402
 from mlx_lm.models import llama  # noqa: E402
+from mlx_lm.models.llama import TransformerBlock as Block  # noqa: E402
 from mlx_lm.tuner.lora import LoRALinear  # noqa: E402
 from mlx_lm.tuner.trainer import default_loss, grad_checkpoint  # noqa: E402
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers  # noqa: E402
@@ -60,10 +56,8 @@ def relative(a, b):
 
 
 @pytest.fixture
-def unpatched():
-    call = llama.TransformerBlock.__call__
-    yield
-    llama.TransformerBlock.__call__ = call
+def unpatched(monkeypatch):
+    monkeypatch.setattr(Block, "__call__", Block.__call__)
 
 
 @pytest.mark.parametrize("where", [MLP, "model.layers.0 to model.layers.1"])
@@ -77,7 +71,7 @@ def test_grad_checkpoint_reaches_every_layer(where, unpatched):
     assert relative(plain[1], expected) < 0.02
     # Layer 0 is a float32 layer in one of the cases; all three are checkpointed.
     grad_checkpoint(model.layers[0])
-    assert llama.TransformerBlock.__call__.__name__ == "checkpointed_fn"
+    assert Block.__call__.__name__ == "checkpointed_fn"
     again = gradients(model)
     assert again[0] == plain[0]
     assert relative(again[1], plain[1]) < 2e-3

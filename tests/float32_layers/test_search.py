@@ -85,14 +85,10 @@ class Net(nn.Module):
         return self.head(self.last(self.gain * x))
 
 
-def make(gain=1.0, dtype=HALF):
-    model = Net(gain)
+def make(gain=1.0, dtype=HALF, model=None):
+    model = model or Net(gain)
     model.set_dtype(dtype)
-
-    def loss_fn(x):
-        return model(x).astype(mx.float32).square().mean()
-
-    return model, loss_fn
+    return model, lambda x: model(x).astype(mx.float32).square().mean()
 
 
 X = mx.random.normal((4, 8), key=mx.random.key(0)).astype(HALF)
@@ -157,11 +153,7 @@ def test_every_batch_counts_and_shapes_may_differ():
 def test_large_float16_input_needs_no_float32():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     model.layers[0].weight *= 1e-4
-    model.set_dtype(HALF)
-
-    def loss_fn(x):
-        return model(x).astype(mx.float32).square().mean()
-
+    model, loss_fn = make(model=model)
     found = find_float32_layers(model, loss_fn, [mx.abs(X) / mx.abs(X).max() * 60000])
     assert (found.where, found.problem) == ([], "")
 
@@ -171,14 +163,9 @@ def test_layer_that_overflows_for_one_row_of_many_is_found():
         def __call__(self, x):
             return x / mx.sqrt(mx.square(x).mean(axis=-1, keepdims=True))
 
-    model = nn.Sequential(Norm(), nn.Linear(8, 8, bias=False))
-    model.set_dtype(HALF)
+    model, loss_fn = make(model=nn.Sequential(Norm(), nn.Linear(8, 8, bias=False)))
     x = mx.random.normal((24, 8), key=mx.random.key(1)).astype(HALF)
     x[3] *= 1000
-
-    def loss_fn(x):
-        return model(x).astype(mx.float32).square().mean()
-
     found = find_float32_layers(model, loss_fn, [x])
     assert (found.where, found.problem) == (["layers.0"], "")
     assert "The output of layers.0 differs from float32 by 2" in str(found)
@@ -273,6 +260,11 @@ def cast_in_the_model(model, loss_fn):
     return noting_the_dtype, X
 
 
+def large_input(model, loss_fn):
+    model.set_dtype(mx.float32)
+    return loss_fn, X.astype(mx.float32) * 1e6
+
+
 X_IS_HALF = []
 HOPELESS = {
     "weights": (break_weight, "in layers.1.weight. Restore an earlier"),
@@ -286,36 +278,26 @@ HOPELESS = {
         "non-finite values even in float32. The gradient"),
     "cast in the loss": (cast_in_the_loss, r"is not enough. The loss is .* instead of"),
     "cast in the model": (cast_in_the_model, "whole model in float32 is not enough"),
+    "rounding": (lambda _, loss_fn: (lambda x: 1000 + loss_fn(x), X),
+        "Nothing overflows, but rounding changes the gradients", {"tolerance": 1e-5}),
+    "large input": (large_input, r"args\[0\] reaches.*cast_inputs=False",
+        {"compute_dtype": HALF}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(HOPELESS))
 def test_reason_is_given_where_no_layers_help(name, tmp_path):
-    spoil, message = HOPELESS[name]
+    spoil, message, *options = HOPELESS[name]
     model, loss_fn = make()
     loss_fn, x = spoil(model, loss_fn)
     before = model_state(model)
-    found = find_float32_layers(model, loss_fn, [x])
+    found = find_float32_layers(model, loss_fn, [x], **dict(*options))
     assert model_state(model) == before
     with pytest.raises(ValueError, match=message):
         float32_layers(model, found)
     with pytest.raises(ValueError, match="no layers to save"):
         found.save(tmp_path / "layers.json")
     assert str(found).startswith("Computing layers in float32 does not help.")
-
-
-def test_rounding_alone_is_reported():
-    model, loss_fn = make()
-    found = find_float32_layers(model, lambda x: 1000 + loss_fn(x), [X], tolerance=1e-5)
-    assert "Nothing overflows, but rounding changes the gradients" in found.problem
-
-
-def test_arguments_too_large_for_float16_are_reported():
-    model, loss_fn = make(dtype=mx.float32)
-    x = X.astype(mx.float32) * 1e6
-    found = find_float32_layers(model, loss_fn, [x], compute_dtype=HALF)
-    assert "args[0] reaches" in found.problem
-    assert "cast_inputs=False" in found.problem
 
 
 SCALED = GradScaler().scale_loss(mx.sum)
@@ -338,9 +320,10 @@ MISUSE = {
 }
 
 
-@pytest.mark.parametrize("name", list(MISUSE))
-def test_misuse_raises_and_leaves_the_model(name):
-    how, batches, options, error, message = MISUSE[name]
+@pytest.mark.parametrize(
+    ("how", "batches", "options", "error", "message"), MISUSE.values(), ids=MISUSE
+)
+def test_misuse_raises_and_leaves_the_model(how, batches, options, error, message):
     model, loss_fn = how()
     before = model_state(model)
     with pytest.raises(error, match=message):

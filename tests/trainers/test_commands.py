@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,15 +16,6 @@ from mlx_gradscale.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "tests" / "golden" / "convert" / "conv_sgd.pt"
-
-
-@contextmanager
-def closed_pipe():
-    """Standard output that nobody reads, as after ``| head`` has seen enough."""
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as output, redirect_stdout(output):
-        yield
 
 
 @pytest.mark.parametrize(
@@ -40,7 +31,10 @@ def closed_pipe():
 def test_a_closed_pipe_ends_a_command_without_a_word(arguments, capfd):
     if arguments[0] == "lora":
         pytest.importorskip("mlx_lm")
-    with closed_pipe():
+    # Nobody reads standard output, as after ``| head`` has seen enough.
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as output, redirect_stdout(output):
         code = dispatcher.main(arguments)
     assert code == 141  # 128 plus SIGPIPE, as a shell reports it
     assert capfd.readouterr().err == ""

@@ -47,9 +47,9 @@ def follows_float32(train, *arguments):
     return here.report()
 
 
-def make_step(model, optimizer, loss_fn=None):
+def make_step(model, optimizer, loss_and_grad=None):
     """The step that most hosts have."""
-    loss_and_grad = nn.value_and_grad(model, loss_fn or mse(model))
+    loss_and_grad = loss_and_grad or nn.value_and_grad(model, mse(model))
 
     def step(x, y):
         loss, grads = loss_and_grad(x, y)
@@ -91,12 +91,7 @@ def step_compiled_over_a_state_that_is_filled_later(dtype, _):
 def gradient_compiled_alone_or_in_a_compiled_step(dtype, compiled):
     model, optimizer = Mlp(dtype=dtype), optim.AdamW(1e-2)
     gradient = compile_over(model.state, nn.value_and_grad(model, mse(model)))
-
-    def step(x, y):
-        loss, grads = gradient(x, y)
-        optimizer.update(model, grads)
-        return loss
-
+    step = make_step(model, optimizer, gradient)
     state = [model.state, optimizer.state]
     return loop(model, compile_over(state, step, compiled), dtype)
 
@@ -120,6 +115,17 @@ def two_optimizers_on_one_model(dtype, compiled):
     state = [model.state, muon.state, adam.state]
     loss = loop(model, compile_over(state, step, compiled), dtype)
     assert "bias" not in muon.state["layers"][0]
+    return loss
+
+
+@host("MultiOptimizer: 30 steps applied, 0 skipped")
+def multi_optimizer(dtype, compiled):
+    model, groups = Mlp(dtype=dtype), [optim.AdamW(1e-2), optim.SGD(0.02)]
+    optimizer = optim.MultiOptimizer(groups, [lambda path, x: "0" in path])
+    state = [model.state, optimizer.state]
+    step = compile_over(state, make_step(model, optimizer), compiled)
+    loss = loop(model, step, dtype)
+    assert [type(each) for each in optimizer.optimizers] == [optim.AdamW, optim.SGD]
     return loss
 
 
@@ -337,9 +343,9 @@ def test_a_host_that_leaves_out_bad_steps_itself_still_trains(guard):
 def test_no_step_is_lost_to_finding_the_scale_and_grpo_does_not_abort():
     def train(dtype):
         model = Mlp(dtype=dtype)
-        loss_fn = lambda x, y: 1e3 * mse(model)(x, y)  # noqa: E731
+        gradient = nn.value_and_grad(model, lambda x, y: 1e3 * mse(model)(x, y))
         # As mlx-lm-lora's GRPO, it raises at the first overflow.
-        return loop(model, make_step(model, Host("raise"), loss_fn), dtype, 10)
+        return loop(model, make_step(model, Host("raise"), gradient), dtype, 10)
 
     scale, *rest = follows_float32(train)
     assert scale.endswith("0 of 10 gradients overflowed")
@@ -356,8 +362,8 @@ def test_a_run_that_never_trains_warns_on_the_way_and_at_the_end(compiled):
     before, state = bits(model.parameters()), [model.state, optimizer.state]
     warns = pytest.warns(UserWarning, match="skipped")
     with warns as warned, everywhere() as here:
-        step = make_step(model, optimizer, lambda x, y: mse(model)(x, y) * INF)
-        step = compile_over(state, step, compiled)
+        gradient = nn.value_and_grad(model, lambda x, y: mse(model)(x, y) * INF)
+        step = compile_over(state, make_step(model, optimizer, gradient), compiled)
         for i in range(120):
             step(*batch(i, dtype=mx.float16))
             mx.eval(state)

@@ -138,10 +138,6 @@ def test_qlora_learns(place, tmp_path):
     assert all("lora_" in name for name in saved)
 
 
-class Killed(BaseException):
-    pass
-
-
 def yaml(folder, text):
     """Return the flags for a YAML file with this text."""
     (folder / "config.yaml").write_text(text)
@@ -185,11 +181,11 @@ def test_a_killed_run_resumes_bit_identically(
     def killed(self, source, step, **values):
         record(self, source, step=step, **values)
         if step == 8:
-            raise Killed
+            raise SystemExit
 
     with monkeypatch.context() as patch:
         patch.setattr(ScaleHistory, "record", killed)
-        with pytest.raises(Killed):
+        with pytest.raises(SystemExit):
             run("killed")
     assert losses(tmp_path / "killed.csv") == whole[:8]
     shown()
@@ -293,23 +289,23 @@ def test_an_error_of_mlx_lm_keeps_its_traceback(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "given", "wanted"),
+    ("flags", "scale", "dtype"),
     [
-        ("flag", "off", (1.0, mx.float16)),
-        ("flag", "128", (128.0, mx.float16)),
-        ("YAML", "loss_scale: off\ndtype: bfloat16", (1.0, mx.bfloat16)),
-        ("YAML", "loss_scale: 1024\nmasters: remainder", (1024.0, mx.float16)),
+        (["--loss-scale", "off"], 1.0, mx.float16),
+        (["--loss-scale", "128"], 128.0, mx.float16),
+        (["-c", "loss_scale: off\ndtype: bfloat16"], 1.0, mx.bfloat16),
+        (["-c", "loss_scale: 1024\nmasters: remainder"], 1024.0, mx.float16),
     ],
 )
-def test_loss_scale_can_be_off_or_fixed(how, given, wanted, place, tmp_path):
-    history, flags = tmp_path / "run.csv", ("--loss-scale", given)
-    if how == "YAML":
-        flags = yaml(tmp_path, given)
+def test_loss_scale_can_be_off_or_fixed(flags, scale, dtype, place, tmp_path):
+    history = tmp_path / "run.csv"
+    if flags[0] == "-c":
+        flags = yaml(tmp_path, flags[1])
     flags = ("--iters", "2", *flags, "--history", history)
     assert main(arguments(place, tmp_path / "a", *FULL, *flags)) == 0
-    assert [(s, ok) for *_, s, ok in losses(history)] == [(wanted[0], True)] * 2
+    assert [(s, ok) for *_, s, ok in losses(history)] == [(scale, True)] * 2
     saved = mx.load(str(tmp_path / "a/adapters.safetensors"))
-    assert {x.dtype for x in saved.values()} == {wanted[1]}
+    assert {x.dtype for x in saved.values()} == {dtype}
 
 
 def test_float32_layers_are_those_of_the_model_that_is_trained(
