@@ -212,7 +212,7 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Raise if settings differ from the saved ones; warn if schedules differ."""
     own = describe_optimizer(optimizer)
     was, now = _settings(saved), _settings(own)
-    if was[0, "class"] == "Optimizer" != now[0, "class"]:
+    if was[-1, "class"] == "Optimizer" != now[-1, "class"]:
         raise ValueError(
             "it contains no optimizer state. Load its weights with "
             'model.load_weights(".../model.safetensors").'
@@ -236,10 +236,10 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def _settings(description: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
-    """Return all settings by the index of the optimizer and their name."""
+    """Return all settings by the index of the optimizer (-1: the wrapper) and name."""
     names = ", ".join(row["class"] for row in description["settings"])
     names = f"LossScaleOptimizer({names})" if description["wrapped"] else names
-    found = {(0, "class"): names, (0, "max_grad_norm"): description["max_grad_norm"]}
+    found = {(-1, "class"): names, (-1, "max_grad_norm"): description["max_grad_norm"]}
     for i, row in enumerate(description["settings"]):
         found |= {(i, name): x for name, x in row["values"].items()}
     return found

@@ -182,7 +182,7 @@ def write_torch(
             f"{path} already exists. Pass --overwrite (overwrite=True) to replace it."
         )
     names = {*checkpoint, *files}
-    spare = [name for name in there if name not in names and name[0] != "."]
+    spare = [name for name in there if name not in {*names, ".DS_Store"}]
     if spare:
         raise FileExistsError(
             f"{path} contains files of another checkpoint: {list_some(spare)}. Use "

@@ -102,9 +102,9 @@ def make_plan(
 ) -> Plan:
     """Plan the conversion of a PyTorch state dict.
 
-    Names and layouts come from the model's layers (``layers`` of an ``nn.Sequential``
-    is added, convolutions are transposed, a fused attention weight is split) or its
-    ``sanitize``, and every shape is checked.
+    Names and layouts come from the model's ``sanitize`` method or from its layers:
+    names inside an ``nn.Sequential`` get the prefix ``layers``, convolution weights
+    are transposed, and fused attention weights are split. Every shape is checked.
     """
     options = options or Options()
     options.check_patterns(tensors)

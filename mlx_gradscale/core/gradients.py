@@ -246,7 +246,8 @@ class Backward:
         half = [
             path.removesuffix(".running_var")
             for path, x in flatten(model)
-            if path.endswith("running_var") and x.dtype == mx.float16
+            if path.endswith("running_var") and isinstance(x, mx.array)
+            if x.dtype == mx.float16
         ]
         if half:
             self.warn_once(

@@ -249,7 +249,7 @@ def _run(
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
             new = now[where]
-            check_shape(".".join(map(str, where)), old, new)
+            check_shape(".".join(map(str, where)), old.shape, new.shape)
             # SGD has moments even without momentum, but no kernel needs to read them.
             # Only MLX's own optimizers are known never to modify arrays in place.
             if layout.is_builtin and new is alias:
@@ -330,7 +330,7 @@ def _step(
                 "changed, create a new optimizer."
             ) from error
         for path, x in new.items():
-            check_shape(path, x, arrays.parameters[path])
+            check_shape(path, x.shape, arrays.parameters[path].shape)
         gradients |= dict(flatten(unscaled))
         stepped |= new
     return masters, gradients, stepped
@@ -364,7 +364,8 @@ def _signature(state: Any) -> dict[str, str]:
 
 def _owner(where: tuple[Any, ...]) -> str:
     """Return the path of the parameter that an array in the state belongs to."""
-    while where[0] == "states" and isinstance(where[1], int):  # a MultiOptimizer
+    # The states of a MultiOptimizer are in a list.
+    while len(where) > 2 and where[0] == "states" and isinstance(where[1], int):
         where = where[2:]
     return ".".join(map(str, where[:-1]))
 

@@ -48,11 +48,11 @@ def to_float32(x: mx.array) -> mx.array:
     return x.astype(mx.float32) if x.dtype in HALF else x
 
 
-def check_shape(path: str, old: mx.array, new: mx.array) -> None:
-    """Raise if an array of the state does not have the shape of its new value."""
-    if new.shape != old.shape:
+def check_shape(path: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+    """Raise if the shape of a parameter or of an array in the state has changed."""
+    if new != old:
         raise ValueError(
-            f"{path!r} has shape {new.shape}, but had shape {old.shape} when the "
+            f"{path!r} has shape {new}, but had shape {old} when the "
             "optimizer was initialized. Create a new optimizer for the changed model."
         )
 
@@ -156,7 +156,7 @@ class Masters:
                 "init(model.trainable_parameters()) again; existing state is kept."
             )
         for x in found.values():
-            check_shape(path, x, weight)
+            check_shape(path, x.shape, weight.shape)
         return found
 
     def master_of(self, path: str, weight: mx.array) -> mx.array:

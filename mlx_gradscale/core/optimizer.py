@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from .finite import all_finite, is_floating
 from .guard import Plan, inspect, plan
-from .masters import HALF, Masters
+from .masters import HALF, Masters, check_shape
 from .optimizers import (
     check_supported,
     fingerprint,
@@ -101,7 +101,7 @@ class LossScaleOptimizer(Optimizer):
         self._ranks.check(clips=max_grad_norm is not None)
         self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
-        self._has_parameters = False  # a rank may have none
+        self._shapes: dict[str, tuple[int, ...]] = {}  # a rank may have none
         self._is_loaded = False  # whether init() has yet to check a loaded state
         self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
@@ -142,7 +142,8 @@ class LossScaleOptimizer(Optimizer):
         """
         found = {path: x for path, x in tree_flatten(parameters) if is_floating(x)}
         if not self._ranks.is_single:
-            inner = fingerprint(self.optimizer, None)
+            kinds = list(map(type, single_optimizers(self.optimizer)))
+            inner = fingerprint(self.optimizer, None) or kinds
             own = self.scaler.state_dict(), self._masters.kind, self._clips
             self._ranks.compare(parameters, repr((inner, own)))
         before = snapshot(self.state)
@@ -158,7 +159,7 @@ class LossScaleOptimizer(Optimizer):
             restore(before)
             raise
         self._is_loaded, self._initialized = False, True
-        self._has_parameters |= bool(found)
+        self._shapes = {path: x.shape for path, x in found.items()} | self._shapes
         # MLX cannot evaluate a lazy array in a different thread.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
@@ -199,6 +200,9 @@ class LossScaleOptimizer(Optimizer):
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         scaler._check_leaves(leaves)
+        for leaf in leaves:
+            shape = leaf.parameter.shape
+            check_shape(leaf.path, self._shapes.get(leaf.path, shape), shape)
         max_norm = self._state["max_grad_norm"] if self._clips else None
         inspected = inspect(leaves, self._ranks, max_norm)
         if not scaler._enabled:
@@ -211,7 +215,7 @@ class LossScaleOptimizer(Optimizer):
         return planned
 
     def _needs_init(self) -> bool:
-        is_lost = self._has_parameters and needs_init(self.optimizer)
+        is_lost = bool(self._shapes) and needs_init(self.optimizer)
         return not self._initialized or is_lost
 
     @property
@@ -297,7 +301,7 @@ class LossScaleOptimizer(Optimizer):
             part.state = {k: part.state[k] for k in kept if k in part.state}
         old = self._state
         self._state = self._new_state(old["grad_norm"], old["max_grad_norm"])
-        self._initialized = False
+        self._initialized = self._is_loaded = False
 
     def _attach(self, state: "_State") -> None:
         if state is not self._state:
@@ -308,8 +312,16 @@ class LossScaleOptimizer(Optimizer):
 
     def _set_inner(self, state: dict[str, Any]) -> None:
         # Write to the existing dicts: compiled steps have captured them.
-        states = state.get("states", [state])
-        for part, own in zip(single_optimizers(self.optimizer), states, strict=True):
+        states, parts = (
+            state.get("states", [state]),
+            [*single_optimizers(self.optimizer)],
+        )
+        if len(states) != len(parts):
+            raise ValueError(
+                f"The state is that of {len(states)} optimizers, but this one has "
+                f"{len(parts)}. Load a state that was saved with the same optimizer."
+            )
+        for part, own in zip(parts, states, strict=True):
             part.state.update(own)
 
     def _load(self, loaded: dict[str, Any]) -> None:

@@ -127,10 +127,12 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Shape], dict[str, str]]:
             dtype: Any = DTYPES.get(entry["dtype"])
             shape = tuple(entry["shape"])
             # Python's integers do not overflow. MLX stores dimensions in 32 bits.
-            is_shape = all(type(n) is int and 0 <= n < 2**31 for n in shape)
+            is_shape = len(shape) <= 32 and all(
+                type(n) is int and 0 <= n < 2**31 for n in shape
+            )
             n_bytes = math.prod(shape) * dtype.size if dtype and is_shape else -1
             start, end = end, end + n_bytes
-            if n_bytes < 0 or len(shape) > 32 or entry["data_offsets"] != [start, end]:
+            if n_bytes < 0 or entry["data_offsets"] != [start, end]:
                 text = f"{name!r:.80} has an unsupported dtype, shape or offset"
                 raise ValueError(f"{text}: {shorten(entry)}.")
             found[name] = dtype, shape

@@ -66,7 +66,12 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
         sync(*folder.rglob("*"), folder)
         if is_used:
             target.rename(old)
-        folder.rename(target)
+        try:
+            folder.rename(target)
+        except OSError:
+            if is_used:
+                old.rename(target)
+            raise
         sync(target.parent)
     if is_used:
         discard(old)

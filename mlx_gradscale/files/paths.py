@@ -74,14 +74,19 @@ def contains(outer: Path, inner: Path) -> bool:
         >>> contains(Path("run"), Path("run/a.pt")), contains(Path("a"), Path("ab"))
         (True, False)
     """
-    return inner.resolve().is_relative_to(outer.resolve())
+    outer, inner = outer.resolve(), inner.resolve()
+    candidates = (inner, *inner.parents)
+    if not outer.exists():
+        return outer in candidates
+    # Use samefile, because macOS usually ignores case: "Run" is "run".
+    return any(path.exists() and path.samefile(outer) for path in candidates)
 
 
 def parse_json(data: bytes) -> Any:
     """Parse untrusted JSON text.
 
     Raises:
-        ValueError: The text is not JSON, is longer than 16 MB or nested too deeply.
+        ValueError: If the text is not JSON, is too long, or is nested too deeply.
     """
     if len(data) > LONGEST_JSON:
         raise ValueError(f"the JSON text is longer than {LONGEST_JSON:,} bytes.")

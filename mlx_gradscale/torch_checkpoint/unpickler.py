@@ -438,11 +438,11 @@ def check_tree(
         elif kind not in _LEAVES and not (
             isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in ELEMENTS
         ):
-            dtype = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+            dtype = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
             advice = " Save its .item()." if isinstance(value, np.generic) else ""
             place = "".join(f"[{key!a:.80}]" for key in trail[:depth][:20])
             raise unknown(
-                f"obj{place} is a {_kind(value)}{dtype}, which a checkpoint cannot "
+                f"obj{place} has type {_kind(value)}{dtype}, which a checkpoint cannot "
                 f"hold.{advice} Only arrays, dicts, lists, tuples, sets, numbers, "
                 "strings, bytes and None can be saved."
             )

@@ -276,3 +276,39 @@ def test_a_parameter_of_another_shape_is_refused_and_changes_nothing(dtype, shap
     with pytest.raises(ValueError, match=r"'w' has shape|shape of a parameter changed"):
         optimizer.apply_gradients(weights, weights)
     assert bits(optimizer.state) == before
+
+
+def test_a_third_party_optimizer_does_not_broadcast_an_old_moment():
+    class Own(optim.SGD):
+        pass
+
+    optimizer = GuardedOptimizer(Own(0.1, momentum=0.9))
+    optimizer.apply_gradients(*[{"w": mx.ones((1, 4))}] * 2)
+    with pytest.raises(ValueError, match="'w' has shape"):
+        optimizer.apply_gradients(*[{"w": mx.ones((3, 4))}] * 2)
+
+
+def test_a_state_freed_before_it_was_used_is_forgotten():
+    weights = {"w": mx.ones(2)}
+    saved = wrapped(optim.Adam(0.1))
+    saved.init(weights)
+    optimizer = wrapped(optim.Adam(0.1))
+    optimizer.state = dict(tree_flatten(saved.state))
+    optimizer.state = {}
+    optimizer.apply_gradients(weights, weights)
+    assert optimizer.step.item() == 1
+
+
+def test_the_state_of_another_number_of_optimizers_is_refused():
+    def multi(count):
+        inner = [optim.SGD(0.1, momentum=0.9) for _ in range(count)]
+        filters = [lambda path, _: path == "a"] * (count - 1)
+        return wrapped(optim.MultiOptimizer(inner, filters))
+
+    weights = {"a": mx.ones(2), "b": mx.ones(2)}
+    saved, optimizer = multi(3), multi(2)
+    saved.init(weights)
+    before = bits(optimizer.state)
+    with pytest.raises(ValueError, match="3 optimizers, but this one has 2"):
+        optimizer.state = dict(tree_flatten(saved.state))
+    assert bits(optimizer.state) == before

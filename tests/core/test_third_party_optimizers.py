@@ -371,3 +371,12 @@ def test_scaler_tells_optimizers_apart_that_compare_equal():
         new = scaler.apply_gradients(Equal(rate), {"w": mx.ones(1)}, weights)
         assert new["w"].item() == -rate
     scaler.update()
+
+
+def test_a_list_named_states_may_hold_arrays():
+    class Listed(optim.SGD):
+        def init(self, parameters):
+            super().init(parameters)
+            self.state.setdefault("states", [mx.array(0.0)])
+
+    check_beside_bare(lambda: Listed(0.1), False, bad=(1,))

@@ -237,6 +237,7 @@ def test_second_derivatives_through_scale_loss_are_refused():
 def test_batchnorm_with_float16_statistics_warns_and_names_the_layers():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.BatchNorm(8))
     model.set_dtype(mx.float16)
+    model.options = {"track_running_var": True}
     loss_fn = lambda x: model(x).astype(mx.float32).sum()  # noqa: E731
     loss_and_grad = GradScaler().value_and_grad(model, loss_fn)
     with pytest.warns(

@@ -80,6 +80,7 @@ HOSTILE = {
     "bool dimension": {"a": entry([True], "F32", [0, 4])},
     "text as shape": {"a": entry("2")},
     "many dimensions": {"a": entry([1] * 40, "F64")},
+    "very many dimensions": {"a": entry([2**31 - 1] * 200_000)},
     "other size": {"a": entry([3])},
     "before the data": {"a": entry(offsets=[-8, 0])},
     "beyond the file": {"a": entry([4], offsets=[0, 16])},

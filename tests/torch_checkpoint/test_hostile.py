@@ -174,7 +174,7 @@ Y = name("x", "Y")
         (name("__builtin__", "set") + text("ab") + b"\x85R", WRONG),
         (name("__builtin__", "set") + b"]]\x86R", WRONG),
         (name("mlx_gradscale.torch_checkpoint", "TensorShape") + b"N\x85R", WRONG),
-        (storage(), "is a Storage, which a checkpoint cannot hold"),
+        (storage(), "has type Storage, which a checkpoint cannot hold"),
         (ORDERED + b")R}" + text("items") + b"Nsb", "attributes other than _metadata"),
         (b"]q\x00h\x00a", "contains itself"),
         (b"}q\x00" + text("x") + b"h\x00s", "contains itself"),

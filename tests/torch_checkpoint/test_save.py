@@ -193,15 +193,15 @@ Point = namedtuple("Point", "x y")
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (Point(1, 2), "is a Point"),
-        (nn.Linear(1, 1), "is a Linear"),
+        (Point(1, 2), "has type Point"),
+        (nn.Linear(1, 1), "has type Linear"),
         (np.float32(1), r"float32.*\.item\(\)"),
         (defaultdict(list), "defaultdict"),
-        (object(), "is a object"),
-        (mx.float16, "is a Dtype"),
-        (len, "is a builtin_function_or_method"),
-        (np.array(["x"]), "ndarray of <U1"),
-        (np.array([object()]), "ndarray of object"),
+        (object(), "has type object"),
+        (mx.float16, "has type Dtype"),
+        (len, "has type builtin_function_or_method"),
+        (np.array(["x"]), "ndarray of dtype <U1"),
+        (np.array([object()]), "ndarray of dtype object"),
     ],
 )
 def test_what_cannot_be_saved_is_named_with_its_place(value, says, tmp_path):
