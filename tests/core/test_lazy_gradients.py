@@ -213,8 +213,6 @@ def test_nothing_keeps_gradients_alive_after_their_step_without_a_collector():
         gc.enable()
 
 
-# In place
-
 NOT_OPERATORS = "__init__ __init_subclass__ __int__ __index__ __iter__ __invert__"
 IN_PLACE = sorted(
     name

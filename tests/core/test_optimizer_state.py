@@ -20,8 +20,6 @@ from support.optimizer_helpers import Training, wrapped
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 
-# State
-
 
 def save(optimizer, path):
     mx.save_safetensors(str(path), dict(tree_flatten(optimizer.state)))
@@ -76,9 +74,6 @@ def test_the_state_of_every_kind_of_optimizer_is_set_back_in_an_eager_loop(
     ends = [resume(each, middle, range(3, 7)) for each in (first, second)]
     assert same(*ends)
     assert bits(first.state) == bits(second.state)
-
-
-# Bad input
 
 
 @pytest.mark.parametrize(
@@ -268,8 +263,9 @@ def test_the_state_of_a_plain_optimizer_is_taken_for_that_inside():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2,), ()])
-def test_a_parameter_of_another_shape_is_refused_and_changes_nothing(dtype, shape):
-    optimizer = wrapped(optim.Adam(0.1), max_grad_norm=1.0)
+@pytest.mark.parametrize("kind", [optim.Adam, type("ThirdParty", (optim.Adam,), {})])
+def test_a_parameter_of_another_shape_changes_nothing(dtype, shape, kind):
+    optimizer = wrapped(kind(0.1), max_grad_norm=1.0)
     optimizer.apply_gradients(*[{"w": mx.ones((2, 2), dtype)}] * 2)
     before = bits(optimizer.state)
     weights = {"w": mx.ones(shape, dtype)}
@@ -278,21 +274,10 @@ def test_a_parameter_of_another_shape_is_refused_and_changes_nothing(dtype, shap
     assert bits(optimizer.state) == before
 
 
-def test_a_third_party_optimizer_does_not_broadcast_an_old_moment():
-    class Own(optim.SGD):
-        pass
-
-    optimizer = GuardedOptimizer(Own(0.1, momentum=0.9))
-    optimizer.apply_gradients(*[{"w": mx.ones((1, 4))}] * 2)
-    with pytest.raises(ValueError, match="'w' has shape"):
-        optimizer.apply_gradients(*[{"w": mx.ones((3, 4))}] * 2)
-
-
 def test_a_state_freed_before_it_was_used_is_forgotten():
     weights = {"w": mx.ones(2)}
-    saved = wrapped(optim.Adam(0.1))
+    saved, optimizer = wrapped(optim.Adam(0.1)), wrapped(optim.Adam(0.1))
     saved.init(weights)
-    optimizer = wrapped(optim.Adam(0.1))
     optimizer.state = dict(tree_flatten(saved.state))
     optimizer.state = {}
     optimizer.apply_gradients(weights, weights)

@@ -80,8 +80,6 @@ def test_a_new_scaler_has_the_defaults_of_its_signature():
     assert state["scale"].item() == SETTINGS["init_scale"].default == 65536
 
 
-# Bounds
-
 ABOVE_ONE = float(np.nextafter(np.float32(1), np.float32(2)))
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 COUNTS = ["growth_interval", "backoff_interval", "hysteresis"]

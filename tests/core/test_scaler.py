@@ -21,8 +21,6 @@ from support.scaler_helpers import apply, used
 
 from mlx_gradscale import GradScaler
 
-# Scaling
-
 
 def test_scale_takes_arrays_and_trees_and_keeps_their_containers():
     Pair = namedtuple("Pair", "a b")
@@ -82,9 +80,6 @@ def test_a_loss_that_is_not_a_scalar_is_refused_with_its_shape(compute_dtype):
     ):
         with pytest.raises(ValueError, match=r"must be a scalar.* shape \(32, 1\)"):
             call(*batch())
-
-
-# Stepping
 
 
 def test_a_batch_that_is_dropped_after_its_gradients_moves_the_scale():
