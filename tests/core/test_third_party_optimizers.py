@@ -376,6 +376,6 @@ def test_scaler_tells_optimizers_apart_that_compare_equal():
 
 
 def test_a_list_named_states_may_hold_arrays_and_the_norm_be_a_numpy_number():
-    optimizer = LossScaleOptimizer(FlagForAll(), max_grad_norm=np.float32(2))
+    optimizer = GuardedOptimizer(FlagForAll(), max_grad_norm=np.float32(2))
     optimizer.apply_gradients(*[{"w": mx.ones(2)}] * 2)
     assert (optimizer.step.item(), optimizer.max_grad_norm) == (1, 2.0)
