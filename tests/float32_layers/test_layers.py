@@ -444,7 +444,7 @@ class InheritsCall(Scaled):
 
 
 class Shared(nn.Module):
-    """``up`` is a float32 layer inside of another."""
+    """``up`` is a float32 layer inside another one."""
 
     def __init__(self):
         super().__init__()
