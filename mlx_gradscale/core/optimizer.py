@@ -101,7 +101,7 @@ class LossScaleOptimizer(Optimizer):
         self._ranks.check(clips=max_grad_norm is not None)
         self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
-        self._shapes: dict[str, tuple[int, ...]] = {}  # a rank may have none
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters
         self._is_loaded = False  # whether init() has yet to check a loaded state
         self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
@@ -215,6 +215,7 @@ class LossScaleOptimizer(Optimizer):
         return planned
 
     def _needs_init(self) -> bool:
+        # A rank without parameters never has state.
         is_lost = bool(self._shapes) and needs_init(self.optimizer)
         return not self._initialized or is_lost
 
@@ -312,10 +313,8 @@ class LossScaleOptimizer(Optimizer):
 
     def _set_inner(self, state: dict[str, Any]) -> None:
         # Write to the existing dicts: compiled steps have captured them.
-        states, parts = (
-            state.get("states", [state]),
-            [*single_optimizers(self.optimizer)],
-        )
+        states = state.get("states", [state])
+        parts = list(single_optimizers(self.optimizer))
         if len(states) != len(parts):
             raise ValueError(
                 f"The state is that of {len(states)} optimizers, but this one has "

@@ -245,6 +245,20 @@ def test_mismatch_is_named_and_changes_nothing(wrong, prepare, tmp_path):
     assert state_of(other) == before
 
 
+def test_setting_of_the_wrapper_is_not_mistaken_for_that_of_its_optimizer(tmp_path):
+    class Clipping(optim.SGD):
+        max_grad_norm = None
+
+        def __init__(self):
+            super().__init__(0.1)
+            self.max_grad_norm = 1.0
+
+    run = half(Clipping(), max_grad_norm=5.0)
+    save_checkpoint(tmp_path, *run.parts)
+    with pytest.raises(ValueError, match=r"max_grad_norm=5\.0, but this one has"):
+        restore_checkpoint(tmp_path, *half(Clipping()).parts)
+
+
 def test_missing_schedule_warns_at_the_call(tmp_path):
     run = started("schedule", 1)
     save_checkpoint(tmp_path, *run.parts)

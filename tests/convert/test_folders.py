@@ -293,10 +293,12 @@ def test_folder_with_foreign_files_is_not_replaced(tmp_path, capsys):
     with pytest.raises(FileExistsError, match="--overwrite"):
         save_torch(tmp_path / "out", model, run.optimizer, like=run.template,
                    overwrite=False)  # fmt: skip
-    (tmp_path / "out/other.pt").write_bytes(b"mine")
-    with pytest.raises(FileExistsError, match=r"other\.pt"):
-        save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
-    assert (tmp_path / "out/other.pt").read_bytes() == b"mine"
+    for name in ("other.pt", ".gitattributes"):
+        (tmp_path / "out" / name).write_bytes(b"mine")
+        with pytest.raises(FileExistsError, match=name):
+            save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+        assert (tmp_path / "out" / name).read_bytes() == b"mine"
+        (tmp_path / "out" / name).unlink()
 
 
 @pytest.mark.parametrize(

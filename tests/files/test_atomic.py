@@ -58,6 +58,23 @@ def test_folder_replaces_another_only_if_asked_and_leaves_nothing_behind(tmp_pat
     assert names(tmp_path) == {"out"}
 
 
+def test_folder_that_cannot_be_replaced_is_put_back(tmp_path, monkeypatch):
+    write("folder", tmp_path / "out", "old")
+    rename = Path.rename
+
+    def fails_for_the_new_one(path, target):
+        if path.suffix == ".tmp" and target.name == "out":
+            raise OSError("no")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails_for_the_new_one)
+    again = new_folder(tmp_path / "out", overwrite=True)
+    with pytest.raises(OSError, match="no"), again as folder:
+        fill(folder, "new")
+    assert names(tmp_path) == {"out"}
+    assert owner(tmp_path / "out") == "old"
+
+
 @each_kind
 def test_living_writers_lose_nothing(kind, tmp_path):
     with WRITERS[kind](tmp_path / "out") as first:
