@@ -46,29 +46,19 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
 
     @wraps(step)
     def compiled_step(*args: Any, **kwargs: Any) -> Any:
-        undo = remember(state)
+        random_state: Any = mx.random.state
+        saved, key = snapshot(state), random_state[0]
         try:
             result = compiled(*args, **kwargs)
         except BaseException:
-            undo()
+            restore(saved)
+            # Inside another trace the key is a placeholder, which that trace restores.
+            with suppress(RuntimeError):
+                first, second = key.tolist()
+                mx.random.seed(first << 32 | second)
             raise
         for scaler_state, watch in watched:
             watch.look(scaler_state, warn_user)
         return result
 
     return compiled_step
-
-
-def remember(*trees: Any) -> Callable[[], None]:
-    """Return a function that restores trees or models, and the random state."""
-    random_state: Any = mx.random.state
-    saved, key = snapshot(*trees), random_state[0]
-
-    def undo() -> None:
-        restore(saved)
-        # Inside another trace the key is a placeholder, which that trace restores.
-        with suppress(RuntimeError):
-            first, second = key.tolist()
-            mx.random.seed(first << 32 | second)
-
-    return undo

@@ -5,8 +5,8 @@ calls, in the same order, or the others block until it makes another call or exi
 """
 
 import json
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ import numpy as np
 from .core.finite import arrays
 from .core.ranks import Group, is_single
 from .core.trees import flatten
-from .files.arrays import CODES, DTYPES
+from .files.arrays import CODES, DTYPES, checksum
 from .files.text import dtype_name
 from .files.trees import decode, encode
 
@@ -102,37 +102,43 @@ def from_rank_0(load: Callable[[], Any], group: Group | None = None) -> Any:
     if is_single(group):
         return load()
     found: dict[str, mx.array] = {}
-    error, tree = None, None
-    if group.rank() == 0:
-        try:
+    tree = None
+    with raise_together(group):
+        if group.rank() == 0:
             tree = encode(load(), found)
             # Evaluate here, because a file that cannot be read fails only then.
             mx.eval(found)
-        except Exception as e:
-            error = e
-    failure = error and f"{type(error).__name__}: {error}"
     kinds = {name: [x.shape, CODES[x.dtype]] for name, x in found.items()}
-    tree, kinds, failure = _gather([tree, kinds, failure], group)[0]
+    tree, kinds = _gather([tree, kinds], group)[0]
+    for name, (shape, code) in kinds.items():
+        x = found.get(name, mx.zeros(shape, DTYPES[code]))
+        found[name] = _sum_of_bytes(x, group)
+    return decode(tree, found)
+
+
+@contextmanager
+def raise_together(group: Group) -> Iterator[None]:
+    """Raise on every rank if the block raises on any rank."""
+    if is_single(group):
+        yield
+        return
+    error = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    errors = _gather(error and f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
-    if failure is not None:
-        raise RuntimeError(f"Loading failed on rank 0: {failure}")
-    received = {}
-    for name, (shape, code) in kinds.items():
-        x = found[name] if found else mx.zeros(shape, DTYPES[code])
-        received[name] = _sum_of_bytes(x, group)
-    return decode(tree, received)
+    for rank, text in enumerate(errors):
+        if text is not None:
+            raise RuntimeError(f"Rank {rank} failed with {text}")
 
 
 def _describe(x: mx.array) -> str:
     if x.size == 1:
         return f"{dtype_name(x)} {x.item()}"
-    checksum = zlib.crc32(np.array(_bytes(x)).tobytes()) if x.size else 0
-    return f"{dtype_name(x)}{list(x.shape)} with checksum {checksum:08x}"
-
-
-def _bytes(x: mx.array) -> mx.array:
-    return x.reshape(-1).view(mx.uint8)
+    return f"{dtype_name(x)}{list(x.shape)} with checksum {checksum(x):08x}"
 
 
 def _gather(value: Any, group: Group) -> list[Any]:
@@ -149,6 +155,6 @@ def _sum_of_bytes(x: mx.array, group: Group) -> mx.array:
     # Exact for all dtypes, -0.0 and NaN, because all ranks but one have zeros.
     if not x.size:
         return x
-    total = mx.distributed.all_sum(_bytes(x), group=group)
+    total = mx.distributed.all_sum(x.reshape(-1).view(mx.uint8), group=group)
     mx.eval(total)
     return total.view(x.dtype).reshape(x.shape)

@@ -156,9 +156,7 @@ def convert_tree(tree: Any, folder: Path) -> None:
 
 
 def _settings(template: Any) -> list[dict[str, Any]]:
-    described = describe_optimizer(build_optimizer(template))
-    settings: list[dict[str, Any]] = described["settings"]
-    return settings
+    return describe_optimizer(build_optimizer(template))
 
 
 def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:

@@ -3,7 +3,7 @@
     run/
       save-000007/
         model.safetensors       the model's weights, for mx.load and mlx-lm
-        training.safetensors    arrays of the optimizer, the scaler and extra
+        training.safetensors    arrays of the optimizer and extra
         training.json           everything else
         checksums.json          CRC-32 of the other files
 
@@ -33,6 +33,7 @@ from ..files.trees import decode, encode
 
 _MODEL, _ARRAYS, _JSON = "model.safetensors", "training.safetensors", "training.json"
 _CHECKSUMS = "checksums.json"
+_PREFIX = "optimizer."  # of the names of its arrays
 _SAVE = re.compile("save-[0-9]{6,}")
 _FORMAT: dict[str, Any] = {"format": "mlx_gradscale", "version": 1}
 
@@ -43,14 +44,14 @@ class Checkpoint(NamedTuple):
     Attributes:
         weights (dict): The model's weights by path.
         optimizer (dict): The leaves of ``optimizer.state`` by path.
-        scaler (dict): ``scaler.state``, empty without a scaler.
+        scaler (dict): The scaler's ``state_dict()``, or None without a scaler.
         extra (dict): Additional values saved by the user.
         description (dict): The other entries of ``training.json``.
     """
 
     weights: dict[str, mx.array]
     optimizer: dict[str, Any]
-    scaler: dict[str, mx.array]
+    scaler: dict[str, Any] | None
     extra: dict[str, Any]
     description: dict[str, Any]
 
@@ -117,13 +118,15 @@ def describe_error(error: Exception) -> str:
 
 def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
     """Add a checkpoint to a run's folder, then remove all but the newest ``keep``."""
-    numbers = dict(saved.optimizer)
-    arrays = {f"scaler.{name}": x for name, x in saved.scaler.items()}
+    numbers, arrays = {}, {}
     for path, x in saved.optimizer.items():
         if isinstance(x, mx.array):
-            arrays[f"optimizer.{path}"] = numbers.pop(path)
-    content = saved.description | {"numbers": numbers, "extra": saved.extra}
-    text = json.dumps(encode(_FORMAT | content, arrays)).encode()
+            arrays[_PREFIX + path] = x
+        else:
+            numbers[path] = x
+    content = {"scaler": saved.scaler, "numbers": numbers, "extra": saved.extra}
+    content = _FORMAT | content | saved.description
+    text = json.dumps(encode(content, arrays)).encode()
     if len(text) > LONGEST_JSON:
         raise ValueError(
             f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Save long "
@@ -178,14 +181,15 @@ def _read_save(folder: Path) -> Checkpoint:
     for row in content["settings"]:
         if [*map(type, row.values())] != [str, list, dict]:
             raise ValueError("training.json does not describe an optimizer.")
-    parts: dict[str, dict[str, Any]] = {"optimizer": content.pop("numbers")}
-    for name, x in arrays.items():
-        part, _, path = name.partition(".")
-        parts.setdefault(part, {})[path] = x
+    state = {
+        name.removeprefix(_PREFIX): x
+        for name, x in arrays.items()
+        if name.startswith(_PREFIX)
+    }
     return Checkpoint(
         read_arrays(folder / _MODEL, open_inside)[0],
-        parts["optimizer"],
-        parts.get("scaler", {}),
+        state | content.pop("numbers"),
+        content.pop("scaler"),
         dict(content.pop("extra")),
         content,
     )

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,22 +13,22 @@ from ..core.finite import is_floating
 from ..core.masters import HALF, half_bits, join, remainder_of
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
-from ..core.scale import TORCH_KEYS
+from ..core.ranks import Group
+from ..core.scale import SETTINGS
 from ..core.scaler import GradScaler
-from ..core.trees import commit, flatten, restore, snapshot
-from ..distributed import from_rank_0
+from ..core.trees import commit, flatten, restore, slots, snapshot
+from ..distributed import from_rank_0, raise_together
 from ..files.text import dtype_name, list_some, shorten
-from . import ranks
 from .folder import Checkpoint, describe_error, read_checkpoint
 from .memory_order import arrange
 from .save import (
     STATE,
     STATISTICS,
     describe_optimizer,
+    find_group,
     find_scaler,
     fingerprint,
     optimizer_places,
-    places_in,
 )
 
 _Places = dict[str, tuple[Any, Any]]
@@ -78,19 +78,19 @@ def restore_checkpoint(
         3
     """
     scaler = find_scaler(model, optimizer, scaler)
-    group = ranks.group_of(optimizer, scaler)
+    group = find_group(optimizer, scaler)
     saved = Checkpoint(*from_rank_0(lambda: read_checkpoint(path), group))
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     owners = [optimizer, *single_optimizers(inner)]
     before = snapshot(model, *map(vars, owners), scaler.state if scaler else {})
     try:
-        with ranks.together(group, "restore_checkpoint"):
-            seed = ranks.seed_of(saved.description["random"], group)
+        with raise_together(group):
+            seed = _find_seed(saved.description["random"], group)
             _restore_model(saved, model)
-            _check_settings(saved.description, optimizer)
+            _check_settings(saved.description["settings"], optimizer)
             _restore_scaler(saved.scaler, scaler)
         # All ranks now hold equal weights, which an optimizer may compare in init().
-        with ranks.together(group, "restore_checkpoint"):
+        with raise_together(group):
             _restore_optimizer(saved, model, optimizer)
     except BaseException as error:
         restore(before)
@@ -113,21 +113,22 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
                 "contain, differs from that of the saved run. Load the same base model "
                 "first."
             )
-    places = places_in(model)
+    places = {".".join(map(str, path)): (box, k) for path, box, k in slots(model)}
     # A forward pass leaves statistics in the dtype of its input.
     free = {name for name in own if name.endswith(STATISTICS)}
     orders = saved.description["orders"]["model"]
     _replace("the model", {name: places[name] for name in own}, values, orders, free)
 
 
-def _restore_scaler(saved: dict[str, mx.array], scaler: GradScaler | None) -> None:
-    if scaler and saved:
-        torch_keys = {key: saved[name] for key, name in TORCH_KEYS.items()}
-        scaler.load_state_dict(saved | torch_keys)
-    elif scaler:
-        raise ValueError("it was saved without a GradScaler. Do not pass a scaler.")
-    elif saved:
+def _restore_scaler(saved: dict[str, Any] | None, scaler: GradScaler | None) -> None:
+    if scaler is None and saved is not None:
         raise ValueError("it was saved with a GradScaler. Pass the scaler too.")
+    if scaler is not None:
+        if saved is None:
+            raise ValueError("it was saved without a GradScaler. Do not pass a scaler.")
+        # A state dict leaves out settings that have their default values.
+        usual = {name: default for name, (_, default) in SETTINGS.items()}
+        scaler.load_state_dict(saved and usual | saved)
 
 
 def _restore_optimizer(
@@ -208,23 +209,29 @@ def _replace(
     commit((*places[path], x) for path, x in arranged.items())
 
 
-def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     """Raise if settings differ from the saved ones; warn if schedules differ."""
     own = describe_optimizer(optimizer)
-    was, now = _settings(saved), _settings(own)
-    if was[-1, "class"] == "Optimizer" != now[-1, "class"]:
+    was, now = (", ".join(row["class"] for row in rows) for rows in (saved, own))
+    if was == "Optimizer" != now:
         raise ValueError(
             "it contains no optimizer state. Load its weights with "
             'model.load_weights(".../model.safetensors").'
         )
-    for key, value in now.items():
-        if was.get(key, value) != value:
-            raise ValueError(
-                f"the saved optimizer had {key[1]}={shorten(was[key])}, but this one "
-                f"has {key[1]}={value}. Create the optimizer as in the saved run, and "
-                "change its settings after restoring."
-            )
-    for old, new in zip(saved["settings"], own["settings"], strict=True):
+    if was != now:
+        raise ValueError(
+            f"it was saved with {shorten(was)}, but the optimizer is {now}. Create the "
+            "optimizer as in the saved run."
+        )
+    for old, new in zip(saved, own, strict=True):
+        for name, value in new["values"].items():
+            before = old["values"].get(name, value)
+            if before != value:
+                raise ValueError(
+                    f"the saved {new['class']} had {name}={shorten(before)}, but this "
+                    f"one has {name}={value}. Create the optimizer as in the saved "
+                    "run, and change its settings after restoring."
+                )
         if old["schedules"] != new["schedules"]:
             warnings.warn(
                 f"The saved {new['class']} had schedules="
@@ -235,11 +242,17 @@ def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
             )
 
 
-def _settings(description: Mapping[str, Any]) -> dict[tuple[int, str], Any]:
-    """Return all settings by the index of the optimizer (-1: the wrapper) and name."""
-    names = ", ".join(row["class"] for row in description["settings"])
-    names = f"LossScaleOptimizer({names})" if description["wrapped"] else names
-    found = {(-1, "class"): names, (-1, "max_grad_norm"): description["max_grad_norm"]}
-    for i, row in enumerate(description["settings"]):
-        found |= {(i, name): x for name, x in row["values"].items()}
-    return found
+def _find_seed(keys: mx.array, group: Group) -> int:
+    """Return the seed that restores this rank's ``mx.random`` key.
+
+    A rank that was not saved gets the same key if all saved ones are equal, and a new
+    key otherwise.
+    """
+    rank, count = group.rank(), len(keys)
+    if keys.dtype != mx.uint32 or keys.shape != (count, 2):
+        raise ValueError("the saved random state is damaged.")
+    key = keys[rank % count]
+    if rank >= count and mx.any(keys != keys[0]).item():
+        key = mx.random.split(key, rank + 1)[rank]
+    high, low = cast(list[int], key.tolist())
+    return high << 32 | low

@@ -1,7 +1,6 @@
 """``save_checkpoint``: save everything that a run needs to resume, atomically."""
 
 import os
-import zlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,17 +11,18 @@ from mlx.optimizers import Optimizer
 from ..core.finite import all_finite
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import needs_init, single_optimizers
-from ..core.scale import FIELDS
+from ..core.ranks import Group
 from ..core.scaler import GradScaler
-from ..core.trees import flatten, slots, walk
-from ..distributed import assert_in_sync
-from ..files.arrays import bytes_of
+from ..core.trees import flatten, walk
+from ..distributed import assert_in_sync, raise_together
+from ..files.arrays import checksum
 from ..files.text import dtype_name
 from ..nonfinite import nonfinite
-from . import ranks
 from .folder import Checkpoint, write_checkpoint
 from .memory_order import find_orders
 
+# The class that checkpoints name for a LossScaleOptimizer and its subclasses.
+WRAPPER = "LossScaleOptimizer"
 # Types that an optimizer may keep in its state.
 STATE = (mx.array, bool, int, float)
 # BatchNorm's statistics, which change although they are not trainable.
@@ -94,29 +94,36 @@ def save_checkpoint(
     scaler = find_scaler(model, optimizer, scaler)
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
-    group = ranks.group_of(optimizer, scaler)
+    group = find_group(optimizer, scaler)
     if isinstance(optimizer, LossScaleOptimizer) and needs_init(optimizer.optimizer):
         optimizer.init(model.trainable_parameters())
-    with ranks.together(group, "save_checkpoint"):
+    with raise_together(group):
         weights, others = _split_weights(model, frozen)
-        state = _optimizer_state(optimizer)
-        orders = {"model": find_orders(weights), "optimizer": find_orders(state)}
+        places = optimizer_places(optimizer)
+        state = {path: box[key] for path, (box, key) in places.items()}
+        description: dict[str, Any] = {
+            "settings": describe_optimizer(optimizer),
+            "frozen": {name: fingerprint(x) for name, x in others.items()},
+            "orders": {"model": find_orders(weights), "optimizer": find_orders(state)},
+        }
         if isinstance(optimizer, LossScaleOptimizer):
             state |= _current_masters(model, optimizer)
-        _check_finite(model, state)
-        fields = {name: scaler.state[name] for name in FIELDS} if scaler else {}
-        description = describe_optimizer(optimizer) | {
-            "frozen": {name: fingerprint(x) for name, x in others.items()},
-            "orders": orders,
-        }
-    same = {"model": model.trainable_parameters(), "scaler": fields}
-    assert_in_sync(same | {"optimizer": _arrays_in(state)}, group)
+        arrays = {path: x for path, x in state.items() if isinstance(x, mx.array)}
+        arrays.pop("grad_norm", None)  # infinite after a skipped step
+        same = {"model": model.trainable_parameters(), "optimizer": arrays}
+        if not all_finite(same).item():
+            raise ValueError(
+                f"{nonfinite(same)[0].path} contains NaN or inf, so nothing was saved. "
+                "Earlier checkpoints are unchanged; restore one of them to continue."
+            )
+    assert_in_sync(same | {"scaler": scaler.state if scaler else {}}, group)
     key = cast(list[mx.array], mx.random.state)[0]
     description["random"] = mx.distributed.all_gather(key[None], group=group)
     mx.eval(description["random"])  # on every rank
-    with ranks.together(group, "save_checkpoint"):
+    with raise_together(group):
         if group.rank() == 0:
-            saved = Checkpoint(weights, state, fields, extra, description)
+            numbers = scaler.state_dict() if scaler else None
+            saved = Checkpoint(weights, state, numbers, extra, description)
             write_checkpoint(Path(path), saved, keep)
 
 
@@ -124,21 +131,21 @@ def find_scaler(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
 ) -> GradScaler | None:
     """Return the scaler of a run; raise if an argument is of the wrong type."""
-    for value, kind in ((model, nn.Module), (optimizer, Optimizer)):
+    expected = (model, nn.Module), (optimizer, Optimizer), (scaler, GradScaler | None)
+    for value, kind in expected:
         if not isinstance(value, kind):
-            name = type(value).__name__
-            raise TypeError(f"Expected an MLX {kind.__name__}, got {name}.")
+            name = getattr(kind, "__name__", "GradScaler")
+            raise TypeError(
+                f"Expected {name}, got {type(value).__name__}. Pass the model, the "
+                "optimizer and the scaler in this order, and other values by name, "
+                "such as step=5."
+            )
     if isinstance(optimizer, LossScaleOptimizer):
         if scaler not in (None, optimizer.scaler):
             raise ValueError(
                 "A LossScaleOptimizer has its own scaler. Do not pass a scaler."
             )
         scaler = optimizer.scaler
-    if not isinstance(scaler, GradScaler | None):
-        raise TypeError(
-            f"scaler must be a GradScaler, got {scaler!r}. Pass other values by name, "
-            "such as step=5."
-        )
     if scaler is not None and scaler._stages:
         raise RuntimeError(
             "A checkpoint can only be saved or restored between iterations. Call the "
@@ -147,50 +154,52 @@ def find_scaler(
     return scaler
 
 
-def places_in(tree: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the container and key of each array and number in a tree, by dotted path.
-
-    Values in a tuple are omitted because they cannot be replaced.
-    """
-    return {
-        ".".join(map(str, path)): (container, key)
-        for (path, container, key), value in walk(tree)
-        if isinstance(value, STATE) and not isinstance(container, tuple)
-    }
+def find_group(optimizer: Optimizer, scaler: GradScaler | None) -> Group:
+    """Return the group of the optimizer or the scaler, or the global group."""
+    groups = (getattr(owner, "group", None) for owner in (optimizer, scaler))
+    return next(filter(None, groups), None) or mx.distributed.init()
 
 
 def optimizer_places(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
-    """Like :func:`places_in`, for the optimizer state that checkpoints contain."""
-    places = places_in(optimizer.state)
+    """Return the container and key of each value to save, by dotted path."""
+    places = {}
+    for (path, container, key), value in walk(optimizer.state):
+        name = ".".join(map(str, path))
+        if isinstance(container, tuple):
+            if isinstance(value, mx.array):
+                raise TypeError(
+                    f"The optimizer keeps {name!r} in a tuple, which cannot be "
+                    "restored. Use a list or a dict in its state."
+                )
+        elif isinstance(value, STATE):
+            places[name] = container, key
     if isinstance(optimizer, LossScaleOptimizer):
         return {k: place for k, place in places.items() if not k.startswith(_UNSAVED)}
     return places
 
 
-def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the settings that must match in a restored optimizer."""
-    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    settings = [
-        {
-            "class": type(single).__name__,
-            "schedules": sorted(single._schedulers),
-            "values": {
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in sorted(vars(single).items())
-                if not name.startswith("_") and _is_plain(value)
-            },
+def describe_optimizer(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the class, schedules and settings of each optimizer, a wrapper first."""
+    rows: list[dict[str, Any]] = []
+    if isinstance(optimizer, LossScaleOptimizer):
+        values: dict[str, Any] = {"max_grad_norm": optimizer.max_grad_norm}
+        rows = [{"class": WRAPPER, "schedules": [], "values": values}]
+        optimizer = optimizer.optimizer
+    for single in single_optimizers(optimizer):
+        values = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in sorted(vars(single).items())
+            if not name.startswith("_") and _is_plain(value)
         }
-        for single in single_optimizers(inner)
-    ]
-    is_wrapper = isinstance(optimizer, LossScaleOptimizer)
-    norm = getattr(optimizer, "max_grad_norm", None)
-    return {"wrapped": is_wrapper, "max_grad_norm": norm, "settings": settings}
+        kind, schedules = type(single).__name__, sorted(single._schedulers)
+        rows.append({"class": kind, "schedules": schedules, "values": values})
+    return rows
 
 
 def fingerprint(x: mx.array) -> str:
     """Return the dtype, shape and CRC-32 of the first 64 kB of an array."""
-    checksum = zlib.crc32(bytes_of(x.reshape(-1)[: _SAMPLE // x.dtype.size]))
-    return f"{dtype_name(x)} {x.shape} {checksum:08x}"
+    sample = x.reshape(-1)[: _SAMPLE // x.dtype.size]
+    return f"{dtype_name(x)} {x.shape} {checksum(sample):08x}"
 
 
 def _is_plain(value: Any) -> bool:
@@ -217,21 +226,6 @@ def _split_weights(
     return saved, {name: x for name, x in own.items() if name not in saved}
 
 
-def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the arrays and the numbers in an optimizer's state, by path."""
-    for path, container, _ in slots(optimizer.state):
-        if isinstance(container, tuple):
-            raise TypeError(
-                f"The optimizer keeps {'.'.join(map(str, path))!r} in a tuple, which "
-                "cannot be restored. Use a list or a dict in its state."
-            )
-    return {path: box[key] for path, (box, key) in optimizer_places(optimizer).items()}
-
-
-def _arrays_in(state: dict[str, Any]) -> dict[str, mx.array]:
-    return {path: x for path, x in state.items() if isinstance(x, mx.array)}
-
-
 def _current_masters(
     model: nn.Module, optimizer: LossScaleOptimizer
 ) -> dict[str, mx.array]:
@@ -239,14 +233,3 @@ def _current_masters(
     masters = flatten(optimizer.masters(model.parameters()))
     known = optimizer.state["masters"]
     return {f"masters.{name}": x for name, x in masters if name in known}
-
-
-def _check_finite(model: nn.Module, state: dict[str, Any]) -> None:
-    arrays = _arrays_in(state)
-    arrays.pop("grad_norm", None)  # infinite after a skipped step
-    values = {"model": model.trainable_parameters(), "optimizer": arrays}
-    if not all_finite(values).item():
-        raise ValueError(
-            f"{nonfinite(values)[0].path} contains NaN or inf, so nothing was saved. "
-            "Earlier checkpoints are unchanged; restore one of them to continue."
-        )

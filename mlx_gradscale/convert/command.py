@@ -15,9 +15,10 @@ from mlx.optimizers import Optimizer
 
 from .. import torch_checkpoint
 from ..checkpoint import Checkpoint, read_checkpoint, save_checkpoint
+from ..checkpoint.save import WRAPPER
 from ..commands import run_command
 from ..core.masters import join
-from ..core.scale import FIELDS, to_state_dict
+from ..core.scaler import GradScaler
 from ..files.paths import contains, read_json
 from ..files.text import align, printable
 from ..formats import FORMATS
@@ -268,7 +269,9 @@ def _read_run(saved: Checkpoint) -> MlxRun:
         name: x if isinstance(x, mx.array) else mx.array(x)
         for name, x in saved.optimizer.items()
     }
-    if saved.description["wrapped"]:
+    settings = saved.description["settings"]
+    if settings[:1] and settings[0]["class"] == WRAPPER:
+        settings = settings[1:]
         for name, x in flat.items():
             kind, _, path = name.partition(".")
             if kind == "masters":
@@ -280,11 +283,12 @@ def _read_run(saved: Checkpoint) -> MlxRun:
             for name, x in flat.items()
             if name.startswith("optimizer.")
         }
-    settings = saved.description["settings"]
     if [row["class"] for row in settings] != ["Optimizer"]:
         run.optimizer, run.settings = flat, settings
     if saved.scaler:
-        run.scaler = to_state_dict({name: saved.scaler[name].item() for name in FIELDS})
+        scaler = GradScaler()  # checks the values
+        scaler.load_state_dict(saved.scaler)
+        run.scaler = scaler.state_dict()
     return run
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import torch_checkpoint
 from ..files.arrays import read_arrays, write_arrays
-from ..files.atomic import atomic_write, new_folder
+from ..files.atomic import atomic_folder, atomic_write
 from ..files.paths import (
     LONGEST_JSON,
     check_file,
@@ -188,7 +188,7 @@ def write_torch(
             f"{path} contains files of another checkpoint: {list_some(spare)}. Use "
             "another folder."
         )
-    with new_folder(path, overwrite) as folder:
+    with atomic_folder(path) as folder:
         for name, content in checkpoint.items():
             _write_file(folder / name, content)
         for name, data in files.items():

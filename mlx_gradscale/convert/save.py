@@ -148,7 +148,7 @@ def gather(
         scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
     if optimizer is not None:
-        run.settings = describe_optimizer(optimizer)["settings"]
+        run.settings = describe_optimizer(optimizer)
         run.optimizer = {
             # A schedule that returns Python numbers leaves one in the state.
             name: x if isinstance(x, mx.array) else mx.array(x)

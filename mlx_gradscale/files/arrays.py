@@ -9,6 +9,7 @@ import json
 import math
 import os
 import struct
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
@@ -76,15 +77,7 @@ def write_arrays(
     arrays: Mapping[str, mx.array],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file atomically.
-
-    Example:
-        >>> import os, tempfile
-        >>> path = os.path.join(tempfile.mkdtemp(), "a.safetensors")
-        >>> write_arrays(path, {"w": mx.zeros(2)}, {"format": "mlx"})
-        >>> read_arrays(path)
-        ({'w': array([0, 0], dtype=float32)}, {'format': 'mlx'})
-    """
+    """Write a safetensors file atomically."""
     if "__metadata__" in arrays:
         raise ValueError(
             "A safetensors file cannot contain an array named '__metadata__'. Rename "
@@ -101,11 +94,15 @@ def write_arrays(
     with atomic_write(path) as file:
         file.write(_LENGTH.pack(len(text)) + text)
         for x in arrays.values():
-            file.write(bytes_of(x))
+            file.write(_bytes_of(x))
 
 
-def bytes_of(x: mx.array) -> memoryview:
-    """Return the bytes of an array in row-major order."""
+def checksum(x: mx.array) -> int:
+    """Return the CRC-32 of an array's bytes in row-major order."""
+    return zlib.crc32(_bytes_of(x))
+
+
+def _bytes_of(x: mx.array) -> memoryview:
     flat = mx.contiguous(x, stream=mx.cpu).reshape(-1, stream=mx.cpu)
     words: Any = flat.view(_WORDS[x.dtype.size], stream=mx.cpu)
     mx.eval(words)

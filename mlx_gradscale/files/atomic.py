@@ -26,14 +26,6 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
     The data is synced to disk before the rename. If the block raises, the old file is
     kept.
-
-    Example:
-        >>> import os, tempfile
-        >>> path = os.path.join(tempfile.mkdtemp(), "scale.bin")
-        >>> with atomic_write(path) as file:
-        ...     _ = file.write(b"65536")
-        >>> os.listdir(os.path.dirname(path))
-        ['scale.bin']
     """
     check_file(path, overwrite=True)
     target = Path(os.path.realpath(path))  # preserve a symbolic link
@@ -46,32 +38,21 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Open a hidden folder that is renamed to ``path`` at the end of the block.
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Open a temporary folder that replaces ``path`` at the end of the block.
 
-    With ``overwrite``, it replaces a folder. A folder cannot replace another in one
-    rename, so the old one is named ``NAME.old-...`` for a moment. Both are complete at
-    any time.
-
-    Raises:
-        FileExistsError: If ``path`` exists and may not be replaced.
+    A folder cannot replace another in one rename, so the old one is called
+    ``NAME.old-...`` for a moment. Both are complete at any time.
     """
     target = Path(os.path.realpath(path))
-    is_used = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if is_used and not (overwrite and target.is_dir()):
-        raise FileExistsError(f"{path} already exists. Move it, or use another path.")
+    is_used = target.exists() and any(target.iterdir())
     old = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
     with temporary_folder(target.parent) as folder:
         yield folder
         sync(*folder.rglob("*"), folder)
         if is_used:
             target.rename(old)
-        try:
-            folder.rename(target)
-        except OSError:
-            if is_used:
-                old.rename(target)
-            raise
+        folder.rename(target)
         sync(target.parent)
     if is_used:
         discard(old)
@@ -90,10 +71,6 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         folder.mkdir()
         yield folder
-    except OSError as error:
-        if error.errno and not error.filename:  # for example, the disk is full
-            error.filename = str(parent)
-        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)

@@ -7,12 +7,7 @@ import mlx.core as mx
 
 
 def printable(value: object) -> str:
-    """Escape characters that could move a terminal's cursor or hide other text.
-
-    Example:
-        >>> print(printable("a\x1b[2J\\nb"))
-        a\\x1b[2J\\nb
-    """
+    """Escape characters that could move a terminal's cursor or hide other text."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode()
         for c in str(value)
@@ -20,23 +15,13 @@ def printable(value: object) -> str:
 
 
 def shorten(value: object, width: int = 80) -> str:
-    """Return a value as printable text of at most ``width`` characters.
-
-    Example:
-        >>> shorten("abcdefghij", 8)
-        'abcde...'
-    """
+    """Return a value as printable text of at most ``width`` characters."""
     text = printable(value if isinstance(value, str) else repr(value))
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def list_some(names: Iterable[str], count: int = 4) -> str:
-    """Return the first few names, and the number of remaining ones.
-
-    Example:
-        >>> list_some(["a", "b", "c"], 2)
-        'a, b and 1 more'
-    """
+    """Return the first few names, and the number of remaining ones."""
     names = [*names]
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(map(shorten, names[:count])) + more
@@ -46,11 +31,6 @@ def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
     """Return ``rows`` as lines, with the first ``left`` columns left-aligned.
 
     Each cell is shortened to 200 printable characters.
-
-    Example:
-        >>> print(align([("leaf", "nan"), ("a.weight", 12)]))
-        leaf      nan
-        a.weight   12
     """
     cells = [[shorten(str(cell), 200) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -59,12 +39,7 @@ def align(rows: Iterable[Sequence[object]], left: int = 1) -> str:
 
 
 def dtype_name(of: mx.array | mx.Dtype) -> str:
-    """Return the name of a dtype, or of an array's dtype.
-
-    Example:
-        >>> dtype_name(mx.zeros(2)), dtype_name(mx.float16)
-        ('float32', 'float16')
-    """
+    """Return the name of a dtype, or of an array's dtype."""
     return str(getattr(of, "dtype", of)).rpartition(".")[2]
 
 
@@ -72,10 +47,6 @@ def power(value: float) -> str:
     """Format a power of two as ``2^16``, and other numbers to four significant digits.
 
     Zero, negative and non-finite numbers are formatted with ``str``.
-
-    Example:
-        >>> power(65536.0), power(0.5), power(1000.0)
-        ('2^16', '2^-1', '1000')
     """
     if not math.isfinite(value) or value <= 0:
         return str(value)
@@ -84,12 +55,7 @@ def power(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a fraction as a percentage, with 0 only for an exact zero.
-
-    Example:
-        >>> percent(0.0), percent(1e-7), percent(0.5)
-        ('0', '<0.01%', '50.00%')
-    """
+    """Format a fraction as a percentage, with 0 only for an exact zero."""
     if share == 0:
         return "0"
     return "<0.01%" if share < 1e-4 else f"{share:.2%}"

@@ -84,7 +84,9 @@ def test_every_mlx_optimizer_resumes_bit_identically(name, wrapped, tmp_path):
     def start():
         optimizer = OPTIMIZERS[name]()
         optimizer = LossScaleOptimizer(optimizer, scaler()) if wrapped else optimizer
-        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 1))
+        # Not one output: MLX on a CPU rounds products with a (1, n) weight differently
+        # from run to run, because the strides of that axis depend on timing.
+        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 2))
         model.set_dtype(mx.float16 if wrapped else mx.float32)
         return model, optimizer
 
@@ -102,6 +104,30 @@ def test_every_mlx_optimizer_resumes_bit_identically(name, wrapped, tmp_path):
         step(*parts)
     assert bits(model.parameters()) == bits(other[0].parameters())
     assert bits(optimizer.state) == bits(other[1].state)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["AdamW"]])
+def test_transposed_weights_resume_bit_identically(make, tmp_path):
+    # As after loading weights with x.T: they stay transposed in memory, and matrix
+    # products with them round differently.
+    def train(model, optimizer, steps):
+        value_and_grad = nn.value_and_grad(model, lambda x: model(x).square().mean())
+        for i in steps:
+            x = mx.random.normal((32, 96), key=mx.random.key(i))
+            optimizer.update(model, value_and_grad(x)[1])
+            mx.eval(model.parameters(), optimizer.state)
+        return bits([model.parameters(), optimizer.state])
+
+    model, optimizer = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 8)), make()
+    for layer in model.layers:
+        layer.weight = mx.contiguous(layer.weight.T).T
+    model.layers[1].freeze()
+    train(model, optimizer, range(3))
+    save_checkpoint(tmp_path, model, optimizer)
+    other = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 8)), make()
+    other[0].layers[1].freeze()
+    restore_checkpoint(tmp_path, *other)
+    assert train(*other, range(3, 6)) == train(model, optimizer, range(3, 6))
 
 
 def test_uninitialized_optimizer_can_be_saved_and_restored(tmp_path):
@@ -191,9 +217,9 @@ WRONG = {
     "other class": (
         ADAMW,
         lambda: Run(optim.Adam(1e-2)),
-        "class=AdamW, but this one has class=Adam",
+        "saved with AdamW, but the optimizer is Adam",
     ),
-    "several": (ADAMW, KINDS["MultiOptimizer"], "=AdamW, but .* class=Muon, AdamW"),
+    "several": (ADAMW, KINDS["MultiOptimizer"], "with AdamW, but .* is Muon, AdamW"),
     "setting": (
         ADAMW,
         lambda: Run(optim.AdamW(1e-2, betas=[0.8, 0.9])),
@@ -204,12 +230,12 @@ WRONG = {
     "wrapped": (
         ADAMW,
         lambda: Run(half(optim.AdamW(1e-2)).optimizer),
-        r"=AdamW, but .* class=LossScaleOptimizer\(AdamW\)",
+        "with AdamW, but .* is LossScaleOptimizer, AdamW",
     ),
     "not wrapped": (
         WRAPPED,
         lambda: Run(optim.AdamW(SCHEDULE), scaler(), dtype=mx.float16),
-        r"=LossScaleOptimizer\(AdamW\), but .* class=AdamW",
+        "with LossScaleOptimizer, AdamW, but .* is AdamW",
     ),
     "setting of the wrapper": (
         WRAPPED,
@@ -307,11 +333,11 @@ def test_saving_within_an_iteration_is_refused(tmp_path):
 
 def test_misuse_raises_before_anything_is_written(tmp_path):
     run = KINDS["AdamW"]()
-    with pytest.raises(TypeError, match="Expected an MLX Module, got dict"):
+    with pytest.raises(TypeError, match="Expected Module, got dict"):
         save_checkpoint(tmp_path / "run", {}, run.optimizer)
-    with pytest.raises(TypeError, match="Expected an MLX Optimizer, got NoneType"):
+    with pytest.raises(TypeError, match="Expected Optimizer, got NoneType"):
         restore_checkpoint(tmp_path / "run", run.model, None)
-    with pytest.raises(TypeError, match=r"must be a GradScaler, got 5\. .* step=5"):
+    with pytest.raises(TypeError, match=r"Expected GradScaler, got int\. .* step=5"):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)
     run = WRAPPED()
     with pytest.raises(ValueError, match="has its own scaler"):
