@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from .core.finite import is_floating
 from .core.masters import to_float32
 from .core.optimizer import LossScaleOptimizer
-from .core.trees import flatten
 
 
 class EMA:
@@ -71,17 +70,10 @@ class EMA:
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        here, there = _shapes(self._state), _shapes(state)
-        for path in sorted(here.keys() | there.keys()):
-            old, new = here.get(path, "none"), there.get(path, "none")
-            if old != new:
-                raise ValueError(
-                    f"The state does not match this EMA: the shape of {path!r} is "
-                    f"{new}, expected {old}. Load a state that was saved with the same "
-                    "trainable parameters."
-                )
-        self._state["rate"] = state["rate"]
-        self._state["weights"].update(state["weights"])
+        weights = dict(tree_flatten(state["weights"]))  # nested after tree_unflatten
+        self._check("the loaded state", weights)
+        self._state["rate"] = mx.array(state["rate"])
+        self._state["weights"].update(weights)
 
     def update(self, model: nn.Module, applied: mx.array | None = None) -> None:
         """Update the average after a step.
@@ -96,11 +88,7 @@ class EMA:
             applied = self._optimizer.scaler.last_step_applied
         rate, averages = self._state["rate"], self._state["weights"]
         now = self._full(model)
-        for path in averages.keys() ^ now.keys():
-            raise ValueError(
-                f"The set of trainable parameters changed ({path!r}). Create a new EMA "
-                "after freezing, unfreezing or adding layers."
-            )
+        self._check("the model", now)
         for path, average in averages.items():
             new = average + rate * (now[path] - average)
             averages[path] = new if applied is None else mx.where(applied, new, average)
@@ -115,22 +103,30 @@ class EMA:
         Args:
             model (nn.Module): The model to change.
         """
-        own = model.trainable_parameters()
-        dtypes = {path: x.dtype for path, x in tree_flatten(own)}
-        averages = self._state["weights"].items()
+        own = model.parameters()  # also those that were frozen for the evaluation
+        averages = self._state["weights"]
+        found = {path: x for path, x in tree_flatten(own) if path in averages}
+        self._check("the model", found)
+        cast = [(path, averages[path].astype(x.dtype)) for path, x in found.items()]
         try:
-            average = [(path, x.astype(dtypes[path])) for path, x in averages]
-            model.load_weights(average, strict=False)
+            model.load_weights(cast, strict=False)
             yield
         finally:
             model.update(own)
+
+    def _check(self, what: str, weights: dict[str, mx.array]) -> None:
+        averages = self._state["weights"]
+        for path in sorted(averages.keys() | weights.keys()):
+            old, new = (tree.get(path) for tree in (averages, weights))
+            if old is None or new is None or old.shape != new.shape:
+                raise ValueError(
+                    f"The average does not match {what}: {path!r} is missing in one of "
+                    "them, or has another shape. Create a new EMA after freezing, "
+                    "unfreezing or changing layers."
+                )
 
     def _full(self, model: nn.Module) -> dict[str, mx.array]:
         tree = model.trainable_parameters()
         if isinstance(self._optimizer, LossScaleOptimizer):
             tree = self._optimizer.masters(tree)
         return {p: to_float32(x) for p, x in tree_flatten(tree) if is_floating(x)}
-
-
-def _shapes(tree: Any) -> dict[str, Any]:
-    return {path: getattr(x, "shape", None) for path, x in flatten(tree)}

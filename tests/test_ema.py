@@ -5,7 +5,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from support.helpers import INF, Mlp, Traced, batch, bits, mse
 
 from mlx_gradscale import (
@@ -157,7 +157,35 @@ def test_misuse_says_what_to_do():
     with pytest.raises(ValueError, match="Create a new EMA"):
         ema.update(model)
     before = bits(ema.state)
-    for state in (EMA(model).state, EMA(Mlp(width=3)).state, {"rate": 1}):
-        with pytest.raises(ValueError, match="does not match this EMA"):
+    for state in (EMA(model).state, EMA(Mlp(width=3)).state):
+        with pytest.raises(ValueError, match="does not match the loaded state"):
             ema.state = state
+    with pytest.raises(ValueError, match="does not match the model"):
+        ema.update(Mlp(width=3))
+    for other in (Mlp(width=3), nn.ReLU()):
+        with (
+            pytest.raises(ValueError, match="does not match the model"),
+            ema.swapped_into(other),
+        ):
+            pass
     assert bits(ema.state) == before
+
+
+def test_state_saved_as_safetensors_can_be_assigned(tmp_path):
+    model = Mlp()
+    ema, other = EMA(model), EMA(Mlp())
+    path = str(tmp_path / "ema.safetensors")
+    mx.save_safetensors(path, dict(tree_flatten(ema.state)))
+    other.state = tree_unflatten(list(mx.load(path).items()))
+    assert bits(other.state) == bits(ema.state)
+    other.update(model)
+
+
+def test_average_can_be_swapped_into_a_model_that_is_frozen_for_evaluation():
+    model = Mlp()
+    ema = EMA(model)
+    own = model.layers[0].weight = model.layers[0].weight + 1
+    model.freeze()
+    with ema.swapped_into(model):
+        assert not mx.array_equal(model.layers[0].weight, own)
+    assert model.layers[0].weight is own

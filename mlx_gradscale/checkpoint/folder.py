@@ -132,6 +132,10 @@ def write_checkpoint(run: Path, saved: Checkpoint, keep: int) -> None:
             f"The checkpoint needs more than {LONGEST_JSON:,} bytes of JSON. Save long "
             "lists in extra as mx.array."
         )
+    if (run / _CHECKSUMS).exists():
+        raise ValueError(
+            f"{run} is a single checkpoint. Pass the folder of the run, {run.parent}."
+        )
     run.mkdir(parents=True, exist_ok=True)
     with temporary_folder(run) as folder:
         write_arrays(folder / _MODEL, saved.weights, {"format": "mlx"})

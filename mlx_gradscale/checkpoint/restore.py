@@ -121,14 +121,14 @@ def _restore_model(saved: Checkpoint, model: nn.Module) -> None:
 
 
 def _restore_scaler(saved: dict[str, Any] | None, scaler: GradScaler | None) -> None:
-    if scaler is None and saved is not None:
-        raise ValueError("it was saved with a GradScaler. Pass the scaler too.")
-    if scaler is not None:
-        if saved is None:
-            raise ValueError("it was saved without a GradScaler. Do not pass a scaler.")
+    if scaler is not None and saved is not None:
         # A state dict leaves out settings that have their default values.
         usual = {name: default for name, (_, default) in SETTINGS.items()}
         scaler.load_state_dict(saved and usual | saved)
+    elif scaler is not None:
+        raise ValueError("it was saved without a GradScaler. Do not pass a scaler.")
+    elif saved is not None:
+        raise ValueError("it was saved with a GradScaler. Pass the scaler too.")
 
 
 def _restore_optimizer(
@@ -196,17 +196,25 @@ def _replace(
         new = values[path]
         if not isinstance(new, STATE):
             raise ValueError(f"{shorten(path)} is not an array or a number.")
+        is_match = getattr(new, "shape", ()) == getattr(old, "shape", ())
         if isinstance(new, mx.array) and isinstance(old, mx.array):
             is_free = path in free and is_floating(old) and is_floating(new)
-            if old.shape != new.shape or not (is_free or old.dtype == new.dtype):
-                raise ValueError(
-                    f"{shorten(path)} is {dtype_name(new)} with shape {new.shape} in "
-                    f"the checkpoint, but {dtype_name(old)} with shape {old.shape} in "
-                    "this run. Create the model and the optimizer as in the saved run."
-                )
+            is_match &= is_free or old.dtype == new.dtype
+        if old is not None and not is_match:
+            raise ValueError(
+                f"{shorten(path)} is {_describe(new)} in the checkpoint, but "
+                f"{_describe(old)} in this run. Create the model and the optimizer as "
+                "in the saved run."
+            )
         arranged[path] = arrange(new, orders.get(path))
     mx.eval(arranged)
     commit((*places[path], x) for path, x in arranged.items())
+
+
+def _describe(x: Any) -> str:
+    if isinstance(x, mx.array):
+        return f"{dtype_name(x)} with shape {x.shape}"
+    return f"the number {x}"
 
 
 def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:

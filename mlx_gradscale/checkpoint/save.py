@@ -131,10 +131,13 @@ def find_scaler(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
 ) -> GradScaler | None:
     """Return the scaler of a run; raise if an argument is of the wrong type."""
-    expected = (model, nn.Module), (optimizer, Optimizer), (scaler, GradScaler | None)
-    for value, kind in expected:
+    expected: dict[str, tuple[Any, Any]] = {
+        "an nn.Module": (model, nn.Module),
+        "an Optimizer": (optimizer, Optimizer),
+        "a GradScaler": (scaler, GradScaler | None),
+    }
+    for name, (value, kind) in expected.items():
         if not isinstance(value, kind):
-            name = getattr(kind, "__name__", "GradScaler")
             raise TypeError(
                 f"Expected {name}, got {type(value).__name__}. Pass the model, the "
                 "optimizer and the scaler in this order, and other values by name, "

@@ -63,6 +63,15 @@ def test_numbers_beyond_six_digits_are_ordered_as_numbers(tmp_path):
     assert step_in(tmp_path) == 2
 
 
+def test_single_checkpoint_is_not_mistaken_for_the_folder_of_a_run(tmp_path):
+    save_steps(tmp_path, 0)
+    newest = latest_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="is a single checkpoint"):
+        save_steps(newest, 1)
+    assert names(newest) == FILES
+    assert step_in(tmp_path) == 0
+
+
 def test_other_files_in_the_folder_are_left_alone(tmp_path):
     theirs = {
         "training.json",
@@ -278,6 +287,9 @@ HOSTILE = {
     "extra of no array": put("extra", {"step": {"array": "none"}}),
     "extra of no tuple": put("extra", {"step": {"tuple": 5}}),
     "numbers are a list": put("numbers", [1]),
+    "number for an array": put("numbers", "layers.0.weight.m", 1),
+    "scaler is a list": put("scaler", [1]),
+    "scale is text": put("scaler", {"scale": LONG}),
     "number is text": put("numbers", "text", "text"),
     "number is a nest": put("numbers", "nest", [[1]]),
     "too few axes": put("orders", "model", "layers.0.weight", [0]),
@@ -290,7 +302,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_text_is_a_short_error_and_changes_nothing(kind, tmp_path):
-    run = KINDS["AdamW"]()
+    run = KINDS["GradScaler" if "scale" in kind else "AdamW"]()
     run.optimizer.init(run.model.trainable_parameters())
     save_checkpoint(tmp_path, *run.parts, step=1)
     rewrite(latest_checkpoint(tmp_path), HOSTILE[kind])

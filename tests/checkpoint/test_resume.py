@@ -333,11 +333,11 @@ def test_saving_within_an_iteration_is_refused(tmp_path):
 
 def test_misuse_raises_before_anything_is_written(tmp_path):
     run = KINDS["AdamW"]()
-    with pytest.raises(TypeError, match="Expected Module, got dict"):
+    with pytest.raises(TypeError, match=r"Expected an nn\.Module, got dict"):
         save_checkpoint(tmp_path / "run", {}, run.optimizer)
-    with pytest.raises(TypeError, match="Expected Optimizer, got NoneType"):
+    with pytest.raises(TypeError, match="Expected an Optimizer, got NoneType"):
         restore_checkpoint(tmp_path / "run", run.model, None)
-    with pytest.raises(TypeError, match=r"Expected GradScaler, got int\. .* step=5"):
+    with pytest.raises(TypeError, match=r"Expected a GradScaler, got int\. .* step=5"):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)
     run = WRAPPED()
     with pytest.raises(ValueError, match="has its own scaler"):
