@@ -77,7 +77,7 @@ def restore_checkpoint(
         >>> restore_checkpoint(folder, nn.Linear(2, 1), optim.AdamW(1e-3))["epoch"]
         3
     """
-    scaler = find_scaler(model, optimizer, scaler)
+    scaler = find_scaler(optimizer, scaler)
     group = find_group(optimizer, scaler)
     saved = Checkpoint(*from_rank_0(lambda: read_checkpoint(path), group))
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -148,11 +148,9 @@ def _restore_optimizer(
         parent, _, key = path.rpartition(".")
         if f".{parent}".endswith(endings) and parent in containers:
             places[path] = containers[parent], key
-    # MLX's optimizers may change the dtype of their state in the first steps; a
-    # LossScaleOptimizer keeps it in float32.
-    free = () if is_wrapper else places
     orders = saved.description["orders"]["optimizer"]
-    _replace("the optimizer", places, state, orders, free)
+    # MLX's optimizers may change the dtype of their state in the first steps.
+    _replace("the optimizer", places, state, orders, free=places)
     written = optimizer.state["written"] if is_wrapper else {}
     for name in written.keys() & weights.keys():
         if weights[name].dtype in HALF:
@@ -221,15 +219,11 @@ def _check_settings(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     """Raise if settings differ from the saved ones; warn if schedules differ."""
     own = describe_optimizer(optimizer)
     was, now = (", ".join(row["class"] for row in rows) for rows in (saved, own))
-    if was == "Optimizer" != now:
-        raise ValueError(
-            "it contains no optimizer state. Load its weights with "
-            'model.load_weights(".../model.safetensors").'
-        )
     if was != now:
         raise ValueError(
             f"it was saved with {shorten(was)}, but the optimizer is {now}. Create the "
-            "optimizer as in the saved run."
+            "optimizer as in the saved run, or load only the weights with "
+            'model.load_weights(".../model.safetensors").'
         )
     for old, new in zip(saved, own, strict=True):
         for name, value in new["values"].items():

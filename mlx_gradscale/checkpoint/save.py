@@ -91,7 +91,7 @@ def save_checkpoint(
         >>> mx.array_equal(model.weight, saved)
         array(True, dtype=bool)
     """
-    scaler = find_scaler(model, optimizer, scaler)
+    scaler = find_scaler(optimizer, scaler)
     if type(keep) is not int or keep < 1:
         raise ValueError(f"keep must be 1 or more, got {keep!r}.")
     group = find_group(optimizer, scaler)
@@ -127,22 +127,13 @@ def save_checkpoint(
             write_checkpoint(Path(path), saved, keep)
 
 
-def find_scaler(
-    model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
-) -> GradScaler | None:
-    """Return the scaler of a run; raise if an argument is of the wrong type."""
-    expected: dict[str, tuple[Any, Any]] = {
-        "an nn.Module": (model, nn.Module),
-        "an Optimizer": (optimizer, Optimizer),
-        "a GradScaler": (scaler, GradScaler | None),
-    }
-    for name, (value, kind) in expected.items():
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"Expected {name}, got {type(value).__name__}. Pass the model, the "
-                "optimizer and the scaler in this order, and other values by name, "
-                "such as step=5."
-            )
+def find_scaler(optimizer: Optimizer, scaler: GradScaler | None) -> GradScaler | None:
+    """Return the scaler of a run; raise if it is in the middle of an iteration."""
+    if not isinstance(scaler, GradScaler | None):
+        raise TypeError(
+            f"scaler must be a GradScaler, got {scaler!r}. Pass other values by name, "
+            "such as step=5."
+        )
     if isinstance(optimizer, LossScaleOptimizer):
         if scaler not in (None, optimizer.scaler):
             raise ValueError(

@@ -299,7 +299,7 @@ def test_missing_schedule_warns_at_the_call(tmp_path):
 def test_checkpoint_of_weights_alone_says_how_to_load_them(tmp_path):
     run = started("AdamW", 1)
     save_checkpoint(tmp_path, run.model, optim.Optimizer())
-    with pytest.raises(ValueError, match=r"no optimizer state\. .*load_weights"):
+    with pytest.raises(ValueError, match=r"saved with Optimizer, .*load_weights"):
         restore_checkpoint(tmp_path, *run.parts)
 
 
@@ -333,11 +333,9 @@ def test_saving_within_an_iteration_is_refused(tmp_path):
 
 def test_misuse_raises_before_anything_is_written(tmp_path):
     run = KINDS["AdamW"]()
-    with pytest.raises(TypeError, match=r"Expected an nn\.Module, got dict"):
-        save_checkpoint(tmp_path / "run", {}, run.optimizer)
-    with pytest.raises(TypeError, match="Expected an Optimizer, got NoneType"):
-        restore_checkpoint(tmp_path / "run", run.model, None)
-    with pytest.raises(TypeError, match=r"Expected a GradScaler, got int\. .* step=5"):
+    with pytest.raises(AttributeError, match=r"'AdamW' .* no attribute 'parameters'"):
+        save_checkpoint(tmp_path / "run", run.optimizer, run.model)
+    with pytest.raises(TypeError, match=r"must be a GradScaler, got 5\. .* step=5"):
         save_checkpoint(tmp_path / "run", run.model, run.optimizer, 5)
     run = WRAPPED()
     with pytest.raises(ValueError, match="has its own scaler"):
