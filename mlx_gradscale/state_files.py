@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import torch_checkpoint
 from .files.arrays import read_arrays, write_arrays
 from .files.atomic import atomic_write
 from .files.paths import open_file
@@ -35,8 +36,6 @@ def save_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     if suffix.startswith(".json"):
         data = (json.dumps(state, indent=2) + "\n").encode()
     else:
-        from . import torch_checkpoint
-
         buffer = io.BytesIO()
         torch_checkpoint.save(buffer, state)
         data = buffer.getvalue()
@@ -73,11 +72,9 @@ def _decode(data: bytes, path: str | os.PathLike[str], suffix: str) -> Any:
             'load_state_dict(torch_checkpoint.load(path)["scaler"]).'
         )
     if suffix == ".safetensors":
-        return {name: x.item() for name, x in read_arrays(path)[0].items()}
+        return {name: x.item() for name, x in read_arrays(path).items()}
     if suffix.startswith(".json"):
         return json.loads(data)
-    from . import torch_checkpoint
-
     return torch_checkpoint.load(data)
 
 

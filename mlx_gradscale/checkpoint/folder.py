@@ -175,7 +175,7 @@ def _read_save(folder: Path) -> Checkpoint:
         raise ValueError(
             "its files do not match their checksums, so the checkpoint is damaged."
         )
-    arrays = read_arrays(folder / _ARRAYS, open_inside)[0]
+    arrays = read_arrays(folder / _ARRAYS, open_inside)
     content = decode(read_json(folder / _JSON, open_inside), arrays)
     if content | _FORMAT != content:
         raise ValueError(
@@ -191,7 +191,7 @@ def _read_save(folder: Path) -> Checkpoint:
         if name.startswith(_PREFIX)
     }
     return Checkpoint(
-        read_arrays(folder / _MODEL, open_inside)[0],
+        read_arrays(folder / _MODEL, open_inside),
         state | content.pop("numbers"),
         content.pop("scaler"),
         dict(content.pop("extra")),

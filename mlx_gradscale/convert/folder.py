@@ -146,7 +146,7 @@ def _read_trainer_state(path: Path, limits: Limits) -> Any:
 
 def _read_file(path: Path, options: Options) -> Any:
     if path.suffix == ".safetensors":
-        return dict(sorted(read_arrays(path)[0].items()))
+        return dict(sorted(read_arrays(path).items()))
     try:
         return torch_checkpoint.load(path, options.limits, float64=options.float64)
     except torch_checkpoint.CheckpointError as error:

@@ -45,21 +45,20 @@ _WORDS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 def read_arrays(
     path: str | os.PathLike[str], opener: Callable[[str, int], int] = open_file
-) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Read a safetensors file and return its arrays and metadata.
+) -> dict[str, mx.array]:
+    """Read the arrays in a safetensors file, without its metadata.
 
     Raises:
         ValueError: It is not a valid safetensors file.
     """
     with open(path, "rb", opener=opener) as file:
-        header, metadata = _read_header(file)
         arrays = {}
-        for name, (dtype, shape) in header.items():
+        for name, (dtype, shape) in _read_header(file).items():
             # Use integers as wide as the elements: MLX cannot hold 2**31 single bytes.
             data = np.fromfile(file, f"u{dtype.size}", math.prod(shape))
             arrays[name] = mx.array(data).view(dtype, stream=mx.cpu).reshape(shape)
             mx.eval(arrays[name])
-        return arrays, metadata
+        return arrays
 
 
 def read_shapes(path: str | os.PathLike[str]) -> dict[str, Shape]:
@@ -69,7 +68,7 @@ def read_shapes(path: str | os.PathLike[str]) -> dict[str, Shape]:
         ValueError: It is not a valid safetensors file.
     """
     with open(path, "rb", opener=open_file) as file:
-        return _read_header(file)[0]
+        return _read_header(file)
 
 
 def write_arrays(
@@ -109,15 +108,13 @@ def _bytes_of(x: mx.array) -> memoryview:
     return memoryview(words).cast("B") if x.size else memoryview(b"")
 
 
-def _read_header(file: BinaryIO) -> tuple[dict[str, Shape], dict[str, str]]:
-    """Return the dtypes and shapes in file order, and the metadata."""
+def _read_header(file: BinaryIO) -> dict[str, Shape]:
+    """Return the dtypes and shapes in file order."""
     try:
         size = os.fstat(file.fileno()).st_size - _LENGTH.size
         length = _LENGTH.unpack(file.read(_LENGTH.size))[0]
         header = parse_json(file.read(min(length, LONGEST_JSON + 1)))
-        metadata = header.pop("__metadata__", None) or {}  # MLX writes null for none
-        if {*map(type, metadata.values())} - {str}:
-            raise ValueError("its metadata contains values other than strings.")
+        header.pop("__metadata__", None)
         found: dict[str, Shape] = {}
         end = 0
         for name, entry in sorted(header.items(), key=lambda x: x[1]["data_offsets"]):
@@ -135,7 +132,7 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Shape], dict[str, str]]:
             found[name] = dtype, shape
         if length + end != size:
             raise ValueError("its tensors do not end at the end of the file.")
-        return found, metadata
+        return found
     except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         text = f"{os.fspath(file.name)} is not a valid safetensors file: {kind}{error}"

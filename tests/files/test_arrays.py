@@ -28,17 +28,16 @@ def arrays():
 def test_arrays_come_back_bit_identical(tmp_path):
     made = arrays() | {"empty": mx.zeros((0, 3), mx.int8)}
     write_arrays(tmp_path / "a", made, {"format": "mlx"})
-    found, metadata = read_arrays(tmp_path / "a")
+    found = read_arrays(tmp_path / "a")
     assert bits(found) == bits(made)
     assert [*found] == [*made]
-    assert metadata == {"format": "mlx"}
 
 
 def test_float64_comes_back(tmp_path):
     with mx.stream(mx.cpu):
         made = mx.array(np.pi, mx.float64) * mx.array([1.0, -0.0], mx.float64)
         write_arrays(tmp_path / "a", {"x": made})
-        assert bits(read_arrays(tmp_path / "a")[0]) == bits({"x": made})
+        assert bits(read_arrays(tmp_path / "a")) == bits({"x": made})
 
 
 def test_files_go_both_ways_with_mlx(tmp_path):
@@ -48,11 +47,9 @@ def test_files_go_both_ways_with_mlx(tmp_path):
     assert bits(loaded) == bits(arrays())
     assert metadata == {"format": "mlx"}
     mx.save_safetensors(path, arrays(), {"by": "mlx"})
-    found, metadata = read_arrays(path)
-    assert bits(found) == bits(arrays())
-    assert metadata == {"by": "mlx"}
-    mx.save_safetensors(path, {"w": mx.ones(2)})
-    assert read_arrays(path)[1] == {}
+    assert bits(read_arrays(path)) == bits(arrays())
+    mx.save_safetensors(path, {"w": mx.ones(2)})  # writes null as metadata
+    assert bits(read_arrays(path)) == bits({"w": mx.ones(2)})
 
 
 def test_header_is_read_without_the_tensors(tmp_path):
@@ -97,8 +94,6 @@ HOSTILE = {
     "no dtype": {"a": {"shape": [2], "data_offsets": [0, 8]}},
     "entry is a number": {"a": 1},
     "a list": [1],
-    "metadata is a list": {"__metadata__": [1], "a": entry()},
-    "metadata of numbers": {"__metadata__": {"x": 1}, "a": entry()},
 }
 
 
@@ -149,7 +144,7 @@ def test_mutated_files_load_or_raise_value_error(tmp_path):
             data[chosen.randrange(header)] = chosen.choice(b'0123456789[]{}-,":.eF\xff')
         (tmp_path / "a").write_bytes(data)
         try:
-            found, _ = read_arrays(tmp_path / "a")
+            found = read_arrays(tmp_path / "a")
         except ValueError:
             n_errors += 1
         else:
