@@ -175,7 +175,7 @@ def test_from_rank_0_restores_every_rank_or_raises_on_all(ranks):
         assert report["tree"]
         assert report["kinds"]
         assert "no such file.safetensors" in report["missing"]
-        assert ("Loading failed on rank 0" in report["missing"]) == (rank > 0)
+        assert ("Rank 0 failed with" in report["missing"]) == (rank > 0)
         assert "unsupported type" in report["unsupported"]
         assert report["after"] == 1
 
