@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from ..core.masters import join
 from ..core.scale import FIELDS, to_state_dict
 from ..files.paths import contains, read_json
 from ..files.text import align, printable
-from ..formats import FORMATS
 from .layouts import AXES
 from .load import load_torch
 from .names import is_adapter
@@ -35,11 +35,8 @@ _EXPECTED = (
     *(ArithmeticError, MemoryError),
 )
 _LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
-# Argument names in the functions' errors, mapped to the command's flags.
+# Argument names in the reader's errors, mapped to the command's flags.
 LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
-_FLAGS = LIMIT_FLAGS | {
-    f"float64=mx.{name}": f"--float64 {name}" for name in ("float32", "float64")
-}
 _SECTIONS = ("model", "optimizer", "scaler")
 _HELP = {
     "--torch-path": "PyTorch checkpoint: a .pt file, or a checkpoint folder of "
@@ -51,9 +48,6 @@ _HELP = {
     "per line",
     "--to": "direction of the conversion; required if both paths exist",
     "--optimizer": "class of the PyTorch optimizer; default: inferred from its state",
-    "--scaler-format": "framework that saved the scaler state; default: inferred from "
-    "its keys",
-    "--float64": "dtype for float64 tensors, which are an error by default",
     "--rename": "rename PyTorch tensors: a regular expression and, after the last =, "
     "its replacement",
     "--layout": "set the layout of the PyTorch tensors that match a shell pattern: "
@@ -66,7 +60,6 @@ _HELP = {
     "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
     "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
     "option runs code",
-    "--step": "step count for optimizers that do not save one",
     "--overwrite": "overwrite existing files",
     "--dry-run": "print the conversion without writing anything",
 }
@@ -84,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Ctrl-C. Invalid arguments exit with status 2.
     """
     return run_command(
-        lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS
+        lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=LIMIT_FLAGS
     )
 
 
@@ -105,8 +98,6 @@ def parser() -> argparse.ArgumentParser:
         add(flag, type=Path, metavar="PATH", required=flag.endswith("-path"))
     add("--to", choices=("mlx", "torch"))
     add("--optimizer", choices=tuple(OPTIMIZERS))
-    add("--scaler-format", choices=tuple(FORMATS))
-    add("--float64", choices=("float32", "float64"))
     for flag, form, kind in (
         ("--rename", "OLD=NEW", _rename),
         ("--layout", "PATTERN=LAYOUT", _pair),
@@ -120,7 +111,6 @@ def parser() -> argparse.ArgumentParser:
         text += "" if name == "model" else "; '' leaves it out"
         made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
     add("--model", metavar="MODULE:NAME or PATH")
-    add("--step", type=int, metavar="N")
     for flag in ("--overwrite", "--dry-run"):
         add(flag, action="store_true")
     return made
@@ -146,6 +136,12 @@ def _rename(text: str) -> tuple[str, str]:
     return old, new
 
 
+def _renamed(pairs: Sequence[tuple[str, str]], name: str) -> str:
+    for pattern, replacement in pairs:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
     """Return the reader's limits with the user's ``NAME=NUMBER`` overrides."""
     try:
@@ -163,16 +159,13 @@ def _options(arguments: argparse.Namespace) -> Options:
     keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
-        rename=arguments.rename or None,
+        rename=partial(_renamed, arguments.rename),
         layouts=dict(arguments.layout),
         drop=tuple(arguments.drop),
         keys=keys,
         names=tuple(names) if names is not None else None,
         optimizer=arguments.optimizer,
         accept=tuple(arguments.accept),
-        step=arguments.step,
-        scaler_format=arguments.scaler_format,
-        float64=getattr(mx, arguments.float64) if arguments.float64 else None,
         limits=read_limits(arguments.limit),
     )
 
@@ -357,6 +350,6 @@ def _describe(template: Template, source: Path, target: Path) -> str:
         f"{group.kind}: {len(group.entries)} parameters, at step {group.step}"
         for group in template.groups
     ]
-    if template.scaler is not None:
-        lines.append(f"scaler: {template.scaler_format}'s state")
+    if template.sections.scaler is not None:
+        lines.append(f"scaler: {list_some(template.sections.scaler)}")
     return "\n".join(lines)

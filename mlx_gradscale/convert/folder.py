@@ -148,9 +148,15 @@ def _read_file(path: Path, options: Options) -> Any:
     if path.suffix == ".safetensors":
         return dict(sorted(read_arrays(path)[0].items()))
     try:
-        return torch_checkpoint.load(path, options.limits, float64=options.float64)
+        return torch_checkpoint.load(path, options.limits, float64=mx.float64)
     except torch_checkpoint.CheckpointError as error:
         raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
+
+
+def trainer_state(checkpoint: Any) -> dict[str, Any]:
+    """Return the state of a Transformers Trainer, empty if there is none."""
+    state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
+    return state if isinstance(state, dict) else {}
 
 
 def write_torch(

@@ -47,6 +47,8 @@ class Entry:
 
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
         """Convert a PyTorch tensor, weight or moment, to MLX arrays."""
+        if tensor.dtype == mx.float64:  # which MLX supports only on the CPU
+            tensor = tensor.astype(mx.float32, stream=mx.cpu)
         if self.layout == FUSED:
             return dict(zip(self.mlx, mx.split(tensor, 3), strict=True))
         axes = AXES[self.layout][1](tensor.ndim)

@@ -8,13 +8,14 @@ weights and moments, in both directions.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .layouts import Entry, Shape, known_names, probe_sanitize, try_sanitize
+from .layouts import AXES, Entry, Shape, known_names, probe_sanitize, try_sanitize
 from .options import Options
 from .tree import ConvertError, list_some
 
@@ -39,12 +40,14 @@ class Plan:
         entries (dict): The tensors that MLX has.
         tied (dict): Alias -> the name whose tensor it shares.
         torch_only (tuple): Names without an MLX counterpart.
+        rounded (tuple): Names of float64 tensors, which become float32.
         change_model (Callable): Changes the model as its ``sanitize`` does.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     torch_only: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
     change_model: Callable[[], object] = lambda: None
 
     def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -57,6 +60,11 @@ class Plan:
     def notes(self) -> list[str]:
         """Return notes for the user."""
         notes = []
+        if self.rounded:
+            notes.append(
+                f"{list_some(self.rounded)} are float64 in PyTorch and were rounded to "
+                "float32."
+            )
         if any(n.endswith(".lora_a") for e in self.entries.values() for n in e.mlx):
             notes.append(
                 "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
@@ -107,20 +115,20 @@ def make_plan(
     are transposed, and fused attention weights are split. Every shape is checked.
     """
     options = options or Options()
-    options.check_patterns(tensors)
+    layouts = _given_layouts(options.layouts, tensors)
+    dropped = {n for pattern in options.drop for n in _matches(pattern, tensors)}
     # torch.nn.Module.get_extra_state adds the second.
-    without_place = (_COUNTER, "_extra_state")
-    dropped = {n for n in tensors if n.endswith(without_place) or options.is_dropped(n)}
+    dropped |= {n for n in tensors if n.endswith((_COUNTER, "_extra_state"))}
     shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
     own = {n: x.shape for n, x in tree_flatten(model.parameters())}
-    new, known, change_model = _find_names(shapes, options.renamed, model)
+    new, known, change_model = _find_names(shapes, options.rename, model)
     plan = Plan(change_model=change_model)
     owners: dict[int, str] = {}
     for name, tensor in tensors.items():
         mlx_name, layout = new.get(name) or ("", "")
         if mlx_name not in known:
             continue
-        layout = options.layout(name, tensor.ndim) or layout
+        layout = layouts.get(name, layout)
         entry = _entry(name, tensor, known[mlx_name], layout, own)
         owner = owners.setdefault(id(tensor), name)
         if owner == name:
@@ -136,9 +144,36 @@ def make_plan(
     plan.tied = {n: owners[id(tensors[n])] for n in rest if id(tensors[n]) in owners}
     rest = [name for name in rest if name not in plan.tied]
     plan.torch_only = tuple(n for n in rest if new.get(n) is None)
-    lost = [name for name in rest if name not in plan.torch_only]
+    plan.rounded = tuple(n for n in plan.entries if tensors[n].dtype == mx.float64)
+    lost = [n for n in rest if new.get(n) is not None]
     _check_names(plan, lost, known, is_partial=is_adapter(shapes))
     return plan
+
+
+def _matches(pattern: str, names: Collection[str]) -> list[str]:
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise ConvertError(
+            f"The pattern {pattern!r} matches no tensor. The checkpoint has "
+            f"{list_some(names)}."
+        )
+    return found
+
+
+def _given_layouts(
+    patterns: Mapping[str, str], tensors: Mapping[str, mx.array]
+) -> dict[str, str]:
+    """Return the layout that the user gave for each tensor."""
+    found: dict[str, str] = {}
+    for pattern, layout in patterns.items():
+        if layout not in AXES:
+            raise ConvertError(
+                f"{layout!r} is not a layout. Use one of {', '.join(AXES)}."
+            )
+        for name in _matches(pattern, tensors):
+            if tensors[name].ndim >= AXES[layout][0]:
+                found.setdefault(name, layout)
+    return found
 
 
 _Names = Mapping[str, tuple[str, str] | None]

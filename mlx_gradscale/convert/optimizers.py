@@ -5,7 +5,7 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,6 @@ from .optimizer_table import (
     recognize,
     refused_settings,
 )
-from .options import Options
 from .tree import ConvertError, list_some, match_type, number
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
@@ -45,12 +44,14 @@ def plan_groups(
     groups: Sequence[Group],
     names: Sequence[str],
     entries: Mapping[str, Entry],
-    options: Options,
+    accept: Collection[str],
+    trainer_step: Any = None,
 ) -> list[str]:
     """Set the parameters and steps of the groups, and return notes.
 
     ``names`` are the PyTorch names of all parameters, group by group. Differences
-    between PyTorch and MLX raise an error unless they are accepted.
+    between PyTorch and MLX raise an error unless they are in ``accept``.
+    ``trainer_step`` is the step count of optimizers that do not save one.
     """
     found: dict[str, str] = {}
     left = iter(names)
@@ -66,9 +67,10 @@ def plan_groups(
             for key in settings
             if key not in known
         }
-    _set_steps(groups, options.step)
+    is_count = type(trainer_step) is int and 0 <= trainer_step < MOST_STEPS
+    _set_steps(groups, trainer_step if is_count else 0)
     notes = [group.spec.note for group in groups if group.spec.note]
-    notes += check_differences(found, options.accept)
+    notes += check_differences(found, accept)
     fresh = [
         entry.torch
         for group in groups
@@ -81,19 +83,17 @@ def plan_groups(
             "moments start at zero. If they were frozen in PyTorch, freeze them in the "
             "MLX model before loading."
         )
-    kinds = {group.kind for group in groups if not group.spec.has_step}
-    if kinds and options.step is None:
+    steps = {g.kind: g.step for g in groups if not g.spec.has_step and not g.step}
+    if steps:
         notes.append(
-            f"{' and '.join(sorted(kinds))} saves no step count, so MLX starts at step "
-            "0. Pass step=... (--step) to set it."
+            f"{' and '.join(sorted(steps))} saves no step count, so MLX starts at step "
+            "0. If a schedule depends on it, set optimizer.state['step']."
         )
     return notes
 
 
-def _set_steps(groups: Sequence[Group], given: int | None) -> None:
+def _set_steps(groups: Sequence[Group], default: int) -> None:
     """Read the step count of each group; MLX has one per group, not per parameter."""
-    if given is not None and given < 0:
-        raise ConvertError(f"step (--step) must be 0 or more, got {given}.")
     known: list[dict[int, str]] = []
     for group in groups:
         steps = {e: group.slots(i).get("step") for i, e in group.entries.items()}
@@ -107,7 +107,7 @@ def _set_steps(groups: Sequence[Group], given: int | None) -> None:
             )
         known.append(counts)
     every = {step for counts in known for step in counts}
-    default = every.pop() if len(every) == 1 else given or 0
+    default = every.pop() if len(every) == 1 else default
     for group, counts in zip(groups, known, strict=True):
         group.step = next(iter(counts), default)
 
@@ -145,7 +145,8 @@ def to_mlx(
             like = tensors[entry.torch]
             for theirs, ours in group.spec.slots.items():
                 moment = group.slots(index).get(theirs)
-                moment = mx.zeros_like(like) if moment is None else moment
+                if moment is None:
+                    moment = mx.zeros_like(like, stream=mx.cpu)
                 is_right = isinstance(moment, mx.array) and moment.shape == like.shape
                 what = f"a tensor of shape {like.shape}"
                 need(is_right, f"{theirs} of {entry.torch}", what, moment)

@@ -19,14 +19,13 @@ from ..core.optimizers import single_optimizers
 from ..core.scale import TORCH_KEYS
 from ..core.scaler import GradScaler
 from . import optimizers
-from .folder import TRAINER, read_torch, write_torch
+from .folder import read_torch, trainer_state, write_torch
 from .names import is_adapter
 from .options import Options
 from .sections import fingerprint
 from .template import Template, from_object, is_template, make_template
 from .tree import (
     ConvertError,
-    Path,
     get,
     list_some,
     match_type,
@@ -191,8 +190,9 @@ def _fill(
     """Update a checkpoint with a run's values; return notes and stale entries."""
     _fill_model(template, run.weights)
     notes = []
-    if run.optimizer is None and template.optimizers:
-        for path in reversed(template.optimizers):
+    sections = template.sections
+    if run.optimizer is None and sections.optimizers:
+        for path in reversed(sections.optimizers):
             del get(template.checkpoint, path[:-1])[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
     elif run.optimizer is not None and template.groups:
@@ -204,8 +204,8 @@ def _fill(
             "The template has no optimizer state to update, so the state of the MLX "
             "optimizer is not written."
         )
-    if run.scaler is not None and template.scaler is not None:
-        notes += _fill_scaler(template, template.scaler, run.scaler)
+    if run.scaler is not None and sections.scaler is not None:
+        notes += _fill_scaler(get(template.checkpoint, sections.scaler), run.scaler)
     elif run.scaler is not None:
         notes.append(
             "The template has no scaler state to update, so the state of the MLX "
@@ -222,7 +222,10 @@ def _fill(
 
 
 def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
-    entries, held = template.plan.entries, get(template.checkpoint, template.model)
+    entries, held = (
+        template.plan.entries,
+        get(template.checkpoint, template.sections.model),
+    )
     placed = {name for entry in entries.values() for name in entry.mlx}
     wrong = sorted(placed - weights.keys())
     if not is_adapter([name for name in held if isinstance(name, str)]):
@@ -242,15 +245,15 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
         tensor, leaf = entry.to_torch(weights), held[name]
         # If MLX only rounded the template's tensor, keep that tensor.
         if not isinstance(leaf, mx.array) or not mx.array_equal(
-            leaf.astype(tensor.dtype), tensor, equal_nan=True
+            leaf.astype(tensor.dtype, stream=mx.cpu), tensor, equal_nan=True
         ):
             held[name] = match_type(tensor, leaf)
     for alias, name in template.plan.tied.items():
         held[alias] = held[name]
 
 
-def _fill_scaler(template: Template, path: Path, state: Mapping[str, Any]) -> list[str]:
-    held, kind = get(template.checkpoint, path), template.scaler_format or "torch"
+def _fill_scaler(held: dict[str, Any], state: Mapping[str, Any]) -> list[str]:
+    kind = formats.recognize(held)
     inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
     held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
     updated = {
@@ -278,8 +281,7 @@ def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
     the Trainer's step count was that of the optimizer, it is set to the new one.
     Otherwise, as after skipped steps or if the user set it, it is left unchanged.
     """
-    state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
-    state = state if isinstance(state, dict) else {}
+    state = trainer_state(checkpoint)
     was = state.get("global_step")
     if type(was) is not int or {*old} != {was} or len({*new}) != 1 or new[0] == was:
         return []

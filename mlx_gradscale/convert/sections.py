@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ from ..files.text import dtype_name
 from ..torch_checkpoint import Placeholder
 from .groups import is_flat, is_nested
 from .tree import (
+    CONTAINERS,
     ConvertError,
     Path,
     find_key,
     get,
     is_tensor,
-    key_of,
     list_some,
     show,
     walk,
@@ -55,6 +55,11 @@ class Sections:
     scaler: Path | None
     notes: list[str]
 
+    def paths(self) -> list[Path]:
+        """Return the paths of all sections."""
+        scalers = [] if self.scaler is None else [self.scaler]
+        return [self.model, *self.optimizers, *scalers]
+
 
 def find_sections(
     checkpoint: Any, keys: Mapping[str, str | None] | None = None
@@ -83,8 +88,9 @@ def find_sections(
             f"{list_some(map(show, scalers))}. Choose one with keys={{'scaler': ...}} "
             "(--scaler-key)."
         )
-    used = set(map(key_of, [*optimizers, model]))
-    loose = [p for p in there["optimizer"] + there["moments"] if key_of(p) not in used]
+    used = {id(get(checkpoint, path)) for path in (*optimizers, model)}
+    loose = there["optimizer"] + there["moments"]
+    loose = [path for path in loose if id(get(checkpoint, path)) not in used]
     if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
             f"{show(loose[0])} looks like an optimizer state, but is not a "
@@ -108,21 +114,17 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
     """Return the paths of everything that looks like a section, by kind."""
     kinds = ("optimizer", "scaler", "moments", "model", "mixed")
     found: dict[str, list[Path]] = {kind: [] for kind in kinds}
-    inside: set[str] = set()  # contents of a section are not sections themselves
-    for path, value in walk(checkpoint):
-        if not isinstance(value, dict) or _is_within(path, inside):
-            continue
-        kind = _kind_of(path, value)
+    seen: set[int] = set()
+    for path, value in walk(checkpoint, seen=seen):
+        kind = _kind_of(path, value) if isinstance(value, dict) else None
         if kind is None or (len(path) > _DEEPEST and kind != "moments"):
             continue
         found[kind].append(path)
-        if is_nested(value):  # there may be a scaler next to these (mmengine)
-            inside |= {key_of((*path, key)) for key in ("state", "param_groups")}
-        elif kind != "mixed":
-            inside.add(key_of(path))
-    # An optimizer's dict does not contain a model (DeepSpeed's float32 groups).
-    optimizers = set(map(key_of, found["optimizer"]))
-    found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
+        if kind == "optimizer":  # mmengine's contains the scaler
+            inner = [(*path, key) for key, x in value.items() if isinstance(x, dict)]
+            found["scaler"] += [p for p in inner if _is_scaler(p, value[p[-1]])]
+        if kind != "mixed":  # the contents of a section are not sections themselves
+            seen.update(map(id, value.values()))
     return found
 
 
@@ -130,10 +132,7 @@ def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
     """Return the kind of a dict, a key of :func:`_candidates`, or None."""
     if is_nested(value) or is_flat(value):
         return "optimizer"
-    # PyTorch's five keys are sufficient for a scaler. Other frameworks' keys are common
-    # words, so their tables are consulted only for entries named like a scaler.
-    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
-    if value and formats.is_state(value, is_named):
+    if _is_scaler(path, value):
         return "scaler"
     if any(str(key)[-80:].rpartition(".")[2] in _MOMENTS for key in value):
         return "moments"
@@ -148,12 +147,19 @@ def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
     return "mixed" if (path[-1] in _MODEL_NAMES if path else is_model) else None
 
 
+def _is_scaler(path: Path, value: dict[Any, Any]) -> bool:
+    # PyTorch's five keys are sufficient for a scaler. Other frameworks' keys are common
+    # words, so their tables are consulted only for entries named like a scaler.
+    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
+    return formats.is_state(value, is_named)
+
+
 def _has_weights(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and all(isinstance(key, str) for key in value)
         and any(
-            isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating) and x.ndim
+            is_tensor(x) and "float" in dtype_name(x) and x.shape
             for x in value.values()
         )
     )
@@ -203,7 +209,7 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
     fits = {
         "model": _has_weights(value),
         "optimizer": is_nested(value) or is_flat(value),
-        "scaler": isinstance(value, dict) and bool(value),
+        "scaler": isinstance(value, dict) and formats.is_state(value),
     }
     if not fits[section]:
         what = f"is not the state dict of the {section}. To list the contents of the "
@@ -220,10 +226,6 @@ def _whole_module(value: Any) -> str | None:
             "its state_dict() instead."
         )
     return None
-
-
-def _is_within(path: Path, sections: Collection[str]) -> bool:
-    return any(key_of(path[:i]) in sections for i in range(len(path) + 1))
 
 
 def _masters(checkpoint: Any, model: Path) -> dict[str, None]:
@@ -250,7 +252,7 @@ def fingerprint(value: Any) -> str:
             text = f"{dtype_name(item)}{tuple(item.shape)}"
             if isinstance(item, mx.array) and item.size <= 4096:
                 text += str(item.tolist())
-        elif not isinstance(item, (dict, list, tuple)):
+        elif not isinstance(item, CONTAINERS):
             text = f"{item!r:.400}"
         digest.update(f"{show(path)}={text};".encode("utf-8", "replace"))
     return digest.hexdigest()[:16]

@@ -11,8 +11,8 @@ from ..torch_checkpoint import Placeholder, TensorShape, plain_value
 
 Path = tuple[Any, ...]
 
-_CONTAINERS = (dict, list, tuple)
-_FOUND = (*_CONTAINERS, mx.array, TensorShape, Placeholder)
+CONTAINERS = (dict, list, tuple)
+_FOUND = (*CONTAINERS, mx.array, TensorShape, Placeholder)
 
 
 class ConvertError(ValueError):
@@ -31,29 +31,34 @@ def number(value: Any) -> Any:
     return plain_value(value)
 
 
+def items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a dict, or the indices and items of a list."""
+    return value.items() if isinstance(value, dict) else enumerate(value)
+
+
 def walk(
-    tree: Any, deepest: int = 6, leaves: bool = False
+    tree: Any, deepest: int = 6, leaves: bool = False, seen: set[int] | None = None
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each container, tensor and placeholder.
 
     Containers come before their contents, and shared ones only once. With ``leaves``,
-    all other values are yielded as well.
+    all other values are yielded as well. Containers whose ``id`` the caller adds to
+    ``seen`` are skipped.
     """
-    seen: set[int] = set()
+    seen = set() if seen is None else seen
     left: list[tuple[Path, Any]] = [((), tree)]
     while left:
         path, value = left.pop()
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             if id(value) in seen:
                 continue
             seen.add(id(value))
         yield path, value
-        if isinstance(value, _CONTAINERS) and len(path) < deepest:
-            inner: Iterable[tuple[Any, Any]] = enumerate(value)
-            if isinstance(value, dict):
-                inner = value.items()
+        if isinstance(value, CONTAINERS) and len(path) < deepest:
             found = [
-                ((*path, key), x) for key, x in inner if leaves or isinstance(x, _FOUND)
+                ((*path, key), x)
+                for key, x in items(value)
+                if leaves or isinstance(x, _FOUND)
             ]
             left += reversed(found)
 
@@ -63,11 +68,6 @@ def get(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def key_of(path: Path) -> str:
-    """Return a path as text, for sets: a file can contain keys whose hashes collide."""
-    return "".join(f"/{str(key)[:200]}" for key in path)
 
 
 def show(path: Path) -> str:
@@ -119,8 +119,9 @@ def match_type(value: Any, old: Any) -> Any:
         dtype = getattr(mx, text.dtype_name(old), None)
         if not isinstance(value, mx.array):
             value = mx.array(value).reshape(old.shape)
-        if isinstance(dtype, mx.Dtype) and dtype not in (mx.float64, value.dtype):
-            value = value.astype(dtype)
+        if isinstance(dtype, mx.Dtype) and dtype != value.dtype:
+            stream = mx.cpu if dtype == mx.float64 else None
+            value = value.astype(dtype, stream=stream)
         shape = old if isinstance(old, TensorShape) else TensorShape.of(old)
         return shape.fill(value)
     if isinstance(old, tuple):

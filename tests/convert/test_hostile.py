@@ -187,13 +187,16 @@ def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
     for key, value in (
         ("entries", {"fc.weight": ("evil", ("fc.weight",))}),
         ("entries", {"fc.weight": ("conv", ())}),
-        ("model", ("nothing",)),
-        ("groups", []),
-        ("groups", [("Sophia", 3, {0: "fc.weight"})]),
-        ("groups", [("SGD", 3, {7: "fc.weight"})]),
-        ("groups", [("SGD", 3, {0: "fc.evil"})]),
-        ("groups", [("SGD", -3, {0: "fc.weight"})]),
-        ("scaler_format", "evil"),
+        ("entries", {"evil": ("same", ("fc.weight",))}),
+        ("entries", None),
+        ("tied", {"a": "evil"}),
+        ("keys", {"model": "nothing"}),
+        ("keys", {"optimizer": 7}),
+        ("names", []),
+        ("names", ["fc.weight", "fc.evil"]),
+        ("optimizer", "Sophia"),
+        ("files", {"a.txt": None}),
+        ("files", {}),
         ("checkpoint", None),
     ):
         pt.save(tmp_path / "run" / TEMPLATE, held | {key: value})
