@@ -61,33 +61,21 @@ class Sections:
         return [self.model, *self.optimizers, *scalers]
 
 
-def find_sections(
-    checkpoint: Any, keys: Mapping[str, str | None] | None = None
-) -> Sections:
+def find_sections(checkpoint: Any, keys: Mapping[str, str | None]) -> Sections:
     """Find the sections of a checkpoint by their contents, or by the user's keys."""
     there = _candidates(checkpoint)
     given: dict[str, list[Path]] = {}
-    for name, text in (keys or {}).items():
+    for name, text in keys.items():
         if text is not None:
             parts = text.split(",") if name == "optimizer" else [text]
             parts = parts if name == "model" else [*filter(None, parts)]
             given[name] = [_named(checkpoint, name, key) for key in parts]
     (model,) = given.get("model") or [_choose_model(checkpoint, there)]
     optimizers = given.get("optimizer", there["optimizer"])
-    is_several = len(optimizers) > 1 and len(_trained(there["model"])) > 1
-    if is_several and "optimizer" not in given:
-        raise ConvertError(
-            f"The checkpoint contains several models and {len(optimizers)} optimizers: "
-            f"{list_some(map(show, optimizers))}. Choose the model's optimizer with "
-            "keys={'optimizer': ...} (--optimizer-key)."
-        )
+    if "optimizer" not in given and len(_trained(there["model"])) > 1:
+        _check_single("optimizer", optimizers)
     scalers = given.get("scaler", there["scaler"])
-    if len(scalers) > 1:
-        raise ConvertError(
-            f"The checkpoint contains {len(scalers)} scalers: "
-            f"{list_some(map(show, scalers))}. Choose one with keys={{'scaler': ...}} "
-            "(--scaler-key)."
-        )
+    _check_single("scaler", scalers)
     used = {id(get(checkpoint, path)) for path in (*optimizers, model)}
     loose = there["optimizer"] + there["moments"]
     loose = [path for path in loose if id(get(checkpoint, path)) not in used]
@@ -170,36 +158,34 @@ def _trained(models: list[Path]) -> list[Path]:
     return fits or [p for p in models if not _AVERAGE.search(show(p)[-200:])] or models
 
 
+def _check_single(section: str, paths: list[Path]) -> None:
+    if len(paths) > 1:
+        raise ConvertError(
+            f"The checkpoint contains {len(paths)} {section}s: "
+            f"{list_some(map(show, paths))}. Choose one with keys={{'{section}': ...}} "
+            f"(--{section}-key). To move several models, convert them one by one, and "
+            "use the output of each as the template (--like) of the next."
+        )
+
+
 def _choose_model(checkpoint: Any, there: Mapping[str, list[Path]]) -> Path:
-    models = there["model"]
-    fits = _trained(models) or there["mixed"][:1]
+    fits = _trained(there["model"]) or there["mixed"][:1]
     preferred = [p for p in fits if p and p[-1] in _MODEL_NAMES]
     fits = preferred if len(preferred) == 1 else fits
-    if len(fits) == 1:
-        return fits[0]
+    _check_single("model", fits)
     if fits:
-        raise ConvertError(
-            f"The checkpoint contains {len(models)} models: "
-            f"{list_some(map(show, models))}. Choose one with keys={{'model': ...}} "
-            "(--model-key), and its optimizer with keys={'optimizer': ...} "
-            "(--optimizer-key). To write several back to one PyTorch checkpoint, use "
-            "the output of each conversion as the template (--like) of the next."
-        )
+        return fits[0]
     for path, value in walk(checkpoint, 2):
         what = _whole_module(value)
         if what:
             raise ConvertError(f"{show(path) or 'The file'} {what}")
-    advice = ""
-    if isinstance(checkpoint, dict) and checkpoint:
-        advice = (
-            f"Its keys are {list_some(checkpoint)}. Pass the model's key with "
-            "keys={'model': ...} (--model-key). "
-        )
+    names = list_some(checkpoint) if isinstance(checkpoint, dict) else ""
     raise ConvertError(
-        f"The checkpoint contains no model. {advice}"
-        "If the model is in another file, copy both files into one folder, as "
-        "model.safetensors (or model.pt) and optimizer.pt, and pass the folder. To "
-        "load only a scaler, use GradScaler.load()."
+        f"The checkpoint contains no model. Its keys are {names or 'none'}. Pass the "
+        "model's key with keys={'model': ...} (--model-key). If the model is in "
+        "another file, copy both files into one folder, as model.safetensors (or "
+        "model.pt) and optimizer.pt, and pass the folder. To load only a scaler, use "
+        "GradScaler.load()."
     )
 
 
@@ -211,7 +197,7 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
         "optimizer": is_nested(value) or is_flat(value),
         "scaler": isinstance(value, dict) and formats.is_state(value),
     }
-    if not fits[section]:
+    if not fits.get(section):
         what = f"is not the state dict of the {section}. To list the contents of the "
         what = _whole_module(value) or f"{what}checkpoint, run mlx_gradscale inspect."
         raise ConvertError(f"--{section}-key {key} {what}")
