@@ -35,6 +35,8 @@ class Group:
         kind (str): A key of :data:`OPTIMIZERS`.
         entries (dict): Index -> the parameter, if MLX has it.
         step (int): The step count at conversion.
+        prefix (str): Prefix of the group's MLX state: ``states.<i>.`` if it is a part
+            of a ``MultiOptimizer``, empty if all groups are one MLX optimizer.
     """
 
     held: dict[Any, Any]
@@ -44,6 +46,7 @@ class Group:
     kind: str = ""
     entries: dict[Index, Entry] = field(default_factory=dict)
     step: int = 0
+    prefix: str = ""
 
     @property
     def spec(self) -> OptimizerSpec:

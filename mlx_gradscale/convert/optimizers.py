@@ -69,6 +69,7 @@ def plan_groups(
         }
     is_count = type(trainer_step) is int and 0 <= trainer_step < MOST_STEPS
     _set_steps(groups, trainer_step if is_count else 0)
+    _set_prefixes(groups)
     notes = [group.spec.note for group in groups if group.spec.note]
     notes += check_differences(found, accept)
     fresh = [
@@ -112,24 +113,15 @@ def _set_steps(groups: Sequence[Group], default: int) -> None:
         group.step = next(iter(counts), default)
 
 
-def split(groups: Sequence[Group]) -> list[tuple[str, Group]]:
-    """Return each group with the prefix of its MLX state.
-
-    If all groups have the same update rule, schedule and step, they become one MLX
-    optimizer, with an empty prefix. Otherwise, each group becomes a part of a
-    ``MultiOptimizer``.
-    """
-    rules = [
-        (
-            g.kind,
-            g.step,
-            constructor_args(g),
-            *(number(g.settings.get(key)) for key in SCHEDULED),
-        )
-        for g in groups
-    ]
-    is_single = all(rule == rules[0] for rule in rules)
-    return [("" if is_single else f"states.{i}.", g) for i, g in enumerate(groups)]
+def _set_prefixes(groups: Sequence[Group]) -> None:
+    """Make groups that differ in update rule, schedule or step separate optimizers."""
+    rules = []
+    for group in groups:
+        schedule = [number(group.settings.get(key)) for key in SCHEDULED]
+        rules.append((group.kind, group.step, constructor_args(group), schedule))
+    if any(rule != rules[0] for rule in rules):
+        for i, group in enumerate(groups):
+            group.prefix = f"states.{i}."
 
 
 def to_mlx(
@@ -137,8 +129,8 @@ def to_mlx(
 ) -> dict[str, mx.array]:
     """Return the flat MLX state, with zeros for parameters without state."""
     flat: dict[str, mx.array] = {}
-    for prefix, group in split(groups):
-        rate = number(group.settings["lr"])
+    for group in groups:
+        prefix, rate = group.prefix, number(group.settings["lr"])
         flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
         flat[f"{prefix}learning_rate"] = mx.array(rate, mx.float32)
         for index, entry in group.entries.items():
@@ -166,10 +158,9 @@ def to_torch(
     ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, and ``settings`` describes
     each MLX optimizer, as in a checkpoint of :func:`save_checkpoint`.
     """
-    parts = split(groups)
-    is_single = not parts[0][0]
-    if len(settings) != (1 if is_single else len(groups)):
-        wanted = "one optimizer" if is_single else f"a MultiOptimizer of {len(groups)}"
+    count = len(groups) if groups[0].prefix else 1
+    if len(settings) != count:
+        wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
         raise ConvertError(
             f"The MLX optimizer has {len(settings)} parts, but PyTorch's {len(groups)} "
             f"parameter groups require {wanted}. Create it with load_torch() or "
@@ -177,8 +168,8 @@ def to_torch(
         )
     found: dict[str, str] = {}
     rates: dict[str, None] = {}
-    for i, (prefix, group) in enumerate(parts):
-        used = settings[0 if is_single else i]
+    for i, group in enumerate(groups):
+        used, prefix = settings[i if group.prefix else 0], group.prefix
         step = float(number(_required(flat, f"{prefix}step")))
         if not 0 <= step < MOST_STEPS:
             raise ConvertError(
@@ -192,7 +183,7 @@ def to_torch(
             )
         found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
         for index in group.entries:
-            slots = _torch_slots(group, index, flat, prefix, int(step))
+            slots = _torch_slots(group, index, flat, int(step))
             group.write_slots(index, slots)
         rate = number(_required(flat, f"{prefix}learning_rate"))
         for key, value in _changed_settings(group, used["values"], rate).items():
@@ -218,10 +209,11 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 
 
 def _torch_slots(
-    group: Group, index: Index, flat: Mapping[str, mx.array], prefix: str, step: int
+    group: Group, index: Index, flat: Mapping[str, mx.array], step: int
 ) -> dict[str, Any]:
     """Return the slots to write, or none if PyTorch's are already correct."""
     entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
+    prefix = group.prefix
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
     if not any(key in flat for key in keys):  # frozen in MLX
         if any(isinstance(old.get(slot), TensorShape) for slot in slots):
@@ -281,7 +273,7 @@ def build(
 
     If the groups differ, it is a ``MultiOptimizer``.
     """
-    groups = [g for prefix, g in split(groups) if prefix] or groups[:1]
+    groups = groups if groups[0].prefix else groups[:1]
     parts = [
         group.spec.mlx(**constructor_args(group) | {"learning_rate": rate})
         for group, rate in zip(groups, _rates(groups, learning_rate), strict=True)
