@@ -10,15 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from .. import torch_checkpoint
-from ..checkpoint import Checkpoint, read_checkpoint, save_checkpoint
+from ..checkpoint import read_checkpoint, save_checkpoint
 from ..commands import run_command
-from ..core.masters import join
-from ..core.scale import FIELDS, to_state_dict
 from ..files.paths import contains, read_json
 from ..files.text import align, printable
 from .layouts import AXES
@@ -26,7 +23,7 @@ from .load import load_torch
 from .names import is_adapter
 from .optimizer_table import OPTIMIZERS
 from .options import Options
-from .save import MlxRun, read_template, write_template
+from .save import read_template, unwrap, write_template
 from .template import TEMPLATE, Template, to_object
 from .tree import ConvertError, list_some
 
@@ -99,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     add("--to", choices=("mlx", "torch"))
     add("--optimizer", choices=tuple(OPTIMIZERS))
     for flag, form, kind in (
-        ("--rename", "OLD=NEW", _rename),
+        ("--rename", "OLD=NEW", _pair),
         ("--layout", "PATTERN=LAYOUT", _pair),
         ("--drop", "PATTERN", str),
         ("--accept", "SETTING", str),
@@ -124,21 +121,15 @@ def _pair(text: str) -> tuple[str, str]:
     return old, new
 
 
-def _rename(text: str) -> tuple[str, str]:
-    old, new = _pair(text)
-    try:
-        re.compile(old).sub(new, "")  # checks the replacement even without a match
-    except (re.error, IndexError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not valid: {error}. OLD must be a regular expression and NEW a "
-            "replacement string for re.sub."
-        ) from None
-    return old, new
-
-
-def _renamed(pairs: Sequence[tuple[str, str]], name: str) -> str:
-    for pattern, replacement in pairs:
-        name = re.sub(pattern, replacement, name)
+def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
+    for old, new in pairs:
+        try:
+            name = re.sub(old, new, name)
+        except (re.error, IndexError) as error:
+            raise ConvertError(
+                f"--rename {old}={new} is not valid: {error}. OLD must be a regular "
+                "expression and NEW a replacement string for re.sub."
+            ) from None
     return name
 
 
@@ -159,7 +150,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
-        rename=partial(_renamed, arguments.rename),
+        rename=partial(_rename, arguments.rename),
         layouts=dict(arguments.layout),
         drop=tuple(arguments.drop),
         keys=keys,
@@ -233,7 +224,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
 def _to_torch(arguments: argparse.Namespace) -> None:
     """Write an mlx_gradscale checkpoint as a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
-    run = _read_run(read_checkpoint(folder))
+    run = unwrap(read_checkpoint(folder))
     model = _model(arguments.model)
     is_save = folder.name.startswith("save-")  # one of a run's checkpoints
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
@@ -252,33 +243,6 @@ def _to_torch(arguments: argparse.Namespace) -> None:
         print(_describe(template, folder, target))
     else:
         print(f"Wrote {printable(target)}.")
-
-
-def _read_run(saved: Checkpoint) -> MlxRun:
-    """Read an mlx_gradscale checkpoint, using master weights where it has them."""
-    run = MlxRun(dict(saved.weights))
-    flat = {
-        name: x if isinstance(x, mx.array) else mx.array(x)
-        for name, x in saved.optimizer.items()
-    }
-    if saved.description["wrapped"]:
-        for name, x in flat.items():
-            kind, _, path = name.partition(".")
-            if kind == "masters":
-                run.weights[path] = x
-            elif kind == "remainders":
-                run.weights[path] = join(saved.weights[path], x).master
-        flat = {
-            name.removeprefix("optimizer."): x
-            for name, x in flat.items()
-            if name.startswith("optimizer.")
-        }
-    settings = saved.description["settings"]
-    if [row["class"] for row in settings] != ["Optimizer"]:
-        run.optimizer, run.settings = flat, settings
-    if saved.scaler:
-        run.scaler = to_state_dict({name: saved.scaler[name].item() for name in FIELDS})
-    return run
 
 
 def _model(place: str | None) -> Any:

@@ -205,7 +205,9 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
             f"The MLX optimizer state has no {key!r}. Call optimizer.init(model."
             "trainable_parameters()) or take a step first."
         )
-    return flat[key]
+    # A schedule that returns Python numbers leaves one in the state.
+    value = flat[key]
+    return value if isinstance(value, mx.array) else mx.array(value)
 
 
 def _torch_slots(

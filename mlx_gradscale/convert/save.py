@@ -4,7 +4,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -13,10 +12,12 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from .. import formats
+from ..checkpoint import Checkpoint
 from ..checkpoint.save import describe_optimizer
+from ..core.masters import join
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
-from ..core.scale import TORCH_KEYS
+from ..core.scale import FIELDS, TORCH_KEYS, to_state_dict
 from ..core.scaler import GradScaler
 from . import optimizers
 from .folder import read_torch, trainer_state, write_torch
@@ -120,7 +121,7 @@ def read_template(
 def write_template(
     path: str | os.PathLike[str],
     template: Template,
-    run: "MlxRun",
+    run: Checkpoint,
     accept: Iterable[str] = (),
     overwrite: bool = False,
     dry_run: bool = False,
@@ -138,75 +139,74 @@ def gather(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
-) -> "MlxRun":
-    """Collect the values of a live run."""
-    run = MlxRun(dict(tree_flatten(model.parameters())))
+) -> Checkpoint:
+    """Collect the values of a live run, as :func:`unwrap` returns them."""
+    weights, state = dict(tree_flatten(model.parameters())), {}
+    settings: list[dict[str, Any]] = []
     if isinstance(optimizer, LossScaleOptimizer):
-        masters = optimizer.masters(model.trainable_parameters())
-        run.weights |= dict(tree_flatten(masters))
+        weights |= dict(tree_flatten(optimizer.masters(model.trainable_parameters())))
         scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
     if optimizer is not None:
-        run.settings = describe_optimizer(optimizer)["settings"]
-        run.optimizer = {
-            # A schedule that returns Python numbers leaves one in the state.
-            name: x if isinstance(x, mx.array) else mx.array(x)
-            for name, x in tree_flatten(optimizer.state)
-            if isinstance(x, (mx.array, int, float))
-        }
+        settings = describe_optimizer(optimizer)["settings"]
+        state = dict(tree_flatten(optimizer.state))
         for i, part in enumerate(single_optimizers(optimizer)):
             schedule = part._schedulers.get("learning_rate")
             if schedule is not None and "step" in part.state:
                 # MLX's state holds the last step's rate, PyTorch's the next step's.
                 prefix = "" if part is optimizer else f"states.{i}."
-                run.optimizer[f"{prefix}learning_rate"] = mx.array(schedule(part.step))
-    if scaler is not None and scaler.is_enabled():
-        run.scaler = scaler.state_dict()
-    return run
+                state[f"{prefix}learning_rate"] = schedule(part.step)
+    fields = scaler.state if scaler is not None and scaler.is_enabled() else {}
+    return Checkpoint(weights, state, fields, {}, {"settings": settings})
 
 
-@dataclass
-class MlxRun:
-    """The values of an MLX run, by name.
+def unwrap(saved: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with master weights in place of half-precision ones.
 
-    Attributes:
-        weights (dict): The master weights, and the model's own weights where there are
-            none.
-        optimizer (dict, optional): ``tree_flatten(optimizer.state)`` as a dict.
-        settings (list): Descriptions of each single optimizer, as in a checkpoint of
-            ``save_checkpoint``.
-        scaler (dict, optional): ``GradScaler.state_dict()``.
+    The state and settings are those of the inner optimizer, empty without an optimizer.
     """
-
-    weights: dict[str, mx.array]
-    optimizer: dict[str, mx.array] | None = None
-    settings: list[dict[str, Any]] = field(default_factory=list)
-    scaler: dict[str, Any] | None = None
+    weights, state = dict(saved.weights), saved.optimizer
+    if saved.description["wrapped"]:
+        state = {}
+        for name, x in saved.optimizer.items():
+            kind, _, path = name.partition(".")
+            if kind == "masters":
+                weights[path] = x
+            elif kind == "remainders":
+                weights[path] = join(saved.weights[path], x).master
+            elif kind == "optimizer":
+                state[path] = x
+    settings = saved.description["settings"]
+    # save_checkpoint() needs an optimizer. Without one, the command passes the base
+    # class.
+    if [row["class"] for row in settings] == ["Optimizer"]:
+        settings = []
+    description = {"settings": settings}
+    return Checkpoint(weights, state, saved.scaler, saved.extra, description)
 
 
 def _fill(
-    template: Template, run: MlxRun, accept: Iterable[str]
+    template: Template, run: Checkpoint, accept: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """Update a checkpoint with a run's values; return notes and stale entries."""
     _fill_model(template, run.weights)
     notes = []
-    sections = template.sections
-    if run.optimizer is None and sections.optimizers:
+    sections, settings = template.sections, run.description["settings"]
+    if sections.optimizers and not settings:
         for path in reversed(sections.optimizers):
             del get(template.checkpoint, path[:-1])[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
-    elif run.optimizer is not None and template.groups:
-        notes += optimizers.to_torch(
-            template.groups, run.optimizer, run.settings, accept
-        )
-    elif run.optimizer is not None:
+    elif template.groups:
+        notes += optimizers.to_torch(template.groups, run.optimizer, settings, accept)
+    elif settings:
         notes.append(
             "The template has no optimizer state to update, so the state of the MLX "
             "optimizer is not written."
         )
-    if run.scaler is not None and sections.scaler is not None:
-        notes += _fill_scaler(get(template.checkpoint, sections.scaler), run.scaler)
-    elif run.scaler is not None:
+    if run.scaler and sections.scaler is not None:
+        state = to_state_dict({name: run.scaler[name].item() for name in FIELDS})
+        notes += _fill_scaler(get(template.checkpoint, sections.scaler), state)
+    elif run.scaler:
         notes.append(
             "The template has no scaler state to update, so the state of the MLX "
             "scaler is not written."
@@ -214,7 +214,7 @@ def _fill(
     old = [group.step for group in template.groups]
     new = [
         int(number(x))
-        for key, x in (run.optimizer or {}).items()
+        for key, x in run.optimizer.items()
         if re.fullmatch(r"(states\.\d+\.)?step", key)
     ]
     notes += _move_trainer(template.checkpoint, old, new)

@@ -21,7 +21,7 @@ from support.convert_runs import (
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.convert import ConvertError, Options, load_torch, main
-from mlx_gradscale.convert.save import MlxRun, write_template
+from mlx_gradscale.convert.save import gather, write_template
 from mlx_gradscale.convert.template import TEMPLATE, make_template
 
 ROOT = Path(__file__).parents[2]
@@ -106,8 +106,7 @@ def attempt(checkpoint):
         model = Holder(checkpoint.get("model", small()[0]))
         template, _ = make_template(checkpoint, model, Options())
         template.optimizer_state()
-        run = MlxRun(template.weights())
-        write_template("", template, run, dry_run=True)
+        write_template("", template, gather(Holder(template.weights())), dry_run=True)
     except ConvertError as error:
         return str(error)
     return ""
