@@ -6,7 +6,7 @@ constructor arguments make it match (``forced``), or the setting is refused
 (``refused``) until the user accepts it by name.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,9 +226,9 @@ def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str
     }
 
 
-def check_differences(found: Mapping[str, str], accept: Iterable[str]) -> list[str]:
+def check_differences(found: Mapping[str, str], accept: Collection[str]) -> list[str]:
     """Raise an error for differences that are not accepted; return the others."""
-    bad = {text: key for text, key in found.items() if key not in set(accept)}
+    bad = {text: key for text, key in found.items() if key not in accept}
     if bad:
         keys = ", ".join(dict.fromkeys(bad.values()))
         raise ConvertError(

@@ -5,7 +5,7 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -151,7 +151,7 @@ def to_torch(
     groups: Sequence[Group],
     flat: Mapping[str, mx.array],
     settings: Sequence[Mapping[str, Any]],
-    accept: Iterable[str] = (),
+    accept: Collection[str] = (),
 ) -> list[str]:
     """Write MLX's state into PyTorch's state dicts, and return notes.
 

@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -122,7 +122,7 @@ def write_template(
     path: str | os.PathLike[str],
     template: Template,
     run: Checkpoint,
-    accept: Iterable[str] = (),
+    accept: Collection[str] = (),
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
@@ -186,7 +186,7 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
 
 
 def _fill(
-    template: Template, run: Checkpoint, accept: Iterable[str]
+    template: Template, run: Checkpoint, accept: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Update a checkpoint with a run's values; return notes and stale entries."""
     _fill_model(template, run.weights)
@@ -194,7 +194,13 @@ def _fill(
     sections, settings = template.sections, run.description["settings"]
     if sections.optimizers and not settings:
         for path in reversed(sections.optimizers):
-            del get(template.checkpoint, path[:-1])[path[-1]]
+            parent = get(template.checkpoint, path[:-1])
+            if isinstance(parent, tuple):
+                raise ConvertError(
+                    "The template's optimizer state is in a tuple and cannot be left "
+                    "out. Pass the optimizer."
+                )
+            del parent[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
     elif template.groups:
         notes += optimizers.to_torch(template.groups, run.optimizer, settings, accept)

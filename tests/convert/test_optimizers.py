@@ -269,6 +269,7 @@ def test_what_mlx_computes_differently_is_refused_until_accepted(
     path = theirs.save(tmp_path / "a.pt")
     with pytest.raises(ConvertError, match=f"(?s){key}.*accept"):
         Mine(path)
+    Mine(path, accept=key)
     mine = Mine(path, accept=(key,))
     assert any(key in note for note in mine.run.notes)
     other = Side(kind).load(mine.save(tmp_path / "b.pt"))
