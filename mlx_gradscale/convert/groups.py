@@ -13,7 +13,7 @@ import mlx.core as mx
 from ..files.text import shorten
 from ..torch_checkpoint import TensorShape
 from .layouts import Entry
-from .optimizer_table import OPTIMIZERS, SCHEDULED, OptimizerSpec
+from .optimizer_table import OPTIMIZERS, SCHEDULED, OptimizerSpec, recognize
 from .tree import ConvertError, is_tensor, number
 
 Index = int | str
@@ -25,27 +25,17 @@ _LARGEST_INDEX = 2**31
 
 @dataclass
 class Group:
-    """A parameter group of an optimizer.
+    """A parameter group of an optimizer."""
 
-    Attributes:
-        held (dict): The optimizer's state dict in the checkpoint.
-        settings (dict): The group itself, with its ``params``.
-        states (dict): ``str(index)`` -> slots, such as ``exp_avg``, for all groups.
-        is_flat (bool): Whether ``held`` is flattened.
-        kind (str): A key of :data:`OPTIMIZERS`.
-        entries (dict): Index -> the parameter, if MLX has it.
-        step (int): The step count at conversion.
-        prefix (str): Prefix of the group's MLX state: ``states.<i>.`` if it is a part
-            of a ``MultiOptimizer``, empty if all groups are one MLX optimizer.
-    """
-
-    held: dict[Any, Any]
-    settings: dict[str, Any]
-    states: Mapping[str, dict[str, Any]]
-    is_flat: bool = False
-    kind: str = ""
-    entries: dict[Index, Entry] = field(default_factory=dict)
-    step: int = 0
+    held: dict[Any, Any]  # the optimizer's state dict in the checkpoint
+    settings: dict[str, Any]  # the group itself, with its params
+    states: Mapping[str, dict[str, Any]]  # str(index) -> slots, for all groups
+    kind: str  # a key of OPTIMIZERS
+    is_flat: bool = False  # whether held is flattened
+    entries: dict[Index, Entry] = field(default_factory=dict)  # parameters in MLX
+    step: int = 0  # at conversion
+    # The prefix of the group's MLX state: "states.<i>." if it is a part of a
+    # MultiOptimizer, empty if all groups are one MLX optimizer.
     prefix: str = ""
 
     @property
@@ -133,8 +123,11 @@ def is_flat(value: Any) -> bool:
     )
 
 
-def read_groups(held: dict[Any, Any]) -> list[Group]:
-    """Return the groups of a state dict in any layout, or raise if it is damaged."""
+def read_groups(held: dict[Any, Any], kind: str | None = None) -> list[Group]:
+    """Return the groups of a state dict in any layout, or raise if it is damaged.
+
+    ``kind`` is the optimizer's class, if the user named it.
+    """
     groups: list[dict[str, Any]]
     states: dict[Any, Any]
     is_flattened = is_flat(held)
@@ -155,7 +148,12 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
     # torch.distributed.checkpoint writes numbers as strings.
     by_text = {str(index): slots for index, slots in states.items()}
     need(len(by_text) == len(states), "each index in the state", "unique", states)
-    return [Group(held, settings, by_text, is_flattened) for settings in groups]
+    slots = {slot for slots in states.values() for slot in slots}
+    kind = recognize(groups, slots, kind)
+    found = [Group(held, group, by_text, kind, is_flattened) for group in groups]
+    for group in found:
+        group.check_settings()
+    return found
 
 
 def _unflatten(

@@ -34,20 +34,13 @@ _COUNTER = "num_batches_tracked"  # BatchNorm's step count, which MLX does not h
 
 @dataclass
 class Plan:
-    """All tensors of a PyTorch state dict, by their PyTorch names.
+    """All tensors of a PyTorch state dict, by their PyTorch names."""
 
-    Attributes:
-        entries (dict): The tensors that MLX has.
-        tied (dict): Alias -> the name whose tensor it shares.
-        torch_only (tuple): Names without an MLX counterpart.
-        rounded (tuple): Names of float64 tensors, which become float32.
-        change_model (Callable): Changes the model as its ``sanitize`` does.
-    """
-
-    entries: dict[str, Entry] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    torch_only: tuple[str, ...] = ()
-    rounded: tuple[str, ...] = ()
+    entries: dict[str, Entry] = field(default_factory=dict)  # tensors that MLX has
+    tied: dict[str, str] = field(default_factory=dict)  # alias -> name with the tensor
+    torch_only: tuple[str, ...] = ()  # names without an MLX counterpart
+    rounded: tuple[str, ...] = ()  # names of float64 tensors, which become float32
+    # Changes the model as its sanitize does.
     change_model: Callable[[], object] = lambda: None
 
     def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -21,23 +21,12 @@ from .optimizer_table import (
     check_differences,
     differences,
     plain_setting,
-    recognize,
     refused_settings,
 )
 from .tree import ConvertError, list_some, match_type, number
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
-
-
-def set_kind(groups: Sequence[Group], name: str | None) -> None:
-    """Set the kind of optimizer that the groups belong to, or raise if unknown."""
-    settings = [group.settings for group in groups]
-    slots = {slot for slots in groups[0].states.values() for slot in slots}
-    kind = recognize(settings, slots, name)
-    for group in groups:
-        group.kind = kind
-        group.check_settings()
 
 
 def plan_groups(

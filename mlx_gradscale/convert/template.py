@@ -159,9 +159,7 @@ def make_template(
         template.plan = make_plan(arrays, model, options)
     notes = found.notes + template.plan.notes()
     for path in found.optimizers:
-        groups = read_groups(get(checkpoint, path))
-        optimizers.set_kind(groups, options.optimizer)
-        template.groups += groups
+        template.groups += read_groups(get(checkpoint, path), options.optimizer)
     if template.groups:
         # A safetensors file does not preserve PyTorch's order of tensors.
         file = str(found.model[0]) if files is not None else ""
