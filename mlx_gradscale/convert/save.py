@@ -67,8 +67,8 @@ def save_torch(
             checkpoint of the same model, or a ``template.pt``. Entries without an MLX
             counterpart are copied from it, so update entries such as
             ``template["epoch"]`` first.
-        options (Options, optional): Used if ``like`` is a path; otherwise only
-            ``accept`` applies.
+        options (Options, optional): Used if ``like`` is a PyTorch checkpoint. For a
+            template, only ``accept`` applies.
         overwrite (bool): Whether to replace an existing file or folder. Default:
             ``True``.
 

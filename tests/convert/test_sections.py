@@ -106,6 +106,16 @@ def test_scaler_of_another_framework_is_found_by_its_name_and_updated(key, tmp_p
     assert back == {"loss_scale": 32.0, "unskipped": 5}
 
 
+def test_scaler_inside_the_optimizer_is_found_and_the_rest_is_not_stale(tmp_path):
+    """As mmengine writes it."""
+    model, optimizer, scaler = small()
+    optimizer = {**optimizer, "loss_scaler": scaler}
+    checkpoint = {"state_dict": model, "optimizer": optimizer, "meta": {"epoch": 3}}
+    run = there_and_back(tmp_path, checkpoint)
+    assert run.scaler.get_scale() == 512.0
+    assert [*run.template.entries_beside()] == ["meta"]
+
+
 def test_values_in_a_state_dict_that_are_no_tensors_come_back(tmp_path):
     model, optimizer, _ = small()
     model = OrderedDict({"fc._extra_state": {"calls": 3}, **model})
