@@ -175,8 +175,7 @@ def to_torch(
             slots = _torch_slots(group, index, flat, int(step))
             group.write_slots(index, slots)
         rate = number(_required(flat, f"{prefix}learning_rate"))
-        for key, value in _changed_settings(group, used["values"], rate).items():
-            group.write_setting(key, value)
+        group.settings |= _changed_settings(group, used["values"], rate)
         if "learning_rate" in used["schedules"]:
             rates[f"{rate:.6g}"] = None
     notes = check_differences(found, accept)

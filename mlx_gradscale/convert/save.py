@@ -21,6 +21,7 @@ from ..core.scale import FIELDS, TORCH_KEYS, to_state_dict
 from ..core.scaler import GradScaler
 from . import optimizers
 from .folder import read_torch, trainer_state, write_torch
+from .groups import flatten
 from .names import is_adapter
 from .options import Options
 from .sections import fingerprint
@@ -217,6 +218,8 @@ def _fill(
             "The template has no scaler state to update, so the state of the MLX "
             "scaler is not written."
         )
+    for group in template.groups:
+        flatten(group.held)
     old = [group.step for group in template.groups]
     new = [
         int(number(x))

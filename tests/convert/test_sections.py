@@ -257,6 +257,9 @@ def test_states_of_torch_distributed_convert(kind, tmp_path):
                 for i, n in enumerate(names)}  # fmt: skip
         held |= {f"param_groups.{n}.{k}": x for n in names for k, x in settings.items()}
     run = there_and_back(tmp_path, {"model": model, "optim": held})
+    forward(tmp_path / "a.pt", tmp_path / "run")
+    forward(tmp_path / "e.pt", tmp_path / "run")
+    identical(pt.load(tmp_path / "e.pt"), pt.load(tmp_path / "a.pt"))
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
     run.optimizer.learning_rate = 0.5
     save_torch(tmp_path / "c.pt", Small(), run.optimizer, like=run.template)
