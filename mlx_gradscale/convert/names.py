@@ -39,7 +39,7 @@ class Plan:
     entries: dict[str, Entry] = field(default_factory=dict)  # tensors that MLX has
     tied: dict[str, str] = field(default_factory=dict)  # alias -> name with the tensor
     torch_only: tuple[str, ...] = ()  # names without an MLX counterpart
-    rounded: tuple[str, ...] = ()  # names of float64 tensors, which become float32
+    notes: list[str] = field(default_factory=list)  # for the user
     # Changes the model as its sanitize does.
     change_model: Callable[[], object] = lambda: None
 
@@ -49,29 +49,6 @@ class Plan:
         for name, entry in self.entries.items():
             out |= entry.to_mlx(tensors[name])
         return out
-
-    def notes(self) -> list[str]:
-        """Return notes for the user."""
-        notes = []
-        if self.rounded:
-            notes.append(
-                f"{list_some(self.rounded)} are float64 in PyTorch and were rounded to "
-                "float32."
-            )
-        if any(n.endswith(".lora_a") for e in self.entries.values() for n in e.mlx):
-            notes.append(
-                "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
-                "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to "
-                "lora_alpha / sqrt(r) if use_rslora was set."
-            )
-        dropped = [n for n in self.torch_only if not n.endswith(_COUNTER)]
-        if dropped:
-            notes.append(
-                f"The MLX model has no parameters for {list_some(dropped)}. These "
-                "tensors and their optimizer state are written back to PyTorch "
-                "unchanged."
-            )
-        return notes
 
 
 def unwrap(name: str) -> str:
@@ -137,10 +114,42 @@ def make_plan(
     plan.tied = {n: owners[id(tensors[n])] for n in rest if id(tensors[n]) in owners}
     rest = [name for name in rest if name not in plan.tied]
     plan.torch_only = tuple(n for n in rest if new.get(n) is None)
-    plan.rounded = tuple(n for n in plan.entries if tensors[n].dtype == mx.float64)
     lost = [n for n in rest if new.get(n) is not None]
     _check_names(plan, lost, known, is_partial=is_adapter(shapes))
+    plan.notes = _notes(plan, tensors, model)
     return plan
+
+
+def _notes(plan: Plan, tensors: Mapping[str, mx.array], model: nn.Module) -> list[str]:
+    notes = []
+    if any(n.endswith(".lora_a") for e in plan.entries.values() for n in e.mlx):
+        notes.append(
+            "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
+            "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to lora_alpha / "
+            "sqrt(r) if use_rslora was set."
+        )
+    dropped = [n for n in plan.torch_only if not n.endswith(_COUNTER)]
+    if dropped:
+        notes.append(
+            f"The MLX model has no parameters for {list_some(dropped)}. These tensors "
+            "and their optimizer state are written back to PyTorch unchanged."
+        )
+    rounded = [n for n in plan.entries if tensors[n].dtype == mx.float64]
+    if rounded:
+        notes.append(f"Rounded from float64 to float32: {list_some(rounded)}.")
+    grouped = [
+        name or "The model"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.GroupNorm)
+        and not layer.pytorch_compatible
+        and 1 < layer.num_groups < layer.dims
+    ]
+    if grouped:
+        notes.append(
+            "These layers group channels differently from PyTorch's GroupNorm: "
+            f"{list_some(grouped)}. Create them with pytorch_compatible=True."
+        )
+    return notes
 
 
 def _matches(pattern: str, names: Collection[str]) -> list[str]:

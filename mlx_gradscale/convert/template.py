@@ -157,7 +157,7 @@ def make_template(
     else:
         arrays = {n: x for n, x in tensors.items() if isinstance(x, mx.array)}
         template.plan = make_plan(arrays, model, options)
-    notes = found.notes + template.plan.notes()
+    notes = found.notes + template.plan.notes
     for path in found.optimizers:
         template.groups += read_groups(get(checkpoint, path), options.optimizer)
     if template.groups:

@@ -124,7 +124,7 @@ def test_float64_tensors_are_rounded_in_mlx_and_come_back_as_float64(tmp_path, c
     best = torch.tensor([0.1], dtype=torch.float64)
     torch.save({**parts, "best": best}, tmp_path / "a.pt")
     assert main(paths(tmp_path)) == 0
-    assert "fc.weight, fc.bias are float64 in PyTorch" in capsys.readouterr().err
+    assert "from float64 to float32: fc.weight, fc.bias" in capsys.readouterr().err
     weight = read_checkpoint(tmp_path / "run").weights["fc.weight"]
     assert weight.dtype == mx.float32
     forward(tmp_path / "b.pt", tmp_path / "run")

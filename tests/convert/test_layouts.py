@@ -61,6 +61,23 @@ def test_layers_compute_the_same(kind):
     np.testing.assert_allclose(got, channels_last(want), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("groups", "settings", "is_equal"),
+    [(2, {}, False), (2, {"pytorch_compatible": True}, True), (1, {}, True)],
+)
+def test_group_norm_that_computes_something_else_is_reported(
+    groups, settings, is_equal
+):
+    torch = pytest.importorskip("torch")
+    theirs, ours = torch.nn.GroupNorm(groups, 4), nn.GroupNorm(groups, 4, **settings)
+    plan = convert(state_dict(theirs), ours)
+    x = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+    want = channels_last(theirs(torch.tensor(x)).detach().numpy())
+    got = np.array(ours(mx.array(channels_last(x))))
+    assert np.allclose(got, want, rtol=1e-5, atol=1e-5) == is_equal
+    assert any("pytorch_compatible=True" in note for note in plan.notes) != is_equal
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_fused_attention_computes_the_same(bias):
     torch = pytest.importorskip("torch")
