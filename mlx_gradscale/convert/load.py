@@ -96,7 +96,7 @@ def load_torch(
         array([[1, 1]], dtype=float32)
     """
     options = options or Options()
-    checkpoint, files, notes = read_torch(path, options)
+    checkpoint, files, notes = read_torch(path, options.limits)
     template, more = make_template(checkpoint, model, options, files)
     state, _ = template.scaler_state()
     scaler: GradScaler | None = None

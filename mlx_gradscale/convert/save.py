@@ -113,7 +113,7 @@ def read_template(
     """Return a template, reading a PyTorch checkpoint or ``template.pt`` if needed."""
     if isinstance(like, Template):
         return like
-    checkpoint, files, _ = read_torch(like, options)
+    checkpoint, files, _ = read_torch(like, options.limits)
     if is_template(checkpoint):
         return from_object(checkpoint)
     return make_template(checkpoint, model, options, files)[0]

@@ -149,7 +149,7 @@ def test_accelerate_folder_of_two_models_converts_one_after_the_other(tmp_path):
         target = tmp_path / f"out{end}"
         save_torch(target, model, run.optimizer, like=last, options=Options(keys=keys))
         last = target
-    back, _, _ = read_torch(last, Options())
+    back, _, _ = read_torch(last)
     for end in ("", "_1"):
         weights = back[f"pytorch_model{end}.bin"]
         assert weights["fc.bias"].tolist() == [2.0, 3.0]
