@@ -5,6 +5,7 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 """
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -185,6 +186,12 @@ def to_torch(
             f"PyTorch is {', '.join(rates)}."
         )
     return notes
+
+
+def steps_in(flat: Mapping[str, Any]) -> list[int]:
+    """Return the step counts in an MLX optimizer's state."""
+    found = [key for key in flat if re.fullmatch(r"(states\.\d+\.)?step", key)]
+    return [int(number(flat[key])) for key in found]
 
 
 def _required(flat: Mapping[str, Any], key: str) -> Any:

@@ -20,13 +20,7 @@ _MOST_WORK = 1_000_000
 
 
 class Order:
-    """The parameters of a model's optimizers, to be matched with PyTorch's names.
-
-    Args:
-        groups (Sequence): The groups of all optimizers.
-        tensors (dict): The model's tensors by their PyTorch names.
-        plan (Plan): The mapping of these tensors to MLX.
-    """
+    """The parameters of all of a model's optimizers, and the model's tensors."""
 
     def __init__(
         self, groups: Sequence[Group], tensors: Mapping[str, Any], plan: Plan

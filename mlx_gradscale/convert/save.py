@@ -24,21 +24,9 @@ from .folder import read_torch, trainer_state, write_torch
 from .groups import flatten
 from .names import is_adapter
 from .options import Options
-from .sections import fingerprint
 from .template import Template, from_object, is_template, make_template
-from .tree import (
-    ConvertError,
-    get,
-    list_some,
-    match_type,
-    number,
-    show,
-    unchanged,
-    walk,
-)
+from .tree import ConvertError, get, list_some, match_type, show, unchanged, walk
 
-# Common names for the arguments of a training script.
-_SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
 _STATE_FILES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
 
 
@@ -221,11 +209,7 @@ def _fill(
     for group in template.groups:
         flatten(group.held)
     old = [group.step for group in template.groups]
-    new = [
-        int(number(x))
-        for key, x in run.optimizer.items()
-        if re.fullmatch(r"(states\.\d+\.)?step", key)
-    ]
+    new = optimizers.steps_in(run.optimizer)
     notes += _move_trainer(template.checkpoint, old, new)
     return notes, [] if template.is_reported else _stale_notes(template, old, new)
 
@@ -312,18 +296,11 @@ def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
 
 
 def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str]:
-    """Return a note on entries that the MLX steps have made stale.
-
-    Entries that have changed since they were read are excluded.
-    """
+    """Return a note on entries that the MLX steps have made stale."""
     then, now = max(old, default=0), max(new, default=0)
     if not old or not new or then == now:
         return []
-    found = {
-        path: x
-        for path, x in template.entries_beside().items()
-        if template.age.get(path) == fingerprint(x) and _may_count(path, x)
-    }
+    found = template.old_entries()
     # Random states and data positions.
     names = [*found, *filter(_STATE_FILES.search, template.files or ())]
     if not names:
@@ -338,11 +315,3 @@ def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str
             note += f" Lightning's step count is loops/{show(path)}."
             break
     return [note]
-
-
-def _may_count(path: str, value: Any) -> bool:
-    """Return whether an entry may change with each step; text and flags do not."""
-    return not _SETTINGS.fullmatch(path.rpartition("/")[2]) and not all(
-        isinstance(x, (str, bool, type(None), dict, list, tuple))
-        for _, x in walk(value, 100, leaves=True)
-    )

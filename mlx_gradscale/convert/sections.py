@@ -1,19 +1,15 @@
 """Find the model, its optimizers and the scaler in a checkpoint of any structure."""
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import mlx.core as mx
 
 from .. import formats
 from ..files.text import dtype_name
 from ..torch_checkpoint import Placeholder
 from .groups import is_flat, is_nested
 from .tree import (
-    CONTAINERS,
     ConvertError,
     Path,
     find_key,
@@ -224,21 +220,3 @@ def _masters(checkpoint: Any, model: Path) -> dict[str, None]:
             named = [i for i, key in enumerate(path) if _MASTERS.search(str(key)[:80])]
             found |= {show(path[: i + 1]): None for i in named[:1]}
     return found
-
-
-def fingerprint(value: Any) -> str:
-    """Return a hash of the numbers, strings and small tensors in a value.
-
-    Tensors of more than 4096 elements contribute only their shape and dtype.
-    """
-    digest = hashlib.sha256()
-    for path, item in walk(value, 100, leaves=True):
-        text = ""
-        if is_tensor(item):
-            text = f"{dtype_name(item)}{tuple(item.shape)}"
-            if isinstance(item, mx.array) and item.size <= 4096:
-                text += str(item.tolist())
-        elif not isinstance(item, CONTAINERS):
-            text = f"{item!r:.400}"
-        digest.update(f"{show(path)}={text};".encode("utf-8", "replace"))
-    return digest.hexdigest()[:16]

@@ -7,6 +7,7 @@ again, with the saved names and layouts in place of the model.
 
 import os
 import pathlib
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,12 +25,26 @@ from .layouts import Entry
 from .names import Plan, make_plan
 from .options import Options
 from .order import Order
-from .sections import Sections, find_sections, fingerprint
-from .tree import ConvertError, Path, get, is_tensor, items, list_some, number, show
+from .sections import Sections, find_sections
+from .tree import (
+    CONTAINERS,
+    ConvertError,
+    Path,
+    fingerprint,
+    get,
+    is_tensor,
+    items,
+    list_some,
+    number,
+    show,
+    walk,
+)
 
 _VERSION = "mlx_gradscale_template"
 # File name of the template in the folder of an mlx_gradscale checkpoint.
 TEMPLATE = "template.pt"
+# Common names for the arguments of a training script.
+_SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
 
 
 @dataclass
@@ -97,10 +112,8 @@ class Template:
     ) -> None:
         """Replace the tensors that MLX holds with their shapes.
 
-        Args:
-            keep (Iterable): MLX names of weights to keep because MLX rounded them.
-            optimizer_names (Iterable, optional): MLX names of the parameters whose
-                moments MLX holds. Default: all.
+        Weights in ``keep`` stay, because MLX rounded them. MLX holds the moments of
+        ``optimizer_names``, by default of all parameters.
         """
         held, kept = get(self.checkpoint, self.sections.model), set(keep)
         for name, entry in self.plan.entries.items():
@@ -130,6 +143,19 @@ class Template:
             for key, value in items(get(self.checkpoint, outer))
             if not (id(value) in used or id(value) in above)
             and not (outer == model and is_tensor(value))
+        }
+
+    def old_entries(self) -> dict[str, Any]:
+        """Return unused entries that may count steps and have not been changed."""
+        return {
+            path: value
+            for path, value in self.entries_beside().items()
+            if self.age.get(path) == fingerprint(value)
+            and not _SETTINGS.fullmatch(path.rpartition("/")[2])
+            and not all(
+                isinstance(x, (str, bool, type(None), *CONTAINERS))
+                for _, x in walk(value, 100, leaves=True)
+            )
         }
 
 

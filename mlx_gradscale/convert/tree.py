@@ -1,5 +1,6 @@
-"""Walk, address and temporarily change the containers of a checkpoint."""
+"""Walk, address, compare and temporarily change the containers of a checkpoint."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,3 +129,21 @@ def match_type(value: Any, old: Any) -> Any:
         return tuple(value)
     is_whole = type(old) is int and float(value).is_integer()
     return type(old)(value) if is_whole or type(old) in (bool, float) else value
+
+
+def fingerprint(value: Any) -> str:
+    """Return a hash of the numbers, strings and small tensors in a value.
+
+    Tensors of more than 4096 elements contribute only their shape and dtype.
+    """
+    digest = hashlib.sha256()
+    for path, item in walk(value, 100, leaves=True):
+        shown = ""
+        if is_tensor(item):
+            shown = f"{text.dtype_name(item)}{tuple(item.shape)}"
+            if isinstance(item, mx.array) and item.size <= 4096:
+                shown += str(item.tolist())
+        elif not isinstance(item, CONTAINERS):
+            shown = f"{item!r:.400}"
+        digest.update(f"{show(path)}={shown};".encode("utf-8", "replace"))
+    return digest.hexdigest()[:16]
