@@ -40,7 +40,7 @@ class Order:
         order of the MLX model is used instead. The second result lists notes on cases
         in which shapes cannot confirm the order.
         """
-        names = options.names
+        names: Sequence[str] | None = options.names
         if self.indices and all(isinstance(index, str) for index in self.indices):
             # FullyShardedDataParallel and torch.distributed use names as indices.
             names = tuple(map(str, self.indices))
@@ -52,16 +52,9 @@ class Order:
             fits = [a in (None, b) for a, b in zip(self.shapes, shapes, strict=True)]
             # Transformers' Trainer groups them by weight decay: with, then without.
             return found if all(fits) else self._deal(found), []
-        if is_ordered:
-            found = self._deal(self._candidates(self.tensors))
-            return found, self._exchange_notes(found)
-        found = self._deal(self._candidates(self._mlx_order(model)))
-        return found, [
-            "Neither the optimizer nor the safetensors file stores the order of the "
-            "parameters, so the order of the MLX model's layers was used. If PyTorch "
-            "used a different order, moments of equal shape are now swapped. "
-            f"{_advice()}"
-        ]
+        names = list(self.tensors) if is_ordered else self._mlx_order(model)
+        found = self._deal(self._candidates(names))
+        return found, self._swap_notes(found, is_ordered)
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
         """Return the possible parameters; a tied tensor is listed by its first name."""
@@ -163,22 +156,24 @@ class Order:
             at, found[path[0]], path = path
         return found
 
-    def _exchange_notes(self, names: list[str]) -> list[str]:
-        """Return a note if top-level modules with equal shapes may be swapped."""
+    def _swap_notes(self, names: list[str], is_ordered: bool) -> list[str]:
+        """Return a note if the order is a guess that equal shapes do not confirm."""
         if len(self.sizes) == 1 and not any(self.shapes):
-            return []  # nothing to exchange
-        children: dict[str, list[Any]] = {}
+            return []  # there are no moments to swap
+        parts: dict[str, list[Any]] = {}
         for name in names:
-            head, dot, _ = name.partition(".")
+            # In the checkpoint's order, at most whole modules are likely to be swapped.
+            part, dot, _ = name.partition(".") if is_ordered else (name, ".", "")
             if dot:
-                children.setdefault(head, []).append(tuple(self.tensors[name].shape))
-        count = Counter(map(tuple, children.values()))
-        alike = [head for head, shapes in children.items() if count[tuple(shapes)] > 1]
+                parts.setdefault(part, []).append(tuple(self.tensors[name].shape))
+        count = Counter(map(tuple, parts.values()))
+        alike = [part for part, shapes in parts.items() if count[tuple(shapes)] > 1]
         if not alike:
             return []
+        order = "the model's state dict" if is_ordered else "the MLX model's layers"
         return [
-            "The optimizer does not store the names of its parameters, so the model's "
-            f"order was used. {list_some(alike, 3)} have equal shapes. If the "
+            "The optimizer does not store the names of its parameters, so the order of "
+            f"{order} was used. {list_some(alike, 3)} have equal shapes. If the "
             "optimizer was created with another order, their moments are now swapped. "
             f"{_advice()}"
         ]

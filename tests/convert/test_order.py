@@ -123,7 +123,10 @@ def test_order_of_the_mlx_model_is_taken_for_safetensors_with_a_note():
     state, want = adam_state([names], tensors)
     found, notes = find(state, tensors, Pair(), is_ordered=False)
     assert found == want
-    assert "the order of the MLX model's layers was used" in notes[0]
+    assert "the order of the MLX model's layers was used. second.weight" in notes[0]
+    tensors = named(a=(3,), b=(4,))  # shapes leave no doubt
+    state, want = adam_state([["a", "b"]], tensors)
+    assert find(state, tensors, is_ordered=False) == (want, [])
 
 
 def test_equal_modules_that_may_be_in_another_order_are_reported(tmp_path):
