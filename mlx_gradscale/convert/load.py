@@ -140,7 +140,7 @@ def _fill(
         rounded = _load_rounded(model, weights, optimizer)
     else:
         model.load_weights(list(weights.items()), strict=False)
-    # Transposed arrays are views until they are evaluated, and keep the originals alive.
+    # Until they are evaluated, transposed arrays keep the originals in memory.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
     template.drop_tensors(rounded, names)
 

@@ -58,14 +58,6 @@ class Template:
             ``TensorShape`` leaves.
         files (dict, optional): For a folder, the bytes of the files that are not in
             ``checkpoint``.
-        options (Options): The options that it was made with.
-        sections (Sections): The paths of the model, its optimizers and the scaler.
-        plan (Plan): Mapping of the model's tensors to MLX.
-        groups (list): The parameter groups of all optimizers.
-        names (list): The PyTorch names of the parameters in all groups.
-        age (dict): Fingerprints of the entries that MLX does not use, taken when they
-            were read.
-        is_reported (bool): Whether stale entries have been reported.
     """
 
     checkpoint: Any
@@ -73,10 +65,10 @@ class Template:
     options: Options
     sections: Sections
     plan: Plan = field(default_factory=Plan)
-    groups: list[Group] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    age: dict[str, str] = field(default_factory=dict)
-    is_reported: bool = False
+    groups: list[Group] = field(default_factory=list)  # of all optimizers
+    names: list[str] = field(default_factory=list)  # of the parameters in all groups
+    age: dict[str, str] = field(default_factory=dict)  # fingerprints of unused entries
+    is_reported: bool = False  # whether stale entries have been reported
 
     def __getitem__(self, key: Any) -> Any:
         return self.checkpoint[key]
