@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import formats, torch_checkpoint
-from ..torch_checkpoint import TensorShape
+from .. import formats
+from ..torch_checkpoint import Limits, TensorShape
 from . import optimizers
-from .folder import trainer_state
+from .folder import read_torch, trainer_state
 from .groups import Group, read_groups
 from .layouts import Entry
 from .names import Plan, make_plan
@@ -259,7 +259,9 @@ def from_object(value: Mapping[str, Any]) -> Template:
 
 
 def build_optimizer(
-    like: Template | str | os.PathLike[str], learning_rate: Any = None
+    like: Template | str | os.PathLike[str],
+    learning_rate: Any = None,
+    limits: Limits | None = None,
 ) -> Any:
     """Return the MLX optimizer equivalent to a checkpoint's optimizer.
 
@@ -268,6 +270,7 @@ def build_optimizer(
             wrote, or its ``template.pt``.
         learning_rate (float, Callable or list, optional): As for
             :func:`~mlx_gradscale.convert.load_torch`.
+        limits (Limits, optional): Limits on the resource use of reading a file.
 
     Returns:
         Optimizer: The optimizer, without its state. To restore the state, call
@@ -276,7 +279,7 @@ def build_optimizer(
     if not isinstance(like, Template):
         path = pathlib.Path(like)
         path = path / TEMPLATE if path.is_dir() else path
-        found = torch_checkpoint.load(path, float64=mx.float64)
+        found, _, _ = read_torch(path, limits)
         if not is_template(found):
             raise ConvertError(
                 f"{path} is not a template. Pass a folder that mlx_gradscale convert "

@@ -20,7 +20,14 @@ from support.convert_runs import (
 )
 
 from mlx_gradscale import torch_checkpoint as pt
-from mlx_gradscale.convert import ConvertError, Options, load_torch, main
+from mlx_gradscale.convert import (
+    ConvertError,
+    Options,
+    build_optimizer,
+    load_torch,
+    main,
+    save_torch,
+)
 from mlx_gradscale.convert.save import gather, write_template
 from mlx_gradscale.convert.template import TEMPLATE, make_template
 
@@ -203,6 +210,17 @@ def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
         assert main([*arguments, "--mlx-path", str(tmp_path / "run")]) == 1
         assert "template" in capsys.readouterr().err
         assert not (tmp_path / "b.pt").exists()
+
+
+def test_limits_of_reading_a_template_can_be_changed(tmp_path):
+    assert main(paths(tmp_path, usual())) == 0
+    build_optimizer(tmp_path / "run")
+    few = pt.Limits(operations=5)
+    with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
+        build_optimizer(tmp_path / "run", limits=few)
+    like = tmp_path / "run" / TEMPLATE
+    with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
+        save_torch(tmp_path / "b.pt", Small(), like=like, options=Options(limits=few))
 
 
 def test_template_is_not_taken_for_a_checkpoint(tmp_path, capsys):
