@@ -20,8 +20,15 @@ from support.convert_runs import (
 )
 
 from mlx_gradscale import torch_checkpoint as pt
-from mlx_gradscale.convert import ConvertError, Options, load_torch, main
-from mlx_gradscale.convert.save import MlxRun, write_template
+from mlx_gradscale.convert import (
+    ConvertError,
+    Options,
+    build_optimizer,
+    load_torch,
+    main,
+    save_torch,
+)
+from mlx_gradscale.convert.save import gather, write_template
 from mlx_gradscale.convert.template import TEMPLATE, make_template
 
 ROOT = Path(__file__).parents[2]
@@ -106,8 +113,7 @@ def attempt(checkpoint):
         model = Holder(checkpoint.get("model", small()[0]))
         template, _ = make_template(checkpoint, model, Options())
         template.optimizer_state()
-        run = MlxRun(template.weights())
-        write_template("", template, run, dry_run=True)
+        write_template("", template, gather(Holder(template.weights())), dry_run=True)
     except ConvertError as error:
         return str(error)
     return ""
@@ -187,13 +193,16 @@ def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
     for key, value in (
         ("entries", {"fc.weight": ("evil", ("fc.weight",))}),
         ("entries", {"fc.weight": ("conv", ())}),
-        ("model", ("nothing",)),
-        ("groups", []),
-        ("groups", [("Sophia", 3, {0: "fc.weight"})]),
-        ("groups", [("SGD", 3, {7: "fc.weight"})]),
-        ("groups", [("SGD", 3, {0: "fc.evil"})]),
-        ("groups", [("SGD", -3, {0: "fc.weight"})]),
-        ("scaler_format", "evil"),
+        ("entries", {"evil": ("same", ("fc.weight",))}),
+        ("entries", None),
+        ("tied", {"a": "evil"}),
+        ("keys", {"model": "nothing"}),
+        ("keys", {"optimizer": 7}),
+        ("names", []),
+        ("names", ["fc.weight", "fc.evil"]),
+        ("optimizer", "Sophia"),
+        ("files", {"a.txt": None}),
+        ("files", {}),
         ("checkpoint", None),
     ):
         pt.save(tmp_path / "run" / TEMPLATE, held | {key: value})
@@ -201,6 +210,17 @@ def test_damaged_template_is_an_error_and_writes_nothing(tmp_path, capsys):
         assert main([*arguments, "--mlx-path", str(tmp_path / "run")]) == 1
         assert "template" in capsys.readouterr().err
         assert not (tmp_path / "b.pt").exists()
+
+
+def test_limits_of_reading_a_template_can_be_changed(tmp_path):
+    assert main(paths(tmp_path, usual())) == 0
+    build_optimizer(tmp_path / "run")
+    few = pt.Limits(operations=5)
+    with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
+        build_optimizer(tmp_path / "run", limits=few)
+    like = tmp_path / "run" / TEMPLATE
+    with pytest.raises(pt.CheckpointError, match=r"limits\.operations"):
+        save_torch(tmp_path / "b.pt", Small(), like=like, options=Options(limits=few))
 
 
 def test_template_is_not_taken_for_a_checkpoint(tmp_path, capsys):
