@@ -148,7 +148,7 @@ def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):
     assert (
         "no optimizer. The weights are in save-*/model.saf" in capsys.readouterr().out
     )
-    with pytest.raises(ValueError, match="contains no optimizer state"):
+    with pytest.raises(ValueError, match="or load only the weights"):
         restore_checkpoint(tmp_path / "run", Small(), optim.SGD(0.1))
     forward(tmp_path / "b.pt", tmp_path / "run")
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
