@@ -215,10 +215,8 @@ def _fill(
 
 
 def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
-    entries, held = (
-        template.plan.entries,
-        get(template.checkpoint, template.sections.model),
-    )
+    entries = template.plan.entries
+    held = get(template.checkpoint, template.sections.model)
     placed = {name for entry in entries.values() for name in entry.mlx}
     wrong = sorted(placed - weights.keys())
     if not is_adapter([name for name in held if isinstance(name, str)]):
