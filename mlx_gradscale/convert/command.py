@@ -148,9 +148,10 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
 
 def _options(arguments: argparse.Namespace) -> Options:
     keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
+    keys = {name: key for name, key in keys.items() if key is not None}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
-        rename=partial(_rename, arguments.rename),
+        rename=partial(_rename, arguments.rename) if arguments.rename else str,
         layouts=dict(arguments.layout),
         drop=tuple(arguments.drop),
         keys=keys,

@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -99,12 +100,18 @@ def read_template(
     like: Template | str | os.PathLike[str], model: nn.Module | None, options: Options
 ) -> Template:
     """Return a template, reading a PyTorch checkpoint or ``template.pt`` if needed."""
-    if isinstance(like, Template):
-        return like
-    checkpoint, files, _ = read_torch(like, options.limits)
-    if is_template(checkpoint):
-        return from_object(checkpoint)
-    return make_template(checkpoint, model, options, files)[0]
+    if not isinstance(like, Template):
+        checkpoint, files, _ = read_torch(like, options.limits)
+        if not is_template(checkpoint):
+            return make_template(checkpoint, model, options, files)[0]
+        like = from_object(checkpoint)
+    if replace(options, accept=(), limits=None) != Options():
+        raise ConvertError(
+            "The template already determines names, layouts and keys. Pass only "
+            "accept (--accept) and limits (--limit), or pass the PyTorch checkpoint as "
+            "like=... (--like)."
+        )
+    return like
 
 
 def write_template(

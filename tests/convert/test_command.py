@@ -142,6 +142,20 @@ def test_one_save_of_a_run_goes_back_by_the_runs_template(tmp_path):
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [["--optimizer-key", ""], ["--drop", "*"], ["--rename", "a=b"]],
+)
+def test_flags_that_the_template_overrides_are_an_error(flags, tmp_path, capsys):
+    assert main(paths(tmp_path, usual())) == 0
+    (tmp_path / "a.pt").unlink()
+    assert "already determines" in fails(capsys, *paths(tmp_path), *flags)
+    assert (
+        main([*paths(tmp_path), "--accept", "amsgrad", "--limit", "operations=1e8"])
+        == 0
+    )
+
+
 def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):
     pt.save(tmp_path / "a.pt", {"model": small()[0], "epoch": 3})
     forward(tmp_path / "a.pt", tmp_path / "run")
