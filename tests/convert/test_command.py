@@ -64,7 +64,7 @@ def test_success_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
         (["--model", "no_such_module:Net"], "ModuleNotFoundError"),
         (["--model", "support.convert_runs:Nothing"], "no attribute 'Nothing'"),
         (["--model", "support.convert_runs"], "MODULE:NAME"),
-        (["--model", "os:getcwd"], "must be an mlx.nn.Module"),
+        (["--model", "os:getcwd"], "is a str. Pass an mlx.nn.Module"),
         (["--model", "sys:exit"], "SystemExit"),
         (["--names", "no_such_file"], "No such file"),
         (["--rename", "(=x"], "regular expression"),
