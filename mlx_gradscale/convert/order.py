@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .groups import Group
-from .names import Plan, from_peft, bare_name
+from .names import Plan, bare_name, from_peft
 from .options import Options
 from .tree import ConvertError, list_some
 
