@@ -1,8 +1,8 @@
 """The ``mlx_gradscale convert`` command: move runs between PyTorch and MLX."""
 
 import argparse
-import importlib
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Sequence
@@ -148,9 +148,10 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
 
 def _options(arguments: argparse.Namespace) -> Options:
     keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
+    keys = {name: key for name, key in keys.items() if key is not None}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
-        rename=partial(_rename, arguments.rename),
+        rename=partial(_rename, arguments.rename) if arguments.rename else str,
         layouts=dict(arguments.layout),
         drop=tuple(arguments.drop),
         keys=keys,
@@ -255,23 +256,19 @@ def _model(place: str | None) -> Any:
     try:
         if Path(place).is_dir() or place.endswith(".json"):
             return _mlx_lm_model(Path(place))
-        module, colon, name = place.partition(":")
-        made: Any = getattr(importlib.import_module(module), name) if colon else None
+        made: Any = pkgutil.resolve_name(place)
         made = made() if callable(made) and not isinstance(made, nn.Module) else made
+        if isinstance(made, nn.Module):
+            return made
+        problem = f"is a {type(made).__name__}"
     except ConvertError:
         raise
     except (Exception, SystemExit) as error:  # users' code may raise anything
-        raise ConvertError(
-            f"--model {place} raised {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, nn.Module):
-        got = type(made).__name__ if colon else "no such folder and no ':'"
-        raise ConvertError(
-            f"--model {place} must be an mlx.nn.Module or a function that returns one, "
-            "as MODULE:NAME, or the folder or config.json of an mlx-lm model, got "
-            f"{got}."
-        )
-    return made
+        problem = f"raised {type(error).__name__}: {error}"
+    raise ConvertError(
+        f"--model {place} {problem}. Pass an mlx.nn.Module or a function that returns "
+        "one, as MODULE:NAME, or the folder or config.json of an mlx-lm model."
+    )
 
 
 def _mlx_lm_model(path: Path) -> nn.Module:

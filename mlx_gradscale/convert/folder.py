@@ -97,7 +97,7 @@ def _read_shards(
     tensors: dict[str, Any] = {}
     for part in parts:
         content = _read_file(_inside(path / part[0]), limits)
-        if not _is_flat(content) or tensors.keys() & content.keys():
+        if not _has_only_tensors(content) or tensors.keys() & content.keys():
             raise ConvertError(
                 f"The shard {part[0]} contains something other than tensors, or a "
                 "tensor that another shard contains too. Save the model again."
@@ -207,7 +207,7 @@ def _write_file(path: Path, content: Any) -> None:
         with atomic_write(path) as file:
             file.write(text.encode())
     elif path.suffix.lower() == ".safetensors":
-        if not _is_flat(content):
+        if not _has_only_tensors(content):
             raise ConvertError(
                 f"{path.name} cannot store this checkpoint, because a safetensors file "
                 "holds only named tensors. Use a path that ends in .pt."
@@ -218,7 +218,7 @@ def _write_file(path: Path, content: Any) -> None:
         torch_checkpoint.save(path, content)
 
 
-def _is_flat(content: Any) -> bool:
+def _has_only_tensors(content: Any) -> bool:
     return isinstance(content, dict) and all(
         isinstance(key, str) and is_tensor(value) for key, value in content.items()
     )

@@ -51,7 +51,7 @@ class Plan:
         return out
 
 
-def unwrap(name: str) -> str:
+def bare_name(name: str) -> str:
     """Remove the words that wrappers insert into a name."""
     return _WRAPPERS.sub("", name)
 
@@ -212,8 +212,8 @@ def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str],
     """Yield functions that may map PyTorch's names to the model's, simplest first."""
     yield rename
     for prefix in ("", *_PREFIXES):
-        yield partial(lambda p, name: unwrap(rename(name)).removeprefix(p), prefix)
-        yield partial(lambda p, name: rename(unwrap(name).removeprefix(p)), prefix)
+        yield partial(lambda p, name: bare_name(rename(name)).removeprefix(p), prefix)
+        yield partial(lambda p, name: rename(bare_name(name).removeprefix(p)), prefix)
 
 
 def _entry(

@@ -42,7 +42,7 @@ class Options:
     rename: Callable[[str], str] = str
     layouts: Mapping[str, str] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
-    keys: Mapping[str, str | None] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] | None = None
     optimizer: str | None = None
     accept: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .groups import Group
-from .names import Plan, from_peft, unwrap
+from .names import Plan, bare_name, from_peft
 from .options import Options
 from .tree import ConvertError, list_some
 
@@ -65,7 +65,7 @@ class Order:
         """Match explicitly given names, ignoring wrapper prefixes."""
 
         def plain(name: str) -> str:
-            return from_peft(unwrap(rename(name)))[0]
+            return from_peft(bare_name(rename(name)))[0]
 
         spelled: dict[str, list[str]] = {}
         for name in self.tensors:

@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -99,12 +100,18 @@ def read_template(
     like: Template | str | os.PathLike[str], model: nn.Module | None, options: Options
 ) -> Template:
     """Return a template, reading a PyTorch checkpoint or ``template.pt`` if needed."""
-    if isinstance(like, Template):
-        return like
-    checkpoint, files, _ = read_torch(like, options.limits)
-    if is_template(checkpoint):
-        return from_object(checkpoint)
-    return make_template(checkpoint, model, options, files)[0]
+    if not isinstance(like, Template):
+        checkpoint, files, _ = read_torch(like, options.limits)
+        if not is_template(checkpoint):
+            return make_template(checkpoint, model, options, files)[0]
+        like = from_object(checkpoint)
+    if replace(options, accept=(), limits=None) != Options():
+        raise ConvertError(
+            "The template already determines names, layouts and keys. Pass only "
+            "accept (--accept) and limits (--limit), or pass the PyTorch checkpoint as "
+            "like=... (--like)."
+        )
+    return like
 
 
 def write_template(
@@ -218,10 +225,8 @@ def _fill(
 
 
 def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
-    entries, held = (
-        template.plan.entries,
-        get(template.checkpoint, template.sections.model),
-    )
+    entries = template.plan.entries
+    held = get(template.checkpoint, template.sections.model)
     placed = {name for entry in entries.values() for name in entry.mlx}
     wrong = sorted(placed - weights.keys())
     if not is_adapter([name for name in held if isinstance(name, str)]):

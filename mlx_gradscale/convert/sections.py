@@ -57,15 +57,14 @@ class Sections:
         return [self.model, *self.optimizers, *scalers]
 
 
-def find_sections(checkpoint: Any, keys: Mapping[str, str | None]) -> Sections:
+def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
     """Find the sections of a checkpoint by their contents, or by the user's keys."""
     there = _candidates(checkpoint)
     given: dict[str, list[Path]] = {}
     for name, text in keys.items():
-        if text is not None:
-            parts = text.split(",") if name == "optimizer" else [text]
-            parts = parts if name == "model" else [*filter(None, parts)]
-            given[name] = [_named(checkpoint, name, key) for key in parts]
+        parts = text.split(",") if name == "optimizer" else [text]
+        parts = parts if name == "model" else [*filter(None, parts)]
+        given[name] = [_named(checkpoint, name, key) for key in parts]
     (model,) = given.get("model") or [_choose_model(checkpoint, there)]
     optimizers = given.get("optimizer", there["optimizer"])
     if "optimizer" not in given and len(_trained(there["model"])) > 1:

@@ -64,7 +64,7 @@ def test_success_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
         (["--model", "no_such_module:Net"], "ModuleNotFoundError"),
         (["--model", "support.convert_runs:Nothing"], "no attribute 'Nothing'"),
         (["--model", "support.convert_runs"], "MODULE:NAME"),
-        (["--model", "os:getcwd"], "must be an mlx.nn.Module"),
+        (["--model", "os:getcwd"], "is a str. Pass an mlx.nn.Module"),
         (["--model", "sys:exit"], "SystemExit"),
         (["--names", "no_such_file"], "No such file"),
         (["--rename", "(=x"], "regular expression"),
@@ -140,6 +140,20 @@ def test_one_save_of_a_run_goes_back_by_the_runs_template(tmp_path):
     assert main(paths(tmp_path, usual())) == 0
     forward(tmp_path / "b.pt", tmp_path / "run/save-000001")
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--optimizer-key", ""], ["--drop", "*"], ["--rename", "a=b"]],
+)
+def test_flags_that_the_template_overrides_are_an_error(flags, tmp_path, capsys):
+    assert main(paths(tmp_path, usual())) == 0
+    (tmp_path / "a.pt").unlink()
+    assert "already determines" in fails(capsys, *paths(tmp_path), *flags)
+    assert (
+        main([*paths(tmp_path), "--accept", "amsgrad", "--limit", "operations=1e8"])
+        == 0
+    )
 
 
 def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):
