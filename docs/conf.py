@@ -66,6 +66,18 @@ TOP_PAGES = {
     "security": ROOT / "SECURITY.md",
 }
 
+# The groups of the sidebar. They are not in index.md, where GitHub would show them.
+SIDEBAR = {
+    "Getting started": "getting_started coming_from examples troubleshooting",
+    "Guides": "mlx_lm compiled_steps skipped_steps float32_layers bfloat16 checkpoints "
+    "pytorch_runs distributed ema diagnostics",
+    "API": "api/index api/gradscaler api/loss_scale_optimizer api/functions "
+    "api/diagnostics api/plot api/distributed api/ema api/float32_layers api/convert "
+    "api/torch_checkpoint api/formats",
+    "Performance": "performance",
+    "Project": "changelog security contributing architecture",
+}
+
 # Defaults as a reader would write them.
 DEFAULTS = {
     "rule.SMALLEST_SCALE": "2**-64",
@@ -136,6 +148,10 @@ def read_page(app, docname: str, source: list[str]) -> None:
         text, folder = TOP_PAGES[docname].read_text(), ROOT
     text = _replace_links(text, folder, page)
     source[0] = _replace_pictures(text, folder, page)
+    if docname == "index":
+        for group, names in SIDEBAR.items():
+            source[0] += f"\n\n:::{{toctree}}\n:caption: {group}\n:hidden:\n\n"
+            source[0] += "\n".join(names.split()) + "\n:::"
 
 
 def show_defaults(app, what, name, obj, options, signature, returns):
