@@ -1,7 +1,7 @@
 """How many bytes does a step move, and how many kernels does it launch?
 
 Both determine the speed on a GPU. They are counted from the graph of the compiled step,
-so they depend on the backend, not on the machine. The backward pass is not included.
+so they are the same on every machine. The backward pass is not included.
 """
 
 import io
