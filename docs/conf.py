@@ -19,6 +19,7 @@ project_copyright = "the mlx_gradscale contributors"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
@@ -42,6 +43,7 @@ toc_object_entries_show_parents = "hide"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -49,6 +51,7 @@ autodoc_default_options = {
     "members": True,
     # Inherited from classes of this package, not from MLX's or Python's.
     "inherited-members": "Optimizer, BaseException, tuple, dict, object",
+    "exclude-members": "main",
 }
 maximum_signature_line_length = 70
 napoleon_google_docstring = True
@@ -61,6 +64,18 @@ TOP_PAGES = {
     "changelog": ROOT / "CHANGELOG.md",
     "contributing": ROOT / "CONTRIBUTING.md",
     "security": ROOT / "SECURITY.md",
+}
+
+# The groups of the sidebar. They are not in index.md, where GitHub would show them.
+SIDEBAR = {
+    "Getting started": "getting_started coming_from examples troubleshooting",
+    "Guides": "mlx_lm compiled_steps skipped_steps float32_layers bfloat16 checkpoints "
+    "pytorch_runs distributed ema diagnostics",
+    "API": "api/index api/gradscaler api/loss_scale_optimizer api/functions "
+    "api/diagnostics api/plot api/distributed api/ema api/float32_layers api/convert "
+    "api/torch_checkpoint api/formats",
+    "Performance": "performance",
+    "Project": "changelog security contributing architecture",
 }
 
 # Defaults as a reader would write them.
@@ -133,6 +148,10 @@ def read_page(app, docname: str, source: list[str]) -> None:
         text, folder = TOP_PAGES[docname].read_text(), ROOT
     text = _replace_links(text, folder, page)
     source[0] = _replace_pictures(text, folder, page)
+    if docname == "index":
+        for group, names in SIDEBAR.items():
+            source[0] += f"\n\n:::{{toctree}}\n:caption: {group}\n:hidden:\n\n"
+            source[0] += "\n".join(names.split()) + "\n:::"
 
 
 def show_defaults(app, what, name, obj, options, signature, returns):
@@ -142,6 +161,17 @@ def show_defaults(app, what, name, obj, options, signature, returns):
     return signature, returns
 
 
+def add_summary(app, what, name, obj, options, lines: list[str]) -> None:
+    """Start the page of a module with a table of its names."""
+    names = [x for x in getattr(obj, "__all__", []) if callable(getattr(obj, x))]
+    if what == "module" and names:
+        # Functions first, because most classes are results of functions.
+        names.sort(key=lambda each: each[0].isupper())
+        names = [f"   {each}" for each in names if each != "main"]
+        lines += ["", ".. autosummary::", "   :nosignatures:", "", *names, ""]
+
+
 def setup(app) -> None:
     app.connect("source-read", read_page)
     app.connect("autodoc-process-signature", show_defaults)
+    app.connect("autodoc-process-docstring", add_summary)

@@ -5,8 +5,8 @@ Start it with MLX's launcher:
     mlx.launch -n 2 -- python examples/distributed.py
 
 On two machines, use ``--hosts 10.0.0.1,10.0.0.2`` instead of ``-n 2``. With
-``--checkpoint run.safetensors`` it saves every 20 steps and resumes from there, on any
-number of ranks.
+``--checkpoint run`` it saves to this folder every 20 steps and resumes from there, on
+any number of ranks.
 
 Every rank trains on its own shard of the data. The optimizer averages the gradients
 over all ranks. If the gradients of one rank overflow, all ranks skip the step, without
@@ -14,15 +14,18 @@ a host sync.
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_gradscale import GradScaler, LossScaleOptimizer
+from mlx_gradscale import (
+    GradScaler,
+    LossScaleOptimizer,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from mlx_gradscale.distributed import assert_in_sync, from_rank_0
 
 
@@ -41,7 +44,9 @@ def main() -> None:
         average=True,
     )
     optimizer.init(model.trainable_parameters())
-    start = resume(args.checkpoint, model, optimizer, group)
+    start, path = 0, args.checkpoint
+    if from_rank_0(lambda: path is not None and path.exists(), group):
+        start = restore_checkpoint(path, model, optimizer)["step"]
 
     def loss_fn(x, y):
         return nn.losses.mse_loss(model(x).astype(mx.float32), y)
@@ -63,7 +68,8 @@ def main() -> None:
                 scale = optimizer.scaler.get_scale()
                 skipped = optimizer.scaler.skipped_steps.item()
                 print(f"step {i + 1} loss {loss.item():.4f} {scale=} {skipped=}")
-            save(args.checkpoint, i + 1, model, optimizer, group)
+            if path is not None:
+                save_checkpoint(path, model, optimizer, step=i + 1)  # on all ranks
 
     assert_in_sync({"model": model.parameters(), "optimizer": optimizer.state}, group)
     if group.rank() == 0:
@@ -81,46 +87,10 @@ def my_batch(step: int, group: mx.distributed.Group) -> tuple[mx.array, mx.array
     return x[mine].astype(mx.float16), y[mine]
 
 
-def save(
-    path: Path | None,
-    step: int,
-    model: nn.Module,
-    optimizer: LossScaleOptimizer,
-    group: mx.distributed.Group,
-) -> None:
-    """Write the checkpoint on rank 0, atomically."""
-    if path is None or group.rank() != 0:
-        return
-    tree = {
-        "step": mx.array(step),
-        "model": model.parameters(),
-        "optimizer": optimizer.state,
-    }
-    beside = path.with_name("beside-" + path.name)
-    mx.save_safetensors(str(beside), dict(tree_flatten(tree)))
-    os.replace(beside, path)
-
-
-def resume(
-    path: Path | None,
-    model: nn.Module,
-    optimizer: LossScaleOptimizer,
-    group: mx.distributed.Group,
-) -> int:
-    """Load a checkpoint, if any, on rank 0 for all ranks; return its step."""
-    if not from_rank_0(lambda: path is not None and path.exists(), group):
-        return 0
-    loaded = from_rank_0(lambda: mx.load(str(path)), group)
-    tree = tree_unflatten(list(loaded.items()))
-    model.update(tree["model"])
-    optimizer.state = tree["optimizer"]
-    return tree["step"].item()
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint", type=Path, help="a .safetensors file")
+    parser.add_argument("--checkpoint", type=Path, help="a folder")
     return parser.parse_args()
 
 

@@ -2,8 +2,8 @@
 
 Use it as a starting point for your own plots: gradient_histogram shows the range of the
 gradients in one step, and a ScaleHistory records a run without slowing it down. The
-loss scale in the history starts far too high and grows every 10 steps instead of every
-2000, so that a short run shows how it changes.
+loss scale in the history starts far too high and doubles every 10 steps instead of
+every 2000, so that a short run shows how it changes.
 
     python examples/make_pictures.py
 """

@@ -1,12 +1,13 @@
-"""Sharpen a blurred photograph four ways, to see what float16 needs.
+"""Sharpen a blurred photograph in float32 and in three variants of float16.
 
-The parameters are the pixels of a picture. Training makes its blurred version match a
-blurred photograph, so the picture itself becomes sharp. The loss is a mean over 110,592
-values, so the gradient of each pixel is small, and it shrinks as the picture improves.
+The parameters are the pixels of a picture. Training makes the blurred version of this
+picture match a blurred photograph, so the picture itself becomes sharp. The loss is a
+mean over 110,592 values, so the gradient of each pixel is small, and it shrinks as the
+picture improves.
 
 The same optimizer minimizes the same loss in float32, in float16, in float16 with
-float32 master weights, and in float16 with master weights and loss scaling. This takes
-about a minute and draws quickstart.png.
+float32 master weights, and in float16 with master weights and loss scaling. The script
+takes about a minute and draws quickstart.png.
 
     python examples/quickstart.py
 """
@@ -75,7 +76,7 @@ def train(
     def loss_fn(blur: mx.array) -> mx.array:
         return nn.losses.mse_loss(model(blur).astype(mx.float32), blurred)
 
-    # The only line that changes with a wrapped optimizer.
+    # The only line that differs with a wrapped optimizer.
     if isinstance(optimizer, (LossScaleOptimizer, GuardedOptimizer)):
         loss_and_grad = optimizer.value_and_grad(model, loss_fn)
     else:
@@ -112,7 +113,8 @@ def draw(
     for (name, values), style in zip(
         losses.items(), ("-", "-", "--", ":"), strict=True
     ):
-        axes.semilogy(values, style, label=name, linewidth=2.5)
+        label = f"{name} (NaN)" if math.isnan(values[-1]) else name
+        axes.semilogy(values, style, label=label, linewidth=2.5)
     axes.set(xlabel="step", ylabel="mean squared error")
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
@@ -149,10 +151,10 @@ def main() -> None:
     print(
         "\nfloat16 alone is NaN because Adam's epsilon, 1e-8, is zero in float16.\n"
         "Master weights fix that, but gradients below 3e-8 still round to zero. The\n"
-        "loss scale (65536, the default) brings them back."
+        "default loss scale, 65536, keeps them in range."
     )
     draw(pictures, losses, sharp, options.picture)
-    print(f"Saved the pictures to {options.picture}.")
+    print(f"The pictures are in {options.picture}.")
 
 
 if __name__ == "__main__":
