@@ -130,7 +130,7 @@ def recognize(state: Mapping[str, Any]) -> str:
             return name
     raise ValueError(
         f"Cannot identify the scaler format from the keys {sorted(keys)[:20]}. Pass "
-        f"format=... (--scaler-format), one of {', '.join(FORMATS)}."
+        f"format=..., one of {', '.join(FORMATS)}."
     )
 
 

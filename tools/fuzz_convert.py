@@ -148,25 +148,22 @@ def convert_tree(tree: Any, folder: Path) -> None:
     model.load_weights(list(weights.items()), strict=False)
     run = gather(model)
     if template.groups:
-        run.optimizer = flat
-        run.settings = _settings(template)
+        run = run._replace(optimizer=flat, description=_description(template))
     write_template(folder / "out.pt", template, run, overwrite=True)
     template.drop_tensors()
     from_object(to_object(template))
 
 
-def _settings(template: Any) -> list[dict[str, Any]]:
-    described = describe_optimizer(build_optimizer(template))
-    settings: list[dict[str, Any]] = described["settings"]
-    return settings
+def _description(template: Any) -> dict[str, Any]:
+    return describe_optimizer(build_optimizer(template))
 
 
 def fill_damaged_template(tree: Any, folder: Path, rng: random.Random) -> None:
     """Damage a template and try to fill it."""
     model = Net()
     template, _ = make_template(tree, model, Options())
-    run = gather(model)
-    run.optimizer, run.settings = template.optimizer_state(), _settings(template)
+    flat = template.optimizer_state()
+    run = gather(model)._replace(optimizer=flat, description=_description(template))
     template.drop_tensors()
     damaged = from_object(mutate(to_object(template), rng) or {})
     write_template(folder / "out.pt", damaged, run, overwrite=True)

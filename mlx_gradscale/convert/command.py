@@ -1,32 +1,29 @@
 """The ``mlx_gradscale convert`` command: move runs between PyTorch and MLX."""
 
 import argparse
-import importlib
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from .. import torch_checkpoint
-from ..checkpoint import Checkpoint, read_checkpoint, save_checkpoint
+from ..checkpoint import read_checkpoint, save_checkpoint
 from ..commands import run_command
-from ..core.masters import join
-from ..core.scale import FIELDS, to_state_dict
 from ..files.paths import contains, read_json
 from ..files.text import align, printable
-from ..formats import FORMATS
 from .layouts import AXES
 from .load import load_torch
 from .names import is_adapter
 from .optimizer_table import OPTIMIZERS
 from .options import Options
-from .save import MlxRun, read_template, write_template
+from .save import read_template, unwrap, write_template
 from .template import TEMPLATE, Template, to_object
 from .tree import ConvertError, list_some
 
@@ -35,11 +32,8 @@ _EXPECTED = (
     *(ArithmeticError, MemoryError),
 )
 _LIMITS = [*torch_checkpoint.Limits.__dataclass_fields__]
-# Argument names in the functions' errors, mapped to the command's flags.
+# Argument names in the reader's errors, mapped to the command's flags.
 LIMIT_FLAGS = {f"limits.{name}": f"--limit {name}=..." for name in _LIMITS}
-_FLAGS = LIMIT_FLAGS | {
-    f"float64=mx.{name}": f"--float64 {name}" for name in ("float32", "float64")
-}
 _SECTIONS = ("model", "optimizer", "scaler")
 _HELP = {
     "--torch-path": "PyTorch checkpoint: a .pt file, or a checkpoint folder of "
@@ -51,9 +45,6 @@ _HELP = {
     "per line",
     "--to": "direction of the conversion; required if both paths exist",
     "--optimizer": "class of the PyTorch optimizer; default: inferred from its state",
-    "--scaler-format": "framework that saved the scaler state; default: inferred from "
-    "its keys",
-    "--float64": "dtype for float64 tensors, which are an error by default",
     "--rename": "rename PyTorch tensors: a regular expression and, after the last =, "
     "its replacement",
     "--layout": "set the layout of the PyTorch tensors that match a shell pattern: "
@@ -66,7 +57,6 @@ _HELP = {
     "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
     "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
     "option runs code",
-    "--step": "step count for optimizers that do not save one",
     "--overwrite": "overwrite existing files",
     "--dry-run": "print the conversion without writing anything",
 }
@@ -84,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Ctrl-C. Invalid arguments exit with status 2.
     """
     return run_command(
-        lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=_FLAGS
+        lambda: _convert(parser().parse_args(argv)), _EXPECTED, flags=LIMIT_FLAGS
     )
 
 
@@ -105,10 +95,8 @@ def parser() -> argparse.ArgumentParser:
         add(flag, type=Path, metavar="PATH", required=flag.endswith("-path"))
     add("--to", choices=("mlx", "torch"))
     add("--optimizer", choices=tuple(OPTIMIZERS))
-    add("--scaler-format", choices=tuple(FORMATS))
-    add("--float64", choices=("float32", "float64"))
     for flag, form, kind in (
-        ("--rename", "OLD=NEW", _rename),
+        ("--rename", "OLD=NEW", _pair),
         ("--layout", "PATTERN=LAYOUT", _pair),
         ("--drop", "PATTERN", str),
         ("--accept", "SETTING", str),
@@ -120,7 +108,6 @@ def parser() -> argparse.ArgumentParser:
         text += "" if name == "model" else "; '' leaves it out"
         made.add_argument(f"--{name}-key", metavar="KEY/KEY", help=text)
     add("--model", metavar="MODULE:NAME or PATH")
-    add("--step", type=int, metavar="N")
     for flag in ("--overwrite", "--dry-run"):
         add(flag, action="store_true")
     return made
@@ -134,16 +121,16 @@ def _pair(text: str) -> tuple[str, str]:
     return old, new
 
 
-def _rename(text: str) -> tuple[str, str]:
-    old, new = _pair(text)
-    try:
-        re.compile(old).sub(new, "")  # checks the replacement even without a match
-    except (re.error, IndexError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not valid: {error}. OLD must be a regular expression and NEW a "
-            "replacement string for re.sub."
-        ) from None
-    return old, new
+def _rename(pairs: Sequence[tuple[str, str]], name: str) -> str:
+    for old, new in pairs:
+        try:
+            name = re.sub(old, new, name)
+        except (re.error, IndexError) as error:
+            raise ConvertError(
+                f"--rename {old}={new} is not valid: {error}. OLD must be a regular "
+                "expression and NEW a replacement string for re.sub."
+            ) from None
+    return name
 
 
 def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
@@ -161,18 +148,16 @@ def read_limits(given: Sequence[str]) -> torch_checkpoint.Limits | None:
 
 def _options(arguments: argparse.Namespace) -> Options:
     keys = {name: getattr(arguments, f"{name}_key") for name in _SECTIONS}
+    keys = {name: key for name, key in keys.items() if key is not None}
     names = arguments.names.read_text().split() if arguments.names else None
     return Options(
-        rename=arguments.rename or None,
+        rename=partial(_rename, arguments.rename) if arguments.rename else str,
         layouts=dict(arguments.layout),
         drop=tuple(arguments.drop),
         keys=keys,
         names=tuple(names) if names is not None else None,
         optimizer=arguments.optimizer,
         accept=tuple(arguments.accept),
-        step=arguments.step,
-        scaler_format=arguments.scaler_format,
-        float64=getattr(mx, arguments.float64) if arguments.float64 else None,
         limits=read_limits(arguments.limit),
     )
 
@@ -240,7 +225,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
 def _to_torch(arguments: argparse.Namespace) -> None:
     """Write an mlx_gradscale checkpoint as a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
-    run = _read_run(read_checkpoint(folder))
+    run = unwrap(read_checkpoint(folder))
     model = _model(arguments.model)
     is_save = folder.name.startswith("save-")  # one of a run's checkpoints
     like = arguments.like or (folder.resolve().parent if is_save else folder) / TEMPLATE
@@ -261,33 +246,6 @@ def _to_torch(arguments: argparse.Namespace) -> None:
         print(f"Wrote {printable(target)}.")
 
 
-def _read_run(saved: Checkpoint) -> MlxRun:
-    """Read an mlx_gradscale checkpoint, using master weights where it has them."""
-    run = MlxRun(dict(saved.weights))
-    flat = {
-        name: x if isinstance(x, mx.array) else mx.array(x)
-        for name, x in saved.optimizer.items()
-    }
-    if saved.description["wrapped"]:
-        for name, x in flat.items():
-            kind, _, path = name.partition(".")
-            if kind == "masters":
-                run.weights[path] = x
-            elif kind == "remainders":
-                run.weights[path] = join(saved.weights[path], x).master
-        flat = {
-            name.removeprefix("optimizer."): x
-            for name, x in flat.items()
-            if name.startswith("optimizer.")
-        }
-    settings = saved.description["settings"]
-    if [row["class"] for row in settings] != ["Optimizer"]:
-        run.optimizer, run.settings = flat, settings
-    if saved.scaler:
-        run.scaler = to_state_dict({name: saved.scaler[name].item() for name in FIELDS})
-    return run
-
-
 def _model(place: str | None) -> Any:
     """Return the user's MLX model, from MODULE:NAME or mlx-lm's config."""
     if place is None:
@@ -298,23 +256,19 @@ def _model(place: str | None) -> Any:
     try:
         if Path(place).is_dir() or place.endswith(".json"):
             return _mlx_lm_model(Path(place))
-        module, colon, name = place.partition(":")
-        made: Any = getattr(importlib.import_module(module), name) if colon else None
+        made: Any = pkgutil.resolve_name(place)
         made = made() if callable(made) and not isinstance(made, nn.Module) else made
+        if isinstance(made, nn.Module):
+            return made
+        problem = f"is a {type(made).__name__}"
     except ConvertError:
         raise
     except (Exception, SystemExit) as error:  # users' code may raise anything
-        raise ConvertError(
-            f"--model {place} raised {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, nn.Module):
-        got = type(made).__name__ if colon else "no such folder and no ':'"
-        raise ConvertError(
-            f"--model {place} must be an mlx.nn.Module or a function that returns one, "
-            "as MODULE:NAME, or the folder or config.json of an mlx-lm model, got "
-            f"{got}."
-        )
-    return made
+        problem = f"raised {type(error).__name__}: {error}"
+    raise ConvertError(
+        f"--model {place} {problem}. Pass an mlx.nn.Module or a function that returns "
+        "one, as MODULE:NAME, or the folder or config.json of an mlx-lm model."
+    )
 
 
 def _mlx_lm_model(path: Path) -> nn.Module:
@@ -357,6 +311,6 @@ def _describe(template: Template, source: Path, target: Path) -> str:
         f"{group.kind}: {len(group.entries)} parameters, at step {group.step}"
         for group in template.groups
     ]
-    if template.scaler is not None:
-        lines.append(f"scaler: {template.scaler_format}'s state")
+    if template.sections.scaler is not None:
+        lines.append(f"scaler: {list_some(template.sections.scaler)}")
     return "\n".join(lines)

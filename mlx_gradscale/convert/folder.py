@@ -22,7 +22,6 @@ from ..files.paths import (
     read_json,
 )
 from ..torch_checkpoint import Limits
-from .options import Options
 from .tree import ConvertError, is_tensor, list_some
 
 # Transformers' step and epoch counts: the only JSON that changes during training.
@@ -40,7 +39,7 @@ _MOST_BYTES, _MOST_FILES = 2**28, 1000
 
 
 def read_torch(
-    path: str | os.PathLike[str], options: Options
+    path: str | os.PathLike[str], limits: Limits | None = None
 ) -> tuple[Any, dict[str, mx.array] | None, list[str]]:
     """Read a file, or a Trainer or Accelerate folder.
 
@@ -52,8 +51,7 @@ def read_torch(
     """
     path = Path(path)
     # All files of the checkpoint share one copy, so the user's object does not change.
-    limits = replace(options.limits or Limits())
-    options = replace(options, limits=limits)
+    limits = replace(limits or Limits())
     shard = _SHARD.fullmatch(path.name)
     if shard and int(shard[3]) > 1:
         raise ConvertError(
@@ -61,14 +59,14 @@ def read_torch(
         )
     # The reader refuses a torch.distributed.checkpoint folder and says what to do.
     if not path.is_dir() or (path / ".metadata").is_file():
-        return _read_file(path, options), None, []
+        return _read_file(path, limits), None, []
     names = sorted(entry.name for entry in path.iterdir())
     shards: dict[str, list[re.Match[str]]] = {}
     for match in filter(None, map(_SHARD.fullmatch, names)):
         shards.setdefault(f"{match[1]}.{match[4]}", []).append(match)
-    content = {w: _read_shards(path, parts, options) for w, parts in shards.items()}
+    content = {w: _read_shards(path, parts, limits) for w, parts in shards.items()}
     for name in filter(_SECTION.fullmatch, names):
-        content.setdefault(name, _read_file(_inside(path / name), options))
+        content.setdefault(name, _read_file(_inside(path / name), limits))
     if not content:
         raise ConvertError(
             f"{path} contains no file with a name that Trainer or Accelerate uses, "
@@ -89,7 +87,7 @@ def read_torch(
 
 
 def _read_shards(
-    path: Path, parts: list[re.Match[str]], options: Options
+    path: Path, parts: list[re.Match[str]], limits: Limits
 ) -> dict[str, Any]:
     if len(parts) != int(parts[0][3]):
         raise ConvertError(
@@ -98,8 +96,8 @@ def _read_shards(
         )
     tensors: dict[str, Any] = {}
     for part in parts:
-        content = _read_file(_inside(path / part[0]), options)
-        if not _is_flat(content) or tensors.keys() & content.keys():
+        content = _read_file(_inside(path / part[0]), limits)
+        if not _has_only_tensors(content) or tensors.keys() & content.keys():
             raise ConvertError(
                 f"The shard {part[0]} contains something other than tensors, or a "
                 "tensor that another shard contains too. Save the model again."
@@ -144,13 +142,19 @@ def _read_trainer_state(path: Path, limits: Limits) -> Any:
     return read_json(path)
 
 
-def _read_file(path: Path, options: Options) -> Any:
+def _read_file(path: Path, limits: Limits) -> Any:
     if path.suffix == ".safetensors":
         return dict(sorted(read_arrays(path)[0].items()))
     try:
-        return torch_checkpoint.load(path, options.limits, float64=options.float64)
+        return torch_checkpoint.load(path, limits, float64=mx.float64)
     except torch_checkpoint.CheckpointError as error:
         raise torch_checkpoint.CheckpointError(f"{path}: {error}") from error
+
+
+def trainer_state(checkpoint: Any) -> dict[str, Any]:
+    """Return the state of a Transformers Trainer, empty if there is none."""
+    state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
+    return state if isinstance(state, dict) else {}
 
 
 def write_torch(
@@ -203,7 +207,7 @@ def _write_file(path: Path, content: Any) -> None:
         with atomic_write(path) as file:
             file.write(text.encode())
     elif path.suffix.lower() == ".safetensors":
-        if not _is_flat(content):
+        if not _has_only_tensors(content):
             raise ConvertError(
                 f"{path.name} cannot store this checkpoint, because a safetensors file "
                 "holds only named tensors. Use a path that ends in .pt."
@@ -214,7 +218,7 @@ def _write_file(path: Path, content: Any) -> None:
         torch_checkpoint.save(path, content)
 
 
-def _is_flat(content: Any) -> bool:
+def _has_only_tensors(content: Any) -> bool:
     return isinstance(content, dict) and all(
         isinstance(key, str) and is_tensor(value) for key, value in content.items()
     )

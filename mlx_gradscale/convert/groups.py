@@ -1,7 +1,8 @@
 """Read, check and update the parameter groups of an optimizer's state dict.
 
 PyTorch indexes a state dict by numbers or names. torch.distributed may flatten it
-(``state.<name>.<slot>``) or write the numbers as strings.
+(``state.<name>.<slot>``) or write the numbers as strings. A flattened state dict is
+nested while it is in a template.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,37 +14,30 @@ import mlx.core as mx
 from ..files.text import shorten
 from ..torch_checkpoint import TensorShape
 from .layouts import Entry
-from .optimizer_table import OPTIMIZERS, SCHEDULED, OptimizerSpec
+from .optimizer_table import OPTIMIZERS, SCHEDULED, OptimizerSpec, recognize
 from .tree import ConvertError, is_tensor, number
 
 Index = int | str
 
 _STATE, _GROUPS = "state.", "param_groups."
+_FLATTENED = "mlx_gradscale_flattened"  # marks a nested state dict to be flattened
 _LARGEST_NUMBER, MOST_STEPS = 1e18, 2**53
 _LARGEST_INDEX = 2**31
 
 
 @dataclass
 class Group:
-    """A parameter group of an optimizer.
+    """A parameter group of an optimizer."""
 
-    Attributes:
-        held (dict): The optimizer's state dict in the checkpoint.
-        settings (dict): The group itself, with its ``params``.
-        states (dict): ``str(index)`` -> slots, such as ``exp_avg``, for all groups.
-        is_flat (bool): Whether ``held`` is flattened.
-        kind (str): A key of :data:`OPTIMIZERS`.
-        entries (dict): Index -> the parameter, if MLX has it.
-        step (int): The step count at conversion.
-    """
-
-    held: dict[Any, Any]
-    settings: dict[str, Any]
-    states: Mapping[str, dict[str, Any]]
-    is_flat: bool = False
-    kind: str = ""
-    entries: dict[Index, Entry] = field(default_factory=dict)
-    step: int = 0
+    held: dict[Any, Any]  # the optimizer's state dict in the checkpoint
+    settings: dict[str, Any]  # the group itself, with its params
+    states: Mapping[str, dict[str, Any]]  # str(index) -> slots, for all groups
+    kind: str  # a key of OPTIMIZERS
+    entries: dict[Index, Entry] = field(default_factory=dict)  # parameters in MLX
+    step: int = 0  # at conversion
+    # The prefix of the group's MLX state: "states.<i>." if it is a part of a
+    # MultiOptimizer, empty if all groups are one MLX optimizer.
+    prefix: str = ""
 
     @property
     def spec(self) -> OptimizerSpec:
@@ -68,31 +62,17 @@ class Group:
 
     def write_slots(self, index: Index, slots: Mapping[str, Any]) -> None:
         """Set slots of a parameter, and keep its other slots."""
-        if self.is_flat:
-            self.held |= {f"{_STATE}{index}.{k}": x for k, x in slots.items()}
-        elif slots:
+        if slots:
             states = self.held.setdefault("state", {})
             key = type(next(iter(states), index))(index)  # a number or a string
             states.setdefault(key, {}).update(slots)
 
-    def write_setting(self, key: str, value: Any) -> None:
-        """Change a setting."""
-        if self.is_flat:
-            for name in self.settings["params"]:
-                self.held[f"{_GROUPS}{name}.{key}"] = value
-        else:
-            self.settings[key] = value
-
     def drop_tensors(self, index: Index) -> None:
         """Replace the moments of a parameter with their shapes."""
         slots = self.slots(index)
-        shapes = {
-            slot: TensorShape.of(x)
-            for slot, x in slots.items()
-            if slot in self.spec.slots and isinstance(x, mx.array)
-        }
-        self.write_slots(index, shapes)
-        slots.update(shapes)  # slots is a copy if the state dict is flat
+        for slot in self.spec.slots:
+            if isinstance(slots.get(slot), mx.array):
+                slots[slot] = TensorShape.of(slots[slot])
 
     def check_settings(self) -> None:
         """Raise if a setting is not a number."""
@@ -130,15 +110,14 @@ def is_flat(value: Any) -> bool:
     )
 
 
-def read_groups(held: dict[Any, Any]) -> list[Group]:
-    """Return the groups of a state dict in any layout, or raise if it is damaged."""
-    groups: list[dict[str, Any]]
-    states: dict[Any, Any]
-    is_flattened = is_flat(held)
-    if is_flattened:
-        groups, states = _unflatten(held)
-    else:
-        groups, states = held["param_groups"], held.get("state", {})
+def read_groups(held: dict[Any, Any], kind: str | None = None) -> list[Group]:
+    """Return the groups of a state dict in any layout, or raise if it is damaged.
+
+    ``kind`` is the optimizer's class, if the user named it.
+    """
+    if is_flat(held):
+        _nest(held)
+    groups, states = held["param_groups"], held.get("state", {})
     known = _check_groups(groups)
     for index, slots in states.items():
         is_known = _is_index(index) and str(index) in known
@@ -152,14 +131,17 @@ def read_groups(held: dict[Any, Any]) -> list[Group]:
     # torch.distributed.checkpoint writes numbers as strings.
     by_text = {str(index): slots for index, slots in states.items()}
     need(len(by_text) == len(states), "each index in the state", "unique", states)
-    return [Group(held, settings, by_text, is_flattened) for settings in groups]
+    slots = {slot for slots in states.values() for slot in slots}
+    kind = recognize(groups, slots, kind)
+    found = [Group(held, group, by_text, kind) for group in groups]
+    for group in found:
+        group.check_settings()
+    return found
 
 
-def _unflatten(
-    held: Mapping[str, Any],
-) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
-    """Return groups and states; parameters with equal settings form one group."""
-    states: dict[Any, dict[str, Any]] = {}
+def _nest(held: dict[str, Any]) -> None:
+    """Nest a flattened state dict; parameters with equal settings form one group."""
+    states: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, item in held.items():
         into = states if key.startswith(_STATE) else settings
@@ -170,7 +152,24 @@ def _unflatten(
         key = repr([(k, _brief(v)) for k, v in sorted(found.items()) if k != "params"])
         group = groups.setdefault(key, {**found, "params": []})
         group["params"].append(name)
-    return list(groups.values()), states
+    held.clear()
+    held |= {"state": states, "param_groups": [*groups.values()], _FLATTENED: True}
+
+
+def flatten(held: dict[str, Any]) -> None:
+    """Flatten a state dict again if it was flattened in the checkpoint."""
+    if held.pop(_FLATTENED, False):
+        flat = {
+            f"{_STATE}{name}.{slot}": x
+            for name, slots in held.get("state", {}).items()
+            for slot, x in slots.items()
+        }
+        for group in held["param_groups"]:
+            for name in group["params"]:
+                flat |= {f"{_GROUPS}{name}.{k}": x for k, x in group.items()}
+                del flat[f"{_GROUPS}{name}.params"]
+        held.clear()
+        held |= flat
 
 
 def _brief(value: Any) -> Any:

@@ -47,6 +47,8 @@ class Entry:
 
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
         """Convert a PyTorch tensor, weight or moment, to MLX arrays."""
+        if tensor.dtype == mx.float64:  # which MLX supports only on the CPU
+            tensor = tensor.astype(mx.float32, stream=mx.cpu)
         if self.layout == FUSED:
             return dict(zip(self.mlx, mx.split(tensor, 3), strict=True))
         axes = AXES[self.layout][1](tensor.ndim)
@@ -115,6 +117,20 @@ def _torch_spelling(name: str, modules: Mapping[str, nn.Module]) -> str:
     )
 
 
+def remember(model: nn.Module) -> Callable[[], None]:
+    """Return a function that undoes later changes to a model and its layers."""
+    before = [(m, dict(m), dict(vars(m))) for m in model.modules()]
+
+    def restore() -> None:
+        for module, children, attributes in before:
+            dict.clear(module)
+            dict.update(module, children)
+            vars(module).clear()
+            vars(module).update(attributes)
+
+    return restore
+
+
 def try_sanitize(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, tuple[str, str]], dict[str, Entry]]:
@@ -123,15 +139,11 @@ def try_sanitize(
     Also return the names that the model accepts afterwards: Gemma 3 removes its
     ``lm_head`` if the checkpoint has none.
     """
-    before = [(m, dict(m), dict(vars(m))) for m in model.modules()]
+    restore = remember(model)
     try:
         return probe_sanitize(model, shapes), known_names(model)
     finally:
-        for module, children, attributes in before:
-            dict.clear(module)
-            dict.update(module, children)
-            vars(module).clear()
-            vars(module).update(attributes)
+        restore()
 
 
 def probe_sanitize(

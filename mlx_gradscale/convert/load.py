@@ -13,6 +13,7 @@ from ..core.masters import to_float32
 from ..core.optimizer import LossScaleOptimizer
 from ..core.scaler import GradScaler
 from .folder import read_torch
+from .layouts import remember
 from .optimizers import Rate
 from .options import Options
 from .template import Template, build_optimizer, make_template
@@ -95,34 +96,53 @@ def load_torch(
         array([[1, 1]], dtype=float32)
     """
     options = options or Options()
-    checkpoint, files, notes = read_torch(path, options)
+    checkpoint, files, notes = read_torch(path, options.limits)
     template, more = make_template(checkpoint, model, options, files)
-    weights, (state, _) = template.weights(), template.scaler_state()
-    template.plan.change_model()
+    state, _ = template.scaler_state()
     scaler: GradScaler | None = None
     if state is not None:
         scaler = GradScaler()
         scaler.load_state_dict(state)
-    optimizer = names = None
+    optimizer: Optimizer | None = None
     if template.groups:
         optimizer = build_optimizer(template, learning_rate)
-        names = _load_optimizer(optimizer, template, model, learning_rate is not None)
+        if loss_scaling:
+            optimizer = LossScaleOptimizer(
+                optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
+            )
+            scaler = optimizer.scaler
     elif loss_scaling or learning_rate is not None:
         what = "learning_rate" if learning_rate is not None else "loss_scaling"
         raise ConvertError(f"{path} has no optimizer state. Do not pass {what}=.")
-    rounded: list[str] = []
-    if loss_scaling and optimizer is not None:
-        optimizer = LossScaleOptimizer(
-            optimizer, scaler, max_grad_norm=max_grad_norm, masters=masters
-        )
-        scaler = optimizer.scaler
+    restore = remember(model)
+    try:
+        _fill(model, optimizer, template, learning_rate is not None)
+    except BaseException:
+        restore()
+        raise
+    return TorchRun(optimizer, scaler, template, notes + more)
+
+
+def _fill(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    template: Template,
+    keep_rate: bool,
+) -> None:
+    """Load the checkpoint's arrays, and drop them from the template."""
+    weights = template.weights()
+    template.plan.change_model()
+    names, rounded = None, []
+    if optimizer is not None:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        names = _load_optimizer(inner, template, model, keep_rate)
+    if isinstance(optimizer, LossScaleOptimizer):
         rounded = _load_rounded(model, weights, optimizer)
     else:
         model.load_weights(list(weights.items()), strict=False)
-    # Arrays are read from the file lazily. Evaluate them before the file can change.
+    # Until they are evaluated, transposed arrays keep the originals in memory.
     mx.eval(model.parameters(), optimizer.state if optimizer else [])
     template.drop_tensors(rounded, names)
-    return TorchRun(optimizer, scaler, template, notes + more)
 
 
 def _load_optimizer(

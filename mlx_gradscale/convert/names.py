@@ -8,13 +8,14 @@ weights and moments, in both directions.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .layouts import Entry, Shape, known_names, probe_sanitize, try_sanitize
+from .layouts import AXES, Entry, Shape, known_names, probe_sanitize, try_sanitize
 from .options import Options
 from .tree import ConvertError, list_some
 
@@ -33,18 +34,13 @@ _COUNTER = "num_batches_tracked"  # BatchNorm's step count, which MLX does not h
 
 @dataclass
 class Plan:
-    """All tensors of a PyTorch state dict, by their PyTorch names.
+    """All tensors of a PyTorch state dict, by their PyTorch names."""
 
-    Attributes:
-        entries (dict): The tensors that MLX has.
-        tied (dict): Alias -> the name whose tensor it shares.
-        torch_only (tuple): Names without an MLX counterpart.
-        change_model (Callable): Changes the model as its ``sanitize`` does.
-    """
-
-    entries: dict[str, Entry] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    torch_only: tuple[str, ...] = ()
+    entries: dict[str, Entry] = field(default_factory=dict)  # tensors that MLX has
+    tied: dict[str, str] = field(default_factory=dict)  # alias -> name with the tensor
+    torch_only: tuple[str, ...] = ()  # names without an MLX counterpart
+    notes: list[str] = field(default_factory=list)  # for the user
+    # Changes the model as its sanitize does.
     change_model: Callable[[], object] = lambda: None
 
     def to_mlx(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -54,26 +50,8 @@ class Plan:
             out |= entry.to_mlx(tensors[name])
         return out
 
-    def notes(self) -> list[str]:
-        """Return notes for the user."""
-        notes = []
-        if any(n.endswith(".lora_a") for e in self.entries.values() for n in e.mlx):
-            notes.append(
-                "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
-                "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to "
-                "lora_alpha / sqrt(r) if use_rslora was set."
-            )
-        dropped = [n for n in self.torch_only if not n.endswith(_COUNTER)]
-        if dropped:
-            notes.append(
-                f"The MLX model has no parameters for {list_some(dropped)}. These "
-                "tensors and their optimizer state are written back to PyTorch "
-                "unchanged."
-            )
-        return notes
 
-
-def unwrap(name: str) -> str:
+def bare_name(name: str) -> str:
     """Remove the words that wrappers insert into a name."""
     return _WRAPPERS.sub("", name)
 
@@ -107,20 +85,20 @@ def make_plan(
     are transposed, and fused attention weights are split. Every shape is checked.
     """
     options = options or Options()
-    options.check_patterns(tensors)
+    layouts = _given_layouts(options.layouts, tensors)
+    dropped = {n for pattern in options.drop for n in _matches(pattern, tensors)}
     # torch.nn.Module.get_extra_state adds the second.
-    without_place = (_COUNTER, "_extra_state")
-    dropped = {n for n in tensors if n.endswith(without_place) or options.is_dropped(n)}
+    dropped |= {n for n in tensors if n.endswith((_COUNTER, "_extra_state"))}
     shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
     own = {n: x.shape for n, x in tree_flatten(model.parameters())}
-    new, known, change_model = _find_names(shapes, options.renamed, model)
+    new, known, change_model = _find_names(shapes, options.rename, model)
     plan = Plan(change_model=change_model)
     owners: dict[int, str] = {}
     for name, tensor in tensors.items():
         mlx_name, layout = new.get(name) or ("", "")
         if mlx_name not in known:
             continue
-        layout = options.layout(name, tensor.ndim) or layout
+        layout = layouts.get(name, layout)
         entry = _entry(name, tensor, known[mlx_name], layout, own)
         owner = owners.setdefault(id(tensor), name)
         if owner == name:
@@ -136,9 +114,68 @@ def make_plan(
     plan.tied = {n: owners[id(tensors[n])] for n in rest if id(tensors[n]) in owners}
     rest = [name for name in rest if name not in plan.tied]
     plan.torch_only = tuple(n for n in rest if new.get(n) is None)
-    lost = [name for name in rest if name not in plan.torch_only]
+    lost = [n for n in rest if new.get(n) is not None]
     _check_names(plan, lost, known, is_partial=is_adapter(shapes))
+    plan.notes = _notes(plan, tensors, model)
     return plan
+
+
+def _notes(plan: Plan, tensors: Mapping[str, mx.array], model: nn.Module) -> list[str]:
+    notes = []
+    if any(n.endswith(".lora_a") for e in plan.entries.values() for n in e.mlx):
+        notes.append(
+            "The checkpoint contains LoRA adapters from PEFT. Set the scale in "
+            "mlx-lm's adapter_config.json to PEFT's lora_alpha / r, or to lora_alpha / "
+            "sqrt(r) if use_rslora was set."
+        )
+    dropped = [n for n in plan.torch_only if not n.endswith(_COUNTER)]
+    if dropped:
+        notes.append(
+            f"The MLX model has no parameters for {list_some(dropped)}. These tensors "
+            "and their optimizer state are written back to PyTorch unchanged."
+        )
+    rounded = [n for n in plan.entries if tensors[n].dtype == mx.float64]
+    if rounded:
+        notes.append(f"Rounded from float64 to float32: {list_some(rounded)}.")
+    grouped = [
+        name or "The model"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.GroupNorm)
+        and not layer.pytorch_compatible
+        and 1 < layer.num_groups < layer.dims
+    ]
+    if grouped:
+        notes.append(
+            "These layers group channels differently from PyTorch's GroupNorm: "
+            f"{list_some(grouped)}. Create them with pytorch_compatible=True."
+        )
+    return notes
+
+
+def _matches(pattern: str, names: Collection[str]) -> list[str]:
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise ConvertError(
+            f"The pattern {pattern!r} matches no tensor. The checkpoint has "
+            f"{list_some(names)}."
+        )
+    return found
+
+
+def _given_layouts(
+    patterns: Mapping[str, str], tensors: Mapping[str, mx.array]
+) -> dict[str, str]:
+    """Return the layout that the user gave for each tensor."""
+    found: dict[str, str] = {}
+    for pattern, layout in patterns.items():
+        if layout not in AXES:
+            raise ConvertError(
+                f"{layout!r} is not a layout. Use one of {', '.join(AXES)}."
+            )
+        for name in _matches(pattern, tensors):
+            if tensors[name].ndim >= AXES[layout][0]:
+                found.setdefault(name, layout)
+    return found
 
 
 _Names = Mapping[str, tuple[str, str] | None]
@@ -175,8 +212,8 @@ def _rename_candidates(rename: Callable[[str], str]) -> Iterator[Callable[[str],
     """Yield functions that may map PyTorch's names to the model's, simplest first."""
     yield rename
     for prefix in ("", *_PREFIXES):
-        yield partial(lambda p, name: unwrap(rename(name)).removeprefix(p), prefix)
-        yield partial(lambda p, name: rename(unwrap(name).removeprefix(p)), prefix)
+        yield partial(lambda p, name: bare_name(rename(name)).removeprefix(p), prefix)
+        yield partial(lambda p, name: rename(bare_name(name).removeprefix(p)), prefix)
 
 
 def _entry(

@@ -6,7 +6,7 @@ constructor arguments make it match (``forced``), or the setting is refused
 (``refused``) until the user accepts it by name.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,27 +19,16 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer in PyTorch and its counterpart in MLX.
-
-    Attributes:
-        mlx (type): MLX's class.
-        slots (dict): PyTorch's state name -> MLX's.
-        settings (tuple): Group keys that are also MLX's constructor arguments.
-        required (set): Group keys that are always present.
-        refused (dict): Setting -> how the two sides differ if it is on.
-        forced (dict): Constructor arguments that make MLX match PyTorch.
-        has_step (bool): Whether PyTorch keeps a step count.
-        note (str): A sentence that is always shown to the user.
-    """
+    """An optimizer in PyTorch and its counterpart in MLX."""
 
     mlx: type[optim.Optimizer]
-    slots: dict[str, str]
-    settings: tuple[str, ...]
-    required: set[str]
-    refused: dict[str, str]
-    forced: dict[str, Any] = field(default_factory=dict)
-    has_step: bool = True
-    note: str = ""
+    slots: dict[str, str]  # PyTorch's state name -> MLX's
+    settings: tuple[str, ...]  # group keys that are MLX's constructor arguments
+    required: set[str]  # group keys that are always present
+    refused: dict[str, str]  # setting -> how the two sides differ if it is on
+    forced: dict[str, Any] = field(default_factory=dict)  # to match PyTorch
+    has_step: bool = True  # whether PyTorch keeps a step count
+    note: str = ""  # a sentence that is always shown to the user
 
 
 # Group keys written by the schedules in torch.optim.lr_scheduler.
@@ -226,9 +215,9 @@ def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str
     }
 
 
-def check_differences(found: Mapping[str, str], accept: Iterable[str]) -> list[str]:
+def check_differences(found: Mapping[str, str], accept: Collection[str]) -> list[str]:
     """Raise an error for differences that are not accepted; return the others."""
-    bad = {text: key for text, key in found.items() if key not in set(accept)}
+    bad = {text: key for text, key in found.items() if key not in accept}
     if bad:
         keys = ", ".join(dict.fromkeys(bad.values()))
         raise ConvertError(

@@ -5,7 +5,8 @@ MLX's side is ``tree_flatten(optimizer.state)``: ``step``, ``learning_rate`` and
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,36 +22,26 @@ from .optimizer_table import (
     check_differences,
     differences,
     plain_setting,
-    recognize,
     refused_settings,
 )
-from .options import Options
 from .tree import ConvertError, list_some, match_type, number
 
 # A learning rate as in mlx.optimizers: a number, or a function of the step.
 Rate = float | mx.array | Callable[[mx.array], mx.array]
 
 
-def set_kind(groups: Sequence[Group], name: str | None) -> None:
-    """Set the kind of optimizer that the groups belong to, or raise if unknown."""
-    settings = [group.settings for group in groups]
-    slots = {slot for slots in groups[0].states.values() for slot in slots}
-    kind = recognize(settings, slots, name)
-    for group in groups:
-        group.kind = kind
-        group.check_settings()
-
-
 def plan_groups(
     groups: Sequence[Group],
     names: Sequence[str],
     entries: Mapping[str, Entry],
-    options: Options,
+    accept: Collection[str],
+    trainer_step: Any = None,
 ) -> list[str]:
     """Set the parameters and steps of the groups, and return notes.
 
     ``names`` are the PyTorch names of all parameters, group by group. Differences
-    between PyTorch and MLX raise an error unless they are accepted.
+    between PyTorch and MLX raise an error unless they are in ``accept``.
+    ``trainer_step`` is the step count of optimizers that do not save one.
     """
     found: dict[str, str] = {}
     left = iter(names)
@@ -66,9 +57,11 @@ def plan_groups(
             for key in settings
             if key not in known
         }
-    _set_steps(groups, options.step)
+    is_count = type(trainer_step) is int and 0 <= trainer_step < MOST_STEPS
+    _set_steps(groups, trainer_step if is_count else 0)
+    _set_prefixes(groups)
     notes = [group.spec.note for group in groups if group.spec.note]
-    notes += check_differences(found, options.accept)
+    notes += check_differences(found, accept)
     fresh = [
         entry.torch
         for group in groups
@@ -81,19 +74,17 @@ def plan_groups(
             "moments start at zero. If they were frozen in PyTorch, freeze them in the "
             "MLX model before loading."
         )
-    kinds = {group.kind for group in groups if not group.spec.has_step}
-    if kinds and options.step is None:
+    steps = {g.kind: g.step for g in groups if not g.spec.has_step and not g.step}
+    if steps:
         notes.append(
-            f"{' and '.join(sorted(kinds))} saves no step count, so MLX starts at step "
-            "0. Pass step=... (--step) to set it."
+            f"{' and '.join(sorted(steps))} saves no step count, so MLX starts at step "
+            "0. If a schedule depends on it, set optimizer.state['step']."
         )
     return notes
 
 
-def _set_steps(groups: Sequence[Group], given: int | None) -> None:
+def _set_steps(groups: Sequence[Group], default: int) -> None:
     """Read the step count of each group; MLX has one per group, not per parameter."""
-    if given is not None and given < 0:
-        raise ConvertError(f"step (--step) must be 0 or more, got {given}.")
     known: list[dict[int, str]] = []
     for group in groups:
         steps = {e: group.slots(i).get("step") for i, e in group.entries.items()}
@@ -107,29 +98,20 @@ def _set_steps(groups: Sequence[Group], given: int | None) -> None:
             )
         known.append(counts)
     every = {step for counts in known for step in counts}
-    default = every.pop() if len(every) == 1 else given or 0
+    default = every.pop() if len(every) == 1 else default
     for group, counts in zip(groups, known, strict=True):
         group.step = next(iter(counts), default)
 
 
-def split(groups: Sequence[Group]) -> list[tuple[str, Group]]:
-    """Return each group with the prefix of its MLX state.
-
-    If all groups have the same update rule, schedule and step, they become one MLX
-    optimizer, with an empty prefix. Otherwise, each group becomes a part of a
-    ``MultiOptimizer``.
-    """
-    rules = [
-        (
-            g.kind,
-            g.step,
-            constructor_args(g),
-            *(number(g.settings.get(key)) for key in SCHEDULED),
-        )
-        for g in groups
-    ]
-    is_single = all(rule == rules[0] for rule in rules)
-    return [("" if is_single else f"states.{i}.", g) for i, g in enumerate(groups)]
+def _set_prefixes(groups: Sequence[Group]) -> None:
+    """Make groups that differ in update rule, schedule or step separate optimizers."""
+    rules = []
+    for group in groups:
+        schedule = [number(group.settings.get(key)) for key in SCHEDULED]
+        rules.append((group.kind, group.step, constructor_args(group), schedule))
+    if any(rule != rules[0] for rule in rules):
+        for i, group in enumerate(groups):
+            group.prefix = f"states.{i}."
 
 
 def to_mlx(
@@ -137,15 +119,16 @@ def to_mlx(
 ) -> dict[str, mx.array]:
     """Return the flat MLX state, with zeros for parameters without state."""
     flat: dict[str, mx.array] = {}
-    for prefix, group in split(groups):
-        rate = number(group.settings["lr"])
+    for group in groups:
+        prefix, rate = group.prefix, number(group.settings["lr"])
         flat[f"{prefix}step"] = mx.array(group.step, mx.uint64)
         flat[f"{prefix}learning_rate"] = mx.array(rate, mx.float32)
         for index, entry in group.entries.items():
             like = tensors[entry.torch]
             for theirs, ours in group.spec.slots.items():
                 moment = group.slots(index).get(theirs)
-                moment = mx.zeros_like(like) if moment is None else moment
+                if moment is None:
+                    moment = mx.zeros_like(like, stream=mx.cpu)
                 is_right = isinstance(moment, mx.array) and moment.shape == like.shape
                 what = f"a tensor of shape {like.shape}"
                 need(is_right, f"{theirs} of {entry.torch}", what, moment)
@@ -158,17 +141,16 @@ def to_torch(
     groups: Sequence[Group],
     flat: Mapping[str, mx.array],
     settings: Sequence[Mapping[str, Any]],
-    accept: Iterable[str] = (),
+    accept: Collection[str] = (),
 ) -> list[str]:
     """Write MLX's state into PyTorch's state dicts, and return notes.
 
     ``flat`` is ``tree_flatten(optimizer.state)`` as a dict, and ``settings`` describes
     each MLX optimizer, as in a checkpoint of :func:`save_checkpoint`.
     """
-    parts = split(groups)
-    is_single = not parts[0][0]
-    if len(settings) != (1 if is_single else len(groups)):
-        wanted = "one optimizer" if is_single else f"a MultiOptimizer of {len(groups)}"
+    count = len(groups) if groups[0].prefix else 1
+    if len(settings) != count:
+        wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
         raise ConvertError(
             f"The MLX optimizer has {len(settings)} parts, but PyTorch's {len(groups)} "
             f"parameter groups require {wanted}. Create it with load_torch() or "
@@ -176,8 +158,8 @@ def to_torch(
         )
     found: dict[str, str] = {}
     rates: dict[str, None] = {}
-    for i, (prefix, group) in enumerate(parts):
-        used = settings[0 if is_single else i]
+    for i, group in enumerate(groups):
+        used, prefix = settings[i if group.prefix else 0], group.prefix
         step = float(number(_required(flat, f"{prefix}step")))
         if not 0 <= step < MOST_STEPS:
             raise ConvertError(
@@ -191,11 +173,10 @@ def to_torch(
             )
         found |= differences(group.spec, f"MLX's {used['class']}", used["values"])
         for index in group.entries:
-            slots = _torch_slots(group, index, flat, prefix, int(step))
+            slots = _torch_slots(group, index, flat, int(step))
             group.write_slots(index, slots)
         rate = number(_required(flat, f"{prefix}learning_rate"))
-        for key, value in _changed_settings(group, used["values"], rate).items():
-            group.write_setting(key, value)
+        group.settings |= _changed_settings(group, used["values"], rate)
         if "learning_rate" in used["schedules"]:
             rates[f"{rate:.6g}"] = None
     notes = check_differences(found, accept)
@@ -207,20 +188,29 @@ def to_torch(
     return notes
 
 
+def steps_in(flat: Mapping[str, Any]) -> list[int]:
+    """Return the step counts in an MLX optimizer's state."""
+    found = [key for key in flat if re.fullmatch(r"(states\.\d+\.)?step", key)]
+    return [int(number(flat[key])) for key in found]
+
+
 def _required(flat: Mapping[str, Any], key: str) -> Any:
     if key not in flat:
         raise ConvertError(
             f"The MLX optimizer state has no {key!r}. Call optimizer.init(model."
             "trainable_parameters()) or take a step first."
         )
-    return flat[key]
+    # A schedule that returns Python numbers leaves one in the state.
+    value = flat[key]
+    return value if isinstance(value, mx.array) else mx.array(value)
 
 
 def _torch_slots(
-    group: Group, index: Index, flat: Mapping[str, mx.array], prefix: str, step: int
+    group: Group, index: Index, flat: Mapping[str, mx.array], step: int
 ) -> dict[str, Any]:
     """Return the slots to write, or none if PyTorch's are already correct."""
     entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
+    prefix = group.prefix
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
     if not any(key in flat for key in keys):  # frozen in MLX
         if any(isinstance(old.get(slot), TensorShape) for slot in slots):
@@ -280,7 +270,7 @@ def build(
 
     If the groups differ, it is a ``MultiOptimizer``.
     """
-    groups = [g for prefix, g in split(groups) if prefix] or groups[:1]
+    groups = groups if groups[0].prefix else groups[:1]
     parts = [
         group.spec.mlx(**constructor_args(group) | {"learning_rate": rate})
         for group, rate in zip(groups, _rates(groups, learning_rate), strict=True)

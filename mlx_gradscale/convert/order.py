@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .groups import Group
-from .names import Plan, from_peft, unwrap
+from .names import Plan, bare_name, from_peft
 from .options import Options
 from .tree import ConvertError, list_some
 
@@ -21,16 +20,10 @@ _MOST_WORK = 1_000_000
 
 
 class Order:
-    """The parameters of a model's optimizers, to be matched with PyTorch's names.
-
-    Args:
-        groups (Sequence): The groups of all optimizers.
-        tensors (dict): The model's tensors by their PyTorch names.
-        plan (Plan): The mapping of these tensors to MLX.
-    """
+    """The parameters of all of a model's optimizers, and the model's tensors."""
 
     def __init__(
-        self, groups: Sequence[Group], tensors: Mapping[str, mx.array], plan: Plan
+        self, groups: Sequence[Group], tensors: Mapping[str, Any], plan: Plan
     ) -> None:
         self.tensors, self.plan = tensors, plan
         self.sizes = [len(group.settings["params"]) for group in groups]
@@ -39,45 +32,29 @@ class Order:
         self.saved = [list(group.settings.get("param_names", ())) for group in groups]
 
     def find(
-        self, options: Options, model: nn.Module, is_ordered: bool = True
+        self, options: Options, model: Any, is_ordered: bool = True
     ) -> tuple[list[str], list[str]]:
         """Return the PyTorch name of each parameter, group by group.
 
         If ``is_ordered`` is false, the tensors are not in PyTorch's order, and the
-        order of the MLX model is tried instead. The second result lists notes on cases
+        order of the MLX model is used instead. The second result lists notes on cases
         in which shapes cannot confirm the order.
         """
-        names = options.names
+        names: Sequence[str] | None = options.names
         if self.indices and all(isinstance(index, str) for index in self.indices):
             # FullyShardedDataParallel and torch.distributed use names as indices.
             names = tuple(map(str, self.indices))
         elif names is None and [len(saved) for saved in self.saved] == self.sizes:
             names = tuple(name for saved in self.saved for name in saved)
         if names is not None:
-            found = self._match(names, options.renamed)
+            found = self._match(names, options.rename)
             shapes = [self.tensors[name].shape for name in found]
             fits = [a in (None, b) for a, b in zip(self.shapes, shapes, strict=True)]
-            if not all(fits):
-                # Transformers' Trainer groups them by weight decay: with, then without.
-                found = self._deal(found)
-            return found, []
-        if is_ordered:
-            found = self._deal(self._candidates(self.tensors))
-            return found, self._exchange_notes(found)
-        try:
-            found = self._deal(self._candidates(self._mlx_order(model)))
-        except ConvertError:  # the model's layers are in another order
-            raise ConvertError(
-                "The order of the optimizer's parameters is unknown: a safetensors "
-                "file does not store it, and the MLX model has a different order. "
-                f"{_advice()}"
-            ) from None
-        return found, [
-            "Neither the optimizer nor the safetensors file stores the order of the "
-            "parameters, so the order of the MLX model's layers was used. If PyTorch "
-            "used a different order, moments of equal shape are now swapped. "
-            f"{_advice()}"
-        ]
+            # Transformers' Trainer groups them by weight decay: with, then without.
+            return found if all(fits) else self._deal(found), []
+        names = list(self.tensors) if is_ordered else self._mlx_order(model)
+        found = self._deal(self._candidates(names))
+        return found, self._swap_notes(found, is_ordered)
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
         """Return the possible parameters; a tied tensor is listed by its first name."""
@@ -88,7 +65,7 @@ class Order:
         """Match explicitly given names, ignoring wrapper prefixes."""
 
         def plain(name: str) -> str:
-            return from_peft(unwrap(rename(name)))[0]
+            return from_peft(bare_name(rename(name)))[0]
 
         spelled: dict[str, list[str]] = {}
         for name in self.tensors:
@@ -115,7 +92,11 @@ class Order:
         # mlx-lm orders some layers differently from Transformers (Llama's gate, down
         # and up, GPT-2's norms).
         if hasattr(model, "sanitize"):
-            raise ConvertError("The order of an mlx-lm model is not PyTorch's.")
+            raise ConvertError(
+                "The order of the optimizer's parameters is unknown: a safetensors "
+                "file does not store it, and the order of an mlx-lm model may differ "
+                f"from PyTorch's. {_advice()}"
+            )
         entries = self.plan.entries
         place = {
             name: i for i, (name, _) in enumerate(tree_flatten(model.parameters()))
@@ -145,19 +126,18 @@ class Order:
             shape = self.tensors[name].shape
             following: dict[Any, tuple[int, Any]] = {}
             for dealt, (ways, path) in placings.items():
-                work += len(dealt)
+                options = [(dealt, path)] if may_skip else []
+                for group, done in enumerate(dealt):
+                    at = starts[group] + done
+                    if done < self.sizes[group] and self.shapes[at] in (None, shape):
+                        step = (*dealt[:group], done + 1, *dealt[group + 1 :])
+                        options.append((step, (at, name, path)))
+                work += len(dealt) * (1 + len(options))
                 if work > _MOST_WORK:
                     raise ConvertError(
                         "Too many orders of the parameters are possible. "
                         f"{_advice(may_skip)}"
                     )
-                options = [(dealt, path)] if may_skip else []
-                for group, done in enumerate(dealt):
-                    at = starts[group] + done
-                    if done < self.sizes[group] and self.shapes[at] in (None, shape):
-                        work += len(dealt)
-                        step = (*dealt[:group], done + 1, *dealt[group + 1 :])
-                        options.append((step, (at, name, path)))
                 for step, linked in options:
                     before = following.get(step, (0, None))[0]
                     following[step] = (min(before + ways, 2), linked)
@@ -176,22 +156,24 @@ class Order:
             at, found[path[0]], path = path
         return found
 
-    def _exchange_notes(self, names: list[str]) -> list[str]:
-        """Return a note if top-level modules with equal shapes may be swapped."""
+    def _swap_notes(self, names: list[str], is_ordered: bool) -> list[str]:
+        """Return a note if the order is a guess that equal shapes do not confirm."""
         if len(self.sizes) == 1 and not any(self.shapes):
-            return []  # nothing to exchange
-        children: dict[str, list[Any]] = {}
+            return []  # there are no moments to swap
+        parts: dict[str, list[Any]] = {}
         for name in names:
-            head, dot, _ = name.partition(".")
+            # In the checkpoint's order, at most whole modules are likely to be swapped.
+            part, dot, _ = name.partition(".") if is_ordered else (name, ".", "")
             if dot:
-                children.setdefault(head, []).append(tuple(self.tensors[name].shape))
-        count = Counter(map(tuple, children.values()))
-        alike = [head for head, shapes in children.items() if count[tuple(shapes)] > 1]
+                parts.setdefault(part, []).append(tuple(self.tensors[name].shape))
+        count = Counter(map(tuple, parts.values()))
+        alike = [part for part, shapes in parts.items() if count[tuple(shapes)] > 1]
         if not alike:
             return []
+        order = "the model's state dict" if is_ordered else "the MLX model's layers"
         return [
-            "The optimizer does not store the names of its parameters, so the model's "
-            f"order was used. {list_some(alike, 3)} have equal shapes. If the "
+            "The optimizer does not store the names of its parameters, so the order of "
+            f"{order} was used. {list_some(alike, 3)} have equal shapes. If the "
             "optimizer was created with another order, their moments are now swapped. "
             f"{_advice()}"
         ]

@@ -3,8 +3,8 @@
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,31 +13,21 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from .. import formats
+from ..checkpoint import Checkpoint
 from ..checkpoint.save import describe_optimizer
+from ..core.masters import join
 from ..core.optimizer import LossScaleOptimizer
 from ..core.optimizers import single_optimizers
-from ..core.scale import TORCH_KEYS
+from ..core.scale import FIELDS, TORCH_KEYS, to_state_dict
 from ..core.scaler import GradScaler
 from . import optimizers
-from .folder import TRAINER, read_torch, write_torch
+from .folder import read_torch, trainer_state, write_torch
+from .groups import flatten
 from .names import is_adapter
 from .options import Options
-from .sections import fingerprint
 from .template import Template, from_object, is_template, make_template
-from .tree import (
-    ConvertError,
-    Path,
-    get,
-    list_some,
-    match_type,
-    number,
-    show,
-    unchanged,
-    walk,
-)
+from .tree import ConvertError, get, list_some, match_type, show, unchanged, walk
 
-# Common names for the arguments of a training script.
-_SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
 _STATE_FILES = re.compile(r"(?<!training_args)\.(pkl|pth|bin)$")
 
 
@@ -67,8 +57,8 @@ def save_torch(
             checkpoint of the same model, or a ``template.pt``. Entries without an MLX
             counterpart are copied from it, so update entries such as
             ``template["epoch"]`` first.
-        options (Options, optional): Used if ``like`` is a path; otherwise only
-            ``accept`` applies.
+        options (Options, optional): Used if ``like`` is a PyTorch checkpoint. For a
+            template, only ``accept`` applies.
         overwrite (bool): Whether to replace an existing file or folder. Default:
             ``True``.
 
@@ -110,19 +100,25 @@ def read_template(
     like: Template | str | os.PathLike[str], model: nn.Module | None, options: Options
 ) -> Template:
     """Return a template, reading a PyTorch checkpoint or ``template.pt`` if needed."""
-    if isinstance(like, Template):
-        return like
-    checkpoint, files, _ = read_torch(like, options)
-    if is_template(checkpoint):
-        return from_object(checkpoint)
-    return make_template(checkpoint, model, options, files)[0]
+    if not isinstance(like, Template):
+        checkpoint, files, _ = read_torch(like, options.limits)
+        if not is_template(checkpoint):
+            return make_template(checkpoint, model, options, files)[0]
+        like = from_object(checkpoint)
+    if replace(options, accept=(), limits=None) != Options():
+        raise ConvertError(
+            "The template already determines names, layouts and keys. Pass only "
+            "accept (--accept) and limits (--limit), or pass the PyTorch checkpoint as "
+            "like=... (--like)."
+        )
+    return like
 
 
 def write_template(
     path: str | os.PathLike[str],
     template: Template,
-    run: "MlxRun",
-    accept: Iterable[str] = (),
+    run: Checkpoint,
+    accept: Collection[str] = (),
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> tuple[list[str], list[str]]:
@@ -139,90 +135,95 @@ def gather(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
-) -> "MlxRun":
-    """Collect the values of a live run."""
-    run = MlxRun(dict(tree_flatten(model.parameters())))
+) -> Checkpoint:
+    """Collect the values of a live run, as :func:`unwrap` returns them."""
+    weights, state = dict(tree_flatten(model.parameters())), {}
+    settings: list[dict[str, Any]] = []
     if isinstance(optimizer, LossScaleOptimizer):
-        masters = optimizer.masters(model.trainable_parameters())
-        run.weights |= dict(tree_flatten(masters))
+        weights |= dict(tree_flatten(optimizer.masters(model.trainable_parameters())))
         scaler = optimizer.scaler if scaler is None else scaler
         optimizer = optimizer.optimizer
     if optimizer is not None:
-        run.settings = describe_optimizer(optimizer)["settings"]
-        run.optimizer = {
-            # A schedule that returns Python numbers leaves one in the state.
-            name: x if isinstance(x, mx.array) else mx.array(x)
-            for name, x in tree_flatten(optimizer.state)
-            if isinstance(x, (mx.array, int, float))
-        }
+        settings = describe_optimizer(optimizer)["settings"]
+        state = dict(tree_flatten(optimizer.state))
         for i, part in enumerate(single_optimizers(optimizer)):
             schedule = part._schedulers.get("learning_rate")
             if schedule is not None and "step" in part.state:
                 # MLX's state holds the last step's rate, PyTorch's the next step's.
                 prefix = "" if part is optimizer else f"states.{i}."
-                run.optimizer[f"{prefix}learning_rate"] = mx.array(schedule(part.step))
-    if scaler is not None and scaler.is_enabled():
-        run.scaler = scaler.state_dict()
-    return run
+                state[f"{prefix}learning_rate"] = schedule(part.step)
+    fields = scaler.state if scaler is not None and scaler.is_enabled() else {}
+    return Checkpoint(weights, state, fields, {}, {"settings": settings})
 
 
-@dataclass
-class MlxRun:
-    """The values of an MLX run, by name.
+def unwrap(saved: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with master weights in place of half-precision ones.
 
-    Attributes:
-        weights (dict): The master weights, and the model's own weights where there are
-            none.
-        optimizer (dict, optional): ``tree_flatten(optimizer.state)`` as a dict.
-        settings (list): Descriptions of each single optimizer, as in a checkpoint of
-            ``save_checkpoint``.
-        scaler (dict, optional): ``GradScaler.state_dict()``.
+    The state and settings are those of the inner optimizer, empty without an optimizer.
     """
-
-    weights: dict[str, mx.array]
-    optimizer: dict[str, mx.array] | None = None
-    settings: list[dict[str, Any]] = field(default_factory=list)
-    scaler: dict[str, Any] | None = None
+    weights, state = dict(saved.weights), saved.optimizer
+    if saved.description["wrapped"]:
+        state = {}
+        for name, x in saved.optimizer.items():
+            kind, _, path = name.partition(".")
+            if kind == "masters":
+                weights[path] = x
+            elif kind == "remainders":
+                weights[path] = join(saved.weights[path], x).master
+            elif kind == "optimizer":
+                state[path] = x
+    settings = saved.description["settings"]
+    # save_checkpoint() needs an optimizer. Without one, the command passes the base
+    # class.
+    if [row["class"] for row in settings] == ["Optimizer"]:
+        settings = []
+    description = {"settings": settings}
+    return Checkpoint(weights, state, saved.scaler, saved.extra, description)
 
 
 def _fill(
-    template: Template, run: MlxRun, accept: Iterable[str]
+    template: Template, run: Checkpoint, accept: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Update a checkpoint with a run's values; return notes and stale entries."""
     _fill_model(template, run.weights)
     notes = []
-    if run.optimizer is None and template.optimizers:
-        for path in reversed(template.optimizers):
-            del get(template.checkpoint, path[:-1])[path[-1]]
+    sections, settings = template.sections, run.description["settings"]
+    if sections.optimizers and not settings:
+        for path in reversed(sections.optimizers):
+            parent = get(template.checkpoint, path[:-1])
+            if isinstance(parent, tuple):
+                raise ConvertError(
+                    "The template's optimizer state is in a tuple and cannot be left "
+                    "out. Pass the optimizer."
+                )
+            del parent[path[-1]]
         notes.append("The run has no optimizer, so no optimizer state is written.")
-    elif run.optimizer is not None and template.groups:
-        notes += optimizers.to_torch(
-            template.groups, run.optimizer, run.settings, accept
-        )
-    elif run.optimizer is not None:
+    elif template.groups:
+        notes += optimizers.to_torch(template.groups, run.optimizer, settings, accept)
+    elif settings:
         notes.append(
             "The template has no optimizer state to update, so the state of the MLX "
             "optimizer is not written."
         )
-    if run.scaler is not None and template.scaler is not None:
-        notes += _fill_scaler(template, template.scaler, run.scaler)
-    elif run.scaler is not None:
+    if run.scaler and sections.scaler is not None:
+        state = to_state_dict({name: run.scaler[name].item() for name in FIELDS})
+        notes += _fill_scaler(get(template.checkpoint, sections.scaler), state)
+    elif run.scaler:
         notes.append(
             "The template has no scaler state to update, so the state of the MLX "
             "scaler is not written."
         )
+    for group in template.groups:
+        flatten(group.held)
     old = [group.step for group in template.groups]
-    new = [
-        int(number(x))
-        for key, x in (run.optimizer or {}).items()
-        if re.fullmatch(r"(states\.\d+\.)?step", key)
-    ]
+    new = optimizers.steps_in(run.optimizer)
     notes += _move_trainer(template.checkpoint, old, new)
     return notes, [] if template.is_reported else _stale_notes(template, old, new)
 
 
 def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
-    entries, held = template.plan.entries, get(template.checkpoint, template.model)
+    entries = template.plan.entries
+    held = get(template.checkpoint, template.sections.model)
     placed = {name for entry in entries.values() for name in entry.mlx}
     wrong = sorted(placed - weights.keys())
     if not is_adapter([name for name in held if isinstance(name, str)]):
@@ -242,15 +243,15 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
         tensor, leaf = entry.to_torch(weights), held[name]
         # If MLX only rounded the template's tensor, keep that tensor.
         if not isinstance(leaf, mx.array) or not mx.array_equal(
-            leaf.astype(tensor.dtype), tensor, equal_nan=True
+            leaf.astype(tensor.dtype, stream=mx.cpu), tensor, equal_nan=True
         ):
             held[name] = match_type(tensor, leaf)
     for alias, name in template.plan.tied.items():
         held[alias] = held[name]
 
 
-def _fill_scaler(template: Template, path: Path, state: Mapping[str, Any]) -> list[str]:
-    held, kind = get(template.checkpoint, path), template.scaler_format or "torch"
+def _fill_scaler(held: dict[str, Any], state: Mapping[str, Any]) -> list[str]:
+    kind = formats.recognize(held)
     inner = [x for key, x in held.items() if str(key).startswith("loss_scaler")]
     held = inner[0] if len(inner) == 1 and isinstance(inner[0], dict) else held
     updated = {
@@ -278,8 +279,7 @@ def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
     the Trainer's step count was that of the optimizer, it is set to the new one.
     Otherwise, as after skipped steps or if the user set it, it is left unchanged.
     """
-    state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
-    state = state if isinstance(state, dict) else {}
+    state = trainer_state(checkpoint)
     was = state.get("global_step")
     if type(was) is not int or {*old} != {was} or len({*new}) != 1 or new[0] == was:
         return []
@@ -301,18 +301,11 @@ def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
 
 
 def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str]:
-    """Return a note on entries that the MLX steps have made stale.
-
-    Entries that have changed since they were read are excluded.
-    """
+    """Return a note on entries that the MLX steps have made stale."""
     then, now = max(old, default=0), max(new, default=0)
     if not old or not new or then == now:
         return []
-    found = {
-        path: x
-        for path, x in template.entries_beside().items()
-        if template.age.get(path) == fingerprint(x) and _may_count(path, x)
-    }
+    found = template.old_entries()
     # Random states and data positions.
     names = [*found, *filter(_STATE_FILES.search, template.files or ())]
     if not names:
@@ -327,11 +320,3 @@ def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str
             note += f" Lightning's step count is loops/{show(path)}."
             break
     return [note]
-
-
-def _may_count(path: str, value: Any) -> bool:
-    """Return whether an entry may change with each step; text and flags do not."""
-    return not _SETTINGS.fullmatch(path.rpartition("/")[2]) and not all(
-        isinstance(x, (str, bool, type(None), dict, list, tuple))
-        for _, x in walk(value, 100, leaves=True)
-    )

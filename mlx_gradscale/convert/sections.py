@@ -1,12 +1,9 @@
 """Find the model, its optimizers and the scaler in a checkpoint of any structure."""
 
-import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import mlx.core as mx
 
 from .. import formats
 from ..files.text import dtype_name
@@ -18,7 +15,6 @@ from .tree import (
     find_key,
     get,
     is_tensor,
-    key_of,
     list_some,
     show,
     walk,
@@ -55,36 +51,29 @@ class Sections:
     scaler: Path | None
     notes: list[str]
 
+    def paths(self) -> list[Path]:
+        """Return the paths of all sections."""
+        scalers = [] if self.scaler is None else [self.scaler]
+        return [self.model, *self.optimizers, *scalers]
 
-def find_sections(
-    checkpoint: Any, keys: Mapping[str, str | None] | None = None
-) -> Sections:
+
+def find_sections(checkpoint: Any, keys: Mapping[str, str]) -> Sections:
     """Find the sections of a checkpoint by their contents, or by the user's keys."""
     there = _candidates(checkpoint)
     given: dict[str, list[Path]] = {}
-    for name, text in (keys or {}).items():
-        if text is not None:
-            parts = text.split(",") if name == "optimizer" else [text]
-            parts = parts if name == "model" else [*filter(None, parts)]
-            given[name] = [_named(checkpoint, name, key) for key in parts]
+    for name, text in keys.items():
+        parts = text.split(",") if name == "optimizer" else [text]
+        parts = parts if name == "model" else [*filter(None, parts)]
+        given[name] = [_named(checkpoint, name, key) for key in parts]
     (model,) = given.get("model") or [_choose_model(checkpoint, there)]
     optimizers = given.get("optimizer", there["optimizer"])
-    is_several = len(optimizers) > 1 and len(_trained(there["model"])) > 1
-    if is_several and "optimizer" not in given:
-        raise ConvertError(
-            f"The checkpoint contains several models and {len(optimizers)} optimizers: "
-            f"{list_some(map(show, optimizers))}. Choose the model's optimizer with "
-            "keys={'optimizer': ...} (--optimizer-key)."
-        )
+    if "optimizer" not in given and len(_trained(there["model"])) > 1:
+        _check_single("optimizer", optimizers)
     scalers = given.get("scaler", there["scaler"])
-    if len(scalers) > 1:
-        raise ConvertError(
-            f"The checkpoint contains {len(scalers)} scalers: "
-            f"{list_some(map(show, scalers))}. Choose one with keys={{'scaler': ...}} "
-            "(--scaler-key)."
-        )
-    used = set(map(key_of, [*optimizers, model]))
-    loose = [p for p in there["optimizer"] + there["moments"] if key_of(p) not in used]
+    _check_single("scaler", scalers)
+    used = {id(get(checkpoint, path)) for path in (*optimizers, model)}
+    loose = there["optimizer"] + there["moments"]
+    loose = [path for path in loose if id(get(checkpoint, path)) not in used]
     if loose and not optimizers and "optimizer" not in given:
         raise ConvertError(
             f"{show(loose[0])} looks like an optimizer state, but is not a "
@@ -108,21 +97,17 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
     """Return the paths of everything that looks like a section, by kind."""
     kinds = ("optimizer", "scaler", "moments", "model", "mixed")
     found: dict[str, list[Path]] = {kind: [] for kind in kinds}
-    inside: set[str] = set()  # contents of a section are not sections themselves
-    for path, value in walk(checkpoint):
-        if not isinstance(value, dict) or _is_within(path, inside):
-            continue
-        kind = _kind_of(path, value)
+    seen: set[int] = set()
+    for path, value in walk(checkpoint, seen=seen):
+        kind = _kind_of(path, value) if isinstance(value, dict) else None
         if kind is None or (len(path) > _DEEPEST and kind != "moments"):
             continue
         found[kind].append(path)
-        if is_nested(value):  # there may be a scaler next to these (mmengine)
-            inside |= {key_of((*path, key)) for key in ("state", "param_groups")}
-        elif kind != "mixed":
-            inside.add(key_of(path))
-    # An optimizer's dict does not contain a model (DeepSpeed's float32 groups).
-    optimizers = set(map(key_of, found["optimizer"]))
-    found["model"] = [m for m in found["model"] if not _is_within(m, optimizers)]
+        if kind == "optimizer":  # mmengine's contains the scaler
+            inner = [(*path, key) for key, x in value.items() if isinstance(x, dict)]
+            found["scaler"] += [p for p in inner if _is_scaler(p, value[p[-1]])]
+        if kind != "mixed":  # the contents of a section are not sections themselves
+            seen.update(map(id, value.values()))
     return found
 
 
@@ -130,10 +115,7 @@ def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
     """Return the kind of a dict, a key of :func:`_candidates`, or None."""
     if is_nested(value) or is_flat(value):
         return "optimizer"
-    # PyTorch's five keys are sufficient for a scaler. Other frameworks' keys are common
-    # words, so their tables are consulted only for entries named like a scaler.
-    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
-    if value and formats.is_state(value, is_named):
+    if _is_scaler(path, value):
         return "scaler"
     if any(str(key)[-80:].rpartition(".")[2] in _MOMENTS for key in value):
         return "moments"
@@ -148,12 +130,19 @@ def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
     return "mixed" if (path[-1] in _MODEL_NAMES if path else is_model) else None
 
 
+def _is_scaler(path: Path, value: dict[Any, Any]) -> bool:
+    # PyTorch's five keys are sufficient for a scaler. Other frameworks' keys are common
+    # words, so their tables are consulted only for entries named like a scaler.
+    is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
+    return formats.is_state(value, is_named)
+
+
 def _has_weights(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and all(isinstance(key, str) for key in value)
         and any(
-            isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating) and x.ndim
+            is_tensor(x) and "float" in dtype_name(x) and x.shape
             for x in value.values()
         )
     )
@@ -164,36 +153,34 @@ def _trained(models: list[Path]) -> list[Path]:
     return fits or [p for p in models if not _AVERAGE.search(show(p)[-200:])] or models
 
 
+def _check_single(section: str, paths: list[Path]) -> None:
+    if len(paths) > 1:
+        raise ConvertError(
+            f"The checkpoint contains {len(paths)} {section}s: "
+            f"{list_some(map(show, paths))}. Choose one with keys={{'{section}': ...}} "
+            f"(--{section}-key). To move several models, convert them one by one, and "
+            "use the output of each as the template (--like) of the next."
+        )
+
+
 def _choose_model(checkpoint: Any, there: Mapping[str, list[Path]]) -> Path:
-    models = there["model"]
-    fits = _trained(models) or there["mixed"][:1]
+    fits = _trained(there["model"]) or there["mixed"][:1]
     preferred = [p for p in fits if p and p[-1] in _MODEL_NAMES]
     fits = preferred if len(preferred) == 1 else fits
-    if len(fits) == 1:
-        return fits[0]
+    _check_single("model", fits)
     if fits:
-        raise ConvertError(
-            f"The checkpoint contains {len(models)} models: "
-            f"{list_some(map(show, models))}. Choose one with keys={{'model': ...}} "
-            "(--model-key), and its optimizer with keys={'optimizer': ...} "
-            "(--optimizer-key). To write several back to one PyTorch checkpoint, use "
-            "the output of each conversion as the template (--like) of the next."
-        )
+        return fits[0]
     for path, value in walk(checkpoint, 2):
         what = _whole_module(value)
         if what:
             raise ConvertError(f"{show(path) or 'The file'} {what}")
-    advice = ""
-    if isinstance(checkpoint, dict) and checkpoint:
-        advice = (
-            f"Its keys are {list_some(checkpoint)}. Pass the model's key with "
-            "keys={'model': ...} (--model-key). "
-        )
+    names = list_some(checkpoint) if isinstance(checkpoint, dict) else ""
     raise ConvertError(
-        f"The checkpoint contains no model. {advice}"
-        "If the model is in another file, copy both files into one folder, as "
-        "model.safetensors (or model.pt) and optimizer.pt, and pass the folder. To "
-        "load only a scaler, use GradScaler.load()."
+        f"The checkpoint contains no model. Its keys are {names or 'none'}. Pass the "
+        "model's key with keys={'model': ...} (--model-key). If the model is in "
+        "another file, copy both files into one folder, as model.safetensors (or "
+        "model.pt) and optimizer.pt, and pass the folder. To load only a scaler, use "
+        "GradScaler.load()."
     )
 
 
@@ -203,9 +190,9 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
     fits = {
         "model": _has_weights(value),
         "optimizer": is_nested(value) or is_flat(value),
-        "scaler": isinstance(value, dict) and bool(value),
+        "scaler": isinstance(value, dict) and formats.is_state(value),
     }
-    if not fits[section]:
+    if not fits.get(section):
         what = f"is not the state dict of the {section}. To list the contents of the "
         what = _whole_module(value) or f"{what}checkpoint, run mlx_gradscale inspect."
         raise ConvertError(f"--{section}-key {key} {what}")
@@ -222,10 +209,6 @@ def _whole_module(value: Any) -> str | None:
     return None
 
 
-def _is_within(path: Path, sections: Collection[str]) -> bool:
-    return any(key_of(path[:i]) in sections for i in range(len(path) + 1))
-
-
 def _masters(checkpoint: Any, model: Path) -> dict[str, None]:
     """Return the paths of float32 copies of a half-precision model."""
     found: dict[str, None] = {}
@@ -236,21 +219,3 @@ def _masters(checkpoint: Any, model: Path) -> dict[str, None]:
             named = [i for i, key in enumerate(path) if _MASTERS.search(str(key)[:80])]
             found |= {show(path[: i + 1]): None for i in named[:1]}
     return found
-
-
-def fingerprint(value: Any) -> str:
-    """Return a hash of the numbers, strings and small tensors in a value.
-
-    Tensors of more than 4096 elements contribute only their shape and dtype.
-    """
-    digest = hashlib.sha256()
-    for path, item in walk(value, 100, leaves=True):
-        text = ""
-        if is_tensor(item):
-            text = f"{dtype_name(item)}{tuple(item.shape)}"
-            if isinstance(item, mx.array) and item.size <= 4096:
-                text += str(item.tolist())
-        elif not isinstance(item, (dict, list, tuple)):
-            text = f"{item!r:.400}"
-        digest.update(f"{show(path)}={text};".encode("utf-8", "replace"))
-    return digest.hexdigest()[:16]

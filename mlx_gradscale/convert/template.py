@@ -1,11 +1,13 @@
 """A PyTorch checkpoint as a template for conversion to MLX and back.
 
 ``make_template`` finds the sections of a checkpoint and maps them to MLX. A template
-can be saved without the tensors that MLX holds.
+can be saved without the tensors that MLX holds. To read it, ``make_template`` is called
+again, with the saved names and layouts in place of the model.
 """
 
 import os
 import pathlib
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,21 +16,24 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import formats, torch_checkpoint
-from ..torch_checkpoint import TensorShape
+from .. import formats
+from ..torch_checkpoint import Limits, TensorShape
 from . import optimizers
-from .groups import MOST_STEPS, Group, read_groups
-from .layouts import AXES, FUSED, Entry
+from .folder import read_torch, trainer_state
+from .groups import Group, read_groups
+from .layouts import Entry
 from .names import Plan, make_plan
 from .options import Options
 from .order import Order
-from .sections import find_sections, fingerprint
+from .sections import Sections, find_sections
 from .tree import (
+    CONTAINERS,
     ConvertError,
     Path,
+    fingerprint,
     get,
     is_tensor,
-    key_of,
+    items,
     list_some,
     number,
     show,
@@ -38,6 +43,8 @@ from .tree import (
 _VERSION = "mlx_gradscale_template"
 # File name of the template in the folder of an mlx_gradscale checkpoint.
 TEMPLATE = "template.pt"
+# Common names for the arguments of a training script.
+_SETTINGS = re.compile(r"(\w+_)?(args|cfg|config|hparams|hyper_parameters)")
 
 
 @dataclass
@@ -51,27 +58,17 @@ class Template:
             ``TensorShape`` leaves.
         files (dict, optional): For a folder, the bytes of the files that are not in
             ``checkpoint``.
-        model (tuple): The path of the model's state dict.
-        optimizers (list): The paths of its optimizers' state dicts.
-        scaler (tuple, optional): The path of the scaler's state.
-        scaler_format (str, optional): A key of ``mlx_gradscale.formats.FORMATS``.
-        plan (Plan): Mapping of the model's tensors to MLX.
-        groups (list): The parameter groups of all optimizers.
-        age (dict): Fingerprints of the entries that MLX does not use, taken when they
-            were read.
-        is_reported (bool): Whether stale entries have been reported.
     """
 
     checkpoint: Any
     files: dict[str, mx.array] | None
-    model: Path
-    optimizers: list[Path]
-    scaler: Path | None
-    scaler_format: str | None = None
+    options: Options
+    sections: Sections
     plan: Plan = field(default_factory=Plan)
-    groups: list[Group] = field(default_factory=list)
-    age: dict[str, str] = field(default_factory=dict)
-    is_reported: bool = False
+    groups: list[Group] = field(default_factory=list)  # of all optimizers
+    names: list[str] = field(default_factory=list)  # of the parameters in all groups
+    age: dict[str, str] = field(default_factory=dict)  # fingerprints of unused entries
+    is_reported: bool = False  # whether stale entries have been reported
 
     def __getitem__(self, key: Any) -> Any:
         return self.checkpoint[key]
@@ -81,7 +78,7 @@ class Template:
 
     def tensors(self) -> dict[str, Any]:
         """Return the model's tensors by their PyTorch names."""
-        held = get(self.checkpoint, self.model)
+        held = get(self.checkpoint, self.sections.model)
         return {name: x for name, x in held.items() if is_tensor(x)}
 
     def weights(self) -> dict[str, mx.array]:
@@ -94,12 +91,12 @@ class Template:
 
     def scaler_state(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Return the ``GradScaler.state_dict``, if there is one, and notes."""
-        if self.scaler is None:
+        if self.sections.scaler is None:
             return None, []
-        held = {k: number(x) for k, x in get(self.checkpoint, self.scaler).items()}
+        held = get(self.checkpoint, self.sections.scaler)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", formats.FormatWarning)
-            state = formats.read_state(held, self.scaler_format)
+            state = formats.read_state({k: number(x) for k, x in held.items()})
         return state, [str(warning.message) for warning in caught]
 
     def drop_tensors(
@@ -107,12 +104,10 @@ class Template:
     ) -> None:
         """Replace the tensors that MLX holds with their shapes.
 
-        Args:
-            keep (Iterable): MLX names of weights to keep because MLX rounded them.
-            optimizer_names (Iterable, optional): MLX names of the parameters whose
-                moments MLX holds. Default: all.
+        Weights in ``keep`` stay, because MLX rounded them. MLX holds the moments of
+        ``optimizer_names``, by default of all parameters.
         """
-        held, kept = get(self.checkpoint, self.model), set(keep)
+        held, kept = get(self.checkpoint, self.sections.model), set(keep)
         for name, entry in self.plan.entries.items():
             if isinstance(held[name], mx.array) and not kept & {*entry.mlx}:
                 held[name] = TensorShape.of(held[name])
@@ -126,26 +121,39 @@ class Template:
 
     def entries_beside(self) -> dict[str, Any]:
         """Return the entries that MLX does not use, by path."""
-        taken = [*self.optimizers, *([] if self.scaler is None else [self.scaler])]
+        model, paths = self.sections.model, self.sections.paths()
+        used = {id(get(self.checkpoint, path)) for path in paths}
         # At the top level, the model's tensors are mixed with other entries.
-        taken += [self.model] if self.model else [(name,) for name in self.tensors()]
-        above = {key_of(path[:i]) for path in taken for i in range(len(path))}
-        used = above.union(map(key_of, taken))
+        above: dict[int, Path] = {} if model else {id(self.checkpoint): ()}
+        for path in paths:
+            for outer in (path[:i] for i in range(len(path))):
+                if id(get(self.checkpoint, outer)) not in used:
+                    above[id(get(self.checkpoint, outer))] = outer
         return {
-            show(path): value
-            for path, value in walk(self.checkpoint, max(map(len, taken)), leaves=True)
-            if path and key_of(path[:-1]) in above and key_of(path) not in used
+            show((*outer, key)): value
+            for outer in above.values()
+            for key, value in items(get(self.checkpoint, outer))
+            if not (id(value) in used or id(value) in above)
+            and not (outer == model and is_tensor(value))
         }
 
-    def set_age(self) -> None:
-        """Record fingerprints of the other entries, to detect later changes."""
-        beside = self.entries_beside()
-        self.age = {path: fingerprint(x) for path, x in beside.items()}
+    def old_entries(self) -> dict[str, Any]:
+        """Return unused entries that may count steps and have not been changed."""
+        return {
+            path: value
+            for path, value in self.entries_beside().items()
+            if self.age.get(path) == fingerprint(value)
+            and not _SETTINGS.fullmatch(path.rpartition("/")[2])
+            and not all(
+                isinstance(x, (str, bool, type(None), *CONTAINERS))
+                for _, x in walk(value, 100, leaves=True)
+            )
+        }
 
 
 def make_template(
     checkpoint: Any,
-    model: nn.Module | None,
+    model: nn.Module | Plan | None,
     options: Options,
     files: dict[str, mx.array] | None = None,
 ) -> tuple[Template, list[str]]:
@@ -160,31 +168,36 @@ def make_template(
             "The MLX model is missing. It determines names, layouts and shapes. Pass "
             "--model."
         )
-    template = Template(checkpoint, files, found.model, found.optimizers, found.scaler)
-    tensors = {n: x for n, x in template.tensors().items() if isinstance(x, mx.array)}
-    template.plan = make_plan(tensors, model, options)
-    notes = found.notes + template.plan.notes()
+    template = Template(checkpoint, files, options, found)
+    tensors = template.tensors()
+    if isinstance(model, Plan):
+        template.plan = model
+    else:
+        arrays = {n: x for n, x in tensors.items() if isinstance(x, mx.array)}
+        template.plan = make_plan(arrays, model, options)
+    notes = found.notes + template.plan.notes
     for path in found.optimizers:
-        groups = read_groups(get(checkpoint, path))
-        optimizers.set_kind(groups, options.optimizer)
-        template.groups += groups
+        template.groups += read_groups(get(checkpoint, path), options.optimizer)
     if template.groups:
         # A safetensors file does not preserve PyTorch's order of tensors.
         file = str(found.model[0]) if files is not None else ""
         is_ordered = not file.endswith(".safetensors")
         order = Order(template.groups, tensors, template.plan)
-        names, doubts = order.find(options, model, is_ordered)
-        entries = template.plan.entries
-        notes += optimizers.plan_groups(template.groups, names, entries, options)
+        template.names, doubts = order.find(options, model, is_ordered)
+        notes += optimizers.plan_groups(
+            template.groups,
+            template.names,
+            template.plan.entries,
+            options.accept,
+            trainer_state(checkpoint).get("global_step"),
+        )
         notes += doubts
-    if found.scaler is not None:
-        state = get(checkpoint, found.scaler)
-        template.scaler_format = options.scaler_format or formats.recognize(state)
-        notes += template.scaler_state()[1]
-    template.set_age()
+    notes += template.scaler_state()[1]
+    beside = template.entries_beside()
+    template.age = {path: fingerprint(x) for path, x in beside.items()}
     schedules = [
         path
-        for path, value in template.entries_beside().items()
+        for path, value in beside.items()
         for state in (value if isinstance(value, (list, tuple)) else [value])
         if isinstance(state, dict) and "last_epoch" in state
     ]
@@ -196,20 +209,19 @@ def make_template(
     return template, notes
 
 
-_STORED = ("checkpoint", "files", "model", "optimizers", "scaler", "scaler_format")
-
-
 def to_object(template: Template) -> dict[str, Any]:
     """Return a template as plain values, for ``torch_checkpoint.save``."""
+    options, plan = template.options, template.plan
     return {
         _VERSION: 1,
-        **{name: getattr(template, name) for name in _STORED},
-        "entries": {e.torch: (e.layout, e.mlx) for e in template.plan.entries.values()},
-        "tied": template.plan.tied,
-        "groups": [
-            (g.kind, g.step, {i: e.torch for i, e in g.entries.items()})
-            for g in template.groups
-        ],
+        "checkpoint": template.checkpoint,
+        "files": template.files,
+        "entries": {e.torch: (e.layout, e.mlx) for e in plan.entries.values()},
+        "tied": plan.tied,
+        "keys": dict(options.keys),
+        "names": template.names,
+        "optimizer": options.optimizer,
+        "accept": [*options.accept],
     }
 
 
@@ -221,7 +233,24 @@ def is_template(value: Any) -> bool:
 def from_object(value: Mapping[str, Any]) -> Template:
     """Rebuild a template from :func:`to_object`, or raise if it is damaged."""
     try:
-        return _parse(value)
+        plan = Plan()
+        for name, (layout, mlx_names) in value["entries"].items():
+            plan.entries[name] = Entry(name, tuple(map(str, mlx_names)), layout)
+        for alias, name in value["tied"].items():
+            plan.tied[alias] = plan.entries[name].torch
+        settings = ("keys", "names", "optimizer", "accept")
+        options = Options(**{key: value[key] for key in settings})
+        checkpoint, files = value["checkpoint"], value["files"]
+        template, _ = make_template(checkpoint, plan, options, files)
+        tensors = template.tensors()
+        for entry in plan.entries.values():  # raises if a name or a layout is wrong
+            entry.mlx_shapes(tuple(tensors[entry.torch].shape))
+        if files is not None and not (
+            isinstance(checkpoint, dict)
+            and all(isinstance(x, mx.array) for x in files.values())
+        ):
+            raise ConvertError("its files are not bytes")
+        return template
     except Exception as error:  # any value may occur anywhere
         raise ConvertError(
             f"The template is damaged ({type(error).__name__}: {str(error)[:80]}). "
@@ -229,44 +258,10 @@ def from_object(value: Mapping[str, Any]) -> Template:
         ) from error
 
 
-def _parse(value: Mapping[str, Any]) -> Template:
-    template = Template(*(value[name] for name in _STORED))
-    entries, tied = template.plan.entries, template.plan.tied
-    for name, (layout, mlx_names) in value["entries"].items():
-        entries[name] = Entry(name, tuple(mlx_names), layout)
-        _expect(layout in (*AXES, FUSED) and type(name) is str)
-        _expect(all(type(n) is str for n in mlx_names))
-        _expect(len(mlx_names) == (3 if layout == FUSED else 1))
-    tied |= value["tied"]
-    _expect(all(owner in entries for owner in tied.values()))
-    if template.files is not None:
-        _expect(isinstance(template.checkpoint, dict))
-        _expect(all(isinstance(x, mx.array) for x in template.files.values()))
-    for path in (template.model, template.scaler):
-        if path is not None:
-            held = get(template.checkpoint, path)
-            _expect(type(path) is tuple and isinstance(held, dict))
-    _expect(template.tensors().keys() >= {*entries, *tied})
-    _expect(template.scaler is None or template.scaler_format in formats.FORMATS)
-    for path in template.optimizers:
-        template.groups += read_groups(get(template.checkpoint, path))
-    for group, stored in zip(template.groups, value["groups"], strict=True):
-        group.kind, group.step, names = stored
-        group.entries = {index: entries[name] for index, name in names.items()}
-        _expect(type(group.step) is int and 0 <= group.step < MOST_STEPS)
-        _expect(set(map(str, names)) <= set(map(str, group.settings["params"])))
-        group.check_settings()
-    template.set_age()
-    return template
-
-
-def _expect(is_right: Any) -> None:
-    if not is_right:
-        raise ConvertError("its entries are inconsistent")
-
-
 def build_optimizer(
-    like: Template | str | os.PathLike[str], learning_rate: Any = None
+    like: Template | str | os.PathLike[str],
+    learning_rate: Any = None,
+    limits: Limits | None = None,
 ) -> Any:
     """Return the MLX optimizer equivalent to a checkpoint's optimizer.
 
@@ -275,6 +270,7 @@ def build_optimizer(
             wrote, or its ``template.pt``.
         learning_rate (float, Callable or list, optional): As for
             :func:`~mlx_gradscale.convert.load_torch`.
+        limits (Limits, optional): Limits on the resource use of reading a file.
 
     Returns:
         Optimizer: The optimizer, without its state. To restore the state, call
@@ -283,7 +279,7 @@ def build_optimizer(
     if not isinstance(like, Template):
         path = pathlib.Path(like)
         path = path / TEMPLATE if path.is_dir() else path
-        found = torch_checkpoint.load(path)
+        found, _, _ = read_torch(path, limits)
         if not is_template(found):
             raise ConvertError(
                 f"{path} is not a template. Pass a folder that mlx_gradscale convert "

@@ -1,5 +1,6 @@
-"""Walk, address and temporarily change the containers of a checkpoint."""
+"""Walk, address, compare and temporarily change the containers of a checkpoint."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,8 @@ from ..torch_checkpoint import Placeholder, TensorShape, plain_value
 
 Path = tuple[Any, ...]
 
-_CONTAINERS = (dict, list, tuple)
-_FOUND = (*_CONTAINERS, mx.array, TensorShape, Placeholder)
+CONTAINERS = (dict, list, tuple)
+_FOUND = (*CONTAINERS, mx.array, TensorShape, Placeholder)
 
 
 class ConvertError(ValueError):
@@ -31,29 +32,34 @@ def number(value: Any) -> Any:
     return plain_value(value)
 
 
+def items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a dict, or the indices and items of a list."""
+    return value.items() if isinstance(value, dict) else enumerate(value)
+
+
 def walk(
-    tree: Any, deepest: int = 6, leaves: bool = False
+    tree: Any, deepest: int = 6, leaves: bool = False, seen: set[int] | None = None
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each container, tensor and placeholder.
 
     Containers come before their contents, and shared ones only once. With ``leaves``,
-    all other values are yielded as well.
+    all other values are yielded as well. Containers whose ``id`` the caller adds to
+    ``seen`` are skipped.
     """
-    seen: set[int] = set()
+    seen = set() if seen is None else seen
     left: list[tuple[Path, Any]] = [((), tree)]
     while left:
         path, value = left.pop()
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             if id(value) in seen:
                 continue
             seen.add(id(value))
         yield path, value
-        if isinstance(value, _CONTAINERS) and len(path) < deepest:
-            inner: Iterable[tuple[Any, Any]] = enumerate(value)
-            if isinstance(value, dict):
-                inner = value.items()
+        if isinstance(value, CONTAINERS) and len(path) < deepest:
             found = [
-                ((*path, key), x) for key, x in inner if leaves or isinstance(x, _FOUND)
+                ((*path, key), x)
+                for key, x in items(value)
+                if leaves or isinstance(x, _FOUND)
             ]
             left += reversed(found)
 
@@ -63,11 +69,6 @@ def get(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def key_of(path: Path) -> str:
-    """Return a path as text, for sets: a file can contain keys whose hashes collide."""
-    return "".join(f"/{str(key)[:200]}" for key in path)
 
 
 def show(path: Path) -> str:
@@ -119,11 +120,30 @@ def match_type(value: Any, old: Any) -> Any:
         dtype = getattr(mx, text.dtype_name(old), None)
         if not isinstance(value, mx.array):
             value = mx.array(value).reshape(old.shape)
-        if isinstance(dtype, mx.Dtype) and dtype not in (mx.float64, value.dtype):
-            value = value.astype(dtype)
+        if isinstance(dtype, mx.Dtype) and dtype != value.dtype:
+            stream = mx.cpu if dtype == mx.float64 else None
+            value = value.astype(dtype, stream=stream)
         shape = old if isinstance(old, TensorShape) else TensorShape.of(old)
         return shape.fill(value)
     if isinstance(old, tuple):
         return tuple(value)
     is_whole = type(old) is int and float(value).is_integer()
     return type(old)(value) if is_whole or type(old) in (bool, float) else value
+
+
+def fingerprint(value: Any) -> str:
+    """Return a hash of the numbers, strings and small tensors in a value.
+
+    Tensors of more than 4096 elements contribute only their shape and dtype.
+    """
+    digest = hashlib.sha256()
+    for path, item in walk(value, 100, leaves=True):
+        shown = ""
+        if is_tensor(item):
+            shown = f"{text.dtype_name(item)}{tuple(item.shape)}"
+            if isinstance(item, mx.array) and item.size <= 4096:
+                shown += str(item.tolist())
+        elif not isinstance(item, CONTAINERS):
+            shown = f"{item!r:.400}"
+        digest.update(f"{show(path)}={shown};".encode("utf-8", "replace"))
+    return digest.hexdigest()[:16]

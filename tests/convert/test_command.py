@@ -64,10 +64,11 @@ def test_success_says_how_to_resume_and_what_mlx_does_not_use(tmp_path, capsys):
         (["--model", "no_such_module:Net"], "ModuleNotFoundError"),
         (["--model", "support.convert_runs:Nothing"], "no attribute 'Nothing'"),
         (["--model", "support.convert_runs"], "MODULE:NAME"),
-        (["--model", "os:getcwd"], "must be an mlx.nn.Module"),
+        (["--model", "os:getcwd"], "is a str. Pass an mlx.nn.Module"),
         (["--model", "sys:exit"], "SystemExit"),
         (["--names", "no_such_file"], "No such file"),
-        (["--step", "-1"], "must be 0 or more"),
+        (["--rename", "(=x"], "regular expression"),
+        (["--rename", r"nothing=\g<x>"], "regular expression"),
         (["--model-key", "net"], "no key 'net'"),
         (["--limit", "operations"], "NAME=NUMBER"),
         (["--limit", "operations=5"], "--limit operations=..."),
@@ -84,8 +85,6 @@ def test_errors_are_one_line_and_leave_nothing(flags, word, tmp_path, capsys):
     [
         (["--rename", "nothing"], "'nothing' must contain '='"),
         (["--layout", "nothing"], "'nothing' must contain '='"),
-        (["--rename", "(=x"], "regular expression"),
-        (["--rename", r"fc=\g<x>"], "regular expression"),
     ],
 )
 def test_wrong_flag_is_a_usage_error(flag, word, tmp_path, capsys):
@@ -115,21 +114,46 @@ def test_weights_can_go_to_safetensors_and_more_cannot(tmp_path, capsys):
     assert not (tmp_path / "c.safetensors").exists()
 
 
-def test_float64_needs_a_decision(tmp_path, capsys):
+def test_float64_tensors_are_rounded_in_mlx_and_come_back_as_float64(tmp_path, capsys):
     torch = pytest.importorskip("torch")
-    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 2)}).double().state_dict()
-    torch.save({"model": model}, tmp_path / "a.pt")
-    where = paths(tmp_path)
-    assert "--float64 float32" in fails(capsys, *where)
-    assert main([*where, "--float64", "float32"]) == 0
+    net = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 2).double()})
+    optimizer = torch.optim.AdamW(net.parameters())
+    net["fc"](torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    parts = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    best = torch.tensor([0.1], dtype=torch.float64)
+    torch.save({**parts, "best": best}, tmp_path / "a.pt")
+    assert main(paths(tmp_path)) == 0
+    assert "from float64 to float32: fc.weight, fc.bias" in capsys.readouterr().err
     weight = read_checkpoint(tmp_path / "run").weights["fc.weight"]
     assert weight.dtype == mx.float32
+    forward(tmp_path / "b.pt", tmp_path / "run")
+    back = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert torch.equal(back["best"], best)
+    weight = back["model"]["fc.weight"]
+    assert torch.equal(weight, net["fc"].weight.float().double())
+    moment, want = (x["optimizer"]["state"][0]["exp_avg"] for x in (back, parts))
+    assert torch.equal(moment, want.float().double())
 
 
 def test_one_save_of_a_run_goes_back_by_the_runs_template(tmp_path):
     assert main(paths(tmp_path, usual())) == 0
     forward(tmp_path / "b.pt", tmp_path / "run/save-000001")
     identical(pt.load(tmp_path / "b.pt"), pt.load(tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--optimizer-key", ""], ["--drop", "*"], ["--rename", "a=b"]],
+)
+def test_flags_that_the_template_overrides_are_an_error(flags, tmp_path, capsys):
+    assert main(paths(tmp_path, usual())) == 0
+    (tmp_path / "a.pt").unlink()
+    assert "already determines" in fails(capsys, *paths(tmp_path), *flags)
+    assert (
+        main([*paths(tmp_path), "--accept", "amsgrad", "--limit", "operations=1e8"])
+        == 0
+    )
 
 
 def test_weights_without_an_optimizer_convert_both_ways(tmp_path, capsys):

@@ -79,6 +79,25 @@ def test_trainer_folder_comes_back_with_its_counters_moved(tmp_path, recwarn):
     assert run.template["trainer_state.json"]["global_step"] == 3
 
 
+def test_sgd_of_a_trainer_starts_at_its_global_step(tmp_path, recwarn):
+    source = trainer_folder(tmp_path / "in")
+    pt.save(source / "optimizer.pt", small()[1])
+    model = Small()
+    run = load_torch(source, model, Options(names=NAMES))
+    assert run.optimizer.step.item() == 3
+    assert not any("saves no step count" in note for note in run.notes)
+    take_step(model, run.optimizer)
+    save_torch(tmp_path / "out", model, run.optimizer, like=run.template)
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    assert state["global_step"] == 4
+    for count in (-1, 2**60, "3", None, True):
+        text = json.dumps({"global_step": count})
+        (source / "trainer_state.json").write_text(text)
+        run = load_torch(source, model, Options(names=NAMES))
+        assert run.optimizer.step.item() == 0
+        assert any("SGD saves no step count" in note for note in run.notes)
+
+
 def test_trainers_count_that_the_user_set_or_that_differs_stays(tmp_path, recwarn):
     model = Small()
     run = load_torch(trainer_folder(tmp_path / "in"), model, Options(names=NAMES))
@@ -130,7 +149,7 @@ def test_accelerate_folder_of_two_models_converts_one_after_the_other(tmp_path):
         target = tmp_path / f"out{end}"
         save_torch(target, model, run.optimizer, like=last, options=Options(keys=keys))
         last = target
-    back, _, _ = read_torch(last, Options())
+    back, _, _ = read_torch(last)
     for end in ("", "_1"):
         weights = back[f"pytorch_model{end}.bin"]
         assert weights["fc.bias"].tolist() == [2.0, 3.0]

@@ -292,6 +292,19 @@ def test_without_optimizer_its_section_is_left_out(tmp_path):
     assert list(run.template.checkpoint) == ["model", "optimizer", "epoch"]
 
 
+def test_checkpoint_that_is_a_tuple_comes_back_and_keeps_its_optimizer(tmp_path):
+    weights, optimizer, _ = small_adam()
+    pt.save(tmp_path / "a.pt", (weights, optimizer, 3))
+    model = Small()
+    run = load_torch(tmp_path / "a.pt", model)
+    take_step(model, run.optimizer)
+    with pytest.warns(UserWarning, match="from step 3: 2"):
+        save_torch(tmp_path / "b.pt", model, run.optimizer, like=run.template)
+    assert pt.load(tmp_path / "b.pt")[1]["state"][0]["step"].item() == 4
+    with pytest.raises(ConvertError, match="Pass the optimizer"):
+        save_torch(tmp_path / "b.pt", model, like=run.template)
+
+
 def test_template_of_another_model_is_an_error(tmp_path):
     _, run = small_run(tmp_path)
     for other in (Small(4), ConvNet()):

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from support.convert_runs import fails, paths, small
+from support.convert_runs import fails, paths, small, small_adam
 
 from mlx_gradscale import torch_checkpoint
 from mlx_gradscale.checkpoint import read_checkpoint
@@ -131,6 +131,19 @@ def test_sanitize_that_removes_a_module_is_probed_and_applied_once(tmp_path, tim
         "fc.weight",
         "fc.bias",
     ]
+
+
+def test_failed_load_leaves_a_model_that_sanitize_changes_as_it_was(tmp_path):
+    weights, optimizer, group = small_adam()
+    group["params"] = [0]
+    del optimizer["state"][1]
+    checkpoint = {"model": weights, "optimizer": optimizer}
+    torch_checkpoint.save(tmp_path / "a.pt", checkpoint)
+    model = TiedByPop()
+    with pytest.raises(ValueError, match="no state for trainable parameters"):
+        load_torch(tmp_path / "a.pt", model, Options(names=("fc.weight",)))
+    assert "lm_head" in model
+    assert not model.tied
 
 
 def test_probing_sanitize_leaves_the_model_as_it_was():

@@ -43,14 +43,14 @@ def test_bare_state_dict_converts(tmp_path):
 
 def test_several_models_need_a_name_and_averages_do_not():
     model, other, optimizer = small()[0], small(7)[0], small()[1]
-    averaged = find_sections({"model": model, "ema": other})
+    averaged = find_sections({"model": model, "ema": other}, {})
     assert averaged.model == ("model",)
     assert "ema" in averaged.notes[0]
     with pytest.raises(ConvertError, match=r"2 models: a, b. .*--model-key.*--like"):
-        find_sections({"a": model, "b": other})
+        find_sections({"a": model, "b": other}, {})
     assert find_sections({"a": model, "b": other}, {"model": "b"}).model == ("b",)
     several = {"a": model, "b": other, "optimizers": [optimizer, small(7)[1]]}
-    with pytest.raises(ConvertError, match=r"several.*optimizers/0, optimizers/1"):
+    with pytest.raises(ConvertError, match=r"2 optimizers: optimizers/0, optimizers/1"):
         find_sections(several, {"model": "a"})
     found = find_sections(several, {"model": "a", "optimizer": "optimizers/1"})
     assert found.optimizers == [("optimizers", 1)]
@@ -65,6 +65,7 @@ def test_several_models_need_a_name_and_averages_do_not():
         ({"optimizer": "a"}, "not the state dict of the optimizer"),
         ({"scaler": "epoch"}, "not the state dict of the scaler"),
         ({"optimizer": "opt/7"}, "opt has no key '7'"),
+        ({"optimiser": "opt"}, "not the state dict of the optimiser"),
     ],
 )
 def test_named_place_without_such_a_section_is_an_error(keys, word):
@@ -103,6 +104,16 @@ def test_scaler_of_another_framework_is_found_by_its_name_and_updated(key, tmp_p
     assert "Updated loss_scale, unskipped;" in notes[0]
     back = pt.load(tmp_path / "b.pt")[key]["loss_scaler0"]
     assert back == {"loss_scale": 32.0, "unskipped": 5}
+
+
+def test_scaler_inside_the_optimizer_is_found_and_the_rest_is_not_stale(tmp_path):
+    """As mmengine writes it."""
+    model, optimizer, scaler = small()
+    optimizer = {**optimizer, "loss_scaler": scaler}
+    checkpoint = {"state_dict": model, "optimizer": optimizer, "meta": {"epoch": 3}}
+    run = there_and_back(tmp_path, checkpoint)
+    assert run.scaler.get_scale() == 512.0
+    assert [*run.template.entries_beside()] == ["meta"]
 
 
 def test_values_in_a_state_dict_that_are_no_tensors_come_back(tmp_path):
@@ -222,7 +233,7 @@ def test_masters_beside_half_weights_are_reported(tmp_path):
     full = {"model": small()[0], "optimizer": masters | small()[1]}
     assert not any("fp32" in note for note in there_and_back(tmp_path, full).notes)
     named = {"master.weight": mx.zeros(2), "b": mx.zeros(2, mx.float16)}
-    assert find_sections({"model": named}).notes == []
+    assert find_sections({"model": named}, {}).notes == []
 
 
 @pytest.mark.parametrize("kind", ["flat", "names", "numbers as strings"])
@@ -246,6 +257,9 @@ def test_states_of_torch_distributed_convert(kind, tmp_path):
                 for i, n in enumerate(names)}  # fmt: skip
         held |= {f"param_groups.{n}.{k}": x for n in names for k, x in settings.items()}
     run = there_and_back(tmp_path, {"model": model, "optim": held})
+    forward(tmp_path / "a.pt", tmp_path / "run")
+    forward(tmp_path / "e.pt", tmp_path / "run")
+    identical(pt.load(tmp_path / "e.pt"), pt.load(tmp_path / "a.pt"))
     assert run.optimizer.state["fc"]["bias"]["v"].tolist() == [3.0, 4.0]
     run.optimizer.learning_rate = 0.5
     save_torch(tmp_path / "c.pt", Small(), run.optimizer, like=run.template)

@@ -38,7 +38,7 @@ class Source(NamedTuple):
     model: tuple
     optimizer: tuple
     prefix: str = ""
-    rename: tuple | None = None
+    rename: object = str
     groups: object = one_group
     kind: type = torch.optim.AdamW
 
@@ -62,7 +62,7 @@ SOURCES = {
         ("state_dict",),
         ("optimizer",),
         prefix="net.",
-        rename=(r"^net\.", ""),
+        rename=lambda name: name.removeprefix("net."),
     ),
     "lightning": Source(
         "lightning_ema.ckpt",
@@ -83,8 +83,7 @@ def mlx_losses(name, path, back, numbers):
             return nn.losses.cross_entropy(net(x), y, reduction="mean")
         return ((net(x) - y) ** 2).mean()
 
-    options = Options(rename=[SOURCES[name].rename] if SOURCES[name].rename else None)
-    run, losses = load_torch(path, net, options), []
+    run, losses = load_torch(path, net, Options(rename=SOURCES[name].rename)), []
     for number in numbers:
         data = tokens(number) if is_gpt else batch(number)
         loss, grads = nn.value_and_grad(net, loss_fn)(*map(mx.array, data))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from mlx_gradscale import torch_checkpoint
-from mlx_gradscale.convert import Options
 from mlx_gradscale.convert.folder import read_torch
 from mlx_gradscale.inspect import describe
 from mlx_gradscale.torch_checkpoint import CheckpointError, Limits
@@ -179,11 +178,11 @@ def test_files_of_one_folder_share_a_limit(tmp_path):
     assert len(describe(tmp_path, enough)["entries"]) > 3
     with pytest.raises(CheckpointError, match="more operations"):
         describe(tmp_path, few)
-    options = Options(limits=Limits(operations=18_000))
+    limits = Limits(operations=18_000)
     with pytest.raises(CheckpointError, match="more operations"):
-        read_torch(tmp_path, options)
-    # Options may be used again, so convert takes a copy.
-    assert options.limits == Limits(operations=18_000)
+        read_torch(tmp_path, limits)
+    # Limits may be used again, so convert takes a copy.
+    assert limits == Limits(operations=18_000)
 
 
 def test_what_is_shared_a_lot_is_read_with_the_defaults():
