@@ -1,11 +1,13 @@
 """The result of a search for float32 layers: a list, a table and a file."""
 
+import json
 import math
 import os
 from dataclasses import dataclass, field
 
+from ..files.atomic import atomic_write
 from ..files.text import align, percent, power
-from .where import TO, save_float32_layers
+from .where import FORMAT, TO
 
 LARGEST = 65504.0
 _MAX_ROWS = 40
@@ -78,7 +80,11 @@ class Float32Search:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
         if self.problem:
             raise ValueError(f"There are no layers to save. {self.problem}")
-        save_float32_layers(path, self.where)
+        if not os.fspath(path).endswith(".json"):
+            raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
+        content = json.dumps({**FORMAT, "layers": self.where}, indent=2)
+        with atomic_write(path) as file:
+            file.write(f"{content}\n".encode())
 
     def __str__(self) -> str:
         if self.problem:
