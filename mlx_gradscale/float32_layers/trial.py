@@ -120,20 +120,30 @@ class Run:
         gradients (list): The gradients of the parameters; their ``caller`` is the
             module of the parameter.
         loss_call (Call): The call of the loss function, containing all others.
-        reference (Run or None): A run in float32 to compare with.
+        expected_loss (float): The loss in float32, or the loss itself without a
+            reference run.
+        is_compared (bool): Whether there is a reference run.
     """
 
-    def __init__(self, model: nn.Module, scale: float, reference: "Run | None"):
-        self.loss = math.nan
+    def __init__(self, trial: "Trial", scale: float):
+        self.loss = self.expected_loss = math.nan
         self.scale = scale
-        self.reference = reference
+        self.is_compared = trial.reference is not None
+        self._trial = trial
         self.forward: list[Value] = []
         self.backward: list[Value] = []
         self.gradients: list[Value] = []
         self.loss_call = Call(None)
-        self._paths = [path for path, _ in ordered_modules(model)]
+        self._paths = [path for path, _ in ordered_modules(trial.model)]
         self._running = [self.loss_call]
         self.is_forward_done = False
+
+    @property
+    def is_loss_off(self) -> bool:
+        """Whether the loss is non-finite, or too far from the float32 loss."""
+        allowed = self._trial.tolerance * max(abs(self.expected_loss), 1e-6)
+        # Negated, because every comparison with NaN is False.
+        return not abs(self.loss - self.expected_loss) <= allowed
 
     @property
     def has_finite_gradients(self) -> bool:
@@ -149,13 +159,14 @@ class Run:
         ]
         # Free the gradients early.
         gradients.clear()
-        values = self._values()
-        others = self.reference._values() if self.reference else {}
+        values, reference = self._values(), self._trial.reference
+        others = reference._values() if reference else {}
         rows = np.array(mx.stack([value.measured for value in values.values()]))
         for (key, value), row in zip(values.items(), rows, strict=True):
             value.read(row)
             value.other = others.get(key)
         self.loss = float(loss)
+        self.expected_loss = reference.loss if reference else self.loss
 
     def _values(self) -> dict[tuple[Any, ...], Value]:
         """Return all values by keys that are the same in every run."""
@@ -215,7 +226,8 @@ class Run:
 class Trial:
     """A loss and its arguments, with the options of ``GradScaler.value_and_grad``.
 
-    With a reference run in float32, all values are compared with it.
+    With a reference run in float32, all values are compared with it, and the loss may
+    differ by ``tolerance``.
     """
 
     model: nn.Module
@@ -226,6 +238,7 @@ class Trial:
     cast_inputs: bool = True
     keep: Callable[[str, mx.array], bool] | None = None
     reference: Run | None = None
+    tolerance: float = 0.0
 
     def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
         """Run forward and backward without changing the model.
@@ -234,7 +247,7 @@ class Trial:
         """
         if not flatten(self.model.trainable_parameters()):
             raise ValueError("The model has no trainable parameters. Unfreeze some.")
-        result = Run(self.model, scale, self.reference)
+        result = Run(self, scale)
 
         def loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = self.loss_fn(*args, **kwargs)

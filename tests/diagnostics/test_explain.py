@@ -167,7 +167,7 @@ def test_argument_that_the_cast_makes_infinite_is_named(value):
     assert not report.scaling_helps
     assert [leaf.path for leaf in report.leaves] == ["args[1].targets.0"]
     text = str(report)
-    assert f"args[1].targets.0 reaches {value:.0f}, beyond the float16 maximum" in text
+    assert "exceeds the float16 maximum of 65504 in args[1].targets.0." in text
     assert "value_and_grad(..., cast_inputs=False)" in text
     assert explained(cast_inputs=False).cause == "nothing"
 
