@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,8 +57,8 @@ class ScaleHistory:
         >>> scaler, history = GradScaler(init_scale=8.0), ScaleHistory()
         >>> for loss in (0.5, 0.25):
         ...     history.record(scaler, loss=mx.array(loss))
-        >>> len(history), history[-1].scale, history[-1].loss
-        (2, 8.0, 0.25)
+        >>> [(record.scale, record.loss) for record in history.records]
+        [(8.0, 0.5), (8.0, 0.25)]
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, every: int = 50):
@@ -177,15 +176,6 @@ class ScaleHistory:
     def skipped(self) -> list[int]:
         """The numbers of the skipped steps."""
         return [record.step for record in self.records if not record.applied]
-
-    def __len__(self) -> int:
-        return len(self._records) + len(self._pending)
-
-    def __iter__(self) -> Iterator[ScaleRecord]:
-        return iter(self.records)
-
-    def __getitem__(self, index: int) -> ScaleRecord:
-        return self.records[index]
 
 
 def _read(path: Path) -> bytes:

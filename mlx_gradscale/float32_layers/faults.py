@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
-from ..core.gradients import is_opaque
 from ..files.text import dtype_name, list_some, power
 from ..nonfinite import NonFinite, nonfinite
 from .calls import ordered_modules, owner_of
@@ -43,9 +41,8 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
     """
     if not run.is_compared and run.has_finite_gradients and not run.is_loss_off:
         return None
-    tree = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
-    flat = tree_flatten(tree, is_leaf=is_opaque)
-    arguments = {path: x for path, x in flat if isinstance(x, mx.array)}
+    given = trial.arguments.items()
+    arguments = {path: x for path, x in given if isinstance(x, mx.array)}
     # Treat -inf as a mask.
     leaves = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
     if leaves:

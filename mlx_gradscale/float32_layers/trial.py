@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from ..core.finite import is_floating
 from ..core.gradients import is_opaque, loss_of
@@ -239,6 +239,12 @@ class Trial:
     keep: Callable[[str, mx.array], bool] | None = None
     reference: Run | None = None
     tolerance: float = 0.0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The leaves of the arguments by path, such as ``args[1].mask``."""
+        tree = {f"args[{i}]": x for i, x in enumerate(self.args)} | self.kwargs
+        return dict(tree_flatten(tree, is_leaf=is_opaque))
 
     def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
         """Run forward and backward without changing the model.

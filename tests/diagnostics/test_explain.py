@@ -5,8 +5,8 @@ import mlx.nn as nn
 import pytest
 from support.helpers import NAN, model_state
 
-from mlx_gradscale import GradScaler, float32_layers
-from mlx_gradscale.diagnostics import explain_overflow
+from mlx_gradscale import GradScaler, float32_layers, nonfinite
+from mlx_gradscale.diagnostics import OverflowReport, explain_overflow
 
 HALF = mx.float16
 
@@ -219,6 +219,15 @@ class Masked(nn.Module):
 def test_mask_of_minus_infinity_is_no_overflow(x, scale, cause):
     report = explain(Masked(), x, scale=scale)
     assert (report.cause, report.layer) == (cause, "after")
+
+
+def test_report_lists_the_first_twenty_leaves():
+    leaves = nonfinite([mx.array([NAN, 1.0, -float("inf")]) for _ in range(30)])
+    report = OverflowReport("gradients", None, "", 1.0, 1.0, leaves)
+    *_, header, first = str(report).splitlines()[:-20]
+    assert header.split() == ["name", "dtype", "nan", "+inf", "-inf", "of"]
+    assert first.split() == ["0", "float32", "1", "0", "1", "3"]
+    assert str(report).endswith("\n... and 10 more")
 
 
 def test_aux_outputs_and_keywords_work():

@@ -59,7 +59,8 @@ FULL = ("--fine-tune-type", "full", "--optimizer", "adamw")
 
 
 def losses(path):
-    return [(r.step, r.loss, r.scale, r.applied) for r in ScaleHistory.load(path)]
+    records = ScaleHistory.load(path).records
+    return [(r.step, r.loss, r.scale, r.applied) for r in records]
 
 
 def mlx_lm_losses(monkeypatch, arguments):
@@ -240,7 +241,7 @@ def test_lora_on_two_ranks_trains_as_on_one(place, tmp_path):
     history = tmp_path / "one.csv"
     alone = [*given, "--adapter-path", str(tmp_path / "b"), "--history", str(history)]
     assert main(alone) == 0
-    norm = ScaleHistory.load(history)[-1].grad_norm
+    norm = ScaleHistory.load(history).records[-1].grad_norm
     assert two[0]["norm"] == pytest.approx(norm, rel=0.05)
     more = [*given, "--iters", "6", "--resume"]
     codes, found, output = run_ranks(2, tmp_path / "more", "lora_ranks.py", *more)
