@@ -84,7 +84,8 @@ def calibrate(
         text = "calibrate() failed on another rank. See the error of that rank."
         raise problem or ValueError(text)
     scaler.update(scale)
-    return scale
+    # The scaler limits it to min_scale and max_scale.
+    return float(scaler.get_scale())
 
 
 def _largest_scale(trial: Trial) -> float:

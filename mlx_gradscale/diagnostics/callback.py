@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..files.text import power
-from .reading import scaler_of
+from .reading import scale_array, scaler_of
 
 
 class LossScaleCallback:
@@ -54,9 +54,9 @@ class LossScaleCallback:
             self.wrapped_callback.on_val_loss_report(val_info)
 
     def _read(self) -> dict[str, Any]:
-        names = ("scale", "skipped_steps", "consecutive_skips")
-        lazy = {name: self._scaler.state[name] for name in names}
-        lazy["loss_scale"] = lazy.pop("scale")
+        lazy = {"loss_scale": scale_array(self._scaler)}
+        for name in ("skipped_steps", "consecutive_skips"):
+            lazy[name] = self._scaler.state[name]
         norm = getattr(self._optimizer, "grad_norm", None)
         if norm is not None:
             lazy["grad_norm"] = norm

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..files.paths import open_file
-from .reading import scaler_of
+from .reading import scale_array, scaler_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class ScaleHistory:
                 ``source`` is a ``LossScaleOptimizer`` with ``max_grad_norm``.
             step (int, optional): The step number. Default: one more than the previous.
         """
-        state = scaler_of(source).state
+        scaler = scaler_of(source)
         if grad_norm is None:
             grad_norm = getattr(source, "grad_norm", None)
         for x in (grad_norm, loss):
@@ -107,8 +107,9 @@ class ScaleHistory:
                     "loss and grad_norm must be single numbers, got an array of shape "
                     f"{x.shape}."
                 )
-        self._step = self._step + 1 if step is None else step
-        values = [state["scale"], state["last_step_applied"], grad_norm, loss]
+        self._step = self._step + 1 if step is None else int(step)
+        applied = scaler.state["last_step_applied"]
+        values = [scale_array(scaler), applied, grad_norm, loss]
         self._pending.append((self._step, values))
         if len(self._pending) >= self._every:
             self.flush()

@@ -19,8 +19,6 @@ from .trial import Run, Trial, Value, relative_distance
 # than the first, a sum that overflowed causes more. The second is used if the loss is
 # off but no value is far off.
 _FAR, _SUSPICIOUS = 0.25, 0.05
-# Additive masks, such as -1e9, are larger than this.
-_MASK = 1e4
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,11 @@ def _is_bad(value: Value, run: Run, distance: float) -> bool:
     is_far = other is not None and relative_distance([value]) >= distance
     if value.has_gradient:
         return not value.is_finite or is_far
-    # No gradient flows through it, so it can only affect the loss; -inf or -1e9 is a
-    # mask.
-    is_mask = other is not None and other.largest > _MASK > other.maximum
-    is_nan_or_inf = bool(value.counts.nan or value.counts.positive_inf)
-    return run.is_loss_off and (is_nan_or_inf or (is_far and not is_mask))
+    is_bad = not value.is_finite or is_far
+    if (other or value).is_mask:
+        is_bad = bool(value.counts.nan or value.counts.positive_inf)
+    # No gradient flows through it, so it can only affect the loss.
+    return is_bad and run.is_loss_off
 
 
 def _origin(value: Value, cause: str) -> tuple[str | None, str]:

@@ -37,7 +37,7 @@ class Value:
         other (Value or None): The same value in the reference run, if any.
         counts (NonFinite): How many elements are NaN or inf.
         largest (float): The largest finite magnitude.
-        maximum (float): The largest finite value, unaffected by a mask such as -1e9.
+        maximum (float): The largest finite value.
     """
 
     def __init__(
@@ -65,9 +65,14 @@ class Value:
         return not self.counts.count
 
     @property
+    def is_mask(self) -> bool:
+        """Whether this is an additive mask: 0, -1e9 or -inf, and without a gradient."""
+        return self.maximum == 0 and not self.has_gradient
+
+    @property
     def magnitude(self) -> float:
-        """The largest magnitude, ignoring masks such as -1e9, which get no gradient."""
-        return self.largest if self.has_gradient else self.maximum
+        """The largest magnitude; 0 for a mask."""
+        return 0.0 if self.is_mask else self.largest
 
     def __str__(self) -> str:
         x = self.counts
@@ -88,10 +93,12 @@ def measure(x: mx.array, scale: float) -> mx.array:
     """Lazily compute counts of NaN and inf, the largest unscaled values, and sums."""
     if not x.size:
         return mx.zeros(5 + _SUMS)
-    nan, positive, negative = mx.isnan(x), mx.isposinf(x), mx.isneginf(x)
-    finite = mx.where(nan | positive | negative, 0, x).astype(mx.float32).reshape(-1)
-    counts = [mx.sum(each).astype(mx.float32) for each in (nan, positive, negative)]
-    largest = mx.stack([mx.max(mx.abs(finite)), mx.max(finite)]) / scale
+    kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
+    counts = [mx.sum(kind).astype(mx.float32) for kind in kinds]
+    is_finite, x = mx.isfinite(x).reshape(-1), x.astype(mx.float32).reshape(-1)
+    finite = mx.where(is_finite, x, 0.0)
+    maximum = mx.max(mx.where(is_finite, x, -math.inf))
+    largest = mx.stack([mx.max(mx.abs(finite)), maximum]) / scale
     # Hash the index: random signs would have to be stored for the next run.
     bits = mx.arange(x.size, dtype=mx.uint32) * mx.array(2654435761, mx.uint32)
     bits = (bits ^ (bits >> 15)) * mx.array(2246822519, mx.uint32)

@@ -61,7 +61,7 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
         return _read(where)
     if isinstance(where, str):
         return [where]
-    if callable(where):
+    if callable(where) and not isinstance(where, (type, nn.Module)):
         found = [path for path, module in modules.items() if where(path, module)]
         if not found:
             raise ValueError(

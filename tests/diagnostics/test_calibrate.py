@@ -55,5 +55,11 @@ def test_batch_that_no_scale_cures_raises():
     assert scaler.get_scale() == 8.0
 
 
+def test_returned_scale_respects_the_limits_of_the_scaler():
+    model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
+    scaler = GradScaler(8.0, max_scale=16.0)
+    assert calibrate(scaler, model, mse(model), *data) == scaler.get_scale() == 16.0
+
+
 def test_disabled_scaler_stays_at_one():
     assert calibrate(GradScaler(enabled=False), None, None) == 1.0

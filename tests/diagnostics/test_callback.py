@@ -19,6 +19,12 @@ def skipping(times):
     return scaler
 
 
+def test_disabled_scaler_is_reported_with_a_scale_of_one(capsys):
+    callback = LossScaleCallback(GradScaler(enabled=False))
+    callback.on_train_loss_report({"iteration": 1})
+    assert capsys.readouterr().out == "Iter 1: scale 2^0, skipped 0\n"
+
+
 class Sink:
     def __init__(self):
         self.train, self.val = [], []

@@ -221,6 +221,22 @@ def test_mask_of_minus_infinity_is_no_overflow(x, scale, cause):
     assert (report.cause, report.layer) == (cause, "after")
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_overflow_of_either_sign_in_a_frozen_layer_is_no_mask(sign):
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    for layer, gain in zip(model.layers, (3e4, 1e-4, 1.0), strict=True):
+        layer.weight = mx.eye(8) * gain
+    model.set_dtype(HALF)
+    # No gradient flows through the first two layers.
+    model.layers[0].freeze()
+    model.layers[1].freeze()
+    x = mx.full((4, 8), sign, HALF)
+    x[0] *= 4
+    report = explain(model, x, compute_dtype=None)
+    assert (report.cause, report.layer) == ("forward", "layers.0")
+    assert report.cure == ["layers.0 to layers.1"]
+
+
 def test_report_lists_the_first_twenty_leaves():
     leaves = nonfinite([mx.array([NAN, 1.0, -float("inf")]) for _ in range(30)])
     report = OverflowReport("gradients", None, "", 1.0, 1.0, leaves)

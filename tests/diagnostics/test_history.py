@@ -86,6 +86,21 @@ def test_optimizer_provides_its_gradient_norm():
     assert history.records[0].grad_norm == pytest.approx(26**0.5)
 
 
+def test_step_may_be_an_array_as_in_mlx_optimizers(tmp_path):
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    optimizer.init({"w": mx.ones(2)})
+    with ScaleHistory(tmp_path / "run.csv") as history:
+        history.record(optimizer, step=optimizer.step + 7)
+    assert ScaleHistory.load(tmp_path / "run.csv").records == history.records
+    assert history.records[0].step == 7
+
+
+def test_disabled_scaler_is_recorded_with_a_scale_of_one():
+    history = ScaleHistory()
+    history.record(GradScaler(enabled=False))
+    assert history.records[0].scale == 1.0
+
+
 def write(history, records):
     scaler = GradScaler()
     for record in records:

@@ -274,7 +274,7 @@ HOPELESS = {
     "logarithm": (lambda _, loss_fn: (lambda x: mx.log(loss_fn(x) * 0), X),
         "The loss is -inf"),
     "input": (lambda _, loss_fn: (lambda x: loss_fn(mx.log(x * 0)), X),
-        "non-finite values even in float32. The output of layers.0"),
+        "even in float32. The input of the model, which the code of the loss"),
     "root": (lambda model, _: (lambda x: mx.sqrt(model(x) * 0.0).sum(), X),
         "non-finite values even in float32. The gradient"),
     "cast in the loss": (cast_in_the_loss, r"is not enough. The loss is .* instead of"),

@@ -77,6 +77,8 @@ REFUSED = {
     "only the loss": (" to the loss to norm", ValueError, "no module 'the loss'"),
     "predicate": (lambda path, module: False, ValueError, "True for none of"),
     "none": (None, TypeError, "where must be"),
+    "class": (nn.Linear, TypeError, "where must be"),
+    "module": (nn.Linear(2, 2), ValueError, "no module 'weight'"),
     "no file": (Path("none.json"), FileNotFoundError, "none.json"),
 }
 
