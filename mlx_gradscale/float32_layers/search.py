@@ -66,7 +66,7 @@ def find_float32_layers(
             ``0.02``.
 
     Returns:
-        Float32Search: The layers, the reason for each, and the largest values of every
+        Float32Search: The layers, the reason for each, and the largest value of every
         layer. If no layers help, its ``problem`` says why.
 
     Example:
@@ -158,14 +158,6 @@ def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
     return half
 
 
-def _largest(values: Iterable[Value]) -> dict[str, float]:
-    """Return the largest magnitude of each layer."""
-    found: dict[str, float] = {}
-    for value in values:
-        found[value.path] = max(value.magnitude, found.get(value.path, 0.0))
-    return found
-
-
 class _Search:
     """The layers found so far, and the runs tried with them.
 
@@ -183,22 +175,21 @@ class _Search:
         self._given: set[float] = set()
 
     def report(self, problem: str) -> Float32Search:
-        """Return the layers found, and the largest values of all layers."""
+        """Return the layers found, and the largest value of every layer."""
         where = [chain.entry for chain in resolve(self._model, self.reasons)]
         inside = self._paths(where)
-        scale = min((half.scale for half in self.halves), default=1.0)
-        runs = [trial.reference for trial in self.trials if trial.reference]
-        forward = _largest(x for run in runs for x in run.forward)
-        backward = _largest(x for r in runs for x in r.backward if x.side == "input")
-        rows = []
-        for path, largest in forward.items():
-            sizes = largest, scale * backward.get(path, 0.0)
-            overflows_inside = path in where and largest <= LARGEST
-            rows.append(Row(path, *sizes, is_inside(path, *inside), overflows_inside))
+        largest: dict[str, float] = {}
+        for trial in self.trials:
+            for x in trial.reference.forward if trial.reference else ():
+                largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
+        rows = [
+            Row(p, size, is_inside(p, *inside), p in where and size <= LARGEST)
+            for p, size in largest.items()
+        ]
         losses = [(half.expected_loss, half.loss) for half in self.halves]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)
-        return Float32Search(where, reasons, rows, problem, losses, scale, share)
+        return Float32Search(where, reasons, rows, problem, losses, share)
 
     # Large values between layers. The float32 run shows how large they are.
 
