@@ -37,7 +37,7 @@ def find_fault(trial: Trial, run: Run) -> Fault | None:
     Bad values are non-finite. If the run has a reference in float32, values far from it
     are bad as well, and a fault is always returned.
     """
-    if not run.is_compared and run.has_finite_gradients and not run.is_loss_off:
+    if not run.reference and run.has_finite_gradients and not run.is_loss_off:
         return None
     given = trial.arguments.items()
     arguments = {path: x for path, x in given if isinstance(x, mx.array)}
@@ -75,46 +75,42 @@ def _first_fault(run: Run) -> Fault:
         # Unless a value is somewhat off, the loss function itself is at fault.
         cause, found = "loss", first_bad(run.forward, _SUSPICIOUS)
     elif found is None:
-        cause, found = "gradients", first_bad([*run.backward, *run.gradients])
+        cause, found = "gradients", first_bad(run.backward)
     if found is None:
         return Fault(cause, leaves=leaves)
-    layer, place = _origin(found, cause)
     what = f"contains {found}"
     if found.is_finite:
         what = f"differs from float32 by {min(relative_distance([found]), 9.99):.0%}"
-    if run.is_compared and cause == "gradients":
+    if run.reference and cause == "gradients":
         what += f", at a loss scale of {power(run.scale)}"
-    return Fault(cause, layer, f"{place} {what}.", leaves)
+    layer = found.path if found.side in ("output", "input gradient") else found.caller
+    return Fault(cause, layer, f"{_describe(found)} {what}.", leaves)
 
 
 def _is_bad(value: Value, run: Run, distance: float) -> bool:
     other = value.other
-    if run.is_compared and (other is None or not other.is_finite):
+    if run.reference and (other is None or not other.is_finite):
         return False
     is_far = other is not None and relative_distance([value]) >= distance
-    if value.has_gradient:
-        return not value.is_finite or is_far
     is_bad = not value.is_finite or is_far
+    if value.has_gradient:
+        return is_bad
     if (other or value).is_mask:
         is_bad = bool(value.counts.nan or value.counts.positive_inf)
     # No gradient flows through it, so it can only affect the loss.
     return is_bad and run.is_loss_off
 
 
-def _origin(value: Value, cause: str) -> tuple[str | None, str]:
-    """Return the layer that computed a value, and a description of the value."""
+def _describe(value: Value) -> str:
     path, caller = _name(value.path), _name(value.caller)
-    if value.side == "gradient":
-        return value.caller, f"The gradient of the parameter {value.path}"
-    if cause == "gradients" and value.side == "input":
-        return value.path, f"The gradient of the input of {path}"
-    if cause == "gradients":
-        text = f"The gradient of the output of {path}, computed by {caller},"
-        return value.caller, text
-    if value.side == "output":
-        return value.path, f"The output of {path}"
-    text = f"The input of {path}, which the code of {caller} computes,"
-    return value.caller, text
+    return {
+        "input": f"The input of {path}, which the code of {caller} computes,",
+        "output": f"The output of {path}",
+        "input gradient": f"The gradient of the input of {path}",
+        "output gradient": f"The gradient of the output of {path}, computed by "
+        f"{caller},",
+        "parameter gradient": f"The gradient of the parameter {path}",
+    }[value.side]
 
 
 def _name(path: str | None) -> str:

@@ -179,8 +179,9 @@ class _Search:
         where = [chain.entry for chain in resolve(self._model, self.reasons)]
         inside = self._paths(where)
         largest: dict[str, float] = {}
-        for trial in self.trials:
-            for x in trial.reference.forward if trial.reference else ():
+        runs = (trial.reference for trial in self.trials)
+        for run in filter(None, runs):
+            for x in run.forward:
                 largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
         rows = [
             Row(p, size, is_inside(p, *inside), p in where and size <= LARGEST)
