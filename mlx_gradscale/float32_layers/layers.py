@@ -70,10 +70,10 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
 
     For these layers, arguments and parameters are cast to float32 for the duration of
     each call, and outputs are cast back. Parameters keep their names and dtypes, so
-    saving, loading, freezing, LoRA, quantization, copying, pickling and gradient
-    checkpointing work as before. Only the running statistics of a BatchNorm become
-    float32. In a float32 model this has no effect, unless it is trained with
-    ``compute_dtype``: the parameters of these layers are then not cast.
+    saving, loading, freezing, LoRA, quantization, copying and gradient checkpointing
+    work as before. Only the running statistics of a BatchNorm become float32. In a
+    float32 model this has no effect, unless it is trained with ``compute_dtype``: the
+    parameters of these layers are then not cast.
 
     Each call replaces the layers selected by an earlier call, and
     ``float32_layers(model, [])`` restores the original model. Recompile a step if the
@@ -85,11 +85,10 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     each other, and only the last one casts back. ``"head to the loss"`` does not cast
     back at all, so that the loss is computed in float32.
 
-    Each layer gets a subclass of its class: ``isinstance``, ``type(layer) ==
-    nn.Linear`` and tables keyed by type work, but ``type(layer) is nn.Linear`` is
-    False. Only calls, and ``as_linear`` of a tied embedding, are intercepted; other
-    methods run in half precision. A layer may write to the lists, dicts and caches that
-    it receives, so the arrays in them are not cast.
+    Each layer gets a subclass that compares equal to its class, but is not the same
+    object and cannot be pickled. Only calls, and ``as_linear`` of a tied embedding, are
+    intercepted; other methods run in half precision. A layer may write to the lists,
+    dicts and caches that it receives, so the arrays in them are not cast.
 
     Args:
         model (nn.Module): The model. It is modified in place.
@@ -167,12 +166,9 @@ def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
     """Cast a BatchNorm's running statistics to float32, or back to their own dtype."""
     if not isinstance(module, nn.BatchNorm) or "running_mean" not in module:
         return
-    if to_float32 and module.running_mean.dtype in HALF:
-        object.__setattr__(module, _OWN_DTYPE, dtype_name(module.running_mean))
-        dtype = mx.float32
-    elif not to_float32 and _OWN_DTYPE in vars(module):
-        dtype = getattr(mx, vars(module).pop(_OWN_DTYPE))
-    else:
-        return
+    own = vars(module).pop(_OWN_DTYPE, None) or dtype_name(module.running_mean)
+    if to_float32 and own != "float32":
+        object.__setattr__(module, _OWN_DTYPE, own)
+    dtype = mx.float32 if to_float32 else getattr(mx, own)
     for name in _STATISTICS:
         module[name] = module[name].astype(dtype)

@@ -81,7 +81,8 @@ def find_float32_layers(
         >>> found = find_float32_layers(model, loss_fn, [x])
         >>> found.where
         ['layers.1 to layers.2']
-        >>> layers = float32_layers(model, found)
+        >>> float32_layers(model, found)
+        ['layers.1', 'layers.2']
     """
     refuse_scaled(loss_fn)
     if not 1.0 <= margin < math.inf:
