@@ -43,9 +43,10 @@ def find_float32_layers(
     """Find which layers must compute in float32, and verify that they suffice.
 
     Runs every batch in float32 and in half precision, forward and backward. If a value
-    between layers comes within a factor of ``margin`` of 65504, the layers from its
-    source to its last reader become float32, as does a layer whose output is non-finite
-    or far from the float32 output. Finally, loss and gradients must agree with float32.
+    between layers comes within a factor of ``margin`` of 65504, float16's maximum, the
+    layers from its source to its last reader become float32, as does a layer whose
+    output is non-finite or far from the float32 output. Finally, loss and gradients
+    must agree with float32.
 
     The model is unchanged afterwards: pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
@@ -104,7 +105,8 @@ def find_float32_layers(
     trials = [_with_batch(trial, batch) for batch in batches]
     if not trials:
         raise ValueError("batches is empty. Pass at least one batch.")
-    return search(trials, margin, tolerance)
+    limit = LARGEST if mx.float16 in dtypes else mx.finfo(mx.bfloat16).max
+    return search(trials, limit / margin, tolerance)
 
 
 def _with_batch(trial: Trial, batch: Any) -> Trial:
@@ -115,20 +117,21 @@ def _with_batch(trial: Trial, batch: Any) -> Trial:
     return replace(trial, args=(batch,) if is_one else tuple(batch))
 
 
-def search(trials: Sequence[Trial], margin: float, tolerance: float) -> Float32Search:
-    """Like :func:`find_float32_layers`, for validated arguments."""
-    state, problem = _Search(trials[0].model, LARGEST / margin), ""
+def search(trials: Sequence[Trial], limit: float, tolerance: float) -> Float32Search:
+    """Like :func:`find_float32_layers`; values that reach ``limit`` are too large."""
+    state, problem = _Search(trials[0].model, limit), ""
     try:
         for i, trial in enumerate(trials, start=1):
-            reference = _run_in_float32(trial, f"Batch {i}")
-            state.trials.append(
-                replace(trial, reference=reference, tolerance=tolerance)
-            )
-            state.cover_large_values(reference)
+            state.references.append(_run_in_float32(trial, f"Batch {i}"))
+            state.cover(state.references[-1].loss_call)
+        compared = [
+            replace(trial, reference=reference, tolerance=tolerance)
+            for trial, reference in zip(trials, state.references, strict=True)
+        ]
         tried = None
         while tried != list(state.reasons):
             tried = list(state.reasons)
-            state.halves = [state.grow(trial) for trial in state.trials]
+            state.halves = [state.grow(trial) for trial in compared]
     except NoCureFound as error:
         state.reasons, problem = {}, str(error)
     return state.report(problem)
@@ -160,15 +163,11 @@ def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
 
 
 class _Search:
-    """The layers found so far, and the runs tried with them.
-
-    Values between layers that reach ``limit`` are too large.
-    """
+    """The layers found so far, and the runs of every batch."""
 
     def __init__(self, model: nn.Module, limit: float):
         self.reasons: dict[str, str] = {}
-        # Each with its reference run in float32.
-        self.trials: list[Trial] = []
+        self.references: list[Run] = []
         self.halves: list[Run] = []
         self._model = model
         self._limit = limit
@@ -180,10 +179,8 @@ class _Search:
         where = [chain.entry for chain in resolve(self._model, self.reasons)]
         inside = self._paths(where)
         largest: dict[str, float] = {}
-        runs = (trial.reference for trial in self.trials)
-        for run in filter(None, runs):
-            for x in run.forward:
-                largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
+        for x in (x for run in self.references for x in run.forward):
+            largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
         rows = [
             Row(p, size, is_inside(p, *inside), p in where and size <= LARGEST)
             for p, size in largest.items()
@@ -195,17 +192,14 @@ class _Search:
 
     # Large values between layers. The float32 run shows how large they are.
 
-    def cover_large_values(self, reference: Run) -> None:
-        """Add the layers between which values are too large for half precision."""
-        children = reference.loss_call.children
-        self._given = {v.magnitude for call in children for v in call.inputs}
-        self._cover(reference.loss_call)
-
-    def _cover(self, call: Call) -> None:
+    def cover(self, call: Call) -> None:
+        """Add the layers in a call between which values are too large."""
+        if call.path is None:
+            self._given = {v.magnitude for c in call.children for v in c.inputs}
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
         for child in call.children:
             if child not in large:
-                self._cover(child)
+                self.cover(child)
         inside = self._paths(self.reasons)
         if all(is_inside(c.path or "", *inside) for c in large):
             return

@@ -142,6 +142,12 @@ def test_margin_covers_values_close_to_65504():
     assert "close to 65504" in found.reasons[found.where[0]]
 
 
+def test_values_above_65504_fit_into_bfloat16():
+    model, loss_fn = make(gain=6e4, dtype=mx.bfloat16)
+    found = find_float32_layers(model, loss_fn, [X.astype(mx.bfloat16)], tolerance=0.1)
+    assert (found.where, found.problem) == ([], "")
+
+
 def test_every_batch_counts_and_shapes_may_differ():
     model, loss_fn = make(gain=2000.0)
     assert find_float32_layers(model, loss_fn, [X]).where == []
