@@ -153,6 +153,7 @@ def compute_dtypes(
     for name, x in trial.arguments.items():
         if isinstance(x, nn.Module) and id(x) not in parts:
             models[f"{type(x).__name__} ({name})"] = x
+            parts |= {id(part) for part in x.modules()}
     with contextlib.ExitStack() as stack:
         for name, each in models.items():
             stack.enter_context(handled(each, partial(make_handler, name)))

@@ -88,10 +88,11 @@ def test_two_models_are_distinguished():
 
     generator, critic = Generator(), Mlp(dtype=mx.float16)
 
-    def loss_fn(critic, generator, noise):
+    def loss_fn(critic, generator, noise, same):
         return critic(mx.tile(generator(noise), (1, 8))).astype(mx.float32).mean()
 
-    report = compute_dtypes(critic, loss_fn, critic, generator, batch()[0])
+    report = compute_dtypes(critic, loss_fn, critic, generator, batch()[0], generator)
+    assert [layer.path for layer in report.layers].count("layers.0") == 2
     assert (report.first.model, report.first.path) == ("Mlp", "layers.0")
     text = str(report)
     assert "'layers.0' of Mlp has float16 parameters" in text

@@ -8,6 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from mlx_gradscale import GradScaler
 from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
 from mlx_gradscale.float32_layers import Float32Search, Row
 from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
@@ -71,7 +72,7 @@ def gradients():
 
 
 def test_gradient_bars_are_the_shares_without_and_with_the_scale():
-    figure = plot_gradients(gradients(), scale=2.0**16)
+    figure = plot_gradients(gradients(), scale=GradScaler(2.0**16))
     for axes, shift in zip(figure.axes, (0, 16), strict=True):
         bars = axes.patches[:3]
         middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]
@@ -155,6 +156,8 @@ def test_nothing_to_draw_is_an_error_and_writes_no_file(run, tmp_path):
         plot_history(ScaleHistory())
     with pytest.raises(ValueError, match="zero"):
         plot_gradients({"w": mx.zeros(3)})
+    with pytest.raises(ValueError, match="must be positive"):
+        plot_gradients(gradients(), scale=-1.0)
     with pytest.raises(ValueError, match=r"nothing to plot. Weights are NaN"):
         plot_headroom(Float32Search([], problem="Weights are NaN."))
     with pytest.raises(ValueError, match=r"'txt' is not supported .*png"):
