@@ -50,8 +50,10 @@ def plot_headroom(
     if search.where:
         share = f"{search.float16_parameters:.1%}"
         titles += [f"with float32 layers: {share} of the parameters stay float16"]
-    # Label the layers at fault, and every few of the others.
-    shown = sorted({*lost, *range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES))})
+    # Label the layers at fault, and as many others as fit.
+    apart = math.ceil(len(rows) / _MOST_NAMES)
+    others = range(0, len(rows), apart)
+    shown = lost + [i for i in others if all(abs(i - j) >= apart for j in lost)]
     names = [rows[i].layer for i in shown]
     size = (9.0, 0.9 + 2.4 * len(titles) + 0.055 * max(map(len, names)))
     with new_figure(len(titles), size, dark, path) as (figure, panels, colors):
