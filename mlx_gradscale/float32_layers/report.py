@@ -13,11 +13,11 @@ LARGEST = 65504.0
 _MAX_ROWS = 40
 
 WHOLE_MODEL = (
-    "The overflow is in the model's own code, between its layers, so the whole model "
-    "would have to compute in float32, and would be as slow and as large as in "
-    "float32. It is better to cast that expression to float32 (x.astype(mx.float32)) "
-    "and its result back, to move the expression into its own layer, or to use "
-    "bfloat16."
+    "The whole model would have to compute in float32, as slowly and with as much "
+    "memory as a float32 model. The overflow is probably in the model's own code, "
+    "between its layers, or in the loss function. It is better to cast that expression "
+    "to float32 (x.astype(mx.float32)) and its result back, to reduce (sum, mean) in "
+    "float32, to move the expression into its own layer, or to use bfloat16."
 )
 
 
@@ -87,7 +87,7 @@ class Float32Search:
         if not self.where:
             lines = ["Every layer can compute in half precision."]
         elif self.is_whole_model:
-            lines = [WHOLE_MODEL]
+            lines = [WHOLE_MODEL, *self.reasons.values()]
         else:
             share = percent(self.float16_parameters)
             lines = [
