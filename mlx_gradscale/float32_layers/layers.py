@@ -121,23 +121,23 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
         (True, mlx.core.float16)
     """
     chains = resolve(model, where)
-    modules = ordered_modules(model)
+    modules = dict(ordered_modules(model))
     paths = list(dict.fromkeys(path for chain in chains for path in chain.paths))
     neighbors = _find_neighbors(modules, paths)
-    by_path = dict(modules)
-    calls: dict[int, Float32Call] = {}
-    for chain in chains:
-        last = None if chain.reaches_loss else by_path[chain.paths[-1]]
-        for module in map(by_path.__getitem__, chain.paths):
-            # A layer in two chains may be the last of only one of them.
-            call = calls.setdefault(id(module), Float32Call(True, neighbors))
-            call.casts_back = call.casts_back and module is last
-    inside = {id(module) for path, module in modules if is_inside(path, *paths)}
-    for _, module in modules:
-        own = [calls[id(module)]] if id(module) in calls else []
-        others = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
-        # The casts come first, innermost, so that outer probes see half precision.
-        set_handlers(module, (*own, *others))
+
+    def ids(paths: Iterable[str]) -> set[int]:
+        # A module may have several paths.
+        return {id(modules[path]) for path in paths}
+
+    selected, inside = ids(paths), ids(p for p in modules if is_inside(p, *paths))
+    # A layer that is the last of one chain may pass float32 on in another.
+    passing = ids(p for c in chains for p in c.paths[: None if c.reaches_loss else -1])
+    for module in modules.values():
+        handlers = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
+        if id(module) in selected:
+            # The casts come first, innermost, so that outer probes see half precision.
+            handlers.insert(0, Float32Call(id(module) not in passing, neighbors))
+        set_handlers(module, tuple(handlers))
         _cast_statistics(module, id(module) in inside)
     return paths
 
@@ -149,11 +149,11 @@ def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
 
 
 def _find_neighbors(
-    modules: list[tuple[str, nn.Module]], paths: list[str]
+    modules: dict[str, nn.Module], paths: list[str]
 ) -> tuple[nn.Module, ...]:
     """Return small modules with parameters that are neither in nor around these."""
     found = []
-    for path, module in modules:
+    for path, module in modules.items():
         arrays = [x for x in module.values() if isinstance(x, mx.array)]
         size = sum(x.size for x in arrays if is_floating(x))
         if size and not any(is_inside(path, p) or is_inside(p, path) for p in paths):
