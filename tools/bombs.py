@@ -110,6 +110,7 @@ CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
             "a thousand groups": MANY,
             "flat groups of long lists": SMALL,
             "long names": SMALL,
+            "names that no model has": SMALL,
             "many moments in no section": SMALL,
         }.items()
     },

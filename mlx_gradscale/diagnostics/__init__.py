@@ -6,7 +6,7 @@ Nothing in this package adds any cost unless you call it.
 from .calibrate import calibrate
 from .callback import LossScaleCallback
 from .compute_dtypes import DtypeReport, LayerDtypes, compute_dtypes
-from .explain import OverflowReport, explain_overflow, overflow_table
+from .explain import OverflowReport, explain_overflow
 from .histogram import GradientHistogram, Shares, gradient_histogram
 from .history import ScaleHistory, ScaleRecord
 
@@ -23,5 +23,4 @@ __all__ = [
     "compute_dtypes",
     "explain_overflow",
     "gradient_histogram",
-    "overflow_table",
 ]

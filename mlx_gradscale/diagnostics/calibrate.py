@@ -27,6 +27,8 @@ def calibrate(
     loss_fn: Callable[..., Any],
     *batch: Any,
     compute_dtype: mx.Dtype | None = None,
+    keep: Callable[[str, mx.array], bool] | None = None,
+    cast_inputs: bool = True,
     headroom: int = 1,
     group: mx.distributed.Group | None = None,
 ) -> float:
@@ -43,6 +45,8 @@ def calibrate(
         loss_fn (Callable): As for ``value_and_grad``.
         *batch (Any): The arguments of ``loss_fn``.
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
+        keep (Callable, optional): As for ``value_and_grad``.
+        cast_inputs (bool): As for ``value_and_grad``.
         headroom (int): The number of powers of two by which to lower the scale, for
             batches with larger gradients. Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. All must
@@ -70,7 +74,7 @@ def calibrate(
     scaler = scaler_of(source)
     if not scaler.is_enabled():
         return 1.0
-    trial = Trial(model, loss_fn, batch, {}, compute_dtype)
+    trial = Trial(model, loss_fn, batch, {}, compute_dtype, cast_inputs, keep)
     scale, problem = 0.0, None
     try:
         scale = _largest_scale(trial) * 2.0**-headroom
@@ -84,7 +88,8 @@ def calibrate(
         text = "calibrate() failed on another rank. See the error of that rank."
         raise problem or ValueError(text)
     scaler.update(scale)
-    return scale
+    # The scaler limits it to min_scale and max_scale.
+    return float(scaler.get_scale())
 
 
 def _largest_scale(trial: Trial) -> float:

@@ -1,12 +1,11 @@
 """A training callback that adds loss scaling to mlx-lm's reports."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from ..files.text import power
-from .reading import scaler_of
+from .reading import scale_array, scaler_of
 
 
 class LossScaleCallback:
@@ -24,8 +23,6 @@ class LossScaleCallback:
         optimizer (LossScaleOptimizer or GradScaler): The optimizer or scaler in use.
         wrapped_callback (TrainingCallback, optional): Receives each report with the
             added keys: mlx-lm's ``WandBCallback``, ``SwanLabCallback`` or your own.
-        write (Callable, optional): Called with each line; None writes nothing.
-            Default: ``print``.
 
     Example:
         >>> from mlx_gradscale import GradScaler
@@ -35,24 +32,18 @@ class LossScaleCallback:
         Iter 10: loss 2.500, scale 2^16, skipped 0
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        wrapped_callback: Any = None,
-        write: Callable[[str], Any] | None = print,
-    ):
+    def __init__(self, optimizer: Any, wrapped_callback: Any = None):
         self._scaler = scaler_of(optimizer)
         self._optimizer = optimizer
         self.wrapped_callback = wrapped_callback
-        self._write = write
         self._skipped_before = 0
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
-        """Extend a training report, write it and pass it on."""
+        """Extend a training report, print it and pass it on."""
         report = train_info | self._read()
         # mlx-lm calls this on every rank, but prints only on the first.
-        if self._write is not None and mx.distributed.init().rank() == 0:
-            self._write(self._line(report))
+        if mx.distributed.init().rank() == 0:
+            print(self._line(report))
         if self.wrapped_callback is not None:
             self.wrapped_callback.on_train_loss_report(report)
         self._skipped_before = report["skipped_steps"]
@@ -63,9 +54,9 @@ class LossScaleCallback:
             self.wrapped_callback.on_val_loss_report(val_info)
 
     def _read(self) -> dict[str, Any]:
-        names = ("scale", "skipped_steps", "consecutive_skips")
-        lazy = {name: self._scaler.state[name] for name in names}
-        lazy["loss_scale"] = lazy.pop("scale")
+        lazy = {"loss_scale": scale_array(self._scaler)}
+        for name in ("skipped_steps", "consecutive_skips"):
+            lazy[name] = self._scaler.state[name]
         norm = getattr(self._optimizer, "grad_norm", None)
         if norm is not None:
             lazy["grad_norm"] = norm

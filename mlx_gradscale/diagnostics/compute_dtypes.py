@@ -1,7 +1,6 @@
 """Report the dtype in which each layer computes."""
 
 import contextlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +25,12 @@ class LayerDtypes:
 
     Attributes:
         model (str): The class of the model that contains the layer. For another model
-            among the arguments of the loss function, also the name of the argument.
+            among the arguments of the loss function, also the argument.
         path (str): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The half-precision dtype of its own parameters, or
             None.
         inputs (tuple): The dtypes of its floating-point inputs.
         outputs (tuple): The dtypes of its floating-point outputs.
-        argument (str or None): The argument of the loss function that it received, if
-            any.
     """
 
     model: str
@@ -41,7 +38,6 @@ class LayerDtypes:
     parameters: mx.Dtype | None
     inputs: tuple[mx.Dtype, ...]
     outputs: tuple[mx.Dtype, ...]
-    argument: str | None = None
 
 
 @dataclass(frozen=True)
@@ -127,15 +123,13 @@ def compute_dtypes(
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         >>> model.set_dtype(mx.float16)
         >>> report = compute_dtypes(model, lambda x: model(x).sum(), mx.ones((1, 2)))
-        >>> report.first.path, report.first.argument
-        ('layers.0', 'x')
+        >>> report.first.path, report.first.inputs
+        ('layers.0', (mlx.core.float32,))
     """
-    arguments: dict[int, str] = {}
     calls: list[LayerDtypes] = []
     forward: list[LayerDtypes] = []
 
     def recorded_loss_fn(*args: Any, **kwargs: Any) -> Any:
-        arguments.update((id(x), name) for name, x in _bound(loss_fn, args, kwargs))
         outputs = loss_fn(*args, **kwargs)
         # Exclude calls of checkpointed layers in the backward pass.
         forward.extend(calls)
@@ -146,30 +140,24 @@ def compute_dtypes(
             outputs = function(*args, **kwargs)
             if is_inside_layer.get() or module.computes_in_float32:
                 return outputs
-            given = _floating((args, kwargs))
-            layer = LayerDtypes(
-                model,
-                path,
-                first_half(module.values()),
-                tuple(x.dtype for x in given),
-                tuple(x.dtype for x in _floating(outputs)),
-                next((arguments[id(x)] for x in given if id(x) in arguments), None),
-            )
-            calls.append(layer)
+            dtypes = _dtypes((args, kwargs)), _dtypes(outputs)
+            calls.append(LayerDtypes(model, path, first_half(module.values()), *dtypes))
             return outputs
 
         return handle
 
+    options = compute_dtype, cast_inputs, keep
+    trial = Trial(model, recorded_loss_fn, args, kwargs, *options)
     models = {type(model).__name__: model}
     parts = {id(part) for part in model.modules()}
-    for name, x in _bound(loss_fn, args, kwargs):
+    for name, x in trial.arguments.items():
         if isinstance(x, nn.Module) and id(x) not in parts:
             models[f"{type(x).__name__} ({name})"] = x
-    options = compute_dtype, cast_inputs, keep
+            parts |= {id(part) for part in x.modules()}
     with contextlib.ExitStack() as stack:
         for name, each in models.items():
             stack.enter_context(handled(each, partial(make_handler, name)))
-        Trial(model, recorded_loss_fn, args, kwargs, *options).differentiate()
+        trial.differentiate()
     statistics = [
         path if len(models) == 1 else f"{name}: {path}"
         for name, each in models.items()
@@ -181,20 +169,10 @@ def compute_dtypes(
     return DtypeReport(tuple(forward), tuple(statistics))
 
 
-def _bound(
-    loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, Any]]:
-    """Return the leaves of a call's arguments with their parameter names."""
-    try:
-        bound = dict(inspect.signature(loss_fn).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        return []
-    return tree_flatten(bound, is_leaf=is_opaque)
-
-
-def _floating(tree: Any) -> list[mx.array]:
+def _dtypes(tree: Any) -> tuple[mx.Dtype, ...]:
     leaves = [x for _, x in tree_flatten(tree, is_leaf=is_opaque)]
-    return [x for x in leaves if isinstance(x, mx.array) and is_floating(x)]
+    arrays = (x for x in leaves if isinstance(x, mx.array))
+    return tuple(x.dtype for x in arrays if is_floating(x))
 
 
 def _names(dtypes: Any) -> str:
@@ -208,15 +186,11 @@ def _promotion_message(layer: LayerDtypes) -> str:
     if other is None:
         why = "although none of its inputs is float32"
         remedy = f"Make it return {half}."
-    elif layer.argument is not None:
-        why = f"because argument {layer.argument!r} of the loss function is "
-        why += dtype_name(other)
-        remedy = f"Cast it: {layer.argument}.astype(mx.{half})."
     else:
         why = f"because its input is {dtype_name(other)}"
         remedy = (
-            f"Cast this input to {half}. Typical sources of float32 are masks, "
-            "positions, frozen layers and the outputs of another model."
+            f"Cast this input to {half}. Typical sources of float32 are batches, "
+            "masks, positions, frozen layers and the outputs of another model."
         )
     return (
         f"{name} has {half} parameters but computes in float32, {why}. Everything "

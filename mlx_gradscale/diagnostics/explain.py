@@ -12,14 +12,15 @@ import mlx.nn as nn
 from ..core.scale import SMALLEST_SCALE
 from ..files.text import align, dtype_name, power
 from ..float32_layers.faults import find_fault
-from ..float32_layers.report import WHOLE_MODEL, Float32Search
+from ..float32_layers.report import LARGEST, WHOLE_MODEL, Float32Search
 from ..float32_layers.search import search
 from ..float32_layers.trial import Trial
-from ..nonfinite import NonFinite, nonfinite
+from ..nonfinite import NonFinite
 from .reading import scale_of
 
 # Small enough that the scale can no longer cause an overflow.
 _SMALLER = 2.0**-40
+_MAX_ROWS = 20
 
 _ADVICE = {
     "nothing": "The gradients are finite too. If training skipped this batch, pass the "
@@ -102,7 +103,7 @@ class OverflowReport:
             first = f"The loss itself is {self.loss} {scale}, so the step is skipped."
         lines = [first, self.where, _ADVICE[self.cause], self.line]
         if self.leaves:
-            lines.append(overflow_table(self.leaves))
+            lines.append(_table(self.leaves))
         return "\n".join(filter(None, lines))
 
 
@@ -178,39 +179,16 @@ def explain_overflow(
         )
         # A model that skips steps may have unusual weights: allow a large distance.
         trial = replace(trial, loss_fn=original)
-        cure = search([trial], margin=1.0, tolerance=0.1).where or None
+        cure = search([trial], LARGEST, tolerance=0.1).where or None
     return OverflowReport(
         cause, fault.layer, fault.text, result.loss, number, fault.leaves, cure
     )
 
 
-def overflow_table(grads: Any, limit: int | None = 20) -> str:
-    """Return a table of the leaves that contain NaN or inf, with counts.
-
-    This reads from the device, once for the whole tree. Call it after a skipped step,
-    not on every step.
-
-    Args:
-        grads (Any): A tree of arrays, scaled or not, or the result of
-            :func:`mlx_gradscale.nonfinite`.
-        limit (int, optional): Maximum number of rows; None for all. Default: ``20``.
-
-    Example:
-        >>> import mlx.core as mx
-        >>> from mlx_gradscale.diagnostics import overflow_table
-        >>> inf = float("inf")
-        >>> grads = {"a": mx.ones(3), "b": {"weight": mx.array([inf, -inf, 1.0, inf])}}
-        >>> print(overflow_table(grads))
-        name        dtype  nan  +inf  -inf  of
-        b.weight  float32    0     2     1   4
-    """
-    is_list = isinstance(grads, list) and all(isinstance(x, NonFinite) for x in grads)
-    leaves = grads if is_list else nonfinite(grads)
-    if not leaves:
-        return "Every value is finite."
+def _table(leaves: list[NonFinite]) -> str:
     rows: list[tuple[Any, ...]] = [("name", "dtype", "nan", "+inf", "-inf", "of")]
-    for x in leaves[:limit]:
+    for x in leaves[:_MAX_ROWS]:
         counts = (x.nan, x.positive_inf, x.negative_inf, math.prod(x.shape))
         rows.append((x.path, dtype_name(x.dtype), *counts))
-    more = len(leaves) - len(leaves[:limit])
-    return align(rows) + (f"\n... and {more} more" if more else "")
+    more = len(leaves) - _MAX_ROWS
+    return align(rows) + (f"\n... and {more} more" if more > 0 else "")

@@ -96,7 +96,7 @@ class GradientHistogram:
             scale (float): The loss scale, rounded to the nearest power of two.
                 Default: ``1.0``, for unscaled gradients.
         """
-        shift = round(math.log2(scale / self.scale))
+        shift = round(math.log2(scale_of(scale) / self.scale))
         powers = self.bins[1:_INF]
         found = np.flatnonzero(powers)
         return {int(i) + _FIRST + shift: int(powers[i]) for i in found}

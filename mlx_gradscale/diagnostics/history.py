@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..files.paths import open_file
-from .reading import scaler_of
+from .reading import scale_array, scaler_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ class ScaleHistory:
         >>> scaler, history = GradScaler(init_scale=8.0), ScaleHistory()
         >>> for loss in (0.5, 0.25):
         ...     history.record(scaler, loss=mx.array(loss))
-        >>> len(history), history[-1].scale, history[-1].loss
-        (2, 8.0, 0.25)
+        >>> [(record.scale, record.loss) for record in history.records]
+        [(8.0, 0.5), (8.0, 0.25)]
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, every: int = 50):
@@ -99,7 +98,7 @@ class ScaleHistory:
                 ``source`` is a ``LossScaleOptimizer`` with ``max_grad_norm``.
             step (int, optional): The step number. Default: one more than the previous.
         """
-        state = scaler_of(source).state
+        scaler = scaler_of(source)
         if grad_norm is None:
             grad_norm = getattr(source, "grad_norm", None)
         for x in (grad_norm, loss):
@@ -108,8 +107,9 @@ class ScaleHistory:
                     "loss and grad_norm must be single numbers, got an array of shape "
                     f"{x.shape}."
                 )
-        self._step = self._step + 1 if step is None else step
-        values = [state["scale"], state["last_step_applied"], grad_norm, loss]
+        self._step = self._step + 1 if step is None else int(step)
+        applied = scaler.state["last_step_applied"]
+        values = [scale_array(scaler), applied, grad_norm, loss]
         self._pending.append((self._step, values))
         if len(self._pending) >= self._every:
             self.flush()
@@ -177,15 +177,6 @@ class ScaleHistory:
     def skipped(self) -> list[int]:
         """The numbers of the skipped steps."""
         return [record.step for record in self.records if not record.applied]
-
-    def __len__(self) -> int:
-        return len(self._records) + len(self._pending)
-
-    def __iter__(self) -> Iterator[ScaleRecord]:
-        return iter(self.records)
-
-    def __getitem__(self, index: int) -> ScaleRecord:
-        return self.records[index]
 
 
 def _read(path: Path) -> bytes:

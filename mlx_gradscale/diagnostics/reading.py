@@ -17,13 +17,16 @@ def scaler_of(source: Any) -> Any:
     return scaler
 
 
+def scale_array(scaler: Any) -> mx.array:
+    """Return the loss scale of a scaler as a lazy array; 1 if it is disabled."""
+    return scaler.state["scale"] if scaler.is_enabled() else mx.array(1.0)
+
+
 def scale_of(source: Any) -> float:
     """Return a loss scale as is, or read that of a scaler from the device."""
-    if isinstance(source, mx.array):
-        source = source.item()
-    elif not isinstance(source, (int, float)):
-        scaler = scaler_of(source)
-        source = scaler.state["scale"].item() if scaler.is_enabled() else 1.0
-    if not (math.isfinite(source) and source > 0):
-        raise ValueError(f"The loss scale must be positive and finite, got {source}.")
-    return float(source)
+    if not isinstance(source, (int, float, mx.array)):
+        source = scale_array(scaler_of(source))
+    scale = float(source)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"The loss scale must be positive and finite, got {scale}.")
+    return scale

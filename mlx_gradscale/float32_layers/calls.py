@@ -158,30 +158,16 @@ def _intercepted(cls: type) -> type:
 
         return method
 
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # The subclass cannot be imported by name, so unpickling creates it again.
-        own: Any = super(subclass, self)
-        make, args, *rest = own.__reduce_ex__(max(2, protocol))
-        args = tuple(cls if arg is subclass else arg for arg in args)
-        return (_rebuild, (make, args), *rest)
-
-    def computes_in_float32(self: nn.Module) -> bool:
+    def is_float32(self: nn.Module) -> bool:
         # The core checks this to leave the parameters of these modules in float32.
         handlers = get_handlers(self)
         return any(getattr(h, "computes_in_float32", False) for h in handlers)
 
     names = [name for name in _METHODS + _CONVERSIONS if has_method(cls, name)]
     body: dict[str, Any] = {name: intercept(name) for name in names}
-    body |= {"__reduce_ex__": reduce, "__module__": cls.__module__}
-    body |= {"__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    body["computes_in_float32"] = property(computes_in_float32)
+    body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    body |= {"__doc__": cls.__doc__, "computes_in_float32": property(is_float32)}
     # It must also derive from the metaclass of the original class, such as ABCMeta.
     metaclass: Any = type("_Transparent", (_Transparent, type(cls)), {})
     subclass: type = metaclass(cls.__name__, (cls,), body)
     return subclass
-
-
-def _rebuild(make: Callable[..., Any], args: tuple[Any, ...]) -> nn.Module:
-    module: nn.Module = make(*args)
-    object.__setattr__(module, "__class__", _intercepted(type(module)))
-    return module

@@ -1,10 +1,7 @@
 """Cast the parameters and arguments of a call to float32, and cast back afterwards."""
 
-import copy
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -77,17 +74,11 @@ def upcast(value: Any) -> Any:
     return value
 
 
-def downcast(dtype: mx.Dtype, x: Any) -> Any:
+def downcast(dtype: mx.Dtype, outputs: Any) -> Any:
     """Downcast the float32 arrays in the outputs of a call to ``dtype``."""
-    if isinstance(x, mx.array):
-        return x.astype(dtype) if x.dtype == mx.float32 else x
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        result: Any = copy.copy(x)
-        for field in dataclasses.fields(x):
-            value = downcast(dtype, getattr(x, field.name))
-            # A frozen dataclass does not allow setattr.
-            object.__setattr__(result, field.name, value)
-        return result
-    if is_opaque(x):
-        return x
-    return tree_map(partial(downcast, dtype), x, is_leaf=is_opaque)
+
+    def cast(x: Any) -> Any:
+        is_float32 = isinstance(x, mx.array) and x.dtype == mx.float32
+        return x.astype(dtype) if is_float32 else x
+
+    return tree_map(cast, outputs, is_leaf=is_opaque)

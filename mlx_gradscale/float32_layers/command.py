@@ -24,11 +24,8 @@ def _search(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     if not Path(options.model).is_dir():
         raise ValueError(f"--model must be a folder, got {options.model!r}.")
-    for name in ("batches", "batch_size", "max_seq_length"):
-        number = getattr(options, name)
-        if number < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} must be 1 or more, got {number}.")
+    if options.batches < 1 or options.max_seq_length < 1:
+        raise ValueError("--batches and --max-seq-length must be 1 or more.")
     if not options.output.endswith(".json"):
         raise ValueError(f"--output must end in .json, got {options.output!r}.")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -70,8 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--output", default="float32_layers.json", help="JSON file to write")
     kinds = ("full", "lora")
     add("--fine-tune-type", choices=kinds, default="full", help="parameters to train")
-    add("--batches", type=int, default=4, help="number of batches")
-    add("--batch-size", type=int, default=1, help="samples per batch")
+    add("--batches", type=int, default=4, help="number of samples to run")
     add("--max-seq-length", type=int, default=512, help="maximum number of tokens")
     add("--margin", type=float, default=2.0, help="safety factor for large values")
     add("--tolerance", type=float, default=0.02, help="allowed error of the loss")
@@ -89,9 +85,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any, list[Any]]:
     data, *_ = load_local_dataset(Path(options.data), tokenizer, SimpleNamespace())
     if not data:
         raise ValueError(f"{options.data} has no train.jsonl with samples.")
-    batches = iterate_batches(
-        CacheDataset(data), options.batch_size, options.max_seq_length, seed=0
-    )
+    batches = iterate_batches(CacheDataset(data), 1, options.max_seq_length, seed=0)
     first = list(islice(batches, options.batches))
     # Cast before adding the adapters, which mlx-lm creates in float32.
     model.set_dtype(mx.float16)

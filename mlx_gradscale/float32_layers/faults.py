@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
-from ..core.gradients import is_opaque
 from ..files.text import dtype_name, list_some, power
 from ..nonfinite import NonFinite, nonfinite
 from .calls import ordered_modules, owner_of
@@ -21,8 +19,6 @@ from .trial import Run, Trial, Value, relative_distance
 # than the first, a sum that overflowed causes more. The second is used if the loss is
 # off but no value is far off.
 _FAR, _SUSPICIOUS = 0.25, 0.05
-# Additive masks, such as -1e9, are larger than this.
-_MASK = 1e4
 
 
 @dataclass(frozen=True)
@@ -35,19 +31,16 @@ class Fault:
     leaves: list[NonFinite] = field(default_factory=list)
 
 
-def find_fault(trial: Trial, run: Run, loss_is_off: bool | None = None) -> Fault | None:
+def find_fault(trial: Trial, run: Run) -> Fault | None:
     """Return the first reason why a run is bad, or None if it is finite.
 
     Bad values are non-finite. If the run has a reference in float32, values far from it
     are bad as well, and a fault is always returned.
     """
-    if loss_is_off is None:
-        loss_is_off = not math.isfinite(run.loss)
-    if run.reference is None and run.has_finite_gradients and not loss_is_off:
+    if not run.reference and run.has_finite_gradients and not run.is_loss_off:
         return None
-    tree = {f"args[{i}]": x for i, x in enumerate(trial.args)} | trial.kwargs
-    flat = tree_flatten(tree, is_leaf=is_opaque)
-    arguments = {path: x for path, x in flat if isinstance(x, mx.array)}
+    given = trial.arguments.items()
+    arguments = {path: x for path, x in given if isinstance(x, mx.array)}
     # Treat -inf as a mask.
     leaves = [x for x in nonfinite(arguments) if x.nan or x.positive_inf]
     if leaves:
@@ -56,12 +49,11 @@ def find_fault(trial: Trial, run: Run, loss_is_off: bool | None = None) -> Fault
         return Fault("batch", None, text, leaves)
     dtype = trial.compute_dtype if trial.cast_inputs else None
     if dtype is not None and not math.isfinite(run.loss):
-        large = {p: x for p, x in arguments.items() if _is_too_large(x, dtype)}
-        if large:
-            leaves = nonfinite({path: x.astype(dtype) for path, x in large.items()})
-            reached = [f"{p} reaches {_extreme(x):.6g}" for p, x in large.items()]
-            limit = f"the {dtype_name(dtype)} maximum of {mx.finfo(dtype).max:.6g}"
-            text = f"{', '.join(reached)}, beyond {limit}."
+        leaves = nonfinite(_cast(arguments, dtype))
+        if leaves:
+            names = list_some(leaf.path for leaf in leaves)
+            limit = f"{dtype_name(dtype)} maximum of {mx.finfo(dtype).max:.6g}"
+            text = f"The batch exceeds the {limit} in {names}."
             return Fault("arguments", None, text, leaves)
     leaves = nonfinite(trial.model.parameters())
     if leaves:
@@ -70,72 +62,66 @@ def find_fault(trial: Trial, run: Run, loss_is_off: bool | None = None) -> Fault
         text = f"The parameters contain NaN or inf in {names}. {advice}"
         paths = [path for path, _ in ordered_modules(trial.model)]
         return Fault("parameters", owner_of(paths, leaves[0].path), text, leaves)
-    return _first_fault(run, loss_is_off)
+    return _first_fault(run)
 
 
-def _first_fault(run: Run, loss_is_off: bool) -> Fault:
+def _first_fault(run: Run) -> Fault:
     def first_bad(values: Iterable[Value], distance: float = _FAR) -> Value | None:
-        return next((x for x in values if _is_bad(x, run, distance, loss_is_off)), None)
+        return next((x for x in values if _is_bad(x, run, distance)), None)
 
     leaves = [x.counts for x in run.gradients if not x.is_finite]
     cause, found = "forward", first_bad(run.forward)
-    if found is None and loss_is_off:
-        found = first_bad(run.forward, _SUSPICIOUS)
-    if found is None:
-        cause = "loss" if loss_is_off else "gradients"
-        found = None if loss_is_off else first_bad([*run.backward, *run.gradients])
+    if found is None and run.is_loss_off:
+        # Unless a value is somewhat off, the loss function itself is at fault.
+        cause, found = "loss", first_bad(run.forward, _SUSPICIOUS)
+    elif found is None:
+        cause, found = "gradients", first_bad(run.backward)
     if found is None:
         return Fault(cause, leaves=leaves)
-    layer, place = _origin(found, cause)
     what = f"contains {found}"
     if found.is_finite:
         what = f"differs from float32 by {min(relative_distance([found]), 9.99):.0%}"
-    if run.reference is not None and cause == "gradients":
+    if run.reference and cause == "gradients":
         what += f", at a loss scale of {power(run.scale)}"
-    return Fault(cause, layer, f"{place} {what}.", leaves)
+    layer = found.path if found.side in ("output", "input gradient") else found.caller
+    return Fault(cause, layer, f"{_describe(found)} {what}.", leaves)
 
 
-def _is_bad(value: Value, run: Run, distance: float, loss_is_off: bool) -> bool:
+def _is_bad(value: Value, run: Run, distance: float) -> bool:
     other = value.other
-    if run.reference is not None and (other is None or not other.is_finite):
+    if run.reference and (other is None or not other.is_finite):
         return False
     is_far = other is not None and relative_distance([value]) >= distance
+    is_bad = not value.is_finite or is_far
     if value.has_gradient:
-        return not value.is_finite or is_far
-    # No gradient flows through it, so it can only affect the loss; -inf or -1e9 is a
-    # mask.
-    is_mask = other is not None and other.largest > _MASK > other.maximum
-    is_nan_or_inf = bool(value.counts.nan or value.counts.positive_inf)
-    return loss_is_off and (is_nan_or_inf or (is_far and not is_mask))
+        return is_bad
+    if (other or value).is_mask:
+        is_bad = bool(value.counts.nan or value.counts.positive_inf)
+    # No gradient flows through it, so it can only affect the loss.
+    return is_bad and run.is_loss_off
 
 
-def _origin(value: Value, cause: str) -> tuple[str | None, str]:
-    """Return the layer that computed a value, and a description of the value."""
+def _describe(value: Value) -> str:
     path, caller = _name(value.path), _name(value.caller)
-    if value.side == "gradient":
-        return value.caller, f"The gradient of the parameter {value.path}"
-    if cause == "gradients" and value.side == "input":
-        return value.path, f"The gradient of the input of {path}"
-    if cause == "gradients":
-        text = f"The gradient of the output of {path}, computed by {caller},"
-        return value.caller, text
-    if value.side == "output":
-        return value.path, f"The output of {path}"
-    text = f"The input of {path}, which the code of {caller} computes,"
-    return value.caller, text
+    return {
+        "input": f"The input of {path}, which the code of {caller} computes,",
+        "output": f"The output of {path}",
+        "input gradient": f"The gradient of the input of {path}",
+        "output gradient": f"The gradient of the output of {path}, computed by "
+        f"{caller},",
+        "parameter gradient": f"The gradient of the parameter {path}",
+    }[value.side]
 
 
 def _name(path: str | None) -> str:
     return "the loss function" if path is None else path or "the model"
 
 
-def _is_too_large(x: mx.array, dtype: mx.Dtype) -> bool:
-    if not mx.issubdtype(x.dtype, mx.floating) or not x.size:
-        return False
-    # An additive mask may be -1e9 at masked positions, and is 0 elsewhere.
-    is_mask = mx.max(x).item() == 0
-    return not is_mask and bool(mx.isinf(x.astype(dtype)).any().item())
-
-
-def _extreme(x: mx.array) -> float:
-    return max(float(mx.min(x)), float(mx.max(x)), key=abs)
+def _cast(arguments: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """Cast floating-point arguments, except for additive masks."""
+    floating = {
+        p: x for p, x in arguments.items() if mx.issubdtype(x.dtype, mx.floating)
+    }
+    # A mask may be -1e9 at masked positions, and is 0 elsewhere.
+    masks = {p for p, x in floating.items() if not x.size or mx.max(x).item() == 0}
+    return {p: x.astype(dtype) for p, x in floating.items() if p not in masks}

@@ -1,9 +1,9 @@
 """Make selected layers of a half-precision model compute in float32."""
 
-import heapq
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -33,13 +33,11 @@ class Float32Call:
     """The handler of a float32 layer, which calls its module in float32.
 
     Attributes:
-        entries (tuple): The entries of ``where`` that select the layer.
         casts_back (bool): Whether outputs are cast back to half precision.
         neighbors (tuple): Modules outside the float32 layers. They provide the model's
             dtype if neither the arguments nor the parameters of the layer do.
     """
 
-    entries: tuple[str, ...]
     casts_back: bool
     neighbors: tuple[nn.Module, ...]
     computes_in_float32 = True
@@ -67,40 +65,15 @@ class Float32Call:
         return first_half(x for module in self.neighbors for x in module.values())
 
 
-@dataclass(eq=False)
-class Float32Layers:
-    """The layers that :func:`float32_layers` changed.
-
-    Attributes:
-        where (list): The layers, in the format of :func:`float32_layers`.
-        paths (list): The paths of the modules.
-    """
-
-    where: list[str]
-    paths: list[str]
-    _model: nn.Module = field(repr=False)
-    _previous: list[str] = field(repr=False)
-
-    def undo(self) -> None:
-        """Restore the previous float32 layers of the model, usually none."""
-        float32_layers(self._model, self._previous)
-
-    def __enter__(self) -> "Float32Layers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-
-def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
+def float32_layers(model: nn.Module, where: Any) -> list[str]:
     """Make selected layers of a half-precision model compute in float32.
 
     For these layers, arguments and parameters are cast to float32 for the duration of
     each call, and outputs are cast back. Parameters keep their names and dtypes, so
-    saving, loading, freezing, LoRA, quantization, copying, pickling and gradient
-    checkpointing work as before. Only the running statistics of a BatchNorm become
-    float32. In a float32 model this has no effect, unless it is trained with
-    ``compute_dtype``: the parameters of these layers are then not cast.
+    saving, loading, freezing, LoRA, quantization, copying and gradient checkpointing
+    work as before. Only the running statistics of a BatchNorm become float32. In a
+    float32 model this has no effect, unless it is trained with ``compute_dtype``: the
+    parameters of these layers are then not cast.
 
     Each call replaces the layers selected by an earlier call, and
     ``float32_layers(model, [])`` restores the original model. Recompile a step if the
@@ -112,11 +85,10 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
     each other, and only the last one casts back. ``"head to the loss"`` does not cast
     back at all, so that the loss is computed in float32.
 
-    Each layer gets a subclass of its class: ``isinstance``, ``type(layer) ==
-    nn.Linear`` and tables keyed by type work, but ``type(layer) is nn.Linear`` is
-    False. Only calls, and ``as_linear`` of a tied embedding, are intercepted; other
-    methods run in half precision. A layer may write to the lists, dicts and caches that
-    it receives, so the arrays in them are not cast.
+    Each layer gets a subclass that compares equal to its class, but is not the same
+    object and cannot be pickled. Only calls, and ``as_linear`` of a tied embedding, are
+    intercepted; other methods run in half precision. A layer may write to the lists,
+    dicts and caches that it receives, so the arrays in them are not cast.
 
     Args:
         model (nn.Module): The model. It is modified in place.
@@ -127,8 +99,7 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
             to.
 
     Returns:
-        Float32Layers: Call its ``undo()`` to revert the change, or use it as a context
-        manager.
+        list: The paths of the selected modules.
 
     Raises:
         ValueError: If an entry does not match any module, or matches one that cannot be
@@ -144,50 +115,31 @@ def float32_layers(model: nn.Module, where: Any) -> Float32Layers:
         >>> x = mx.full((1, 2), 1000, mx.float16)
         >>> mx.isfinite(model(x)).all().item()
         False
-        >>> layers = float32_layers(model, "layers.0 to layers.1")
+        >>> float32_layers(model, "layers.0 to layers.1")
+        ['layers.0', 'layers.1']
         >>> mx.isfinite(model(x)).all().item(), model(x).dtype
         (True, mlx.core.float16)
-        >>> layers.undo()
     """
     chains = resolve(model, where)
-    previous = list_float32_layers(model)
-    modules = ordered_modules(model)
+    modules = dict(ordered_modules(model))
     paths = list(dict.fromkeys(path for chain in chains for path in chain.paths))
     neighbors = _find_neighbors(modules, paths)
-    by_path = dict(modules)
-    calls: dict[int, Float32Call] = {}
-    for chain in chains:
-        last = None if chain.reaches_loss else by_path[chain.paths[-1]]
-        for module in map(by_path.__getitem__, chain.paths):
-            # A layer in two chains may be the last of only one of them.
-            call = calls.setdefault(id(module), Float32Call((), True, neighbors))
-            call.entries = (*call.entries, chain.entry)
-            call.casts_back = call.casts_back and module is last
-    inside = {id(module) for path, module in modules if is_inside(path, *paths)}
-    for _, module in modules:
-        own = [calls[id(module)]] if id(module) in calls else []
-        others = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
-        # The casts come first, innermost, so that outer probes see half precision.
-        set_handlers(module, (*own, *others))
+
+    def ids(paths: Iterable[str]) -> set[int]:
+        # A module may have several paths.
+        return {id(modules[path]) for path in paths}
+
+    selected, inside = ids(paths), ids(p for p in modules if is_inside(p, *paths))
+    # A layer that is the last of one chain may pass float32 on in another.
+    passing = ids(p for c in chains for p in c.paths[: None if c.reaches_loss else -1])
+    for module in modules.values():
+        handlers = [h for h in get_handlers(module) if not isinstance(h, Float32Call)]
+        if id(module) in selected:
+            # The casts come first, innermost, so that outer probes see half precision.
+            handlers.insert(0, Float32Call(id(module) not in passing, neighbors))
+        set_handlers(module, tuple(handlers))
         _cast_statistics(module, id(module) in inside)
-    return Float32Layers([chain.entry for chain in chains], paths, model, previous)
-
-
-def list_float32_layers(model: nn.Module) -> list[str]:
-    """Return the float32 layers of a model, in the format of :func:`float32_layers`.
-
-    Example:
-        >>> import mlx.nn as nn
-        >>> from mlx_gradscale.float32_layers import float32_layers
-        >>> from mlx_gradscale.float32_layers import list_float32_layers
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.RMSNorm(2))
-        >>> layers = float32_layers(model, "layers.1")
-        >>> list_float32_layers(model)
-        ['layers.1']
-    """
-    handlers = [h for _, m in ordered_modules(model) for h in get_handlers(m)]
-    calls = [h for h in handlers if isinstance(h, Float32Call)]
-    return list(dict.fromkeys(entry for call in calls for entry in call.entries))
+    return paths
 
 
 def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
@@ -197,34 +149,26 @@ def first_half(arrays: Iterable[Any]) -> mx.Dtype | None:
 
 
 def _find_neighbors(
-    modules: list[tuple[str, nn.Module]], paths: list[str]
+    modules: dict[str, nn.Module], paths: list[str]
 ) -> tuple[nn.Module, ...]:
     """Return small modules with parameters that are neither in nor around these."""
-
-    def size(module: nn.Module) -> int:
+    found = []
+    for path, module in modules.items():
         arrays = [x for x in module.values() if isinstance(x, mx.array)]
-        return sum(x.size for x in arrays if is_floating(x))
-
-    found = [
-        module
-        for path, module in modules
-        if size(module)
-        and not is_inside(path, *paths)
-        and not any(is_inside(each, path) for each in paths)
-    ]
-    return tuple(heapq.nsmallest(_MAX_NEIGHBORS, found, key=size))
+        size = sum(x.size for x in arrays if is_floating(x))
+        if size and not any(is_inside(path, p) or is_inside(p, path) for p in paths):
+            found.append((size, module))
+    found.sort(key=itemgetter(0))
+    return tuple(module for _, module in found[:_MAX_NEIGHBORS])
 
 
 def _cast_statistics(module: nn.Module, to_float32: bool) -> None:
     """Cast a BatchNorm's running statistics to float32, or back to their own dtype."""
     if not isinstance(module, nn.BatchNorm) or "running_mean" not in module:
         return
-    if to_float32 and module.running_mean.dtype in HALF:
-        object.__setattr__(module, _OWN_DTYPE, dtype_name(module.running_mean))
-        dtype = mx.float32
-    elif not to_float32 and _OWN_DTYPE in vars(module):
-        dtype = getattr(mx, vars(module).pop(_OWN_DTYPE))
-    else:
-        return
+    own = vars(module).pop(_OWN_DTYPE, None) or dtype_name(module.running_mean)
+    if to_float32 and own != "float32":
+        object.__setattr__(module, _OWN_DTYPE, own)
+    dtype = mx.float32 if to_float32 else getattr(mx, own)
     for name in _STATISTICS:
         module[name] = module[name].astype(dtype)

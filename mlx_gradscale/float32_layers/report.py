@@ -1,32 +1,33 @@
 """The result of a search for float32 layers: a list, a table and a file."""
 
+import json
 import math
 import os
 from dataclasses import dataclass, field
 
-from ..files.text import align, percent, power
-from .where import TO, save_float32_layers
+from ..files.atomic import atomic_write
+from ..files.text import align, percent
+from .where import FORMAT, TO
 
 LARGEST = 65504.0
 _MAX_ROWS = 40
 
 WHOLE_MODEL = (
-    "The overflow is in the model's own code, between its layers, so the whole model "
-    "would have to compute in float32, and would be as slow and as large as in "
-    "float32. It is better to cast that expression to float32 (x.astype(mx.float32)) "
-    "and its result back, to move the expression into its own layer, or to use "
-    "bfloat16."
+    "The whole model would have to compute in float32, as slowly and with as much "
+    "memory as a float32 model. The overflow is probably in the model's own code, "
+    "between its layers, or in the loss function. It is better to cast that expression "
+    "to float32 (x.astype(mx.float32)) and its result back, to reduce (sum, mean) in "
+    "float32, to move the expression into its own layer, or to use bfloat16."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """The largest values of one layer, in float32 and over all batches.
+    """The largest value of one layer, in float32 and over all batches.
 
     Attributes:
         layer (str): Its path; "" is the model.
-        forward (float): The largest magnitude of its inputs and outputs.
-        backward (float): The largest gradient of its inputs, times the loss scale.
+        largest (float): The largest magnitude of its inputs and outputs.
         is_float32 (bool): Whether it is a float32 layer, or inside one.
         overflows_inside (bool): Whether the search selected this layer although its
             inputs and outputs do not exceed 65504, usually because an intermediate
@@ -34,16 +35,14 @@ class Row:
     """
 
     layer: str
-    forward: float
-    backward: float
+    largest: float
     is_float32: bool
     overflows_inside: bool = False
 
     @property
     def headroom(self) -> float:
         """How many times its values can double before they overflow float16."""
-        largest = max(self.forward, self.backward)
-        return math.log2(LARGEST / largest) if largest > 0 else math.inf
+        return math.log2(LARGEST / self.largest) if self.largest else math.inf
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Float32Search:
         rows (list): A :class:`Row` for every layer, in call order.
         problem (str): Why no layers help; "" if ``where`` was verified to suffice.
         losses (list): For each batch, the loss in float32 and the loss with ``where``.
-        scale (float): The smallest loss scale of the runs in half precision.
         float16_parameters (float): The share of parameters outside the float32 layers.
     """
 
@@ -66,7 +64,6 @@ class Float32Search:
     rows: list[Row] = field(default_factory=list)
     problem: str = ""
     losses: list[tuple[float, float]] = field(default_factory=list)
-    scale: float = 1.0
     float16_parameters: float = 1.0
 
     @property
@@ -78,7 +75,11 @@ class Float32Search:
         """Write the layers to a ``.json`` file for ``float32_layers``."""
         if self.problem:
             raise ValueError(f"There are no layers to save. {self.problem}")
-        save_float32_layers(path, self.where)
+        if not os.fspath(path).endswith(".json"):
+            raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
+        content = json.dumps({**FORMAT, "layers": self.where}, indent=2)
+        with atomic_write(path) as file:
+            file.write(f"{content}\n".encode())
 
     def __str__(self) -> str:
         if self.problem:
@@ -86,7 +87,7 @@ class Float32Search:
         if not self.where:
             lines = ["Every layer can compute in half precision."]
         elif self.is_whole_model:
-            lines = [WHOLE_MODEL]
+            lines = [WHOLE_MODEL, *self.reasons.values()]
         else:
             share = percent(self.float16_parameters)
             lines = [
@@ -95,17 +96,14 @@ class Float32Search:
                 f"{share} of the parameters stay in half precision.",
             ]
         losses = [f"{b:.5g} ({a:.5g} in float32)" for a, b in self.losses[:3]]
-        lines.append(f"Loss {', '.join(losses)}; loss scale {power(self.scale)}.")
+        lines.append(f"Loss {', '.join(losses)}.")
         least = sorted(self.rows, key=lambda row: row.headroom)[:_MAX_ROWS]
-        head = ("layer", "largest", "gradient", "headroom", "dtype")
-        lines.append(align([head, *map(_cells, least)]))
+        rows: list[tuple[str, ...]] = [("layer", "largest", "headroom", "dtype")]
+        for row in least:
+            headroom = f"{row.headroom:+.1f}" if row.largest else "-"
+            dtype = "float32" if row.is_float32 else "half"
+            rows.append((row.layer or "(model)", f"{row.largest:.3g}", headroom, dtype))
+        lines.append(align(rows))
         if len(least) < len(self.rows):
             lines.append(f"... and {len(self.rows) - len(least)} more")
         return "\n".join(lines)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    headroom = "-" if math.isinf(row.headroom) else f"{row.headroom:+.1f}"
-    dtype = "float32" if row.is_float32 else "half"
-    name = row.layer or "(model)"
-    return name, f"{row.forward:.3g}", f"{row.backward:.3g}", headroom, dtype

@@ -20,8 +20,8 @@ from .where import THE_LOSS, TO, resolve
 
 # Gradients are rounded in both passes, so they may be farther off than the loss.
 _GRADIENT_TOLERANCE = 10
-# The loss scale is lowered in steps of 2^8 until the gradients are finite.
-_MAX_SCALE, _MIN_SCALE = 2.0**16, 2.0**-40
+# Loss scales, tried in this order until the gradients are finite.
+_SCALES = [2.0**power for power in range(16, -41, -8)]
 
 _logger = logging.getLogger(__name__)
 
@@ -43,9 +43,10 @@ def find_float32_layers(
     """Find which layers must compute in float32, and verify that they suffice.
 
     Runs every batch in float32 and in half precision, forward and backward. If a value
-    between layers comes within a factor of ``margin`` of 65504, the layers from its
-    source to its last reader become float32, as does a layer whose output is non-finite
-    or far from the float32 output. Finally, loss and gradients must agree with float32.
+    between layers comes within a factor of ``margin`` of 65504, float16's maximum, the
+    layers from its source to its last reader become float32, as does a layer whose
+    output is non-finite or far from the float32 output. Finally, loss and gradients
+    must agree with float32.
 
     The model is unchanged afterwards: pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged
@@ -66,7 +67,7 @@ def find_float32_layers(
             ``0.02``.
 
     Returns:
-        Float32Search: The layers, the reason for each, and the largest values of every
+        Float32Search: The layers, the reason for each, and the largest value of every
         layer. If no layers help, its ``problem`` says why.
 
     Example:
@@ -81,7 +82,8 @@ def find_float32_layers(
         >>> found = find_float32_layers(model, loss_fn, [x])
         >>> found.where
         ['layers.1 to layers.2']
-        >>> layers = float32_layers(model, found)
+        >>> float32_layers(model, found)
+        ['layers.1', 'layers.2']
     """
     refuse_scaled(loss_fn)
     if not 1.0 <= margin < math.inf:
@@ -103,7 +105,8 @@ def find_float32_layers(
     trials = [_with_batch(trial, batch) for batch in batches]
     if not trials:
         raise ValueError("batches is empty. Pass at least one batch.")
-    return search(trials, margin, tolerance)
+    limit = LARGEST if mx.float16 in dtypes else mx.finfo(mx.bfloat16).max
+    return search(trials, limit / margin, tolerance)
 
 
 def _with_batch(trial: Trial, batch: Any) -> Trial:
@@ -114,86 +117,89 @@ def _with_batch(trial: Trial, batch: Any) -> Trial:
     return replace(trial, args=(batch,) if is_one else tuple(batch))
 
 
-def search(trials: Sequence[Trial], margin: float, tolerance: float) -> Float32Search:
-    """Like :func:`find_float32_layers`, for validated arguments."""
-    state, problem = _Search(trials[0].model, margin, tolerance), ""
+def search(trials: Sequence[Trial], limit: float, tolerance: float) -> Float32Search:
+    """Like :func:`find_float32_layers`; values that reach ``limit`` are too large."""
+    state, problem = _Search(trials[0].model, limit), ""
     try:
-        for i, trial in enumerate(trials):
-            state.add(trial, f"batch {i + 1}")
-        state.verify()
+        for i, trial in enumerate(trials, start=1):
+            state.references.append(_run_in_float32(trial, f"Batch {i}"))
+            state.cover(state.references[-1].loss_call)
+        compared = [
+            replace(trial, reference=reference, tolerance=tolerance)
+            for trial, reference in zip(trials, state.references, strict=True)
+        ]
+        tried = None
+        while tried != list(state.reasons):
+            tried = list(state.reasons)
+            state.halves = [state.grow(trial) for trial in compared]
     except NoCureFound as error:
         state.reasons, problem = {}, str(error)
     return state.report(problem)
 
 
-class _Search:
-    """The layers found so far, and the runs tried with them."""
+def _run_in_float32(trial: Trial, name: str) -> Run:
+    _logger.info("%s in float32", name)
+    reference = trial.run_in_float32()
+    fault = find_fault(trial, reference)
+    if fault is None:
+        return reference
+    why = [f"{name} gives non-finite values even in float32.", fault.text]
+    if fault.cause not in ("batch", "parameters"):
+        why += [
+            f"The loss is {reference.loss}. Look for a logarithm, division or square "
+            "root of zero, and for a cast to half precision."
+        ]
+    raise NoCureFound(" ".join(filter(None, why)))
 
-    def __init__(self, model: nn.Module, margin: float, tolerance: float):
-        self.model = model
+
+def _run_scaled(trial: Trial, where: Iterable[str]) -> Run:
+    """Run in half precision at a scale that a dynamic scaler would find."""
+    for scale in _SCALES:
+        _logger.info("In half precision with float32 layers %s", [*where])
+        half = trial.run([*where], scale)
+        if half.has_finite_gradients or not math.isfinite(half.loss):
+            break
+    return half
+
+
+class _Search:
+    """The layers found so far, and the runs of every batch."""
+
+    def __init__(self, model: nn.Module, limit: float):
         self.reasons: dict[str, str] = {}
-        # Each with its reference run in float32.
-        self.trials: list[Trial] = []
+        self.references: list[Run] = []
         self.halves: list[Run] = []
-        self._limit = LARGEST / margin
-        self._tolerance = tolerance
+        self._model = model
+        self._limit = limit
         # Magnitudes of the model's inputs, which are already in half precision.
         self._given: set[float] = set()
 
-    def add(self, trial: Trial, name: str) -> None:
-        """Run a batch in float32 and add the layers whose values are too large."""
-        _logger.info("%s in float32", name)
-        reference = trial.run_in_float32()
-        fault = find_fault(trial, reference)
-        if fault is not None:
-            why = [f"{name.capitalize()} gives non-finite values even in float32."]
-            why += [fault.text] if fault.text else []
-            if fault.cause not in ("batch", "parameters"):
-                why += [
-                    f"The loss is {reference.loss}. Look for a logarithm, division or "
-                    "square root of zero, and for a cast to half precision."
-                ]
-            raise NoCureFound(" ".join(why))
-        self.trials.append(replace(trial, reference=reference))
-        calls = reference.loss_call
-        self._given = {v.magnitude for call in calls.children for v in call.inputs}
-        self._cover_large_values(calls)
-
-    def verify(self) -> None:
-        """Add layers until all batches agree with float32."""
-        tried = None
-        while tried != list(self.reasons):
-            tried = list(self.reasons)
-            self.halves = [self._grow(trial) for trial in self.trials]
-
     def report(self, problem: str) -> Float32Search:
-        """Return the layers found, and the largest values of all layers."""
-        where = [chain.entry for chain in resolve(self.model, self.reasons)]
+        """Return the layers found, and the largest value of every layer."""
+        where = [chain.entry for chain in resolve(self._model, self.reasons)]
         inside = self._paths(where)
-        scale = min((half.scale for half in self.halves), default=1.0)
-        runs = [trial.reference for trial in self.trials if trial.reference]
-        seen = [x for run in runs for x in run.forward]
-        returned = [x for run in runs for x in run.backward if x.side == "input"]
-        rows = []
-        for path in dict.fromkeys(x.path for x in seen):
-            forward = max(x.magnitude for x in seen if x.path == path)
-            sizes = [x.largest * scale for x in returned if x.path == path]
-            is_float32 = is_inside(path, *inside)
-            overflows_inside = path in where and forward <= LARGEST
-            backward = max(sizes, default=0.0)
-            rows.append(Row(path, forward, backward, is_float32, overflows_inside))
-        losses = [(a.loss, b.loss) for a, b in zip(runs, self.halves, strict=False)]
+        largest: dict[str, float] = {}
+        for x in (x for run in self.references for x in run.forward):
+            largest[x.path] = max(x.magnitude, largest.get(x.path, 0.0))
+        rows = [
+            Row(p, size, is_inside(p, *inside), p in where and size <= LARGEST)
+            for p, size in largest.items()
+        ]
+        losses = [(half.expected_loss, half.loss) for half in self.halves]
         reasons = {entry: self.reasons[entry] for entry in where}
         share = 1.0 - self._share(inside)
-        return Float32Search(where, reasons, rows, problem, losses, scale, share)
+        return Float32Search(where, reasons, rows, problem, losses, share)
 
     # Large values between layers. The float32 run shows how large they are.
 
-    def _cover_large_values(self, call: Call) -> None:
+    def cover(self, call: Call) -> None:
+        """Add the layers in a call between which values are too large."""
+        if call.path is None:
+            self._given = {v.magnitude for c in call.children for v in c.inputs}
         large = [c for c in call.children if self._is_large(c.inputs + c.outputs)]
         for child in call.children:
             if child not in large:
-                self._cover_large_values(child)
+                self.cover(child)
         inside = self._paths(self.reasons)
         if all(is_inside(c.path or "", *inside) for c in large):
             return
@@ -231,16 +237,15 @@ class _Search:
 
     # Faults inside layers. There, half precision deviates from float32.
 
-    def _grow(self, trial: Trial) -> Run:
+    def grow(self, trial: Trial) -> Run:
         """Add layers until this batch agrees with float32."""
         while True:
-            half = self._run_scaled(trial, [*self.reasons])
-            loss_is_off = self._is_loss_off(half)
+            half = _run_scaled(trial, self.reasons)
             distance = relative_distance(half.gradients)
-            is_close = distance <= _GRADIENT_TOLERANCE * self._tolerance
-            if not loss_is_off and half.has_finite_gradients and is_close:
+            is_close = distance <= _GRADIENT_TOLERANCE * trial.tolerance
+            if not half.is_loss_off and half.has_finite_gradients and is_close:
                 return half
-            fault = find_fault(trial, half, loss_is_off)
+            fault = find_fault(trial, half)
             assert fault is not None, "a run with a reference always has one"
             if fault.cause == "arguments":
                 raise NoCureFound(
@@ -252,10 +257,8 @@ class _Search:
                     f"{distance:.0%} compared with float32. To accept this, pass "
                     f"tolerance={distance / _GRADIENT_TOLERANCE * 1.5:.2g}."
                 )
-            expected = _expected_loss(half)
-            why = (
-                fault.text or f"The loss is {half.loss:.4g} instead of {expected:.4g}."
-            )
+            instead = f"{half.loss:.4g} instead of {half.expected_loss:.4g}"
+            why = fault.text or f"The loss is {instead}."
             entry = self._entry_for(trial, half, fault.layer)
             if entry is None:
                 raise NoCureFound(
@@ -279,36 +282,15 @@ class _Search:
         single = [p for p in once if not any(q != p and is_inside(q, p) for q in paths)]
         for last in [*single[:8], ""]:
             entry = f"{last}{TO}{THE_LOSS}"
-            if not self._is_loss_off(self._run_scaled(trial, [*self.reasons, entry])):
+            if not _run_scaled(trial, [*self.reasons, entry]).is_loss_off:
                 return entry
         return None
 
-    def _is_loss_off(self, half: Run) -> bool:
-        expected = _expected_loss(half)
-        # Negated so that a NaN loss counts as off.
-        allowed = self._tolerance * max(abs(expected), 1e-6)
-        return not abs(half.loss - expected) <= allowed
-
-    def _run_scaled(self, trial: Trial, where: Sequence[str]) -> Run:
-        """Run in half precision at a scale that a dynamic scaler would find."""
-        scale = _MAX_SCALE
-        while True:
-            _logger.info("in half precision with float32 layers %s", where)
-            half = trial.run(where, scale)
-            overflows = math.isfinite(half.loss) and not half.has_finite_gradients
-            if not overflows or scale <= _MIN_SCALE:
-                return half
-            scale *= 2.0**-8
-
     def _paths(self, where: Iterable[str]) -> list[str]:
-        return [p for chain in resolve(self.model, where) for p in chain.paths]
+        return [p for chain in resolve(self._model, where) for p in chain.paths]
 
     def _share(self, paths: Sequence[str]) -> float:
         """Return the share of parameters that are in these modules."""
-        sizes = {p: x.size for p, x in tree_flatten(self.model.parameters())}
+        sizes = {p: x.size for p, x in tree_flatten(self._model.parameters())}
         inside = sum(size for path, size in sizes.items() if is_inside(path, *paths))
         return float(inside / max(sum(sizes.values()), 1))
-
-
-def _expected_loss(half: Run) -> float:
-    return half.reference.loss if half.reference else math.nan

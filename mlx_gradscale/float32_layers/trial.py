@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from ..core.finite import is_floating
 from ..core.gradients import is_opaque, loss_of
@@ -27,28 +27,28 @@ _SUMS = 64
 
 
 class Value:
-    """Statistics of a layer's input or output, or of its unscaled gradient.
+    """Statistics of a layer's input or output, or of an unscaled gradient.
 
     Attributes:
         path (str): The layer; for a parameter's gradient, the parameter.
-        caller (str or None): The layer that called it; None for the loss function.
-        side (str): "input", "output", or "gradient" for a parameter's gradient.
-        measured (array): The result of :func:`measure`, until :meth:`read` is called.
+        caller (str or None): The layer that called it, or that has the parameter; None
+            for the loss function.
+        side (str): "input", "output", "input gradient", "output gradient" or "parameter
+            gradient".
+        has_gradient (bool): Whether this is a gradient, or a gradient flowed through.
         other (Value or None): The same value in the reference run, if any.
         counts (NonFinite): How many elements are NaN or inf.
         largest (float): The largest finite magnitude.
-        maximum (float): The largest finite value, unaffected by a mask such as -1e9.
+        maximum (float): The largest finite value.
     """
 
     def __init__(
-        self, x: mx.array, path: str, caller: str | None, side: str, scale: float = 0.0
+        self, x: mx.array, path: str, caller: str | None, side: str, scale: float = 1.0
     ):
         self.path, self.caller, self.side = path, caller, side
         self.shape, self.dtype = x.shape, x.dtype
-        # Whether this is a gradient, or a gradient flowed through it. Only gradients
-        # have a scale.
-        self.has_gradient = scale > 0
-        self.measured = measure(x, scale or 1.0)
+        self.has_gradient = self.is_gradient = side.endswith("gradient")
+        self.measured = measure(x, scale)
         self.other: Value | None = None
 
     def read(self, row: np.ndarray) -> None:
@@ -57,7 +57,7 @@ class Value:
         self.counts = NonFinite(self.path, self.shape, self.dtype, *counts)
         self.largest, self.maximum = map(float, row[3:5])
         self.sums = row[5:].astype(np.float64)
-        self.measured = mx.array(0)
+        del self.measured
 
     @property
     def is_finite(self) -> bool:
@@ -65,9 +65,14 @@ class Value:
         return not self.counts.count
 
     @property
+    def is_mask(self) -> bool:
+        """Whether this is an additive mask: 0, -1e9 or -inf, and without a gradient."""
+        return self.maximum == 0 and not self.has_gradient
+
+    @property
     def magnitude(self) -> float:
-        """The largest magnitude, ignoring masks such as -1e9, which get no gradient."""
-        return self.largest if self.has_gradient else self.maximum
+        """The largest magnitude; 0 for a mask."""
+        return 0.0 if self.is_mask else self.largest
 
     def __str__(self) -> str:
         x = self.counts
@@ -88,10 +93,12 @@ def measure(x: mx.array, scale: float) -> mx.array:
     """Lazily compute counts of NaN and inf, the largest unscaled values, and sums."""
     if not x.size:
         return mx.zeros(5 + _SUMS)
-    nan, positive, negative = mx.isnan(x), mx.isposinf(x), mx.isneginf(x)
-    finite = mx.where(nan | positive | negative, 0, x).astype(mx.float32).reshape(-1)
-    counts = [mx.sum(each).astype(mx.float32) for each in (nan, positive, negative)]
-    largest = mx.stack([mx.max(mx.abs(finite)), mx.max(finite)]) / scale
+    kinds = (mx.isnan(x), mx.isposinf(x), mx.isneginf(x))
+    counts = [mx.sum(kind).astype(mx.float32) for kind in kinds]
+    is_finite, x = mx.isfinite(x).reshape(-1), x.astype(mx.float32).reshape(-1)
+    finite = mx.where(is_finite, x, 0.0)
+    maximum = mx.max(mx.where(is_finite, x, -math.inf))
+    largest = mx.stack([mx.max(mx.abs(finite)), maximum]) / scale
     # Hash the index: random signs would have to be stored for the next run.
     bits = mx.arange(x.size, dtype=mx.uint32) * mx.array(2654435761, mx.uint32)
     bits = (bits ^ (bits >> 15)) * mx.array(2246822519, mx.uint32)
@@ -115,59 +122,75 @@ class Run:
     """One forward and backward pass, with all values unscaled.
 
     Attributes:
-        forward (list): The inputs and outputs of layers, in call order.
-        backward (list): Their gradients, in the order of the backward pass.
-        gradients (list): The gradients of the parameters; their ``caller`` is the
-            module of the parameter.
+        values (dict): All values in the order of their computation, by keys that are
+            the same in every run.
         loss_call (Call): The call of the loss function, containing all others.
         reference (Run or None): A run in float32 to compare with.
     """
 
-    def __init__(self, model: nn.Module, scale: float, reference: "Run | None"):
+    def __init__(self, trial: "Trial", scale: float):
         self.loss = math.nan
         self.scale = scale
-        self.reference = reference
-        self.forward: list[Value] = []
-        self.backward: list[Value] = []
-        self.gradients: list[Value] = []
+        self.reference = trial.reference
+        self.values: dict[tuple[str, str, int], Value] = {}
         self.loss_call = Call(None)
-        self._paths = [path for path, _ in ordered_modules(model)]
-        self._running = [self.loss_call]
         self.is_forward_done = False
+        self._tolerance = trial.tolerance
+        self._paths = [path for path, _ in ordered_modules(trial.model)]
+        self._running = [self.loss_call]
+        self._seen: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def forward(self) -> list[Value]:
+        """The inputs and outputs of layers."""
+        return [x for x in self.values.values() if not x.is_gradient]
+
+    @property
+    def backward(self) -> list[Value]:
+        """The gradients of layers' inputs and outputs, then those of parameters."""
+        return [x for x in self.values.values() if x.is_gradient]
+
+    @property
+    def gradients(self) -> list[Value]:
+        """The gradients of the parameters."""
+        return [x for x in self.backward if x.side.startswith("parameter")]
 
     @property
     def has_finite_gradients(self) -> bool:
         """Whether the gradients of all parameters are finite."""
         return all(value.is_finite for value in self.gradients)
 
+    @property
+    def expected_loss(self) -> float:
+        """The loss in float32; without a reference run, the loss itself."""
+        return self.reference.loss if self.reference else self.loss
+
+    @property
+    def is_loss_off(self) -> bool:
+        """Whether the loss is non-finite, or too far from the float32 loss."""
+        allowed = self._tolerance * max(abs(self.expected_loss), 1e-6)
+        # Negated, because every comparison with NaN is False.
+        return not abs(self.loss - self.expected_loss) <= allowed
+
     def read(self, loss: mx.array, gradients: Any) -> None:
         """Evaluate everything, and keep the statistics of the unscaled gradients."""
-        self.gradients = [
-            Value(x, path, owner_of(self._paths, path), "gradient", 1.0)
-            for path, x in flatten(gradients)
-            if is_floating(x)
-        ]
+        for path, x in flatten(gradients):
+            if is_floating(x):
+                owner = owner_of(self._paths, path)
+                self._add(Value(x, path, owner, "parameter gradient"))
         # Free the gradients early.
         gradients.clear()
-        values = self._values()
-        others = self.reference._values() if self.reference else {}
-        rows = np.array(mx.stack([value.measured for value in values.values()]))
-        for (key, value), row in zip(values.items(), rows, strict=True):
+        rows = np.array(mx.stack([value.measured for value in self.values.values()]))
+        for value, row in zip(self.values.values(), rows, strict=True):
             value.read(row)
-            value.other = others.get(key)
         self.loss = float(loss)
 
-    def _values(self) -> dict[tuple[Any, ...], Value]:
-        """Return all values by keys that are the same in every run."""
-        values: dict[tuple[Any, ...], Value] = {}
-        seen: Counter[tuple[Any, ...]] = Counter()
-        lists = (self.forward, self.backward, self.gradients)
-        for phase, each in enumerate(lists):
-            for value in each:
-                key = phase, value.path, value.side
-                values[(*key, seen[key])] = value
-                seen[key] += 1
-        return values
+    def _add(self, value: Value) -> None:
+        place = value.path, value.side
+        key = (*place, self._seen[place])
+        self._seen[place] += 1
+        self.values[key] = value
+        value.other = self.reference.values.get(key) if self.reference else None
 
     def make_handler(self, path: str) -> Handler:
         """Return the handler that measures the inputs and outputs of one layer."""
@@ -197,7 +220,7 @@ class Run:
             value = Value(x, call.path or "", caller, side)
             (call.inputs if side == "input" else call.outputs).append(value)
             if not self.is_forward_done:
-                self.forward.append(value)
+                self._add(value)
             identity: Any = mx.custom_function(lambda x: x)
             identity.vjp(lambda _, cotangent, __: self._note(value, cotangent))
             return identity(x)
@@ -206,8 +229,8 @@ class Run:
 
     def _note(self, value: Value, gradient: mx.array) -> mx.array:
         value.has_gradient = True
-        place = value.path, value.caller, value.side
-        self.backward.append(Value(gradient, *place, self.scale))
+        place = value.path, value.caller, f"{value.side} gradient"
+        self._add(Value(gradient, *place, self.scale))
         return gradient
 
 
@@ -215,7 +238,8 @@ class Run:
 class Trial:
     """A loss and its arguments, with the options of ``GradScaler.value_and_grad``.
 
-    With a reference run in float32, all values are compared with it.
+    With a reference run in float32, all values are compared with it, and the loss may
+    differ by ``tolerance``.
     """
 
     model: nn.Module
@@ -226,6 +250,13 @@ class Trial:
     cast_inputs: bool = True
     keep: Callable[[str, mx.array], bool] | None = None
     reference: Run | None = None
+    tolerance: float = 0.0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The leaves of the arguments by path, such as ``args[1].mask``."""
+        tree = {f"args[{i}]": x for i, x in enumerate(self.args)} | self.kwargs
+        return dict(tree_flatten(tree, is_leaf=is_opaque))
 
     def run(self, where: Sequence[str] | None = None, scale: float = 1.0) -> Run:
         """Run forward and backward without changing the model.
@@ -234,7 +265,7 @@ class Trial:
         """
         if not flatten(self.model.trainable_parameters()):
             raise ValueError("The model has no trainable parameters. Unfreeze some.")
-        result = Run(self.model, scale, self.reference)
+        result = Run(self, scale)
 
         def loss_fn(*args: Any, **kwargs: Any) -> Any:
             outputs = self.loss_fn(*args, **kwargs)

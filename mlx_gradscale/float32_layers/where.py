@@ -1,7 +1,6 @@
 """Resolve ``where`` to layers: paths, globs, chains, a predicate or a file."""
 
 import difflib
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..files.atomic import atomic_write
 from ..files.paths import read_json
 from .calls import has_method, is_inside, ordered_modules
 
@@ -18,7 +16,7 @@ from .calls import has_method, is_inside, ordered_modules
 TO = " to "
 THE_LOSS = "the loss"
 
-_FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
+FORMAT = {"format": "mlx_gradscale.float32_layers", "version": 1}
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,10 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     where = getattr(where, "where", where)
     is_file = isinstance(where, str) and where.endswith(".json")
     if is_file or isinstance(where, os.PathLike):
-        return load_float32_layers(where)
+        return _read(where)
     if isinstance(where, str):
         return [where]
-    if callable(where):
+    if callable(where) and not isinstance(where, (type, nn.Module)):
         found = [path for path, module in modules.items() if where(path, module)]
         if not found:
             raise ValueError(
@@ -118,34 +116,9 @@ def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
     return found
 
 
-def save_float32_layers(path: str | os.PathLike[str], layers: Iterable[str]) -> None:
-    """Write layers to a ``.json`` file for ``float32_layers``.
-
-    Args:
-        path (str): The file to write, which must end in ``.json``.
-        layers (list): Paths, globs and chains, as for ``float32_layers``.
-    """
-    if not os.fspath(path).endswith(".json"):
-        raise ValueError(f"The file must end in .json, got {os.fspath(path)!r}.")
-    content = json.dumps({**_FORMAT, "layers": list(layers)}, indent=2)
-    with atomic_write(path) as file:
-        file.write(f"{content}\n".encode())
-
-
-def load_float32_layers(path: str | os.PathLike[str]) -> list[str]:
-    """Read the layers that :func:`save_float32_layers` wrote.
-
-    Args:
-        path (str): The ``.json`` file.
-
-    Returns:
-        list: Paths, globs and chains, as for ``float32_layers``.
-
-    Raises:
-        ValueError: If the file does not contain a list of float32 layers.
-    """
+def _read(path: str | os.PathLike[str]) -> list[str]:
     content = read_json(path)
-    if isinstance(content, dict) and _FORMAT.items() <= content.items():
+    if isinstance(content, dict) and FORMAT.items() <= content.items():
         layers: Any = content.get("layers")
         if isinstance(layers, list) and all(isinstance(x, str) for x in layers):
             return layers

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..diagnostics import GradientHistogram, gradient_histogram
 from ..diagnostics.histogram import LARGEST, NORMAL, ROUNDS_UP
+from ..diagnostics.reading import scale_of
 from ..files.text import percent
 from .style import POWER, Figure, Output, new_figure
 
@@ -23,7 +24,7 @@ def plot_gradients(
     gradients: Any,
     path: Output = None,
     *,
-    scale: float | None = None,
+    scale: Any = None,
     dark: bool = False,
 ) -> Figure:
     """Plot gradients over float16's range, without and with loss scaling.
@@ -33,8 +34,9 @@ def plot_gradients(
             :func:`~mlx_gradscale.diagnostics.gradient_histogram`. For one layer, pass
             ``histogram.leaves[path]``.
         path (str, optional): Save the figure to this ``.png``, ``.svg`` or ``.pdf``.
-        scale (float, optional): The loss scale of the second panel. Default: the
-            ``scale`` of the histogram or, if that is 1, its ``best_scale``.
+        scale (float, GradScaler or LossScaleOptimizer): The loss scale of the second
+            panel. Default: the ``scale`` of the histogram or, if that is 1, its
+            ``best_scale``.
         dark (bool): Use colors for a dark background. Default: ``False``.
 
     Returns:
@@ -52,7 +54,8 @@ def plot_gradients(
     if not histogram.by_power():
         raise ValueError("Nothing to plot: all gradients are zero or non-finite.")
     if scale is None:
-        scale = histogram.scale if histogram.scale != 1 else histogram.best_scale or 1.0
+        scale = histogram.scale if histogram.scale != 1 else histogram.best_scale
+    scale = scale_of(scale)
     with new_figure(2, (8.0, 4.9), dark, path) as (figure, panels, colors):
         for axes, each in zip(panels, (1.0, scale), strict=True):
             counts = histogram.by_power(each)

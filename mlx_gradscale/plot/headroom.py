@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from ..float32_layers import Float32Search, Row
-from .style import POWER, Figure, Output, label_powers, new_figure
+from .style import Figure, Output, label_powers, new_figure
 
 # Exponents, because the axis is linear: float16's largest and smallest numbers.
 _LIMIT, _LOWEST = math.log2(65504.0), -24.0
@@ -58,30 +58,22 @@ def plot_headroom(
     size = (9.0, 0.9 + 2.4 * len(titles) + 0.055 * max(map(len, names)))
     with new_figure(len(titles), size, dark, path) as (figure, panels, colors):
         for axes, title in zip(panels, titles, strict=True):
-            _draw(axes, rows, search.scale, axes is not panels[0], colors)
+            _draw(axes, rows, axes is not panels[0], colors)
             axes.set_title(title)
         panels[-1].set_xticks(shown, names, rotation=90, fontsize=7)
         figure.supylabel("largest magnitude", fontsize=9)
     return figure
 
 
-def _draw(
-    axes: Any, rows: list[Row], scale: float, cured: bool, colors: dict[str, str]
-) -> None:
-    in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
-    backward = f"backward, loss scale {POWER.format(x=math.log2(scale))}"
-    for name, label, color, marker in (
-        ("forward", "forward", "line", "o"),
-        ("backward", backward, "second", "^"),
-    ):
-        values = ((i, getattr(row, name)) for i, row in enumerate(rows))
-        powers = {i: math.log2(x) for i, x in values if 0 < x < math.inf}
-        look: Any = {"color": colors[color], "ms": 4, "label": label}
-        axes.plot([*powers], [*powers.values()], marker, **look)
+def _draw(axes: Any, rows: list[Row], cured: bool, colors: dict[str, str]) -> None:
+    powers = {i: math.log2(row.largest) for i, row in enumerate(rows) if row.largest}
+    look: Any = {"color": colors["line"], "ms": 4, "label": "inputs and outputs"}
+    axes.plot([*powers], [*powers.values()], "o", **look)
     inside = [i for i, row in enumerate(rows) if row.overflows_inside and not cured]
     if inside:
         look = {"color": colors["alarm"], "ms": 6, "label": "overflows inside"}
         axes.plot(inside, [_LIMIT + 1.5] * len(inside), "X", **look)
+    in_float32 = [i for i, row in enumerate(rows) if cured and row.is_float32]
     for i in in_float32:
         label = "in float32" if i == in_float32[0] else ""
         axes.axvspan(i - 0.5, i + 0.5, color=colors["normal"], lw=0, label=label)

@@ -15,12 +15,7 @@ _PANELS = {"loss": "loss", "scale": "loss scale", "grad_norm": "gradient norm"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``mlx_gradscale plot`` and return the exit code.
-
-    Args:
-        arguments (list, optional): The arguments of the command, such as
-            ``["run.csv", "-o", "run.png"]``. Default: those of the process.
-    """
+    """Run ``mlx_gradscale plot`` and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="mlx_gradscale plot",
         description="Plot the history of a run: loss, loss scale and gradient norm, "
@@ -38,8 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot_history(options.history, output, dark=options.dark)
         print(output)
 
-    expected = (OSError, ValueError, ImportError)
-    return run_command(draw, expected)
+    return run_command(draw, (OSError, ValueError, ImportError))
 
 
 def plot_history(

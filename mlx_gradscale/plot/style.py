@@ -24,7 +24,6 @@ _COLORS = {
     "text": ("#24292f", "#e6edf3"),
     "grid": ("#d0d7de", "#30363d"),
     "line": ("#0969da", "#58a6ff"),
-    "second": ("#8250df", "#bc8cff"),
     "alarm": ("#cf222e", "#ff7b72"),
     "bar": ("#57606a", "#c9d1d9"),
     "lost": ("#e3631b59", "#e3631b73"),

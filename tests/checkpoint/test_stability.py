@@ -83,4 +83,4 @@ def test_history_and_layers_of_every_release_load(folder):
         (record,) = ScaleHistory.load(folder / f"history.{suffix}").records
         assert (record.scale, record.applied, record.loss) == (SCALE, True, 0.5)
     model, _ = make_run()
-    assert float32_layers(model, folder / "float32_layers.json").paths == ["layers.0"]
+    assert float32_layers(model, folder / "float32_layers.json") == ["layers.0"]

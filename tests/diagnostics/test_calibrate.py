@@ -55,5 +55,24 @@ def test_batch_that_no_scale_cures_raises():
     assert scaler.get_scale() == 8.0
 
 
+def test_returned_scale_respects_the_limits_of_the_scaler():
+    model, data = Mlp(dtype=mx.float16), batch(dtype=mx.float16)
+    scaler = GradScaler(8.0, max_scale=16.0)
+    assert calibrate(scaler, model, mse(model), *data) == scaler.get_scale() == 16.0
+
+
+def test_casts_are_those_of_value_and_grad():
+    model, scaler = Mlp(), GradScaler()
+
+    def loss_fn(x, y):
+        return (model(x.astype(mx.float16)).astype(mx.float32) - y).square().mean()
+
+    x, y = batch()
+    options = {"compute_dtype": mx.float16, "keep": lambda path, _: "bias" in path}
+    with pytest.raises(ValueError, match="loss on this batch is inf"):
+        calibrate(scaler, model, loss_fn, x, y + 1e6, **options)
+    assert calibrate(scaler, model, loss_fn, x, y + 1e6, cast_inputs=False, **options)
+
+
 def test_disabled_scaler_stays_at_one():
     assert calibrate(GradScaler(enabled=False), None, None) == 1.0

@@ -39,12 +39,11 @@ def test_first_promoted_layer_is_named_and_the_model_unchanged():
     assert bits(model.parameters()) == before
 
 
-def test_argument_that_promotes_is_named():
+def test_float32_batch_promotes_the_first_layer():
     model = Mlp(dtype=mx.float16)
     report = compute_dtypes(model, mse(model), *batch())
-    assert report.first.argument == "x"
-    assert "because argument 'x' of the loss function is float32" in str(report)
-    assert "x.astype(mx.float16)" in str(report)
+    assert report.first.path == "layers.0"
+    assert "because its input is float32. Everything after it" in str(report)
 
 
 @pytest.mark.parametrize("how", ["half", "compute_dtype", "float32 layer", "float32"])
@@ -89,15 +88,16 @@ def test_two_models_are_distinguished():
 
     generator, critic = Generator(), Mlp(dtype=mx.float16)
 
-    def loss_fn(critic, generator, noise):
+    def loss_fn(critic, generator, noise, same):
         return critic(mx.tile(generator(noise), (1, 8))).astype(mx.float32).mean()
 
-    report = compute_dtypes(critic, loss_fn, critic, generator, batch()[0])
+    report = compute_dtypes(critic, loss_fn, critic, generator, batch()[0], generator)
+    assert [layer.path for layer in report.layers].count("layers.0") == 2
     assert (report.first.model, report.first.path) == ("Mlp", "layers.0")
     text = str(report)
     assert "'layers.0' of Mlp has float16 parameters" in text
     assert "the outputs of another model" in text
-    assert "Generator (generator): layers.0" in text
+    assert "Generator (args[1]): layers.0" in text
     assert type(generator.layers[0]) is nn.Linear
 
 

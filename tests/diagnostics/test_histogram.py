@@ -135,5 +135,7 @@ def test_misuse_raises():
         gradient_histogram({"w": 1.0})
     with pytest.raises(ValueError, match="positive"):
         gradient_histogram({"w": mx.ones(2)}, 0.0)
+    with pytest.raises(ValueError, match="positive"):
+        gradient_histogram({"w": mx.ones(2)}).at(0.0)
     with pytest.raises(TypeError, match="GradScaler"):
         gradient_histogram({"w": mx.ones(2)}, "big")

@@ -50,15 +50,14 @@ def test_history_has_every_step(compiled):
         # The square of 1e19 fits in float32, a gradient 256 times as large does not.
         loss, norm = step(mx.full((2, 3), 1e19 if i in (3, 7) else 1.0))
         history.record(scaler, loss=loss, grad_norm=norm)
-    assert len(history) == 10
-    assert [record.step for record in history] == list(range(1, 11))
+    assert [record.step for record in history.records] == list(range(1, 11))
     assert history.skipped == [3, 7]
     scales = [256.0] * 2 + [128.0] * 4 + [64.0] * 4
-    assert [record.scale for record in history] == scales
-    losses = [record.loss for record in history]
+    assert [record.scale for record in history.records] == scales
+    losses = [record.loss for record in history.records]
     assert losses[2] > 1e30
     assert losses[-1] < losses[0]
-    assert all(record.grad_norm > 0 for record in history if record.applied)
+    assert all(record.grad_norm > 0 for record in history.records if record.applied)
 
 
 @pytest.mark.compiles
@@ -84,7 +83,22 @@ def test_optimizer_provides_its_gradient_norm():
     optimizer.update(model, loss_and_grad(mx.array([[3.0, 0.0, 4.0]]))[1])
     history = ScaleHistory()
     history.record(optimizer)
-    assert history[0].grad_norm == pytest.approx(26**0.5)
+    assert history.records[0].grad_norm == pytest.approx(26**0.5)
+
+
+def test_step_may_be_an_array_as_in_mlx_optimizers(tmp_path):
+    optimizer = LossScaleOptimizer(optim.SGD(0.1))
+    optimizer.init({"w": mx.ones(2)})
+    with ScaleHistory(tmp_path / "run.csv") as history:
+        history.record(optimizer, step=optimizer.step + 7)
+    assert ScaleHistory.load(tmp_path / "run.csv").records == history.records
+    assert history.records[0].step == 7
+
+
+def test_disabled_scaler_is_recorded_with_a_scale_of_one():
+    history = ScaleHistory()
+    history.record(GradScaler(enabled=False))
+    assert history.records[0].scale == 1.0
 
 
 def write(history, records):
@@ -135,7 +149,7 @@ def test_second_run_continues_the_file_and_may_repeat_steps(tmp_path, name):
     with ScaleHistory(path) as history:
         for step in (111, 112):
             history.record(scaler, loss=0.0, step=step)
-    loaded = ScaleHistory.load(path)
+    loaded = ScaleHistory.load(path).records
     assert [record.step for record in loaded] == list(range(1, 113))
     losses = [100.0] * 100 + [30.0] * 10 + [0.0] * 2
     assert [record.loss for record in loaded] == losses
@@ -174,4 +188,4 @@ def test_misuse_raises(tmp_path):
         history.record(optim.SGD(0.1), loss=1.0)
     with pytest.raises(ValueError, match="must be single numbers"):
         history.record(GradScaler(), loss=mx.ones(3))
-    assert len(history) == 0
+    assert history.records == []

@@ -41,8 +41,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_layers_are_written_drawn_and_usable(run, tmp_path, capsys, kind):
     output = tmp_path / "layers.json"
-    more = ["--batch-size", "2", "--fine-tune-type", kind]
-    code, model = run(FACTORS, "-o", str(output), *more)
+    code, model = run(FACTORS, "-o", str(output), "--fine-tune-type", kind)
     assert code == 0
     assert f'float32_layers(model, "{output}")' in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"layers.json", "layers.png"}
@@ -67,7 +66,7 @@ BAD = {
     "no batches": (["--batches", "0"], "--batches"),
     "margin": (["--margin", "0.5"], "margin must be finite and at least 1"),
     "output": (["-o", "layers.txt"], "must end in .json"),
-    "too few": (["--batch-size", "99"], "at least batch_size=99"),
+    "no tokens": (["--max-seq-length", "0"], "--max-seq-length must be 1 or more"),
 }
 
 

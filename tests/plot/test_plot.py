@@ -8,6 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from mlx_gradscale import GradScaler
 from mlx_gradscale.diagnostics import ScaleHistory, gradient_histogram
 from mlx_gradscale.float32_layers import Float32Search, Row
 from mlx_gradscale.plot import main, plot_gradients, plot_headroom, plot_history
@@ -71,7 +72,7 @@ def gradients():
 
 
 def test_gradient_bars_are_the_shares_without_and_with_the_scale():
-    figure = plot_gradients(gradients(), scale=2.0**16)
+    figure = plot_gradients(gradients(), scale=GradScaler(2.0**16))
     for axes, shift in zip(figure.axes, (0, 16), strict=True):
         bars = axes.patches[:3]
         middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]
@@ -90,25 +91,23 @@ def test_gradients_that_cannot_be_drawn_are_reported_as_shares():
 
 
 def search(layers=5, where=("layers.1 to layers.2",), **changed):
-    rows = [Row("", 1.0, 0.0, False)]
-    rows += [Row(f"layers.{i}", 2.0, 30.0, False) for i in range(layers)]
+    rows = [Row("", 1.0, False)]
+    rows += [Row(f"layers.{i}", 2.0, False) for i in range(layers)]
     rows[2] = replace(rows[2], is_float32=bool(where), **changed)
-    return Float32Search(list(where), [], rows, scale=1024.0)
+    return Float32Search(list(where), {}, rows)
 
 
 def test_headroom_draws_the_model_before_and_after_with_the_limit():
-    for changed, count in (({"forward": 4e4}, 0), ({"backward": 1e6}, 1)):
-        text = f"all in float16: {count} of 5 layers overflow"
-        assert text in texts(plot_headroom(search(**changed)))
-    figure = plot_headroom(search(forward=1e5))
+    text = "all in float16: 0 of 5 layers overflow"
+    assert text in texts(plot_headroom(search(largest=4e4)))
+    figure = plot_headroom(search(largest=1e5))
     found = texts(figure)
     assert "all in float16: 1 of 5 layers overflow" in found
-    assert {"layers.1", "65504", "backward, loss scale $2^{10}$"} <= set(found)
-    sizes = [2, 1e5, 2, 2, 2], [30] * 5
+    assert {"layers.1", "65504"} <= set(found)
     for axes in figure.axes:
-        for line, expected in zip(axes.lines[:2], sizes, strict=True):
-            assert list(line.get_xdata()) == [0, 1, 2, 3, 4]
-            assert [2**y for y in line.get_ydata()] == pytest.approx(expected)
+        line = axes.lines[0]
+        assert list(line.get_xdata()) == [0, 1, 2, 3, 4]
+        assert [2**y for y in line.get_ydata()] == pytest.approx([2, 1e5, 2, 2, 2])
         assert axes.get_ylim()[1] > 17
     # The float32 layer has a background of its own, in the second panel only.
     labels = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
@@ -116,7 +115,7 @@ def test_headroom_draws_the_model_before_and_after_with_the_limit():
 
 
 def test_headroom_marks_a_layer_that_overflows_inside_above_the_limit():
-    figure = plot_headroom(search(forward=3.0, overflows_inside=True))
+    figure = plot_headroom(search(largest=3.0, overflows_inside=True))
     assert "all in float16: 1 of 5 layers overflow" in texts(figure)
     before, after = ({x.get_label(): x for x in a.lines} for a in figure.axes)
     mark = before["overflows inside"]
@@ -142,7 +141,7 @@ def test_pictures_are_written_and_matplotlib_stays_as_it_was(
     folder.mkdir()
     plot_history(run, folder / f"history{suffix}", dark=dark)
     plot_gradients(gradients(), folder / f"gradients{suffix}", dark=dark)
-    plot_headroom(search(forward=1e5), folder / f"headroom{suffix}", dark=dark)
+    plot_headroom(search(largest=1e5), folder / f"headroom{suffix}", dark=dark)
     assert sorted(p.stem for p in folder.iterdir()) == [
         "gradients",
         "headroom",
@@ -157,6 +156,8 @@ def test_nothing_to_draw_is_an_error_and_writes_no_file(run, tmp_path):
         plot_history(ScaleHistory())
     with pytest.raises(ValueError, match="zero"):
         plot_gradients({"w": mx.zeros(3)})
+    with pytest.raises(ValueError, match="must be positive"):
+        plot_gradients(gradients(), scale=-1.0)
     with pytest.raises(ValueError, match=r"nothing to plot. Weights are NaN"):
         plot_headroom(Float32Search([], problem="Weights are NaN."))
     with pytest.raises(ValueError, match=r"'txt' is not supported .*png"):

@@ -18,7 +18,7 @@ from support.lora_parts import make_data, make_model
 from support.ring import run_ranks
 
 from mlx_gradscale.diagnostics import ScaleHistory
-from mlx_gradscale.float32_layers import list_float32_layers, save_float32_layers
+from mlx_gradscale.float32_layers import Float32Search
 from mlx_gradscale.trainers import lora_training
 from mlx_gradscale.trainers.lora import main
 
@@ -59,7 +59,8 @@ FULL = ("--fine-tune-type", "full", "--optimizer", "adamw")
 
 
 def losses(path):
-    return [(r.step, r.loss, r.scale, r.applied) for r in ScaleHistory.load(path)]
+    records = ScaleHistory.load(path).records
+    return [(r.step, r.loss, r.scale, r.applied) for r in records]
 
 
 def mlx_lm_losses(monkeypatch, arguments):
@@ -240,7 +241,7 @@ def test_lora_on_two_ranks_trains_as_on_one(place, tmp_path):
     history = tmp_path / "one.csv"
     alone = [*given, "--adapter-path", str(tmp_path / "b"), "--history", str(history)]
     assert main(alone) == 0
-    norm = ScaleHistory.load(history)[-1].grad_norm
+    norm = ScaleHistory.load(history).records[-1].grad_norm
     assert two[0]["norm"] == pytest.approx(norm, rel=0.05)
     more = [*given, "--iters", "6", "--resume"]
     codes, found, output = run_ranks(2, tmp_path / "more", "lora_ranks.py", *more)
@@ -312,12 +313,13 @@ def test_float32_layers_are_those_of_the_model_that_is_trained(
     place, tmp_path, monkeypatch
 ):
     file, seen = tmp_path / "layers.json", []
-    save_float32_layers(file, ["model.layers.1.mlp"])
+    Float32Search(["model.layers.1.mlp"]).save(file)
     evaluate = mlx_lm.lora.evaluate
 
     def look(*args, model, **kwargs):
         projection = model.layers[0].self_attn.q_proj
-        seen.append((list_float32_layers(model), type(projection).__name__))
+        mlp = model.layers[1].mlp.computes_in_float32
+        seen.append((mlp, type(projection).__name__))
         return evaluate(*args, model=model, **kwargs)
 
     monkeypatch.setattr(mlx_lm.lora, "evaluate", look)
@@ -325,7 +327,7 @@ def test_float32_layers_are_those_of_the_model_that_is_trained(
     assert main(arguments(place, tmp_path / "a", *flags, "--test")) == 0
     only_test = [x for x in arguments(place, tmp_path / "a", *flags) if x != "--train"]
     assert main([*only_test, "--test"]) == 0
-    assert seen == [(["model.layers.1.mlp"], "LoRALinear")] * 2
+    assert seen == [(True, "LoRALinear")] * 2
 
 
 def test_another_mlx_lm_is_an_error_that_says_what_to_install(

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mlx_gradscale.__main__ import main
-from mlx_gradscale.float32_layers import save_float32_layers
+from mlx_gradscale.float32_layers import Float32Search
 
 SCRIPT = """
 import sys
@@ -115,7 +115,7 @@ def test_float32_layers_cure_a_script_that_overflows(tmp_path, capsys):
     assert "3 of 3 gradients overflowed" in said
     assert "SGD: 0 steps applied, 3 skipped" in said
     file = str(tmp_path / "layers.json")
-    save_float32_layers(file, ["layers.1 to layers.2"])
+    Float32Search(["layers.1 to layers.2"]).save(file)
     for where in (file, "auto"):
         assert run(tmp_path, OVERFLOWING, "--float32-layers", where) == 0
         assert "SGD: 3 steps applied, 0 skipped" in capsys.readouterr().err

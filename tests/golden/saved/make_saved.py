@@ -21,7 +21,7 @@ from mlx_gradscale import (
 )
 from mlx_gradscale.convert import main as convert
 from mlx_gradscale.diagnostics import ScaleHistory
-from mlx_gradscale.float32_layers import save_float32_layers
+from mlx_gradscale.float32_layers import Float32Search
 
 SCALE, GROWTH_INTERVAL, STEPS = 512.0, 7, 3
 
@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
     for suffix in ("csv", "jsonl"):
         with ScaleHistory(folder / f"history.{suffix}") as history:
             history.record(optimizer, loss=mx.array(0.5))
-    save_float32_layers(folder / "float32_layers.json", ["layers.0"])
+    Float32Search(["layers.0"]).save(folder / "float32_layers.json")
 
 
 if __name__ == "__main__":
