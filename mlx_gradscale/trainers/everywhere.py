@@ -178,7 +178,8 @@ class Everywhere:
         sources = [getattr(g, "source", None) or (g,) for g in leaves(gradients)]
         finite, state = all_finite([x for x, *_ in sources]), scaler.state
         state.update(count_step(state, finite) | next_scale(state, finite))
-        self._count(scaler)
+        state["total"] += 1
+        self.refresh()
         return value, gradients
 
     def step(self, optimizer: Any, kind: type, gradients: Any, parameters: Any) -> Any:
@@ -190,7 +191,8 @@ class Everywhere:
         except ValueError:  # there are parameters that it has not seen before
             guard.init(tree_map(lambda _, x: x, gradients, parameters))
             new = guard.apply_gradients(gradients, parameters)
-        self._count(guard.scaler)
+        guard.scaler.state["total"] += 1
+        self.refresh()
         return new
 
     def _find(self, kind: str, owner: Any, make: _Fn) -> Any:
@@ -199,13 +201,11 @@ class Everywhere:
         for known, part in self._parts:
             if known() is owner:
                 return part
-        self._parts.append((weakref.ref(owner), make()))
-        return self._parts[-1][1]
-
-    def _count(self, scaler: GradScaler) -> None:
+        part = make()
         # The count is stored in a dict that compiled functions capture anyway.
-        scaler.state["total"] = scaler.state.get("total", mx.array(0)) + 1
-        self.refresh()
+        _state_of(part)["total"] = mx.array(0)
+        self._parts.append((weakref.ref(owner), part))
+        return part
 
     def refresh(self) -> None:
         """List our state for compiled functions, and evaluate it.
@@ -245,10 +245,13 @@ class Everywhere:
         return scaler
 
 
+def _state_of(part: Any) -> Any:
+    return getattr(part, "scaler", part).state
+
+
 def _n_applied_and_skipped(part: Any) -> tuple[int, int]:
-    state = getattr(part, "scaler", part).state
-    skipped = state["skipped_steps"].item()
-    return state["total"].item() - skipped, skipped
+    skipped = _state_of(part)["skipped_steps"].item()
+    return _state_of(part)["total"].item() - skipped, skipped
 
 
 def _name(guard: GuardedOptimizer) -> str:
@@ -369,21 +372,25 @@ def _gradient(plain: _Fn, fn: _Fn, model: nn.Module | None) -> _Fn:
 
 
 def _update(original: _Fn, self: Any, model: nn.Module, gradients: Any) -> None:
-    here = _entered[-1]
-    if here.calls["losses"] or _has_half(model):
-        model.update(here.step(self, type(self), gradients, model))
+    if _is_guarded(gradients, model):
+        model.update(_entered[-1].step(self, type(self), gradients, model))
     else:
         original(self, model, gradients)
 
 
 def _apply_gradients(original: _Fn, self: Any, gradients: Any, parameters: Any) -> Any:
-    here, kind = _entered[-1], type(self)
-    if not here.calls["losses"] and not _has_half(parameters):
+    if not _is_guarded(gradients, parameters):
         return original(self, gradients, parameters)
+    kind = type(self)
     if getattr(kind.apply_gradients, "__wrapped__", None) is not original:
         # An override has called this with super(). The guard must not call it again.
         kind = type(kind.__name__, (kind,), {"apply_gradients": original})
-    return here.step(self, kind, gradients, parameters)
+    return _entered[-1].step(self, kind, gradients, parameters)
+
+
+def _is_guarded(gradients: Any, parameters: Any) -> bool:
+    is_scaled = _entered[-1].calls["losses"] > 0 or _has_half(parameters)
+    return is_scaled and bool(leaves(gradients))
 
 
 def _has_half(tree: Any) -> bool:

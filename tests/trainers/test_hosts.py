@@ -118,6 +118,21 @@ def two_optimizers_on_one_model(dtype, compiled):
     return loss
 
 
+@host("Adam: 30 steps applied, 0 skipped", modes=[False])
+def second_optimizer_without_gradients(dtype, _):
+    model, adam, muon = Mlp(dtype=dtype), optim.Adam(1e-2), optim.Muon(1e-2)
+    loss_and_grad = nn.value_and_grad(model, mse(model))
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        adam.update(model, grads)
+        # For the embeddings, which this model does not have.
+        muon.update(model, {"layers": [{}, {}]})
+        return loss
+
+    return loop(model, step, dtype)
+
+
 @host("MultiOptimizer: 30 steps applied, 0 skipped")
 def multi_optimizer(dtype, compiled):
     model, groups = Mlp(dtype=dtype), [optim.AdamW(1e-2), optim.SGD(0.02)]
