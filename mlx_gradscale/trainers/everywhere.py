@@ -116,32 +116,34 @@ class Everywhere:
     state: list[Any] = field(default_factory=list)
     #: How many losses and steps ran as Python code.
     calls: Counter[str] = field(default_factory=Counter)
-    # Each model with its scaler, and each optimizer with its guard.
+    # Each model with its scaler, and each optimizer with its guard, while they exist.
     _parts: list[tuple[weakref.ref[Any], Any]] = field(default_factory=list)
+    # The scalers, with a name those that count the steps of an optimizer.
+    _scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
     _has_warned: bool = False
 
     @property
     def scalers(self) -> list[GradScaler]:
         """One scaler per model, and one for all parameter trees without a model."""
-        return [part for _, part in self._parts if isinstance(part, GradScaler)]
+        return [scaler for name, scaler in self._scalers if not name]
 
     def report(self) -> list[str]:
         """Return one line for each scaler and each optimizer in use."""
         lines = []
-        for _, part in self._parts:
-            good, bad = _n_applied_and_skipped(part)
-            if isinstance(part, GradScaler):
-                scale = f"loss scale {part.get_scale():g}"
-                lines.append(f"{scale}, {bad} of {good + bad} gradients overflowed")
+        for name, scaler in self._scalers:
+            good, bad = _n_applied_and_skipped(scaler)
+            if name:
+                lines.append(f"{name}: {good} steps applied, {bad} skipped")
             else:
-                lines.append(f"{_name(part)}: {good} steps applied, {bad} skipped")
+                scale = f"loss scale {scaler.get_scale():g}"
+                lines.append(f"{scale}, {bad} of {good + bad} gradients overflowed")
         return lines
 
     def warn_at_end(self) -> None:
         """Warn if all steps were skipped, or if steps or losses were missed."""
-        for _, part in self._parts:
-            if not isinstance(part, GradScaler):
-                warn_if_untrained(_name(part), *_n_applied_and_skipped(part))
+        for name, scaler in self._scalers:
+            if name:
+                warn_if_untrained(name, *_n_applied_and_skipped(scaler))
         if len(self.calls) == 1:
             missing = "losses" if self.calls["steps"] else "steps"
             warn_user(
@@ -168,7 +170,7 @@ class Everywhere:
     def differentiate(self, model: Any, fn: _Fn, args: Any, kwargs: Any) -> Any:
         """Return the loss and its unscaled gradients, and update the loss scale."""
         make = partial(self.make_scaler, model, partial(fn, **kwargs), args)
-        scaler = self._find("losses", self if model is None else model, make)
+        scaler = self._find(self if model is None else model, make)
         if model is None:
             compute = mx.value_and_grad(scaler.scale_loss(fn))
         else:
@@ -185,7 +187,7 @@ class Everywhere:
     def step(self, optimizer: Any, kind: type, gradients: Any, parameters: Any) -> Any:
         """Return the new parameters, or the old ones if the step is skipped."""
         make = partial(self.make_guard, optimizer, kind)
-        guard = self._find("steps", optimizer, make)
+        guard = self._find(optimizer, make)
         try:
             new = guard.apply_gradients(gradients, parameters)
         except ValueError:  # there are parameters that it has not seen before
@@ -195,15 +197,18 @@ class Everywhere:
         self.refresh()
         return new
 
-    def _find(self, kind: str, owner: Any, make: _Fn) -> Any:
+    def _find(self, owner: Any, make: _Fn) -> Any:
         """Return the part of a model or an optimizer, and create it if needed."""
-        self.calls[kind] += 1
+        is_step = isinstance(owner, Optimizer)
+        self.calls["steps" if is_step else "losses"] += 1
         for known, part in self._parts:
             if known() is owner:
                 return part
         part = make()
+        name, scaler = (type(owner).__name__, part.scaler) if is_step else ("", part)
         # The count is stored in a dict that compiled functions capture anyway.
-        _state_of(part)["total"] = mx.array(0)
+        scaler.state["total"] = mx.array(0)
+        self._scalers.append((name, scaler))
         self._parts.append((weakref.ref(owner), part))
         return part
 
@@ -212,9 +217,7 @@ class Everywhere:
 
         The trainer evaluates only its own arrays, so the graph of ours would grow.
         """
-        for owner, part in self._parts:
-            if owner() is None and isinstance(part, GuardedOptimizer):
-                part.state = {}  # free the master weights, but keep the counts
+        self._parts = [(x, part) for x, part in self._parts if x() is not None]
         self.state[:] = [part.state for _, part in self._parts]
         with suppress(ValueError):  # MLX does not evaluate inside a trace
             mx.async_eval(self.state)
@@ -245,17 +248,10 @@ class Everywhere:
         return scaler
 
 
-def _state_of(part: Any) -> Any:
-    return getattr(part, "scaler", part).state
-
-
-def _n_applied_and_skipped(part: Any) -> tuple[int, int]:
-    skipped = _state_of(part)["skipped_steps"].item()
-    return _state_of(part)["total"].item() - skipped, skipped
-
-
-def _name(guard: GuardedOptimizer) -> str:
-    return type(guard.optimizer).__name__
+def _n_applied_and_skipped(scaler: GradScaler) -> tuple[int, int]:
+    skipped: Any = scaler.skipped_steps.item()
+    total: Any = scaler.state["total"].item()
+    return total - skipped, skipped
 
 
 def find_first_scale(
