@@ -47,16 +47,14 @@ def everywhere(
 
     Inside the context, gradients of half-precision models are computed from a scaled
     loss and returned unscaled in float32, and every ``mlx.optimizers`` optimizer keeps
-    float32 master weights and skips non-finite steps. This applies to all threads, to
-    existing optimizers and to functions that the trainer compiles, which run uncompiled
-    until their first training step is done. On exit, MLX's functions are restored. A
-    warning is issued if all steps of an optimizer were skipped, or if only the losses
-    or only the steps of the trainer were intercepted.
+    float32 master weights and skips non-finite steps, in all threads. On exit, MLX's
+    functions are restored, and a warning is issued if all steps were skipped or if only
+    the losses or only the steps of the trainer were intercepted.
 
-    The trainer must update its weights with an ``mlx.optimizers`` optimizer. It must
-    compile its step and create its gradient function inside the context, and import
-    ``compile``, ``grad`` and ``value_and_grad`` by name only there. Gradients of a
-    parameter tree are scaled if the tree is the first argument.
+    The trainer must create its gradient function and compile its step inside the
+    context, and import ``compile``, ``grad`` and ``value_and_grad`` by name only there.
+    Functions that it compiles run uncompiled until their first training step is done.
+    Gradients of a parameter tree are scaled if the tree is the first argument.
 
     Args:
         init_scale (float, optional): The initial loss scale of each model. Default:
@@ -266,9 +264,11 @@ def find_first_scale(
     from ..diagnostics import calibrate
 
     with suppress(ValueError):
-        # Leave two powers of two, for later gradients that are four times as large.
+        # Leave room for later gradients that are 64 times as large. With four times,
+        # normalizing_flow of mlx-examples skipped its steepest steps, and its loss was
+        # 11 percent above that of float32 after 100 steps instead of 0.2 percent.
         scale = calibrate(
-            scaler, model, loss_fn, *batch, compute_dtype=dtype, headroom=2
+            scaler, model, loss_fn, *batch, compute_dtype=dtype, headroom=6
         )
         scaler.update(min(scale, 2.0**16))
         if scale < LOW_SCALE:

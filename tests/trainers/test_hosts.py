@@ -371,6 +371,20 @@ def test_no_step_is_lost_to_finding_the_scale_and_grpo_does_not_abort():
         train(mx.float16)
 
 
+def test_no_step_is_lost_if_later_gradients_are_32_times_as_large():
+    def train(dtype):
+        model, sizes = Mlp(dtype=dtype), [1e3, 32e3, 1e3]
+        gradient = nn.value_and_grad(model, lambda x, y, k: k * mse(model)(x, y))
+        # Outside the gradient function, because finding the scale calls it repeatedly.
+        step = make_step(
+            model, Host("raise"), lambda x, y: gradient(x, y, sizes.pop(0))
+        )
+        return loop(model, step, dtype, 3) / 1e3
+
+    _, line = follows_float32(train)
+    assert line == "AdamW: 3 steps applied, 0 skipped"
+
+
 @each_mode
 def test_a_run_that_never_trains_warns_on_the_way_and_at_the_end(compiled):
     model, optimizer = Mlp(dtype=mx.float16), optim.AdamW(1e-2)
