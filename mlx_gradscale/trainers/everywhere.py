@@ -116,7 +116,7 @@ class Everywhere:
     calls: Counter[str] = field(default_factory=Counter)
     # Each model with its scaler, and each optimizer with its guard, while they exist.
     _parts: list[tuple[weakref.ref[Any], Any]] = field(default_factory=list)
-    # The scalers, with a name those that count the steps of an optimizer.
+    # All scalers; that of a guard has the name of the optimizer's class.
     _scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
     _has_warned: bool = False
 
@@ -291,7 +291,8 @@ def warn_if_untrained(name: str, applied: int, skipped: int) -> None:
 
 # The replacements of MLX's functions. Their first argument is the original function.
 
-# Inside these modules, our own gradients and steps among them, the originals are used.
+# Modules that use the originals, as does everything they call: MLX itself, and those
+# in which our own gradients and steps run.
 _INTERNAL = (
     "mlx.",
     "mlx_gradscale.core.",
