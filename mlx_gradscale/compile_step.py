@@ -11,6 +11,9 @@ from .core.notices import warn_user
 from .core.scaler import SkipWatch
 from .core.trees import restore, snapshot
 
+# MLX's own function, also inside everywhere(), which replaces it.
+_compile = mx.compile
+
 
 def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
     """Compile a training step over the state that it reads and writes.
@@ -40,7 +43,7 @@ def compile_step(step: Callable[..., Any], state: Any) -> Callable[..., Any]:
         >>> compile_step(step, state)(mx.array(2))
         array(30, dtype=int32)
     """
-    compiled = mx.compile(step, inputs=state, outputs=state)
+    compiled = _compile(step, inputs=state, outputs=state)
     dicts = [tree for tree, _ in snapshot(state) if isinstance(tree, dict)]
     watched = [(tree, SkipWatch()) for tree in dicts if "consecutive_skips" in tree]
 

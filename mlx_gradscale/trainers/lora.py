@@ -5,7 +5,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -121,11 +120,9 @@ def _build_parser(build: Callable[[], Any]) -> argparse.ArgumentParser:
     group = parser.add_argument_group("loss scaling (mlx_gradscale)")
     for name, options in _FLAGS.items():
         group.add_argument(f"--{name}", **options)
-    parser.description = f"{parser.description or ''} With loss scaling.".strip()
     parser.epilog = (
         "example: mlx_gradscale lora --model my-model --data my-data --train --dtype "
-        f"float16. Tested with mlx-lm {_TESTED}; version "
-        f"{metadata.version('mlx-lm')} is installed."
+        f"float16. Tested with mlx-lm {_TESTED}."
     )
     return parser
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +48,8 @@ class Training:
     def __init__(self, arguments: Any):
         self._arguments = arguments
         self._folder = Path(arguments.adapter_path) / FOLDER
-        # The position in the run. Each epoch has its own order of batches.
-        self._at = SimpleNamespace(iteration=0, epoch=0, batch=0, trained_tokens=0)
+        # The position in the run.
+        self._at = SimpleNamespace(iteration=0, trained_tokens=0)
         #: Whether mlx-lm has called :meth:`train`.
         self.was_called = False
 
@@ -79,7 +79,7 @@ class Training:
         if self._arguments.resume:
             self._resume()
         elif self.optimizer.scaler.state["dynamic"]:
-            batch = model, *next(self._iterate_epoch())
+            batch = model, *next(self._iterate())
             find_first_scale(self.optimizer.scaler, model, default_loss, batch)
         history: Any = nullcontext()
         if self._arguments.history and self._world.rank() == 0:
@@ -109,23 +109,20 @@ class Training:
         if layers is not None:
             float32_layers(model, Path(layers))
 
-    def _iterate_epoch(self) -> Iterator[Any]:
-        batches: Iterator[Any] = iterate_batches(
-            dataset=self._dataset,
-            batch_size=self._args.batch_size,
-            max_seq_length=self._args.max_seq_length,
-            seed=self._arguments.seed + self._at.epoch,
-            comm_group=self._world,
-        )
-        return batches
-
     def _iterate(self) -> Iterator[Any]:
-        """Yield batches indefinitely, starting at the current position."""
-        while True:
-            for batch in islice(self._iterate_epoch(), self._at.batch, None):
-                self._at.batch += 1
-                yield batch
-            self._at.epoch, self._at.batch = self._at.epoch + 1, 0
+        """Yield batches indefinitely, starting after the last iteration."""
+        # mlx-lm raises if the dataset has less than one batch.
+        n_batches = max(len(self._dataset) // self._args.batch_size, 1)
+        first_epoch, n_done = divmod(self._at.iteration, n_batches)
+        for epoch in count(first_epoch):
+            batches = iterate_batches(
+                dataset=self._dataset,
+                batch_size=self._args.batch_size,
+                max_seq_length=self._args.max_seq_length,
+                seed=self._arguments.seed + epoch,  # each epoch has its own order
+                comm_group=self._world,
+            )
+            yield from islice(batches, n_done if epoch == first_epoch else 0, None)
 
     def _make_step(self) -> Callable[..., Any]:
         model, optimizer = self._model, self.optimizer

@@ -6,11 +6,11 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
 
+from ..float32_layers import load_float32_layers
 from .everywhere import everywhere
 
 _NOTHING = (
@@ -32,24 +32,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _make_parser()
     options = parser.parse_args(argv)
-    script, dtype, layers = (
-        options.script,
-        options.compute_dtype,
-        options.float32_layers,
-    )
-    for path in ([] if options.module else [script]) + ([layers] if layers else []):
-        if path != "auto" and not os.path.isfile(path):
-            parser.error(f"the file {path} does not exist")
+    script, layers, dtype = options.script, options.float32_layers, None
+    if not options.module and not os.path.exists(script):
+        parser.error(f"the file {script} does not exist")
+    if options.compute_dtype is not None:
+        dtype = getattr(mx, options.compute_dtype)
     with ExitStack() as stack:
         try:
+            if layers not in (None, "auto"):
+                layers = load_float32_layers(layers)
             context = everywhere(
                 init_scale=options.init_scale,
-                compute_dtype=dtype and getattr(mx, dtype),
-                float32_layers=layers if layers in (None, "auto") else Path(layers),
+                compute_dtype=dtype,
+                float32_layers=layers,
                 max_grad_norm=options.max_grad_norm,
             )
             here = stack.enter_context(context)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             parser.error(str(error))
         stack.callback(
             lambda: print(*here.report() or [_NOTHING], sep="\n", file=sys.stderr)
@@ -73,18 +72,8 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="example: mlx_gradscale run --max-grad-norm 1 train.py --epochs 3",
     )
     add = parser.add_argument
-    add(
-        "--init-scale",
-        type=float,
-        metavar="SCALE",
-        help="initial loss scale; default: found on the first batch",
-    )
-    add(
-        "--max-grad-norm",
-        type=float,
-        metavar="NORM",
-        help="clip gradients to this global norm",
-    )
+    add("--init-scale", type=float, help="default: found on the first batch")
+    add("--max-grad-norm", type=float, help="clip gradients to this global norm")
     add(
         "--compute-dtype",
         choices=("float16", "bfloat16"),

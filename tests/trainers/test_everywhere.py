@@ -138,6 +138,49 @@ def test_an_optimizer_can_be_pickled_and_copied_inside(make):
             assert copied.step.item() == 3
 
 
+class HalvedSGD(optim.SGD):
+    """An optimizer that changes the gradients before each step."""
+
+    def apply_gradients(self, gradients, parameters):
+        halved = tree_map(lambda g: g / 2, gradients)
+        return super().apply_gradients(halved, parameters)
+
+
+@pytest.mark.parametrize("is_update", [True, False], ids=["update", "apply_gradients"])
+def test_an_optimizer_that_overrides_its_step_takes_it_once(is_update):
+    def step():
+        model, optimizer = nn.Linear(2, 1, bias=False), HalvedSGD(1.0)
+        model.weight = mx.zeros((1, 2), mx.float16)
+        gradients = {"weight": mx.ones((1, 2))}
+        if is_update:
+            optimizer.update(model, gradients)
+        else:
+            model.update(optimizer.apply_gradients(gradients, model))
+        return model.weight.tolist()
+
+    warns = pytest.warns(UserWarning, match="Only the steps of this trainer")
+    with warns, everywhere() as here:
+        found = step()
+    assert found == step() == [[-0.5, -0.5]]
+    assert here.report() == ["HalvedSGD: 1 steps applied, 0 skipped"]
+
+
+def test_gradients_beyond_the_range_of_float16_warn_on_the_first_batch():
+    model = Mlp(dtype=mx.float16)
+
+    def run(dtype):
+        model.set_dtype(dtype)
+        with everywhere():
+            loss_and_grad = nn.value_and_grad(
+                model, lambda x, y: 1e9 * mse(model)(x, y)
+            )
+            optim.Adam(1e-3).update(model, loss_and_grad(*batch(dtype=dtype))[1])
+
+    with pytest.warns(UserWarning, match=r"float16 only at a loss scale of \d.*e-"):
+        run(mx.float16)
+    run(mx.bfloat16)  # where a warning would be an error
+
+
 def test_a_dropped_optimizer_and_model_are_freed_inside():
     with everywhere() as here:
         _, model, optimizer = train(steps=2)

@@ -118,6 +118,21 @@ def two_optimizers_on_one_model(dtype, compiled):
     return loss
 
 
+@host("Adam: 30 steps applied, 0 skipped", modes=[False])
+def second_optimizer_without_gradients(dtype, _):
+    model, adam, muon = Mlp(dtype=dtype), optim.Adam(1e-2), optim.Muon(1e-2)
+    loss_and_grad = nn.value_and_grad(model, mse(model))
+
+    def step(x, y):
+        loss, grads = loss_and_grad(x, y)
+        adam.update(model, grads)
+        # For the embeddings, which this model does not have.
+        muon.update(model, {"layers": [{}, {}]})
+        return loss
+
+    return loop(model, step, dtype)
+
+
 @host("MultiOptimizer: 30 steps applied, 0 skipped")
 def multi_optimizer(dtype, compiled):
     model, groups = Mlp(dtype=dtype), [optim.AdamW(1e-2), optim.SGD(0.02)]
@@ -354,6 +369,20 @@ def test_no_step_is_lost_to_finding_the_scale_and_grpo_does_not_abort():
     warns = pytest.warns(UserWarning, match="Only the losses of this trainer")
     with warns, pytest.raises(ArithmeticError), everywhere(init_scale=65536.0):
         train(mx.float16)
+
+
+def test_no_step_is_lost_if_later_gradients_are_32_times_as_large():
+    def train(dtype):
+        model, sizes = Mlp(dtype=dtype), [1e3, 32e3, 1e3]
+        gradient = nn.value_and_grad(model, lambda x, y, k: k * mse(model)(x, y))
+        # Outside the gradient function, because finding the scale calls it repeatedly.
+        step = make_step(
+            model, Host("raise"), lambda x, y: gradient(x, y, sizes.pop(0))
+        )
+        return loop(model, step, dtype, 3) / 1e3
+
+    _, line = follows_float32(train)
+    assert line == "AdamW: 3 steps applied, 0 skipped"
 
 
 @each_mode

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mlx_gradscale.__main__ import main
 from mlx_gradscale.float32_layers import Float32Search
 
+SCALER_STATE = str(Path(__file__).parents[1] / "golden/saved/0.1.0/scaler.json")
 SCRIPT = """
 import sys
 import mlx.core as mx
@@ -127,7 +129,8 @@ def test_float32_layers_cure_a_script_that_overflows(tmp_path, capsys):
         (["nothere.py"], "the file nothere.py does not exist"),
         (["--init-scale", "0", __file__], "scale must be"),
         (["--max-grad-norm", "-1", __file__], "max_grad_norm must be a positive"),
-        (["--float32-layers", "none.json", __file__], "file none.json does not exist"),
+        (["--float32-layers", "none.json", __file__], "none.json"),
+        (["--float32-layers", SCALER_STATE, __file__], "does not contain a list"),
     ],
 )
 def test_wrong_arguments_are_an_error_before_the_script_runs(
