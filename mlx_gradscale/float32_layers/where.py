@@ -58,7 +58,7 @@ def _entries(where: Any, modules: dict[str, nn.Module]) -> list[str]:
     where = getattr(where, "where", where)
     is_file = isinstance(where, str) and where.endswith(".json")
     if is_file or isinstance(where, os.PathLike):
-        return _read(where)
+        return read_where(where)
     if isinstance(where, str):
         return [where]
     if callable(where) and not isinstance(where, (type, nn.Module)):
@@ -116,7 +116,8 @@ def _matches(modules: dict[str, nn.Module], name: str) -> list[str]:
     return found
 
 
-def _read(path: str | os.PathLike[str]) -> list[str]:
+def read_where(path: str | os.PathLike[str]) -> list[str]:
+    """Read the layers from a file that ``Float32Search.save`` wrote."""
     content = read_json(path)
     if isinstance(content, dict) and FORMAT.items() <= content.items():
         layers: Any = content.get("layers")

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from ..float32_layers import load_float32_layers
+from ..float32_layers.where import read_where
 from .everywhere import everywhere
 
 _NOTHING = (
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         try:
             if layers not in (None, "auto"):
-                layers = load_float32_layers(layers)
+                layers = read_where(layers)
             context = everywhere(
                 init_scale=options.init_scale,
                 compute_dtype=dtype,
