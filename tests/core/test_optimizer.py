@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 from support.helpers import (
     BAD_VALUES,
     INF,
+    NAN,
     Mlp,
     gradients_like,
     parameters,
@@ -48,9 +49,13 @@ def test_an_infinite_gradient_skips_and_is_never_clipped_to_zero(value):
 
 def test_a_max_grad_norm_is_set_only_where_it_was_given_and_to_a_positive_number():
     optimizer = wrapped(max_grad_norm=1.0)
-    for bad in (0, -1.0, "1", None, True):
+    for bad in (0, -1.0, NAN, "1", True):
         with pytest.raises(ValueError, match="positive number"):
             optimizer.max_grad_norm = bad
+        with pytest.raises(ValueError, match="max_grad_norm must be a positive"):
+            wrapped(max_grad_norm=bad)
+    with pytest.raises(ValueError, match="positive number"):
+        optimizer.max_grad_norm = None
     with pytest.raises(AttributeError, match="without max_grad_norm"):
         wrapped().max_grad_norm = 1.0
 

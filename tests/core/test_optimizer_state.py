@@ -100,12 +100,6 @@ def test_update_and_step_refuse_a_dict_for_the_model_and_step_a_wrapped_optimize
         GradScaler().step(wrapped(), Mlp(), {})
 
 
-@pytest.mark.parametrize("value", [0, -1.0, NAN, True, "1"])
-def test_constructor_refuses_a_max_grad_norm_that_is_not_positive(value):
-    with pytest.raises(ValueError, match="max_grad_norm must be a positive"):
-        wrapped(max_grad_norm=value)
-
-
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
 def test_a_parameter_that_became_half_after_init_is_named_until_init_again(masters):
     optimizer = wrapped(optim.SGD(1.0), masters=masters)
@@ -264,7 +258,9 @@ def test_the_state_of_a_plain_optimizer_is_taken_for_that_inside():
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2,), ()])
 @pytest.mark.parametrize("kind", [optim.Adam, type("ThirdParty", (optim.Adam,), {})])
-def test_a_parameter_of_another_shape_changes_nothing(dtype, shape, kind):
+def test_a_parameter_of_another_shape_is_refused_and_changes_nothing(
+    dtype, shape, kind
+):
     optimizer = wrapped(kind(0.1), max_grad_norm=1.0)
     optimizer.apply_gradients(*[{"w": mx.ones((2, 2), dtype)}] * 2)
     before = bits(optimizer.state)
