@@ -17,8 +17,10 @@ TESTS = Path(__file__).parent
 CORE = {TESTS / "core", TESTS.parent / "mlx_gradscale" / "core"}
 # What MLX's compiler makes of a step, and third-party software: run only if named.
 APART = {TESTS / "performance", TESTS / "interop"}
-# The longest files start first, so that no worker ends long after the others.
-LONGEST = ["test_skip_matrix.py", "test_distributed.py", "test_lora.py"]
+# These files take half a minute each. They start first, so that no worker ends long
+# after the others.
+LONGEST = {"test_skip_matrix", "test_distributed", "test_examples", "test_mlx_lm"}
+LONGEST |= {"test_lora", "test_hosts"}
 # Options that choose some tests, or that want to see them in this process.
 HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
 
@@ -62,7 +64,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     """Mark what ``pytest -m core`` runs: the core's tests and its doctests."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         folders = set(item.path.parents)
         if CORE & folders and not item.get_closest_marker("many_kernels"):
