@@ -80,8 +80,9 @@ def test_statistics_stay_finite_after_an_infinite_batch(mode):
     # As in PyTorch, the forward pass of a skipped step may move statistics.
     step(x, y * NAN)
     assert scaler.skipped_steps.item() == 4
+    before = bits(buffers(model))
     step(*batch(2))
-    assert bits(buffers(model)) != moved
+    assert not before.items() & bits(buffers(model)).items()
     assert all_finite(buffers(model))
     assert {x.dtype for x in buffers(model)} == {mx.float32}
     # Nothing about buffers is kept in the state of the scaler.

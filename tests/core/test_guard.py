@@ -9,13 +9,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import (
-    INF,
-    bits,
-    gradients_like,
-    parameters,
-    same,
-)
+from support.helpers import INF, bits, gradients_like, parameters, same
 from support.scaler_helpers import guarded_apply
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer

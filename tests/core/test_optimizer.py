@@ -8,15 +8,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import (
-    BAD_VALUES,
-    INF,
-    NAN,
-    Mlp,
-    gradients_like,
-    parameters,
-    same,
-)
+from support.helpers import BAD_VALUES, INF, NAN, Mlp, gradients_like, parameters, same
 from support.optimizer_helpers import wrapped
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer

@@ -7,15 +7,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.helpers import (
-    INF,
-    NAN,
-    OPTIMIZERS,
-    Mlp,
-    bits,
-    gradients_like,
-    same,
-)
+from support.helpers import INF, NAN, OPTIMIZERS, Mlp, bits, gradients_like, same
 from support.optimizer_helpers import Training, wrapped
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer

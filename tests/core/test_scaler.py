@@ -8,15 +8,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_map
-from support.helpers import (
-    BAD_VALUES,
-    INF,
-    Mlp,
-    batch,
-    bits,
-    mse,
-    same,
-)
+from support.helpers import BAD_VALUES, INF, Mlp, batch, bits, mse, same
 from support.scaler_helpers import used
 
 from mlx_gradscale import GradScaler

@@ -4,12 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from support.regression import (
-    assert_near,
-    mlx_steps,
-    torch_net,
-    torch_steps,
-)
+from support.regression import assert_near, mlx_steps, torch_net, torch_steps
 
 from mlx_gradscale.convert import main
 
