@@ -16,6 +16,7 @@ from support.helpers import (
     poison,
     same,
 )
+from support.optimizer_helpers import HALVES
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
 
@@ -95,8 +96,7 @@ def run_script(run, make, dtype):
     return bare, expected
 
 
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
 # A kernel takes most of a second to compile, so the compiled half of the matrix has one
 # dtype per optimizer, and fewer optimizers for what differs little.
 compiles = [pytest.mark.compiles, pytest.mark.many_kernels]
@@ -151,9 +151,7 @@ def test_skipped_step_of_the_wrapper_changes_no_bit_and_others_match_bare_steps(
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are float16")
-@pytest.mark.parametrize(
-    "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
-)
+@each_half
 @pytest.mark.parametrize("name", ["SGD", "AdamW corrected", "Adafactor", "Muon"])
 def test_half_parameters_without_masters_step_in_float32_and_keep_their_dtype(
     name, dtype
@@ -166,10 +164,8 @@ def test_half_parameters_without_masters_step_in_float32_and_keep_their_dtype(
     assert not {mx.float16, mx.bfloat16} & state
 
 
-@every_optimizer
-@pytest.mark.parametrize(
-    "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_half
 def test_skipped_step_with_remainders_changes_no_bit_and_others_match_bare_steps(
     name, dtype
 ):
