@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     for name in names:
         module = importlib.import_module(f".{name}", __package__)
-        question = (module.__doc__ or "").partition("\n")[0]
-        print(f"\n{name}: {question}", flush=True)
+        question, explanation = (module.__doc__ or "").split("\n\n")[:2]
+        print(f"\n{name}: {question}\n{explanation.rstrip()}\n", flush=True)
         rows = module.measure(options.quick)
         results["tables"][name] = rows
         print(table(rows), flush=True)

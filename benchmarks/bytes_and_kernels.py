@@ -1,7 +1,9 @@
 """How many bytes does a step move, and how many kernels does it launch?
 
 Both determine the speed on a GPU. They are counted from the graph of the compiled step,
-so they are the same on every machine. The backward pass is not included.
+without the backward pass, and do not depend on the machine, with one exception: on a
+CPU, float16 gradients are cast in kernels of their own, one per leaf, which is faster
+there but moves 8 more bytes per parameter.
 """
 
 import io

@@ -1,10 +1,10 @@
 """How fast are PyTorch checkpoints read and written, and in how much memory?
 
-Compares 1 GB, half float32 and half bfloat16, with ``torch.load`` and ``torch.save``.
-Each measurement runs in a separate process, in alternation. Memory is the peak during
-the call minus the memory in use before. This package syncs to disk before the new file
-replaces an old one; PyTorch does not, so it is also measured with a sync. It also
-checks the CRC-32 of what it loads, as ``restore_checkpoint`` does; PyTorch does not.
+1 GB (64 MB with --quick), half float32 and half bfloat16, beside torch.load and
+torch.save. Each measurement runs in a process of its own, and they take turns. Memory
+is the peak during the call minus the memory in use before, divided by the file's size.
+This package syncs to disk before the new file replaces an old one; PyTorch does not, so
+it is also measured with a sync. This package also checks the CRC-32 of what it loads.
 
 Run as ``python -m benchmarks.checkpoints CONTENDER SOURCE TARGET``, it prints JSON.
 """
@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .harness import Rows, lower_quartile
+from .harness import NO_TORCH, Rows, lower_quartile
 
 MAKE = "make"
 _HAS_STATUS = Path("/proc/self/clear_refs").exists()
@@ -34,10 +34,8 @@ CONTENDERS = {
 def measure(quick: bool = False) -> Rows:
     """Time every contender, or report that PyTorch is not installed."""
     if find_spec("torch") is None:
-        return [
-            {"note": "PyTorch is not installed: pip install 'mlx_gradscale[torch]'"}
-        ]
-    size, rounds = (64e6, 1) if quick else (1e9, 5)
+        return NO_TORCH
+    size, rounds = (64e6, 3) if quick else (1e9, 5)
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "run.pt", Path(folder) / "out.pt"
@@ -57,7 +55,7 @@ def measure(quick: bool = False) -> Rows:
             "action": action,
             "by": name,
             "s": round(seconds[action, name], 3),
-            "ratio": round(seconds[action, name] / seconds[action, "torch"], 2),
+            "of torch": round(seconds[action, name] / seconds[action, "torch"], 2),
             "peak / size": round(max(each["bytes"] for each in values) / total, 2),
         }
         for (action, name), values in found.items()

@@ -1,7 +1,7 @@
-"""How fast is a step that nobody compiles?
+"""How much slower is the optimizer phase in a loop that is not compiled?
 
-In an eager loop, MLX's optimizers run one kernel per operation. This package compiles
-its own part of the step even there.
+As optimizer_phase, but eager. MLX's optimizers then run one kernel per operation; this
+package compiles the update even there, so its steps can be faster than bare ones.
 """
 
 from . import steps

@@ -16,9 +16,7 @@ import mlx.core as mx
 
 # A result is a table: one dict per row, all with the same keys.
 Rows = list[dict[str, Any]]
-NO_TORCH: Rows = [
-    {"left out": "PyTorch is missing: pip install 'mlx_gradscale[torch]'"}
-]
+NO_TORCH: Rows = [{"note": "PyTorch is not installed: pip install -e '.[torch]'"}]
 _KEPT_BYTES = 2**31 - 1
 
 

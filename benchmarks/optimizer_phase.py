@@ -1,8 +1,9 @@
 """How much slower is the optimizer phase with loss scaling?
 
-One compiled step from gradients to new parameters and optimizer state, compared with
-MLX's optimizer alone. A scaler has to read each gradient once more before anything is
-written, so the lower bound for AdamW in float32 is 8/7 = 1.14.
+One compiled step from gradients to new parameters and optimizer state: "scaled" with
+this package, "bare" with MLX's optimizer alone, doing the same work. A scaler has to
+read each gradient once more before anything is written, so the least that AdamW in
+float32 can take is 8/7 = 1.14 of bare.
 """
 
 from . import steps

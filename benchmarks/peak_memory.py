@@ -1,9 +1,9 @@
-"""How much memory does a training step take?
+"""How much memory does a training step take, in bytes per parameter?
 
-Bytes per parameter with AdamW: what is kept between steps (model and optimizer state),
-and what a compiled step takes beyond that at its peak. The whole step includes the
-forward and backward pass of layers that are large relative to the batch; the update
-starts from gradients that are already in memory.
+With AdamW: between steps (model and optimizer state), at the peak of a compiled step,
+and at the peak of the update alone. The step includes the forward and backward pass of
+layers that are large relative to the batch; the update starts from gradients that are
+already in memory, and does not count them.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ def measure(quick: bool = False) -> Rows:
         rows.append(
             {
                 "run": name,
-                "kept B/parameter": round(kept, 1),
-                "beyond that, whole step": round(whole, 1),
-                "beyond that, update": round(update(name), 1),
+                "between steps": round(kept, 1),
+                "peak of a step": round(kept + whole, 1),
+                "peak of the update": round(kept + update(name), 1),
             }
         )
     return rows

@@ -1,16 +1,18 @@
 """What does PyTorch's GradScaler add to its optimizer, and what does this one?
 
-AdamW with the same 8 M float32 parameters, all variants in turn in one process, on one
-thread like MLX's CPU backend. PyTorch unscales gradients in place, so they are
-rewritten before each step, and 64 MB are touched, because gradients are not in the
-cache after a backward pass either.
+AdamW with the same 8 M float32 parameters, all variants in turn in one process. Both
+run on the CPU, also on a Mac, and on one thread, as MLX's CPU backend does. PyTorch
+unscales gradients in place, so they are rewritten before each step, and 64 MB are
+touched, because gradients are not in the cache after a backward pass either.
 """
 
 from importlib.util import find_spec
 from typing import Any
 
+import mlx.core as mx
+
 from . import steps
-from .harness import Rows, release_memory, take_turns
+from .harness import NO_TORCH, Rows, release_memory, take_turns
 
 KINDS: dict[str, dict[str, bool]] = {
     "PyTorch, for-loop": {"foreach": False, "fused": False},
@@ -52,18 +54,18 @@ class TorchStep:
 def measure(quick: bool = False) -> Rows:
     """Time all variants, or report that PyTorch is not installed."""
     if find_spec("torch") is None:
-        return [
-            {"note": "PyTorch is not installed: pip install 'mlx_gradscale[torch]'"}
-        ]
+        return NO_TORCH
     import torch
 
     release_memory()
-    threads = torch.get_num_threads()
+    threads, device = torch.get_num_threads(), mx.default_device()
     torch.set_num_threads(1)
+    mx.set_default_device(mx.cpu)
     try:
         return _compare(torch, rounds=5 if quick else 24)
     finally:
         torch.set_num_threads(threads)
+        mx.set_default_device(device)
 
 
 def _compare(torch: Any, rounds: int) -> Rows:

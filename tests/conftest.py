@@ -15,9 +15,12 @@ settings.load_profile("mlx")
 
 TESTS = Path(__file__).parent
 CORE = {TESTS / "core", TESTS.parent / "mlx_gradscale" / "core"}
-COMPILED = {TESTS / "performance", TESTS / "interop"}
-# The longest files start first, so that no worker ends long after the others.
-LONGEST = ["test_skip_matrix.py", "test_distributed.py", "test_lora.py"]
+# What MLX's compiler makes of a step, and third-party software: run only if named.
+APART = {TESTS / "performance", TESTS / "interop"}
+# These files take half a minute each. They start first, so that no worker ends long
+# after the others.
+LONGEST = {"test_skip_matrix", "test_distributed", "test_examples", "test_mlx_lm"}
+LONGEST |= {"test_lora", "test_hosts"}
 # Options that choose some tests, or that want to see them in this process.
 HERE = "keyword", "lf", "failedfirst", "usepdb", "trace", "collectonly"
 
@@ -46,12 +49,9 @@ def pytest_cmdline_main(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Look for doctests in the package alone: helpers may need PyTorch or mlx-lm.
-
-    Tests of what MLX's compiler makes of a step run only where they are named.
-    """
+    """Look for doctests in the package alone: helpers may need PyTorch or mlx-lm."""
     whole = config.args_source == config.ArgsSource.TESTPATHS
-    if whole and collection_path == TESTS / "performance":
+    if whole and collection_path in APART:
         return True
     if whole and config.option.markexpr == "core":
         # The others import PyTorch and mlx-lm.
@@ -64,12 +64,12 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     """Mark what ``pytest -m core`` runs: the core's tests and its doctests."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         folders = set(item.path.parents)
         if CORE & folders and not item.get_closest_marker("many_kernels"):
             item.add_marker("core")
-        if COMPILED & folders:
+        if APART & folders:
             item.add_marker("compiles")
 
 

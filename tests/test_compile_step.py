@@ -32,7 +32,7 @@ def make_step(gain=1.0):
 
 
 @pytest.mark.parametrize("error", [ValueError("a typo"), KeyboardInterrupt()])
-def test_trace_that_raises_leaves_everything_unchanged(error):
+def test_compile_step_restores_everything_if_tracing_raises(error):
     step, failures, state = make_step()
     before, key = bits(state), mx.random.state[0].tolist()
     failures.append(error)
@@ -56,7 +56,7 @@ def test_loop_that_skips_every_step_is_warned_without_reading_anything():
     assert found[0].filename == __file__
 
 
-def test_healthy_loop_is_not_warned():
+def test_compile_step_does_not_warn_while_steps_are_applied():
     step, *_ = make_step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -77,7 +77,7 @@ def test_master_weights_are_averaged_over_applied_steps_in_a_compiled_step():
 
 
 @pytest.mark.compiles
-def test_average_resumes_from_a_checkpoint_without_a_retrace(tmp_path):
+def test_ema_resumes_from_a_checkpoint_without_a_retrace(tmp_path):
     run = Averaged()
     list(run.train(0, 6))
     save_checkpoint(tmp_path / "run", run.model, run.optimizer, ema=run.ema.state)
@@ -92,7 +92,7 @@ def test_average_resumes_from_a_checkpoint_without_a_retrace(tmp_path):
     assert ends[0] == ends[1]
 
 
-def test_average_is_swapped_in_and_out_even_after_an_error():
+def test_ema_is_swapped_in_and_out_even_after_an_error():
     run = Averaged()
     list(run.train(0, 3))
     before = bits(run.state)
@@ -113,7 +113,7 @@ def test_average_is_swapped_in_and_out_even_after_an_error():
     assert bits(masters["layers"][0]["weight"]) == bits(own)
 
 
-def test_step_skipped_by_a_scaler_does_not_count():
+def test_ema_ignores_a_step_that_a_scaler_skipped():
     model, optimizer, scaler = Mlp(), optim.SGD(0.1), GradScaler(2.0**8)
     ema = EMA(model, decay=0.5)
     value_and_grad = scaler.value_and_grad(model, mse(model))
@@ -133,7 +133,7 @@ def test_weight_changed_in_place_does_not_change_the_average():
     assert bits(ema.state) == before
 
 
-def test_frozen_layers_statistics_and_tuples_are_left_alone():
+def test_ema_leaves_frozen_layers_statistics_and_tuples_alone():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8), nn.Linear(8, 8))
     model.layers[0].freeze()
     ema = EMA(model)
@@ -147,7 +147,7 @@ def test_frozen_layers_statistics_and_tuples_are_left_alone():
     assert model.layers[2].weight is own
 
 
-def test_misuse_says_what_to_do():
+def test_ema_refuses_a_bad_decay_a_changed_model_and_a_foreign_state():
     model = Mlp()
     for decay in (1.0, -0.1):
         with pytest.raises(ValueError, match="at least 0 and below 1"):

@@ -7,13 +7,12 @@ with the loss scale rule in plain Python.
 """
 
 import argparse
-import copy
 import gc
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +23,9 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.reference import Reference
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
@@ -37,32 +39,6 @@ CHANGES: list[tuple[str, tuple[Any, ...]]] = [
     ("backoff_factor", (0.5, 0.75)),
     ("scale", (64.0, 256.0)),
 ]
-
-
-@dataclass
-class Reference:
-    """The loss scale rule, as in PyTorch."""
-
-    scale: float = 256.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 3
-    growth_tracker: int = 0
-    skipped_steps: int = 0
-
-    def update(self, finite: bool) -> None:
-        """Update the scale after a step."""
-        if not finite:
-            self.skipped_steps += 1
-            self.growth_tracker = 0
-            # A scale never falls below 1 here: it grows every few steps.
-            self.scale = float(mx.array(self.scale) * self.backoff_factor)
-            return
-        self.growth_tracker += 1
-        if self.growth_tracker >= self.growth_interval:
-            self.growth_tracker = 0
-            grown = float(mx.array(self.scale) * self.growth_factor)
-            self.scale = grown if grown <= MAX_SCALE else self.scale
 
 
 @dataclass(frozen=True)
@@ -96,7 +72,7 @@ class Soak:
         self.optimizer.init(self.model.trainable_parameters())
         scaling = self.optimizer if compiled else self.scaler
         self.loss_and_grad = scaling.value_and_grad(self.model, self._loss)
-        self.reference = Reference()
+        self.reference = Reference(256.0, growth_interval=3, max_scale=MAX_SCALE)
         self.saved: tuple[Reference, str] | None = None
         self.changes = self.loads = self.traces = 0
         self.step: Callable[..., mx.array] = self._step
@@ -138,6 +114,7 @@ class Soak:
             push = self.random.choice(FAULTS)
             x = self.random.choice(batches)
             mx.eval(self.step(x, mx.array(push)), self.state())
+            self.reference.count(push == 0)
             self.reference.update(push == 0)
             self._do_something_else()
         return found
@@ -156,21 +133,22 @@ class Soak:
         value = self.random.choice(values)
         if name == "scale":
             self.scaler.update(value)
+            self.reference.set_scale(value)
         else:
             getattr(self.scaler, f"set_{name}")(value)
-        setattr(self.reference, name, value)
+            setattr(self.reference, name, value)
         self.changes += 1
 
     def _save(self, suffix: str) -> None:
         self.scaler.save(self.folder / f"scaler{suffix}")
         arrays = dict(tree_flatten([self.model.parameters(), self.optimizer.state]))
         mx.save_safetensors(str(self.folder / "all.safetensors"), arrays)
-        self.saved = copy.copy(self.reference), suffix
+        self.saved = replace(self.reference), suffix
 
     def _load(self, whole: bool) -> None:
         assert self.saved is not None
         reference, suffix = self.saved
-        self.reference = copy.copy(reference)
+        self.reference = replace(reference)
         if whole:
             arrays = mx.load(str(self.folder / "all.safetensors"))
             weights, state = tree_unflatten(list(arrays.items()))

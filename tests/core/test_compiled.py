@@ -128,7 +128,7 @@ def test_value_and_grad_evaluates_nothing(tmp_path):
 
 
 @pytest.mark.compiles
-def test_an_uninitialised_optimizer_is_initialised_inside_the_trace():
+def test_an_uninitialized_optimizer_is_initialized_inside_the_trace():
     training = Training(optim.SGD(0.1, momentum=0.9), init=False)
     training.run(range(4), bad=(0,))
     assert training.optimizer.step.item() == 3

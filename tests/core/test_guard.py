@@ -9,13 +9,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
-from support.helpers import (
-    INF,
-    bits,
-    gradients_like,
-    parameters,
-    same,
-)
+from support.helpers import INF, bits, gradients_like, parameters, same
 from support.scaler_helpers import guarded_apply
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
@@ -138,7 +132,7 @@ def test_gradients_that_match_no_parameter_are_named_and_nothing_changes(
     assert bits(optimizer.state) == before
 
 
-def test_multi_optimizer_with_one_initialised_part_is_initialised_whole():
+def test_multi_optimizer_with_one_initialized_part_is_initialized_whole():
     parts, weights = [optim.Adam(0.1), optim.Adam(0.1)], {"a": mx.ones(1)}
     parts[0].init(weights)
     optimizer = optim.MultiOptimizer(parts, [lambda path, _: path == "a"])
@@ -228,7 +222,7 @@ def test_integer_and_empty_leaves_and_bare_containers_pass_through():
     assert new["zero_d"].item() < 2.0
 
 
-def test_a_state_that_was_initialised_in_half_precision_becomes_float32():
+def test_a_state_that_was_initialized_in_half_precision_becomes_float32():
     optimizer, weights = optim.Adam(1e-2), {"w": mx.ones(3, mx.float16)}
     optimizer.init(weights)
     guarded_apply(optimizer, weights, weights)

@@ -11,7 +11,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
-from support.helpers import INF, Mlp, batch, each_mode, mse
+from support.helpers import INF, Mlp, batch, mse
 
 from mlx_gradscale import GradScaler, LossScaleOptimizer
 
@@ -55,6 +55,8 @@ def replace_one(grads):
 def change_in_place(grads):
     grads["layers"][0]["weight"] *= 0.25
     grads["layers"][1]["bias"][0] = 3.0
+    another_reference = grads["layers"][0]["bias"]
+    another_reference += 1
     return grads
 
 
@@ -133,7 +135,7 @@ def test_gradients_changed_before_the_step_are_stepped_as_changed(
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("change", [leave, clip_norm, change_some])
+@pytest.mark.parametrize("change", [leave, clip_norm, change_some, change_in_place])
 def test_gradients_changed_inside_a_compiled_step_are_stepped_as_changed(change):
     expected = train(change, False, "plain", mx.float32)
     for path, x in train(change, True, "wrapper", mx.float32).items():
@@ -221,7 +223,7 @@ IN_PLACE = sorted(
 )
 
 
-def weights_after(change, compiled=False, source="scaler"):
+def weights_after(change, source="scaler"):
     """Step from zero with SGD(1.0) and a gradient of 1 to 4 that was changed."""
     model = nn.Module()
     model.w = mx.zeros((2, 2))
@@ -229,20 +231,12 @@ def weights_after(change, compiled=False, source="scaler"):
     scaler, inner = GradScaler(SCALE), optim.SGD(1.0)
     optimizer = LossScaleOptimizer(inner, scaler) if source == "wrapper" else inner
     loss_and_grad = scaler.value_and_grad(model, lambda: mx.sum(model.w * values))
-    optimizer.init(model.trainable_parameters())
-
-    def step():
-        _, grads = loss_and_grad()
-        grads["w"] = change(grads["w"])
-        if source == "wrapper":
-            optimizer.update(model, grads)
-        else:
-            scaler.minimize(inner, model, grads)
-
-    state = [model.state, optimizer.state, scaler.state]
-    if compiled:
-        step = mx.compile(step, inputs=state, outputs=state)
-    step()
+    _, grads = loss_and_grad()
+    grads["w"] = change(grads["w"])
+    if source == "wrapper":
+        optimizer.update(model, grads)
+    else:
+        scaler.minimize(inner, model, grads)
     return -model.w, values
 
 
@@ -263,33 +257,6 @@ def test_every_in_place_operator_on_a_gradient_takes_effect(name, source):
         return
     found, _ = weights_after(change, source=source)
     assert mx.allclose(found, expected, rtol=1e-6), (found, expected)
-
-
-def set_item(g):
-    g[0] = 7.0
-    return g
-
-
-def change_another_reference(g):
-    same = g
-    same += 1
-    return g
-
-
-CHANGED = {
-    set_item: [[7.0, 7.0], [3.0, 4.0]],
-    change_another_reference: [[2.0, 3.0], [4.0, 5.0]],
-}
-
-
-@each_mode
-@pytest.mark.parametrize("source", ["scaler", "wrapper"])
-@pytest.mark.parametrize("change", CHANGED)
-def test_a_gradient_that_was_changed_in_place_is_stepped_as_it_is(
-    change, source, compiled
-):
-    found, _ = weights_after(change, compiled, source)
-    assert found.tolist() == CHANGED[change]
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -98,7 +98,7 @@ def test_weights_that_the_user_replaces_are_kept(dtype, compiled, kind):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_neighbour_of_a_rounded_master_counts_as_replaced(dtype):
+def test_every_neighbor_of_a_rounded_master_counts_as_replaced(dtype):
     patterns = mx.arange(65536).astype(mx.uint16).view(dtype)
     finite = np.array(mx.isfinite(patterns))
     values = patterns[mx.array(np.flatnonzero(finite))]

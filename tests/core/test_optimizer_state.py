@@ -7,15 +7,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from support.helpers import (
-    INF,
-    NAN,
-    OPTIMIZERS,
-    Mlp,
-    bits,
-    gradients_like,
-    same,
-)
+from support.helpers import INF, NAN, OPTIMIZERS, Mlp, bits, gradients_like, same
 from support.optimizer_helpers import Training, wrapped
 
 from mlx_gradscale import GradScaler, GuardedOptimizer, LossScaleOptimizer
@@ -98,12 +90,6 @@ def test_update_and_step_refuse_a_dict_for_the_model_and_step_a_wrapped_optimize
         GradScaler().step(optim.SGD(0.1), {"w": mx.ones(1)}, {"w": mx.ones(1)})
     with pytest.raises(TypeError, match="has its own scaler"):
         GradScaler().step(wrapped(), Mlp(), {})
-
-
-@pytest.mark.parametrize("value", [0, -1.0, NAN, True, "1"])
-def test_constructor_refuses_a_max_grad_norm_that_is_not_positive(value):
-    with pytest.raises(ValueError, match="max_grad_norm must be a positive"):
-        wrapped(max_grad_norm=value)
 
 
 @pytest.mark.parametrize("masters", ["float32", "remainder"])
@@ -264,7 +250,9 @@ def test_the_state_of_a_plain_optimizer_is_taken_for_that_inside():
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2,), ()])
 @pytest.mark.parametrize("kind", [optim.Adam, type("ThirdParty", (optim.Adam,), {})])
-def test_a_parameter_of_another_shape_changes_nothing(dtype, shape, kind):
+def test_a_parameter_of_another_shape_is_refused_and_changes_nothing(
+    dtype, shape, kind
+):
     optimizer = wrapped(kind(0.1), max_grad_norm=1.0)
     optimizer.apply_gradients(*[{"w": mx.ones((2, 2), dtype)}] * 2)
     before = bits(optimizer.state)

@@ -45,7 +45,7 @@ def test_scaled_and_unscaled_gradients_are_not_mixed_in_one_scaler():
 
 
 def test_a_device_as_in_pytorch_is_refused():
-    with pytest.raises(TypeError, match="has no device argument"):
+    with pytest.raises(TypeError, match=r"has no device argument.*Omit"):
         GradScaler("cuda")
     with pytest.raises(TypeError, match="device"):
         GradScaler(device="mps")
@@ -84,7 +84,7 @@ def test_calls_out_of_order_are_refused(calls, message):
 
 @each_mode
 @pytest.mark.parametrize("wrap", [False, True], ids=["scaler", "wrapper"])
-def test_gradients_of_plain_value_and_grad_are_taken_as_true_with_one_warning(
+def test_gradients_of_plain_value_and_grad_count_as_unscaled_with_one_warning(
     wrap, compiled
 ):
     mx.random.seed(4)

@@ -4,7 +4,6 @@ import warnings
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -32,29 +31,6 @@ def test_the_forward_pass_is_cast_and_the_gradients_are_float32(dtype):
     assert dtypes(gradients) == {mx.float32}
     assert loss.dtype == mx.float32
     assert bits(model.parameters()) == before
-
-
-@pytest.mark.compiles
-def test_batch_norm_statistics_stay_float32_and_move():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm(8))
-    scaler, optimizer = GradScaler(init_scale=128.0), optim.SGD(0.1)
-    loss_and_grad = scaler.value_and_grad(
-        model, lambda x: mx.mean(mx.square(model(x).astype(mx.float32))), mx.float16
-    )
-    optimizer.init(model.trainable_parameters())
-    state = [model.state, optimizer.state, scaler.state]
-
-    def step(x):
-        loss, gradients = loss_and_grad(x)
-        return loss, scaler.minimize(optimizer, model, gradients)
-
-    compiled = mx.compile(step, inputs=state, outputs=state)
-    for seed in range(3):
-        before = np.array(model.layers[1].running_mean)
-        _, applied = compiled(batch(seed)[0])
-        assert applied.item()
-        assert not np.array_equal(np.array(model.layers[1].running_mean), before)
-    assert dtypes(model.parameters()) == {mx.float32}
 
 
 @pytest.mark.compiles

@@ -1,25 +1,12 @@
-"""The public names have docstrings, and importing them needs nothing optional."""
+"""Importing the public modules imports nothing optional."""
 
 import subprocess
 import sys
-from importlib import import_module
-
-import pytest
 
 MODULES = (
     *("convert", "diagnostics", "distributed", "ema", "float32_layers", "formats"),
     *("plot", "torch_checkpoint"),
 )
-
-
-@pytest.mark.parametrize("module", ["mlx_gradscale", *MODULES])
-def test_public_names_have_docstrings(module):
-    if module != "mlx_gradscale":
-        module = f"mlx_gradscale.{module}"
-    found = import_module(module)
-    for name in getattr(found, "__all__", ["EMA"]):
-        value = getattr(found, name)
-        assert name.startswith("__") or not callable(value) or value.__doc__, name
 
 
 def test_importing_the_package_imports_nothing_optional():
