@@ -11,7 +11,8 @@ import io
 import pickletools
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from sys import getsizeof
 from typing import IO, Any
 
 import mlx.core as mx
@@ -19,14 +20,7 @@ import numpy as np
 
 from .foreign import DefaultDict, Placeholder, TensorShape, dtype_name, flag
 from .limits import CheckpointError, Limits, check
-from .tensors import (
-    BY_STORAGE,
-    ELEMENTS,
-    Storage,
-    TensorReader,
-    element_named,
-    is_count,
-)
+from .tensors import DTYPES, Storage, TensorReader, is_count
 
 # The name used to write a TensorShape.
 TENSOR_SHAPE = ("mlx_gradscale.torch_checkpoint", "TensorShape")
@@ -36,22 +30,15 @@ _TEXTS = frozenset({str, bytes, bytearray})
 _KEYS = frozenset({int, float, bool, complex, type(None), str, bytes, Placeholder})
 _LEAVES = _KEYS | {bytearray, TensorShape}
 _NOTHING = object()
-# Copying this many bytes of text costs one operation.
-_TEXT = 32
-# The cost, in operations, of a call or a set, and of a call that makes a tensor.
-_OBJECT, _TENSOR = 4, 24
+# The cost, in operations, of a name, a call, a set or a storage.
+_OBJECT = 12
 # The cost of a value in the result, which a conversion walks through several times.
 _VALUE = 8
-# Probing this many occupied slots of a hash table takes as long as one operation.
-_SLOTS = 64
+# Copying this many bytes of text costs one operation, and so does probing this many
+# occupied slots of a hash table.
+_TEXT, _SLOTS = 32, 64
 # Nesting of containers. Python's own recursion limit is 1000.
 _MAX_DEPTH = 128
-# Non-dense tensors: sparse, quantized, nested, meta, DTensors.
-_NOT_DENSE = (
-    r"torch\.(_utils|_tensor)\._rebuild.*|torch\.storage\..*|"
-    r"torch\.(cuda\.)?\w+Storage"
-)
-_CONVERT = "Save it as a dense tensor (.to_dense(), .dequantize())."
 _GATHER = (
     "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
     "it on rank 0: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
@@ -83,12 +70,6 @@ class Unpickler:
         stream, limits, start = self._stream, self._limits, self._stream.tell()
         try:
             while (code := stream.read(1)) != b".":
-                if code not in _OPCODES:
-                    names = {op.code: op.name for op in pickletools.opcodes}
-                    name = names.get(code.decode("latin1"), f"0x{code.hex()}")
-                    problem = f"pickle opcode {name} does not occur in checkpoints."
-                    problem = problem if code else "the pickle is truncated."
-                    raise CheckpointError(problem)
                 decode, action = _OPCODES[code]
                 argument = decode(stream) if decode else None
                 limits.operations -= 1
@@ -102,10 +83,12 @@ class Unpickler:
             check(is_whole, "the pickle does not end with one complete object.")
             check_tree(self._stack[0], limits)
             return self._stack[0]
-        except (ValueError, IndexError) as error:
+        except (ValueError, LookupError) as error:
             problem = str(error)
             if isinstance(error, IndexError):
                 problem = "the pickle takes a value from an empty stack."
+            elif isinstance(error, KeyError):
+                problem = f"{code!a} is not an instruction that checkpoints use."
             elif not isinstance(error, CheckpointError):
                 problem = f"the pickle is damaged or cut off ({error})."
             where = f"Pickle, byte {stream.tell() - start}{self._last_key()}"
@@ -177,10 +160,9 @@ class Unpickler:
             self._limits.spend(_OBJECT)
             target.__dict__.update(values[0])
 
-    def _add(self, target: set[Any], members: Iterable[Any] = ()) -> set[Any]:
-        self._limits.spend(_OBJECT)
+    def _add(self, target: set[Any], members: Collection[Any] = ()) -> set[Any]:
+        self._limits.spend(_OBJECT + len(members))
         for member in members:
-            self._limits.spend(1)
             self._pay_for_key(target, member)
             target.add(member)
         return target
@@ -189,20 +171,17 @@ class Unpickler:
         """Pay for adding a key to a dict or set.
 
         A file can choose numbers and tuples that collide: n of them take n * n steps.
-        String hashes are randomized; only long strings cost more.
+        Hashes of text are randomized; only long text and integers cost more.
         """
         if type(key) is str and len(key) < 1024:
             return
         parts = _check_key(key)
-        texts = [len(part) // 1024 for part in parts if type(part) in _TEXTS]
-        if len(texts) == len(parts):
-            self._limits.spend(sum(texts))
-        # The keys 0, 1, 2, ... of an optimizer never collide.
-        elif type(key) is not int or not 0 <= key <= len(target):
-            # Others may have equal hashes and are then compared in every slot.
-            is_short = type(key) is float or (type(key) is int and abs(key) < 2**60)
-            cost = 1 if is_short else 8 * len(parts) + sum(texts)
-            self._limits.spend(cost * len(target) // _SLOTS + 1)
+        cost = sum(1 + getsizeof(part) // 1024 for part in parts)
+        is_text = all(type(part) in _TEXTS for part in parts)
+        # Keys that are added in the order 0, 1, 2, ... do not collide either.
+        if not is_text and (type(key) is not int or key != len(target)):
+            cost += cost * len(target) // _SLOTS
+        self._limits.spend(cost)
 
     def _name(self, module: Any, name: Any) -> None:
         """Push the placeholder of a name."""
@@ -210,17 +189,12 @@ class Unpickler:
         # One object per name, as for the class itself.
         key = f"{module}\n{name}"
         if key not in self._names:
-            self._limits.spend(_OBJECT + len(key) // _TEXT)
+            self._limits.spend(_OBJECT)
             self._names[key] = named = Placeholder(module, name)
-            path, shown = named.path, f"{named.path[:120]!a}"
+            path = named.path
             is_name = len(path) <= 1000 and path.isprintable()
-            check(is_name and "" not in path.split("."), f"{shown} is not a name.")
-            is_known = path in BUILDERS or path in BY_STORAGE
-            advice = _GATHER if name == "_rebuild_wrapper_subclass" else _CONVERT
-            check(
-                is_known or not re.fullmatch(_NOT_DENSE, path),
-                f"the file holds {shown}, a tensor that is not dense. {advice}",
-            )
+            is_name = is_name and "" not in path.split(".")
+            check(is_name, f"{path[:120]!a} is not a name.")
         self._push(self._names[key])
 
     def _persistent(self, _: None) -> None:
@@ -235,20 +209,23 @@ class Unpickler:
             f"the pickle calls a {_kind(callee)} with a {_kind(args)}.",
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
-        self._limits.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
+        self._limits.spend(_OBJECT)
         is_getattr = path == "builtins.getattr"
         is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
         if is_getattr and args[0].is_name:
             # Protocol 2 refers to nested classes this way.
             return self._name(args[0].module, f"{args[0].name}.{args[1]}")
         if path not in BUILDERS:
+            check(
+                all(type(arg) is not Storage for arg in args),
+                f"{path!a} makes a tensor that is not dense. Save it as a dense tensor "
+                "(.dequantize()).",
+            )
             return self._stack.append(callee.called(opcode, args))
         # An argument may come from the memo and be copied any number of times.
         for arg in args:
             if type(arg) in _TEXTS:
                 self._limits.spend(len(arg) // _TEXT)
-            elif type(arg) in _ITEMS:
-                self._limits.spend(len(arg))
         self._stack.append(self._build(path, args))
 
     def _build(self, path: str, args: tuple[Any, ...]) -> Any:
@@ -267,12 +244,14 @@ def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -
     # A tensor with Python attributes, which an array cannot hold.
     is_plain = function.path.startswith("torch._utils.") and function.path in BUILDERS
     names = "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"
-    check(is_plain and kind.path in names, "a tensor is of an unknown class.")
+    is_plain = is_plain and kind.path in names
+    check(is_plain, f"a tensor has the unknown class {kind.path!a}. {_GATHER}")
     return u._build(function.path, args)
 
 
 def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorShape:
-    is_shape = len(shape) <= 64 and all(map(is_count, shape)) and element_named(dtype)
+    is_shape = len(shape) <= 64 and all(map(is_count, shape))
+    is_shape = is_shape and re.fullmatch(r"\w{1,40}", dtype) is not None
     check(is_shape, "a TensorShape has an invalid shape or dtype.")
     return TensorShape(shape, dtype, *flags)
 
@@ -414,7 +393,7 @@ def check_tree(
 
     def visit(value: Any, depth: int) -> None:
         kind = type(value)
-        limits.spend(_VALUE + (len(value) // _TEXT if kind in _TEXTS else 0))
+        limits.spend(_VALUE)
         if kind is Placeholder:
             if id(value) not in seen:
                 seen.add(id(value))
@@ -436,7 +415,7 @@ def check_tree(
             for trail[depth], item in items:
                 visit(item, depth + 1)
         elif kind not in _LEAVES and not (
-            isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in ELEMENTS
+            isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in DTYPES
         ):
             dtype = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
             advice = " Save its .item()." if isinstance(value, np.generic) else ""
