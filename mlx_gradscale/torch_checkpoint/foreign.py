@@ -58,7 +58,9 @@ class Placeholder:
     @property
     def state(self) -> Any:
         """The state that sets the object's attributes: usually a dict, or None."""
-        return next((held[0] for code, held in self.edits[::-1] if code == b"b"), None)
+        # Python writes it last.
+        opcode, values = self.edits[-1] if self.edits else (b"", [])
+        return values[0] if opcode == b"b" else None
 
     @property
     def is_name(self) -> bool:

@@ -210,14 +210,15 @@ class Unpickler:
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
         self._limits.spend(_OBJECT)
-        is_getattr = path == "builtins.getattr"
-        is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
+        # The number of arguments is not bounded, so look only at the first ones.
+        kinds = [*map(type, args[:3])]
+        is_getattr = path == "builtins.getattr" and kinds == [Placeholder, str]
         if is_getattr and args[0].is_name:
             # Protocol 2 refers to nested classes this way.
             return self._name(args[0].module, f"{args[0].name}.{args[1]}")
         if path not in BUILDERS:
             check(
-                all(type(arg) is not Storage for arg in args),
+                Storage not in kinds,
                 f"{path!a} makes a tensor that is not dense. Save it as a dense tensor "
                 "(.dequantize()).",
             )
@@ -393,7 +394,7 @@ def check_tree(
 
     def visit(value: Any, depth: int) -> None:
         kind = type(value)
-        limits.spend(_VALUE)
+        limits.spend(_VALUE + (len(value) // _TEXT if kind in _TEXTS else 0))
         if kind is Placeholder:
             if id(value) not in seen:
                 seen.add(id(value))

@@ -43,8 +43,6 @@ def often(n: int) -> bytes:
     return b"q\x00" + b"h\x00" * (n // 60) + b"t"
 
 
-# Large, but cheap: nothing copies the text.
-HARMLESS = ("wide text", "a text very often")
 # Pickles that take more than n operations, as functions of n.
 BOMBS = {
     "lists": lambda n: b"(" + b"]" * 2 * n + b"t",
@@ -78,6 +76,9 @@ BOMBS = {
     "states": lambda n: name("x", "Y") + b")R" + b"Nb" * n,
     "items": lambda n: name("x", "Y") + b")R" + b"(Ne" * n,
     "names in names": lambda n: called("__builtin__.getattr", NAMES, n // 2, b"\x86"),
+    "calls with many arguments": lambda n: called(
+        "__builtin__.getattr", b"(" + b"N" * (n // 4) + b"t", n // 4, b""
+    ),
     "wide text": lambda n: b"(" + text("x" * n + "\U0001f600") * 7 + b"t",
     "doubled tuples": lambda n: (
         b"()q\x00%bt"
@@ -124,8 +125,7 @@ def test_small_files_take_no_more_time_and_memory_than_they_are_allowed(tmp_path
     assert run.stderr == ""
     for path, (said, grown, seconds) in json.loads(run.stdout).items():
         kind = paths[Path(path)]
-        assert (said == "loaded") is (kind in HARMLESS), kind
-        assert said == "loaded" or "limits.operations" in said, kind
+        assert "limits.operations" in said, kind
         # Of 1 GB for 10 million operations; and the file, twice, and its text.
         allowed = 1e9 * OPERATIONS / 10_000_000 + 6 * Path(path).stat().st_size
         assert grown < allowed + 10_000_000, kind
@@ -140,7 +140,7 @@ RECORDS = {"data.pkl": b"\x80\x02N."} | {str(i): b"" for i in range(5000)}
 # Too few operations to read a file, and enough.
 PRICES = {
     "lists": (pickled(b"]" * 100 + b"a" * 99), 950, 1100),
-    "text": (pickled(text("x" * 8000)), 950, 1100),
+    "text": (pickled(text("x" * 8000)), 1250, 1400),
     "OrderedDicts": (pickled(ORDERED), 20_000, 26_000),
     "placeholders": (pickled(UNKNOWN), 36_000, 42_000),
     "Parameters": (pickled(PARAMETERS), 20_000, 26_000),
