@@ -118,7 +118,11 @@ class TensorReader:
         dtype = STORAGES.get(path.removeprefix("torch."))
         is_known = (dtype or path in UNTYPED) and (not views or views[0] is None)
         is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
-        check(is_known, "the file describes a storage in an unknown way.")
+        check(
+            is_known,
+            f"a storage of type {path!a} is described in an unknown way. Save a plain "
+            "CPU tensor in PyTorch (.dequantize(), .cpu()).",
+        )
         storage = Storage(key, dtype, numel)
         is_same = self.storages.setdefault(key, storage) == storage
         check(is_same, "tensors of different types share a storage.")

@@ -62,7 +62,6 @@ class Unpickler:
         self._outer: list[list[Any]] = []
         # A list, because a file could choose dict keys whose hashes collide.
         self._memo: list[Any] = []
-        self._remembered = 0
         self._names: dict[str, Any] = {}
 
     def read(self) -> Any:
@@ -128,7 +127,6 @@ class Unpickler:
         if missing > 0:
             self._limits.spend(missing - 1)
             self._memo.extend([_NOTHING] * missing)
-        self._remembered += self._memo[index] is _NOTHING
         self._memo[index] = self._stack[-1]
 
     def _get(self, index: int) -> None:
@@ -210,18 +208,13 @@ class Unpickler:
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
         self._limits.spend(_OBJECT)
-        # The number of arguments is not bounded, so look only at the first ones.
-        kinds = [*map(type, args[:3])]
-        is_getattr = path == "builtins.getattr" and kinds == [Placeholder, str]
+        # The number of arguments is not bounded.
+        is_getattr = path == "builtins.getattr" and len(args) == 2
+        is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
         if is_getattr and args[0].is_name:
             # Protocol 2 refers to nested classes this way.
             return self._name(args[0].module, f"{args[0].name}.{args[1]}")
         if path not in BUILDERS:
-            check(
-                Storage not in kinds,
-                f"{path!a} makes a tensor that is not dense. Save it as a dense tensor "
-                "(.dequantize()).",
-            )
             return self._stack.append(callee.called(opcode, args))
         # An argument may come from the memo and be copied any number of times.
         for arg in args:
@@ -340,7 +333,7 @@ _ACTIONS: dict[str, Callable[[Unpickler, Any], object] | None] = {
     "POP": Unpickler._discard,
     "POP_MARK": Unpickler._pop_mark,
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Unpickler._put),
-    "MEMOIZE": lambda u, _: u._put(u._remembered),
+    "MEMOIZE": lambda u, _: u._put(len(u._memo)),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), Unpickler._get),
     "APPEND": lambda u, _: u._edit(b"a", [*u._pop(1)]),
     "APPENDS": lambda u, _: u._edit(b"e", u._pop_mark()),

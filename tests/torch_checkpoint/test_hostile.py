@@ -76,9 +76,9 @@ def test_names_outside_the_table_are_kept_and_not_used(path):
 @pytest.mark.parametrize(
     "function", ["_rebuild_qtensor", "_rebuild_of_tomorrow", "__globals__"]
 )
-def test_unknown_functions_that_take_a_storage_are_refused_by_name(function):
+def test_unknown_functions_that_take_a_storage_are_refused(function):
     called = name("torch._utils", function) + storage() + b"\x85R"
-    refused(pickled(called), rf"torch\._utils\.{function}.*not dense")
+    refused(pickled(called), "Storage, which a checkpoint cannot hold")
 
 
 @pytest.mark.parametrize("path", [("", "x"), ("x", ""), ("x", "y..z"), ("x", "a\x1bb")])
@@ -191,7 +191,7 @@ def test_protocols_and_frames_that_python_writes_are_read():
     frame = b"\x80\x04\x95" + (2).to_bytes(8, "little") + b"N."
     assert torch_checkpoint.load(pack({"data.pkl": frame})) is None
     assert torch_checkpoint.load(pickled(b"K\x07q\x05h\x05\x86")) == (7, 7)
-    # MEMOIZE counts what was put, not the highest number.
+    # Number 0 is taken, so MEMOIZE takes 1.
     assert torch_checkpoint.load(pickled(b"K\x07q\x00K\x08\x94h\x01\x87")) == (7, 8, 8)
     long = b"\x8b" + (300).to_bytes(4, "little") + b"\x01" * 300
     assert torch_checkpoint.load(pickled(long)).bit_length() == 2393
@@ -226,7 +226,7 @@ def test_protocols_and_frames_that_python_writes_are_read():
         (tensor(of=storage(key="../../etc/passwd")), "no record"),
         (tensor(of=storage(key="0" * 65)), "unknown way"),
         (tensor(of=storage(kind="Size")), "unknown way"),
-        (tensor(of=storage(kind="QInt8Storage")), "unknown way"),
+        (tensor(of=storage(kind="QInt8Storage")), r"QInt8Storage.*\.dequantize\(\)"),
         (tensor(of=b"N"), WRONG),
         (tensor(of=b"(" + text("module") + b"tQ"), "whole model"),
         (tensor(of=storage(kind="UntypedStorage")), "missing or unknown"),
