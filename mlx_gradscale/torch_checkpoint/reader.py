@@ -60,7 +60,7 @@ def load(
         >>> torch_checkpoint.load(file.getvalue())["epoch"]
         3
     """
-    return _read(file, limits or Limits(), float64, False)
+    return _read(file, limits, float64=float64, only_shapes=False)
 
 
 def shapes(file: File, limits: Limits | None = None) -> Any:
@@ -79,54 +79,46 @@ def shapes(file: File, limits: Limits | None = None) -> Any:
         >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
         (2, 2)
     """
-    return _read(file, limits or Limits(), None, True)
+    return _read(file, limits, float64=None, only_shapes=True)
 
 
-def _check_path(path: str | os.PathLike[str]) -> None:
-    shown = os.fspath(path)
+def _read(file: File, limits: Limits | None, **options: Any) -> Any:
+    limits = limits or Limits()
+    if isinstance(file, (bytes, bytearray)):
+        return _read_data(
+            TensorReader(memoryview(bytes(file)), None, limits, **options)
+        )
+    shown = os.fspath(file)
     check(
-        not os.path.exists(os.path.join(path, ".metadata")),
+        not os.path.exists(os.path.join(file, ".metadata")),
         f"{shown} is a folder of torch.distributed.checkpoint. Convert it to a file "
         "with: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
         f"{shown} FILE",
     )
     # Opening a pipe would wait for a writer.
-    is_regular = stat.S_ISREG(os.stat(path).st_mode)
-    problem = f"{shown} is not a regular file. Pass the path of a file that torch."
-    check(is_regular, f"{problem}save() wrote.")
-
-
-def _read(file: File, *options: Any) -> Any:
-    if isinstance(file, (bytes, bytearray)):
-        return _read_data(memoryview(bytes(file)), None, *options)
-    _check_path(file)
+    check(
+        stat.S_ISREG(os.stat(file).st_mode),
+        f"{shown} is not a regular file. Pass the path of a file that torch.save() "
+        "wrote.",
+    )
     with open(file, "rb") as opened:
-        descriptor = opened.fileno()
-        data = memoryview(b"")
+        descriptor, data = opened.fileno(), memoryview(b"")
         if os.fstat(descriptor).st_size:  # an empty file cannot be mapped
             data = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        return _read_data(data, descriptor, *options)
+        return _read_data(TensorReader(data, descriptor, limits, **options))
 
 
-def _read_data(
-    data: memoryview,
-    descriptor: int | None,
-    limits: Limits,
-    float64: mx.Dtype | None,
-    only_shapes: bool,
-) -> Any:
-    is_zip = bytes(data[:4]) == b"PK\x03\x04"
-    is_known = is_zip or bytes(data[:1]) == b"\x80"
+def _read_data(tensors: TensorReader) -> Any:
+    is_zip = bytes(tensors.data[:4]) == b"PK\x03\x04"
+    is_known = is_zip or bytes(tensors.data[:1]) == b"\x80"
     check(is_known, "This is not a file that torch.save() wrote.")
-    tensors = TensorReader(data, descriptor, limits, float64, only_shapes)
-    value, find = (_read_zip if is_zip else _read_legacy)(data, tensors)
-    if not only_shapes:
-        tensors.read(find)
+    value, find = (_read_zip if is_zip else _read_legacy)(tensors)
+    tensors.read(find)
     return value
 
 
-def _read_zip(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
-    entries = _zip_entries(data, tensors.limits)
+def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
+    data, entries = tensors.data, _zip_entries(tensors.data, tensors.limits)
     # PyTorch assumes that all records are in the folder of the first one.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
     check(
@@ -210,14 +202,14 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
     return Record(start, info.file_size, info.CRC)
 
 
-def _read_legacy(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
+def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
     """Read the format used before PyTorch 1.6.
 
     Five pickles (magic number, version, system, object, storage keys) precede the
     storages, each of which is an 8-byte element count followed by the data.
     """
+    data, values = tensors.data, []
     stream = io.BytesIO(data[: _PICKLE * tensors.limits.operations])
-    values = []
     for expected in (_MAGIC, _VERSION, None, None, None):
         values.append(Unpickler(stream, tensors).read())
         is_known = type(values[-1]) is int and values[-1] == expected

@@ -98,7 +98,7 @@ class TensorReader:
         self.storages: dict[str, Storage] = {}
         self.limits = limits
         limits.spend_bytes(-4 * data.nbytes)
-        self._data, self._descriptor = data, descriptor
+        self.data, self._descriptor = data, descriptor
         self._float64, self._only_shapes = float64, only_shapes
         # Keys are strings, whose hashes a file cannot choose.
         self._arrays: dict[str, tuple[Storage, mx.array, mx.array]] = {}
@@ -197,11 +197,13 @@ class TensorReader:
             return mx.as_strided(values, shape, strides, start)
 
     def read(self, find: Callable[[str], Record]) -> None:
-        """Read the data of the tensors.
+        """Read the data of the tensors, unless only their shapes are needed.
 
         Args:
             find (callable): Takes the key of a storage and returns its record.
         """
+        if self._only_shapes:
+            return
         copies, total = [], 0
         for storage, bits, values in self._arrays.values():
             record, size = find(storage.key), storage.nbytes
@@ -209,7 +211,7 @@ class TensorReader:
             check(record.nbytes == size, problem)
             total += size
             copies.append((bits, record, values.dtype == mx.bool_))
-        check(total <= self._data.nbytes, "records of the file overlap.")
+        check(total <= self.data.nbytes, "records of the file overlap.")
         mx.eval([bits for bits, *_ in copies])
         parts = [copies[i::_THREADS] for i in range(_THREADS)]
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -224,7 +226,7 @@ class TensorReader:
             for at in range(0, record.nbytes, _PIECE):
                 piece, start = target[at : at + _PIECE], record.start + at
                 if self._descriptor is None:
-                    piece[:] = self._data[start : start + piece.nbytes]
+                    piece[:] = self.data[start : start + piece.nbytes]
                 else:
                     # Copying from the mapped file would also keep its pages in memory.
                     n_read = os.preadv(self._descriptor, [piece.data], start)
