@@ -151,12 +151,13 @@ class Unpickler:
         elif kind is set and opcode == b"\x90":
             self._add(target, values)
         else:
+            # nn.Module.state_dict() sets _metadata; others could shadow methods.
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
-            problem = f"the pickle changes a {kind.__name__} in an unknown way."
-            check(is_state, problem)
+            is_state = is_state and values[0].keys() == {"_metadata"}
+            check(is_state, f"the pickle changes a {_kind(target)} in an unknown way.")
             self._limits.spend(_OBJECT)
-            target.__dict__.update(values[0])
+            target._metadata = values[0]["_metadata"]
 
     def _add(self, target: set[Any], members: Collection[Any] = ()) -> set[Any]:
         self._limits.spend(_OBJECT + len(members))
@@ -397,7 +398,6 @@ def check_tree(
             check(depth < _MAX_DEPTH, too_deep)
             items = enumerate(value)
             if kind in _DICTS:
-                # nn.Module.state_dict() sets _metadata; others could shadow methods.
                 attributes = getattr(value, "__dict__", {})
                 is_known = attributes.keys() <= {"_metadata", "factory"}
                 check(is_known, "a dict has attributes other than _metadata.")

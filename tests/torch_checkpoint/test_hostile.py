@@ -167,7 +167,7 @@ Y = name("x", "Y")
         (name("__builtin__", "set") + b"]]\x86R", WRONG),
         (name("mlx_gradscale.torch_checkpoint", "TensorShape") + b"N\x85R", WRONG),
         (storage(), "has type Storage, which a checkpoint cannot hold"),
-        (ORDERED + b")R}" + text("items") + b"Nsb", "attributes other than _metadata"),
+        (ORDERED + b")R}" + text("items") + b"Nsb", "changes a OrderedDict"),
         (b"]q\x00h\x00a", "contains itself"),
         (b"}q\x00" + text("x") + b"h\x00s", "contains itself"),
         (b"]q\x00h\x00\x85a", "contains itself"),
