@@ -146,7 +146,8 @@ def _is_plain(value: Any) -> bool:
 def _shown(value: Any) -> Any:
     """Return a value that JSON can represent in one line, without reading all of it."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
-        if len(value) > _SHORT_LIST or not all(map(_is_plain, value)):
+        is_short = len(value) <= _SHORT_LIST and all(map(_is_plain, value))
+        if value and (isinstance(value, dict) or not is_short):
             return f"{type(value).__name__} of {len(value)}"
         value = str(type(value)(map(_shown, value)))
     if isinstance(value, (bytes, bytearray)):

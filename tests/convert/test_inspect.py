@@ -42,6 +42,24 @@ def test_large_objects_are_not_read_again_each_time_they_appear(kind, tmp_path):
     assert time.process_time() - start < 10
 
 
+def test_deep_empty_long_and_odd_values_take_one_line_each(tmp_path):
+    deep = {"a": 1, "b": 2}
+    for _ in range(12):
+        deep = {"x": deep}
+    values = {"e": {}, "f": [], "s": {1}, "t": (b"abc", "y" * 300), "i": 2**9999}
+    pt.save(tmp_path / "a.pt", values | {"deep": deep, (1, "k"): 2.5})
+    shown = {x["name"]: x["value"] for x in describe(tmp_path / "a.pt")["entries"]}
+    assert shown.pop("t").startswith("('3 bytes', 'yyy")
+    assert shown == {
+        "e": "{}",
+        "f": "[]",
+        "s": "{1}",
+        "i": "int of 10000 bits",
+        "deep" + "/x" * 11: "dict of 1",
+        "(1, 'k')": 2.5,
+    }
+
+
 def test_pytorch_checkpoint_is_listed_with_shapes_and_values(capsys):
     text = said(capsys, GOLDEN / "conv_adamw.pt")
     lines = [" ".join(line.split()) for line in text.splitlines()]
