@@ -26,8 +26,8 @@ class Limits:
             collisions count as well. An operation takes about 1 microsecond and at most
             100 bytes; a tensor takes about 110 operations. Default: ``10_000_000``.
         tensor_bytes (int): The maximum size of all tensors in bytes, in addition to
-            four times the size of the files. Only views that repeat elements come close.
-            Default: ``2**29``.
+            four times the size of the files. Only views that repeat elements come
+            close. Default: ``2**29``.
     """
 
     operations: int = 10_000_000
