@@ -172,13 +172,13 @@ class Unpickler:
         A file can choose numbers and tuples that collide: n of them take n * n steps.
         Hashes of text are randomized; only long text and integers cost more.
         """
-        if type(key) is str and len(key) < 1024:
+        # Keys that are added in the order 0, 1, 2, ... do not collide either.
+        is_next = type(key) is int and key == len(target)
+        if is_next or (type(key) is str and len(key) < 1024):
             return
         parts = _check_key(key)
         cost = sum(1 + getsizeof(part) // 1024 for part in parts)
-        is_text = all(type(part) in _TEXTS for part in parts)
-        # Keys that are added in the order 0, 1, 2, ... do not collide either.
-        if not is_text and (type(key) is not int or key != len(target)):
+        if not all(type(part) in _TEXTS for part in parts):
             cost += cost * len(target) // _SLOTS
         self._limits.spend(cost)
 
