@@ -8,7 +8,7 @@ does not contain a setting, a :class:`FormatWarning` reports the value that is a
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,37 +33,11 @@ class Format(NamedTuple):
         fields (dict): Maps this package's keys to the framework's keys.
         assumed (dict): Maps this package's keys to the framework's defaults, for values
             that its state does not contain.
-        compute (Callable, optional): A function of the framework's state and the values
-            found so far that returns the values that are not plain copies.
     """
 
     required: set[str]
     fields: dict[str, str]
     assumed: dict[str, Any]
-    compute: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
-
-
-def _megatron(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    # It counts down the remaining overflows; we count up the used ones.
-    left = state.get("hysteresis_tracker", state.get("cur_hysteresis"))
-    if left is None:
-        return {"hysteresis": 1}
-    used = found["hysteresis"] - _number(left, int, "the hysteresis")
-    return {"backoff_tracker": min(max(used, 0), found["hysteresis"])}
-
-
-def _deepspeed(state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    # DeepSpeed grows when (cur_iter - last_overflow_iter - 1) is a positive
-    # multiple of the window: window + 1 finite steps after an overflow, then
-    # every window steps. Set the tracker so that PyTorch's rule next grows at the
-    # same step; right after an overflow that would be -1, so use 0.
-    window, last = found["growth_interval"], state.get("last_overflow_iter")
-    overflow = -1 if last is None else _number(last, int, "last_overflow_iter")
-    since = _number(state.get("cur_iter"), int, "cur_iter") - overflow - 1
-    return _megatron(state, found) | {
-        "backoff_factor": 1.0 / found["growth_factor"] if found["growth_factor"] else 0,
-        "_growth_tracker": (since - 1) % window if since > 0 and window > 0 else 0,
-    }
 
 
 _USUAL: dict[str, Any] = {"growth_factor": 2.0, "growth_interval": 1000}
@@ -77,7 +51,6 @@ FORMATS: dict[str, Format] = {
         {"scale", "growth_tracker", "hysteresis_tracker"},
         {"scale": "scale", "_growth_tracker": "growth_tracker"},
         _USUAL | {"backoff_factor": 0.5},
-        _megatron,
     ),
     "apex": Format(
         {"loss_scale", "unskipped"},
@@ -98,9 +71,34 @@ FORMATS: dict[str, Format] = {
             "dynamic": "dynamic_loss_scale",
         },
         _USUAL | {"dynamic": True},
-        _deepspeed,
     ),
 }
+
+
+def _compute(name: str, state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are not plain copies of a framework's own."""
+    computed: dict[str, Any] = {}
+    if name in ("megatron", "deepspeed"):
+        # They count down the remaining overflows; we count up the used ones.
+        left = state.get("hysteresis_tracker", state.get("cur_hysteresis"))
+        if left is None:
+            computed["hysteresis"] = 1
+        else:
+            used = found["hysteresis"] - _number(left, int, "the hysteresis")
+            computed["backoff_tracker"] = min(max(used, 0), found["hysteresis"])
+    if name == "deepspeed":
+        # DeepSpeed grows when (cur_iter - last_overflow_iter - 1) is a positive
+        # multiple of the window: window + 1 finite steps after an overflow, then every
+        # window steps. Set the tracker so that PyTorch's rule next grows at the same
+        # step; right after an overflow that would be -1, so use 0.
+        window, factor = found["growth_interval"], found["growth_factor"]
+        last = state.get("last_overflow_iter")
+        last = -1 if last is None else _number(last, int, "last_overflow_iter")
+        since = _number(state.get("cur_iter"), int, "cur_iter") - last - 1
+        is_counting = since > 0 and window > 0
+        computed["_growth_tracker"] = (since - 1) % window if is_counting else 0
+        computed["backoff_factor"] = 1.0 / factor if factor else 0.0
+    return computed
 
 
 def recognize(state: Mapping[str, Any]) -> str:
@@ -150,29 +148,28 @@ def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
     return has_keys and not any(isinstance(x, containers) for x in values.values())
 
 
-def read_state(
-    state: Mapping[str, Any], format: str | None = None, **settings: Any
-) -> dict[str, Any]:
+def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str, Any]:
     """Convert another framework's scaler state to PyTorch's five keys.
+
+    The framework's defaults are used for settings that the state does not contain, with
+    a :class:`FormatWarning`. If the run used other values, assign them to the result.
 
     Args:
         state (dict): The state, with Python numbers or one-element arrays.
         format (str, optional): A key of :data:`FORMATS`. Default: identified by the
             keys.
-        **settings (Any): Values that the format does not contain, such as
-            ``growth_interval=500``. The framework's defaults are used for the rest,
-            with a :class:`FormatWarning`.
 
     Returns:
         dict: A state for ``GradScaler.load_state_dict``; this package's own keys are
         included only if they differ from their defaults.
 
     Example:
-        >>> read_state({"loss_scale": 1024.0, "unskipped": 7}, growth_interval=500,
-        ...            growth_factor=2.0, backoff_factor=0.5, max_scale=2.0**64)
-        ... # doctest: +NORMALIZE_WHITESPACE
-        {'scale': 1024.0, 'growth_factor': 2.0, 'backoff_factor': 0.5,
-         'growth_interval': 500, '_growth_tracker': 7}
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", FormatWarning)
+        >>> state = read_state({"loss_scale": 1024.0, "unskipped": 7})
+        >>> state["growth_interval"] = 500
+        >>> state["scale"], state["_growth_tracker"]
+        (1024.0, 7)
     """
     values = _flat(state)
     name = recognize(values) if format is None or not values else format
@@ -180,33 +177,26 @@ def read_state(
         raise ValueError(
             f"{name!r} is not a scaler format. Use one of {', '.join(FORMATS)}."
         )
-    unknown = settings.keys() - _TYPES.keys()
-    if unknown:
-        raise TypeError(
-            f"Unknown settings {sorted(unknown)}. The settings are {', '.join(_TYPES)}."
-        )
     row = FORMATS[name]
     held = {
         ours: _number(values[theirs], _TYPES[ours], theirs)
         for ours, theirs in row.fields.items()
         if values.get(theirs) is not None
     }
-    given = {key: _number(value, _TYPES[key], key) for key, value in settings.items()}
     found = row.assumed | held
-    if row.compute is not None:
-        found |= row.compute(values, found | given)
-    found |= given
+    found |= _compute(name, values, found)
     for key in TORCH_KEYS.keys() - found.keys():
-        raise ValueError(f"This {name} scaler state has no {key!r}. Pass {key}=...")
+        raise ValueError(f"This {name} scaler state has no {row.fields[key]!r}.")
     guessed = [
         f"{key}={value!r}"
         for key, value in row.assumed.items()
-        if key not in held and key not in given and found[key] == value
+        if key not in held and found[key] == value
     ]
     if guessed:
         warnings.warn(
             f"{name} does not save all settings, so its defaults are used: "
-            f"{', '.join(guessed)}. If the run used different values, pass them.",
+            f"{', '.join(guessed)}. If the run used other values, set them in the "
+            "state dict of the GradScaler.",
             FormatWarning,
             stacklevel=2,
         )

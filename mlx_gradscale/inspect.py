@@ -130,13 +130,13 @@ def _entries(value: Any, path: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     pairs: Any = ()
     if isinstance(plain, dict):
         pairs = plain.items()
-    elif isinstance(plain, (list, tuple)) and not all(map(_is_plain, plain)):
+    elif isinstance(plain, (list, tuple)) and not all(map(_is_plain, plain[:1000])):
         pairs = enumerate(plain)
     if not pairs or len(path) == _DEEPEST:
         yield {"name": name, "value": _shown(plain)}
     else:
         for key, item in pairs:
-            yield from _entries(item, (*path, shorten(str(key)[:200])))
+            yield from _entries(item, (*path, str(_shown(key))))
 
 
 def _is_plain(value: Any) -> bool:
@@ -144,11 +144,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value that JSON can represent in one line."""
-    if isinstance(value, (list, tuple, set, frozenset)) and len(value) > _SHORT_LIST:
-        return f"{type(value).__name__} of {len(value)}"
+    """Return a value that JSON can represent in one line, without reading all of it."""
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        is_short = len(value) <= _SHORT_LIST and all(map(_is_plain, value))
+        if value and (isinstance(value, dict) or not is_short):
+            return f"{type(value).__name__} of {len(value)}"
+        value = str(type(value)(map(_shown, value)))
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"int of {value.bit_length()} bits"
     if isinstance(value, float) and math.isfinite(value):  # JSON has no inf and NaN
         return value
     is_number = value is None or isinstance(value, int)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from convert import test_hostile as trees  # noqa: E402
+from convert import test_inspect as shared  # noqa: E402
 from support.convert_runs import Holder, forward, small, usual  # noqa: E402
 from torch_checkpoint import test_limits as pickles  # noqa: E402
 
@@ -79,6 +80,12 @@ INSPECT: dict[str, Callable[[], Files]] = {
     **{
         f"pickle: {name}": lambda make=make: {"a.pt": pickled(make(OPERATIONS))}
         for name, make in (pickles.BOMBS | pickles.COLLISIONS).items()
+    },
+    **{
+        f"shared object: {name}": lambda made=made: {
+            "a.pt": pickled(b"(" + made + b"q\x00" + b"h\x00" * 19_000 + b"t")
+        }
+        for name, made in shared.OBJECTS.items()
     },
     "within the limit: lists": lambda: {"a.pt": lists()},
     "within the limit: dicts": lambda: {"a.pt": dicts()},

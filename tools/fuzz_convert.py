@@ -81,8 +81,8 @@ def odd_values(rng: random.Random) -> Any:
         mx.array(1j), mx.zeros(3, mx.float16), mx.array(True),
         TensorShape((3,), "float32"),
         TensorShape((2**40, 2**40), "float8"), frozenset({1}), 1j,
-        Placeholder.named("numpy", "float64"),
-        Placeholder.named("os", "system").called(b"R", ("true",)),
+        Placeholder("numpy", "float64"),
+        Placeholder("os", "system").called(b"R", ("true",)),
     ])  # fmt: skip
 
 

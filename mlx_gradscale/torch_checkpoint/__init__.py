@@ -10,7 +10,8 @@ a file takes at most 30 s and 1 GB in addition to the tensors that it actually c
 The ``convert`` and ``inspect`` commands apply one ``Limits`` to all files that they
 read; ``--limit`` raises it. Checksums are verified; pipes and devices are refused.
 
-Not supported: sparse, quantized and nested tensors, DTensors, TorchScript archives,
+Sparse and nested tensors become a ``Placeholder`` that holds their dense parts. Not
+supported: quantized tensors, DTensors, TorchScript archives,
 ``torch.distributed.checkpoint`` folders (the error shows PyTorch's command to convert
 them to a file), dtypes that MLX lacks, big-endian files, files from before PyTorch 0.4,
 containers that contain themselves or are nested over 128 deep, and dict keys other than

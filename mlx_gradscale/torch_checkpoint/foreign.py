@@ -7,7 +7,7 @@ same description, so a program that knows the class can load the object.
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ _MAX_ITEMS, _MAX_TEXT = 6, 200
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Placeholder:
     """A class, function or object known only to the program that wrote the file.
 
@@ -33,30 +34,21 @@ class Placeholder:
 
     Example:
 
-        >>> color = Placeholder.named("paint", "Color").called(b"R", (3,))
+        >>> color = Placeholder("paint", "Color").called(b"R", (3,))
         >>> color.path, color.args, str(color)
         ('paint.Color', (3,), 'paint.Color(3)')
     """
 
-    __slots__ = ("args", "callee", "edits", "module", "name", "opcode")
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module, self.name = module, name
-        self.args: tuple[Any, ...] | None = None
-        self.callee: Placeholder | None = None
-        self.opcode = b"c"
-        self.edits: list[tuple[bytes, list[Any]]] = []
-
-    @classmethod
-    def named(cls, module: str, name: str) -> "Placeholder":
-        """Return the placeholder of a class or function."""
-        return cls(module, name)
+    module: str
+    name: str
+    args: tuple[Any, ...] | None = None
+    callee: "Placeholder | None" = None
+    opcode: bytes = b"c"
+    edits: list[tuple[bytes, list[Any]]] = field(default_factory=list)
 
     def called(self, opcode: bytes, args: tuple[Any, ...]) -> "Placeholder":
         """Return a placeholder for the object made by calling this one."""
-        made = Placeholder(self.module, self.name)
-        made.callee, made.opcode, made.args = self, opcode, args
-        return made
+        return Placeholder(self.module, self.name, args, self, opcode)
 
     @property
     def path(self) -> str:
@@ -66,7 +58,9 @@ class Placeholder:
     @property
     def state(self) -> Any:
         """The state that sets the object's attributes: usually a dict, or None."""
-        return next((held[0] for code, held in self.edits[::-1] if code == b"b"), None)
+        # Python writes it last.
+        opcode, values = self.edits[-1] if self.edits else (b"", [])
+        return values[0] if opcode == b"b" else None
 
     @property
     def is_name(self) -> bool:
@@ -74,19 +68,27 @@ class Placeholder:
         return self.args is None
 
     def __str__(self) -> str:
-        path = self.path[:_MAX_TEXT]
         if self.args is None:
-            return path
+            return self.path[:_MAX_TEXT]
         state = self.state if type(self.state) is dict else {}
         shown = [_show(item) for item in self.args[:_MAX_ITEMS]]
         for key, item in islice(state.items(), _MAX_ITEMS):
-            name = key[:40] if type(key) is str else _show(key)
-            shown.append(f"{name}={_show(item)}")
-        text = f"{path}({', '.join(shown)})"
+            shown += [f"{key[:40]}={_show(item)}"] if type(key) is str else []
+        text = f"{self.path[:_MAX_TEXT]}({', '.join(shown)})"
         return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
     def __repr__(self) -> str:
         return f"<Placeholder {self}>"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, (str, bytes, bytearray)):
+        return repr(value[:40])
+    # Python refuses to print an int of more than 4300 digits.
+    is_short = type(value) is int and value.bit_length() < 256
+    if is_short or value is None or isinstance(value, (bool, float, complex)):
+        return repr(value)
+    return value.path[:80] if isinstance(value, Placeholder) else type(value).__name__
 
 
 class DefaultDict(dict[Any, Any]):
@@ -138,10 +140,8 @@ class TensorShape:
     @classmethod
     def of(cls, array: mx.array) -> "TensorShape":
         """Return the shape, dtype and flags of an array."""
-        if isinstance(array, TorchTensor):
-            flags = array.requires_grad, array.is_parameter
-            return cls(array.shape, dtype_name(array), *flags)
-        return cls(array.shape, dtype_name(array))
+        flags = (getattr(array, x, False) for x in ("requires_grad", "is_parameter"))
+        return cls(array.shape, dtype_name(array), *flags)
 
     def fill(self, array: mx.array) -> mx.array:
         """Return the array with this leaf's flags. Shapes are not compared."""
@@ -160,20 +160,8 @@ def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
     if not requires_grad and not is_parameter:
         return tensor
     if isinstance(tensor, TensorShape):
-        return TensorShape(tensor.shape, tensor.dtype, requires_grad, is_parameter)
+        return replace(tensor, requires_grad=requires_grad, is_parameter=is_parameter)
     return TorchTensor(tensor, requires_grad, is_parameter)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, Placeholder):
-        return value.path[:_MAX_TEXT] + ("" if value.is_name else "(...)")
-    if isinstance(value, (mx.array, TensorShape)):
-        return "a tensor"
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        return f"{type(value).__name__} of {len(value)}"
-    if type(value) is int and value.bit_length() > 256:
-        return "a long int"  # Python refuses to print more than 4300 digits
-    return repr(value[:40] if isinstance(value, (str, bytes, bytearray)) else value)
 
 
 def plain_value(value: Any) -> Any:
@@ -183,17 +171,17 @@ def plain_value(value: Any) -> Any:
 
     Example:
 
-        >>> args = Placeholder.named("argparse", "Namespace").called(b"R", ())
+        >>> args = Placeholder("argparse", "Namespace").called(b"R", ())
         >>> args.edits.append((b"b", [{"lr": 0.1}]))
         >>> plain_value(args)
         {'lr': 0.1}
     """
-    if not isinstance(value, Placeholder) or not value.callee or value.args is None:
+    if not isinstance(value, Placeholder) or value.args is None:
         return value
-    path = value.callee.path.replace("numpy._core.", "numpy.core.")
-    if path in ("argparse.Namespace", "types.SimpleNamespace"):
-        is_plain = type(value.state) is dict and not value.args
-        return value.state if is_plain else value
+    path = value.path.replace("numpy._core.", "numpy.core.")
+    is_namespace = path in ("argparse.Namespace", "types.SimpleNamespace")
+    if is_namespace and type(value.state) is dict and not value.args:
+        return value.state
     if path == "numpy.core.multiarray.scalar":
         with suppress(AttributeError, IndexError, TypeError, ValueError):
             dtype, data = value.args

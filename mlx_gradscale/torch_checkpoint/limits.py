@@ -26,8 +26,8 @@ class Limits:
             collisions count as well. An operation takes about 1 microsecond and at most
             100 bytes; a tensor takes about 110 operations. Default: ``10_000_000``.
         tensor_bytes (int): The maximum size of all tensors in bytes, in addition to
-            four times the size of the file. Only views that repeat elements come close.
-            Default: ``2**29``.
+            four times the size of the files. Only views that repeat elements come
+            close. Default: ``2**29``.
     """
 
     operations: int = 10_000_000
@@ -43,7 +43,7 @@ class Limits:
         )
 
     def spend_bytes(self, tensor_bytes: int) -> None:
-        """Deduct tensor memory beyond four times the size of the file, or raise."""
+        """Deduct tensor memory, or raise. A file adds four times its size."""
         self.tensor_bytes -= tensor_bytes
         check(
             self.tensor_bytes >= 0,

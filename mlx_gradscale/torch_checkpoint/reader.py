@@ -8,11 +8,9 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from .limits import CheckpointError, Limits, check
 from .tensors import Record, TensorReader, check_sum
@@ -62,13 +60,7 @@ def load(
         >>> torch_checkpoint.load(file.getvalue())["epoch"]
         3
     """
-    # A Dtype cannot be compared with None.
-    is_known = isinstance(float64, mx.Dtype) and float64 in (mx.float32, mx.float64)
-    if float64 is not None and not is_known:
-        raise ValueError(
-            f"float64 must be None, mx.float32 or mx.float64, not {float64!r}."
-        )
-    return _read(file, limits or Limits(), float64, only_shapes=False)
+    return _read(file, limits, float64=float64, only_shapes=False)
 
 
 def shapes(file: File, limits: Limits | None = None) -> Any:
@@ -87,67 +79,46 @@ def shapes(file: File, limits: Limits | None = None) -> Any:
         >>> torch_checkpoint.shapes(file.getvalue())["weight"].shape
         (2, 2)
     """
-    return _read(file, limits or Limits(), None, only_shapes=True)
+    return _read(file, limits, float64=None, only_shapes=True)
 
 
-def _open(file: str | os.PathLike[str]) -> int:
-    """Return the descriptor of a regular file."""
-    if not isinstance(file, (str, os.PathLike)):
-        raise TypeError(f"file must be a path or bytes, not {type(file).__name__}.")
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        check(
-            not os.path.exists(os.path.join(file, ".metadata")),
-            f"{os.fspath(file)} is a folder of torch.distributed.checkpoint. Convert "
-            "it to a file with: python -m torch.distributed.checkpoint.format_utils "
-            f"dcp_to_torch {os.fspath(file)} FILE",
+def _read(file: File, limits: Limits | None, **options: Any) -> Any:
+    limits = limits or Limits()
+    if isinstance(file, (bytes, bytearray)):
+        return _read_data(
+            TensorReader(memoryview(bytes(file)), None, limits, **options)
         )
-        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        problem = f"{os.fspath(file)} is not a regular file. Pass the path of a file "
-        check(is_regular, f"{problem}that torch.save() wrote.")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    shown = os.fspath(file)
+    check(
+        not os.path.exists(os.path.join(file, ".metadata")),
+        f"{shown} is a folder of torch.distributed.checkpoint. Convert it to a file "
+        "with: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+        f"{shown} FILE",
+    )
+    # Opening a pipe would wait for a writer.
+    check(
+        stat.S_ISREG(os.stat(file).st_mode),
+        f"{shown} is not a regular file. Pass the path of a file that torch.save() "
+        "wrote.",
+    )
+    with open(file, "rb") as opened:
+        descriptor, data = opened.fileno(), memoryview(b"")
+        if os.fstat(descriptor).st_size:  # an empty file cannot be mapped
+            data = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        return _read_data(TensorReader(data, descriptor, limits, **options))
 
 
-def _read(
-    file: File, limits: Limits, float64: mx.Dtype | None, only_shapes: bool
-) -> Any:
-    with ExitStack() as stack:
-        data, descriptor = memoryview(b""), None
-        if isinstance(file, (bytes, bytearray)):
-            data = memoryview(bytes(file))
-        else:
-            descriptor = _open(file)
-            stack.callback(os.close, descriptor)
-            if os.fstat(descriptor).st_size:
-                data = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        head = bytes(data[:4])
-        is_gzip = head[:2] == b"\x1f\x8b"
-        check(not is_gzip, "This file is compressed with gzip. Decompress it first.")
-        is_zip = head == b"PK\x03\x04"
-        is_known = is_zip or head[:1] == b"\x80"
-        check(is_known, "This is not a file that torch.save() wrote.")
-        tensors = TensorReader(data.nbytes, limits, float64, only_shapes)
-        value, find = (_read_zip if is_zip else _read_legacy)(data, tensors)
-
-        def read_into(target: np.ndarray[Any, Any], start: int) -> None:
-            if descriptor is None:
-                np.copyto(target, data[start : start + target.nbytes])
-                return
-            # Copying from the mapped file would also keep its pages in memory.
-            n_read = os.preadv(descriptor, [target.data], start)
-            check(n_read == target.nbytes, "The file became shorter while it was read.")
-
-        if not only_shapes:
-            tensors.read(find, read_into)
-        return value
+def _read_data(tensors: TensorReader) -> Any:
+    is_zip = bytes(tensors.data[:4]) == b"PK\x03\x04"
+    is_known = is_zip or bytes(tensors.data[:1]) == b"\x80"
+    check(is_known, "This is not a file that torch.save() wrote.")
+    value, find = (_read_zip if is_zip else _read_legacy)(tensors)
+    tensors.read(find)
+    return value
 
 
-def _read_zip(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
-    entries = _zip_entries(data, tensors.limits)
+def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
+    data, entries = tensors.data, _zip_entries(tensors.data, tensors.limits)
     # PyTorch assumes that all records are in the folder of the first one.
     folder = next(iter(entries), "").split("/", 1)[0] + "/"
     check(
@@ -160,17 +131,19 @@ def _read_zip(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
         check(folder + name in entries, f"The file has no record {name[:80]!a}.")
         return _record(data, entries[folder + name])
 
-    if folder + "byteorder" in entries:
-        check(
-            bytes(find("byteorder").of(data)) == b"little",
-            "The file was written on a big-endian machine. Load it in PyTorch on a "
-            "little-endian machine and save it again.",
-        )
-    record = find("data.pkl")
-    pickle = record.of(data)
-    tensors.limits.spend(pickle.nbytes // _PICKLE)
-    check_sum(zlib.crc32(pickle), record.checksum)
-    stream = io.BytesIO(pickle)
+    def read(name: str) -> bytes:
+        start, size, checksum = find(name)
+        tensors.limits.spend(size // _PICKLE)
+        content = bytes(data[start : start + size])
+        check_sum(zlib.crc32(content), checksum)
+        return content
+
+    check(
+        folder + "byteorder" not in entries or read("byteorder") == b"little",
+        "The file was written on a big-endian machine. Load it in PyTorch on a "
+        "little-endian machine and save it again.",
+    )
+    stream = io.BytesIO(read("data.pkl"))
     value = Unpickler(stream, tensors).read()
     check(not stream.read(1), "There is data after the end of the pickle.")
     return value, lambda key: find(f"data/{key}")
@@ -191,7 +164,7 @@ class _Directory:
 
 
 def _zip_entries(data: memoryview, limits: Limits) -> dict[str, zipfile.ZipInfo]:
-    file = data.obj if isinstance(data.obj, mmap.mmap) else io.BytesIO(data.obj)
+    file = data.obj if isinstance(data.obj, mmap.mmap) else io.BytesIO(data)
     try:
         with zipfile.ZipFile(_Directory(file, limits)) as archive:
             infos = archive.infolist()
@@ -216,9 +189,12 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
         f"The record {name} is compressed or encrypted. Load the file in PyTorch and "
         "save it again.",
     )
-    header = bytes(data[info.header_offset : info.header_offset + _LOCAL_HEADER.size])
+    header = bytes(data[info.header_offset :][: _LOCAL_HEADER.size])
     is_header = len(header) == _LOCAL_HEADER.size and header[:4] == b"PK\x03\x04"
-    check(is_header, f"The record {name} has a damaged header.")
+    check(
+        is_header and info.header_offset >= 0,
+        f"The record {name} has a damaged header.",
+    )
     *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     start = info.header_offset + len(header) + name_size + extra_size
     is_whole = start + info.file_size <= data.nbytes
@@ -226,14 +202,14 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
     return Record(start, info.file_size, info.CRC)
 
 
-def _read_legacy(data: memoryview, tensors: TensorReader) -> tuple[Any, _Find]:
+def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
     """Read the format used before PyTorch 1.6.
 
     Five pickles (magic number, version, system, object, storage keys) precede the
     storages, each of which is an 8-byte element count followed by the data.
     """
+    data, values = tensors.data, []
     stream = io.BytesIO(data[: _PICKLE * tensors.limits.operations])
-    values = []
     for expected in (_MAGIC, _VERSION, None, None, None):
         values.append(Unpickler(stream, tensors).read())
         is_known = type(values[-1]) is int and values[-1] == expected

@@ -1,10 +1,9 @@
-"""Element types, storages, and the tensors that view them."""
+"""Storages, and the tensors that view them."""
 
-import re
+import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,46 +18,36 @@ _MAX_DIM, _MAX_NDIM = 2**31 - 1, 32
 # Data is copied and its checksum computed in pieces that fit in a cache, by this many
 # threads: a single thread takes 0.3 s for the checksum of 1 GB.
 _PIECE, _THREADS = 2**18, 4
-_ReadInto = Callable[[np.ndarray[Any, Any], int], None]
-
-
-class Element(NamedTuple):
-    """An element type: its name, class of storage in files, and MLX's dtype."""
-
-    name: str
-    storage: str | None = None
-    mlx: mx.Dtype | None = None
-
-    @property
-    def size(self) -> int:
-        """Size in bytes; 1 for rare types, of which only shapes are read."""
-        other = 16 if self.name == "complex128" else 1
-        return other if self.mlx is None else self.mlx.size
-
-
-# PyTorch writes the last three as an UntypedStorage with a separate dtype.
-_STORAGES = (
-    "float32 Float, float16 Half, bfloat16 BFloat16, float64 Double, bool Bool, "
-    "complex64 ComplexFloat, complex128 ComplexDouble, uint8 Byte, int8 Char, "
-    "int16 Short, int32 Int, int64 Long, uint16, uint32, uint64"
-)
-ELEMENTS: dict[str, Element] = {}
-for _name, *_kind in map(str.split, _STORAGES.split(", ")):
-    _dtype = getattr(mx, "bool_" if _name == "bool" else _name, None)
-    ELEMENTS[_name] = Element(_name, f"{_kind[0]}Storage" if _kind else None, _dtype)
-# The element types of storages. That of an untyped storage is given by its tensors.
-BY_STORAGE: dict[str, Element | None] = {
-    f"torch.{e.storage}": e for e in ELEMENTS.values() if e.storage
+# PyTorch's classes of storages, and the dtypes of their elements.
+STORAGES = {
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "DoubleStorage": "float64",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
 }
-BY_STORAGE |= dict.fromkeys(("torch.storage.UntypedStorage", "torch.UntypedStorage"))
+# Of other dtypes, the storage is untyped, and each tensor has its own.
+UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+DTYPES = {*STORAGES.values(), "uint16", "uint32", "uint64"}
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
-def element_named(name: str) -> Element | None:
-    """Return the element type of this name; those that MLX lacks have no ``mlx``."""
-    name = name.removeprefix("torch.")
-    is_other = re.fullmatch(r"(q?u?int|float|complex|bits)\d\w{0,30}", name, re.ASCII)
-    return ELEMENTS.get(name) or (Element(name) if is_other else None)
+def _mlx_dtype(name: str) -> mx.Dtype | None:
+    dtype = getattr(mx, "bool_" if name == "bool" else name, None)
+    return dtype if isinstance(dtype, mx.Dtype) else None
+
+
+def _item_size(name: str) -> int:
+    """Return the size of a dtype; 1 for rare ones, of which only shapes are read."""
+    dtype = _mlx_dtype(name)
+    return dtype.size if dtype else 16 if name == "complex128" else 1
 
 
 def bytes_of(array: Any) -> np.ndarray[Any, Any]:
@@ -73,42 +62,44 @@ class Record(NamedTuple):
     nbytes: int
     checksum: int | None
 
-    def of(self, data: memoryview) -> memoryview:
-        """Return the bytes of the record."""
-        return data[self.start : self.start + self.nbytes]
-
 
 class Storage(NamedTuple):
     """A storage as described in a pickle; the size of an untyped one is in bytes."""
 
     key: str
-    element: Element | None
+    dtype: str | None
     numel: int
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.numel * (self.element.size if self.element else 1)
+        return self.numel * (_item_size(self.dtype) if self.dtype else 1)
 
 
 class TensorReader:
     """Build tensors, or only their shapes, from the storages in a file.
 
     Args:
-        file_size (int): Size of the file.
+        data (memoryview): The contents of the file.
+        descriptor (int or None): The descriptor of the file, if there is one.
         limits (Limits): Limits on the file's resource use.
         float64 (Dtype or None): The dtype to convert float64 to.
         only_shapes (bool): Whether to build shapes instead of arrays.
     """
 
     def __init__(
-        self, file_size: int, limits: Limits, float64: Any, only_shapes: bool
+        self,
+        data: memoryview,
+        descriptor: int | None,
+        limits: Limits,
+        float64: mx.Dtype | None,
+        only_shapes: bool,
     ) -> None:
         self.storages: dict[str, Storage] = {}
         self.limits = limits
-        self._file_size, self._room = file_size, 4 * file_size
-        self._float64 = float64
-        self._only_shapes = only_shapes
+        limits.spend_bytes(-4 * data.nbytes)
+        self.data, self._descriptor = data, descriptor
+        self._float64, self._only_shapes = float64, only_shapes
         # Keys are strings, whose hashes a file cannot choose.
         self._arrays: dict[str, tuple[Storage, mx.array, mx.array]] = {}
         self._tensors: dict[str, Any] = {}
@@ -124,10 +115,15 @@ class TensorReader:
         )
         _, kind, key, _location, numel, *views = pid
         path = kind.path if type(kind) is Placeholder and kind.is_name else ""
-        is_known = path in BY_STORAGE and (not views or views[0] is None)
+        dtype = STORAGES.get(path.removeprefix("torch."))
+        is_known = (dtype or path in UNTYPED) and (not views or views[0] is None)
         is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
-        check(is_known, "the file describes a storage in an unknown way.")
-        storage = Storage(key, BY_STORAGE[path], numel)
+        check(
+            is_known,
+            f"a storage of type {path!a} is described in an unknown way. Save a plain "
+            "CPU tensor in PyTorch (.dequantize(), .cpu()).",
+        )
+        storage = Storage(key, dtype, numel)
         is_same = self.storages.setdefault(key, storage) == storage
         check(is_same, "tensors of different types share a storage.")
         return storage
@@ -147,47 +143,41 @@ class TensorReader:
         The arguments are those of PyTorch's ``_rebuild_tensor_v2``, or of ``_v3``,
         which has a dtype before the metadata.
         """
-        element, metadata = storage.element, rest[-1] if rest else {}
+        dtype, metadata = storage.dtype, rest[-1] if rest else {}
         if rest and isinstance(rest[0], Placeholder):
-            element, metadata = element_named(rest[0].path), rest[1:] and rest[1]
-        if element is None:
+            is_dtype = rest[0].module == "torch" and rest[0].is_name
+            dtype, metadata = rest[0].name if is_dtype else None, rest[1:] and rest[1]
+        if dtype is None:
             raise CheckpointError("the dtype of a tensor is missing or unknown.")
-        _check_view(storage.nbytes // element.size, offset, shape, strides)
+        size = _item_size(dtype)
+        _check_view(storage.nbytes // size, offset, shape, strides)
         advice = "Call .resolve_conj() and .resolve_neg() in PyTorch and save again."
         check(not metadata, f"the tensor is lazily conjugated or negated. {advice}")
-        view = f"{element.name} {offset} {shape} {strides} {storage.key}"
+        view = f"{dtype} {offset} {shape} {strides} {storage.key}"
         if view not in self._tensors:
-            self._room -= prod(shape) * element.size
-            self.limits.spend_bytes(max(0, -self._room))
-            self._room = max(0, self._room)
-            self._tensors[view] = TensorShape(shape, element.name)
+            self.limits.spend_bytes(prod(shape) * size)
+            self._tensors[view] = TensorShape(shape, dtype)
             if not self._only_shapes:
-                array = self._view(storage, element, offset, shape, strides)
+                array = self._view(storage, dtype, offset, shape, strides)
                 self._tensors[view] = array
         return flag(self._tensors[view], requires_grad, False)
 
-    def _view(
-        self,
-        storage: Storage,
-        element: Element,
-        start: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-    ) -> mx.array:
+    def _view(self, storage: Storage, name: str, *view: Any) -> mx.array:
         """Return a view of a storage whose data ``read`` fills in later."""
-        target = element.mlx
+        start, shape, strides = view
+        dtype = target = _mlx_dtype(name)
         problem = "MLX does not support. Convert the tensor in PyTorch and save again."
-        if element.name == "float64":
+        if name == "float64":
             target = self._float64
             problem = "MLX supports only on the CPU. Pass float64=mx.float32 to round "
             problem += "such tensors, or float64=mx.float64 to keep them for the CPU."
-        if element.mlx is None or target is None:
+        if dtype is None or target is None:
             raise CheckpointError(
-                f"the tensor has the dtype torch.{element.name}, which {problem}"
+                f"the tensor has the dtype {f'torch.{name[:80]}'!a}, which {problem}"
             )
         if 0 in shape:
             return mx.zeros(shape, target, stream=mx.cpu)
-        stored = storage.nbytes // element.size
+        stored = storage.nbytes // dtype.size
         is_whole = prod(shape) == stored and strides == row_strides(shape)
         check(
             is_whole or stored <= _MAX_DIM,
@@ -195,26 +185,25 @@ class TensorReader:
             ".clone() on it in PyTorch and save again.",
         )
         # An untyped storage may hold several types, which are then read separately.
-        key = f"{element.name} {storage.key}"
+        key = f"{name} {storage.key}"
         with mx.stream(mx.cpu):
             if key not in self._arrays:
                 whole = shape if is_whole else (stored,)
-                bits = mx.empty(whole, _BITS[element.size])
-                values = bits.view(element.mlx).astype(target)
-                self._arrays[key] = storage, bits, values
+                bits = mx.empty(whole, _BITS[dtype.size])
+                self._arrays[key] = storage, bits, bits.view(dtype).astype(target)
             values = self._arrays[key][2]
             if is_whole:
                 return values.reshape(shape)
             return mx.as_strided(values, shape, strides, start)
 
-    def read(self, find: Callable[[str], Record], read_into: _ReadInto) -> None:
-        """Read the data of the tensors.
+    def read(self, find: Callable[[str], Record]) -> None:
+        """Read the data of the tensors, unless only their shapes are needed.
 
         Args:
             find (callable): Takes the key of a storage and returns its record.
-            read_into (callable): Takes an array of bytes to fill, and the offset in the
-                file to read from.
         """
+        if self._only_shapes:
+            return
         copies, total = [], 0
         for storage, bits, values in self._arrays.values():
             record, size = find(storage.key), storage.nbytes
@@ -222,26 +211,31 @@ class TensorReader:
             check(record.nbytes == size, problem)
             total += size
             copies.append((bits, record, values.dtype == mx.bool_))
-        check(total <= self._file_size, "records of the file overlap.")
+        check(total <= self.data.nbytes, "records of the file overlap.")
         mx.eval([bits for bits, *_ in copies])
         parts = [copies[i::_THREADS] for i in range(_THREADS)]
         with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(partial(_copy, read_into), parts))
+            list(threads.map(self._copy, parts))
         # A lazy array would be tied to the thread that made it.
         mx.eval(list(self._tensors.values()))
 
-
-def _copy(read_into: _ReadInto, copies: list[tuple[mx.array, Record, bool]]) -> None:
-    """Read storages into their arrays, and check them."""
-    for bits, record, is_bool in copies:
-        target, found = bytes_of(bits), 0
-        for start in range(0, record.nbytes, _PIECE):
-            piece = target[start : start + _PIECE]
-            read_into(piece, record.start + start)
-            found = zlib.crc32(piece.data, found)
-        check_sum(found, record.checksum)
-        is_valid = not is_bool or target.max() <= 1
-        check(is_valid, "a bool tensor has bytes other than 0 and 1.")
+    def _copy(self, copies: list[tuple[mx.array, Record, bool]]) -> None:
+        """Read storages into their arrays, and check them."""
+        for bits, record, is_bool in copies:
+            target, found = bytes_of(bits), 0
+            for at in range(0, record.nbytes, _PIECE):
+                piece, start = target[at : at + _PIECE], record.start + at
+                if self._descriptor is None:
+                    piece[:] = self.data[start : start + piece.nbytes]
+                else:
+                    # Copying from the mapped file would also keep its pages in memory.
+                    n_read = os.preadv(self._descriptor, [piece.data], start)
+                    problem = "The file became shorter while it was read."
+                    check(n_read == piece.nbytes, problem)
+                found = zlib.crc32(piece.data, found)
+            check_sum(found, record.checksum)
+            is_valid = not is_bool or target.max() <= 1
+            check(is_valid, "a bool tensor has bytes other than 0 and 1.")
 
 
 def is_count(value: Any) -> bool:

@@ -11,7 +11,8 @@ import io
 import pickletools
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from sys import getsizeof
 from typing import IO, Any
 
 import mlx.core as mx
@@ -19,14 +20,7 @@ import numpy as np
 
 from .foreign import DefaultDict, Placeholder, TensorShape, dtype_name, flag
 from .limits import CheckpointError, Limits, check
-from .tensors import (
-    BY_STORAGE,
-    ELEMENTS,
-    Storage,
-    TensorReader,
-    element_named,
-    is_count,
-)
+from .tensors import DTYPES, Storage, TensorReader, is_count
 
 # The name used to write a TensorShape.
 TENSOR_SHAPE = ("mlx_gradscale.torch_checkpoint", "TensorShape")
@@ -36,22 +30,15 @@ _TEXTS = frozenset({str, bytes, bytearray})
 _KEYS = frozenset({int, float, bool, complex, type(None), str, bytes, Placeholder})
 _LEAVES = _KEYS | {bytearray, TensorShape}
 _NOTHING = object()
-# Copying this many bytes of text costs one operation.
-_TEXT = 32
-# The cost, in operations, of a call or a set, and of a call that makes a tensor.
-_OBJECT, _TENSOR = 4, 24
+# The cost, in operations, of a name, a call, a set or a storage.
+_OBJECT = 12
 # The cost of a value in the result, which a conversion walks through several times.
 _VALUE = 8
-# Probing this many occupied slots of a hash table takes as long as one operation.
-_SLOTS = 64
+# Copying this many bytes of text costs one operation, and so does probing this many
+# occupied slots of a hash table.
+_TEXT, _SLOTS = 32, 64
 # Nesting of containers. Python's own recursion limit is 1000.
 _MAX_DEPTH = 128
-# Non-dense tensors: sparse, quantized, nested, meta, DTensors.
-_NOT_DENSE = (
-    r"torch\.(_utils|_tensor)\._rebuild.*|torch\.storage\..*|"
-    r"torch\.(cuda\.)?\w+Storage"
-)
-_CONVERT = "Save it as a dense tensor (.to_dense(), .dequantize())."
 _GATHER = (
     "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
     "it on rank 0: torch.distributed.checkpoint.state_dict.get_state_dict(model, "
@@ -75,7 +62,6 @@ class Unpickler:
         self._outer: list[list[Any]] = []
         # A list, because a file could choose dict keys whose hashes collide.
         self._memo: list[Any] = []
-        self._remembered = 0
         self._names: dict[str, Any] = {}
 
     def read(self) -> Any:
@@ -83,12 +69,6 @@ class Unpickler:
         stream, limits, start = self._stream, self._limits, self._stream.tell()
         try:
             while (code := stream.read(1)) != b".":
-                if code not in _OPCODES:
-                    names = {op.code: op.name for op in pickletools.opcodes}
-                    name = names.get(code.decode("latin1"), f"0x{code.hex()}")
-                    problem = f"pickle opcode {name} does not occur in checkpoints."
-                    problem = problem if code else "the pickle is truncated."
-                    raise CheckpointError(problem)
                 decode, action = _OPCODES[code]
                 argument = decode(stream) if decode else None
                 limits.operations -= 1
@@ -102,10 +82,12 @@ class Unpickler:
             check(is_whole, "the pickle does not end with one complete object.")
             check_tree(self._stack[0], limits)
             return self._stack[0]
-        except (ValueError, IndexError) as error:
+        except (ValueError, LookupError) as error:
             problem = str(error)
             if isinstance(error, IndexError):
                 problem = "the pickle takes a value from an empty stack."
+            elif isinstance(error, KeyError):
+                problem = f"{code!a} is not an instruction that checkpoints use."
             elif not isinstance(error, CheckpointError):
                 problem = f"the pickle is damaged or cut off ({error})."
             where = f"Pickle, byte {stream.tell() - start}{self._last_key()}"
@@ -145,7 +127,6 @@ class Unpickler:
         if missing > 0:
             self._limits.spend(missing - 1)
             self._memo.extend([_NOTHING] * missing)
-        self._remembered += self._memo[index] is _NOTHING
         self._memo[index] = self._stack[-1]
 
     def _get(self, index: int) -> None:
@@ -170,17 +151,17 @@ class Unpickler:
         elif kind is set and opcode == b"\x90":
             self._add(target, values)
         else:
+            # nn.Module.state_dict() sets _metadata; others could shadow methods.
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
-            problem = f"the pickle changes a {kind.__name__} in an unknown way."
-            check(is_state, problem)
+            is_state = is_state and values[0].keys() == {"_metadata"}
+            check(is_state, f"the pickle changes a {_kind(target)} in an unknown way.")
             self._limits.spend(_OBJECT)
-            target.__dict__.update(values[0])
+            target._metadata = values[0]["_metadata"]
 
-    def _add(self, target: set[Any], members: Iterable[Any] = ()) -> set[Any]:
-        self._limits.spend(_OBJECT)
+    def _add(self, target: set[Any], members: Collection[Any] = ()) -> set[Any]:
+        self._limits.spend(_OBJECT + len(members))
         for member in members:
-            self._limits.spend(1)
             self._pay_for_key(target, member)
             target.add(member)
         return target
@@ -189,20 +170,17 @@ class Unpickler:
         """Pay for adding a key to a dict or set.
 
         A file can choose numbers and tuples that collide: n of them take n * n steps.
-        String hashes are randomized; only long strings cost more.
+        Hashes of text are randomized; only long text and integers cost more.
         """
-        if type(key) is str and len(key) < 1024:
+        # Keys that are added in the order 0, 1, 2, ... do not collide either.
+        is_next = type(key) is int and key == len(target)
+        if is_next or (type(key) is str and len(key) < 1024):
             return
         parts = _check_key(key)
-        texts = [len(part) // 1024 for part in parts if type(part) in _TEXTS]
-        if len(texts) == len(parts):
-            self._limits.spend(sum(texts))
-        # The keys 0, 1, 2, ... of an optimizer never collide.
-        elif type(key) is not int or not 0 <= key <= len(target):
-            # Others may have equal hashes and are then compared in every slot.
-            is_short = type(key) is float or (type(key) is int and abs(key) < 2**60)
-            cost = 1 if is_short else 8 * len(parts) + sum(texts)
-            self._limits.spend(cost * len(target) // _SLOTS + 1)
+        cost = sum(1 + getsizeof(part) // 1024 for part in parts)
+        if not all(type(part) in _TEXTS for part in parts):
+            cost += cost * len(target) // _SLOTS
+        self._limits.spend(cost)
 
     def _name(self, module: Any, name: Any) -> None:
         """Push the placeholder of a name."""
@@ -210,17 +188,12 @@ class Unpickler:
         # One object per name, as for the class itself.
         key = f"{module}\n{name}"
         if key not in self._names:
-            self._limits.spend(_OBJECT + len(key) // _TEXT)
+            self._limits.spend(_OBJECT)
             self._names[key] = named = Placeholder(module, name)
-            path, shown = named.path, f"{named.path[:120]!a}"
+            path = named.path
             is_name = len(path) <= 1000 and path.isprintable()
-            check(is_name and "" not in path.split("."), f"{shown} is not a name.")
-            is_known = path in BUILDERS or path in BY_STORAGE
-            advice = _GATHER if name == "_rebuild_wrapper_subclass" else _CONVERT
-            check(
-                is_known or not re.fullmatch(_NOT_DENSE, path),
-                f"the file holds {shown}, a tensor that is not dense. {advice}",
-            )
+            is_name = is_name and "" not in path.split(".")
+            check(is_name, f"{path[:120]!a} is not a name.")
         self._push(self._names[key])
 
     def _persistent(self, _: None) -> None:
@@ -235,8 +208,9 @@ class Unpickler:
             f"the pickle calls a {_kind(callee)} with a {_kind(args)}.",
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
-        self._limits.spend(_TENSOR if path.startswith("torch._") else _OBJECT)
-        is_getattr = path == "builtins.getattr"
+        self._limits.spend(_OBJECT)
+        # The number of arguments is not bounded.
+        is_getattr = path == "builtins.getattr" and len(args) == 2
         is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
         if is_getattr and args[0].is_name:
             # Protocol 2 refers to nested classes this way.
@@ -247,8 +221,6 @@ class Unpickler:
         for arg in args:
             if type(arg) in _TEXTS:
                 self._limits.spend(len(arg) // _TEXT)
-            elif type(arg) in _ITEMS:
-                self._limits.spend(len(arg))
         self._stack.append(self._build(path, args))
 
     def _build(self, path: str, args: tuple[Any, ...]) -> Any:
@@ -267,12 +239,14 @@ def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -
     # A tensor with Python attributes, which an array cannot hold.
     is_plain = function.path.startswith("torch._utils.") and function.path in BUILDERS
     names = "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"
-    check(is_plain and kind.path in names, "a tensor is of an unknown class.")
+    is_plain = is_plain and kind.path in names
+    check(is_plain, f"a tensor has the unknown class {kind.path!a}. {_GATHER}")
     return u._build(function.path, args)
 
 
 def _tensor_shape(_: Unpickler, shape: Any, dtype: str, *flags: bool) -> TensorShape:
-    is_shape = len(shape) <= 64 and all(map(is_count, shape)) and element_named(dtype)
+    is_shape = len(shape) <= 64 and all(map(is_count, shape))
+    is_shape = is_shape and re.fullmatch(r"\w{1,40}", dtype) is not None
     check(is_shape, "a TensorShape has an invalid shape or dtype.")
     return TensorShape(shape, dtype, *flags)
 
@@ -360,7 +334,7 @@ _ACTIONS: dict[str, Callable[[Unpickler, Any], object] | None] = {
     "POP": Unpickler._discard,
     "POP_MARK": Unpickler._pop_mark,
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Unpickler._put),
-    "MEMOIZE": lambda u, _: u._put(u._remembered),
+    "MEMOIZE": lambda u, _: u._put(len(u._memo)),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), Unpickler._get),
     "APPEND": lambda u, _: u._edit(b"a", [*u._pop(1)]),
     "APPENDS": lambda u, _: u._edit(b"e", u._pop_mark()),
@@ -424,7 +398,6 @@ def check_tree(
             check(depth < _MAX_DEPTH, too_deep)
             items = enumerate(value)
             if kind in _DICTS:
-                # nn.Module.state_dict() sets _metadata; others could shadow methods.
                 attributes = getattr(value, "__dict__", {})
                 is_known = attributes.keys() <= {"_metadata", "factory"}
                 check(is_known, "a dict has attributes other than _metadata.")
@@ -436,7 +409,7 @@ def check_tree(
             for trail[depth], item in items:
                 visit(item, depth + 1)
         elif kind not in _LEAVES and not (
-            isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in ELEMENTS
+            isinstance(value, (mx.array, np.ndarray)) and dtype_name(value) in DTYPES
         ):
             dtype = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
             advice = " Save its .item()." if isinstance(value, np.generic) else ""

@@ -18,7 +18,7 @@ import numpy as np
 
 from .foreign import DefaultDict, Placeholder, TensorShape, TorchTensor, dtype_name
 from .limits import Limits
-from .tensors import ELEMENTS, Storage, bytes_of, row_strides
+from .tensors import STORAGES, UNTYPED, Storage, bytes_of, row_strides
 from .unpickler import TENSOR_SHAPE, check_tree
 
 Array = mx.array | np.ndarray[Any, Any]
@@ -26,6 +26,7 @@ Array = mx.array | np.ndarray[Any, Any]
 # torch.load(mmap=True) needs aligned storages.
 _ALIGNMENT = 64
 _CHUNK = 2**22
+_CLASSES = {dtype: f"torch.{kind}" for kind, dtype in STORAGES.items()}
 _MARKED = (b"e", b"u", b"\x90")  # instructions that take all values above a mark
 
 
@@ -168,10 +169,9 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         """Return PyTorch's description of a storage."""
         if type(obj) is not Storage:
             return None
-        kind = self._name("torch.storage", "UntypedStorage")
-        if obj.element and obj.element.storage:
-            kind = self._name("torch", obj.element.storage)
-        return "storage", kind, obj.key, "cpu", obj.numel
+        kind = _CLASSES.get(obj.dtype or "", UNTYPED[0])
+        name = self._name(*kind.rsplit(".", 1))
+        return "storage", name, obj.key, "cpu", obj.numel
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the call that rebuilds an object, as ``__reduce__`` does."""
@@ -190,25 +190,25 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             function = self._name("torch._utils", "_rebuild_parameter")
             return function, (data, obj.requires_grad, OrderedDict())
         if isinstance(obj, (mx.array, np.ndarray)):
-            return self._reduce_tensor(obj, getattr(obj, "requires_grad", False))
+            return self._reduce_tensor(obj)
         return NotImplemented
 
-    def _reduce_tensor(self, array: Array, requires_grad: bool) -> Any:
-        element, key = ELEMENTS[dtype_name(array)], str(len(self.arrays))
-        storage = Storage(key, element, array.size)
-        if not element.storage:
-            storage = Storage(key, None, array.nbytes)
+    def _reduce_tensor(self, array: Array) -> Any:
+        dtype, key = dtype_name(array), str(len(self.arrays))
         self.arrays.append(array)
         shape, hooks = tuple(array.shape), OrderedDict()  # type: ignore[var-annotated]
-        args = storage, 0, shape, row_strides(shape), requires_grad, hooks
-        if element.storage:
+        flag = getattr(array, "requires_grad", False)
+        if dtype in _CLASSES:
+            storage = Storage(key, dtype, array.size)
+            args = storage, 0, shape, row_strides(shape), flag, hooks
             return self._name("torch._utils", "_rebuild_tensor_v2"), args
-        dtype = self._name("torch", element.name)
-        return self._name("torch._utils", "_rebuild_tensor_v3"), (*args, dtype)
+        storage, kind = Storage(key, None, array.nbytes), self._name("torch", dtype)
+        more = storage, 0, shape, row_strides(shape), flag, hooks, kind
+        return self._name("torch._utils", "_rebuild_tensor_v3"), more
 
     def _save_placeholder(self, obj: Placeholder) -> None:
         if obj.callee is None:
-            return self._save_name(obj)
+            return self.save(self._name(obj.module, obj.name))  # type: ignore[no-any-return]
         self.save(obj.callee)
         self.save(obj.args)
         self.write(obj.opcode)
@@ -224,14 +224,9 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
                 self.save(value)
             self.write(opcode)
 
-    def _save_name(self, obj: Placeholder) -> None:
-        named = self._name(obj.module, obj.name)
-        if obj is not named:
-            return self.save(named)  # type: ignore[no-any-return]
-        if not f"{obj.module}{obj.name}".isprintable():
-            raise TypeError(
-                f"{f'{obj.module}.{obj.name}'!a:.160} is not a printable name."
-            )
+    def _save_name(self, obj: _Name) -> None:
+        if not obj.path.isprintable():
+            raise TypeError(f"{obj.path!a:.160} is not a printable name.")
         outer, dot, inner = obj.name.rpartition(".")
         if dot:
             # Protocol 2 has no dotted names: Python gets the inner class by getattr.

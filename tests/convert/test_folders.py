@@ -42,7 +42,7 @@ def trainer_folder(path, schedule=True):
     if schedule:
         state = {"base_lrs": [0.1], "last_epoch": 3, "_step_count": 4}
         pt.save(path / "scheduler.pt", state)
-    args = Placeholder.named("transformers", "TrainingArguments").called(b"R", ())
+    args = Placeholder("transformers", "TrainingArguments").called(b"R", ())
     pt.save(path / "training_args.bin", args)
     (path / "rng_state.pth").write_bytes(b"random")
     (path / "config.json").write_text("{}")

@@ -1,6 +1,7 @@
 """The output of the inspect command for each kind of file."""
 
 import json
+import time
 
 import mlx.core as mx
 import pytest
@@ -8,6 +9,7 @@ from support.convert_runs import GOLDEN, forward, model_flag
 
 from mlx_gradscale import torch_checkpoint as pt
 from mlx_gradscale.inspect import describe, main
+from tests.support.torch_files import name, pickled, text
 
 
 def said(capsys, *arguments):
@@ -17,6 +19,45 @@ def said(capsys, *arguments):
 
 def by_name(path):
     return {entry["name"]: entry for entry in describe(path)["entries"]}
+
+
+NAMESPACE = name("argparse", "Namespace") + b")R"
+MANY = 50_000
+# Objects that are cheap to refer to again, but large.
+OBJECTS = {
+    "list": NAMESPACE + b"}" + text("a") + b"](" + b"N" * MANY + b"esb",
+    "key": NAMESPACE + b"}B" + (2**22).to_bytes(4, "little") + bytes(2**22) + b"Nsb",
+    "texts": NAMESPACE + b"}" + text("a") + text("x" * 2**22) * 2 + b"\x86sb",
+    "states": name("x", "Y") + b")R" + b"Nb" * MANY,
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_large_objects_are_not_read_again_each_time_they_appear(kind, tmp_path):
+    again = b"q\x00" + b"h\x00" * 15_000
+    path = tmp_path / "a.pt"
+    path.write_bytes(pickled(b"(" + OBJECTS[kind] + again + b"t"))
+    start = time.process_time()
+    assert len(describe(path)["entries"]) == 15_001
+    assert time.process_time() - start < 10
+
+
+def test_deep_empty_long_and_odd_values_take_one_line_each(tmp_path):
+    deep = {"a": 1, "b": 2}
+    for _ in range(12):
+        deep = {"x": deep}
+    values = {"e": {}, "f": [], "s": {1}, "t": (b"abc", "y" * 300), "i": 2**9999}
+    pt.save(tmp_path / "a.pt", values | {"deep": deep, (1, "k"): 2.5})
+    shown = {x["name"]: x["value"] for x in describe(tmp_path / "a.pt")["entries"]}
+    assert shown.pop("t").startswith("('3 bytes', 'yyy")
+    assert shown == {
+        "e": "{}",
+        "f": "[]",
+        "s": "{1}",
+        "i": "int of 10000 bits",
+        "deep" + "/x" * 11: "dict of 1",
+        "(1, 'k')": 2.5,
+    }
 
 
 def test_pytorch_checkpoint_is_listed_with_shapes_and_values(capsys):
@@ -95,10 +136,10 @@ def test_control_characters_are_escaped(tmp_path, capsys):
 
 
 def test_errors_are_one_line_and_limits_can_be_raised(tmp_path, capsys):
-    for name in ("missing.pt", "bad.pt", "bad.safetensors", "bad.json"):
-        if name.startswith("bad"):
-            (tmp_path / name).write_bytes(b"garbage")
-        assert main([str(tmp_path / name)]) == 1
+    for file in ("missing.pt", "bad.pt", "bad.safetensors", "bad.json"):
+        if file.startswith("bad"):
+            (tmp_path / file).write_bytes(b"garbage")
+        assert main([str(tmp_path / file)]) == 1
         text = capsys.readouterr().err
         assert text.startswith("error: ")
         assert text.count("\n") == 1

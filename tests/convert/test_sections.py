@@ -133,7 +133,7 @@ def test_tensors_at_the_top_beside_an_optimizer_are_the_model(tmp_path):
 
 
 def test_foreign_objects_and_odd_values_come_back_unchanged(tmp_path):
-    args = Placeholder.named("argparse", "Namespace").called(b"R", ())
+    args = Placeholder("argparse", "Namespace").called(b"R", ())
     odd = (1, {2: b"x", "y": {3.5}}, None, float("inf"), 1 + 2j, frozenset({1, 2}))
     checkpoint = {"model": small()[0], "args": args, "odd": odd,
                   "rng": mx.arange(100, dtype=mx.uint8)}  # fmt: skip

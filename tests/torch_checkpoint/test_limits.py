@@ -75,6 +75,9 @@ BOMBS = {
     "states": lambda n: name("x", "Y") + b")R" + b"Nb" * n,
     "items": lambda n: name("x", "Y") + b")R" + b"(Ne" * n,
     "names in names": lambda n: called("__builtin__.getattr", NAMES, n // 2, b"\x86"),
+    "calls with many arguments": lambda n: called(
+        "__builtin__.getattr", b"(" + b"N" * (n // 4) + b"t", n // 4, b""
+    ),
     "wide text": lambda n: b"(" + text("x" * n + "\U0001f600") * 7 + b"t",
     "doubled tuples": lambda n: (
         b"()q\x00%bt"
@@ -93,12 +96,12 @@ def peak():
             return 1024 * next(int(s.split()[1]) for s in status if s[:5] == "VmHWM")
     found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return found * (1 if sys.platform == "darwin" else 1024)
-limits = torch_checkpoint.Limits(operations=int(sys.argv[1]))
 said = {}
 for path in sys.argv[2:]:
     if os.path.exists("/proc/self/clear_refs"):
         open("/proc/self/clear_refs", "w").write("5")
     before, start = peak(), time.process_time()
+    limits = torch_checkpoint.Limits(operations=int(sys.argv[1]))
     try:
         torch_checkpoint.load(path, limits)
         outcome = "loaded"
@@ -137,9 +140,9 @@ RECORDS = {"data.pkl": b"\x80\x02N."} | {str(i): b"" for i in range(5000)}
 PRICES = {
     "lists": (pickled(b"]" * 100 + b"a" * 99), 950, 1100),
     "text": (pickled(text("x" * 8000)), 1250, 1400),
-    "OrderedDicts": (pickled(ORDERED), 12_000, 18_000),
-    "placeholders": (pickled(UNKNOWN), 28_000, 34_000),
-    "Parameters": (pickled(PARAMETERS), 32_000, 38_000),
+    "OrderedDicts": (pickled(ORDERED), 20_000, 26_000),
+    "placeholders": (pickled(UNKNOWN), 36_000, 42_000),
+    "Parameters": (pickled(PARAMETERS), 20_000, 26_000),
     "zip directory": (pack(RECORDS), 40_000, 10_000_000),
 }
 
@@ -214,15 +217,39 @@ def path_of(n: int) -> list[int]:
     return places
 
 
-def again(n: int) -> bytes:
-    key = integer(3 * 2 ** len(path_of(n)).bit_length())
-    return b"(" + key + b"q\x00N" + b"h\x00N" * (n // 50) + b"u"
+def again(key: int, n: int) -> bytes:
+    return b"(" + integer(key) + b"q\x00N" + b"h\x00N" * (n // 50) + b"u"
 
 
+def huge(value: int) -> bytes:
+    data = value.to_bytes(2**19, "little")
+    return b"\x8b" + struct.pack("<I", len(data)) + data
+
+
+HUGE = 2 ** (2**22 - 2)
 LONG = text("x" * 1_000_000)
 COLLISIONS = {
     "whole numbers": lambda n: b"}" + whole(path_of(4 * n)) + b"u",
-    "one of them again": lambda n: b"}" + whole(path_of(n)) + b"u" + again(n),
+    "one of them again": lambda n: (
+        b"}"
+        + whole(path_of(n))
+        + b"u"
+        + again(3 * 2 ** len(path_of(n)).bit_length(), n)
+    ),
+    # Slot 0 is taken by another key, and 0 tries the places of the path.
+    "a small number again": lambda n: (
+        b"}"
+        + whole([2 ** (len(path_of(n)).bit_length() + 1), *path_of(n // 4)[1:]])
+        + b"u"
+        + again(0, 10 * n)
+    ),
+    # The hash of an integer is not cached, and these two have the same.
+    "huge numbers": lambda n: (
+        b"}("
+        + (huge(HUGE) + b"N" + huge(HUGE + 2**61 - 1) + b"q\x00N")
+        + b"h\x00N" * (n // 300)
+        + b"u"
+    ),
     "texts among them": lambda n: (
         b"}"
         + whole(path_of(n))
@@ -231,7 +258,7 @@ COLLISIONS = {
     ),
     "multiples of a prime": lambda n: (
         b"}("
-        + b"".join(integer(i * (2**61 - 1)) + b"N" for i in range(int(8 * n**0.5)))
+        + b"".join(integer(i * (2**61 - 1)) + b"N" for i in range(int(16 * n**0.5)))
         + b"u"
     ),
     "tuples": lambda n: b"}" + pair_keys(int(6 * n**0.5)),

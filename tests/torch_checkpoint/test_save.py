@@ -224,6 +224,10 @@ def test_what_load_would_refuse_is_not_saved():
     for key in ((1, (2, 3)), frozenset()):
         with pytest.raises(CheckpointError, match="dict key"):
             save_bytes({key: 1})
+    noted = OrderedDict()
+    noted.note = "x"
+    with pytest.raises(CheckpointError, match="attributes other than _metadata"):
+        save_bytes(noted)
 
 
 def test_swapped_arguments_are_explained():

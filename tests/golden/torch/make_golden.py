@@ -162,7 +162,7 @@ def main() -> None:
     torch.save(_foreign(torch), HERE / "foreign.pt")
     # Files that have to be refused.
     _torchscript(torch)
-    torch.save({"x": torch.eye(2).to_sparse()}, HERE / "refused_sparse.pt")
+    torch.save({"x": torch.eye(2).to_sparse()}, HERE / "sparse.pt")
     float8 = torch.ones(2).to(torch.float8_e4m3fn)
     torch.save({"x": float8}, HERE / "refused_float8.pt")
     itself: list = []
