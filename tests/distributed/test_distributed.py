@@ -86,7 +86,7 @@ def check_data_parallel(report, ranks, steps):
 
 def test_overflow_on_one_rank_skips_the_step_on_both_ranks(two):
     report = equal(two, "data parallel")
-    check_data_parallel(report, 2, 200)
+    check_data_parallel(report, 2, 80)
     assert report["traces"] == 1
 
 

@@ -39,7 +39,7 @@ from support.helpers import (
 SCALER = {"init_scale": 2.0**8, "growth_interval": 10, "max_scale": 2.0**10}
 
 
-def data_parallel(group, steps=200):
+def data_parallel(group, steps=80):
     """Float16 training where random ranks overflow at random steps."""
     model = Mlp(dtype=mx.float16)
     optimizer = LossScaleOptimizer(
