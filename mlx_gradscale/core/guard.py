@@ -176,12 +176,9 @@ def plan(
             arrays.stored[path] = masters.stored(path, parameter) if masters else {}
     if not arrays.gradients:
         return result
-    places, old = [], []
     found = walk(optimizer.state)
-    for place, value in found:
-        if isinstance(value, mx.array):
-            places.append(place)
-            old.append(value)
+    places = [place for place, value in found if isinstance(value, mx.array)]
+    old = [box[key] for _, box, key in places]
     # An optimizer that keeps Python values in its state cannot be compiled.
     is_own = len(old) == len(found) and is_builtin(optimizer)
 
@@ -230,12 +227,11 @@ def _run(
     """Step and select on the device, leaving the optimizer itself unchanged."""
     arrays = _Arrays(*arrays)
     with borrowed(optimizer, scheduled):
-        places, before = slots(optimizer.state), _signature(optimizer.state)
+        places, signature = slots(optimizer.state), _signature(optimizer.state)
         given = [_alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
         masters, gradients, stepped = _step(layout, optimizer, arrays, is_selected=True)
-        after = _signature(optimizer.state)
-        if before != after:
+        if _signature(optimizer.state) != signature:
             raise TypeError(
                 f"{type(optimizer).__name__} adds a key to its state or changes a "
                 "Python value in it when it steps, so a step cannot be skipped inside "
@@ -248,28 +244,22 @@ def _run(
         selected: list[mx.array] = []
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
-            new = now[where]
-            check_shape(".".join(map(str, where)), old.shape, new.shape)
+            check_shape(".".join(map(str, where)), old.shape, now[where].shape)
             # SGD has moments even without momentum, but no kernel needs to read them.
             # Only MLX's own optimizers are known never to modify arrays in place.
-            if layout.is_builtin and new is alias:
+            if layout.is_builtin and now[where] is alias:
                 selected.append(old)
                 continue
             owner = _owner(where)
-            selected.append(mx.where(flags.get(owner, arrays.applied), new, old))
+            flag = flags.get(owner, arrays.applied)
+            selected.append(mx.where(flag, now[where], old))
             moments.get(owner, []).append(selected[-1])
-        return selected, {
-            path: _select_parameter(
-                arrays.parameters[path],
-                arrays.stored[path],
-                masters[path],
-                flags[path],
-                stepped[path],
-                gradients[path],
-                moments[path],
-            )
-            for path in gradients
-        }
+        new = {}
+        for path, gradient in gradients.items():
+            before = arrays.parameters[path], arrays.stored[path], masters[path]
+            after = stepped[path], gradient, moments[path]
+            new[path] = _select_parameter(flags[path], *before, *after)
+        return selected, new
 
 
 def _run_on_host(
@@ -298,30 +288,16 @@ def _step(
         for path, parameter in arrays.parameters.items()
     }
     full = layout.tree({path: _alias(x.master) for path, x in masters.items()})
-    inverse, clip = arrays.inverse, arrays.clip
-    factor = inverse * clip if inverse is not None and clip is not None else inverse
-    gradients: dict[str, mx.array] = {}
+    gradients = _unscaled(layout, optimizer, arrays)
+    if is_selected and not layout.is_builtin:
+        # An SVD of NaN raises, and third-party optimizers may raise as well.
+        gradients = {p: mx.where(arrays.applied, g, 0) for p, g in gradients.items()}
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
     # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-    for part, tree in parts(optimizer, layout.tree(arrays.gradients)):
-        factors = {True: _factors(part, factor), False: _factors(part, clip)}
-
-        def unscale(
-            path: str, g: mx.array, factors: dict[bool, Iterator[mx.array]] = factors
-        ) -> mx.array:
-            g, times = to_float32(g), next(factors[path in layout.scaled], None)
-            if times is not None:
-                times = mx.broadcast_to(times, g.shape)
-                g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)
-            if layout.is_builtin or not is_selected:
-                return g
-            # An SVD of NaN raises, and third-party optimizers may raise as well.
-            return mx.where(arrays.applied, g, 0)
-
-        unscaled = tree_map_with_path(unscale, tree)
+    for part, tree in parts(optimizer, layout.tree(gradients)):
         try:
-            new = dict(flatten(part.apply_gradients(unscaled, full)))
+            new = dict(flatten(part.apply_gradients(tree, full)))
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"The optimizer failed with {error!r}. If a parameter was added or "
@@ -331,9 +307,25 @@ def _step(
             ) from error
         for path, x in new.items():
             check_shape(path, x.shape, arrays.parameters[path].shape)
-        gradients |= dict(flatten(unscaled))
         stepped |= new
     return masters, gradients, stepped
+
+
+def _unscaled(
+    layout: _Layout, optimizer: Optimizer, arrays: _Arrays
+) -> dict[str, mx.array]:
+    """Return the unscaled and clipped gradients, in float32."""
+    inverse, clip = arrays.inverse, arrays.clip
+    factor = inverse * clip if inverse is not None and clip is not None else inverse
+    factors = {True: _factors(optimizer, factor), False: _factors(optimizer, clip)}
+    unscaled = {}
+    for path, g in arrays.gradients.items():
+        g, times = to_float32(g), next(factors[path in layout.scaled], None)
+        if times is not None:
+            times = mx.broadcast_to(times, g.shape)
+            g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)
+        unscaled[path] = g
+    return unscaled
 
 
 def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array]:
@@ -371,10 +363,10 @@ def _owner(where: tuple[Any, ...]) -> str:
 
 
 def _select_parameter(
+    applied: mx.array,
     parameter: mx.array,
     stored: Stored,
     old: Joined,
-    applied: mx.array,
     new: mx.array,
     gradient: mx.array,
     moments: list[mx.array],

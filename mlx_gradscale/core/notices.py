@@ -1,11 +1,18 @@
-"""Warnings that point to the user's own line."""
+"""Warnings: at the user's own line, and about runs that do not train."""
 
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
+
+import mlx.core as mx
 
 # Packages whose frames may come between the user's line and a warning.
 _BETWEEN = ("mlx_gradscale", "mlx", "functools", "contextlib")
+# A run that skips this many steps in a row is not training.
+SKIPS_TO_WARN = 50
+# At this scale a gradient of 1e-3 is the smallest that float16 can represent.
+LOW_SCALE = 2.0**-14
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
@@ -18,3 +25,39 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 def _top_module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+class SkipWatch:
+    """Warn about 50 skipped steps in a row, or about a very small scale.
+
+    It reads only values that are at least 50 updates old, which have normally been
+    evaluated by then, so it does not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[mx.array, mx.array]] = []
+
+    def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
+        """Record the state after an update, and check it every 50 updates."""
+        self._seen.append((state["consecutive_skips"], state["scale"]))
+        if len(self._seen) < 2 * SKIPS_TO_WARN:
+            return
+        earlier, self._seen = self._seen[:SKIPS_TO_WARN], self._seen[SKIPS_TO_WARN:]
+        try:
+            skips, scale = max(float(n) for n, _ in earlier), float(earlier[-1][1])
+        except (RuntimeError, ValueError):  # left over from inside mx.compile
+            return
+        if skips >= SKIPS_TO_WARN:
+            warn(
+                f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
+                "non-finite gradients, so the model is not training. To find the "
+                "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
+                "loss_fn, *batch)."
+            )
+        elif scale < LOW_SCALE:
+            warn(
+                f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
+                "underflow to zero. Once the overflows have stopped, reset it with "
+                "scaler.update(65536.0). To keep it from falling this far, create the "
+                "scaler with GradScaler(min_scale=1.0)."
+            )

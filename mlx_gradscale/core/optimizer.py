@@ -28,6 +28,8 @@ from .trees import CONTAINERS, commit, match, restore, slots, snapshot
 
 # The scaler loads its own part of a state, and settings for clipping are kept.
 _NOT_LOADED = ("scaler.", "max_grad_norm")
+_CONSTANTS = (bool, int, float, str, type(None))
+_SAME = "Load a state that was saved with the same model, optimizer and masters=."
 
 
 class LossScaleOptimizer(Optimizer):
@@ -318,7 +320,7 @@ class LossScaleOptimizer(Optimizer):
         if len(states) != len(parts):
             raise ValueError(
                 f"The state is that of {len(states)} optimizers, but this one has "
-                f"{len(parts)}. Load a state that was saved with the same optimizer."
+                f"{len(parts)}. {_SAME}"
             )
         for part, own in zip(parts, states, strict=True):
             part.state.update(own)
@@ -327,7 +329,10 @@ class LossScaleOptimizer(Optimizer):
         """Replace the whole state, or raise without replacing any of it."""
         loaded.pop("max_grad_norm", None)
         scaler = _pop_scaler(loaded, self.scaler.state)
-        _check_loaded(loaded)
+        for path, x in loaded.items():
+            # A third-party optimizer may keep Python values in its state.
+            if not (path.startswith("optimizer.") and isinstance(x, _CONSTANTS)):
+                _check_array(path, x)
         # Evaluate now, while the file exists, and not inside a trace.
         mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
         if self._initialized:
@@ -339,15 +344,8 @@ class LossScaleOptimizer(Optimizer):
 
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array except the scaler's, or raise without replacing any."""
-        other = "remainders." if self._masters.kind == "float32" else "masters."
-        if any(path.startswith(other) for path in loaded):
-            raise ValueError(
-                f"This optimizer has masters={self._masters.kind!r}, but the state was "
-                "saved with the other kind. Use the same kind, or use "
-                "save_checkpoint() and restore_checkpoint(), which convert it."
-            )
-        saved = slots(self.state)
-        here = {".".join(map(str, path)): (box, key) for path, box, key in saved}
+        places = slots(self.state)
+        here = {".".join(map(str, path)): (box, key) for path, box, key in places}
         here = {p: x for p, x in here.items() if not p.startswith(_NOT_LOADED)}
         for path, (box, key) in here.items():
             _check_same(path, box[key], loaded.get(path))
@@ -355,8 +353,7 @@ class LossScaleOptimizer(Optimizer):
         if is_builtin(self.optimizer) and added:
             raise ValueError(
                 f"The state contains {min(added)!r}, which this optimizer does not "
-                "have, so it belongs to another model or optimizer. Load a state that "
-                "was saved with the same model and optimizer."
+                f"have. {_SAME}"
             )
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
@@ -461,33 +458,25 @@ def _check_norm(value: Any) -> None:
 
 def _check_same(path: str, here: mx.array, there: Any) -> None:
     if there is None:
-        raise ValueError(
-            f"The state has no {path!r}, so it belongs to another model or optimizer. "
-            "Load a state that was saved with the same model and optimizer."
-        )
-    if not isinstance(there, mx.array):
-        raise TypeError(f"{path!r} must be an array, got {there!r}.")
+        raise ValueError(f"The state has no {path!r}. {_SAME}")
+    _check_array(path, there)
     # The bits of a weight may have been written in the other half-precision dtype.
     is_cast = here.dtype != there.dtype and not path.startswith("written.")
     if here.shape != there.shape or is_cast:
         raise ValueError(
             f"{path!r} is {there.dtype} with shape {there.shape} in the state, but "
-            f"{here.dtype} with shape {here.shape} in this optimizer. Load a state "
-            "that was saved with the same model and optimizer."
+            f"{here.dtype} with shape {here.shape} in this optimizer. {_SAME}"
         )
 
 
-def _check_loaded(loaded: dict[str, Any]) -> None:
-    constants = (bool, int, float, str, type(None))
-    for path, x in loaded.items():
-        is_constant = path.startswith("optimizer.") and isinstance(x, constants)
-        if not isinstance(x, mx.array) and not is_constant:
-            raise TypeError(f"{path!r} must be an array, got {x!r}.")
-        # The gradient norm of a skipped step may be inf.
-        if not is_constant and path != "grad_norm" and not all_finite(x):
-            raise ValueError(
-                f"{path!r} in the state contains NaN or inf. Load an earlier state."
-            )
+def _check_array(path: str, x: Any) -> None:
+    if not isinstance(x, mx.array):
+        raise TypeError(f"{path!r} must be an array, got {x!r}.")
+    # The gradient norm of a skipped step may be inf.
+    if path != "grad_norm" and not all_finite(x):
+        raise ValueError(
+            f"{path!r} in the state contains NaN or inf. Load an earlier state."
+        )
 
 
 def _pop_scaler(loaded: dict[str, Any], here: dict[str, mx.array]) -> dict[str, Any]:

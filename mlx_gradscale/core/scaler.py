@@ -16,6 +16,7 @@ from .finite import all_finite_times, arrays, is_floating
 from .gradients import Backward, Casting, refuse_scaled
 from .guard import Plan, inspect, plan
 from .masters import HALF
+from .notices import SkipWatch
 from .optimizers import check_supported, initialize, needs_init
 from .ranks import Ranks, finite_on_all_ranks
 from .trees import Leaf, Writes, commit, match
@@ -25,10 +26,6 @@ _SCALED = "scale()"
 _START_AFRESH = (
     "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
 )
-# A run that skips this many steps in a row is not training.
-SKIPS_TO_WARN = 50
-# At this scale a gradient of 1e-3 is the smallest that float16 can represent.
-LOW_SCALE = 2.0**-14
 
 
 @dataclass
@@ -553,15 +550,11 @@ class GradScaler:
         self.load_state_dict(load_state(path))
 
     def __repr__(self) -> str:
-        if not self._enabled:
-            return "GradScaler(enabled=False)"
         try:
-            values = rule.read(self._state)
+            values = self.state_dict() or {"enabled": False}
         except (RuntimeError, ValueError):  # inside mx.compile there are no values
             return "GradScaler(state without values: see mx.compile)"
-        usual = {name: default for name, (_, default) in rule.SETTINGS.items()}
-        shown = ["scale", *(k for k in usual if values[k] != usual[k]), "skipped_steps"]
-        return f"GradScaler({', '.join(f'{k}={values[k]}' for k in shown)})"
+        return f"GradScaler({', '.join(f'{k}={x}' for k, x in values.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         if self._stages:
@@ -591,44 +584,6 @@ def _advance(
     name, *others = changed
     either = reduce(mx.bitwise_or, [changed[key].astype(mx.bool_) for key in others])
     return changed | {name: mx.where(either, changed[name], changed[name])}
-
-
-class SkipWatch:
-    """Warn about 50 skipped steps in a row, or about a very small scale.
-
-    It reads only values that are at least 50 updates old, which have normally been
-    evaluated by then, so it does not wait for the device.
-    """
-
-    def __init__(self) -> None:
-        self._earlier: list[mx.array] = []
-        self._latest: list[mx.array] = []
-
-    def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Record the counter after an update, and check it every 50 updates."""
-        self._latest.append(state["consecutive_skips"])
-        if len(self._latest) < SKIPS_TO_WARN:
-            return
-        earlier, self._earlier = self._earlier, [*self._latest, state["scale"]]
-        self._latest = []
-        try:
-            *counts, scale = [float(x) for x in earlier] or [0.0, 1.0]
-        except (RuntimeError, ValueError):  # left over from inside mx.compile
-            return
-        if max(counts) >= SKIPS_TO_WARN:
-            warn(
-                f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
-                "non-finite gradients, so the model is not training. To find the "
-                "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
-                "loss_fn, *batch)."
-            )
-        elif scale < LOW_SCALE:
-            warn(
-                f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
-                "underflow to zero. Once the overflows have stopped, reset it with "
-                "scaler.update(65536.0). To keep it from falling this far, create the "
-                "scaler with GradScaler(min_scale=1.0)."
-            )
 
 
 def check_model(model: Any, method: str, instead: str) -> None:
