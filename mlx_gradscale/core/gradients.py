@@ -6,9 +6,8 @@ inside the update kernel, so MLX never computes the float32 copy. A gradient tha
 clipped, accumulated or averaged is a different object and is used as is.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from .finite import all_finite, all_finite_times, is_floating
+from .finite import all_finite, is_floating
 from .masters import HALF, to_float32
 from .notices import warn_user
 from .trees import Writes, commit, flatten, leaves, slots
@@ -97,12 +96,10 @@ class Backward:
 
     def __init__(self, state: dict[str, Any]):
         self._state = state
-        self._pending: list[weakref.ref[Unscaled]] = []
-        self._last_call: _ScaledCall | None = None
-        self._warned: set[str] = set()
+        # What the loss from scale_loss() that was differentiated last has unscaled.
+        self._last_unscaled: set[object] | None = None
         self._has_derivative = False
-        #: Whether gradients have been computed since the last update.
-        self.has_gradients = False
+        self._warned: set[str] = set()
 
     def warn_once(self, message: str) -> None:
         """Warn at the user's line, once per scaler and message."""
@@ -134,7 +131,6 @@ class Backward:
                 own = model.trainable_parameters()
                 return outputs, tree_map(lambda g, p: g.astype(p.dtype), scaled, own)
             self.check_loss_dtype(loss_of(outputs))
-            self.has_gradients = True
             return outputs, self.unscale(scaled, 1.0 / scale)
 
         return value_and_grad_fn
@@ -142,33 +138,19 @@ class Backward:
     def unscale(self, scaled: Any, inverse: mx.array) -> Any:
         """Return a tree of unscaled gradients that track their source."""
         gradients = tree_map(Unscaled, _unscale(scaled, inverse))
-        found = leaves(gradients)
-        for gradient, source in zip(found, leaves(scaled), strict=True):
+        for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
             gradient.source = source, inverse
-        self._pending = list(map(weakref.ref, found))
         return gradients
 
     def unscale_in_place(self, gradients: Any, inverse: mx.array) -> Any:
         """Unscale the arrays of a tree in place and return the tree."""
-        places = slots(gradients) if isinstance(gradients, (dict, list)) else []
-        if not places or any(isinstance(box, tuple) for _, box, _ in places):
+        tree = [gradients]  # also gives a single array a container
+        places = slots(tree)
+        if any(isinstance(box, tuple) for _, box, _ in places):
             return self.unscale(gradients, inverse)
-        unscaled = self.unscale([box[key] for _, box, key in places], inverse)
+        unscaled = leaves(self.unscale(tree, inverse))
         commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
-        return gradients
-
-    def pending_finite(self) -> mx.array:
-        """Return whether the latest gradients are finite; false if there are none."""
-        alive = [reference() for reference in self._pending]
-        sources = [x.source for x in alive if x is not None and x.source is not None]
-        if not sources:
-            return mx.array(False)
-        return all_finite_times([scaled for scaled, _ in sources], sources[0][1], [])
-
-    def end_iteration(self) -> None:
-        """Forget the gradients computed since the last update."""
-        self.has_gradients = False
-        self._last_call = None
+        return tree[0]
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
@@ -177,38 +159,43 @@ class Backward:
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            call = _ScaledCall(self, self._state["scale"])
+            scale = self._state["scale"]
+            # One entry for each array whose gradient has been unscaled.
+            unscaled: set[object] = set()
+
+            def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
+                self._last_unscaled = unscaled
+                return cotangent * scale
+
             given = [x for _, x in tree_flatten((args, kwargs), is_leaf=is_opaque)]
             given = given if model is None else [model]
             models = [x for x in given if isinstance(x, nn.Module)]
             places = [place for each in models for place in writable_arrays(each)]
             parameters = [each.trainable_parameters() for each in models]
             trained = set(map(id, leaves(parameters)))
-            own = [place for place in places if id(place[2]) in trained]
+            unscale = partial(_with_unscaled_gradient, 1.0 / scale, unscaled)
             if not models and args:
-                args = (tree_map(call.unscaled, args[0], is_leaf=is_opaque), *args[1:])
-            changed = [(box, key, call.unscaled(x)) for box, key, x in own]
+                args = (tree_map(unscale, args[0], is_leaf=is_opaque), *args[1:])
+            own = [(box, key, unscale(x)) for box, key, x in places if id(x) in trained]
             try:
-                commit(changed)
-                outputs = loss_fn(*args, **kwargs)
-            finally:
                 commit(own)
-            commit(finite_buffers(places, trained))
-            self.check_loss_dtype(loss_of(outputs))
-            return with_loss(outputs, call.scaled(loss_of(outputs)))
+                outputs = loss_fn(*args, **kwargs)
+            except BaseException:
+                commit(places)
+                raise
+            commit(restored(places, trained, [x for _, _, x in own]))
+            loss = loss_of(outputs)
+            self.check_loss_dtype(loss)
+            scaled = _with_gradient(loss.astype(mx.float32), scale, scale_gradient)
+            return with_loss(outputs, scaled)
 
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
 
-    def note_backward(self, call: "_ScaledCall") -> None:
-        """Remember the call whose loss is being differentiated."""
-        self._last_call = call
-        self.has_gradients = True
-
-    def check_last_call(self) -> None:
+    def check_unscaled(self) -> None:
         """Raise if the last ``scale_loss`` call produced scaled gradients."""
-        call, self._last_call = self._last_call, None
-        if call is not None and not call.n_unscaled:
+        unscaled, self._last_unscaled = self._last_unscaled, None
+        if unscaled is not None and not unscaled:
             raise RuntimeError(
                 "These gradients are still scaled. scale_loss() unscales only the "
                 "gradients of models among the arguments, or of the first argument if "
@@ -302,29 +289,32 @@ def differentiate(
     except BaseException:
         commit(places)
         raise
-    # Keep anything the forward pass itself wrote to a trainable array, as MLX does.
-    substituted = set(map(id, substitutes))
     is_cast = casting.compute_dtype is not None
-    writes = finite_buffers(places, trained)
-    for box, key, x in places:
-        if id(x) in trained and (is_cast or id(box[key]) in substituted):
-            writes.append((box, key, x))
-    commit(writes)
+    commit(restored(places, trained, None if is_cast else substitutes))
     return outputs, gradients
 
 
-def finite_buffers(places: Writes, trained: set[int]) -> Writes:
-    """Return writes that restore, on the device, buffers that became non-finite.
+def restored(
+    places: Writes, trained: set[int], substitutes: list[mx.array] | None
+) -> Writes:
+    """Return the writes that clean up a model after its forward pass.
 
-    BatchNorm's running statistics, for example, would stay inf or NaN after a forward
-    pass that overflows. ``places`` are the model's arrays before the forward pass.
+    ``places`` are its arrays before the forward pass. Trained arrays replace their
+    substitutes. If ``substitutes`` is None, they replace anything; otherwise, what the
+    forward pass itself wrote is kept, as in MLX. Buffers that became non-finite are
+    restored on the device: BatchNorm's running statistics would stay inf or NaN after a
+    forward pass that overflows.
     """
+    ids = None if substitutes is None else set(map(id, substitutes))
     writes: Writes = []
     for box, key, old in places:
-        new = box.get(key) if isinstance(box, dict) else box[key]
-        if new is old or id(old) in trained or not isinstance(new, mx.array):
+        new: Any = box.get(key) if isinstance(box, dict) else box[key]
+        if id(old) in trained:
+            if ids is None or id(new) in ids:
+                writes.append((box, key, old))
             continue
-        if new.shape == old.shape and is_floating(new):
+        is_replaced = new is not old and isinstance(new, mx.array)
+        if is_replaced and new.shape == old.shape and is_floating(new):
             safe = mx.where(all_finite([new]), new, old.astype(new.dtype))
             writes.append((box, key, safe))
     return writes
@@ -336,42 +326,23 @@ def writable_arrays(model: nn.Module) -> Writes:
     return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
 
 
-class _ScaledCall:
-    """One call of a loss function from ``scale_loss``."""
+def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) -> Any:
+    """Return ``x``, with its gradient unscaled in float32 and noted in a set."""
+    if not isinstance(x, mx.array) or not is_floating(x):
+        return x
+    token = object()
 
-    def __init__(self, owner: Backward, scale: mx.array):
-        self._owner = owner
-        self._scale = scale
-        self.n_unscaled = 0
+    def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> mx.array:
+        if token in unscaled:
+            raise RuntimeError(
+                "A loss from scale_loss() cannot be differentiated twice: the result "
+                "would be wrong by a factor of the scale. Differentiate "
+                "value_and_grad() or the original loss instead."
+            )
+        unscaled.add(token)
+        return unscale_leaf(cotangent, inverse)
 
-    def scaled(self, loss: mx.array) -> Any:
-        """Return the loss in float32; its gradient is scaled."""
-
-        def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
-            self._owner.note_backward(self)
-            return cotangent * scale
-
-        return _with_gradient(loss.astype(mx.float32), self._scale, scale_gradient)
-
-    def unscaled(self, x: Any) -> Any:
-        """Return a floating-point array; its gradient is unscaled, in float32."""
-        if not isinstance(x, mx.array) or not is_floating(x):
-            return x
-        n_passes = 0
-
-        def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> mx.array:
-            nonlocal n_passes
-            n_passes += 1
-            if n_passes > 1:
-                raise RuntimeError(
-                    "A loss from scale_loss() cannot be differentiated twice: the "
-                    "result would be wrong by a factor of the scale. Differentiate "
-                    "value_and_grad() or the original loss instead."
-                )
-            self.n_unscaled += 1
-            return unscale_leaf(cotangent, inverse)
-
-        return _with_gradient(x, 1.0 / self._scale, unscale_gradient)
+    return _with_gradient(x, inverse, unscale_gradient)
 
 
 def _with_gradient(

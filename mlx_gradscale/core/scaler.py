@@ -388,7 +388,7 @@ class GradScaler:
         return self._backward.unscale(grads, 1.0 / self._state["scale"])
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
-        self._backward.check_last_call()
+        self._backward.check_unscaled()
         if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
             raise ValueError(
                 "There are no gradients of floating-point parameters. Unfreeze some "
@@ -405,9 +405,8 @@ class GradScaler:
     def update(self, new_scale: float | mx.array | None = None) -> None:
         """Update the scale according to the steps since the last update.
 
-        Call it once per iteration, after :meth:`step`. If your loop drops a batch
-        without a step, call it anyway. It then checks the gradients of that batch; if
-        they have been freed already, it assumes an overflow.
+        Call it once per iteration, after :meth:`step`. To drop a batch, call
+        :meth:`unscale_` instead of :meth:`step`, so that an overflow still counts.
 
         Args:
             new_scale (float or array, optional): Set the scale to this value instead,
@@ -421,17 +420,15 @@ class GradScaler:
             self._state["skips_since_update"] = mx.array(0)
             self._end_iteration()
             return
+        if not self._stages:
+            raise RuntimeError(
+                "update() was called without a step. Call step() first or, to drop a "
+                "batch, unscale_(). If step() runs inside mx.compile, call update() in "
+                "the same function."
+            )
         # Steps are counted in the state, so that compiled steps count as well.
         finite = self._state["skips_since_update"] == 0
         not_stepped = [x.finite for x in self._stages.values() if not x.stepped]
-        if not self._stages:
-            if not self._backward.has_gradients:
-                raise RuntimeError(
-                    "update() was called without a step. Call step() or unscale_() "
-                    "first. If step() runs inside mx.compile, call update() in the "
-                    "same function."
-                )
-            not_stepped = [self._backward.pending_finite()]
         if not_stepped:
             finite = reduce(mx.logical_and, not_stepped, finite)
             finite = finite_on_all_ranks(finite, self.group)
@@ -440,7 +437,6 @@ class GradScaler:
 
     def _end_iteration(self) -> None:
         self._stages.clear()
-        self._backward.end_iteration()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
