@@ -22,7 +22,7 @@ from .optimizers import (
     single_optimizers,
 )
 from .ranks import Ranks, Sharded
-from .scale import FIELDS, check, clamp_values, read
+from .scale import FIELDS, clamp_and_check, read
 from .scaler import GradScaler, check_model
 from .trees import CONTAINERS, commit, match, restore, slots, snapshot
 
@@ -484,6 +484,4 @@ def _pop_scaler(loaded: dict[str, Any], here: dict[str, mx.array]) -> dict[str, 
     arrays = {name: loaded.pop(f"scaler.{name}", None) for name in FIELDS}
     for name, x in arrays.items():
         _check_same(f"scaler.{name}", here[name], x)
-    values = clamp_values(read(arrays))
-    check(values)
-    return values
+    return clamp_and_check(read(arrays))

@@ -416,7 +416,7 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._state["scale"] = rule.clamp(self._state, _as_scale(new_scale))
+            self._state["scale"] = rule.clamp(self._state, new_scale)
             self._state["skips_since_update"] = mx.array(0)
             self._end_iteration()
             return
@@ -483,16 +483,10 @@ class GradScaler:
         self._set("growth_interval", new_interval)
 
     def _get(self, name: str) -> Any:
-        try:
-            return rule.read_field(name, self._state[name])
-        except (RuntimeError, ValueError) as error:
-            raise RuntimeError(
-                "The state of this scaler has no values. Do not read it inside "
-                "mx.compile, and list scaler.state in its inputs= and outputs=."
-            ) from error
+        return rule.read_field(name, self._state[name])
 
     def _set(self, name: str, value: Any) -> None:
-        rule.check({key: self._get(key) for key in rule.SETTINGS} | {name: value})
+        rule.check(rule.read(self._state) | {name: value})
         self._state[name] = rule.as_array(name, value)
 
     @property
@@ -526,8 +520,7 @@ class GradScaler:
         ignored. A disabled scaler ignores the state.
         """
         if self._enabled:
-            settings = {name: self._get(name) for name in rule.SETTINGS}
-            self._fill(rule.from_state_dict(state_dict, settings))
+            self._fill(rule.from_state_dict(state_dict, rule.read(self._state)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to a single file, atomically.
@@ -548,7 +541,7 @@ class GradScaler:
     def __repr__(self) -> str:
         try:
             values = self.state_dict() or {"enabled": False}
-        except (RuntimeError, ValueError):  # inside mx.compile there are no values
+        except RuntimeError:  # inside mx.compile there are no values
             return "GradScaler(state without values: see mx.compile)"
         return f"GradScaler({', '.join(f'{k}={x}' for k, x in values.items())})"
 
@@ -589,14 +582,3 @@ def check_model(model: Any, method: str, instead: str) -> None:
             f"The model passed to {method}() must be an nn.Module, got "
             f"{type(model).__name__}. For a tree of parameters, use {instead}."
         )
-
-
-def _as_scale(value: Any) -> mx.array:
-    if isinstance(value, mx.array) and value.size == 1 and value.dtype != mx.bool_:
-        return value.reshape(()).astype(mx.float32)
-    if not rule.is_scale(value):
-        raise ValueError(
-            "new_scale must be a single number that is positive and finite in "
-            f"float32, got {value!r}."
-        )
-    return mx.array(float(value))
