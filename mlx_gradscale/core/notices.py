@@ -35,19 +35,21 @@ class SkipWatch:
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[mx.array, mx.array]] = []
+        self._earlier: list[mx.array] = []
+        self._latest: list[mx.array] = []
 
     def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Record the state after an update, and check it every 50 updates."""
-        self._seen.append((state["consecutive_skips"], state["scale"]))
-        if len(self._seen) < 2 * SKIPS_TO_WARN:
+        """Record the counter after an update, and check it every 50 updates."""
+        self._latest.append(state["consecutive_skips"])
+        if len(self._latest) < SKIPS_TO_WARN:
             return
-        earlier, self._seen = self._seen[:SKIPS_TO_WARN], self._seen[SKIPS_TO_WARN:]
+        earlier, self._earlier = self._earlier, [*self._latest, state["scale"]]
+        self._latest = []
         try:
-            skips, scale = max(float(n) for n, _ in earlier), float(earlier[-1][1])
+            *counts, scale = [float(x) for x in earlier] or [0.0, 1.0]
         except (RuntimeError, ValueError):  # left over from inside mx.compile
             return
-        if skips >= SKIPS_TO_WARN:
+        if max(counts) >= SKIPS_TO_WARN:
             warn(
                 f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
                 "non-finite gradients, so the model is not training. To find the "
