@@ -5,8 +5,8 @@ until it makes another call or exits.
 """
 
 import zlib
-from collections.abc import Callable, Iterator
-from operator import itemgetter
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 from .finite import all_finite_times, global_norm, is_floating
+from .masters import to_float32
 from .trees import flatten
 
 Group = mx.distributed.Group
@@ -69,24 +70,31 @@ class Ranks:
         return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
     def averaged(self, gradients: Any) -> Any:
-        """Return the gradients averaged over the group, except shards.
+        """Return the gradients averaged over the group in float32, except shards.
 
         Each bucket waits for the one before. Otherwise a rank that reads something the
         others do not, such as the norm on rank 0, could send buckets in another order.
         """
         own = {
-            path: x
+            path: to_float32(x)
             for path, x in flatten(gradients)
             if is_floating(x) and not self.is_shard(path, x)
         }
-        means: ByPath = {}
+        # In reverse, because the gradients of the last layers are ready first, and
+        # sorted, so that the order in which a rank built its tree does not matter.
+        order = sorted(own, key=lambda path: (str(own[path].dtype), path), reverse=True)
+        starts = accumulate((own[path].nbytes for path in order), initial=0)
+        buckets: dict[Any, list[str]] = {}
+        for path, start in zip(order, starts, strict=False):
+            bucket = own[path].dtype, start // _BUCKET_BYTES
+            buckets.setdefault(bucket, []).append(path)
         last: list[mx.array] = []
-        for paths in _buckets(own):
+        for paths in buckets.values():
             values = [own[path] for path in paths]
             values = mx.depends(values, last) if last else values
             last = nn.average_gradients(values, self.group, all_reduce_size=2**62)
-            means.update(zip(paths, last, strict=True))
-        return tree_map_with_path(lambda path, x: means.get(path, x), gradients)
+            own.update(zip(paths, last, strict=True))
+        return tree_map_with_path(lambda path, x: own.get(path, x), gradients)
 
     def all_finite(
         self,
@@ -126,21 +134,15 @@ class Ranks:
     def compare(self, parameters: Any, settings: str) -> None:
         """Raise, on every rank, if parameters or settings differ between ranks."""
         # Shards differ between ranks, and their names may differ too.
-        found = [(p, x) for p, x in flatten(parameters) if not self.is_shard(p, x)]
-        shapes = [
-            f"{p} {x.dtype} {x.shape}" for p, x in sorted(found, key=itemgetter(0))
-        ]
-        sums = []
-        for _, x in found:
-            # Without averaging, ranks may start from different values.
-            if x.size and self.average:
-                bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
-                places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
-                sums.append((bits * places).sum().item())
+        found = {p: x for p, x in flatten(parameters) if not self.is_shard(p, x)}
+        shapes = sorted(f"{path} {x.dtype} {x.shape}" for path, x in found.items())
+        # Without averaging, ranks may start from different values.
+        paths = sorted(path for path in found if found[path].size and self.average)
+        values = [_checksum(found[path]).item() for path in paths]
         parts = {
             "the names, shapes or dtypes of parameters": shapes,
             "the settings of the optimizer or the scaler": settings,
-            "the values of parameters": sums,
+            "the values of parameters": values,
         }
         checksums = {k: zlib.crc32(str(x).encode()) >> 1 for k, x in parts.items()}
         own = mx.array(list(checksums.values()), mx.int32)
@@ -166,17 +168,7 @@ def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
     return mx.distributed.all_sum(n_bad, group=group) == 0
 
 
-def _buckets(values: ByPath) -> Iterator[list[str]]:
-    # In reverse, because the gradients of the last layers are ready first, and sorted,
-    # so that the order in which a rank built its tree does not matter.
-    bucket: list[str] = []
-    n_bytes = 0
-    for path in sorted(values, key=lambda p: (str(values[p].dtype), p), reverse=True):
-        is_full = n_bytes >= _BUCKET_BYTES
-        if bucket and (is_full or values[path].dtype != values[bucket[0]].dtype):
-            yield bucket
-            bucket, n_bytes = [], 0
-        bucket.append(path)
-        n_bytes += values[path].nbytes
-    if bucket:
-        yield bucket
+def _checksum(x: mx.array) -> mx.array:
+    bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
+    places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
+    return (bits * places).sum()
