@@ -5,7 +5,7 @@ step, and ``Plan`` commits them all at once.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,17 +130,6 @@ class Plan:
         return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
 
 
-class _Layout(NamedTuple):
-    """The structure and settings that a compiled step is specialized for."""
-
-    structure: Any  # the gradients' tree, with paths as leaves
-    scaled: set[str]
-    is_builtin: bool
-
-    def tree(self, values: dict[str, Any]) -> Any:
-        return tree_map(values.__getitem__, self.structure)
-
-
 class _Arrays(NamedTuple):
     """The input arrays of a step, by path."""
 
@@ -182,25 +171,22 @@ def plan(
     # An optimizer that keeps Python values in its state cannot be compiled.
     is_own = len(old) == len(found) and is_builtin(optimizer)
 
-    def make_layout() -> _Layout:
-        # MLX's own trees mark a frozen leaf with an empty dict.
-        structure = tree_map_with_path(
-            lambda path, _: path if path in arrays.parameters else {}, gradients
-        )
-        return _Layout(structure, inspected.scaled, is_own)
+    def make_run() -> Callable[..., Any]:
+        # A compiled step must not keep the gradients alive.
+        structure = tree_map(lambda _: None, gradients)
+        return partial(_run, structure, inspected.scaled)
 
     state: list[mx.array] = []
     new: dict[str, tuple[mx.array, Stored]] = {}
     if is_own:
         split = split_paths(optimizer, gradients)
         traced_for = list(arrays.gradients), inspected.scaled, split
-        run = autocompiled(lambda: partial(_run, make_layout()), optimizer, traced_for)
+        run = autocompiled(make_run, optimizer, traced_for)
         state, new = run(old, scheduled_values(optimizer), arrays)
     elif (is_applied := _read(inspected.applied)) is None:  # inside mx.compile
-        values = scheduled_values(optimizer)
-        state, new = _run(make_layout(), optimizer, old, values, arrays)
+        state, new = make_run()(optimizer, old, scheduled_values(optimizer), arrays)
     elif is_applied:
-        new = _run_on_host(make_layout(), optimizer, arrays)
+        new = _run_on_host(gradients, inspected.scaled, optimizer, arrays)
     for (_, box, key), x in zip(places, state, strict=False):
         result.writes.append((box, key, x))
     for path, (parameter, stored) in new.items():
@@ -218,7 +204,8 @@ def _read(flag: mx.array) -> bool | None:
 
 
 def _run(
-    layout: _Layout,
+    structure: Any,
+    scaled: set[str],
     optimizer: Optimizer,
     state: list[mx.array],
     scheduled: list[dict[str, mx.array]],
@@ -230,7 +217,7 @@ def _run(
         places, signature = slots(optimizer.state), _signature(optimizer.state)
         given = [_alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
-        masters, gradients, stepped = _step(layout, optimizer, arrays, is_selected=True)
+        masters, gradients, stepped = _step(structure, scaled, optimizer, arrays)
         if _signature(optimizer.state) != signature:
             raise TypeError(
                 f"{type(optimizer).__name__} adds a key to its state or changes a "
@@ -247,7 +234,7 @@ def _run(
             check_shape(".".join(map(str, where)), old.shape, now[where].shape)
             # SGD has moments even without momentum, but no kernel needs to read them.
             # Only MLX's own optimizers are known never to modify arrays in place.
-            if layout.is_builtin and now[where] is alias:
+            if now[where] is alias and is_builtin(optimizer):
                 selected.append(old)
                 continue
             owner = _owner(where)
@@ -263,12 +250,12 @@ def _run(
 
 
 def _run_on_host(
-    layout: _Layout, optimizer: Optimizer, arrays: _Arrays
+    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Arrays
 ) -> dict[str, tuple[mx.array, Stored]]:
     """Step eagerly, after the host has read that all gradients are finite."""
     saved = snapshot(optimizer.state)
     try:
-        _, _, stepped = _step(layout, optimizer, arrays, is_selected=False)
+        _, _, stepped = _step(structure, scaled, optimizer, arrays)
     except BaseException:
         restore(saved)
         raise
@@ -280,24 +267,29 @@ def _run_on_host(
 
 
 def _step(
-    layout: _Layout, optimizer: Optimizer, arrays: _Arrays, *, is_selected: bool
+    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Arrays
 ) -> tuple[dict[str, Joined], dict[str, mx.array], dict[str, mx.array]]:
     """Return master weights, unscaled gradients and new float32 parameters, by path."""
+
+    def tree(values: dict[str, mx.array]) -> Any:
+        # MLX's own trees mark a frozen leaf with an empty dict.
+        return tree_map_with_path(lambda path, _: values.get(path, {}), structure)
+
     masters = {
         path: joined_master(parameter, arrays.stored[path])
         for path, parameter in arrays.parameters.items()
     }
-    full = layout.tree({path: _alias(x.master) for path, x in masters.items()})
-    gradients = _unscaled(layout, optimizer, arrays)
-    if is_selected and not layout.is_builtin:
+    full = tree({path: _alias(x.master) for path, x in masters.items()})
+    gradients = _unscaled(scaled, optimizer, arrays)
+    if not is_builtin(optimizer):
         # An SVD of NaN raises, and third-party optimizers may raise as well.
         gradients = {p: mx.where(arrays.applied, g, 0) for p, g in gradients.items()}
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
     # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-    for part, tree in parts(optimizer, layout.tree(gradients)):
+    for part, own in parts(optimizer, tree(gradients)):
         try:
-            new = dict(flatten(part.apply_gradients(tree, full)))
+            new = dict(flatten(part.apply_gradients(own, full)))
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"The optimizer failed with {error!r}. If a parameter was added or "
@@ -312,7 +304,7 @@ def _step(
 
 
 def _unscaled(
-    layout: _Layout, optimizer: Optimizer, arrays: _Arrays
+    scaled: set[str], optimizer: Optimizer, arrays: _Arrays
 ) -> dict[str, mx.array]:
     """Return the unscaled and clipped gradients, in float32."""
     inverse, clip = arrays.inverse, arrays.clip
@@ -320,7 +312,7 @@ def _unscaled(
     factors = {True: _factors(optimizer, factor), False: _factors(optimizer, clip)}
     unscaled = {}
     for path, g in arrays.gradients.items():
-        g, times = to_float32(g), next(factors[path in layout.scaled], None)
+        g, times = to_float32(g), next(factors[path in scaled], None)
         if times is not None:
             times = mx.broadcast_to(times, g.shape)
             g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)

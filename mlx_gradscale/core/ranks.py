@@ -108,8 +108,18 @@ class Ranks:
         ``were_finite`` is the flag from an earlier ``unscale_()``.
         """
         finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
-        finite = finite if were_finite is None else finite & were_finite
-        return finite_on_all_ranks(finite, None if self._decides_alone else self.group)
+        return self.agree(finite if were_finite is None else finite & were_finite)
+
+    def agree(self, finite: mx.array) -> mx.array:
+        """Return, on every rank, whether ``finite`` is true on all ranks.
+
+        Uses a single four-byte all-reduce. Flags are counted, because the maximum of
+        NaN and a number can be either, depending on the order of the ranks.
+        """
+        if self._decides_alone:
+            return finite
+        n_bad = mx.logical_not(finite).astype(mx.int32)
+        return mx.distributed.all_sum(n_bad, group=self.group) == 0
 
     def norm(
         self, scaled: ByPath, inverse: mx.array | None, others: ByPath
@@ -154,18 +164,6 @@ class Ranks:
                     "the same model and optimizer on every rank, and copy rank 0's "
                     "weights with mlx_gradscale.distributed.broadcast()."
                 )
-
-
-def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
-    """Return, on every rank, whether ``finite`` is true on all ranks.
-
-    Uses a single four-byte all-reduce. Flags are counted, because the maximum of NaN
-    and a number can be either, depending on the order of the ranks.
-    """
-    if is_single(group):
-        return finite
-    n_bad = mx.logical_not(finite).astype(mx.int32)
-    return mx.distributed.all_sum(n_bad, group=group) == 0
 
 
 def _checksum(x: mx.array) -> mx.array:

@@ -18,7 +18,7 @@ from .guard import Plan, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
 from .optimizers import check_supported, initialize, needs_init
-from .ranks import Ranks, finite_on_all_ranks
+from .ranks import Ranks
 from .trees import Leaf, Writes, commit, match
 
 _UNSCALED = "value_and_grad() or scale_loss()"
@@ -431,7 +431,7 @@ class GradScaler:
         not_stepped = [x.finite for x in self._stages.values() if not x.stepped]
         if not_stepped:
             finite = reduce(mx.logical_and, not_stepped, finite)
-            finite = finite_on_all_ranks(finite, self.group)
+            finite = self._ranks.agree(finite)
         commit(self._writes(None, finite))
         self._end_iteration()
 
