@@ -10,9 +10,9 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from .finite import all_finite, is_floating
+from .finite import all_finite
 from .guard import Plan, inspect, plan
-from .masters import HALF, Masters, check_shape
+from .masters import HALF, Masters
 from .optimizers import (
     check_supported,
     fingerprint,
@@ -24,7 +24,7 @@ from .optimizers import (
 from .ranks import Ranks, Sharded
 from .scale import FIELDS, clamp_and_check, read
 from .scaler import GradScaler, check_model
-from .trees import CONTAINERS, commit, match, restore, slots, snapshot
+from .trees import CONTAINERS, commit, flatten, match, restore, slots, snapshot
 
 # The scaler loads its own part of a state, and settings for clipping are kept.
 _NOT_LOADED = ("scaler.", "max_grad_norm")
@@ -103,7 +103,7 @@ class LossScaleOptimizer(Optimizer):
         self._ranks.check(clips=max_grad_norm is not None)
         self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters
+        self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
         self._state: _State = self._new_state(
             mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
@@ -142,7 +142,6 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
-        found = {path: x for path, x in tree_flatten(parameters) if is_floating(x)}
         if not self._ranks.is_single:
             kinds = list(map(type, single_optimizers(self.optimizer)))
             inner = fingerprint(self.optimizer, None) or kinds
@@ -152,7 +151,7 @@ class LossScaleOptimizer(Optimizer):
         try:
             loaded = self._take_loaded() if self._is_loaded else None
             initialize(self.optimizer, parameters)
-            for path, x in found.items():
+            for path, x in flatten(parameters):
                 if x.dtype in HALF:
                     self._masters.add(path, x)
             if loaded is not None:
@@ -161,7 +160,7 @@ class LossScaleOptimizer(Optimizer):
             restore(before)
             raise
         self._is_loaded, self._initialized = False, True
-        self._shapes = {path: x.shape for path, x in found.items()} | self._shapes
+        self._has_state = not needs_init(self.optimizer)
         # MLX cannot evaluate a lazy array in a different thread.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
@@ -202,9 +201,6 @@ class LossScaleOptimizer(Optimizer):
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         scaler._check_leaves(leaves)
-        for leaf in leaves:
-            shape = leaf.parameter.shape
-            check_shape(leaf.path, self._shapes.get(leaf.path, shape), shape)
         max_norm = self._state["max_grad_norm"] if self._clips else None
         inspected = inspect(leaves, self._ranks, max_norm)
         if not scaler._enabled:
@@ -217,8 +213,7 @@ class LossScaleOptimizer(Optimizer):
         return planned
 
     def _needs_init(self) -> bool:
-        # A rank without parameters never has state.
-        is_lost = bool(self._shapes) and needs_init(self.optimizer)
+        is_lost = self._has_state and needs_init(self.optimizer)
         return not self._initialized or is_lost
 
     @property
@@ -267,7 +262,6 @@ class LossScaleOptimizer(Optimizer):
         """
         for leaf in match(masters, parameters):
             if leaf.parameter.dtype in HALF:
-                self._masters.add(leaf.path, leaf.parameter)
                 self._masters.set(leaf.path, leaf.gradient, leaf.parameter)
 
     @property
