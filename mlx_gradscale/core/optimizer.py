@@ -105,20 +105,16 @@ class LossScaleOptimizer(Optimizer):
         self._clips = max_grad_norm is not None
         self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
-        self._state: _State = self._new_state(
-            mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
-        )
+        limit = mx.array(float(max_grad_norm or "inf"))
+        self._make_state({"grad_norm": mx.array(0.0), "max_grad_norm": limit})
 
-    def _new_state(self, grad_norm: mx.array, max_grad_norm: mx.array) -> "_State":
-        state = _State(
-            optimizer=self.optimizer.state,
-            **self._masters.state,
-            scaler=self.scaler.state,
-            grad_norm=grad_norm,
-            max_grad_norm=max_grad_norm,
-        )
-        state.owner = self.optimizer
-        return state
+    def _make_state(self, norms: dict[str, mx.array]) -> None:
+        parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
+        self._state: _State = _State(parts | self._masters.state | norms)
+        self._state.owner = self.optimizer
+
+    def _norms(self) -> dict[str, mx.array]:
+        return {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
 
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -296,8 +292,7 @@ class LossScaleOptimizer(Optimizer):
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
             part.state = {k: part.state[k] for k in kept if k in part.state}
-        old = self._state
-        self._state = self._new_state(old["grad_norm"], old["max_grad_norm"])
+        self._make_state(self._norms())
         self._initialized = self._is_loaded = False
 
     def _attach(self, state: "_State") -> None:
@@ -322,7 +317,10 @@ class LossScaleOptimizer(Optimizer):
     def _load(self, loaded: dict[str, Any]) -> None:
         """Replace the whole state, or raise without replacing any of it."""
         loaded.pop("max_grad_norm", None)
-        scaler = _pop_scaler(loaded, self.scaler.state)
+        scaler = {name: loaded.pop(f"scaler.{name}", None) for name in FIELDS}
+        for name, x in scaler.items():
+            _check_same(f"scaler.{name}", self.scaler.state[name], x)
+        fields = clamp_and_check(read(scaler))
         for path, x in loaded.items():
             # A third-party optimizer may keep Python values in its state.
             if not (path.startswith("optimizer.") and isinstance(x, _CONSTANTS)):
@@ -334,7 +332,7 @@ class LossScaleOptimizer(Optimizer):
         else:
             self._adopt(loaded)
             self._is_loaded = True
-        self.scaler._fill(scaler)
+        self.scaler._fill(fields)
 
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array except the scaler's, or raise without replacing any."""
@@ -376,13 +374,12 @@ class LossScaleOptimizer(Optimizer):
         return {path: x for path, x in found if not path.startswith(_NOT_LOADED)}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
-        return self.__dict__ | {"_state": own}
+        return vars(self) | {"_state": self._norms()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        self.__dict__.update(pickled)
+        vars(self).update(pickled)
         # Share the dicts of the parts instead of copying them.
-        self._state = self._new_state(**pickled["_state"])
+        self._make_state(pickled["_state"])
 
     def __getattr__(self, name: str) -> Any:
         # Only called for attributes that this object does not have.
@@ -471,11 +468,3 @@ def _check_array(path: str, x: Any) -> None:
         raise ValueError(
             f"{path!r} in the state contains NaN or inf. Load an earlier state."
         )
-
-
-def _pop_scaler(loaded: dict[str, Any], here: dict[str, mx.array]) -> dict[str, Any]:
-    """Remove the scaler's arrays from a loaded state and return their values."""
-    arrays = {name: loaded.pop(f"scaler.{name}", None) for name in FIELDS}
-    for name, x in arrays.items():
-        _check_same(f"scaler.{name}", here[name], x)
-    return clamp_and_check(read(arrays))
