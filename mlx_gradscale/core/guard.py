@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
-from .finite import is_finite_magnitude, is_floating
+from .finite import all_finite_times, is_finite_magnitude, is_floating
 from .gradients import each_use
 from .masters import (
     HALF,
@@ -95,7 +95,8 @@ def inspect(
             gradients[leaf.path] = source[0]
             is_scaled.add(leaf.path)
     if max_norm is None:
-        applied = ranks.all_finite(scaled, inverse, others, were_finite)
+        finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
+        applied = ranks.agree(finite if were_finite is None else finite & were_finite)
     else:
         # One pass gives both the norm and the finite flag, and clipping is folded into
         # the unscaling factor. Clips like mlx.optimizers.clip_grad_norm.

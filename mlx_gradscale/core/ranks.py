@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map_with_path
 
-from .finite import all_finite_times, global_norm, is_floating
+from .finite import global_norm, is_floating
 from .masters import to_float32
 from .trees import flatten
 
@@ -95,20 +95,6 @@ class Ranks:
             last = nn.average_gradients(values, self.group, all_reduce_size=2**62)
             own.update(zip(paths, last, strict=True))
         return tree_map_with_path(lambda path, x: own.get(path, x), gradients)
-
-    def all_finite(
-        self,
-        scaled: ByPath,
-        inverse: mx.array | None,
-        others: ByPath,
-        were_finite: mx.array | None = None,
-    ) -> mx.array:
-        """Return whether the gradients of all ranks are finite.
-
-        ``were_finite`` is the flag from an earlier ``unscale_()``.
-        """
-        finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
-        return self.agree(finite if were_finite is None else finite & were_finite)
 
     def agree(self, finite: mx.array) -> mx.array:
         """Return, on every rank, whether ``finite`` is true on all ranks.
