@@ -131,26 +131,9 @@ class Backward:
                 own = model.trainable_parameters()
                 return outputs, tree_map(lambda g, p: g.astype(p.dtype), scaled, own)
             self.check_loss_dtype(loss_of(outputs))
-            return outputs, self.unscale(scaled, 1.0 / scale)
+            return outputs, unscale(scaled, 1.0 / scale)
 
         return value_and_grad_fn
-
-    def unscale(self, scaled: Any, inverse: mx.array) -> Any:
-        """Return a tree of unscaled gradients that track their source."""
-        gradients = tree_map(Unscaled, _unscale(scaled, inverse))
-        for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
-            gradient.source = source, inverse
-        return gradients
-
-    def unscale_in_place(self, gradients: Any, inverse: mx.array) -> Any:
-        """Unscale the arrays of a tree in place and return the tree."""
-        tree = [gradients]  # also gives a single array a container
-        places = slots(tree)
-        if any(isinstance(box, tuple) for _, box, _ in places):
-            return self.unscale(gradients, inverse)
-        unscaled = leaves(self.unscale(tree, inverse))
-        commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
-        return tree[0]
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
@@ -167,16 +150,15 @@ class Backward:
                 self._last_unscaled = unscaled
                 return cotangent * scale
 
-            given = [x for _, x in tree_flatten((args, kwargs), is_leaf=is_opaque)]
-            given = given if model is None else [model]
-            models = [x for x in given if isinstance(x, nn.Module)]
+            given = (args, kwargs) if model is None else model
+            found = [x for _, x in tree_flatten(given, is_leaf=is_opaque)]
+            models = [x for x in found if isinstance(x, nn.Module)]
             places = [place for each in models for place in writable_arrays(each)]
-            parameters = [each.trainable_parameters() for each in models]
-            trained = set(map(id, leaves(parameters)))
-            unscale = partial(_with_unscaled_gradient, 1.0 / scale, unscaled)
+            trained = set(map(id, leaves([x.trainable_parameters() for x in models])))
+            wrap = partial(_with_unscaled_gradient, 1.0 / scale, unscaled)
             if not models and args:
-                args = (tree_map(unscale, args[0], is_leaf=is_opaque), *args[1:])
-            own = [(box, key, unscale(x)) for box, key, x in places if id(x) in trained]
+                args = (tree_map(wrap, args[0], is_leaf=is_opaque), *args[1:])
+            own = [(box, key, wrap(x)) for box, key, x in places if id(x) in trained]
             try:
                 commit(own)
                 outputs = loss_fn(*args, **kwargs)
@@ -202,23 +184,26 @@ class Backward:
                 "there are none. Pass the model: scale_loss(loss_fn, model)."
             )
 
-    def note_derivative(self, scaled: mx.array) -> Any:
-        """Return the result of ``scale()``, and note when it is differentiated."""
+    def scaled(self, output: mx.array) -> Any:
+        """Return ``output`` times the scale, and note when it is differentiated."""
+        self.check_loss_dtype(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
             self._has_derivative = True
             return cotangent
 
+        scaled = to_float32(output) * self._state["scale"]
         return _with_gradient(scaled, mx.array(1.0), note)
 
-    def check_derivative(self) -> None:
-        """Warn about gradients that cannot come from ``scale()``."""
+    def inverse_scale(self) -> mx.array:
+        """Return the factor for gradients from ``scale()``; warn if there are none."""
         if not self._has_derivative:
             self.warn_once(
                 "scale() was called, but its result was never differentiated, so these "
                 "gradients are not scaled and would become too small. Call scale() "
                 "inside the function that you differentiate, or use value_and_grad()."
             )
+        return 1.0 / self._state["scale"]
 
     def check_loss_dtype(self, loss: mx.array) -> None:
         """Warn about a float16 loss."""
@@ -353,6 +338,25 @@ def _with_gradient(
     zero = mx.zeros_like(factor)
     identity.vjp(lambda primals, cotangent, _: (gradient(cotangent, primals[1]), zero))
     return identity(x, factor)
+
+
+def unscale(scaled: Any, inverse: mx.array) -> Any:
+    """Return a tree of unscaled gradients that track their source."""
+    gradients = tree_map(Unscaled, _unscale(scaled, inverse))
+    for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
+        gradient.source = source, inverse
+    return gradients
+
+
+def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
+    """Unscale the arrays of a tree in place and return the tree."""
+    tree = [gradients]  # a container even for a single array
+    places = slots(tree)
+    if any(isinstance(box, tuple) for _, box, _ in places):
+        return unscale(gradients, inverse)
+    unscaled = leaves(unscale(tree, inverse))
+    commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
+    return tree[0]
 
 
 @mx.compile

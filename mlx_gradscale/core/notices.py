@@ -3,12 +3,11 @@
 import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
 
 import mlx.core as mx
 
 # Packages whose frames may come between the user's line and a warning.
-_BETWEEN = ("mlx_gradscale", "mlx", "functools", "contextlib")
+_BETWEEN = ("mlx_gradscale.", "mlx.", "functools.", "contextlib.")
 # A run that skips this many steps in a row is not training.
 SKIPS_TO_WARN = 50
 # At this scale a gradient of 1e-3 is the smallest that float16 can represent.
@@ -18,13 +17,9 @@ LOW_SCALE = 2.0**-14
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, pointing to the first line outside this package and MLX."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _top_module(frame) in _BETWEEN:
+    while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level + 1)
-
-
-def _top_module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 class SkipWatch:

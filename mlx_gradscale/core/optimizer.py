@@ -99,10 +99,10 @@ class LossScaleOptimizer(Optimizer):
                 "The scaler was created with a different group. Pass the same group to "
                 "the scaler and the optimizer."
             )
-        self._ranks = Ranks(group or self.scaler.group, average, sharded)
-        self._ranks.check(clips=max_grad_norm is not None)
-        self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
+        group = group or self.scaler.group
+        self._ranks = Ranks(group, average, sharded, self._clips)
+        self._masters = Masters(masters)
         self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
         limit = mx.array(float(max_grad_norm or "inf"))
@@ -202,8 +202,8 @@ class LossScaleOptimizer(Optimizer):
         if not scaler._enabled:
             inspected = inspected._replace(applied=mx.array(True))
         planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
-        finite = inspected.applied if scaler._enabled else None
-        planned.writes += scaler._writes(inspected.applied, finite)
+        if scaler._enabled:
+            planned.writes += scaler._writes(inspected.applied, inspected.applied)
         if inspected.norm is not None:
             planned.writes.append((self._state, "grad_norm", inspected.norm))
         return planned

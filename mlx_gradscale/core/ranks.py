@@ -39,7 +39,22 @@ class Ranks:
         group: Group | None = None,
         average: bool = False,
         sharded: Sharded | None = None,
+        clips: bool = False,
     ):
+        if not isinstance(average, bool):
+            raise TypeError(f"average must be True or False, got {average!r}.")
+        is_known = average or sharded is not None
+        if group is None and is_known:
+            raise ValueError(
+                "average= and sharded= require a group. Pass "
+                "group=mx.distributed.init()."
+            )
+        if group is not None and clips and not is_known:
+            raise ValueError(
+                "max_grad_norm= with a group requires average= or sharded=. Pass "
+                "average=True to average the gradients, sharded=False if you average "
+                "them yourself, or sharded=True if each rank has different parameters."
+            )
         self.group = group
         self.average = average
         self.sharded = sharded
@@ -47,23 +62,6 @@ class Ranks:
         self.is_single = is_single(group)
         # Averaged gradients are equal on all ranks, so every rank decides the same.
         self._decides_alone = self.is_single or (average and not sharded)
-
-    def check(self, clips: bool) -> None:
-        """Raise if the arguments contradict each other or leave the norm unknown."""
-        if not isinstance(self.average, bool):
-            raise TypeError(f"average must be True or False, got {self.average!r}.")
-        if self.group is None and (self.average or self.sharded is not None):
-            raise ValueError(
-                "average= and sharded= require a group. Pass "
-                "group=mx.distributed.init()."
-            )
-        is_known = self.average or self.sharded is not None
-        if self.group is not None and clips and not is_known:
-            raise ValueError(
-                "max_grad_norm= with a group requires average= or sharded=. Pass "
-                "average=True to average the gradients, sharded=False if you average "
-                "them yourself, or sharded=True if each rank has different parameters."
-            )
 
     def is_shard(self, path: str, x: mx.array) -> bool:
         """Return whether a gradient, or its parameter, is a shard."""

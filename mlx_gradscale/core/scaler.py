@@ -13,7 +13,7 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from . import scale as rule
 from .finite import all_finite_times, arrays, is_floating
-from .gradients import Backward, Casting, refuse_scaled
+from .gradients import Backward, Casting, refuse_scaled, unscale, unscale_in_place
 from .guard import Plan, inspect, plan
 from .masters import HALF
 from .notices import SkipWatch
@@ -242,14 +242,7 @@ class GradScaler:
             return outputs
         arrays(outputs)
         self._set_mode(_SCALED)
-
-        def scaled(x: mx.array) -> Any:
-            self._backward.check_loss_dtype(x)
-            is_complex = mx.issubdtype(x.dtype, mx.complexfloating)
-            x = x if is_complex else x.astype(mx.float32)
-            return self._backward.note_derivative(x * self._state["scale"])
-
-        return tree_map(scaled, outputs)
+        return tree_map(self._backward.scaled, outputs)
 
     def _set_mode(self, mode: str) -> None:
         if self._mode not in (None, mode):
@@ -298,14 +291,12 @@ class GradScaler:
                 "update(). Call unscale_(), step() and update() in this order. "
                 f"{_START_AFRESH}"
             )
-        if is_scaled:
-            self._backward.check_derivative()
-        inverse = 1.0 / self._state["scale"] if is_scaled else None
+        inverse = self._backward.inverse_scale() if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
         if inverse is None:
             return grads
-        return self._backward.unscale_in_place(grads, inverse)
+        return unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Update model and optimizer if all gradients are finite, else skip the step.
@@ -329,12 +320,11 @@ class GradScaler:
             array(False, dtype=bool)
         """
         check_model(model, "step", "apply_gradients()")
-        if not self._enabled:
+        if self._enabled:
+            self._plan(optimizer, grads, model).commit_to_model()
+        else:
             optimizer.update(model, grads)
-            return self.last_step_applied
-        planned, applied = self._plan(optimizer, grads, model)
-        planned.commit_to_model()
-        return applied
+        return self.last_step_applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
         """Like :meth:`step`, for a tree of parameters.
@@ -344,11 +334,9 @@ class GradScaler:
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
-        return self._plan(optimizer, grads, parameters)[0].commit()
+        return self._plan(optimizer, grads, parameters).commit()
 
-    def _plan(
-        self, optimizer: Optimizer, grads: Any, parameters: Any
-    ) -> tuple[Plan, mx.array]:
+    def _plan(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Plan:
         check_supported(optimizer)
         stage = self._stages.get(id(optimizer))
         if stage and stage.stepped:
@@ -368,15 +356,14 @@ class GradScaler:
         # A gradient that was non-finite when unscaled may since have been clipped.
         were_finite = stage.finite if stage else None
         inspected = inspect(leaves, self._ranks, were_finite=were_finite)
-        applied = inspected.applied
         if needs_init(optimizer):
             parameters = {leaf.path: leaf.parameter for leaf in leaves}
             initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
         planned = plan(optimizer, grads, leaves, inspected)
-        planned.writes += self._writes(applied, None)
-        stepped = _Stage(optimizer, applied, stepped=True)
+        planned.writes += self._writes(inspected.applied, None)
+        stepped = _Stage(optimizer, inspected.applied, stepped=True)
         planned.writes.append((self._stages, id(optimizer), stepped))
-        return planned, applied
+        return planned
 
     def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
         """Lazily unscale gradients from ``scale()``; return any others as is."""
@@ -384,8 +371,7 @@ class GradScaler:
         is_model = isinstance(grads, nn.Module)  # rejected by match()
         if self._mode != _SCALED or not is_scaled or is_model or not arrays(grads):
             return grads
-        self._backward.check_derivative()
-        return self._backward.unscale(grads, 1.0 / self._state["scale"])
+        return unscale(grads, self._backward.inverse_scale())
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
         self._backward.check_unscaled()
