@@ -94,7 +94,7 @@ for _name in dir(mx.array):
 class Backward:
     """Scale losses for the backward pass and unscale the gradients."""
 
-    def __init__(self, state: dict[str, Any]):
+    def __init__(self, state: dict[str, mx.array]):
         self._state = state
         # What the loss from scale_loss() that was differentiated last has unscaled.
         self._last_unscaled: set[object] | None = None

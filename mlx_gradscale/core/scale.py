@@ -117,7 +117,8 @@ def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
     is_array = isinstance(value, mx.array) and value.size == 1
     if not (is_array and value.dtype != mx.bool_) and not _is_scale(value):
         raise ValueError(
-            f"new_scale must be a single positive and finite number, got {value!r}."
+            "new_scale must be a single number that is positive and finite in "
+            f"float32, got {value!r}."
         )
     scale = mx.array(value if is_array else float(value), mx.float32).reshape(())
     usable = mx.isfinite(scale) & (scale > 0)

@@ -176,16 +176,20 @@ def test_trainable_array_written_by_the_forward_pass_is_kept_as_in_mlx():
     assert found[0][1].item() == 2
 
 
-@pytest.mark.parametrize("compute_dtype", [None, mx.float16])
-def test_the_model_and_its_statistics_are_restored_when_the_loss_raises(compute_dtype):
-    model = Normed()
+@pytest.mark.parametrize("kind", ["value_and_grad", "cast", "scale_loss"])
+def test_the_model_and_its_statistics_are_restored_when_the_loss_raises(kind):
+    model, scaler = Normed(), GradScaler()
     before = bits(model.parameters())
 
     def loss_fn(x):
         model(x)
         raise KeyError("no such batch")
 
-    function = GradScaler().value_and_grad(model, loss_fn, compute_dtype)
+    if kind == "scale_loss":
+        function = scaler.scale_loss(loss_fn, model)
+    else:
+        compute_dtype = mx.float16 if kind == "cast" else None
+        function = scaler.value_and_grad(model, loss_fn, compute_dtype)
     with pytest.raises(KeyError, match="no such batch"):
         function(mx.ones((4, 8)))
     assert bits(model.parameters()) == before
