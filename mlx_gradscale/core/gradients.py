@@ -20,14 +20,12 @@ from .masters import HALF, to_float32
 from .notices import warn_user
 from .trees import Writes, commit, flatten, leaves, slots
 
-Keep = Callable[[str, mx.array], bool]
-
 
 class Casting(NamedTuple):
     """The casts that ``value_and_grad`` applies for the forward pass."""
 
     compute_dtype: mx.Dtype | None = None
-    keep: Keep | None = None
+    keep: Callable[[str, mx.array], bool] | None = None
     cast_inputs: bool = True
 
     def check(self) -> None:
@@ -165,7 +163,7 @@ class Backward:
             except BaseException:
                 commit(places)
                 raise
-            commit(restored(places, trained, [x for _, _, x in own]))
+            clean_up(places, trained, [x for _, _, x in own])
             loss = loss_of(outputs)
             self.check_loss_dtype(loss)
             scaled = _with_gradient(loss.astype(mx.float32), scale, scale_gradient)
@@ -275,20 +273,19 @@ def differentiate(
         commit(places)
         raise
     is_cast = casting.compute_dtype is not None
-    commit(restored(places, trained, None if is_cast else substitutes))
+    clean_up(places, trained, None if is_cast else substitutes)
     return outputs, gradients
 
 
-def restored(
+def clean_up(
     places: Writes, trained: set[int], substitutes: list[mx.array] | None
-) -> Writes:
-    """Return the writes that clean up a model after its forward pass.
+) -> None:
+    """Restore a model after its forward pass, except for what that pass may change.
 
-    ``places`` are its arrays before the forward pass. Trained arrays replace their
-    substitutes. If ``substitutes`` is None, they replace anything; otherwise, what the
-    forward pass itself wrote is kept, as in MLX. Buffers that became non-finite are
-    restored on the device: BatchNorm's running statistics would stay inf or NaN after a
-    forward pass that overflows.
+    ``places`` are the arrays before the forward pass. Trained arrays replace their
+    substitutes, or anything if ``substitutes`` is None; what the forward pass itself
+    wrote is kept, as in MLX. Buffers are restored on the device if they became
+    non-finite: BatchNorm's running statistics would stay inf or NaN after an overflow.
     """
     ids = None if substitutes is None else set(map(id, substitutes))
     writes: Writes = []
@@ -302,7 +299,7 @@ def restored(
         if is_replaced and new.shape == old.shape and is_floating(new):
             safe = mx.where(all_finite([new]), new, old.astype(new.dtype))
             writes.append((box, key, safe))
-    return writes
+    commit(writes)
 
 
 def writable_arrays(model: nn.Module) -> Writes:

@@ -315,8 +315,7 @@ def _unscaled(
     for path, g in arrays.gradients.items():
         g, times = to_float32(g), next(factors[path in scaled], None)
         if times is not None:
-            times = mx.broadcast_to(times, g.shape)
-            g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)
+            g = g * mx.broadcast_to(times, g.shape).astype(mx.float32)
         unscaled[path] = g
     return unscaled
 
