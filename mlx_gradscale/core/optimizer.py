@@ -152,6 +152,7 @@ class LossScaleOptimizer(Optimizer):
                     self._masters.add(path, x)
             if loaded is not None:
                 self._write(loaded)
+                initialize(self.optimizer, parameters)  # see _set_inner()
         except BaseException:
             restore(before)
             raise
@@ -313,6 +314,8 @@ class LossScaleOptimizer(Optimizer):
             )
         for part, own in zip(parts, states, strict=True):
             part.state.update(own)
+        # A saved list ends at its last array; init() adds the frozen layers after it.
+        self._initialized = False
 
     def _load(self, loaded: dict[str, Any]) -> None:
         """Replace the whole state, or raise without replacing any of it."""
