@@ -94,7 +94,7 @@ class Backward:
 
     def __init__(self, state: dict[str, mx.array]):
         self._state = state
-        # What the loss from scale_loss() that was differentiated last has unscaled.
+        # The gradients unscaled in the latest backward pass through scale_loss().
         self._last_unscaled: set[object] | None = None
         self._has_derivative = False
         self._warned: set[str] = set()
@@ -128,7 +128,7 @@ class Backward:
             if scale is None:
                 own = model.trainable_parameters()
                 return outputs, tree_map(lambda g, p: g.astype(p.dtype), scaled, own)
-            self.check_loss_dtype(loss_of(outputs))
+            self._check_loss_dtype(loss_of(outputs))
             return outputs, unscale(scaled, 1.0 / scale)
 
         return value_and_grad_fn
@@ -141,7 +141,7 @@ class Backward:
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
             scale = self._state["scale"]
-            # One entry for each array whose gradient has been unscaled.
+            # A token for each gradient that the backward pass has unscaled.
             unscaled: set[object] = set()
 
             def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
@@ -165,7 +165,7 @@ class Backward:
                 raise
             clean_up(places, trained, [x for _, _, x in own])
             loss = loss_of(outputs)
-            self.check_loss_dtype(loss)
+            self._check_loss_dtype(loss)
             scaled = _with_gradient(loss.astype(mx.float32), scale, scale_gradient)
             return with_loss(outputs, scaled)
 
@@ -184,7 +184,7 @@ class Backward:
 
     def scaled(self, output: mx.array) -> Any:
         """Return ``output`` times the scale, and note when it is differentiated."""
-        self.check_loss_dtype(output)
+        self._check_loss_dtype(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
             self._has_derivative = True
@@ -203,7 +203,7 @@ class Backward:
             )
         return 1.0 / self._state["scale"]
 
-    def check_loss_dtype(self, loss: mx.array) -> None:
+    def _check_loss_dtype(self, loss: mx.array) -> None:
         """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
             self.warn_once(
