@@ -7,8 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .core.notices import warn_user
-from .core.scaler import SkipWatch
+from .core.notices import SkipWatch, warn_user
 from .core.trees import restore, snapshot
 
 # MLX's own function, also inside everywhere(), which replaces it.

@@ -6,9 +6,8 @@ inside the update kernel, so MLX never computes the float32 copy. A gradient tha
 clipped, accumulated or averaged is a different object and is used as is.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -16,19 +15,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from .finite import all_finite, all_finite_times, is_floating
+from .finite import all_finite, is_floating
 from .masters import HALF, to_float32
 from .notices import warn_user
 from .trees import Writes, commit, flatten, leaves, slots
-
-Keep = Callable[[str, mx.array], bool]
 
 
 class Casting(NamedTuple):
     """The casts that ``value_and_grad`` applies for the forward pass."""
 
     compute_dtype: mx.Dtype | None = None
-    keep: Keep | None = None
+    keep: Callable[[str, mx.array], bool] | None = None
     cast_inputs: bool = True
 
     def check(self) -> None:
@@ -95,14 +92,12 @@ for _name in dir(mx.array):
 class Backward:
     """Scale losses for the backward pass and unscale the gradients."""
 
-    def __init__(self, state: dict[str, Any]):
+    def __init__(self, state: dict[str, mx.array]):
         self._state = state
-        self._pending: list[weakref.ref[Unscaled]] = []
-        self._last_call: _ScaledCall | None = None
-        self._warned: set[str] = set()
+        # The gradients unscaled in the latest backward pass through scale_loss().
+        self._last_unscaled: set[object] | None = None
         self._has_derivative = False
-        #: Whether gradients have been computed since the last update.
-        self.has_gradients = False
+        self._warned: set[str] = set()
 
     def warn_once(self, message: str) -> None:
         """Warn at the user's line, once per scaler and message."""
@@ -133,42 +128,10 @@ class Backward:
             if scale is None:
                 own = model.trainable_parameters()
                 return outputs, tree_map(lambda g, p: g.astype(p.dtype), scaled, own)
-            self.check_loss_dtype(loss_of(outputs))
-            self.has_gradients = True
-            return outputs, self.unscale(scaled, 1.0 / scale)
+            self._check_loss_dtype(loss_of(outputs))
+            return outputs, unscale(scaled, 1.0 / scale)
 
         return value_and_grad_fn
-
-    def unscale(self, scaled: Any, inverse: mx.array) -> Any:
-        """Return a tree of unscaled gradients that track their source."""
-        gradients = tree_map(Unscaled, _unscale(scaled, inverse))
-        found = leaves(gradients)
-        for gradient, source in zip(found, leaves(scaled), strict=True):
-            gradient.source = source, inverse
-        self._pending = list(map(weakref.ref, found))
-        return gradients
-
-    def unscale_in_place(self, gradients: Any, inverse: mx.array) -> Any:
-        """Unscale the arrays of a tree in place and return the tree."""
-        places = slots(gradients) if isinstance(gradients, (dict, list)) else []
-        if not places or any(isinstance(box, tuple) for _, box, _ in places):
-            return self.unscale(gradients, inverse)
-        unscaled = self.unscale([box[key] for _, box, key in places], inverse)
-        commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
-        return gradients
-
-    def pending_finite(self) -> mx.array:
-        """Return whether the latest gradients are finite; false if there are none."""
-        alive = [reference() for reference in self._pending]
-        sources = [x.source for x in alive if x is not None and x.source is not None]
-        if not sources:
-            return mx.array(False)
-        return all_finite_times([scaled for scaled, _ in sources], sources[0][1], [])
-
-    def end_iteration(self) -> None:
-        """Forget the gradients computed since the last update."""
-        self.has_gradients = False
-        self._last_call = None
 
     def scale_loss(
         self, loss_fn: Callable[..., Any], model: nn.Module | None
@@ -177,63 +140,70 @@ class Backward:
 
         @wraps(loss_fn)
         def scaled_loss_fn(*args: Any, **kwargs: Any) -> Any:
-            call = _ScaledCall(self, self._state["scale"])
-            given = [x for _, x in tree_flatten((args, kwargs), is_leaf=is_opaque)]
-            given = given if model is None else [model]
-            models = [x for x in given if isinstance(x, nn.Module)]
+            scale = self._state["scale"]
+            # A token for each gradient that the backward pass has unscaled.
+            unscaled: set[object] = set()
+
+            def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
+                self._last_unscaled = unscaled
+                return cotangent * scale
+
+            given = (args, kwargs) if model is None else model
+            found = [x for _, x in tree_flatten(given, is_leaf=is_opaque)]
+            models = [x for x in found if isinstance(x, nn.Module)]
             places = [place for each in models for place in writable_arrays(each)]
-            parameters = [each.trainable_parameters() for each in models]
-            trained = set(map(id, leaves(parameters)))
-            own = [place for place in places if id(place[2]) in trained]
+            trained = set(map(id, leaves([x.trainable_parameters() for x in models])))
+            wrap = partial(_with_unscaled_gradient, 1.0 / scale, unscaled)
             if not models and args:
-                args = (tree_map(call.unscaled, args[0], is_leaf=is_opaque), *args[1:])
-            changed = [(box, key, call.unscaled(x)) for box, key, x in own]
+                args = (tree_map(wrap, args[0], is_leaf=is_opaque), *args[1:])
+            own = [(box, key, wrap(x)) for box, key, x in places if id(x) in trained]
             try:
-                commit(changed)
-                outputs = loss_fn(*args, **kwargs)
-            finally:
                 commit(own)
-            commit(finite_buffers(places, trained))
-            self.check_loss_dtype(loss_of(outputs))
-            return with_loss(outputs, call.scaled(loss_of(outputs)))
+                outputs = loss_fn(*args, **kwargs)
+            except BaseException:
+                commit(places)
+                raise
+            clean_up(places, trained, [x for _, _, x in own])
+            loss = loss_of(outputs)
+            self._check_loss_dtype(loss)
+            scaled = _with_gradient(loss.astype(mx.float32), scale, scale_gradient)
+            return with_loss(outputs, scaled)
 
         scaled_loss_fn.has_scaled_gradient = True  # type: ignore[attr-defined]
         return scaled_loss_fn
 
-    def note_backward(self, call: "_ScaledCall") -> None:
-        """Remember the call whose loss is being differentiated."""
-        self._last_call = call
-        self.has_gradients = True
-
-    def check_last_call(self) -> None:
+    def check_unscaled(self) -> None:
         """Raise if the last ``scale_loss`` call produced scaled gradients."""
-        call, self._last_call = self._last_call, None
-        if call is not None and not call.n_unscaled:
+        unscaled, self._last_unscaled = self._last_unscaled, None
+        if unscaled is not None and not unscaled:
             raise RuntimeError(
                 "These gradients are still scaled. scale_loss() unscales only the "
                 "gradients of models among the arguments, or of the first argument if "
                 "there are none. Pass the model: scale_loss(loss_fn, model)."
             )
 
-    def note_derivative(self, scaled: mx.array) -> Any:
-        """Return the result of ``scale()``, and note when it is differentiated."""
+    def scaled(self, output: mx.array) -> Any:
+        """Return ``output`` times the scale, and note when it is differentiated."""
+        self._check_loss_dtype(output)
 
         def note(cotangent: mx.array, _: mx.array) -> mx.array:
             self._has_derivative = True
             return cotangent
 
+        scaled = to_float32(output) * self._state["scale"]
         return _with_gradient(scaled, mx.array(1.0), note)
 
-    def check_derivative(self) -> None:
-        """Warn about gradients that cannot come from ``scale()``."""
+    def inverse_scale(self) -> mx.array:
+        """Return the factor for gradients from ``scale()``; warn if there are none."""
         if not self._has_derivative:
             self.warn_once(
                 "scale() was called, but its result was never differentiated, so these "
                 "gradients are not scaled and would become too small. Call scale() "
                 "inside the function that you differentiate, or use value_and_grad()."
             )
+        return 1.0 / self._state["scale"]
 
-    def check_loss_dtype(self, loss: mx.array) -> None:
+    def _check_loss_dtype(self, loss: mx.array) -> None:
         """Warn about a float16 loss."""
         if loss.dtype == mx.float16:
             self.warn_once(
@@ -302,32 +272,34 @@ def differentiate(
     except BaseException:
         commit(places)
         raise
-    # Keep anything the forward pass itself wrote to a trainable array, as MLX does.
-    substituted = set(map(id, substitutes))
     is_cast = casting.compute_dtype is not None
-    writes = finite_buffers(places, trained)
-    for box, key, x in places:
-        if id(x) in trained and (is_cast or id(box[key]) in substituted):
-            writes.append((box, key, x))
-    commit(writes)
+    clean_up(places, trained, None if is_cast else substitutes)
     return outputs, gradients
 
 
-def finite_buffers(places: Writes, trained: set[int]) -> Writes:
-    """Return writes that restore, on the device, buffers that became non-finite.
+def clean_up(
+    places: Writes, trained: set[int], substitutes: list[mx.array] | None
+) -> None:
+    """Restore a model after its forward pass, except for what that pass may change.
 
-    BatchNorm's running statistics, for example, would stay inf or NaN after a forward
-    pass that overflows. ``places`` are the model's arrays before the forward pass.
+    ``places`` are the arrays before the forward pass. Trained arrays replace their
+    substitutes, or anything if ``substitutes`` is None; what the forward pass itself
+    wrote is kept, as in MLX. Buffers are restored on the device if they became
+    non-finite: BatchNorm's running statistics would stay inf or NaN after an overflow.
     """
+    ids = None if substitutes is None else set(map(id, substitutes))
     writes: Writes = []
     for box, key, old in places:
-        new = box.get(key) if isinstance(box, dict) else box[key]
-        if new is old or id(old) in trained or not isinstance(new, mx.array):
+        new: Any = box.get(key) if isinstance(box, dict) else box[key]
+        if id(old) in trained:
+            if ids is None or id(new) in ids:
+                writes.append((box, key, old))
             continue
-        if new.shape == old.shape and is_floating(new):
+        is_replaced = new is not old and isinstance(new, mx.array)
+        if is_replaced and new.shape == old.shape and is_floating(new):
             safe = mx.where(all_finite([new]), new, old.astype(new.dtype))
             writes.append((box, key, safe))
-    return writes
+    commit(writes)
 
 
 def writable_arrays(model: nn.Module) -> Writes:
@@ -336,42 +308,23 @@ def writable_arrays(model: nn.Module) -> Writes:
     return [(box, k, box[k]) for _, box, k in found if not isinstance(box, tuple)]
 
 
-class _ScaledCall:
-    """One call of a loss function from ``scale_loss``."""
+def _with_unscaled_gradient(inverse: mx.array, unscaled: set[object], x: Any) -> Any:
+    """Return ``x``, with its gradient unscaled in float32 and noted in a set."""
+    if not isinstance(x, mx.array) or not is_floating(x):
+        return x
+    token = object()
 
-    def __init__(self, owner: Backward, scale: mx.array):
-        self._owner = owner
-        self._scale = scale
-        self.n_unscaled = 0
+    def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> mx.array:
+        if token in unscaled:
+            raise RuntimeError(
+                "A loss from scale_loss() cannot be differentiated twice: the result "
+                "would be wrong by a factor of the scale. Differentiate "
+                "value_and_grad() or the original loss instead."
+            )
+        unscaled.add(token)
+        return unscale_leaf(cotangent, inverse)
 
-    def scaled(self, loss: mx.array) -> Any:
-        """Return the loss in float32; its gradient is scaled."""
-
-        def scale_gradient(cotangent: mx.array, scale: mx.array) -> mx.array:
-            self._owner.note_backward(self)
-            return cotangent * scale
-
-        return _with_gradient(loss.astype(mx.float32), self._scale, scale_gradient)
-
-    def unscaled(self, x: Any) -> Any:
-        """Return a floating-point array; its gradient is unscaled, in float32."""
-        if not isinstance(x, mx.array) or not is_floating(x):
-            return x
-        n_passes = 0
-
-        def unscale_gradient(cotangent: mx.array, inverse: mx.array) -> mx.array:
-            nonlocal n_passes
-            n_passes += 1
-            if n_passes > 1:
-                raise RuntimeError(
-                    "A loss from scale_loss() cannot be differentiated twice: the "
-                    "result would be wrong by a factor of the scale. Differentiate "
-                    "value_and_grad() or the original loss instead."
-                )
-            self.n_unscaled += 1
-            return unscale_leaf(cotangent, inverse)
-
-        return _with_gradient(x, 1.0 / self._scale, unscale_gradient)
+    return _with_gradient(x, inverse, unscale_gradient)
 
 
 def _with_gradient(
@@ -382,6 +335,25 @@ def _with_gradient(
     zero = mx.zeros_like(factor)
     identity.vjp(lambda primals, cotangent, _: (gradient(cotangent, primals[1]), zero))
     return identity(x, factor)
+
+
+def unscale(scaled: Any, inverse: mx.array) -> Any:
+    """Return a tree of unscaled gradients that track their source."""
+    gradients = tree_map(Unscaled, _unscale(scaled, inverse))
+    for gradient, source in zip(leaves(gradients), leaves(scaled), strict=True):
+        gradient.source = source, inverse
+    return gradients
+
+
+def unscale_in_place(gradients: Any, inverse: mx.array) -> Any:
+    """Unscale the arrays of a tree in place and return the tree."""
+    tree = [gradients]  # a container even for a single array
+    places = slots(tree)
+    if any(isinstance(box, tuple) for _, box, _ in places):
+        return unscale(gradients, inverse)
+    unscaled = leaves(unscale(tree, inverse))
+    commit((box, key, x) for (_, box, key), x in zip(places, unscaled, strict=True))
+    return tree[0]
 
 
 @mx.compile

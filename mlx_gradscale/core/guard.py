@@ -5,7 +5,7 @@ step, and ``Plan`` commits them all at once.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map, tree_map_with_path
 
-from .finite import is_finite_magnitude, is_floating
+from .finite import all_finite_times, is_finite_magnitude, is_floating
 from .gradients import each_use
 from .masters import (
     HALF,
@@ -95,7 +95,8 @@ def inspect(
             gradients[leaf.path] = source[0]
             is_scaled.add(leaf.path)
     if max_norm is None:
-        applied = ranks.all_finite(scaled, inverse, others, were_finite)
+        finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
+        applied = ranks.agree(finite if were_finite is None else finite & were_finite)
     else:
         # One pass gives both the norm and the finite flag, and clipping is folded into
         # the unscaling factor. Clips like mlx.optimizers.clip_grad_norm.
@@ -128,17 +129,6 @@ class Plan:
         commit(self.writes)
         parameters = {leaf.path: leaf.parameter for leaf in self.leaves} | self.new
         return tree_map_with_path(lambda path, _: parameters[path], self.gradients)
-
-
-class _Layout(NamedTuple):
-    """The structure and settings that a compiled step is specialized for."""
-
-    structure: Any  # the gradients' tree, with paths as leaves
-    scaled: set[str]
-    is_builtin: bool
-
-    def tree(self, values: dict[str, Any]) -> Any:
-        return tree_map(values.__getitem__, self.structure)
 
 
 class _Arrays(NamedTuple):
@@ -176,34 +166,28 @@ def plan(
             arrays.stored[path] = masters.stored(path, parameter) if masters else {}
     if not arrays.gradients:
         return result
-    places, old = [], []
     found = walk(optimizer.state)
-    for place, value in found:
-        if isinstance(value, mx.array):
-            places.append(place)
-            old.append(value)
+    places = [place for place, value in found if isinstance(value, mx.array)]
+    old = [box[key] for _, box, key in places]
     # An optimizer that keeps Python values in its state cannot be compiled.
     is_own = len(old) == len(found) and is_builtin(optimizer)
 
-    def make_layout() -> _Layout:
-        # MLX's own trees mark a frozen leaf with an empty dict.
-        structure = tree_map_with_path(
-            lambda path, _: path if path in arrays.parameters else {}, gradients
-        )
-        return _Layout(structure, inspected.scaled, is_own)
+    def make_run() -> Callable[..., Any]:
+        # A compiled step must not keep the gradients alive.
+        structure = tree_map(lambda _: None, gradients)
+        return partial(_run, structure, inspected.scaled)
 
     state: list[mx.array] = []
     new: dict[str, tuple[mx.array, Stored]] = {}
     if is_own:
         split = split_paths(optimizer, gradients)
         traced_for = list(arrays.gradients), inspected.scaled, split
-        run = autocompiled(lambda: partial(_run, make_layout()), optimizer, traced_for)
+        run = autocompiled(make_run, optimizer, traced_for)
         state, new = run(old, scheduled_values(optimizer), arrays)
     elif (is_applied := _read(inspected.applied)) is None:  # inside mx.compile
-        values = scheduled_values(optimizer)
-        state, new = _run(make_layout(), optimizer, old, values, arrays)
+        state, new = make_run()(optimizer, old, scheduled_values(optimizer), arrays)
     elif is_applied:
-        new = _run_on_host(make_layout(), optimizer, arrays)
+        new = _run_on_host(gradients, inspected.scaled, optimizer, arrays)
     for (_, box, key), x in zip(places, state, strict=False):
         result.writes.append((box, key, x))
     for path, (parameter, stored) in new.items():
@@ -221,7 +205,8 @@ def _read(flag: mx.array) -> bool | None:
 
 
 def _run(
-    layout: _Layout,
+    structure: Any,
+    scaled: set[str],
     optimizer: Optimizer,
     state: list[mx.array],
     scheduled: list[dict[str, mx.array]],
@@ -230,12 +215,11 @@ def _run(
     """Step and select on the device, leaving the optimizer itself unchanged."""
     arrays = _Arrays(*arrays)
     with borrowed(optimizer, scheduled):
-        places, before = slots(optimizer.state), _signature(optimizer.state)
+        places, signature = slots(optimizer.state), _signature(optimizer.state)
         given = [_alias(x) for x in state]
         commit((box, key, x) for (_, box, key), x in zip(places, given, strict=True))
-        masters, gradients, stepped = _step(layout, optimizer, arrays, is_selected=True)
-        after = _signature(optimizer.state)
-        if before != after:
+        masters, gradients, stepped = _step(structure, scaled, optimizer, arrays)
+        if _signature(optimizer.state) != signature:
             raise TypeError(
                 f"{type(optimizer).__name__} adds a key to its state or changes a "
                 "Python value in it when it steps, so a step cannot be skipped inside "
@@ -248,37 +232,31 @@ def _run(
         selected: list[mx.array] = []
         now = {where: box[key] for where, box, key in slots(optimizer.state)}
         for (where, *_), old, alias in zip(places, state, given, strict=True):
-            new = now[where]
-            check_shape(".".join(map(str, where)), old.shape, new.shape)
+            check_shape(".".join(map(str, where)), old.shape, now[where].shape)
             # SGD has moments even without momentum, but no kernel needs to read them.
             # Only MLX's own optimizers are known never to modify arrays in place.
-            if layout.is_builtin and new is alias:
+            if now[where] is alias and is_builtin(optimizer):
                 selected.append(old)
                 continue
             owner = _owner(where)
-            selected.append(mx.where(flags.get(owner, arrays.applied), new, old))
+            flag = flags.get(owner, arrays.applied)
+            selected.append(mx.where(flag, now[where], old))
             moments.get(owner, []).append(selected[-1])
-        return selected, {
-            path: _select_parameter(
-                arrays.parameters[path],
-                arrays.stored[path],
-                masters[path],
-                flags[path],
-                stepped[path],
-                gradients[path],
-                moments[path],
-            )
-            for path in gradients
-        }
+        new = {}
+        for path, gradient in gradients.items():
+            before = arrays.parameters[path], arrays.stored[path], masters[path]
+            after = stepped[path], gradient, moments[path]
+            new[path] = _select_parameter(flags[path], *before, *after)
+        return selected, new
 
 
 def _run_on_host(
-    layout: _Layout, optimizer: Optimizer, arrays: _Arrays
+    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Arrays
 ) -> dict[str, tuple[mx.array, Stored]]:
     """Step eagerly, after the host has read that all gradients are finite."""
     saved = snapshot(optimizer.state)
     try:
-        _, _, stepped = _step(layout, optimizer, arrays, is_selected=False)
+        _, _, stepped = _step(structure, scaled, optimizer, arrays)
     except BaseException:
         restore(saved)
         raise
@@ -290,38 +268,29 @@ def _run_on_host(
 
 
 def _step(
-    layout: _Layout, optimizer: Optimizer, arrays: _Arrays, *, is_selected: bool
+    structure: Any, scaled: set[str], optimizer: Optimizer, arrays: _Arrays
 ) -> tuple[dict[str, Joined], dict[str, mx.array], dict[str, mx.array]]:
     """Return master weights, unscaled gradients and new float32 parameters, by path."""
+
+    def tree(values: dict[str, mx.array]) -> Any:
+        # MLX's own trees mark a frozen leaf with an empty dict.
+        return tree_map_with_path(lambda path, _: values.get(path, {}), structure)
+
     masters = {
         path: joined_master(parameter, arrays.stored[path])
         for path, parameter in arrays.parameters.items()
     }
-    full = layout.tree({path: _alias(x.master) for path, x in masters.items()})
-    inverse, clip = arrays.inverse, arrays.clip
-    factor = inverse * clip if inverse is not None and clip is not None else inverse
-    gradients: dict[str, mx.array] = {}
+    full = tree({path: _alias(x.master) for path, x in masters.items()})
+    gradients = _unscaled(scaled, optimizer, arrays)
+    if not is_builtin(optimizer):
+        # An SVD of NaN raises, and third-party optimizers may raise as well.
+        gradients = {p: mx.where(arrays.applied, g, 0) for p, g in gradients.items()}
     stepped: dict[str, mx.array] = {}
     # Step each optimizer separately and join by path: tree_merge in
     # MultiOptimizer.apply_gradients fails if a list has gaps for frozen modules.
-    for part, tree in parts(optimizer, layout.tree(arrays.gradients)):
-        factors = {True: _factors(part, factor), False: _factors(part, clip)}
-
-        def unscale(
-            path: str, g: mx.array, factors: dict[bool, Iterator[mx.array]] = factors
-        ) -> mx.array:
-            g, times = to_float32(g), next(factors[path in layout.scaled], None)
-            if times is not None:
-                times = mx.broadcast_to(times, g.shape)
-                g = g * (times.astype(mx.float32) if times.dtype != g.dtype else times)
-            if layout.is_builtin or not is_selected:
-                return g
-            # An SVD of NaN raises, and third-party optimizers may raise as well.
-            return mx.where(arrays.applied, g, 0)
-
-        unscaled = tree_map_with_path(unscale, tree)
+    for part, own in parts(optimizer, tree(gradients)):
         try:
-            new = dict(flatten(part.apply_gradients(unscaled, full)))
+            new = dict(flatten(part.apply_gradients(own, full)))
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"The optimizer failed with {error!r}. If a parameter was added or "
@@ -331,9 +300,24 @@ def _step(
             ) from error
         for path, x in new.items():
             check_shape(path, x.shape, arrays.parameters[path].shape)
-        gradients |= dict(flatten(unscaled))
         stepped |= new
     return masters, gradients, stepped
+
+
+def _unscaled(
+    scaled: set[str], optimizer: Optimizer, arrays: _Arrays
+) -> dict[str, mx.array]:
+    """Return the unscaled and clipped gradients, in float32."""
+    inverse, clip = arrays.inverse, arrays.clip
+    factor = inverse * clip if inverse is not None and clip is not None else inverse
+    factors = {True: _factors(optimizer, factor), False: _factors(optimizer, clip)}
+    unscaled = {}
+    for path, g in arrays.gradients.items():
+        g, times = to_float32(g), next(factors[path in scaled], None)
+        if times is not None:
+            g = g * mx.broadcast_to(times, g.shape).astype(mx.float32)
+        unscaled[path] = g
+    return unscaled
 
 
 def _factors(optimizer: Optimizer, factor: mx.array | None) -> Iterator[mx.array]:
@@ -371,10 +355,10 @@ def _owner(where: tuple[Any, ...]) -> str:
 
 
 def _select_parameter(
+    applied: mx.array,
     parameter: mx.array,
     stored: Stored,
     old: Joined,
-    applied: mx.array,
     new: mx.array,
     gradient: mx.array,
     moments: list[mx.array],

@@ -1,20 +1,60 @@
-"""Warnings that point to the user's own line."""
+"""Warnings: at the user's own line, and about runs that do not train."""
 
 import sys
 import warnings
-from types import FrameType
+from collections.abc import Callable
+
+import mlx.core as mx
 
 # Packages whose frames may come between the user's line and a warning.
-_BETWEEN = ("mlx_gradscale", "mlx", "functools", "contextlib")
+_BETWEEN = ("mlx_gradscale.", "mlx.", "functools.", "contextlib.")
+# A run that skips this many steps in a row is not training.
+SKIPS_TO_WARN = 50
+# At this scale a gradient of 1e-3 is the smallest that float16 can represent.
+LOW_SCALE = 2.0**-14
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, pointing to the first line outside this package and MLX."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _top_module(frame) in _BETWEEN:
+    while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith(_BETWEEN):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level + 1)
 
 
-def _top_module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+class SkipWatch:
+    """Warn about 50 skipped steps in a row, or about a very small scale.
+
+    It reads only values that are at least 50 updates old, which have normally been
+    evaluated by then, so it does not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: list[mx.array] = []
+        self._latest: list[mx.array] = []
+
+    def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
+        """Record the counter after an update, and check it every 50 updates."""
+        self._latest.append(state["consecutive_skips"])
+        if len(self._latest) < SKIPS_TO_WARN:
+            return
+        earlier, self._earlier = self._earlier, [*self._latest, state["scale"]]
+        self._latest = []
+        try:
+            *counts, scale = [float(x) for x in earlier] or [0.0, 1.0]
+        except (RuntimeError, ValueError):  # left over from inside mx.compile
+            return
+        if max(counts) >= SKIPS_TO_WARN:
+            warn(
+                f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
+                "non-finite gradients, so the model is not training. To find the "
+                "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
+                "loss_fn, *batch)."
+            )
+        elif scale < LOW_SCALE:
+            warn(
+                f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
+                "underflow to zero. Once the overflows have stopped, reset it with "
+                "scaler.update(65536.0). To keep it from falling this far, create the "
+                "scaler with GradScaler(min_scale=1.0)."
+            )

@@ -10,9 +10,9 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
-from .finite import all_finite, is_floating
+from .finite import all_finite
 from .guard import Plan, inspect, plan
-from .masters import HALF, Masters, check_shape
+from .masters import HALF, Masters
 from .optimizers import (
     check_supported,
     fingerprint,
@@ -22,12 +22,14 @@ from .optimizers import (
     single_optimizers,
 )
 from .ranks import Ranks, Sharded
-from .scale import FIELDS, check, clamp_values, read
+from .scale import FIELDS, clamp_and_check, read
 from .scaler import GradScaler, check_model
-from .trees import CONTAINERS, commit, match, restore, slots, snapshot
+from .trees import CONTAINERS, commit, flatten, match, restore, slots, snapshot
 
 # The scaler loads its own part of a state, and settings for clipping are kept.
 _NOT_LOADED = ("scaler.", "max_grad_norm")
+_CONSTANTS = (bool, int, float, str, type(None))
+_SAME = "Load a state that was saved with the same model, optimizer and masters=."
 
 
 class LossScaleOptimizer(Optimizer):
@@ -97,26 +99,22 @@ class LossScaleOptimizer(Optimizer):
                 "The scaler was created with a different group. Pass the same group to "
                 "the scaler and the optimizer."
             )
-        self._ranks = Ranks(group or self.scaler.group, average, sharded)
-        self._ranks.check(clips=max_grad_norm is not None)
-        self._masters = Masters(masters)
         self._clips = max_grad_norm is not None
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of the parameters
+        group = group or self.scaler.group
+        self._ranks = Ranks(group, average, sharded, self._clips)
+        self._masters = Masters(masters)
+        self._has_state = False  # a rank without parameters never has any
         self._is_loaded = False  # whether init() has yet to check a loaded state
-        self._state: _State = self._new_state(
-            mx.array(0.0), mx.array(float(max_grad_norm or "inf"))
-        )
+        limit = mx.array(float(max_grad_norm or "inf"))
+        self._make_state({"grad_norm": mx.array(0.0), "max_grad_norm": limit})
 
-    def _new_state(self, grad_norm: mx.array, max_grad_norm: mx.array) -> "_State":
-        state = _State(
-            optimizer=self.optimizer.state,
-            **self._masters.state,
-            scaler=self.scaler.state,
-            grad_norm=grad_norm,
-            max_grad_norm=max_grad_norm,
-        )
-        state.owner = self.optimizer
-        return state
+    def _make_state(self, norms: dict[str, mx.array]) -> None:
+        parts = {"optimizer": self.optimizer.state, "scaler": self.scaler.state}
+        self._state: _State = _State(parts | self._masters.state | norms)
+        self._state.owner = self.optimizer
+
+    def _norms(self) -> dict[str, mx.array]:
+        return {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
 
     def value_and_grad(
         self, model: nn.Module, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -140,7 +138,6 @@ class LossScaleOptimizer(Optimizer):
         Args:
             parameters (Any): Usually ``model.trainable_parameters()``.
         """
-        found = {path: x for path, x in tree_flatten(parameters) if is_floating(x)}
         if not self._ranks.is_single:
             kinds = list(map(type, single_optimizers(self.optimizer)))
             inner = fingerprint(self.optimizer, None) or kinds
@@ -150,16 +147,17 @@ class LossScaleOptimizer(Optimizer):
         try:
             loaded = self._take_loaded() if self._is_loaded else None
             initialize(self.optimizer, parameters)
-            for path, x in found.items():
+            for path, x in flatten(parameters):
                 if x.dtype in HALF:
                     self._masters.add(path, x)
             if loaded is not None:
                 self._write(loaded)
+                initialize(self.optimizer, parameters)  # see _set_inner()
         except BaseException:
             restore(before)
             raise
         self._is_loaded, self._initialized = False, True
-        self._shapes = {path: x.shape for path, x in found.items()} | self._shapes
+        self._has_state = not needs_init(self.optimizer)
         # MLX cannot evaluate a lazy array in a different thread.
         with suppress(ValueError, RuntimeError):
             mx.eval(self.state)
@@ -200,23 +198,19 @@ class LossScaleOptimizer(Optimizer):
             by_path = {leaf.path: leaf.parameter for leaf in leaves}
             self.init(tree_map_with_path(lambda path, _: by_path[path], gradients))
         scaler._check_leaves(leaves)
-        for leaf in leaves:
-            shape = leaf.parameter.shape
-            check_shape(leaf.path, self._shapes.get(leaf.path, shape), shape)
         max_norm = self._state["max_grad_norm"] if self._clips else None
         inspected = inspect(leaves, self._ranks, max_norm)
         if not scaler._enabled:
             inspected = inspected._replace(applied=mx.array(True))
         planned = plan(self.optimizer, gradients, leaves, inspected, self._masters)
-        finite = inspected.applied if scaler._enabled else None
-        planned.writes += scaler._writes(inspected.applied, finite)
+        if scaler._enabled:
+            planned.writes += scaler._writes(inspected.applied, inspected.applied)
         if inspected.norm is not None:
             planned.writes.append((self._state, "grad_norm", inspected.norm))
         return planned
 
     def _needs_init(self) -> bool:
-        # A rank without parameters never has state.
-        is_lost = bool(self._shapes) and needs_init(self.optimizer)
+        is_lost = self._has_state and needs_init(self.optimizer)
         return not self._initialized or is_lost
 
     @property
@@ -265,7 +259,6 @@ class LossScaleOptimizer(Optimizer):
         """
         for leaf in match(masters, parameters):
             if leaf.parameter.dtype in HALF:
-                self._masters.add(leaf.path, leaf.parameter)
                 self._masters.set(leaf.path, leaf.gradient, leaf.parameter)
 
     @property
@@ -300,8 +293,7 @@ class LossScaleOptimizer(Optimizer):
         for part in single_optimizers(self.optimizer):
             kept = ("step", "learning_rate")
             part.state = {k: part.state[k] for k in kept if k in part.state}
-        old = self._state
-        self._state = self._new_state(old["grad_norm"], old["max_grad_norm"])
+        self._make_state(self._norms())
         self._initialized = self._is_loaded = False
 
     def _attach(self, state: "_State") -> None:
@@ -318,16 +310,24 @@ class LossScaleOptimizer(Optimizer):
         if len(states) != len(parts):
             raise ValueError(
                 f"The state is that of {len(states)} optimizers, but this one has "
-                f"{len(parts)}. Load a state that was saved with the same optimizer."
+                f"{len(parts)}. {_SAME}"
             )
         for part, own in zip(parts, states, strict=True):
             part.state.update(own)
+        # A saved list ends at its last array; init() adds the frozen layers after it.
+        self._initialized = False
 
     def _load(self, loaded: dict[str, Any]) -> None:
         """Replace the whole state, or raise without replacing any of it."""
         loaded.pop("max_grad_norm", None)
-        scaler = _pop_scaler(loaded, self.scaler.state)
-        _check_loaded(loaded)
+        scaler = {name: loaded.pop(f"scaler.{name}", None) for name in FIELDS}
+        for name, x in scaler.items():
+            _check_same(f"scaler.{name}", self.scaler.state[name], x)
+        fields = clamp_and_check(read(scaler))
+        for path, x in loaded.items():
+            # A third-party optimizer may keep Python values in its state.
+            if not (path.startswith("optimizer.") and isinstance(x, _CONSTANTS)):
+                _check_array(path, x)
         # Evaluate now, while the file exists, and not inside a trace.
         mx.eval([x for x in loaded.values() if isinstance(x, mx.array)])
         if self._initialized:
@@ -335,19 +335,12 @@ class LossScaleOptimizer(Optimizer):
         else:
             self._adopt(loaded)
             self._is_loaded = True
-        self.scaler._fill(scaler)
+        self.scaler._fill(fields)
 
     def _write(self, loaded: dict[str, Any]) -> None:
         """Replace every array except the scaler's, or raise without replacing any."""
-        other = "remainders." if self._masters.kind == "float32" else "masters."
-        if any(path.startswith(other) for path in loaded):
-            raise ValueError(
-                f"This optimizer has masters={self._masters.kind!r}, but the state was "
-                "saved with the other kind. Use the same kind, or use "
-                "save_checkpoint() and restore_checkpoint(), which convert it."
-            )
-        saved = slots(self.state)
-        here = {".".join(map(str, path)): (box, key) for path, box, key in saved}
+        places = slots(self.state)
+        here = {".".join(map(str, path)): (box, key) for path, box, key in places}
         here = {p: x for p, x in here.items() if not p.startswith(_NOT_LOADED)}
         for path, (box, key) in here.items():
             _check_same(path, box[key], loaded.get(path))
@@ -355,8 +348,7 @@ class LossScaleOptimizer(Optimizer):
         if is_builtin(self.optimizer) and added:
             raise ValueError(
                 f"The state contains {min(added)!r}, which this optimizer does not "
-                "have, so it belongs to another model or optimizer. Load a state that "
-                "was saved with the same model and optimizer."
+                f"have. {_SAME}"
             )
         commit((box, key, loaded[path]) for path, (box, key) in here.items())
         if added:
@@ -385,13 +377,12 @@ class LossScaleOptimizer(Optimizer):
         return {path: x for path, x in found if not path.startswith(_NOT_LOADED)}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self._state[name] for name in ("grad_norm", "max_grad_norm")}
-        return self.__dict__ | {"_state": own}
+        return vars(self) | {"_state": self._norms()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        self.__dict__.update(pickled)
+        vars(self).update(pickled)
         # Share the dicts of the parts instead of copying them.
-        self._state = self._new_state(**pickled["_state"])
+        self._make_state(pickled["_state"])
 
     def __getattr__(self, name: str) -> Any:
         # Only called for attributes that this object does not have.
@@ -461,40 +452,22 @@ def _check_norm(value: Any) -> None:
 
 def _check_same(path: str, here: mx.array, there: Any) -> None:
     if there is None:
-        raise ValueError(
-            f"The state has no {path!r}, so it belongs to another model or optimizer. "
-            "Load a state that was saved with the same model and optimizer."
-        )
-    if not isinstance(there, mx.array):
-        raise TypeError(f"{path!r} must be an array, got {there!r}.")
+        raise ValueError(f"The state has no {path!r}. {_SAME}")
+    _check_array(path, there)
     # The bits of a weight may have been written in the other half-precision dtype.
     is_cast = here.dtype != there.dtype and not path.startswith("written.")
     if here.shape != there.shape or is_cast:
         raise ValueError(
             f"{path!r} is {there.dtype} with shape {there.shape} in the state, but "
-            f"{here.dtype} with shape {here.shape} in this optimizer. Load a state "
-            "that was saved with the same model and optimizer."
+            f"{here.dtype} with shape {here.shape} in this optimizer. {_SAME}"
         )
 
 
-def _check_loaded(loaded: dict[str, Any]) -> None:
-    constants = (bool, int, float, str, type(None))
-    for path, x in loaded.items():
-        is_constant = path.startswith("optimizer.") and isinstance(x, constants)
-        if not isinstance(x, mx.array) and not is_constant:
-            raise TypeError(f"{path!r} must be an array, got {x!r}.")
-        # The gradient norm of a skipped step may be inf.
-        if not is_constant and path != "grad_norm" and not all_finite(x):
-            raise ValueError(
-                f"{path!r} in the state contains NaN or inf. Load an earlier state."
-            )
-
-
-def _pop_scaler(loaded: dict[str, Any], here: dict[str, mx.array]) -> dict[str, Any]:
-    """Remove the scaler's arrays from a loaded state and return their values."""
-    arrays = {name: loaded.pop(f"scaler.{name}", None) for name in FIELDS}
-    for name, x in arrays.items():
-        _check_same(f"scaler.{name}", here[name], x)
-    values = clamp_values(read(arrays))
-    check(values)
-    return values
+def _check_array(path: str, x: Any) -> None:
+    if not isinstance(x, mx.array):
+        raise TypeError(f"{path!r} must be an array, got {x!r}.")
+    # The gradient norm of a skipped step may be inf.
+    if path != "grad_norm" and not all_finite(x):
+        raise ValueError(
+            f"{path!r} in the state contains NaN or inf. Load an earlier state."
+        )

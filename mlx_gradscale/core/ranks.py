@@ -5,8 +5,8 @@ until it makes another call or exits.
 """
 
 import zlib
-from collections.abc import Callable, Iterator
-from operator import itemgetter
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map_with_path
 
-from .finite import all_finite_times, global_norm, is_floating
+from .finite import global_norm, is_floating
+from .masters import to_float32
 from .trees import flatten
 
 Group = mx.distributed.Group
@@ -38,7 +39,22 @@ class Ranks:
         group: Group | None = None,
         average: bool = False,
         sharded: Sharded | None = None,
+        clips: bool = False,
     ):
+        if not isinstance(average, bool):
+            raise TypeError(f"average must be True or False, got {average!r}.")
+        is_known = average or sharded is not None
+        if group is None and is_known:
+            raise ValueError(
+                "average= and sharded= require a group. Pass "
+                "group=mx.distributed.init()."
+            )
+        if group is not None and clips and not is_known:
+            raise ValueError(
+                "max_grad_norm= with a group requires average= or sharded=. Pass "
+                "average=True to average the gradients, sharded=False if you average "
+                "them yourself, or sharded=True if each rank has different parameters."
+            )
         self.group = group
         self.average = average
         self.sharded = sharded
@@ -47,61 +63,47 @@ class Ranks:
         # Averaged gradients are equal on all ranks, so every rank decides the same.
         self._decides_alone = self.is_single or (average and not sharded)
 
-    def check(self, clips: bool) -> None:
-        """Raise if the arguments contradict each other or leave the norm unknown."""
-        if not isinstance(self.average, bool):
-            raise TypeError(f"average must be True or False, got {self.average!r}.")
-        if self.group is None and (self.average or self.sharded is not None):
-            raise ValueError(
-                "average= and sharded= require a group. Pass "
-                "group=mx.distributed.init()."
-            )
-        is_known = self.average or self.sharded is not None
-        if self.group is not None and clips and not is_known:
-            raise ValueError(
-                "max_grad_norm= with a group requires average= or sharded=. Pass "
-                "average=True to average the gradients, sharded=False if you average "
-                "them yourself, or sharded=True if each rank has different parameters."
-            )
-
     def is_shard(self, path: str, x: mx.array) -> bool:
         """Return whether a gradient, or its parameter, is a shard."""
         return bool(self.sharded(path, x) if callable(self.sharded) else self.sharded)
 
     def averaged(self, gradients: Any) -> Any:
-        """Return the gradients averaged over the group, except shards.
+        """Return the gradients averaged over the group in float32, except shards.
 
         Each bucket waits for the one before. Otherwise a rank that reads something the
         others do not, such as the norm on rank 0, could send buckets in another order.
         """
         own = {
-            path: x
+            path: to_float32(x)
             for path, x in flatten(gradients)
             if is_floating(x) and not self.is_shard(path, x)
         }
-        means: ByPath = {}
+        # In reverse, because the gradients of the last layers are ready first, and
+        # sorted, so that the order in which a rank built its tree does not matter.
+        order = sorted(own, key=lambda path: (str(own[path].dtype), path), reverse=True)
+        starts = accumulate((own[path].nbytes for path in order), initial=0)
+        buckets: dict[Any, list[str]] = {}
+        for path, start in zip(order, starts, strict=False):
+            bucket = own[path].dtype, start // _BUCKET_BYTES
+            buckets.setdefault(bucket, []).append(path)
         last: list[mx.array] = []
-        for paths in _buckets(own):
+        for paths in buckets.values():
             values = [own[path] for path in paths]
             values = mx.depends(values, last) if last else values
             last = nn.average_gradients(values, self.group, all_reduce_size=2**62)
-            means.update(zip(paths, last, strict=True))
-        return tree_map_with_path(lambda path, x: means.get(path, x), gradients)
+            own.update(zip(paths, last, strict=True))
+        return tree_map_with_path(lambda path, x: own.get(path, x), gradients)
 
-    def all_finite(
-        self,
-        scaled: ByPath,
-        inverse: mx.array | None,
-        others: ByPath,
-        were_finite: mx.array | None = None,
-    ) -> mx.array:
-        """Return whether the gradients of all ranks are finite.
+    def agree(self, finite: mx.array) -> mx.array:
+        """Return, on every rank, whether ``finite`` is true on all ranks.
 
-        ``were_finite`` is the flag from an earlier ``unscale_()``.
+        Uses a single four-byte all-reduce. Flags are counted, because the maximum of
+        NaN and a number can be either, depending on the order of the ranks.
         """
-        finite = all_finite_times(list(scaled.values()), inverse, list(others.values()))
-        finite = finite if were_finite is None else finite & were_finite
-        return finite_on_all_ranks(finite, None if self._decides_alone else self.group)
+        if self._decides_alone:
+            return finite
+        n_bad = mx.logical_not(finite).astype(mx.int32)
+        return mx.distributed.all_sum(n_bad, group=self.group) == 0
 
     def norm(
         self, scaled: ByPath, inverse: mx.array | None, others: ByPath
@@ -126,21 +128,15 @@ class Ranks:
     def compare(self, parameters: Any, settings: str) -> None:
         """Raise, on every rank, if parameters or settings differ between ranks."""
         # Shards differ between ranks, and their names may differ too.
-        found = [(p, x) for p, x in flatten(parameters) if not self.is_shard(p, x)]
-        shapes = [
-            f"{p} {x.dtype} {x.shape}" for p, x in sorted(found, key=itemgetter(0))
-        ]
-        sums = []
-        for _, x in found:
-            # Without averaging, ranks may start from different values.
-            if x.size and self.average:
-                bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
-                places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
-                sums.append((bits * places).sum().item())
+        found = {p: x for p, x in flatten(parameters) if not self.is_shard(p, x)}
+        shapes = sorted(f"{path} {x.dtype} {x.shape}" for path, x in found.items())
+        # Without averaging, ranks may start from different values.
+        paths = sorted(path for path in found if found[path].size and self.average)
+        values = [_checksum(found[path]).item() for path in paths]
         parts = {
             "the names, shapes or dtypes of parameters": shapes,
             "the settings of the optimizer or the scaler": settings,
-            "the values of parameters": sums,
+            "the values of parameters": values,
         }
         checksums = {k: zlib.crc32(str(x).encode()) >> 1 for k, x in parts.items()}
         own = mx.array(list(checksums.values()), mx.int32)
@@ -154,29 +150,7 @@ class Ranks:
                 )
 
 
-def finite_on_all_ranks(finite: mx.array, group: Group | None) -> mx.array:
-    """Return, on every rank, whether ``finite`` is true on all ranks.
-
-    Uses a single four-byte all-reduce. Flags are counted, because the maximum of NaN
-    and a number can be either, depending on the order of the ranks.
-    """
-    if is_single(group):
-        return finite
-    n_bad = mx.logical_not(finite).astype(mx.int32)
-    return mx.distributed.all_sum(n_bad, group=group) == 0
-
-
-def _buckets(values: ByPath) -> Iterator[list[str]]:
-    # In reverse, because the gradients of the last layers are ready first, and sorted,
-    # so that the order in which a rank built its tree does not matter.
-    bucket: list[str] = []
-    n_bytes = 0
-    for path in sorted(values, key=lambda p: (str(values[p].dtype), p), reverse=True):
-        is_full = n_bytes >= _BUCKET_BYTES
-        if bucket and (is_full or values[path].dtype != values[bucket[0]].dtype):
-            yield bucket
-            bucket, n_bytes = [], 0
-        bucket.append(path)
-        n_bytes += values[path].nbytes
-    if bucket:
-        yield bucket
+def _checksum(x: mx.array) -> mx.array:
+    bits = x.reshape(-1).view(mx.uint8).astype(mx.uint32)
+    places = mx.arange(bits.size, dtype=mx.uint32) * 2654435761 + 1
+    return (bits * places).sum()

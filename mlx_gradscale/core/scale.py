@@ -38,6 +38,11 @@ VALUES: dict[str, tuple[mx.Dtype, Any]] = {
 FIELDS = {**VALUES, **SETTINGS}
 _SCALES = ("scale", "min_scale", "max_scale")
 _MOST = 2**31 - 1
+_TYPES: dict[mx.Dtype, tuple[Any, str]] = {
+    mx.float32: ((int, float, np.number), "a number"),
+    mx.int32: ((int, np.integer), "an integer"),
+    mx.bool_: ((bool, np.bool_), "True or False"),
+}
 
 # PyTorch's five keys, in its order, with the corresponding fields.
 TORCH_KEYS = {
@@ -107,8 +112,15 @@ def count_step(state: dict[str, mx.array], applied: mx.array) -> dict[str, mx.ar
     }
 
 
-def clamp(state: dict[str, mx.array], scale: mx.array) -> mx.array:
-    """Clamp ``scale``; keep the current one if ``scale`` is not positive and finite."""
+def clamp(state: dict[str, mx.array], value: Any) -> mx.array:
+    """Return a new scale, clamped; an array that is no valid scale changes nothing."""
+    is_array = isinstance(value, mx.array) and value.size == 1
+    if not (is_array and value.dtype != mx.bool_) and not _is_scale(value):
+        raise ValueError(
+            "new_scale must be a single number that is positive and finite in "
+            f"float32, got {value!r}."
+        )
+    scale = mx.array(value if is_array else float(value), mx.float32).reshape(())
     usable = mx.isfinite(scale) & (scale > 0)
     clamped = mx.clip(scale, state["min_scale"], state["max_scale"])
     return mx.where(usable, clamped, state["scale"])
@@ -128,25 +140,28 @@ def read(state: dict[str, mx.array]) -> dict[str, Any]:
 
 def read_field(name: str, value: mx.array) -> Any:
     """Read one field, with factors rounded to 1.1 instead of 1.100000023841858."""
-    number: Any = value.item()
+    try:
+        number: Any = value.item()
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            "The state of this scaler has no values. Do not read it inside mx.compile, "
+            "and list scaler.state in its inputs= and outputs=."
+        ) from error
     if name in ("growth_factor", "backoff_factor"):
         return float(str(np.float32(number)))
     return number
 
 
 def check(values: dict[str, Any]) -> None:
-    """Raise if any field in ``values`` is invalid; fields may be missing."""
+    """Raise if any field is invalid, or if fields contradict each other."""
     for name, value in values.items():
         _check_field(name, value)
-    low, high = values.get("min_scale", 0.0), values.get("max_scale", math.inf)
-    if low > high:
-        raise ValueError(f"min_scale must not exceed max_scale, got {low} and {high}.")
-    if not low <= values.get("scale", low) <= high:
+    if not values["min_scale"] <= values["scale"] <= values["max_scale"]:
         raise ValueError(
-            f"The scale must be between min_scale {low} and max_scale {high}, got "
-            f"{values['scale']}."
+            f"The scale must be between min_scale {values['min_scale']} and max_scale "
+            f"{values['max_scale']}, got {values['scale']}."
         )
-    if values.get("hysteresis", 1) > 1 and values.get("backoff_interval", 1) > 1:
+    if values["hysteresis"] > 1 and values["backoff_interval"] > 1:
         raise ValueError(
             "Set either hysteresis= or backoff_interval=, not both; got "
             f"{values['hysteresis']} and {values['backoff_interval']}."
@@ -155,46 +170,41 @@ def check(values: dict[str, Any]) -> None:
 
 def _check_field(name: str, value: Any) -> None:
     dtype = FIELDS[name][0]
-    if dtype == mx.bool_:
-        if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
-        return
-    is_float = isinstance(value, (float, np.floating))
-    if not _is_number(value) or (dtype == mx.int32 and is_float):
-        kind = "an integer" if dtype == mx.int32 else "a number"
-        raise TypeError(f"{name} must be {kind}, got {value!r}.")
+    types, expected = _TYPES[dtype]
+    if not isinstance(value, types) or (dtype != mx.bool_ and isinstance(value, bool)):
+        raise TypeError(f"{name} must be {expected}, got {value!r}.")
     if dtype == mx.int32:
         least = 1 if name in SETTINGS else 0
         is_valid, valid = least <= value <= _MOST, f"between {least} and 2**31 - 1"
     elif name in _SCALES:
         is_valid = SMALLEST_SCALE <= value <= LARGEST_SCALE
         valid = "between 2**-64 and 2**64"
-    else:
+    elif dtype == mx.float32:
         low, high = (1.0, math.inf) if name == "growth_factor" else (0.0, 1.0)
         # Compare in float32, where 1 + 1e-9 is 1 and the scale would never grow.
         is_valid = low < np.float32(value) < high
         valid = f"above {low} and below {high} in float32"
+    else:
+        return
     if not is_valid:
         raise ValueError(f"{name} must be {valid}, got {value}.")
 
 
-def is_scale(value: Any) -> bool:
-    """Return whether ``value`` is a number that clamps to a valid loss scale."""
-    return _is_number(value) and 0 < value <= float(np.finfo(np.float32).max)
+def _is_scale(value: Any) -> bool:
+    is_number = isinstance(value, _TYPES[mx.float32][0]) and not isinstance(value, bool)
+    return is_number and 0 < value < 2.0**128  # finite in float32
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+def clamp_and_check(values: dict[str, Any]) -> dict[str, Any]:
+    """Clamp the scales among loaded values, then check all.
 
-
-def clamp_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Clamp each scale among loaded values; PyTorch's may be as large as 2**127.
-
-    Values that are not valid scales are left for :func:`check` to reject.
+    PyTorch's scale may be as large as 2**127.
     """
-    scales = {k: x for k, x in values.items() if k in _SCALES and is_scale(x)}
+    scales = {k: values[k] for k in _SCALES if _is_scale(values[k])}
     least, most = SMALLEST_SCALE, LARGEST_SCALE
-    return values | {k: min(max(x, least), most) for k, x in scales.items()}
+    values = values | {k: min(max(x, least), most) for k, x in scales.items()}
+    check(values)
+    return values
 
 
 def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
@@ -203,10 +213,10 @@ def to_state_dict(values: dict[str, Any]) -> dict[str, Any]:
     return {key: values[name] for key, name in TORCH_KEYS.items()} | own
 
 
-def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def from_state_dict(state_dict: Any, current: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a state dict from this package or PyTorch, or raise.
 
-    Missing counters start at zero; missing settings keep the given values.
+    Missing counters start at zero; missing settings keep their current values.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(
@@ -227,9 +237,7 @@ def from_state_dict(state_dict: Any, settings: dict[str, Any]) -> dict[str, Any]
     fresh = {name: default for name, (_, default) in VALUES.items()}
     given = {n: _as_number(state_dict[k]) for k, n in TORCH_KEYS.items()}
     own = {k: _as_number(state_dict[k]) for k in _OWN_KEYS if k in state_dict}
-    values = clamp_values(settings | fresh | given | own)
-    check(values)
-    return values
+    return clamp_and_check(current | fresh | given | own)
 
 
 def _as_number(value: Any) -> Any:

@@ -13,11 +13,12 @@ from mlx.utils import tree_map, tree_map_with_path
 
 from . import scale as rule
 from .finite import all_finite_times, arrays, is_floating
-from .gradients import Backward, Casting, refuse_scaled
+from .gradients import Backward, Casting, refuse_scaled, unscale, unscale_in_place
 from .guard import Plan, inspect, plan
 from .masters import HALF
+from .notices import SkipWatch
 from .optimizers import check_supported, initialize, needs_init
-from .ranks import Ranks, finite_on_all_ranks
+from .ranks import Ranks
 from .trees import Leaf, Writes, commit, match
 
 _UNSCALED = "value_and_grad() or scale_loss()"
@@ -25,10 +26,6 @@ _SCALED = "scale()"
 _START_AFRESH = (
     "To discard an interrupted iteration, call scaler.update(scaler.get_scale())."
 )
-# A run that skips this many steps in a row is not training.
-SKIPS_TO_WARN = 50
-# At this scale a gradient of 1e-3 is the smallest that float16 can represent.
-LOW_SCALE = 2.0**-14
 
 
 @dataclass
@@ -245,14 +242,7 @@ class GradScaler:
             return outputs
         arrays(outputs)
         self._set_mode(_SCALED)
-
-        def scaled(x: mx.array) -> Any:
-            self._backward.check_loss_dtype(x)
-            is_complex = mx.issubdtype(x.dtype, mx.complexfloating)
-            x = x if is_complex else x.astype(mx.float32)
-            return self._backward.note_derivative(x * self._state["scale"])
-
-        return tree_map(scaled, outputs)
+        return tree_map(self._backward.scaled, outputs)
 
     def _set_mode(self, mode: str) -> None:
         if self._mode not in (None, mode):
@@ -301,14 +291,12 @@ class GradScaler:
                 "update(). Call unscale_(), step() and update() in this order. "
                 f"{_START_AFRESH}"
             )
-        if is_scaled:
-            self._backward.check_derivative()
-        inverse = 1.0 / self._state["scale"] if is_scaled else None
+        inverse = self._backward.inverse_scale() if is_scaled else None
         finite = all_finite_times(arrays(grads), inverse, [])
         self._stages[id(optimizer)] = _Stage(optimizer, finite)
         if inverse is None:
             return grads
-        return self._backward.unscale_in_place(grads, inverse)
+        return unscale_in_place(grads, inverse)
 
     def step(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
         """Update model and optimizer if all gradients are finite, else skip the step.
@@ -332,12 +320,11 @@ class GradScaler:
             array(False, dtype=bool)
         """
         check_model(model, "step", "apply_gradients()")
-        if not self._enabled:
+        if self._enabled:
+            self._plan(optimizer, grads, model).commit_to_model()
+        else:
             optimizer.update(model, grads)
-            return self.last_step_applied
-        planned, applied = self._plan(optimizer, grads, model)
-        planned.commit_to_model()
-        return applied
+        return self.last_step_applied
 
     def apply_gradients(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Any:
         """Like :meth:`step`, for a tree of parameters.
@@ -347,11 +334,9 @@ class GradScaler:
         """
         if not self._enabled:
             return optimizer.apply_gradients(grads, parameters)
-        return self._plan(optimizer, grads, parameters)[0].commit()
+        return self._plan(optimizer, grads, parameters).commit()
 
-    def _plan(
-        self, optimizer: Optimizer, grads: Any, parameters: Any
-    ) -> tuple[Plan, mx.array]:
+    def _plan(self, optimizer: Optimizer, grads: Any, parameters: Any) -> Plan:
         check_supported(optimizer)
         stage = self._stages.get(id(optimizer))
         if stage and stage.stepped:
@@ -371,15 +356,14 @@ class GradScaler:
         # A gradient that was non-finite when unscaled may since have been clipped.
         were_finite = stage.finite if stage else None
         inspected = inspect(leaves, self._ranks, were_finite=were_finite)
-        applied = inspected.applied
         if needs_init(optimizer):
             parameters = {leaf.path: leaf.parameter for leaf in leaves}
             initialize(optimizer, tree_map_with_path(lambda p, _: parameters[p], grads))
         planned = plan(optimizer, grads, leaves, inspected)
-        planned.writes += self._writes(applied, None)
-        stepped = _Stage(optimizer, applied, stepped=True)
+        planned.writes += self._writes(inspected.applied, None)
+        stepped = _Stage(optimizer, inspected.applied, stepped=True)
         planned.writes.append((self._stages, id(optimizer), stepped))
-        return planned, applied
+        return planned
 
     def _unscaled(self, grads: Any, *optimizers: Optimizer) -> Any:
         """Lazily unscale gradients from ``scale()``; return any others as is."""
@@ -387,11 +371,10 @@ class GradScaler:
         is_model = isinstance(grads, nn.Module)  # rejected by match()
         if self._mode != _SCALED or not is_scaled or is_model or not arrays(grads):
             return grads
-        self._backward.check_derivative()
-        return self._backward.unscale(grads, 1.0 / self._state["scale"])
+        return unscale(grads, self._backward.inverse_scale())
 
     def _check_leaves(self, leaves: list[Leaf]) -> None:
-        self._backward.check_last_call()
+        self._backward.check_unscaled()
         if self._ranks.is_single and not any(is_floating(x.gradient) for x in leaves):
             raise ValueError(
                 "There are no gradients of floating-point parameters. Unfreeze some "
@@ -408,9 +391,8 @@ class GradScaler:
     def update(self, new_scale: float | mx.array | None = None) -> None:
         """Update the scale according to the steps since the last update.
 
-        Call it once per iteration, after :meth:`step`. If your loop drops a batch
-        without a step, call it anyway. It then checks the gradients of that batch; if
-        they have been freed already, it assumes an overflow.
+        Call it once per iteration, after :meth:`step`. To drop a batch, call
+        :meth:`unscale_` instead of :meth:`step`, so that an overflow still counts.
 
         Args:
             new_scale (float or array, optional): Set the scale to this value instead,
@@ -420,30 +402,27 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._state["scale"] = rule.clamp(self._state, _as_scale(new_scale))
+            self._state["scale"] = rule.clamp(self._state, new_scale)
             self._state["skips_since_update"] = mx.array(0)
             self._end_iteration()
             return
+        if not self._stages:
+            raise RuntimeError(
+                "update() was called without a step. Call step() first or, to drop a "
+                "batch, unscale_(). If step() runs inside mx.compile, call update() in "
+                "the same function."
+            )
         # Steps are counted in the state, so that compiled steps count as well.
         finite = self._state["skips_since_update"] == 0
         not_stepped = [x.finite for x in self._stages.values() if not x.stepped]
-        if not self._stages:
-            if not self._backward.has_gradients:
-                raise RuntimeError(
-                    "update() was called without a step. Call step() or unscale_() "
-                    "first. If step() runs inside mx.compile, call update() in the "
-                    "same function."
-                )
-            not_stepped = [self._backward.pending_finite()]
         if not_stepped:
             finite = reduce(mx.logical_and, not_stepped, finite)
-            finite = finite_on_all_ranks(finite, self.group)
+            finite = self._ranks.agree(finite)
         commit(self._writes(None, finite))
         self._end_iteration()
 
     def _end_iteration(self) -> None:
         self._stages.clear()
-        self._backward.end_iteration()
         self._skip_watch.look(self._state, self._backward.warn_once)
 
     def minimize(self, optimizer: Optimizer, model: nn.Module, grads: Any) -> mx.array:
@@ -490,16 +469,10 @@ class GradScaler:
         self._set("growth_interval", new_interval)
 
     def _get(self, name: str) -> Any:
-        try:
-            return rule.read_field(name, self._state[name])
-        except (RuntimeError, ValueError) as error:
-            raise RuntimeError(
-                "The state of this scaler has no values. Do not read it inside "
-                "mx.compile, and list scaler.state in its inputs= and outputs=."
-            ) from error
+        return rule.read_field(name, self._state[name])
 
     def _set(self, name: str, value: Any) -> None:
-        rule.check({key: self._get(key) for key in rule.SETTINGS} | {name: value})
+        rule.check(rule.read(self._state) | {name: value})
         self._state[name] = rule.as_array(name, value)
 
     @property
@@ -533,8 +506,7 @@ class GradScaler:
         ignored. A disabled scaler ignores the state.
         """
         if self._enabled:
-            settings = {name: self._get(name) for name in rule.SETTINGS}
-            self._fill(rule.from_state_dict(state_dict, settings))
+            self._fill(rule.from_state_dict(state_dict, rule.read(self._state)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state dict to a single file, atomically.
@@ -553,15 +525,11 @@ class GradScaler:
         self.load_state_dict(load_state(path))
 
     def __repr__(self) -> str:
-        if not self._enabled:
-            return "GradScaler(enabled=False)"
         try:
-            values = rule.read(self._state)
-        except (RuntimeError, ValueError):  # inside mx.compile there are no values
+            values = self.state_dict() or {"enabled": False}
+        except RuntimeError:  # inside mx.compile there are no values
             return "GradScaler(state without values: see mx.compile)"
-        usual = {name: default for name, (_, default) in rule.SETTINGS.items()}
-        shown = ["scale", *(k for k in usual if values[k] != usual[k]), "skipped_steps"]
-        return f"GradScaler({', '.join(f'{k}={values[k]}' for k in shown)})"
+        return f"GradScaler({', '.join(f'{k}={x}' for k, x in values.items())})"
 
     def __getstate__(self) -> dict[str, Any]:
         if self._stages:
@@ -593,44 +561,6 @@ def _advance(
     return changed | {name: mx.where(either, changed[name], changed[name])}
 
 
-class SkipWatch:
-    """Warn about 50 skipped steps in a row, or about a very small scale.
-
-    It reads only values that are at least 50 updates old, which have normally been
-    evaluated by then, so it does not wait for the device.
-    """
-
-    def __init__(self) -> None:
-        self._earlier: list[mx.array] = []
-        self._latest: list[mx.array] = []
-
-    def look(self, state: dict[str, mx.array], warn: Callable[[str], None]) -> None:
-        """Record the counter after an update, and check it every 50 updates."""
-        self._latest.append(state["consecutive_skips"])
-        if len(self._latest) < SKIPS_TO_WARN:
-            return
-        earlier, self._earlier = self._earlier, [*self._latest, state["scale"]]
-        self._latest = []
-        try:
-            *counts, scale = [float(x) for x in earlier] or [0.0, 1.0]
-        except (RuntimeError, ValueError):  # left over from inside mx.compile
-            return
-        if max(counts) >= SKIPS_TO_WARN:
-            warn(
-                f"At least {SKIPS_TO_WARN} steps in a row were skipped because of "
-                "non-finite gradients, so the model is not training. To find the "
-                "cause, call mlx_gradscale.diagnostics.explain_overflow(model, "
-                "loss_fn, *batch)."
-            )
-        elif scale < LOW_SCALE:
-            warn(
-                f"The loss scale has fallen to {scale:.2g}, where float16 gradients "
-                "underflow to zero. Once the overflows have stopped, reset it with "
-                "scaler.update(65536.0). To keep it from falling this far, create the "
-                "scaler with GradScaler(min_scale=1.0)."
-            )
-
-
 def check_model(model: Any, method: str, instead: str) -> None:
     """Raise if the argument of a method is not a model."""
     if not isinstance(model, nn.Module):
@@ -638,14 +568,3 @@ def check_model(model: Any, method: str, instead: str) -> None:
             f"The model passed to {method}() must be an nn.Module, got "
             f"{type(model).__name__}. For a tree of parameters, use {instead}."
         )
-
-
-def _as_scale(value: Any) -> mx.array:
-    if isinstance(value, mx.array) and value.size == 1 and value.dtype != mx.bool_:
-        return value.reshape(()).astype(mx.float32)
-    if not rule.is_scale(value):
-        raise ValueError(
-            "new_scale must be a single number that is positive and finite in "
-            f"float32, got {value!r}."
-        )
-    return mx.array(float(value))

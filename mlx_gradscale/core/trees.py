@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from itertools import starmap
-from operator import itemgetter, setitem
+from operator import setitem
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,11 +24,6 @@ class Leaf(NamedTuple):
     key: Any
     parameter: mx.array
     gradient: mx.array
-
-
-def items(tree: Any) -> Any:
-    """Return the (key, value) pairs of a dict, or (index, value) of a list or tuple."""
-    return tree.items() if isinstance(tree, dict) else enumerate(tree)
 
 
 # A recursive closure would be a reference cycle, which keeps gradients alive until the
@@ -53,14 +48,12 @@ def slots(tree: Any) -> list[Slot]:
 
 def flatten(tree: Any) -> list[tuple[str, Any]]:
     """Return (dotted path, leaf) pairs, like MLX's ``tree_flatten``, but faster."""
-    if not isinstance(tree, CONTAINERS):
-        return [("", tree)]
-    return [(".".join(map(str, path)), value) for (path, _, _), value in walk(tree)]
+    return [(".".join(map(str, path[1:])), x) for (path, _, _), x in walk([tree])]
 
 
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree without their paths."""
-    return list(map(itemgetter(1), flatten(tree)))
+    return [x for _, x in walk([tree])]
 
 
 def match(gradients: Any, parameters: Any) -> list[Leaf]:
@@ -130,8 +123,8 @@ def snapshot(*trees: Any) -> Snapshot:
     for tree in trees:
         if isinstance(tree, (dict, list)):
             saved.append((tree, dict(tree) if isinstance(tree, dict) else list(tree)))
-        inside = [value for _, value in items(tree) if isinstance(value, CONTAINERS)]
-        saved += snapshot(*inside)
+        values = tree.values() if isinstance(tree, dict) else tree
+        saved += snapshot(*(x for x in values if isinstance(x, CONTAINERS)))
     return saved
 
 

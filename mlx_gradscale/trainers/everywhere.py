@@ -26,10 +26,10 @@ from mlx.utils import tree_map
 from ..compile_step import compile_step
 from ..core.finite import all_finite
 from ..core.masters import HALF
-from ..core.notices import warn_user
+from ..core.notices import LOW_SCALE, warn_user
 from ..core.optimizer import GuardedOptimizer
 from ..core.scale import count_step, next_scale
-from ..core.scaler import LOW_SCALE, GradScaler
+from ..core.scaler import GradScaler
 from ..core.trees import CONTAINERS, leaves
 
 _Fn = Callable[..., Any]

@@ -133,16 +133,20 @@ class Counts(nn.Module):
 
 
 def test_trainable_array_written_by_the_forward_pass_is_kept_as_in_mlx():
+    scaler = GradScaler(64.0)
     found = []
-    for ours in (False, True):
+    for kind in ("mlx", "value_and_grad", "scale_loss"):
         model = Counts()
-        make = GradScaler(64.0).value_and_grad if ours else nn.value_and_grad
-        function = make(model, mse(model))
+        make = scaler.value_and_grad if kind == "value_and_grad" else nn.value_and_grad
+        loss_fn = mse(model)
+        if kind == "scale_loss":
+            loss_fn = scaler.scale_loss(loss_fn, model)
+        function = make(model, loss_fn)
         function(*batch())
         function(*batch(1))
         found.append((model.center, model.calls))
-    assert bits(found[0]) == bits(found[1])
-    assert found[1][1].item() == 2
+    assert bits(found[0]) == bits(found[1]) == bits(found[2])
+    assert found[0][1].item() == 2
 
 
 @pytest.mark.compiles
@@ -174,16 +178,20 @@ def test_buffers_stay_finite_in_a_compiled_step(compiled):
     assert traced.count == (1 if compiled == "whole" else 4)
 
 
-@pytest.mark.parametrize("compute_dtype", [None, mx.float16])
-def test_the_model_and_its_statistics_are_restored_when_the_loss_raises(compute_dtype):
-    model = Normed()
+@pytest.mark.parametrize("kind", ["value_and_grad", "cast", "scale_loss"])
+def test_the_model_and_its_statistics_are_restored_when_the_loss_raises(kind):
+    model, scaler = Normed(), GradScaler()
     before = bits(model.parameters())
 
     def loss_fn(x):
         model(x)
         raise KeyError("no such batch")
 
-    function = GradScaler().value_and_grad(model, loss_fn, compute_dtype)
+    if kind == "scale_loss":
+        function = scaler.scale_loss(loss_fn, model)
+    else:
+        compute_dtype = mx.float16 if kind == "cast" else None
+        function = scaler.value_and_grad(model, loss_fn, compute_dtype)
     with pytest.raises(KeyError, match="no such batch"):
         function(mx.ones((4, 8)))
     assert bits(model.parameters()) == before

@@ -74,7 +74,8 @@ def test_signature_and_repr_show_the_settings():
 
     assert list(inspect.signature(Named).parameters) == ["name"]
     assert repr(GradScaler(8.0, growth_interval=5)) == (
-        "GradScaler(scale=8.0, growth_interval=5, skipped_steps=0)"
+        "GradScaler(scale=8.0, growth_factor=2.0, backoff_factor=0.5, "
+        "growth_interval=5, _growth_tracker=0)"
     )
     assert repr(GradScaler(enabled=False)) == "GradScaler(enabled=False)"
 

@@ -84,7 +84,7 @@ def test_a_state_with_the_other_kind_of_masters_is_refused(saved):
     training.run(range(2))
     before = loading.everything()
     state = tree_map(lambda x: x, training.optimizer.state)
-    with pytest.raises(ValueError, match="saved with the other kind"):
+    with pytest.raises(ValueError, match=r"has no.*masters="):
         loading.optimizer.state = state
     assert loading.everything() == before
 

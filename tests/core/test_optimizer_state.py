@@ -154,7 +154,7 @@ BIAS = "layers.0.bias"
     ("path", "value", "message"),
     [
         (f"masters.{BIAS}", None, f"no 'masters.{BIAS}'"),
-        ("masters.x", mx.ones(1), "another model"),
+        ("masters.x", mx.ones(1), "same model"),
         (f"masters.{BIAS}", mx.ones(3), "with shape"),
         (f"masters.{BIAS}", mx.full((16,), NAN), f"'masters.{BIAS}' .* contains NaN"),
         (f"optimizer.{BIAS}.v", mx.full((16,), INF), f"{BIAS}.v' .* contains NaN"),
@@ -218,12 +218,12 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(when):
     weights = {"w": mx.ones(2, mx.float16)}
     if when == "before init":
         optimizer.state = other.state
-        with pytest.raises(ValueError, match=r"lacks|another model|has shape"):
+        with pytest.raises(ValueError, match=r"same model|has shape"):
             optimizer.init(weights)
         return
     optimizer.init(weights)
     before = bits(optimizer.state)
-    with pytest.raises(ValueError, match=r"lacks|another model"):
+    with pytest.raises(ValueError, match=r"same model"):
         optimizer.state = other.state
     assert bits(optimizer.state) == before
 

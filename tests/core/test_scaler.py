@@ -74,22 +74,23 @@ def test_a_loss_that_is_not_a_scalar_is_refused_with_its_shape(compute_dtype):
             call(*batch())
 
 
-def test_a_batch_that_is_dropped_after_its_gradients_moves_the_scale():
-    model, scaler = Mlp(), GradScaler(1024.0, growth_interval=2)
+def test_unscale_without_a_step_drops_a_batch_and_moves_the_scale():
+    model, scaler, optimizer = (
+        Mlp(),
+        GradScaler(1024.0, growth_interval=2),
+        optim.SGD(1),
+    )
     loss_and_grad = scaler.value_and_grad(model, mse(model), mx.float16)
     before = bits(model.parameters())
     for factor, scale in ((INF, 512.0), (1.0, 512.0), (1.0, 1024.0), (INF, 512.0)):
         x, y = batch()
-        grads = loss_and_grad(x * factor, y)[1]
+        scaler.unscale_(optimizer, loss_and_grad(x * factor, y)[1])
         scaler.update()
         assert scaler.get_scale() == scale
-        del grads
-    loss_and_grad(*batch())  # gradients that nobody keeps count as an overflow
-    scaler.update()
-    assert scaler.get_scale() == 256.0
     assert bits(model.parameters()) == before
     assert scaler.skipped_steps.item() == 0
-    with pytest.raises(RuntimeError, match="without a step"):
+    loss_and_grad(*batch())
+    with pytest.raises(RuntimeError, match=r"to drop a batch, unscale_\(\)"):
         scaler.update()
 
 

@@ -331,6 +331,28 @@ def test_a_copy_of_a_wrapped_third_party_optimizer_continues_as_the_original(
     assert same(*results)
 
 
+@pytest.mark.parametrize("when", ["before init", "after init"])
+@pytest.mark.parametrize("is_plain", [False, True], ids=["wrapped", "plain state"])
+def test_a_saved_state_with_frozen_layers_at_the_end_resumes_exactly(is_plain, when):
+    # A list in a flattened state ends at its last array.
+    weights = {"layers": [mx.ones(2), mx.ones(2), mx.ones(2)]}
+    gradients = {"layers": [{}, mx.array([0.5, -1.0]), {}]}
+    trained = {"layers": [{}, mx.ones(2), {}]}
+    optimizer, other = (GuardedOptimizer(KeyFromGradients()) for _ in range(2))
+    optimizer.init(trained)
+    for _ in range(2):
+        optimizer.apply_gradients(gradients, weights)
+    if when == "after init":
+        other.init(trained)
+    saved = optimizer.optimizer.state if is_plain else optimizer.state
+    other.state = tree_unflatten(tree_flatten(saved))
+    if is_plain and when == "before init":
+        other.init(trained)
+    found = [each.apply_gradients(gradients, weights) for each in (optimizer, other)]
+    assert same(*found)
+    assert repr(other.optimizer.state) == repr(optimizer.optimizer.state)
+
+
 def test_scaler_tells_optimizers_apart_that_compare_equal():
     class Equal(optim.SGD):
         def __eq__(self, other):
