@@ -1,7 +1,7 @@
 """Convert the scaler states of other frameworks.
 
-The checkpoints of Apex, DeepSpeed, Megatron and NeMo contain the states of their own
-scalers. These are converted to PyTorch's five keys, plus this package's own keys
+Checkpoints of Apex, DeepSpeed, Megatron and NeMo contain the states of their own
+scalers. A converted state has PyTorch's five keys, and this package's own keys
 (``hysteresis``, ``min_scale`` and so on) if they differ from the defaults. If a state
 does not contain a setting, a :class:`FormatWarning` reports the value that is assumed.
 """
@@ -76,10 +76,10 @@ FORMATS: dict[str, Format] = {
 
 
 def _compute(name: str, state: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are not plain copies of a framework's own."""
+    """Return the values that have to be computed from a framework's values."""
     computed: dict[str, Any] = {}
     if name in ("megatron", "deepspeed"):
-        # They count down the remaining overflows; we count up the used ones.
+        # They count down the overflows left before a backoff; this package counts up.
         left = state.get("hysteresis_tracker", state.get("cur_hysteresis"))
         if left is None:
             computed["hysteresis"] = 1
@@ -120,8 +120,7 @@ def recognize(state: Mapping[str, Any]) -> str:
     keys = _flat(state).keys()
     if not keys:
         raise ValueError(
-            "The scaler state is empty, probably because a disabled scaler saved it. "
-            "Do not load it."
+            "The scaler state is empty, as a disabled scaler saves it. Do not load it."
         )
     for name, row in FORMATS.items():
         if row.required <= keys:
@@ -149,19 +148,19 @@ def is_state(state: Mapping[Any, Any], is_named: bool = True) -> bool:
 
 
 def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str, Any]:
-    """Convert another framework's scaler state to PyTorch's five keys.
+    """Convert another framework's scaler state to PyTorch's format.
 
-    The framework's defaults are used for settings that the state does not contain, with
-    a :class:`FormatWarning`. If the run used other values, assign them to the result.
+    Settings that the state does not contain get the framework's defaults, with a
+    :class:`FormatWarning`. If the run used other values, assign them to the result.
 
     Args:
         state (dict): The state, with Python numbers or one-element arrays.
-        format (str, optional): A key of :data:`FORMATS`. Default: identified by the
-            keys.
+        format (str, optional): A key of :data:`FORMATS`. Default: the format that the
+            keys of the state identify.
 
     Returns:
-        dict: A state for ``GradScaler.load_state_dict``; this package's own keys are
-        included only if they differ from their defaults.
+        dict: A state for ``GradScaler.load_state_dict``, with PyTorch's five keys and
+        those of this package's own keys that differ from their defaults.
 
     Example:
         >>> import warnings
@@ -186,7 +185,8 @@ def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str,
     found = row.assumed | held
     found |= _compute(name, values, found)
     for key in TORCH_KEYS.keys() - found.keys():
-        raise ValueError(f"This {name} scaler state has no {row.fields[key]!r}.")
+        missing = row.fields[key]
+        raise ValueError(f"This {name} scaler state has no {missing!r}. Check format=.")
     guessed = [
         f"{key}={value!r}"
         for key, value in row.assumed.items()
@@ -205,7 +205,7 @@ def read_state(state: Mapping[str, Any], format: str | None = None) -> dict[str,
 
 
 def _flat(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the state with string keys, flattened; apex nests one dict per loss."""
+    """Return a state with string keys; Apex nests the state in a dict of losses."""
     flat = {str(key): value for key, value in state.items()}
     losses = [key for key in flat if key.startswith("loss_scaler")]
     if losses and all(isinstance(flat[key], Mapping) for key in losses):

@@ -1,6 +1,6 @@
-"""The command ``mlx_gradscale inspect``: show the contents of a checkpoint.
+"""The ``mlx_gradscale inspect`` command, which lists the contents of a checkpoint.
 
-It reads shapes and dtypes, not the tensors themselves.
+It reads shapes and dtypes, but no tensor data.
 """
 
 import argparse
@@ -27,7 +27,7 @@ __all__ = ["describe", "main", "render"]
 _EXPECTED = (ValueError, TypeError, KeyError, OSError, RuntimeError, MemoryError)
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors", ".json")
 _SHORT_LIST, _MOST_ROWS, _DEEPEST = 8, 20_000, 12
-# Bytes of JSON that count as one operation of the limits, and operations per tensor.
+# Bytes of JSON that count as one operation, and operations per safetensors tensor.
 _JSON_BYTES, _TENSOR = 3, 50
 
 
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``mlx_gradscale inspect``.
 
     Args:
-        argv (list, optional): The arguments of the command. Default: those of the
-            process.
+        argv (list, optional): The arguments of the command. Default: the arguments of
+            the process.
 
     Returns:
-        int: 0, or 1 after an error, which is printed on one line.
+        int: 0 on success, and 1 after an error, which is printed on one line.
     """
     return run_command(lambda: _inspect(argv), _EXPECTED, flags=LIMIT_FLAGS)
 
@@ -74,11 +74,11 @@ def describe(path: Path | str, limits: Limits | None = None) -> dict[str, Any]:
 
     Args:
         path (Path): A PyTorch, safetensors or JSON file, or a folder.
-        limits (Limits, optional): Limits for reading PyTorch files.
+        limits (Limits, optional): Limits on memory and work, shared by all files.
 
     Returns:
-        dict: ``path``, and ``entries`` with one entry for each value: its ``name``, and
-        either ``shape`` and ``dtype`` of a tensor, or its ``value``.
+        dict: ``path``, and ``entries`` with a dict for each value: its ``name``, and
+        either the ``shape`` and ``dtype`` of a tensor or a ``value``.
     """
     path = Path(path)
     is_folder = path.is_dir() and not (path / ".metadata").is_file()
@@ -103,7 +103,7 @@ def _read_folder(path: Path, limits: Limits) -> dict[str, Any]:
         if file.suffix in _SUFFIXES and not file.is_dir()
     }
     if not found:
-        raise ValueError(f"{path} contains no PyTorch, safetensors or JSON file.")
+        raise ValueError(f"{path} contains no checkpoint file. Pass another path.")
     return found
 
 
@@ -144,7 +144,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value that JSON can represent in one line, without reading all of it."""
+    """Return a short value for JSON, without reading all of a long one."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         is_short = len(value) <= _SHORT_LIST and all(map(_is_plain, value))
         if value and (isinstance(value, dict) or not is_short):
@@ -154,7 +154,7 @@ def _shown(value: Any) -> Any:
         return f"{len(value)} bytes"
     if isinstance(value, int) and value.bit_length() > 256:
         return f"int of {value.bit_length()} bits"
-    if isinstance(value, float) and math.isfinite(value):  # JSON has no inf and NaN
+    if isinstance(value, float) and math.isfinite(value):  # JSON has no inf or NaN
         return value
     is_number = value is None or isinstance(value, int)
     return value if is_number else shorten(str(value)[:200])

@@ -1,4 +1,4 @@
-"""Convert PyTorch checkpoints to live MLX runs and back, in Python or on the CLI."""
+"""Convert training runs between PyTorch and MLX, in Python or on the command line."""
 
 from .command import main
 from .load import TorchRun, load_torch

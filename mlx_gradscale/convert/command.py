@@ -1,4 +1,4 @@
-"""The ``mlx_gradscale convert`` command: move runs between PyTorch and MLX."""
+"""The ``mlx_gradscale convert`` command, which moves runs between PyTorch and MLX."""
 
 import argparse
 import os
@@ -38,9 +38,9 @@ _SECTIONS = ("model", "optimizer", "scaler")
 _HELP = {
     "--torch-path": "PyTorch checkpoint: a .pt file, or a checkpoint folder of "
     "Accelerate or Transformers' Trainer",
-    "--mlx-path": "MLX checkpoint: a folder as written by save_checkpoint",
+    "--mlx-path": "MLX checkpoint folder, as written by save_checkpoint",
     "--like": "PyTorch checkpoint to use as the template for a run that was started "
-    "in MLX; it must be of the same model",
+    "in MLX; it must contain the same model",
     "--names": "file that lists the optimizer's parameters in order, one PyTorch name "
     "per line",
     "--to": "direction of the conversion; required if both paths exist",
@@ -50,9 +50,9 @@ _HELP = {
     "--layout": "set the layout of the PyTorch tensors that match a shell pattern: "
     + ", ".join(AXES),
     "--drop": "ignore the PyTorch tensors that match a shell pattern",
-    "--accept": "ignore this optimizer setting, although PyTorch and MLX differ in it; "
-    "the error about the difference lists the settings",
-    "--limit": f"raise a limit on reading files: {' or '.join(_LIMITS)}",
+    "--accept": "ignore an optimizer setting in which PyTorch and MLX differ; the "
+    "error about the difference names the setting",
+    "--limit": f"raise a limit of the reader: {' or '.join(_LIMITS)}",
     "--model": "the MLX model, which determines names, layouts and shapes: a Module "
     "or a function that returns one, as MODULE:NAME, or the folder or config.json of "
     "an mlx-lm model. MODULE:NAME imports the module, which runs its code; no other "
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    # Split at the last "=": a pattern may contain one, as in (?=...), but no name does.
+    # Split at the last "=": regular expressions may contain "=", but names do not.
     old, equals, new = text.rpartition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} must contain '='.")
@@ -168,7 +168,9 @@ def _convert(arguments: argparse.Namespace) -> None:
     sides = {"mlx": torch_path.exists(), "torch": mlx_path.exists()}
     if arguments.to is None and sides["mlx"] == sides["torch"]:
         if sides["mlx"]:
-            raise ConvertError("Both paths exist. Pass --to mlx or --to torch.")
+            raise ConvertError(
+                f"{torch_path} and {mlx_path} both exist. Pass --to mlx or --to torch."
+            )
         raise FileNotFoundError(
             f"Neither {torch_path} nor {mlx_path} exists. Check the paths."
         )
@@ -199,16 +201,16 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
         print(_describe(template, arguments.torch_path, path))
         return
     step = max((group.step for group in template.groups), default=0)
-    # PyTorch's SGD does not count its steps.
+    # The step is 0 if it is unknown: PyTorch's SGD does not save a step count.
     extra: dict[str, Any] = {"step": step} if step else {}
-    # The base class marks a checkpoint that has no optimizer.
+    # save_checkpoint() needs an optimizer. The base class stands for none.
     optimizer = run.optimizer or Optimizer()
     if is_adapter(template.plan.entries):
-        # The checkpoint does not contain the base model, so save only the adapters.
+        # The PyTorch checkpoint has no base model, so save only the adapters.
         model.freeze()
         model.unfreeze(keys=["lora_a", "lora_b"])
-    # If the process is killed in between, the checkpoint has no template rather than
-    # the wrong one.
+    # Delete the old template first. If the process is killed before it writes the new
+    # one, a missing template raises an error, but an old one would be used.
     (path / TEMPLATE).unlink(missing_ok=True)
     save_checkpoint(path, model, optimizer, run.scaler, **extra)
     torch_checkpoint.save(path / TEMPLATE, to_object(template))
@@ -247,7 +249,7 @@ def _to_torch(arguments: argparse.Namespace) -> None:
 
 
 def _model(place: str | None) -> Any:
-    """Return the user's MLX model, from MODULE:NAME or mlx-lm's config."""
+    """Return the model that ``--model`` specifies, or None without ``--model``."""
     if place is None:
         return None
     # Append the current folder, so that no file in it shadows an installed module.

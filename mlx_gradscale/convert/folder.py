@@ -1,4 +1,4 @@
-"""Read and write PyTorch checkpoints: a file, or a Trainer or Accelerate folder."""
+"""Read and write PyTorch checkpoint files and Trainer and Accelerate folders."""
 
 import json
 import os
@@ -24,17 +24,17 @@ from ..files.paths import (
 from ..torch_checkpoint import Limits
 from .tree import ConvertError, is_tensor, list_some
 
-# Transformers' step and epoch counts: the only JSON that changes during training.
+# Transformers saves step and epoch counts here. Its other JSON files do not change
+# during training.
 TRAINER = "trainer_state.json"
-# Operations for each comma, colon and bracket in it. Converting a million of them takes
-# about ten seconds.
+# Operations per comma, colon and bracket: converting a million takes ten seconds.
 _PER_MARK = 7
 _SECTION = re.compile(
     r"((\w+_)?model|(lr_)?scheduler|optimizer|scaler|grad_scaler)(_\d+)?"
     r"\.(safetensors|bin|pt|pth|ckpt)"
 )
 _SHARD = re.compile(r"((\w+_)?model)-\d{1,6}-of-(\d{1,6})\.(safetensors|bin)")
-# Maximum total size and number of a folder's other files that are copied.
+# Maximum total size and number of the other files that are copied from a folder.
 _MOST_BYTES, _MOST_FILES = 2**28, 1000
 
 
@@ -45,12 +45,12 @@ def read_torch(
 
     The first result is the object in the file or, for a folder, a dict that maps file
     names to their contents. A sharded model is listed under the name of the unsharded
-    file. The second result maps the names of a folder's other files (random states,
-    arguments, tokenizers) to their bytes, and the third lists notes on files that were
-    left out.
+    file. The second result is None for a file; for a folder, it maps the names of all
+    other files (random states, arguments, tokenizers) to their bytes. The third result
+    lists notes on files that were left out.
     """
     path = Path(path)
-    # All files of the checkpoint share one copy, so the user's object does not change.
+    # All files share one copy of the limits; the user's object does not change.
     limits = replace(limits or Limits())
     shard = _SHARD.fullmatch(path.name)
     if shard and int(shard[3]) > 1:
@@ -92,15 +92,15 @@ def _read_shards(
     if len(parts) != int(parts[0][3]):
         raise ConvertError(
             f"{parts[0][0]} is one of {parts[0][3]} shards, but the folder contains "
-            f"only {len(parts)} of them. Copy the others into it."
+            f"only {len(parts)} of them. Copy the missing shards into the folder."
         )
     tensors: dict[str, Any] = {}
     for part in parts:
         content = _read_file(_inside(path / part[0]), limits)
         if not _has_only_tensors(content) or tensors.keys() & content.keys():
             raise ConvertError(
-                f"The shard {part[0]} contains something other than tensors, or a "
-                "tensor that another shard contains too. Save the model again."
+                f"The shard {part[0]} contains a value that is not a tensor, or a "
+                "tensor that another shard also contains. Save the model again."
             )
         tensors |= content
     return tensors
@@ -125,7 +125,7 @@ def _carry(path: Path, names: list[str]) -> tuple[dict[str, mx.array], list[str]
 
 
 def _inside(path: Path) -> Path:
-    """Return the path of a file, or raise if it is a link to another folder."""
+    """Return a path, or raise if it is a symbolic link that leaves its folder."""
     folder = os.path.realpath(path.parent)
     if not os.path.realpath(path).startswith(os.path.join(folder, "")):
         raise ConvertError(
@@ -152,7 +152,7 @@ def _read_file(path: Path, limits: Limits) -> Any:
 
 
 def trainer_state(checkpoint: Any) -> dict[str, Any]:
-    """Return the state of a Transformers Trainer, empty if there is none."""
+    """Return the state of a Transformers Trainer, or an empty dict."""
     state = checkpoint.get(TRAINER) if isinstance(checkpoint, dict) else None
     return state if isinstance(state, dict) else {}
 
@@ -163,9 +163,9 @@ def write_torch(
     files: dict[str, mx.array] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a file or folder in the form that :func:`read_torch` returns.
+    """Write the results of :func:`read_torch` to a file or folder.
 
-    If it cannot be written completely, an existing file or folder is kept.
+    If writing fails, an existing file or folder stays unchanged.
     """
     path = Path(path)
     if files is None:
@@ -189,8 +189,8 @@ def write_torch(
     spare = [name for name in there if name not in {*names, ".DS_Store"}]
     if spare:
         raise FileExistsError(
-            f"{path} contains files of another checkpoint: {list_some(spare)}. Use "
-            "another folder."
+            f"{path} contains files that are not part of this checkpoint: "
+            f"{list_some(spare)}. Use another folder."
         )
     with atomic_folder(path) as folder:
         for name, content in checkpoint.items():
@@ -202,7 +202,7 @@ def write_torch(
 
 def _write_file(path: Path, content: Any) -> None:
     if path.name == TRAINER:
-        # Same format as Transformers.
+        # This is the format of Transformers.
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         with atomic_write(path) as file:
             file.write(text.encode())

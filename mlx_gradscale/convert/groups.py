@@ -1,8 +1,8 @@
 """Read, check and update the parameter groups of an optimizer's state dict.
 
-PyTorch indexes a state dict by numbers or names. torch.distributed may flatten it
-(``state.<name>.<slot>``) or write the numbers as strings. A flattened state dict is
-nested while it is in a template.
+A state dict identifies parameters by number or by name. torch.distributed may flatten
+the state dict (``state.<name>.<slot>``) or write the numbers as strings. In a template,
+a flattened state dict is nested.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from .tree import ConvertError, is_tensor, number
 Index = int | str
 
 _STATE, _GROUPS = "state.", "param_groups."
-_FLATTENED = "mlx_gradscale_flattened"  # marks a nested state dict to be flattened
+_FLATTENED = "mlx_gradscale_flattened"  # marks a state dict that was flat
 _LARGEST_NUMBER, MOST_STEPS = 1e18, 2**53
 _LARGEST_INDEX = 2**31
 
@@ -34,9 +34,9 @@ class Group:
     states: Mapping[str, dict[str, Any]]  # str(index) -> slots, for all groups
     kind: str  # a key of OPTIMIZERS
     entries: dict[Index, Entry] = field(default_factory=dict)  # parameters in MLX
-    step: int = 0  # at conversion
-    # The prefix of the group's MLX state: "states.<i>." if it is a part of a
-    # MultiOptimizer, empty if all groups are one MLX optimizer.
+    step: int = 0  # in the PyTorch checkpoint
+    # The prefix of the group's MLX state: "states.<i>." in a MultiOptimizer, and empty
+    # if one MLX optimizer covers all groups.
     prefix: str = ""
 
     @property
@@ -45,7 +45,7 @@ class Group:
         return OPTIMIZERS[self.kind]
 
     def slots(self, index: Index) -> dict[str, Any]:
-        """Return a parameter's state, empty if it has none yet."""
+        """Return a parameter's state, or an empty dict if it has none yet."""
         return self.states.get(str(index)) or {}
 
     def lacks_state(self, index: Index) -> bool:
@@ -54,7 +54,7 @@ class Group:
         return any(slots.get(slot) is None for slot in self.spec.slots)
 
     def shape(self, index: Index) -> tuple[int, ...] | None:
-        """Return a parameter's shape, taken from its moments, if it has any."""
+        """Return the shape of a parameter's moments, or None if it has none."""
         for slot, value in self.slots(index).items():
             if slot != "step" and is_tensor(value):
                 return tuple(value.shape)
@@ -75,7 +75,7 @@ class Group:
                 slots[slot] = TensorShape.of(slots[slot])
 
     def check_settings(self) -> None:
-        """Raise if a setting is not a number."""
+        """Raise if a setting is missing or has the wrong type."""
         needed = ("lr", *self.spec.settings)
         for key in (*needed, *SCHEDULED):
             value = self.settings.get(key)
@@ -113,7 +113,7 @@ def is_flat(value: Any) -> bool:
 def read_groups(held: dict[Any, Any], kind: str | None = None) -> list[Group]:
     """Return the groups of a state dict in any layout, or raise if it is damaged.
 
-    ``kind`` is the optimizer's class, if the user named it.
+    ``kind`` is the optimizer's class, if the user specified it.
     """
     if is_flat(held):
         _nest(held)
@@ -173,7 +173,7 @@ def flatten(held: dict[str, Any]) -> None:
 
 
 def _brief(value: Any) -> Any:
-    """Return a short description that distinguishes settings."""
+    """Return a short value to compare settings by; large ones compare by identity."""
     if isinstance(value, (list, tuple)) and len(value) <= 8:
         return [number(item) if _is_number(item) else id(item) for item in value]
     return number(value) if value is None or _is_number(value) else id(value)
@@ -182,7 +182,7 @@ def _brief(value: Any) -> Any:
 def _check_groups(groups: list[dict[str, Any]]) -> set[str]:
     """Return the indices, or raise if PyTorch could not have written these groups.
 
-    They are returned as text, because a file can contain integers whose hashes collide.
+    The indices are strings, because a file can contain integers whose hashes collide.
     """
     indices: list[Any] = []
     for group in groups:
@@ -217,7 +217,7 @@ def _is_number(value: Any) -> bool:
 
 
 def need(is_right: bool, where: str, what: str, value: Any) -> None:
-    """Raise unless a condition on an optimizer's state holds."""
+    """Raise a ``ConvertError`` about the optimizer state unless ``is_right``."""
     if not is_right:
         is_large = isinstance(value, (dict, list, tuple))
         shown = f"a {type(value).__name__}" if is_large else shorten(value, 60)

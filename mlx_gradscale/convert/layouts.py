@@ -1,7 +1,7 @@
 """Find the MLX layout of PyTorch tensors from a model's layers or its ``sanitize``.
 
 The models of mlx-lm have a ``sanitize`` method that converts weights from Transformers.
-We call it with marked arrays, so that each output shows which input it came from.
+It is called with marked arrays, which show the input that each output comes from.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from .tree import ConvertError
 Shape = tuple[int, ...]
 
 # Layout -> its minimum number of dimensions, and a function that takes the number of
-# dimensions and returns the PyTorch axis behind each MLX axis.
+# dimensions and returns the PyTorch axis for each MLX axis.
 AXES: dict[str, tuple[int, Callable[[int], Shape]]] = {
     "same": (0, lambda n: tuple(range(n))),
     # (in, out) <-> (out, in): Transformers' Conv1D, PEFT's LoRA
@@ -39,7 +39,7 @@ _APART = 101
 
 @dataclass(frozen=True)
 class Entry:
-    """One PyTorch tensor: its MLX names (several if it is fused) and layout."""
+    """The layout and the MLX names (several if fused) of a PyTorch tensor."""
 
     torch: str
     mlx: tuple[str, ...]
@@ -47,7 +47,7 @@ class Entry:
 
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
         """Convert a PyTorch tensor, weight or moment, to MLX arrays."""
-        if tensor.dtype == mx.float64:  # which MLX supports only on the CPU
+        if tensor.dtype == mx.float64:  # supported only on the CPU
             tensor = tensor.astype(mx.float32, stream=mx.cpu)
         if self.layout == FUSED:
             return dict(zip(self.mlx, mx.split(tensor, 3), strict=True))
@@ -63,7 +63,7 @@ class Entry:
         return mx.transpose(held[0], np.argsort(axes).tolist())
 
     def mlx_shapes(self, shape: Shape) -> list[Shape]:
-        """Return the shapes in MLX, or the same shape if the layout does not match."""
+        """Return the MLX shapes, or the given shape if the layout does not apply."""
         if self.layout == FUSED:
             is_fused = shape and shape[0] % 3 == 0
             return [(shape[0] // 3, *shape[1:])] * 3 if is_fused else [shape]
@@ -73,10 +73,10 @@ class Entry:
 
 
 def known_names(model: nn.Module) -> dict[str, Entry]:
-    """Return the entries of a model by each PyTorch name that it accepts.
+    """Map each PyTorch name that a model accepts to its entry.
 
-    The layout is ``""`` (unknown) for parameters of three or more dimensions that are
-    not the weight of one of MLX's convolutions or of ``nn.Bilinear``.
+    The layout of parameters with three or more dimensions is ``""`` (unknown), except
+    for the weights of MLX's convolutions and of ``nn.Bilinear``.
     """
     modules = dict(model.named_modules())
     entries = []
@@ -175,9 +175,9 @@ def probe_sanitize(
 
 
 def _mark(mark: int, shape: Shape) -> mx.array:
-    """Return an array with ``mark`` at 0 and ``mark + a + 1`` at 1 along axis a.
+    """Return an array with ``mark`` at index 0, and ``mark + a + 1`` at 1 on axis a.
 
-    It is a view of a small buffer: the steps along the axes are 1, 2, 3 and so on.
+    The array is a view of a small buffer, with strides 1, 2, 3 and so on.
     """
     if 0 in shape:
         return mx.zeros(shape)
@@ -208,14 +208,14 @@ def _sanitize(model: nn.Module, weights: dict[str, mx.array]) -> dict[str, Any]:
         try:
             return dict(model.sanitize(dict(weights)))
         except KeyError as error:
-            # Gemma 3 removes a child, which an earlier call has already removed.
+            # Gemma 3 deletes a child module and fails if an earlier call deleted it.
             child = error.args[0]
             if not isinstance(child, str) or child in model or child in weights:
                 raise
             dict.__setitem__(model, child, nn.Module())
             return dict(model.sanitize(dict(weights)))
-    except Exception as error:  # this is the model's own code
+    except Exception as error:  # the model's code may raise anything
         raise ConvertError(
             f"{type(model).__name__}.sanitize raised {type(error).__name__}: {error}. "
-            "Check that the checkpoint is of this model."
+            "Check that the checkpoint belongs to this model."
         ) from error

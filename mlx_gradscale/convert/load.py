@@ -1,4 +1,4 @@
-"""``load_torch``: load a PyTorch checkpoint into a live MLX run."""
+"""Load a PyTorch checkpoint into an MLX model, optimizer and scaler."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,8 +33,8 @@ class TorchRun:
             it is None if the checkpoint has no scaler.
         template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
-        notes (list): Sentences for the user, about differences in MLX and about entries
-            that were not converted.
+        notes (list): Sentences about differences between PyTorch and MLX, and about
+            entries that were not converted.
     """
 
     optimizer: Optimizer | None
@@ -60,14 +60,13 @@ def load_torch(
             Accelerate or Transformers' Trainer.
         model (nn.Module): The model to load the weights into. Every name and shape must
             match.
-        options (Options, optional): Settings that the checkpoint does not determine.
+        options (Options, optional): Settings that the checkpoint does not contain.
         learning_rate (float, Callable or list, optional): A number or a schedule, as
-            for ``mlx.optimizers``, to replace the checkpoint's rate. PyTorch's
-            parameter groups share it if they share a rate; otherwise pass a list with
-            one per group.
+            for ``mlx.optimizers``, to replace the checkpoint's rate. If PyTorch's
+            parameter groups have different rates, pass a list with one rate per group.
         loss_scaling (bool): Wrap the optimizer in a ``LossScaleOptimizer``. The weights
-            are cast to the model's own dtypes, and the uncast ones become its master
-            weights: call ``model.set_dtype(mx.float16)`` first. If False, the model
+            are cast to the model's dtypes, and the original weights become the master
+            weights, so call ``model.set_dtype(mx.float16)`` first. If False, the model
             takes the checkpoint's dtypes. Default: ``False``.
         max_grad_norm (float, optional): Passed to the ``LossScaleOptimizer``; ignored
             without ``loss_scaling``. Default: ``None``.
@@ -75,12 +74,12 @@ def load_torch(
             ``loss_scaling``. Default: ``"float32"``.
 
     Returns:
-        TorchRun: Optimizer, scaler and template. The optimizer computes the same
-        updates as PyTorch's.
+        TorchRun: The optimizer, the scaler and the template. The optimizer computes the
+        same updates as PyTorch's optimizer.
 
     Raises:
         ConvertError: If the checkpoint does not match the model or cannot be converted.
-            The model's weights are unchanged.
+            The model is left unchanged.
         CheckpointError: If a file is damaged, hostile or unsupported.
 
     Example:

@@ -24,7 +24,7 @@ from .tree import ConvertError, list_some
 _WRAPPERS = re.compile(
     r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-# The usual attribute of a LightningModule; GPT-2 with a head in Transformers.
+# Prefixes in LightningModules, and in Transformers' GPT-2 with a head.
 _PREFIXES = ("model.", "transformer.")
 # base_model.model.<path>.lora_A[.<adapter>].weight
 _PEFT = "base_model.model."
@@ -37,7 +37,7 @@ class Plan:
     """All tensors of a PyTorch state dict, by their PyTorch names."""
 
     entries: dict[str, Entry] = field(default_factory=dict)  # tensors that MLX has
-    tied: dict[str, str] = field(default_factory=dict)  # alias -> name with the tensor
+    tied: dict[str, str] = field(default_factory=dict)  # alias -> name in entries
     torch_only: tuple[str, ...] = ()  # names without an MLX counterpart
     notes: list[str] = field(default_factory=list)  # for the user
     # Changes the model as its sanitize does.
@@ -87,7 +87,7 @@ def make_plan(
     options = options or Options()
     layouts = _given_layouts(options.layouts, tensors)
     dropped = {n for pattern in options.drop for n in _matches(pattern, tensors)}
-    # torch.nn.Module.get_extra_state adds the second.
+    # torch.nn.Module.get_extra_state() adds names that end in _extra_state.
     dropped |= {n for n in tensors if n.endswith((_COUNTER, "_extra_state"))}
     shapes = {n: tuple(x.shape) for n, x in tensors.items() if n not in dropped}
     own = {n: x.shape for n, x in tree_flatten(model.parameters())}
@@ -109,7 +109,7 @@ def make_plan(
                 "parameters in the MLX model and would diverge in training. Tie them "
                 "in MLX (embedding.as_linear), or untie them in PyTorch before saving."
             )
-    # An unmatched name of a tensor that matches by another name is an alias.
+    # If a tensor matches by one of its names, its unmatched names are aliases.
     rest = [name for name in tensors if name not in plan.entries]
     plan.tied = {n: owners[id(tensors[n])] for n in rest if id(tensors[n]) in owners}
     rest = [name for name in rest if name not in plan.tied]
@@ -195,7 +195,7 @@ def _find_names(
     for candidate in _rename_candidates(rename):
         plain = {name: from_peft(candidate(name)) for name in shapes}
         names: _Names = plain
-        if has_sanitize:  # which does not expect LoRA adapters
+        if has_sanitize:  # it does not expect LoRA adapters
             asked = {new: shapes[n] for n, (new, layout) in plain.items() if not layout}
             kept, known = try_sanitize(model, asked)
             change_model = partial(probe_sanitize, model, asked)
@@ -204,7 +204,7 @@ def _find_names(
         found.append((hits, names, known, change_model))
         if hits == len(shapes):
             break
-    # Of equal results, max() returns the first, which strips the least.
+    # Of equal results, max() returns the first, which removes the least.
     return max(found, key=lambda each: each[0])[1:]
 
 
@@ -230,9 +230,9 @@ def _entry(
     others = [replace(entry, layout=kind) for kind in ("conv", "conv_transpose")]
     if not layout and wanted in [other.mlx_shapes(tensor.shape) for other in others]:
         raise ConvertError(
-            f"{name} has shape {tensor.shape} and belongs to a custom layer, where "
-            f"several layouts match the MLX shape {wanted[0]}. Choose one with "
-            f"layouts=... (--layout {name}=conv, {name}=conv_transpose or {name}=same)."
+            f"{name} has shape {tensor.shape}, and {wanted[0]} in MLX. It belongs to a "
+            "custom layer, so its layout is unknown. Choose one with layouts=... "
+            f"(--layout {name}=conv, {name}=conv_transpose or {name}=same)."
         )
     if made != wanted:
         hint = ""
@@ -260,7 +260,7 @@ def _check_names(
                 )
             taken[name] = entry.torch
     wanted = {n for target in known.values() for n in target.mlx}
-    if is_partial:  # the base model is elsewhere
+    if is_partial:  # the checkpoint has no base model
         wanted = {n for n in wanted if n.endswith((".lora_a", ".lora_b"))}
         if lost and not wanted:
             raise ConvertError(

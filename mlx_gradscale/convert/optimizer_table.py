@@ -1,9 +1,9 @@
 """Table of PyTorch's and MLX's optimizers: names, settings and differences.
 
-Each entry was checked against the source code of both (torch 2.13, mlx 0.32.4), and
-the tests compare their updates. Where MLX's update differs from PyTorch's, either
-constructor arguments make it match (``forced``), or the setting is refused
-(``refused``) until the user accepts it by name.
+Each entry was checked against the source code of both libraries (torch 2.13, mlx
+0.32.4), and the tests compare their updates. Where MLX's update differs from PyTorch's,
+either constructor arguments make it match (``forced``), or the setting is refused
+(``refused``) unless the user accepts the difference.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,10 +25,10 @@ class OptimizerSpec:
     slots: dict[str, str]  # PyTorch's state name -> MLX's
     settings: tuple[str, ...]  # group keys that are MLX's constructor arguments
     required: set[str]  # group keys that are always present
-    refused: dict[str, str]  # setting -> how the two sides differ if it is on
+    refused: dict[str, str]  # setting -> the difference if it is on
     forced: dict[str, Any] = field(default_factory=dict)  # to match PyTorch
     has_step: bool = True  # whether PyTorch keeps a step count
-    note: str = ""  # a sentence that is always shown to the user
+    note: str = ""  # always shown to the user
 
 
 # Group keys written by the schedules in torch.optim.lr_scheduler.
@@ -46,7 +46,7 @@ IGNORED = {
     *("foreach", "capturable", "differentiable", "fused"),
     *("decoupled_weight_decay", "initial_accumulator_value"),
 }
-# The values that turn settings off, where they are not 0 or False.
+# Values that turn settings off, if not 0 or False.
 _OFF = {"cautious_factor": 1, "bias_correction": 1}
 _MAXIMIZE = {
     "maximize": "MLX only minimizes. Negate the loss and set maximize to False"
@@ -166,8 +166,8 @@ def recognize(
 
 def _fits(spec: OptimizerSpec, groups: Sequence[Settings], held: set[str]) -> bool:
     extra = held - set(spec.slots) - {"step"}
-    # amsgrad, centered and RMSprop's momentum add their own slots. They are refused
-    # later, by name.
+    # amsgrad, centered and RMSprop's momentum add slots. A later check refuses these
+    # settings by name.
     extra -= {"max_exp_avg_sq", "grad_avg"} | (
         {"momentum_buffer"} if "square_avg" in spec.slots else set()
     )
@@ -208,7 +208,7 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
 
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Describe the unsupported settings that are on, each in a sentence."""
+    """Map a sentence about each unsupported setting that is on to its name."""
     return {
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)
@@ -216,7 +216,7 @@ def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str
 
 
 def check_differences(found: Mapping[str, str], accept: Collection[str]) -> list[str]:
-    """Raise an error for differences that are not accepted; return the others."""
+    """Raise unless all differences are accepted; return them as notes."""
     bad = {text: key for text, key in found.items() if key not in accept}
     if bad:
         keys = ", ".join(dict.fromkeys(bad.values()))

@@ -41,7 +41,7 @@ def plan_groups(
 
     ``names`` are the PyTorch names of all parameters, group by group. Differences
     between PyTorch and MLX raise an error unless they are in ``accept``.
-    ``trainer_step`` is the step count of optimizers that do not save one.
+    ``trainer_step`` is the step count for optimizers that do not save one.
     """
     found: dict[str, str] = {}
     left = iter(names)
@@ -53,7 +53,7 @@ def plan_groups(
         known = {*spec.settings, *spec.required, *spec.refused, *IGNORED}
         found |= {
             f"The optimizer's groups have the key {key!r}, which PyTorch's "
-            f"{group.kind} does not have. It may be a different optimizer.": key
+            f"{group.kind} does not have. This may be a different optimizer.": key
             for key in settings
             if key not in known
         }
@@ -77,8 +77,8 @@ def plan_groups(
     steps = {g.kind: g.step for g in groups if not g.spec.has_step and not g.step}
     if steps:
         notes.append(
-            f"{' and '.join(sorted(steps))} saves no step count, so MLX starts at step "
-            "0. If a schedule depends on it, set optimizer.state['step']."
+            f"{', '.join(sorted(steps))} saves no step count, so MLX starts at step 0. "
+            "If a schedule depends on the step, set optimizer.state['step']."
         )
     return notes
 
@@ -152,8 +152,8 @@ def to_torch(
     if len(settings) != count:
         wanted = "one optimizer" if count == 1 else f"a MultiOptimizer of {count}"
         raise ConvertError(
-            f"The MLX optimizer has {len(settings)} parts, but PyTorch's {len(groups)} "
-            f"parameter groups require {wanted}. Create it with load_torch() or "
+            f"The MLX optimizer has {len(settings)} part(s), but PyTorch's parameter "
+            f"groups ({len(groups)}) require {wanted}. Create it with load_torch() or "
             "build_optimizer()."
         )
     found: dict[str, str] = {}
@@ -200,7 +200,7 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
             f"The MLX optimizer state has no {key!r}. Call optimizer.init(model."
             "trainable_parameters()) or take a step first."
         )
-    # A schedule that returns Python numbers leaves one in the state.
+    # A schedule may have left a Python number in the state.
     value = flat[key]
     return value if isinstance(value, mx.array) else mx.array(value)
 
@@ -208,7 +208,7 @@ def _required(flat: Mapping[str, Any], key: str) -> Any:
 def _torch_slots(
     group: Group, index: Index, flat: Mapping[str, mx.array], step: int
 ) -> dict[str, Any]:
-    """Return the slots to write, or none if PyTorch's are already correct."""
+    """Return the slots to write, empty if PyTorch's slots are still correct."""
     entry, old, slots = group.entries[index], group.slots(index), group.spec.slots
     prefix = group.prefix
     keys = [f"{prefix}{n}.{ours}" for n in entry.mlx for ours in slots.values()]
@@ -248,11 +248,11 @@ def _changed_settings(
         for key in spec.settings
         if key in used and used[key] != plain_setting(settings[key])
     }
-    # Compare with a tolerance: a schedule may have run on another device or compiled,
-    # and MLX's learning rate is float32.
+    # MLX's learning rate is float32, and compiled schedules or other devices round
+    # differently.
     if not math.isclose(number(settings["lr"]), rate, rel_tol=1e-6):
         changed["lr"] = rate
-    # Settings that MLX ignored, because the user accepted this, are turned off.
+    # Turn off the settings that MLX ignored with the user's consent.
     changed |= refused_settings(spec, settings)
     return {key: match_type(value, settings[key]) for key, value in changed.items()}
 
@@ -266,10 +266,7 @@ def constructor_args(group: Group) -> dict[str, Any]:
 def build(
     groups: Sequence[Group], learning_rate: Rate | Sequence[Rate] | None = None
 ) -> optim.Optimizer:
-    """Build the MLX optimizer that resumes from PyTorch's groups.
-
-    If the groups differ, it is a ``MultiOptimizer``.
-    """
+    """Build the MLX optimizer, a ``MultiOptimizer`` if PyTorch's groups differ."""
     groups = groups if groups[0].prefix else groups[:1]
     parts = [
         group.spec.mlx(**constructor_args(group) | {"learning_rate": rate})

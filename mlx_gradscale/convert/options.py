@@ -15,24 +15,24 @@ class Options:
     Args:
         rename (Callable): A function from PyTorch names to MLX names, such as
             ``lambda name: name.removeprefix("net.")``.
-        layouts (dict): Pattern -> the layout of these tensors: ``"conv"`` and
-            ``"conv_transpose"`` for weights of convolutions, ``"transpose"`` for
-            weights that are (in, out) in PyTorch, ``"same"`` to leave them unchanged.
-            The first pattern that matches a name counts, except that layouts which need
-            more dimensions than the tensor has are skipped.
+        layouts (dict): Maps patterns to layouts: ``"conv"`` and ``"conv_transpose"``
+            for the weights of convolutions, ``"transpose"`` for weights that are
+            (in, out) in PyTorch, and ``"same"`` for tensors to leave unchanged. The
+            first matching pattern applies, but layouts that need more dimensions than
+            the tensor has are skipped.
         drop (tuple): Patterns of tensors to ignore because the MLX model does not have
             them.
-        keys (dict): ``"model"``, ``"optimizer"`` or ``"scaler"`` -> its path in the
-            checkpoint, such as ``"optimizer_states/0"``. Separate several optimizers by
-            commas. ``""`` leaves out the optimizer or the scaler.
+        keys (dict): Maps ``"model"``, ``"optimizer"`` and ``"scaler"`` to their paths
+            in the checkpoint, such as ``"optimizer_states/0"``. Separate the paths of
+            several optimizers by commas. ``""`` leaves out the optimizer or the scaler.
         names (tuple): The PyTorch names of the optimizer's parameters, in the order of
             its parameter groups.
-        optimizer (str): The optimizer's class, such as ``"AdamW"``; by default inferred
-            from its keys.
+        optimizer (str): The optimizer's class, such as ``"AdamW"``. By default, it is
+            inferred from the keys of the optimizer's state.
         accept (tuple): Names of optimizer settings to ignore although PyTorch and MLX
-            differ in them. The error about the difference lists them.
-        limits (Limits): Limits on the resource use of reading, shared by all files of
-            the checkpoint.
+            differ in them. The error about a difference names the setting.
+        limits (Limits): Limits on memory and work, shared by all files of the
+            checkpoint.
 
     Example:
         >>> Options(rename=lambda name: f"net.{name}").rename("fc.weight")

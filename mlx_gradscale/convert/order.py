@@ -1,4 +1,4 @@
-"""Find the parameter behind each index in PyTorch's optimizer state."""
+"""Find the parameter of each index in PyTorch's optimizer state."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,13 +14,13 @@ from .options import Options
 from .tree import ConvertError, list_some
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-# Limit on search steps for an assignment, about a second. Real models take thousands.
-# If more are needed, so many assignments match that none can be trusted.
+# Maximum number of steps in the search for an order, about a second. Real models take
+# thousands. If a model takes more, too many orders are possible to trust any of them.
 _MOST_WORK = 1_000_000
 
 
 class Order:
-    """The parameters of all of a model's optimizers, and the model's tensors."""
+    """Matches the parameters of a model's optimizers to the model's tensors."""
 
     def __init__(
         self, groups: Sequence[Group], tensors: Mapping[str, Any], plan: Plan
@@ -36,9 +36,9 @@ class Order:
     ) -> tuple[list[str], list[str]]:
         """Return the PyTorch name of each parameter, group by group.
 
-        If ``is_ordered`` is false, the tensors are not in PyTorch's order, and the
-        order of the MLX model is used instead. The second result lists notes on cases
-        in which shapes cannot confirm the order.
+        If ``is_ordered`` is False, the tensors are not in PyTorch's order, and the
+        order of the MLX model is used instead. The second result lists notes on
+        parameters whose order cannot be checked by shape.
         """
         names: Sequence[str] | None = options.names
         if self.indices and all(isinstance(index, str) for index in self.indices):
@@ -50,7 +50,7 @@ class Order:
             found = self._match(names, options.rename)
             shapes = [self.tensors[name].shape for name in found]
             fits = [a in (None, b) for a, b in zip(self.shapes, shapes, strict=True)]
-            # Transformers' Trainer groups them by weight decay: with, then without.
+            # Transformers' Trainer lists parameters without weight decay last.
             return found if all(fits) else self._deal(found), []
         names = list(self.tensors) if is_ordered else self._mlx_order(model)
         found = self._deal(self._candidates(names))
@@ -62,7 +62,7 @@ class Order:
         return list(dict.fromkeys(self.plan.tied.get(n, n) for n in parameters))
 
     def _match(self, given: Sequence[str], rename: Callable[[str], str]) -> list[str]:
-        """Match explicitly given names, ignoring wrapper prefixes."""
+        """Match given names to tensors, ignoring the prefixes of wrappers."""
 
         def plain(name: str) -> str:
             return from_peft(bare_name(rename(name)))[0]
@@ -78,7 +78,7 @@ class Order:
             what = f" Not found in the model: {list_some(wrong)}." if wrong else ""
             raise ConvertError(
                 f"There are {len(given)} names, {len({*found})} of them distinct names "
-                f"of the model, but the optimizer has {count} parameters.{what} "
+                f"in the model, but the optimizer has {count} parameters.{what} "
                 f"{_advice(len(given) > count)}"
             )
         return found
@@ -114,9 +114,9 @@ class Order:
     def _deal(self, names: list[str]) -> list[str]:
         """Assign the names to the groups, keeping the order of names within each group.
 
-        A placing is the number of assigned parameters in each group. It maps to the
-        number of ways to reach it (2 means many) and one of them, as linked (position,
-        name) pairs.
+        Each key of ``placings`` counts the assigned parameters of every group. Its
+        value is the number of assignments with these counts (2 means several), and one
+        of them as a linked list of positions and names.
         """
         starts = [0, *accumulate(self.sizes)]
         may_skip = len(names) > len(self.indices)
@@ -157,12 +157,12 @@ class Order:
         return found
 
     def _swap_notes(self, names: list[str], is_ordered: bool) -> list[str]:
-        """Return a note if the order is a guess that equal shapes do not confirm."""
+        """Return a note if equal shapes leave the order of the parameters uncertain."""
         if len(self.sizes) == 1 and not any(self.shapes):
             return []  # there are no moments to swap
         parts: dict[str, list[Any]] = {}
         for name in names:
-            # In the checkpoint's order, at most whole modules are likely to be swapped.
+            # In the checkpoint's order, only whole modules are likely to be swapped.
             part, dot, _ = name.partition(".") if is_ordered else (name, ".", "")
             if dot:
                 parts.setdefault(part, []).append(tuple(self.tensors[name].shape))

@@ -1,4 +1,4 @@
-"""``save_torch``: fill a template with the values of an MLX run and write it."""
+"""Write an MLX run as a PyTorch checkpoint by filling in a template."""
 
 import os
 import re
@@ -44,27 +44,27 @@ def save_torch(
     """Write an MLX run as a PyTorch checkpoint with the structure of a template.
 
     Args:
-        path (str): The file to write, or the folder if the template is of a folder.
+        path (str): The file to write, or the folder if the template describes a folder.
         model (nn.Module): The model. Master weights are written in place of
             half-precision ones.
-        optimizer (Optimizer, optional): For a ``LossScaleOptimizer``, the states of the
-            inner optimizer and the scaler are written. If omitted, the checkpoint is
-            written without an optimizer.
-        scaler (GradScaler, optional): The scaler whose state is written. If omitted,
-            that of a ``LossScaleOptimizer`` is written; with any other optimizer, the
-            template's scaler state is kept.
+        optimizer (Optimizer, optional): The optimizer. For a ``LossScaleOptimizer``,
+            the states of the inner optimizer and the scaler are written. If omitted,
+            the checkpoint is written without optimizer state.
+        scaler (GradScaler, optional): The scaler. Default: the scaler of a
+            ``LossScaleOptimizer``; for any other optimizer, the template's scaler state
+            is kept.
         like (Template or str): The template from :func:`load_torch`, a PyTorch
             checkpoint of the same model, or a ``template.pt``. Entries without an MLX
             counterpart are copied from it, so update entries such as
             ``template["epoch"]`` first.
         options (Options, optional): Used if ``like`` is a PyTorch checkpoint. For a
-            template, only ``accept`` applies.
+            template, only ``accept`` and ``limits`` are allowed.
         overwrite (bool): Whether to replace an existing file or folder. Default:
             ``True``.
 
     Returns:
-        list: Sentences for the user. Entries of the template that may count steps but
-        were not updated also cause a warning, once per template.
+        list: Sentences about entries that were changed or left out. A warning, issued
+        once per template, lists entries that may count steps but were not updated.
 
     Raises:
         ConvertError: If the run does not match the template or cannot be converted.
@@ -99,7 +99,7 @@ def save_torch(
 def read_template(
     like: Template | str | os.PathLike[str], model: nn.Module | None, options: Options
 ) -> Template:
-    """Return a template, reading a PyTorch checkpoint or ``template.pt`` if needed."""
+    """Return a template; read it if ``like`` is a path."""
     if not isinstance(like, Template):
         checkpoint, files, _ = read_torch(like, options.limits)
         if not is_template(checkpoint):
@@ -136,7 +136,7 @@ def gather(
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
 ) -> Checkpoint:
-    """Collect the values of a live run, as :func:`unwrap` returns them."""
+    """Collect the values of a run in memory, in the form of :func:`unwrap`."""
     weights, state = dict(tree_flatten(model.parameters())), {}
     settings: list[dict[str, Any]] = []
     if isinstance(optimizer, LossScaleOptimizer):
@@ -159,7 +159,7 @@ def gather(
 def unwrap(saved: Checkpoint) -> Checkpoint:
     """Return a checkpoint with master weights in place of half-precision ones.
 
-    The state and settings are those of the inner optimizer, empty without an optimizer.
+    The result has the state and settings of the inner optimizer, or empty ones.
     """
     weights, state = dict(saved.weights), saved.optimizer
     settings = saved.description["settings"]
@@ -173,8 +173,7 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
                 weights[path] = join(saved.weights[path], x).master
             elif kind == "optimizer":
                 state[path] = x
-    # save_checkpoint() needs an optimizer. Without one, the command passes the base
-    # class.
+    # The convert command saves a run without an optimizer with the base class.
     if [row["class"] for row in settings] == ["Optimizer"]:
         settings = []
     scaler = saved.scaler
@@ -230,7 +229,7 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
     placed = {name for entry in entries.values() for name in entry.mlx}
     wrong = sorted(placed - weights.keys())
     if not is_adapter([name for name in held if isinstance(name, str)]):
-        wrong += sorted(weights.keys() - placed)  # an adapter's base is elsewhere
+        wrong += sorted(weights.keys() - placed)  # adapters have no base model
     wrong = wrong or [
         name
         for name, entry in entries.items()
@@ -262,13 +261,13 @@ def _fill_scaler(held: dict[str, Any], state: Mapping[str, Any]) -> list[str]:
         for ours, theirs in formats.FORMATS[kind].fields.items()
         if ours in state and (theirs in held or kind == "torch")
     }
-    # PyTorch's scaler states have Python numbers.
+    # PyTorch's scaler state holds Python numbers, never tensors.
     held |= {
         k: x if kind == "torch" else match_type(x, held[k]) for k, x in updated.items()
     }
     if kind != "torch":
         return [
-            f"The scaler state has {kind}'s format. Updated {list_some(updated)}; its "
+            f"The scaler state has {kind}'s format. Updated {list_some(updated)}; the "
             "other entries are unchanged."
         ]
     own = [key for key in updated if key not in TORCH_KEYS]
@@ -278,9 +277,9 @@ def _fill_scaler(held: dict[str, Any], state: Mapping[str, Any]) -> list[str]:
 def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
     """Advance a Trainer's ``global_step``, ``epoch`` and schedule with the optimizer.
 
-    ``Trainer(resume_from_checkpoint=)`` uses them to decide how much data to skip. If
-    the Trainer's step count was that of the optimizer, it is set to the new one.
-    Otherwise, as after skipped steps or if the user set it, it is left unchanged.
+    ``Trainer(resume_from_checkpoint=)`` uses them to decide how much data to skip. They
+    change only if the template's ``global_step`` equals its optimizer's step count. The
+    two differ after skipped steps, or if the user has set ``global_step``.
     """
     state = trainer_state(checkpoint)
     was = state.get("global_step")
@@ -304,12 +303,12 @@ def _move_trainer(checkpoint: Any, old: list[int], new: list[int]) -> list[str]:
 
 
 def _stale_notes(template: Template, old: list[int], new: list[int]) -> list[str]:
-    """Return a note on entries that the MLX steps have made stale."""
+    """Return a note on entries that are stale after steps in MLX."""
     then, now = max(old, default=0), max(new, default=0)
     if not old or not new or then == now:
         return []
     found = template.old_entries()
-    # Random states and data positions.
+    # These files hold random states and data positions.
     names = [*found, *filter(_STATE_FILES.search, template.files or ())]
     if not names:
         return []

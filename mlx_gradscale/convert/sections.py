@@ -20,8 +20,8 @@ from .tree import (
     walk,
 )
 
-# Among several state dicts (say, a model and its average), the one with such a name is
-# the model.
+# If there are several state dicts, such as a model and its average, the one with one of
+# these names is the model.
 _MODEL_NAMES = (
     *("model", "state_dict", "model_state_dict", "model_state", "module", "net"),
     *("network", "weights"),
@@ -31,20 +31,20 @@ _AVERAGE = re.compile(
 )
 # Lightning's callbacks store an average in state_dict and the trained model here.
 _TRAINED = "current_model_state"
-# Names used by torch.amp, Lightning, timm, apex, mmengine and Accelerate.
+# Names of scalers in torch.amp, Lightning, timm, apex, mmengine and Accelerate.
 _SCALER_NAME = re.compile(r"scaler|^amp$|MixedPrecision|native_amp", re.IGNORECASE)
 _MOMENTS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
     *("square_avg", "acc_delta"),
 }
 _MASTERS = re.compile(r"fp32|float32|master", re.IGNORECASE)
-# Models, optimizers and scalers are at most this deep.
+# Models, optimizers and scalers below this depth are not found.
 _DEEPEST = 4
 
 
 @dataclass
 class Sections:
-    """Paths of a model's state dict, its optimizers and the scaler, and notes."""
+    """The paths of the model, its optimizers and the scaler, and notes."""
 
     model: Path
     optimizers: list[Path]
@@ -103,7 +103,7 @@ def _candidates(checkpoint: Any) -> dict[str, list[Path]]:
         if kind is None or (len(path) > _DEEPEST and kind != "moments"):
             continue
         found[kind].append(path)
-        if kind == "optimizer":  # mmengine's contains the scaler
+        if kind == "optimizer":  # mmengine stores the scaler in it
             inner = [(*path, key) for key, x in value.items() if isinstance(x, dict)]
             found["scaler"] += [p for p in inner if _is_scaler(p, value[p[-1]])]
         if kind != "mixed":  # the contents of a section are not sections themselves
@@ -121,18 +121,18 @@ def _kind_of(path: Path, value: dict[Any, Any]) -> str | None:
         return "moments"
     if not _has_weights(value):
         return None
-    # The results of torch.nn.Module.get_extra_state may be anything.
+    # torch.nn.Module.get_extra_state() may return anything.
     if all(is_tensor(x) or k.endswith("_extra_state") for k, x in value.items()):
         return "model"
-    # Tensors among other values: at the top level that is torchtitan's layout; deeper,
-    # a model's name is required.
+    # torchtitan mixes tensors with other values at the top level. A deeper dict of this
+    # kind counts only if it has a model's name.
     is_model = any("." in key or key in ("weight", "bias") for key in value)
     return "mixed" if (path[-1] in _MODEL_NAMES if path else is_model) else None
 
 
 def _is_scaler(path: Path, value: dict[Any, Any]) -> bool:
-    # PyTorch's five keys are sufficient for a scaler. Other frameworks' keys are common
-    # words, so their tables are consulted only for entries named like a scaler.
+    # PyTorch's five keys identify a scaler. The keys of other frameworks are common
+    # words, so they count only under a name like "scaler".
     is_named = any(isinstance(k, str) and _SCALER_NAME.search(k[:80]) for k in path)
     return formats.is_state(value, is_named)
 
@@ -195,7 +195,7 @@ def _named(checkpoint: Any, section: str, key: str) -> Path:
     if not fits.get(section):
         what = f"is not the state dict of the {section}. To list the contents of the "
         what = _whole_module(value) or f"{what}checkpoint, run mlx_gradscale inspect."
-        raise ConvertError(f"--{section}-key {key} {what}")
+        raise ConvertError(f"keys={{{section!r}: {key!r}}} (--{section}-key) {what}")
     return path
 
 

@@ -1,8 +1,8 @@
 """A PyTorch checkpoint as a template for conversion to MLX and back.
 
 ``make_template`` finds the sections of a checkpoint and maps them to MLX. A template
-can be saved without the tensors that MLX holds. To read it, ``make_template`` is called
-again, with the saved names and layouts in place of the model.
+is saved without the tensors that MLX holds. ``from_object`` restores it by calling
+``make_template`` with the saved names and layouts in place of the model.
 """
 
 import os
@@ -104,8 +104,8 @@ class Template:
     ) -> None:
         """Replace the tensors that MLX holds with their shapes.
 
-        Weights in ``keep`` stay, because MLX rounded them. MLX holds the moments of
-        ``optimizer_names``, by default of all parameters.
+        The weights in ``keep``, which MLX rounded, are not replaced. Moments are
+        replaced for the parameters in ``optimizer_names``, by default for all.
         """
         held, kept = get(self.checkpoint, self.sections.model), set(keep)
         for name, entry in self.plan.entries.items():
@@ -138,7 +138,7 @@ class Template:
         }
 
     def old_entries(self) -> dict[str, Any]:
-        """Return unused entries that may count steps and have not been changed."""
+        """Return unchanged entries that MLX does not use and that may count steps."""
         return {
             path: value
             for path, value in self.entries_beside().items()
@@ -160,7 +160,7 @@ def make_template(
     """Find the sections of a checkpoint and map them to MLX; also return notes."""
     if is_template(checkpoint):
         raise ConvertError(
-            "This file is a template. Pass the PyTorch checkpoint it was made from."
+            "This file is a template. Pass the original PyTorch checkpoint."
         )
     found = find_sections(checkpoint, options.keys)
     if model is None:
@@ -231,7 +231,7 @@ def is_template(value: Any) -> bool:
 
 
 def from_object(value: Mapping[str, Any]) -> Template:
-    """Rebuild a template from :func:`to_object`, or raise if it is damaged."""
+    """Restore a template from the result of :func:`to_object`."""
     try:
         plan = Plan()
         for name, (layout, mlx_names) in value["entries"].items():
@@ -251,7 +251,7 @@ def from_object(value: Mapping[str, Any]) -> Template:
         ):
             raise ConvertError("its files are not bytes")
         return template
-    except Exception as error:  # any value may occur anywhere
+    except Exception as error:  # damage may raise anything
         raise ConvertError(
             f"The template is damaged ({type(error).__name__}: {str(error)[:80]}). "
             "Pass the original PyTorch checkpoint with like=... (--like)."
@@ -270,7 +270,7 @@ def build_optimizer(
             wrote, or its ``template.pt``.
         learning_rate (float, Callable or list, optional): As for
             :func:`~mlx_gradscale.convert.load_torch`.
-        limits (Limits, optional): Limits on the resource use of reading a file.
+        limits (Limits, optional): Limits on the memory and work of reading a file.
 
     Returns:
         Optimizer: The optimizer, without its state. To restore the state, call

@@ -21,12 +21,12 @@ class ConvertError(ValueError):
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor, or the shape of one stored elsewhere."""
+    """Return whether a value is a tensor or the shape of one."""
     return isinstance(value, (mx.array, TensorShape))
 
 
 def number(value: Any) -> Any:
-    """Return a Python number from a number, a one-element array or a numpy scalar."""
+    """Return a one-element array or a numpy scalar as a Python number."""
     if isinstance(value, mx.array):
         return value.item() if value.size == 1 else value
     return plain_value(value)
@@ -115,7 +115,7 @@ def unchanged(tree: Any) -> Iterator[None]:
 
 
 def match_type(value: Any, old: Any) -> Any:
-    """Return a new value in the type of the old one: a tensor, a tuple or a number."""
+    """Convert a new value to the type of the old one: a tensor, a tuple or a number."""
     if is_tensor(old):
         dtype = getattr(mx, text.dtype_name(old), None)
         if not isinstance(value, mx.array):

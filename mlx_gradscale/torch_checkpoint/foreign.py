@@ -1,8 +1,8 @@
-"""Checkpoint values without a Python or MLX type.
+"""Checkpoint values that have no Python or MLX type.
 
-A pickle describes how to make an object: a name, arguments, a state. A ``Placeholder``
-keeps this description as data. Nothing is imported or called, and the writer emits the
-same description, so a program that knows the class can load the object.
+A pickle describes how to create an object: a name, arguments and a state. A
+``Placeholder`` stores this description as data; nothing is imported or called. The
+writer writes the same description, so a program that knows the class can load it.
 """
 
 import re
@@ -16,7 +16,7 @@ import numpy as np
 
 # Maximum number of arguments and characters in the str() of a placeholder.
 _MAX_ITEMS, _MAX_TEXT = 6, 200
-# Protocol 2 writes Python 2 names.
+# Pickle protocol 2 uses the names of Python 2.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
@@ -58,7 +58,7 @@ class Placeholder:
     @property
     def state(self) -> Any:
         """The state that sets the object's attributes: usually a dict, or None."""
-        # Python writes it last.
+        # Python writes the state last.
         opcode, values = self.edits[-1] if self.edits else (b"", [])
         return values[0] if opcode == b"b" else None
 
@@ -156,7 +156,7 @@ def dtype_name(array: Any) -> str:
 
 
 def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
-    """Return an array or a leaf as a ``Parameter`` or with ``requires_grad``."""
+    """Return an array or a ``TensorShape`` with these flags."""
     if not requires_grad and not is_parameter:
         return tensor
     if isinstance(tensor, TensorShape):
@@ -165,7 +165,7 @@ def flag(tensor: Any, requires_grad: bool, is_parameter: bool) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """Return the attributes of a ``Namespace`` as a dict, a numpy scalar as a number.
+    """Return a ``Namespace`` as a dict, and a numpy scalar as a Python number.
 
     Everything else is returned unchanged.
 
@@ -185,7 +185,7 @@ def plain_value(value: Any) -> Any:
     if path == "numpy.core.multiarray.scalar":
         with suppress(AttributeError, IndexError, TypeError, ValueError):
             dtype, data = value.args
-            # The byte order and the type code.
+            # Byte order and type code, such as "<f8".
             code = dtype.state[1] + dtype.args[0]
             if re.fullmatch(r"[<>=|](b1|[iu][1248]|f[248]|c8|c16)", code):
                 return np.frombuffer(data, code).item()

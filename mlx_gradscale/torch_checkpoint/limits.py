@@ -1,4 +1,4 @@
-"""The reader's error, and limits on the work that a file may cause."""
+"""The reader's exception, and limits on the work and memory that a file may take."""
 
 from dataclasses import dataclass
 
@@ -21,13 +21,13 @@ class Limits:
 
     Args:
         operations (int): The maximum number of operations. Each pickle instruction
-            counts as one, and each value in the result as eight, wherever it appears.
+            counts as one, and each value in the result as eight each time it appears.
             The size of the pickle (one operation per 8 bytes), objects, copies and hash
             collisions count as well. An operation takes about 1 microsecond and at most
             100 bytes; a tensor takes about 110 operations. Default: ``10_000_000``.
         tensor_bytes (int): The maximum size of all tensors in bytes, in addition to
             four times the size of the files. Only views that repeat elements come
-            close. Default: ``2**29``.
+            close to this limit. Default: ``2**29``.
     """
 
     operations: int = 10_000_000
@@ -43,12 +43,12 @@ class Limits:
         )
 
     def spend_bytes(self, tensor_bytes: int) -> None:
-        """Deduct tensor memory, or raise. A file adds four times its size."""
+        """Deduct tensor memory, or raise. Each file first adds four times its size."""
         self.tensor_bytes -= tensor_bytes
         check(
             self.tensor_bytes >= 0,
-            "the tensors hold more than four times the size of the file. If you trust "
-            "it, raise limits.tensor_bytes.",
+            "the tensors take more bytes than four times the size of the file plus the "
+            "limit. If you trust the file, raise limits.tensor_bytes.",
         )
 
 

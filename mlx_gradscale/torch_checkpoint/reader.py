@@ -38,7 +38,7 @@ def load(
     Args:
         file (str, PathLike or bytes): A path, or the contents of a file. Do not
             truncate the file while it is read.
-        limits (Limits, optional): Limits on the file's resource use.
+        limits (Limits, optional): Limits on the memory and work of reading.
         float64 (Dtype, optional): The dtype to convert float64 tensors to. MLX supports
             float64 only on the CPU, so such tensors are an error by default.
             ``mx.float32`` rounds them, and ``mx.float64`` keeps them. complex128 is
@@ -68,7 +68,7 @@ def shapes(file: File, limits: Limits | None = None) -> Any:
 
     Args:
         file (str, PathLike or bytes): A path, or the contents of a file.
-        limits (Limits, optional): Limits on the file's resource use.
+        limits (Limits, optional): Limits on the memory and work of reading.
 
     Example:
 
@@ -111,7 +111,7 @@ def _read(file: File, limits: Limits | None, **options: Any) -> Any:
 def _read_data(tensors: TensorReader) -> Any:
     is_zip = bytes(tensors.data[:4]) == b"PK\x03\x04"
     is_known = is_zip or bytes(tensors.data[:1]) == b"\x80"
-    check(is_known, "This is not a file that torch.save() wrote.")
+    check(is_known, "This is not a file that torch.save() wrote. Check the path.")
     value, find = (_read_zip if is_zip else _read_legacy)(tensors)
     tensors.read(find)
     return value
@@ -128,7 +128,8 @@ def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
     )
 
     def find(name: str) -> Record:
-        check(folder + name in entries, f"The file has no record {name[:80]!a}.")
+        problem = f"The file is damaged: it has no record {name[:80]!a}."
+        check(folder + name in entries, problem)
         return _record(data, entries[folder + name])
 
     def read(name: str) -> bytes:
@@ -145,12 +146,13 @@ def _read_zip(tensors: TensorReader) -> tuple[Any, _Find]:
     )
     stream = io.BytesIO(read("data.pkl"))
     value = Unpickler(stream, tensors).read()
-    check(not stream.read(1), "There is data after the end of the pickle.")
+    problem = "The file is damaged: there is data after the end of the pickle."
+    check(not stream.read(1), problem)
     return value, lambda key: find(f"data/{key}")
 
 
 class _Directory:
-    """A file for ``zipfile`` that limits the size of the directory."""
+    """A file for ``zipfile`` that limits the bytes read from the directory."""
 
     def __init__(self, file: Any, limits: Limits) -> None:
         self._file, self._limits = file, limits
@@ -176,12 +178,12 @@ def _zip_entries(data: memoryview, limits: Limits) -> dict[str, zipfile.ZipInfo]
         ) from None
     entries = {info.filename: info for info in infos}
     is_unique = len(entries) == len(infos)
-    check(is_unique, "The zip file has two records of the same name.")
+    check(is_unique, "The file is damaged: it has two records of the same name.")
     return entries
 
 
 def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
-    """Return the location of a record, which PyTorch stores uncompressed."""
+    """Return the location of a record, or raise unless it is uncompressed and whole."""
     name = ascii(info.filename[:80])
     is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
     check(
@@ -193,7 +195,7 @@ def _record(data: memoryview, info: zipfile.ZipInfo) -> Record:
     is_header = len(header) == _LOCAL_HEADER.size and header[:4] == b"PK\x03\x04"
     check(
         is_header and info.header_offset >= 0,
-        f"The record {name} has a damaged header.",
+        f"The record {name} has a damaged header. Copy the file again.",
     )
     *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
     start = info.header_offset + len(header) + name_size + extra_size
@@ -218,7 +220,7 @@ def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
     is_list = type(keys) is list and all(type(key) is str for key in keys)
     check(
         is_list and sorted(keys) == sorted(tensors.storages),
-        "The list of storages does not match the tensors.",
+        "The file is damaged: its list of storages does not match the tensors.",
     )
     records, at = {}, stream.tell()
     for key in keys:
@@ -226,7 +228,7 @@ def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
         records[key] = Record(at + 8, storage.nbytes, None)
         fits = count == storage.numel and at + 8 + storage.nbytes <= data.nbytes
-        check(fits, "The size of a storage does not match its tensors.")
+        check(fits, "The file is damaged: the size of a storage does not match.")
         at += 8 + storage.nbytes
-    check(at == data.nbytes, "There is data after the last storage.")
+    check(at == data.nbytes, "The file is damaged: it has data after the last storage.")
     return value, records.__getitem__

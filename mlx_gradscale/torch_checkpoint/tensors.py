@@ -33,7 +33,7 @@ STORAGES = {
     "IntStorage": "int32",
     "LongStorage": "int64",
 }
-# Of other dtypes, the storage is untyped, and each tensor has its own.
+# Tensors of other dtypes have an untyped storage and record their own dtype.
 UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 DTYPES = {*STORAGES.values(), "uint16", "uint32", "uint64"}
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
@@ -45,13 +45,13 @@ def _mlx_dtype(name: str) -> mx.Dtype | None:
 
 
 def _item_size(name: str) -> int:
-    """Return the size of a dtype; 1 for rare ones, of which only shapes are read."""
+    """Return the item size of a dtype, or 1 for dtypes whose data is never read."""
     dtype = _mlx_dtype(name)
     return dtype.size if dtype else 16 if name == "complex128" else 1
 
 
 def bytes_of(array: Any) -> np.ndarray[Any, Any]:
-    """Return the memory of a row-contiguous array, evaluated, as bytes."""
+    """Return the memory of an evaluated, row-contiguous array as bytes."""
     return np.asarray(memoryview(array)).reshape(-1).view(np.uint8)
 
 
@@ -64,7 +64,7 @@ class Record(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """A storage as described in a pickle; the size of an untyped one is in bytes."""
+    """A storage as described in a pickle; ``numel`` counts bytes if it is untyped."""
 
     key: str
     dtype: str | None
@@ -82,7 +82,7 @@ class TensorReader:
     Args:
         data (memoryview): The contents of the file.
         descriptor (int or None): The descriptor of the file, if there is one.
-        limits (Limits): Limits on the file's resource use.
+        limits (Limits): Limits on the memory and work of reading.
         float64 (Dtype or None): The dtype to convert float64 to.
         only_shapes (bool): Whether to build shapes instead of arrays.
     """
@@ -106,7 +106,7 @@ class TensorReader:
 
     def storage(self, pid: Any) -> Storage:
         """Return the storage that a persistent id describes."""
-        # Compare types first: comparing an array raises an error.
+        # Check the type first: comparing an array with a string raises an error.
         is_storage = type(pid) is tuple and len(pid) in (5, 6) and type(pid[0]) is str
         check(
             is_storage and pid[0] == "storage",
@@ -120,8 +120,8 @@ class TensorReader:
         is_known = is_known and type(key) is str and len(key) <= 64 and is_count(numel)
         check(
             is_known,
-            f"a storage of type {path!a} is described in an unknown way. Save a plain "
-            "CPU tensor in PyTorch (.dequantize(), .cpu()).",
+            f"a storage of type {path!a} is described in an unknown way. Convert its "
+            "tensor in PyTorch with .dequantize() or .cpu(), and save again.",
         )
         storage = Storage(key, dtype, numel)
         is_same = self.storages.setdefault(key, storage) == storage
@@ -184,7 +184,7 @@ class TensorReader:
             f"the tensor is part of a storage of over {_MAX_DIM} elements. Call "
             ".clone() on it in PyTorch and save again.",
         )
-        # An untyped storage may hold several types, which are then read separately.
+        # Tensors of several dtypes may share an untyped storage. Read it once for each.
         key = f"{name} {storage.key}"
         with mx.stream(mx.cpu):
             if key not in self._arrays:
@@ -207,11 +207,11 @@ class TensorReader:
         copies, total = [], 0
         for storage, bits, values in self._arrays.values():
             record, size = find(storage.key), storage.nbytes
-            problem = f"a storage should have {size} bytes but has {record.nbytes}."
+            problem = f"A storage should have {size} bytes but has {record.nbytes}."
             check(record.nbytes == size, problem)
             total += size
             copies.append((bits, record, values.dtype == mx.bool_))
-        check(total <= self.data.nbytes, "records of the file overlap.")
+        check(total <= self.data.nbytes, "The file is damaged: its records overlap.")
         mx.eval([bits for bits, *_ in copies])
         parts = [copies[i::_THREADS] for i in range(_THREADS)]
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -235,7 +235,7 @@ class TensorReader:
                 found = zlib.crc32(piece.data, found)
             check_sum(found, record.checksum)
             is_valid = not is_bool or target.max() <= 1
-            check(is_valid, "a bool tensor has bytes other than 0 and 1.")
+            check(is_valid, "A bool tensor has bytes other than 0 and 1.")
 
 
 def is_count(value: Any) -> bool:
@@ -247,7 +247,7 @@ def check_sum(found: int, expected: int | None) -> None:
     """Raise unless a record has the CRC-32 that the file gives, if it gives one."""
     check(
         expected is None or found == expected,
-        "the checksum of a record is wrong: the file is damaged. Copy it again.",
+        "The file is damaged: the checksum of a record is wrong. Copy it again.",
     )
 
 
@@ -259,7 +259,7 @@ def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _check_view(
     room: int, offset: int, shape: tuple[Any, ...], strides: tuple[Any, ...]
 ) -> None:
-    """Raise unless a view is in a storage of ``room`` elements, and MLX supports it."""
+    """Raise unless a view fits a storage of ``room`` elements and MLX's limits."""
     is_sound = len(shape) == len(strides) and len(shape) <= _MAX_NDIM
     check(
         is_sound and all(map(is_count, (offset, *shape, *strides))),

@@ -32,12 +32,12 @@ _LEAVES = _KEYS | {bytearray, TensorShape}
 _NOTHING = object()
 # The cost, in operations, of a name, a call, a set or a storage.
 _OBJECT = 12
-# The cost of a value in the result, which a conversion walks through several times.
+# The cost of a value in the result: a conversion visits each value several times.
 _VALUE = 8
 # Copying this many bytes of text costs one operation, and so does probing this many
 # occupied slots of a hash table.
 _TEXT, _SLOTS = 32, 64
-# Nesting of containers. Python's own recursion limit is 1000.
+# Maximum nesting of containers. Python's recursion limit is 1000.
 _MAX_DEPTH = 128
 _GATHER = (
     "If it is a DTensor, gather the full state dict in PyTorch, on all ranks, and save "
@@ -51,7 +51,7 @@ class Unpickler:
 
     Args:
         stream (BytesIO): The stream. After ``read``, it is at the end of the pickle.
-        tensors (TensorReader): Builds the tensors, and has the limits.
+        tensors (TensorReader): Builds the tensors and holds the limits.
     """
 
     def __init__(self, stream: io.BytesIO, tensors: TensorReader) -> None:
@@ -135,7 +135,7 @@ class Unpickler:
         self._stack.append(value)
 
     def _edit(self, opcode: bytes, values: list[Any]) -> None:
-        """Change the container on top of the stack; a placeholder records values."""
+        """Edit the object on top of the stack; a placeholder only records the edit."""
         target, kind = self._stack[-1], type(self._stack[-1])
         is_pairs = opcode in b"su"
         is_whole = not is_pairs or len(values) % 2 == 0
@@ -151,7 +151,7 @@ class Unpickler:
         elif kind is set and opcode == b"\x90":
             self._add(target, values)
         else:
-            # nn.Module.state_dict() sets _metadata; others could shadow methods.
+            # nn.Module.state_dict() sets _metadata. Other names could shadow methods.
             is_state = kind is OrderedDict and opcode == b"b"
             is_state = is_state and type(values[0]) is dict
             is_state = is_state and values[0].keys() == {"_metadata"}
@@ -169,10 +169,10 @@ class Unpickler:
     def _pay_for_key(self, target: Any, key: Any) -> None:
         """Pay for adding a key to a dict or set.
 
-        A file can choose numbers and tuples that collide: n of them take n * n steps.
-        Hashes of text are randomized; only long text and integers cost more.
+        A file can choose numbers and tuples whose hashes collide: adding n of them
+        takes n * n steps. Hashes of text are random, so only long text costs more.
         """
-        # Keys that are added in the order 0, 1, 2, ... do not collide either.
+        # Keys added in the order 0, 1, 2, ... do not collide either.
         is_next = type(key) is int and key == len(target)
         if is_next or (type(key) is str and len(key) < 1024):
             return
@@ -185,7 +185,7 @@ class Unpickler:
     def _name(self, module: Any, name: Any) -> None:
         """Push the placeholder of a name."""
         check(type(module) is type(name) is str, "a name in the pickle is not text.")
-        # One object per name, as for the class itself.
+        # Like a class in Python, each name is one object.
         key = f"{module}\n{name}"
         if key not in self._names:
             self._limits.spend(_OBJECT)
@@ -209,7 +209,7 @@ class Unpickler:
         )
         path = callee.path if callee.is_name and opcode == b"R" else ""
         self._limits.spend(_OBJECT)
-        # The number of arguments is not bounded.
+        # Check the length first: there may be millions of arguments.
         is_getattr = path == "builtins.getattr" and len(args) == 2
         is_getattr = is_getattr and [*map(type, args)] == [Placeholder, str]
         if is_getattr and args[0].is_name:
@@ -217,7 +217,7 @@ class Unpickler:
             return self._name(args[0].module, f"{args[0].name}.{args[1]}")
         if path not in BUILDERS:
             return self._stack.append(callee.called(opcode, args))
-        # An argument may come from the memo and be copied any number of times.
+        # BUILDERS copy text, and the same argument may be used any number of times.
         for arg in args:
             if type(arg) in _TEXTS:
                 self._limits.spend(len(arg) // _TEXT)
@@ -236,7 +236,7 @@ class Unpickler:
 
 
 def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -> Any:
-    # A tensor with Python attributes, which an array cannot hold.
+    # PyTorch saves a tensor with Python attributes this way. They are dropped.
     is_plain = function.path.startswith("torch._utils.") and function.path in BUILDERS
     names = "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"
     is_plain = is_plain and kind.path in names
@@ -307,10 +307,10 @@ def _read_names(stream: IO[bytes]) -> tuple[str, str]:
     return module, name
 
 
-# What each instruction does with its argument. None pushes it onto the stack.
+# The action of each instruction on its argument. None pushes it onto the stack.
 _ACTIONS: dict[str, Callable[[Unpickler, Any], object] | None] = {
     "PROTO": lambda u, version: check(
-        2 <= version <= 5, f"pickle protocol {version} is not supported; 2 to 5 are."
+        2 <= version <= 5, f"pickle protocol {version} is not supported. Use 2 to 5."
     ),
     "FRAME": lambda u, size: None,  # a hint for buffering
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT")),
@@ -353,7 +353,7 @@ _OPCODES = {
     for op in pickletools.opcodes
     if op.name in _ACTIONS
 }
-# pickletools would undo escapes in names, which Python's unpickler does not.
+# pickletools decodes escapes in names. Python's unpickler does not.
 _OPCODES[b"c"] = _read_names, _ACTIONS["GLOBAL"]
 
 
@@ -378,7 +378,7 @@ def check_tree(
     """Raise if an object is too deep, too large when expanded, or contains itself.
 
     Only placeholders may form cycles. Code that walks the object later does not need
-    these checks. ``unknown`` is the error for a value of any other type.
+    these checks. ``unknown`` is the exception for values of unsupported types.
     """
     too_deep = f"containers are nested over {_MAX_DEPTH} deep, or one contains itself."
     # Placeholders are visited last, each only once.

@@ -1,4 +1,4 @@
-"""``save``: write an object to a file that ``torch.load`` reads."""
+"""Write an object to a file that ``torch.load`` reads."""
 
 import codecs
 import io
@@ -38,14 +38,14 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
     written back unchanged. Only this library reads objects with ``TensorShape`` leaves.
 
     Args:
-        file (str, PathLike or file): A path, which is replaced atomically when
-            everything is written, or a writable binary file.
+        file (str, PathLike or file): A path, where the new file atomically replaces an
+            existing one, or a writable binary file.
         obj (Any): Dicts, lists, tuples and sets of arrays (``mx.array`` or
             ``numpy.ndarray``), numbers, strings, bytes and None; or results of ``load``
             and ``shapes``.
 
     Raises:
-        TypeError: ``obj`` holds something else. The message says where.
+        TypeError: ``obj`` contains a value of another type. The message says where.
         CheckpointError: ``obj`` contains itself or is too deep for ``load``.
 
     Example:
@@ -64,7 +64,7 @@ def save(file: "str | os.PathLike[str] | BinaryIO", obj: Any) -> None:
     try:
         pickler.dump(obj)
     except RecursionError:  # chains of placeholders
-        raise TypeError("obj is nested too deep to be saved.") from None
+        raise TypeError("obj is nested too deeply to be saved. Flatten it.") from None
     if isinstance(file, (str, os.PathLike)):
         # PyTorch names the folder in the zip file after the file if the name is ASCII.
         stem = Path(file).stem
@@ -141,10 +141,10 @@ def _chunks(array: Array) -> Iterator[memoryview]:
 
 
 class _Name(Placeholder):
-    """A name that Python's pickler accepts as a function."""
+    """A name that Python's pickler accepts in place of a function."""
 
     def __call__(self) -> None:
-        raise TypeError("The name of a function is written, never called.")
+        raise TypeError("A name is written to the pickle, never called.")
 
 
 _PythonPickler: Any = pickle._Pickler
@@ -153,7 +153,7 @@ _PythonPickler: Any = pickle._Pickler
 class _Pickler(_PythonPickler):  # type: ignore[misc]
     """Python's pickler, with names in place of PyTorch's functions and classes.
 
-    It uses protocol 2 like ``torch.save``, so equal objects give PyTorch's own bytes.
+    Like ``torch.save``, it uses protocol 2, so equal objects give identical bytes.
     """
 
     def __init__(self, file: BinaryIO) -> None:
