@@ -26,7 +26,7 @@ QUESTIONS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a table per question, and write the requested files."""
+    """Run the benchmarks, print their tables, and write the requested files."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure the cost of loss scaling on this machine.",
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = describe_machine()
     print("\n".join(f"{key}: {value}" for key, value in machine.items()))
     results: dict[str, Any] = {"machine": machine, "quick": options.quick, "tables": {}}
-    # These models are not meant to learn, so advice about them is noise.
+    # The models are not meant to learn, so warnings about training are noise.
     warnings.simplefilter("ignore")
     for name in names:
         module = importlib.import_module(f".{name}", __package__)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = module.measure(options.quick)
         results["tables"][name] = rows
         print(table(rows), flush=True)
-        if options.json:  # after each one, because a long run may be stopped
+        if options.json:  # after each table, because a long run may be stopped
             options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.chart:
         rows = results["tables"]["optimizer_phase"]

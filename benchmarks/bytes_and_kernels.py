@@ -2,8 +2,8 @@
 
 Both determine the speed on a GPU. They are counted from the graph of the compiled step,
 without the backward pass, and do not depend on the machine, with one exception: on a
-CPU, float16 gradients are cast in kernels of their own, one per leaf, which is faster
-there but moves 8 more bytes per parameter.
+CPU, float16 gradients are cast in separate kernels, one per leaf. This is faster on a
+CPU but moves 8 more bytes per parameter.
 """
 
 import io
@@ -20,8 +20,7 @@ from .harness import Rows, release_memory
 from .steps import CASES, Step, arrays_of
 
 # Primitives that only create a view of a buffer and launch no kernel. Contiguous copies
-# only non-contiguous arrays, and kernels write contiguous ones. CustomTransforms is the
-# loss.
+# nothing here, because kernels write contiguous arrays. CustomTransforms is the loss.
 VIEWS = {
     "AsStrided",
     "Broadcast",

@@ -1,4 +1,4 @@
-"""Chart of the optimizer phase relative to the bare optimizer, by case and size."""
+"""Plot the time of the optimizer phase relative to MLX's optimizer alone."""
 
 import os
 
@@ -11,7 +11,7 @@ def draw(rows: Rows, path: str | os.PathLike[str], machine: str) -> None:
     """Draw the rows of ``optimizer_phase`` as bars, with one color per size.
 
     Args:
-        rows (list): The table.
+        rows (list): The rows of the table.
         path (str): The file to write, ``.svg`` or ``.png``.
         machine (str): Description of the machine, shown below the chart.
     """

@@ -1,10 +1,10 @@
 """How fast are PyTorch checkpoints read and written, and in how much memory?
 
-1 GB (64 MB with --quick), half float32 and half bfloat16, beside torch.load and
-torch.save. Each measurement runs in a process of its own, and they take turns. Memory
-is the peak during the call minus the memory in use before, divided by the file's size.
-This package syncs to disk before the new file replaces an old one; PyTorch does not, so
-it is also measured with a sync. This package also checks the CRC-32 of what it loads.
+The checkpoint has 1 GB (64 MB with --quick); half of its tensors are float32 and half
+bfloat16. This package and PyTorch take turns, each call in a process of its own. Memory
+is the peak during the call minus the memory in use before, divided by the tensor size.
+This package syncs a file to disk before it replaces an old one. torch.save does not, so
+it is also timed with a sync. This package also checks the CRC-32 of the data it loads.
 
 Run as ``python -m benchmarks.checkpoints CONTENDER SOURCE TARGET``, it prints JSON.
 """
@@ -32,7 +32,7 @@ CONTENDERS = {
 
 
 def measure(quick: bool = False) -> Rows:
-    """Time every contender, or report that PyTorch is not installed."""
+    """Time every contender; without PyTorch, return only a note."""
     if find_spec("torch") is None:
         return NO_TORCH
     size, rounds = (64e6, 3) if quick else (1e9, 5)

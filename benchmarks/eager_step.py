@@ -1,7 +1,8 @@
 """How much slower is the optimizer phase in a loop that is not compiled?
 
-As optimizer_phase, but eager. MLX's optimizers then run one kernel per operation; this
-package compiles the update even there, so its steps can be faster than bare ones.
+The steps are the same as in optimizer_phase, without mx.compile. MLX's optimizers then
+run one kernel per operation. This package still compiles the update, so its steps can
+be faster than bare ones.
 """
 
 from . import steps

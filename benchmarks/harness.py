@@ -1,4 +1,4 @@
-"""Shared by all questions: time variants in turn, and describe the machine."""
+"""Helpers of all benchmarks: time variants in turn, and describe the machine."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-# A result is a table: one dict per row, all with the same keys.
+# A table: one dict per row, all with the same keys.
 Rows = list[dict[str, Any]]
 NO_TORCH: Rows = [{"note": "PyTorch is not installed: pip install -e '.[torch]'"}]
 _KEPT_BYTES = 2**31 - 1
@@ -28,8 +28,8 @@ def take_turns(
 ) -> dict[str, float]:
     """Run every variant once per round; return the lower quartile of its times.
 
-    A slow moment of the machine then affects all variants equally, and the lower
-    quartile excludes most of them.
+    A slow moment of the machine affects all variants equally, and the lower quartile
+    excludes most slow moments.
 
     Args:
         runs (dict): The variants, as functions that return when their work is done.
@@ -66,9 +66,9 @@ def lower_quartile(values: list[float]) -> float:
 def keep_freed_memory() -> None:
     """Let MLX's and PyTorch's allocators keep freed memory, as on Metal.
 
-    On a CPU, MLX caches 32 MB and malloc returns large arrays to the system. A step
-    with 8 M parameters then faults in 7,600 pages in some runs and not in others: 25 ms
-    or 43 ms for the same work.
+    On a CPU, MLX caches 32 MB, and malloc returns large arrays to the system. In some
+    runs, a step with 8 M parameters then has 7,600 page faults and takes 43 ms instead
+    of 25 ms.
     """
     mx.set_cache_limit(2 * _KEPT_BYTES)
     if platform.libc_ver()[0] == "glibc":
@@ -79,7 +79,7 @@ def keep_freed_memory() -> None:
 
 
 def release_memory() -> None:
-    """Release the memory of the last case, so that all cases start the same way."""
+    """Release the memory of the last case, so that all cases start alike."""
     gc.collect()
     mx.clear_cache()
 

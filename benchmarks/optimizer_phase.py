@@ -1,9 +1,9 @@
 """How much slower is the optimizer phase with loss scaling?
 
-One compiled step from gradients to new parameters and optimizer state: "scaled" with
-this package, "bare" with MLX's optimizer alone, doing the same work. A scaler has to
-read each gradient once more before anything is written, so the least that AdamW in
-float32 can take is 8/7 = 1.14 of bare.
+Both run one compiled step from gradients to new parameters and optimizer state:
+"scaled" with this package, and "bare" with MLX's optimizer alone. A scaler has to read
+each gradient once more before anything is written, so the best possible ratio for AdamW
+in float32 is 8/7 = 1.14.
 """
 
 from . import steps

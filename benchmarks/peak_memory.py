@@ -1,9 +1,9 @@
 """How much memory does a training step take, in bytes per parameter?
 
-With AdamW: between steps (model and optimizer state), at the peak of a compiled step,
-and at the peak of the update alone. The step includes the forward and backward pass of
-layers that are large relative to the batch; the update starts from gradients that are
-already in memory, and does not count them.
+The table shows AdamW between steps (model and optimizer state), at the peak of a
+compiled step, and at the peak of the update alone. The step includes the forward and
+backward pass of layers that are large relative to the batch. The update starts from
+gradients that are in memory and are not counted.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from .harness import Rows, release_memory
 from .steps import CASES, Case, arrays_of
 
 # 8 M parameters. With more layers, MLX's CPU backend pauses to wait for its thread, and
-# everything needs less: with 192 layers, MLX alone 1.7 bytes and float32 7.5.
+# the peaks are lower: with 192 layers, a float32 step adds 1.7 bytes with MLX alone and
+# 7.5 bytes with loss scaling.
 LAYERS, WIDTH = 24, 576
 BARE = "AdamW, float32, MLX alone"
 RUNS = {BARE: Case()} | {k: x for k, x in CASES.items() if k.startswith("AdamW")}
@@ -42,7 +43,7 @@ def measure(quick: bool = False) -> Rows:
 
 
 def whole_step(name: str, width: int = WIDTH) -> tuple[float, float]:
-    """Return the bytes kept between steps, and those beyond them at the peak."""
+    """Return the bytes per parameter between steps, and the extra bytes at the peak."""
     release_memory()
     before = mx.get_active_memory()
     run, model = _training(name, width)
@@ -52,7 +53,7 @@ def whole_step(name: str, width: int = WIDTH) -> tuple[float, float]:
 
 
 def update(name: str, leaf: tuple[int, int] = (500, 500)) -> float:
-    """Return the bytes beyond those kept at the peak of an update of 32 leaves."""
+    """Return the extra bytes per parameter at the peak of an update of 32 leaves."""
     release_memory()
     shapes = [leaf] * 32
     gradients = RUNS[name].gradients(shapes)

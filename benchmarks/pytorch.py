@@ -1,9 +1,9 @@
-"""What does PyTorch's GradScaler add to its optimizer, and what does this one?
+"""How much time does a GradScaler add to the optimizer, in PyTorch and here?
 
-AdamW with the same 8 M float32 parameters, all variants in turn in one process. Both
-run on the CPU, also on a Mac, and on one thread, as MLX's CPU backend does. PyTorch
-unscales gradients in place, so they are rewritten before each step, and 64 MB are
-touched, because gradients are not in the cache after a backward pass either.
+AdamW updates 8 M float32 parameters, and all variants take turns in one process. Both
+libraries run on the CPU, even on a Mac, and PyTorch on one thread like MLX's backend.
+PyTorch unscales gradients in place, so they are rewritten before each step. Then 64 MB
+are touched, because a backward pass would also push gradients out of the cache.
 """
 
 from importlib.util import find_spec
@@ -52,7 +52,7 @@ class TorchStep:
 
 
 def measure(quick: bool = False) -> Rows:
-    """Time all variants, or report that PyTorch is not installed."""
+    """Time all variants; without PyTorch, return only a note."""
     if find_spec("torch") is None:
         return NO_TORCH
     import torch

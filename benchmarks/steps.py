@@ -1,8 +1,8 @@
-"""Optimizer steps to compare, each written as a user would write it.
+"""The optimizer steps to compare, written as in a user's script.
 
-The optimizer phase is measured in the default mode, ``value_and_grad`` and ``update``
-in one compiled step, with a model whose backward pass costs nothing: its gradients are
-arrays that are already in memory, as after a real backward pass.
+The default mode is ``value_and_grad`` and ``update`` in one compiled step. The backward
+pass of the model costs nothing: its gradients are arrays that are already in memory, as
+after a real backward pass.
 """
 
 import math
@@ -23,12 +23,12 @@ MAX_GRAD_NORM = 1.0
 
 
 def shapes_of(millions: int) -> Shapes:
-    """Return the shapes of 32 leaves with 8, 16, ... million parameters in total."""
+    """Return the shapes of 32 leaves with this many million parameters in total."""
     return [(500, 500 * millions // 8)] * 32
 
 
 class Leaves(nn.Module):
-    """A model of bare parameters."""
+    """A model that has only weights."""
 
     def __init__(self, shapes: Shapes, dtype: mx.Dtype = mx.float32):
         super().__init__()
@@ -45,13 +45,13 @@ class Leaves(nn.Module):
 
 
 def random_arrays(shapes: Shapes, dtype: mx.Dtype = mx.float32) -> list[mx.array]:
-    """Return a million normal values, repeated: drawing 256 M takes half a minute."""
+    """Return arrays of repeated random values; drawing 256 M would take 30 seconds."""
     drawn = mx.random.normal((10**6,))
     arrays = []
     for shape in shapes:
         size = math.prod(shape)
         values = mx.tile(drawn, -(-size // drawn.size))[:size]
-        # The product is a new array: leaves that share a buffer stay in the cache.
+        # Multiply to copy: leaves that share a buffer would stay in the cache.
         arrays.append((values * 0.01).reshape(shape).astype(dtype))
         mx.eval(arrays[-1])
     return arrays
@@ -59,7 +59,7 @@ def random_arrays(shapes: Shapes, dtype: mx.Dtype = mx.float32) -> list[mx.array
 
 @dataclass
 class Step:
-    """A step with gradients that are already in memory; it updates ``state``."""
+    """A step that updates ``state`` from gradients in memory."""
 
     function: Callable[[Any], object]
     state: list[Any]
@@ -96,7 +96,7 @@ class Case:
     masters: str = "float32"
 
     def gradients(self, shapes: Shapes) -> list[mx.array]:
-        """Return gradients as produced by the backward pass of this case."""
+        """Return gradients in the dtype of this case's backward pass."""
         return random_arrays(shapes, self.compute_dtype or self.dtype)
 
 
@@ -112,10 +112,10 @@ CASES = {
 
 
 def bare_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> Step:
-    """Return MLX's optimizer alone, in float32.
+    """Return a step of MLX's optimizer alone, in float32.
 
-    For a float16 model it updates float32 copies, which are cast afterwards. If a
-    float32 model computes in float16, its gradients are unscaled float32.
+    For a float16 model, the step updates float32 copies and then casts them. If a
+    float32 model computes in float16, the step starts from unscaled float32 gradients.
     """
     model = Leaves([g.shape for g in gradients], case.dtype)
     weights = model.trainable_parameters()
@@ -145,7 +145,7 @@ def bare_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> S
 
 
 def scaled_step(case: Case, gradients: list[mx.array], compiled: bool = True) -> Step:
-    """Return the default mode: ``LossScaleOptimizer.value_and_grad`` and ``update``."""
+    """Return a step of ``LossScaleOptimizer.value_and_grad`` and ``update``."""
     model = Leaves([g.shape for g in gradients], case.dtype)
     clipping = {"max_grad_norm": MAX_GRAD_NORM} if case.clip else {}
     optimizer = LossScaleOptimizer(
@@ -162,7 +162,7 @@ def scaled_step(case: Case, gradients: list[mx.array], compiled: bool = True) ->
 
 
 def bare_tree_step(gradients: Any, compiled: bool = True) -> Step:
-    """Return AdamW on a plain tree of parameters, without a model."""
+    """Return a step of AdamW on a plain tree of parameters, without a model."""
     parameters, optimizer = _zeros_like(gradients), optim.AdamW(1e-4)
     optimizer.init(parameters)
 
@@ -173,7 +173,7 @@ def bare_tree_step(gradients: Any, compiled: bool = True) -> Step:
 
 
 def scaled_tree_step(gradients: Any, compiled: bool = True) -> Step:
-    """Return ``GradScaler.apply_gradients`` on scaled gradients, as in PyTorch."""
+    """Return a step of ``GradScaler.apply_gradients`` on scaled gradients."""
     parameters, optimizer = _zeros_like(gradients), optim.AdamW(1e-4)
     optimizer.init(parameters)
     scaler = GradScaler(SCALE)

@@ -1,9 +1,9 @@
-"""Run tests where MLX flushes subnormals to zero, as Apple's GPUs do.
+"""Run tests while MLX flushes subnormals to zero, as Apple's GPUs do.
 
     python tools/as_on_metal.py [PYTEST ARGUMENT...]
 
-Without arguments it runs the core tests. Python itself is not affected, and neither are
-hypothesis and the tests' reference. This works only on Linux on x86-64.
+Without arguments, it runs the core tests. Only MLX flushes subnormals; Python,
+hypothesis and the tests' reference do not. This works only on Linux on x86-64.
 """
 
 import os
@@ -20,12 +20,12 @@ def why_not() -> str | None:
     """Return the reason why this machine is not supported, or None."""
     here = platform.system(), platform.machine()
     if here != ("Linux", "x86_64"):
-        return f"Only Linux on x86_64 can flush subnormals in MLX alone, not {here}."
+        return f"Only Linux on x86_64 can flush subnormals in MLX alone, got {here}."
     return None
 
 
 def build(folder: str | Path) -> Path:
-    """Compile the library with the compiler that MLX's CPU backend uses."""
+    """Compile ``flush_subnormals.c`` with the compiler of MLX's CPU backend."""
     library = Path(folder) / "flush_subnormals.so"
     flags = ["-xc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
     source = str(TOOLS / "flush_subnormals.c")
@@ -40,7 +40,7 @@ def environment(library: Path) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest in such a process, and return its exit code."""
+    """Run pytest with the library, and return its exit code."""
     if reason := why_not():
         print(reason)
         return 0

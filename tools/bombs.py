@@ -1,11 +1,11 @@
 """Run hostile checkpoints through the commands, one at a time, at the default limits.
 
     python tools/bombs.py                all of them, about ten minutes
-    python tools/bombs.py JSON zip       those with one of these words in their name
+    python tools/bombs.py JSON zip       only those whose names contain JSON or zip
 
-Each must take at most 30 s of CPU time and 1 GB of memory, and end in success or in one
-sentence and exit code 1. The bombs are those of the tests, at the size that the limits
-allow, and some that are just within the limits.
+Each checkpoint must take at most 30 s of CPU time and 1 GB of memory, and the command
+must succeed, or print one error and exit with code 1. The checkpoints are the bombs of
+the tests at the full size of the limits, and some that are just within the limits.
 """
 
 import json
@@ -42,7 +42,7 @@ Files = dict[str, Any]
 
 
 def many() -> Holder:
-    """Return the model of the trees with many parameters."""
+    """Return a model for the trees with many parameters."""
     return Holder({f"p{i}": mx.zeros(1) for i in range(20_000 * SCALE)})
 
 
@@ -60,7 +60,7 @@ def dicts() -> bytes:
 
 
 def expanded(megabytes: int, count: int = 1) -> bytes:
-    """Tensors that repeat one element."""
+    """Return the pickle of tensors that repeat one element."""
     size = megabytes * 2**18 // count
     views = [tensor(shape=(size - i,), strides=(0,)) for i in range(count)]
     named = [text(f"p{i}") + view for i, view in enumerate(views)]
@@ -139,7 +139,7 @@ CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
         },
         SMALL,
     ),
-    # A template for the conversion of an MLX checkpoint to PyTorch.
+    # Templates for converting an MLX checkpoint to PyTorch.
     "template: lists": (lambda: {TEMPLATE: lists()}, SMALL),
     "template: dicts": (lambda: {TEMPLATE: dicts()}, SMALL),
     "JSON: empty objects": (lambda: trainer(array("{}", JSON_BYTES // 3)), SMALL),
@@ -154,13 +154,13 @@ CONVERT: dict[str, tuple[Callable[[], Files], str]] = {
 
 
 def wide() -> Holder:
-    """Return the model of the expanded weights."""
+    """Return a model for the expanded weights."""
     size = 500 * 2**18 // 3
     return Holder({f"p{i}": mx.zeros(size - i) for i in range(3)})
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the files of a bomb: bytes, or objects to save."""
+    """Write the files of a bomb."""
     files = INSPECT[name]() if name in INSPECT else CONVERT[name][0]()
     folder.mkdir()
     if TEMPLATE in files:
@@ -176,14 +176,14 @@ def write(name: str, folder: Path) -> None:
 
 
 def run(name: str, place: Path) -> tuple[float, int, str]:
-    """Return CPU seconds, peak memory in bytes, and how the command ended."""
+    """Return CPU seconds, peak memory in bytes, and the outcome of the command."""
     folder = place / "bomb"
-    # Another process, because a child's peak memory starts at its parent's.
+    # Use another process: a child's peak memory starts at its parent's.
     builder = multiprocessing.Process(target=write, args=(name, folder))
     builder.start()
     builder.join()
     if builder.exitcode:
-        sys.exit(f"{name} could not be written.")
+        sys.exit(f"Could not write the files of {name!r}.")
     [*files] = folder.iterdir()
     source = str(files[0] if len(files) == 1 else folder)
     arguments = ["inspect", source]
@@ -219,7 +219,7 @@ def run(name: str, place: Path) -> tuple[float, int, str]:
 
 
 def main() -> int:
-    """Run the bombs, and return 1 if one failed."""
+    """Run the bombs, and return 1 if any failed."""
     words = sys.argv[1:] or [""]
     results = []
     for name in [*INSPECT, *CONVERT]:

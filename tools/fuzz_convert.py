@@ -2,10 +2,10 @@
 
     python tools/fuzz_convert.py --rounds 2000 --seed 1
 
-A valid checkpoint is mutated: values are replaced, keys renamed, removed, moved and
-repeated, and numbers made huge or odd. Every tree is converted in both directions, or
-through a damaged template. Any exception other than a ValueError or an OSError is
-printed with its traceback, and so is anything slower than 30 seconds.
+The fuzzer mutates a valid checkpoint: it replaces, renames, removes, moves and repeats
+entries, and makes numbers huge or odd. It converts each tree in both directions, or
+fills a damaged template. It prints the traceback of every undocumented error, and
+reports conversions that take more than 30 seconds.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def good_checkpoint() -> dict[str, Any]:
 
 
 def odd_values(rng: random.Random) -> Any:
-    """Return a value to put where it does not belong."""
+    """Return a value that is unlikely to be valid."""
     return rng.choice([
         None, True, 0, -1, 1, 2**31, 2**61 - 1, 2**200, 10**400, 1e308, -0.0,
         float("nan"), float("inf"), "", "x", "step", "module." * 50, "a.b.c", b"x",
@@ -128,7 +128,7 @@ def mutate(tree: Any, rng: random.Random) -> Any:
 
 
 def copy_tree(value: Any, depth: int = 0) -> Any:
-    """Return a copy of the containers."""
+    """Copy the containers of a tree, but not its leaves."""
     if depth > 20:
         return value
     if isinstance(value, dict):
@@ -139,7 +139,7 @@ def copy_tree(value: Any, depth: int = 0) -> Any:
 
 
 def convert_tree(tree: Any, folder: Path) -> None:
-    """Convert a tree in both directions, without a file in the first."""
+    """Convert a tree to MLX in memory, and back to a PyTorch file."""
     model, options = Net(), Options()
     template, _ = make_template(tree, model, options)
     weights, flat = template.weights(), template.optimizer_state()
@@ -183,8 +183,8 @@ def fuzz(rounds: int, seed: int, folder: Path) -> Counter[str]:
             outcome = "converted"
         except EXPECTED as error:
             outcome = type(error).__name__
-        except TypeError as error:  # save reports where the unsupported value is
-            outcome = "TypeError of save" if "cannot be saved" in str(error) else "bug"
+        except TypeError as error:  # save() cannot write the value
+            outcome = "TypeError of save" if "can be saved" in str(error) else "bug"
             if outcome == "bug":
                 traceback.print_exc()
         except Exception:

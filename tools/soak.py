@@ -1,9 +1,9 @@
-"""Train for very long: memory is constant, nothing is retraced, all counts are right.
+"""Train for many steps, and check memory, retracing and all counts.
 
     python tools/soak.py [--compiled STEPS] [--eager STEPS] [--seed SEED]
 
-Overflows, changed settings, saves and loads occur at random. The results are compared
-with the loss scale rule in plain Python.
+Overflows, changed settings, saves and loads occur at random. The state of the scaler is
+compared with an implementation of the loss scale rule in plain Python.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Memory:
 
 
 class Soak:
-    """A float16 model in training, with the reference to compare."""
+    """A float16 training run, and the reference to compare it with."""
 
     def __init__(self, compiled: bool, seed: int, folder: Path):
         self.compiled, self.folder, self.random = compiled, folder, Random(seed)
@@ -101,7 +101,7 @@ class Soak:
     def run(self, steps: int) -> list[Memory]:
         """Train and check; return the memory after 10% of the steps and at the end."""
         for suffix in SUFFIXES:
-            # Modules imported for file access must not count as growth.
+            # Import modules for file access now, so that they do not count as growth.
             self._save(suffix)
             self._load(whole=False)
         found = []
@@ -168,7 +168,7 @@ class Soak:
             for name, value in asdict(self.reference).items()
             if abs(ours[name] - value) > 1e-6 * abs(value)
         }
-        assert not wrong, f"(ours, the reference's): {wrong}"
+        assert not wrong, f"values that differ from the reference: {wrong}"
         for path, x in tree_flatten([self.model.parameters(), self.optimizer.state]):
             # max_grad_norm is inf if gradients are not clipped.
             finite = mx.all(mx.isfinite(x)).item() or path.endswith("max_grad_norm")
@@ -187,7 +187,7 @@ def soak(steps: int, compiled: bool, seed: int = 0) -> str:
         f"{start.objects} to {end.objects}, blocks {start.blocks} to {end.blocks}"
     )
     assert not compiled or run.traces == 1, f"traced {run.traces} times: {numbers}"
-    # It changes a little, because numbers that shared memory do not after a load.
+    # Memory grows a little: after a load, scalars no longer share buffers.
     assert end.active - start.active < 1024, numbers
     room = 100 + steps // 100
     assert end.objects - start.objects < room, numbers
@@ -196,7 +196,7 @@ def soak(steps: int, compiled: bool, seed: int = 0) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Soak in both modes, compiled and eager."""
+    """Train compiled and eager, and print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--compiled", type=int, default=100_000, metavar="STEPS")
     parser.add_argument("--eager", type=int, default=20_000, metavar="STEPS")

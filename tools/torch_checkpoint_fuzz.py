@@ -1,13 +1,13 @@
-"""Fuzz the checkpoint reader: every file gives a valid object or a CheckpointError.
+"""Fuzz the checkpoint reader: each file must load or raise a ``CheckpointError``.
 
     python tools/torch_checkpoint_fuzz.py --mutants 100000
 
 Mutants are real files (PyTorch's own, from tests/golden/torch) with changed bytes,
 pickles of random instructions, zip fields with hostile numbers, and bombs. A mutant
 passes if ``load`` raises ``CheckpointError``, or returns a tree of plain values,
-placeholders and usable arrays that survives ``save`` and ``load``. Any other exception,
-more than ``--seconds`` or more than ``--megabytes`` is a failure, and the mutant is
-written to a file. Limits are a sixteenth of the defaults, so that bombs end quickly. If
+placeholders and usable arrays that survives ``save`` and ``load``. A mutant fails if it
+raises another exception or takes more than ``--seconds`` or ``--megabytes``; it is then
+written to a file. The limits are far below the defaults, so that bombs end quickly. If
 PyTorch is installed and also reads a mutant, both must read the same values.
 """
 
@@ -40,13 +40,13 @@ from mlx_gradscale.torch_checkpoint import (
 
 LIMITS = {"operations": 2**19, "tensor_bytes": 2**26}
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden" / "torch"
-# Edge values for sizes, counts and signs.
+# Edge values for sizes and counts.
 EDGES = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16]
 EDGES += [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 
 
 def names(paths: str) -> list[bytes]:
-    """The instructions that push these names."""
+    """Return the pickle instructions that push these names."""
     pairs = (path.rpartition(".") for path in paths.split())
     return [f"c{module}\n{name}\n".encode() for module, _, name in pairs]
 
@@ -76,7 +76,7 @@ NAMES = [*STORAGES, REBUILD, ORDERED_DICT, *COPIES, *FOREIGN, *OTHERS]
 
 
 def seeds() -> list[bytes]:
-    """The golden files, with readable ones more often than the others."""
+    """Return the golden files, readable ones several times."""
     files = []
     for path in sorted(GOLDEN.glob("*.pt")):
         files += [path.read_bytes()] * (1 if "refused" in path.name else 4)
@@ -92,7 +92,7 @@ def save_bytes(value: Any) -> bytes:
     return file.getvalue()
 
 
-# Mutations from one file to another.
+# Mutations of a file.
 
 
 def set_bytes(data: bytes, rng: random.Random) -> bytes:
@@ -178,7 +178,7 @@ def tensor(rng: random.Random) -> bytes:
 
 
 def instruction(rng: random.Random) -> bytes:
-    """One pickle instruction, or a few that belong together."""
+    """Return one pickle instruction, or a few that belong together."""
     kind = rng.randrange(12)
     if kind < 6:
         simple = b"N()]}tRbsaeuQ.01\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x94"
@@ -191,7 +191,7 @@ def instruction(rng: random.Random) -> bytes:
 
 
 def value(rng: random.Random, depth: int = 0) -> bytes:
-    """A valid value, occasionally with an invalid instruction."""
+    """Return a valid value, occasionally with an invalid instruction."""
     noise = instruction(rng) if rng.random() < 0.01 else b""
     if depth > 3 or rng.random() < 0.55:
         leaf = rng.choice([number, text, tensor, lambda _: b"N", lambda _: b"\x88"])
@@ -229,7 +229,7 @@ def random_pickle(data: bytes, rng: random.Random) -> bytes:
 
 
 def colliding(rng: random.Random, count: int) -> list[bytes]:
-    """Numbers or tuples that collide in a hash table or have equal hashes."""
+    """Return numbers or tuples that collide in a hash table."""
     kind = rng.randrange(4)
     if kind == 0:
         return [b"J" + struct.pack("<i", i) for i in range(count)]
@@ -247,7 +247,7 @@ def colliding(rng: random.Random, count: int) -> list[bytes]:
 
 
 def bomb(data: bytes, rng: random.Random) -> bytes:
-    """A name called with a memoized value, or the value itself, many times."""
+    """Return a file that repeats a memoized value, or a call with it, many times."""
     count, kind = 2 ** rng.randrange(15), rng.randrange(6)
     if kind < 2:
         long = rng.choice([b"x", "é\U0001f600".encode()]) * count
@@ -259,7 +259,7 @@ def bomb(data: bytes, rng: random.Random) -> bytes:
         start, end = ((b"](", b"e"), (b"(", b"t"), (b"\x8f(", b"\x90"))[kind - 3]
         made = start + b"".join(colliding(rng, count)) + end
     made += b"q\x01"
-    if rng.random() < 0.3:  # doubling: each holds the previous one twice
+    if rng.random() < 0.3:  # each tuple holds the previous one twice
         made += b"h\x01h\x01\x86q\x01" * rng.randrange(40)
     called = rng.choice(COPIES if rng.random() < 0.8 else NAMES) + b"q\x00"
     args = b"h\x01" + rng.choice([b"\x85", b"", b"X\x06\0\0\0latin1\x86"]) + b"q\x02"
@@ -282,7 +282,7 @@ def apply(mutate: Mutation, data: bytes, rng: random.Random) -> bytes:
 
 
 def mutants(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """How each mutant was made, and its bytes; deterministic for a given seed."""
+    """Yield the mutations and the bytes of each mutant, the same for the same seed."""
     rng = random.Random(seed)
     files = seeds()
     for _ in range(count):
@@ -323,10 +323,10 @@ def check_way_back(value: Any) -> None:
     """Raise if the object changes when it is saved and loaded."""
     once = save_bytes(value)
     again = save_bytes(torch_checkpoint.load(once, float64=mx.float64))
-    # The members of a set are reordered, and so are their numbers.
+    # Compare byte counts, because sets, and so memo indices, may be reordered.
     counts = [collections.Counter(unpack(x)["archive/data.pkl"]) for x in (once, again)]
     if counts[0] != counts[1]:
-        raise AssertionError("what is saved is not what was loaded")
+        raise AssertionError("save() and load() changed the object")
 
 
 def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
@@ -336,8 +336,8 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
         made = type(expected)(*value.args)
         return value.path != f"torch.{made.__class__.__name__}" or made != expected
     if isinstance(expected, torch.Tensor) and isinstance(value, Placeholder):
-        return expected.layout is torch.strided  # sparse ones are kept as they are
-    if isinstance(value, Placeholder):  # only names: PyTorch refuses anything else
+        return expected.layout is torch.strided  # sparse tensors become placeholders
+    if isinstance(value, Placeholder):  # PyTorch refuses all but names
         named = getattr(expected, "__name__", type(expected).__name__)
         return not value.is_name or named not in (value.name, "StorageType")
     if isinstance(expected, torch.Tensor):
@@ -364,7 +364,7 @@ def differs_from_torch(value: Any, expected: Any, torch: Any) -> bool:
 
 
 def judge(data: bytes, torch: Any = None) -> str:
-    """Return "refused", "loaded" or "same as torch"; raise for anything else."""
+    """Return "refused", "loaded" or "same as torch", or raise."""
     try:
         value = torch_checkpoint.load(data, Limits(**LIMITS))
     except CheckpointError:
@@ -384,7 +384,7 @@ def judge(data: bytes, torch: Any = None) -> str:
 
 
 def peak_memory(reset: bool = False) -> float:
-    """Peak megabytes since the last reset on Linux, elsewhere of the whole process."""
+    """Return peak megabytes since the last reset; off Linux, of the whole process."""
     with contextlib.suppress(OSError):
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
@@ -398,7 +398,7 @@ def run(args: argparse.Namespace, torch: Any) -> collections.Counter[str]:
     def too_slow(*_: Any) -> None:
         raise TimeoutError(f"a file took over {args.seconds} s")
 
-    # CPU time, because the machine may be busy with other work.
+    # Measure CPU time, because the machine may be busy with other work.
     signal.signal(signal.SIGPROF, too_slow)
     outcomes: collections.Counter[str] = collections.Counter()
     slowest = largest = (0.0, "")
@@ -428,14 +428,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mutants", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=int, default=20, help="for one file")
-    parser.add_argument("--megabytes", type=int, default=200, help="for one file")
+    parser.add_argument("--seconds", type=int, default=20, help="limit per file")
+    parser.add_argument("--megabytes", type=int, default=200, help="limit per file")
     args = parser.parse_args()
     try:
         import torch
     except ImportError:
         torch = None
-    for data in seeds():  # so that only the mutants' memory is measured
+    for data in seeds():  # warm up: only the mutants' memory should count
         judge(data, torch)
     outcomes = run(args, torch)
     for outcome, count in sorted(outcomes.items()):
