@@ -1,10 +1,10 @@
 """How long does the first step take?
 
-The first step traces, compiles and runs AdamW; "scaled" uses apply_gradients of
-GradScaler. Thousands of leaves of 64 values show the cost per leaf; 8 leaves show the
-cost of kernels. Each measurement runs in a process of its own: one with an empty kernel
-cache, and three that reuse its kernels. (MLX's CPU backend keeps kernels in the
-temporary folder; Metal has its own cache.)
+The first step traces, compiles and runs AdamW; "scaled" is GradScaler.apply_gradients.
+Thousands of leaves of 64 values show the cost per leaf; 8 leaves show the cost of
+kernels. Each measurement runs in a process of its own: one with an empty kernel cache,
+and three that reuse its kernels. (MLX's CPU backend keeps kernels in the temporary
+folder; Metal has its own cache.)
 
 Run as ``python -m benchmarks.first_step VARIANT LEAVES``, it prints seconds.
 """

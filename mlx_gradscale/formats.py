@@ -102,7 +102,7 @@ def _compute(name: str, state: dict[str, Any], found: dict[str, Any]) -> dict[st
 
 
 def recognize(state: Mapping[str, Any]) -> str:
-    """Return the name of a scaler state's format, identified by the keys of the state.
+    """Return the name of the format that a scaler state's keys identify.
 
     Args:
         state (dict): The scaler state.
@@ -120,7 +120,7 @@ def recognize(state: Mapping[str, Any]) -> str:
     keys = _flat(state).keys()
     if not keys:
         raise ValueError(
-            "The scaler state is empty, as a disabled scaler saves it. Do not load it."
+            "The scaler state is empty: a disabled scaler saved it. Use a new scaler."
         )
     for name, row in FORMATS.items():
         if row.required <= keys:

@@ -1,4 +1,4 @@
-"""Fuzz the checkpoint reader: each file must load or raise a ``CheckpointError``.
+"""Fuzz the checkpoint reader: each file must load or raise CheckpointError.
 
     python tools/torch_checkpoint_fuzz.py --mutants 100000
 

@@ -184,7 +184,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _to_mlx(arguments: argparse.Namespace) -> None:
-    """Write an mlx_gradscale checkpoint with a ``template.pt`` in its folder."""
+    """Convert to an MLX checkpoint with a ``template.pt`` in its folder."""
     path = arguments.mlx_path
     if path.is_file():
         raise FileExistsError(f"{path} is a file. --mlx-path must be a folder.")
@@ -225,7 +225,7 @@ def _to_mlx(arguments: argparse.Namespace) -> None:
 
 
 def _to_torch(arguments: argparse.Namespace) -> None:
-    """Write an mlx_gradscale checkpoint as a PyTorch checkpoint."""
+    """Convert an MLX checkpoint to a PyTorch checkpoint."""
     options, folder = _options(arguments), arguments.mlx_path
     run = unwrap(read_checkpoint(folder))
     model = _model(arguments.model)

@@ -24,8 +24,7 @@ from ..files.paths import (
 from ..torch_checkpoint import Limits
 from .tree import ConvertError, is_tensor, list_some
 
-# Transformers saves step and epoch counts here. Its other JSON files do not change
-# during training.
+# Transformers' step and epoch counts. No other JSON file changes during training.
 TRAINER = "trainer_state.json"
 # Operations per comma, colon and bracket: converting a million takes ten seconds.
 _PER_MARK = 7
@@ -125,7 +124,7 @@ def _carry(path: Path, names: list[str]) -> tuple[dict[str, mx.array], list[str]
 
 
 def _inside(path: Path) -> Path:
-    """Return a path, or raise if it is a symbolic link that leaves its folder."""
+    """Return a path, or raise if it is a symbolic link out of its folder."""
     folder = os.path.realpath(path.parent)
     if not os.path.realpath(path).startswith(os.path.join(folder, "")):
         raise ConvertError(

@@ -1,7 +1,7 @@
 """Find the MLX layout of PyTorch tensors from a model's layers or its ``sanitize``.
 
 The models of mlx-lm have a ``sanitize`` method that converts weights from Transformers.
-It is called with marked arrays, which show the input that each output comes from.
+This module calls ``sanitize`` with marked arrays to find the input of each output.
 """
 
 from collections.abc import Callable, Mapping

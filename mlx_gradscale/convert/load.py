@@ -33,8 +33,8 @@ class TorchRun:
             it is None if the checkpoint has no scaler.
         template (Template): The checkpoint without the tensors that MLX now holds, for
             :func:`~mlx_gradscale.convert.save_torch`.
-        notes (list): Sentences about differences between PyTorch and MLX, and about
-            entries that were not converted.
+        notes (list): Notes on differences between PyTorch and MLX, and on entries that
+            were not converted.
     """
 
     optimizer: Optimizer | None

@@ -34,7 +34,7 @@ _COUNTER = "num_batches_tracked"  # BatchNorm's step count, which MLX does not h
 
 @dataclass
 class Plan:
-    """All tensors of a PyTorch state dict, by their PyTorch names."""
+    """The mapping of a PyTorch state dict to MLX, by PyTorch name."""
 
     entries: dict[str, Entry] = field(default_factory=dict)  # tensors that MLX has
     tied: dict[str, str] = field(default_factory=dict)  # alias -> name in entries

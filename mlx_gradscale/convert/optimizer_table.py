@@ -208,7 +208,7 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
 
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Map a sentence about each unsupported setting that is on to its name."""
+    """Return sentences on unsupported settings that are on, mapped to their names."""
     return {
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)

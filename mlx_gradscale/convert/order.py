@@ -1,4 +1,4 @@
-"""Find the parameter of each index in PyTorch's optimizer state."""
+"""Map the indices in PyTorch's optimizer state to the model's parameters."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ class Order:
             found = self._match(names, options.rename)
             shapes = [self.tensors[name].shape for name in found]
             fits = [a in (None, b) for a, b in zip(self.shapes, shapes, strict=True)]
-            # Transformers' Trainer lists parameters without weight decay last.
+            # Transformers' Trainer splits the parameters into groups by weight decay.
             return found if all(fits) else self._deal(found), []
         names = list(self.tensors) if is_ordered else self._mlx_order(model)
         found = self._deal(self._candidates(names))

@@ -63,7 +63,7 @@ def save_torch(
             ``True``.
 
     Returns:
-        list: Sentences about entries that were changed or left out. A warning, issued
+        list: Notes on differences, and on changed or omitted entries. A warning, issued
         once per template, lists entries that may count steps but were not updated.
 
     Raises:
@@ -136,7 +136,7 @@ def gather(
     optimizer: Optimizer | None = None,
     scaler: GradScaler | None = None,
 ) -> Checkpoint:
-    """Collect the values of a run in memory, in the form of :func:`unwrap`."""
+    """Collect the values of a run in memory, as :func:`unwrap` does for a saved one."""
     weights, state = dict(tree_flatten(model.parameters())), {}
     settings: list[dict[str, Any]] = []
     if isinstance(optimizer, LossScaleOptimizer):
@@ -159,7 +159,7 @@ def gather(
 def unwrap(saved: Checkpoint) -> Checkpoint:
     """Return a checkpoint with master weights in place of half-precision ones.
 
-    The result has the state and settings of the inner optimizer, or empty ones.
+    The state and settings are the inner optimizer's. Without one, both are empty.
     """
     weights, state = dict(saved.weights), saved.optimizer
     settings = saved.description["settings"]
@@ -173,7 +173,7 @@ def unwrap(saved: Checkpoint) -> Checkpoint:
                 weights[path] = join(saved.weights[path], x).master
             elif kind == "optimizer":
                 state[path] = x
-    # The convert command saves a run without an optimizer with the base class.
+    # For a run without an optimizer, the convert command saves the base class.
     if [row["class"] for row in settings] == ["Optimizer"]:
         settings = []
     scaler = saved.scaler
@@ -229,7 +229,7 @@ def _fill_model(template: Template, weights: Mapping[str, mx.array]) -> None:
     placed = {name for entry in entries.values() for name in entry.mlx}
     wrong = sorted(placed - weights.keys())
     if not is_adapter([name for name in held if isinstance(name, str)]):
-        wrong += sorted(weights.keys() - placed)  # adapters have no base model
+        wrong += sorted(weights.keys() - placed)  # adapters lack the base model
     wrong = wrong or [
         name
         for name, entry in entries.items()

@@ -236,7 +236,7 @@ class Unpickler:
 
 
 def _from_type(u: Unpickler, function: Any, kind: Any, args: Any, _state: Any) -> Any:
-    # PyTorch saves a tensor with Python attributes this way. They are dropped.
+    # PyTorch calls this for tensors with Python attributes, which are dropped.
     is_plain = function.path.startswith("torch._utils.") and function.path in BUILDERS
     names = "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"
     is_plain = is_plain and kind.path in names
