@@ -46,7 +46,7 @@ class Entry:
     layout: str = "same"
 
     def to_mlx(self, tensor: mx.array) -> dict[str, mx.array]:
-        """Convert a PyTorch tensor, weight or moment, to MLX arrays."""
+        """Convert a PyTorch weight or moment to MLX arrays."""
         if tensor.dtype == mx.float64:  # supported only on the CPU
             tensor = tensor.astype(mx.float32, stream=mx.cpu)
         if self.layout == FUSED:
@@ -55,7 +55,7 @@ class Entry:
         return {self.mlx[0]: mx.transpose(tensor, axes)}
 
     def to_torch(self, arrays: Mapping[str, mx.array]) -> mx.array:
-        """Convert MLX arrays, weights or moments, to the PyTorch tensor."""
+        """Convert MLX weights or moments to the PyTorch tensor."""
         held = [arrays[name] for name in self.mlx]
         if self.layout == FUSED:
             return mx.concatenate(held)

@@ -142,8 +142,8 @@ def recognize(
 ) -> str:
     """Return the key of :data:`OPTIMIZERS` that a state dict belongs to.
 
-    A state dict does not name its class, so it is inferred from the keys of its groups
-    and state. A ``name`` given by the user is checked.
+    A state dict does not name the optimizer's class, so the class is inferred from the
+    keys of the groups and the state. A ``name`` given by the user is checked.
     """
     held = set(slots)
     fits = [n for n, spec in OPTIMIZERS.items() if _fits(spec, groups, held)]
@@ -208,7 +208,7 @@ def refused_settings(spec: OptimizerSpec, group: Settings) -> dict[str, Any]:
 
 
 def differences(spec: OptimizerSpec, whose: str, settings: Settings) -> dict[str, str]:
-    """Return sentences on unsupported settings that are on, mapped to their names."""
+    """Map sentences on unsupported settings that are on to the settings' names."""
     return {
         f"{whose} has {key}={plain_setting(settings[key])!r}. {spec.refused[key]}.": key
         for key in refused_settings(spec, settings)

@@ -228,7 +228,7 @@ def _read_legacy(tensors: TensorReader) -> tuple[Any, _Find]:
         count = int.from_bytes(data[at : at + 8], "little", signed=True)
         records[key] = Record(at + 8, storage.nbytes, None)
         fits = count == storage.numel and at + 8 + storage.nbytes <= data.nbytes
-        check(fits, "The file is damaged: the size of a storage does not match.")
+        check(fits, "The size of a storage does not match its tensors.")
         at += 8 + storage.nbytes
     check(at == data.nbytes, "The file is damaged: it has data after the last storage.")
     return value, records.__getitem__

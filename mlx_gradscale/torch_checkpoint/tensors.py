@@ -207,8 +207,8 @@ class TensorReader:
         copies, total = [], 0
         for storage, bits, values in self._arrays.values():
             record, size = find(storage.key), storage.nbytes
-            problem = f"A storage should have {size} bytes but has {record.nbytes}."
-            check(record.nbytes == size, problem)
+            found = f"a storage should have {size} bytes but has {record.nbytes}"
+            check(record.nbytes == size, f"The file is damaged: {found}.")
             total += size
             copies.append((bits, record, values.dtype == mx.bool_))
         check(total <= self.data.nbytes, "The file is damaged: its records overlap.")
@@ -235,7 +235,7 @@ class TensorReader:
                 found = zlib.crc32(piece.data, found)
             check_sum(found, record.checksum)
             is_valid = not is_bool or target.max() <= 1
-            check(is_valid, "A bool tensor has bytes other than 0 and 1.")
+            check(is_valid, "The file is damaged: a bool tensor has bytes above 1.")
 
 
 def is_count(value: Any) -> bool:

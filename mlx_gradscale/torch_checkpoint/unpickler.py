@@ -183,7 +183,7 @@ class Unpickler:
         self._limits.spend(cost)
 
     def _name(self, module: Any, name: Any) -> None:
-        """Push the placeholder of a name."""
+        """Push the placeholder for a name."""
         check(type(module) is type(name) is str, "a name in the pickle is not text.")
         # Like a class in Python, each name is one object.
         key = f"{module}\n{name}"
@@ -362,7 +362,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_key(key: Any) -> tuple[Any, ...]:
-    """Return the parts of a key that is a plain value or a flat tuple of them."""
+    """Return the parts of a key; raise unless it is a plain value or a flat tuple."""
     parts = key if type(key) is tuple and len(key) <= 64 else (key,)
     check(
         all(type(part) in _KEYS for part in parts),
