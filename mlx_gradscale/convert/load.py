@@ -152,7 +152,7 @@ def _load_optimizer(
     trainable = model.trainable_parameters()
     optimizer.init(trainable)
     own = dict(tree_flatten(optimizer.state))
-    missing = [key for key in own if key not in flat]
+    missing = dict.fromkeys(k.rpartition(".")[0] for k in own if k not in flat)
     if missing:
         raise ConvertError(
             "The PyTorch optimizer has no state for trainable parameters of the MLX "
