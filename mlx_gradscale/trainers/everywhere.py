@@ -273,8 +273,8 @@ def find_first_scale(
         scaler.update(min(scale, 2.0**16))
         if scale < LOW_SCALE:
             warn_user(
-                "To fit the gradients of the first batch into float16, the loss scale "
-                f"would have to be {scale:.2g}, where small gradients underflow to "
+                "With headroom, the gradients of the first batch fit into float16 only "
+                f"at a loss scale of {scale:.2g}, where small gradients underflow to "
                 "zero. Compute in bfloat16 or float32 instead."
             )
 
