@@ -32,7 +32,7 @@ def calibrate(
     headroom: int = 1,
     group: mx.distributed.Group | None = None,
 ) -> float:
-    """Find a loss scale on one batch, and set it in the scaler.
+    """Find a loss scale on one batch, and set the scaler to this scale.
 
     The scale is the largest power of two at which no gradient overflows, divided by
     ``2**headroom``. Without calibration, a run finds its scale by skipping steps. The
@@ -47,7 +47,7 @@ def calibrate(
         compute_dtype (Dtype, optional): As for ``value_and_grad``.
         keep (Callable, optional): As for ``value_and_grad``.
         cast_inputs (bool): As for ``value_and_grad``.
-        headroom (int): How many times later gradients can double before they overflow.
+        headroom (int): The scale leaves room for gradients to double this many times.
             Default: ``1``.
         group (mx.distributed.Group, optional): The ranks that train together. Each must
             call this function with its own batch. Default: all ranks.

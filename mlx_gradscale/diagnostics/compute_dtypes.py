@@ -24,8 +24,8 @@ class LayerDtypes:
     """The dtypes in one call of a layer.
 
     Attributes:
-        model (str): The class of the model that contains the layer. If this model is
-            another argument of the loss function, the argument follows in parentheses.
+        model (str): The class of the model that contains the layer. For other models
+            in the arguments of the loss function, the argument follows in parentheses.
         path (str): The path of the layer; "" is the whole model.
         parameters (Dtype or None): The dtype of the layer's own half-precision
             parameters; None if it has none.
@@ -45,7 +45,8 @@ class DtypeReport:
     """The result of :func:`compute_dtypes`; print it for a table.
 
     Attributes:
-        layers (tuple): The calls of all layers except float32 layers, inner ones first.
+        layers (tuple): One entry per layer call, in the order in which calls return.
+            Float32 layers are left out.
         half_statistics (tuple): The BatchNorm layers with running statistics in half
             precision.
     """

@@ -55,13 +55,13 @@ class OverflowReport:
             value. "" means the model itself; None means the loss function or no layer.
         where (str): The first non-finite value and its location, in words.
         loss (float): The loss.
-        scale (float): The ``scale`` argument. The scale of ``scale_loss`` is not
-            included.
+        scale (float): The loss scale that was passed, without that of ``scale_loss``.
         leaves (list): The non-finite leaves of the batch, the parameters or the
             gradients. The path ``args[1].mask``, for example, is a leaf of the second
             argument of the loss function.
         cure (list or None): The layers to compute in float32, in the format of
-            ``float32_layers``, verified on this batch. None if no layers help.
+            ``float32_layers``, verified on this batch. None if no layers help or are
+            needed.
     """
 
     cause: str

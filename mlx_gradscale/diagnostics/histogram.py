@@ -1,4 +1,4 @@
-"""Count gradients by power of two, and their shares in each range of float16."""
+"""Count gradients by power of two, to show how many float16 can represent."""
 
 import math
 from bisect import bisect
@@ -38,8 +38,8 @@ class Shares:
     Attributes:
         zero (float): Zero before the cast.
         underflow (float): Rounded to zero by the cast.
-        subnormal (float): Rounded to fewer than float16's 11 bits.
-        normal (float): Rounded to all 11 bits.
+        subnormal (float): Represented with fewer than float16's 11 bits.
+        normal (float): Represented with all 11 bits.
         overflow (float): Infinite after the cast.
         nonfinite (float): Inf or NaN before the cast.
     """
@@ -159,8 +159,8 @@ class GradientHistogram:
 def gradient_histogram(grads: Any, scale: Any = 1.0) -> GradientHistogram:
     """Count gradients by power of two, over all leaves and per leaf.
 
-    The device counts in one pass over the gradients, and only the counts are read. This
-    still waits for the device, so do not call it on every step.
+    The device counts in one pass over the gradients, and only the counts are read.
+    Reading waits for the device, so do not call this function on every step.
 
     A gradient that underflowed in float16 counts as zero. To see the full range,
     compute the gradients of one batch in float32.

@@ -116,9 +116,9 @@ class _Transparent(type):
     """Metaclass of the subclasses that intercept calls.
 
     A subclass compares equal to the original class, so that tables keyed by
-    ``type(layer)``, as in mlx-lm's GPTQ, still work. Getting or setting ``__call__`` on
-    it uses the original class, because mlx-lm's ``grad_checkpoint`` replaces
-    ``type(layer).__call__`` to reach every layer of a class. Calls are intercepted.
+    ``type(layer)``, as in mlx-lm's GPTQ, still work. Its ``__call__`` attribute is that
+    of the original class, because mlx-lm's ``grad_checkpoint`` replaces
+    ``type(layer).__call__`` to reach every layer. Calls still go through the handlers.
     """
 
     def __eq__(cls, other: object) -> bool:

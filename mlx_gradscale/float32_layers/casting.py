@@ -35,7 +35,7 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
         writes = []
         for container, key, old in places:
             now = container[key]
-            # Keep updates of buffers, such as a running mean, by the forward pass.
+            # Keep buffers that the forward pass updated, such as a running mean.
             # Restore parameters, which only mx.checkpoint replaces.
             is_buffer = id(old) not in trainable and isinstance(now, mx.array)
             is_updated = is_buffer and now is not new[id(old)]
@@ -46,7 +46,7 @@ def upcast_parameters(module: nn.Module) -> Iterator[mx.Dtype | None]:
 
 
 def _restore_in_backward(parameters: list[mx.array], places: Writes) -> list[mx.array]:
-    """Return copies of the parameters whose backward pass restores the module.
+    """Pass parameters through an identity whose backward pass restores the module.
 
     A checkpointed layer runs again in the backward pass, after the forward pass has
     restored the module, and would leave float32 parameters in the module.

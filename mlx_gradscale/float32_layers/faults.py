@@ -15,15 +15,15 @@ from ..nonfinite import NonFinite, nonfinite
 from .calls import ordered_modules, owner_of
 from .trial import Run, Trial, Value, relative_distance
 
-# Relative distances from float32. Rounding between two layers causes less than the
-# first, and an overflow in a sum causes more. The second applies if the loss is off
-# although no value is far off.
+# Relative distances from float32. Rounding between two layers stays below the first; an
+# overflow in a sum exceeds it. The second applies if the loss is off although no value
+# is far off.
 _FAR, _SUSPICIOUS = 0.25, 0.05
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a run is bad, in fields of ``OverflowReport``; ``text`` is its ``where``."""
+    """The reason why a run is bad; ``text`` is the ``where`` of ``OverflowReport``."""
 
     cause: str
     layer: str | None = None

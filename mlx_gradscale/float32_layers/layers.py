@@ -35,7 +35,7 @@ class Float32Call:
     Attributes:
         casts_back (bool): Whether to cast outputs back to half precision.
         neighbors (tuple): Modules outside the float32 layers. Their dtype is used if
-            neither the arguments nor the parameters of the layer are half precision.
+            neither arguments nor parameters of the layer are in half precision.
     """
 
     casts_back: bool
@@ -85,10 +85,10 @@ def float32_layers(model: nn.Module, where: Any) -> list[str]:
     each other, and only the last one casts back. ``"head to the loss"`` does not cast
     back at all, so that the loss is computed in float32.
 
-    The class of each layer is replaced with a subclass that compares equal to it but
-    cannot be pickled. Only calls, and ``as_linear`` of a tied embedding, run in
-    float32; other methods run in half precision. Arrays in lists, dicts and caches are
-    not cast, because a layer may write to these containers.
+    The class of each layer is replaced with a subclass that compares equal to the
+    original but cannot be pickled. Only calls, and ``as_linear`` of a tied embedding,
+    run in float32; other methods run in half precision. Arrays in lists, dicts and
+    caches are not cast, because a layer may write to these containers.
 
     Args:
         model (nn.Module): The model. It is modified in place.

@@ -44,9 +44,9 @@ def find_float32_layers(
 
     Every batch runs forward and backward in float32 and in half precision. If a value
     between layers comes within a factor of ``margin`` of 65504, float16's maximum, the
-    search selects all layers from the one that computes it to the last one that reads
-    it. It also selects layers whose output is non-finite or far from float32. Finally,
-    the loss and the gradients must agree with float32.
+    search selects all layers from the one that computes this value to the last one that
+    reads it. The search also selects layers whose output is non-finite or far from
+    float32. Finally, the loss and the gradients must agree with float32.
 
     The search does not change the model. Pass the result to
     :func:`mlx_gradscale.float32_layers`, or save it for later. Each trial run is logged

@@ -1,4 +1,4 @@
-"""Plot a search for float32 layers: how close each layer comes to 65504."""
+"""Plot how close each layer comes to 65504 in a search for float32 layers."""
 
 import math
 from typing import Any

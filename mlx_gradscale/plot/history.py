@@ -1,4 +1,4 @@
-"""Plot the history of a run, and run the command ``mlx_gradscale plot``."""
+"""Plots of a run's history, and the command ``mlx_gradscale plot``."""
 
 import argparse
 import math

@@ -222,7 +222,7 @@ class Everywhere:
 
     def make_guard(self, optimizer: Optimizer, kind: type) -> GuardedOptimizer:
         """Return a guard for one optimizer."""
-        # Guard a twin with the same attributes, so that the optimizer can be freed.
+        # Guard a twin that shares all attributes, so that the optimizer can be freed.
         twin: Any = object.__new__(kind)
         twin.__dict__ = vars(optimizer)
         return GuardedOptimizer(twin, **self.arguments)
@@ -257,14 +257,14 @@ def find_first_scale(
 ) -> None:
     """Find the scale on the first batch, so that a short run does not lose steps.
 
-    With the default initial scale of 65536, a run of 42 steps skipped 13 of them. If
+    With GradScaler's default initial scale of 65536, a run of 42 steps skipped 13. If
     the loss or the gradients are non-finite at every scale, the scale does not change,
     and a warning about the skipped steps follows later.
     """
     from ..diagnostics import calibrate
 
     with suppress(ValueError):
-        # Leave room for later gradients to grow 64 times. With room for four times,
+        # Leave room for gradients to grow by a factor of 64. With a factor of four,
         # normalizing_flow of mlx-examples skipped its steepest steps and diverged:
         # after 100 steps, its loss was 11 percent above float32, not 0.2 percent.
         scale = calibrate(
@@ -273,9 +273,9 @@ def find_first_scale(
         scaler.update(min(scale, 2.0**16))
         if scale < LOW_SCALE:
             warn_user(
-                "With headroom, the gradients of the first batch fit into float16 only "
-                f"at a loss scale of {scale:.2g}, where small gradients underflow to "
-                "zero. Compute in bfloat16 or float32 instead."
+                "With a safety margin, the gradients of the first batch fit into "
+                f"float16 only at a loss scale of {scale:.2g}, where small gradients "
+                "underflow to zero. Compute in bfloat16 or float32 instead."
             )
 
 
@@ -360,7 +360,7 @@ def _gradient(plain: _Fn, fn: _Fn, model: nn.Module | None) -> _Fn:
     @wraps(fn)
     def gradient_fn(*args: Any, **kwargs: Any) -> Any:
         here = _current()
-        is_scaled = hasattr(fn, "has_scaled_gradient")  # by scale_loss()
+        is_scaled = hasattr(fn, "has_scaled_gradient")  # from scale_loss()
         if here is None or is_scaled or not here.has_half(model, args):
             return plain(*args, **kwargs)
         return here.differentiate(model, fn, args, kwargs)

@@ -23,7 +23,7 @@ _INSTALL = (
     f"Install the version this command is tested with: pip install mlx-lm=={_TESTED}"
 )
 _DTYPES = ("float16", "bfloat16", "float32")
-# The flags have no defaults, because mlx-lm reads only missing values from YAML.
+# No defaults, because mlx-lm reads a value from YAML only if its flag is None.
 _FLAGS: dict[str, dict[str, Any]] = {
     "dtype": {
         "choices": _DTYPES,

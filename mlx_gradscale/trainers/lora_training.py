@@ -1,7 +1,7 @@
-"""mlx-lm's training loop with loss scaling, checkpoints and a history.
+"""The training loop of ``mlx_gradscale lora``.
 
-It uses mlx-lm's loss, batches, validation and progress bar, but has its own loop: the
-loop of mlx-lm cannot start in the middle and does not expose the loss of each step.
+It reuses mlx-lm's loss, batches, validation and progress bar, but not mlx-lm's loop,
+which cannot start in the middle and does not expose the loss of each step.
 """
 
 import time
@@ -175,7 +175,7 @@ class Training:
                 self._save_adapters(numbered)
                 ui.report_save(numbered)
             is_due |= it % args.steps_per_save == 0 or is_last
-            # Save only after an update, because checkpoints have no accumulated grads.
+            # Save only after an update: checkpoints hold no accumulated gradients.
             if is_due and is_update:
                 is_due = False
                 self._save_checkpoint()

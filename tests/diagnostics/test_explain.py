@@ -300,7 +300,7 @@ def test_explain_overflow_restores_the_model_after_an_error(dtype):
     assert model_state(model) == before
 
 
-def test_explain_overflow_uses_the_own_scale_of_a_scale_loss_function():
+def test_explain_overflow_uses_the_scale_of_a_scale_loss_function():
     model, scaler = Net(), GradScaler(init_scale=2.0**30)
     scaled = scaler.scale_loss(mean_square)
     assert explain(model, loss_fn=scaled).cause == "gradients"
