@@ -1,12 +1,12 @@
 """Train a GAN: two models and two optimizers with one scaler.
 
-Call ``scaler.step`` for each optimizer. It skips the step if the gradients of this
-optimizer overflow. Call ``scaler.update`` once after both steps; it reduces the scale
-if either was skipped. If the gradients of the two models differ by orders of magnitude,
-use one scaler per optimizer.
+``scaler.step`` skips the step of an optimizer if the gradients for it overflow. Call
+``scaler.update`` once, after both steps; it reduces the scale if either was skipped. If
+the gradients differ by orders of magnitude, use one scaler per optimizer.
 
-``compute_dtype`` casts only the differentiated model and the arguments, so both models
-are submodules of one model here. Each optimizer gets the gradients of its submodule.
+``compute_dtype`` casts only the differentiated model and the arguments. A second model
+in the loss would compute in float32, so both models are submodules of one model here.
+Each optimizer gets the gradients of its submodule.
 
     python examples/gan.py
 """
